@@ -1,0 +1,78 @@
+/* Argument parsing: see args.h. */
+#include "binding/args.h"
+
+static int find_keyword(moq_state *state, const moq_signature *signature, PyObject *name) {
+    for (int i = 0; i < signature->count; i++) {
+        if (state->keyword[signature->keyword[i]] == name)
+            return i;
+    }
+    /* A caller may have built the name at run time, so equal text is as good as the same object. */
+    for (int i = 0; i < signature->count; i++) {
+        if (PyUnicode_Compare(state->keyword[signature->keyword[i]], name) == 0)
+            return i;
+        if (PyErr_Occurred())
+            return -1;
+    }
+    PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument %R", signature->function,
+                 name);
+    return -1;
+}
+
+int moq_args_parse(moq_state *state, const moq_signature *signature, PyObject *const *args,
+                   Py_ssize_t nargs, PyObject *kwnames, PyObject **values) {
+    Py_ssize_t keywords = kwnames ? PyTuple_Size(kwnames) : 0;
+    if (nargs > signature->positional) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %d positional arguments, got %zd",
+                     signature->function, signature->positional, nargs);
+        return -1;
+    }
+    for (int i = 0; i < signature->count; i++)
+        values[i] = i < nargs ? args[i] : NULL;
+    for (Py_ssize_t k = 0; k < keywords; k++) {
+        PyObject *name = PyTuple_GetItem(kwnames, k);
+        int at = name ? find_keyword(state, signature, name) : -1;
+        if (at < 0)
+            return -1;
+        if (values[at]) {
+            PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument %R",
+                         signature->function, name);
+            return -1;
+        }
+        values[at] = args[nargs + k];
+    }
+    for (int i = 0; i < signature->required; i++) {
+        if (!values[i]) {
+            PyErr_Format(PyExc_TypeError, "%s() missing required argument %R", signature->function,
+                         state->keyword[signature->keyword[i]]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+const char *moq_arg_text(PyObject *value, const char *name) {
+    if (!PyUnicode_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected a str, got %R", name, Py_TYPE(value));
+        return NULL;
+    }
+    return PyUnicode_AsUTF8AndSize(value, NULL);
+}
+
+int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out) {
+    if (!PyLong_Check(value) || PyBool_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected an int, got %R", name, Py_TYPE(value));
+        return -1;
+    }
+    int overflow = 0;
+    *out = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (overflow || *out < low || *out > high) {
+        PyErr_Format(PyExc_ValueError, "%s: expected an int from %lld to %lld, got %R", name,
+                     (long long)low, (long long)high, value);
+        return -1;
+    }
+    return 0;
+}
+
+bool moq_arg_absent(PyObject *value) {
+    return value == NULL || value == Py_None;
+}

@@ -1,0 +1,18 @@
+/* Every keyword a binding function takes, once: the names are interned at import and matched by
+ * pointer. Keep sorted. */
+#ifndef MOQ_BINDING_KEYWORDS_H
+#define MOQ_BINDING_KEYWORDS_H
+
+#define MOQ_KEYWORDS(X)                                                                            \
+    X(format)                                                                                      \
+    X(out)                                                                                         \
+    X(x)
+
+typedef enum {
+#define MOQ_KW_ENUM(name) KW_##name,
+    MOQ_KEYWORDS(MOQ_KW_ENUM)
+#undef MOQ_KW_ENUM
+        KW_COUNT
+} moq_keyword;
+
+#endif

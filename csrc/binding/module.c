@@ -1,0 +1,88 @@
+/* Module `moqext._C`: creation, state and slots. Functions live in one file per family. */
+#include "binding/state.h"
+
+#include "binding/tensor.h"
+
+/* Slot ids newer than the 3.11 headers this is built for; an interpreter that does not know one
+ * refuses the module, so the array is chosen at run time by Py_Version. */
+#define SLOT_MULTIPLE_INTERPRETERS 3 /* Py_mod_multiple_interpreters, 3.12 */
+#define SLOT_GIL                   4 /* Py_mod_gil, 3.13 */
+
+static const char *const KEYWORD_NAMES[KW_COUNT] = {
+#define MOQ_KW_NAME(name) #name,
+    MOQ_KEYWORDS(MOQ_KW_NAME)
+#undef MOQ_KW_NAME
+};
+
+static int add_exceptions(PyObject *module, moq_state *state) {
+    state->config_error = PyErr_NewExceptionWithDoc(
+        "moqext.ConfigError",
+        "A quantization config that cannot be understood; `path` is the JSON path of the field.",
+        PyExc_ValueError, NULL);
+    if (!state->config_error ||
+        PyModule_AddObjectRef(module, "ConfigError", state->config_error) < 0)
+        return -1;
+    state->unsupported_error = PyErr_NewExceptionWithDoc(
+        "moqext.UnsupportedQuantization",
+        "A recognised quantization that cannot run here; the message says what can.",
+        PyExc_ValueError, NULL);
+    if (!state->unsupported_error)
+        return -1;
+    return PyModule_AddObjectRef(module, "UnsupportedQuantization", state->unsupported_error);
+}
+
+static int execute(PyObject *module) {
+    moq_state *state = moq_module_state(module);
+    for (int i = 0; i < KW_COUNT; i++) {
+        state->keyword[i] = PyUnicode_InternFromString(KEYWORD_NAMES[i]);
+        if (!state->keyword[i])
+            return -1;
+    }
+    if (moq_tensor_setup(state) < 0 || add_exceptions(module, state) < 0)
+        return -1;
+    return moq_add_info(module, state);
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg) {
+    moq_state *state = moq_module_state(module);
+    Py_VISIT(state->config_error);
+    Py_VISIT(state->unsupported_error);
+    return 0;
+}
+
+static int clear(PyObject *module) {
+    moq_state *state = moq_module_state(module);
+    Py_CLEAR(state->config_error);
+    Py_CLEAR(state->unsupported_error);
+    for (int i = 0; i < KW_COUNT; i++)
+        Py_CLEAR(state->keyword[i]);
+    return 0;
+}
+
+static void destroy(void *module) {
+    clear((PyObject *)module);
+}
+
+static PyModuleDef_Slot slots[4];
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "moqext._C",
+    .m_doc = "Native part of moqext; use the names of package moqext.",
+    .m_size = sizeof(moq_state),
+    .m_slots = slots,
+    .m_traverse = traverse,
+    .m_clear = clear,
+    .m_free = destroy,
+};
+
+PyMODINIT_FUNC PyInit__C(void) {
+    int n = 0;
+    slots[n++] = (PyModuleDef_Slot){Py_mod_exec, (void *)execute};
+    if (Py_Version >= 0x030c0000) /* not supported: NumPy's own core is not, either */
+        slots[n++] = (PyModuleDef_Slot){SLOT_MULTIPLE_INTERPRETERS, (void *)0};
+    if (Py_Version >= 0x030d0000) /* the GIL is used */
+        slots[n++] = (PyModuleDef_Slot){SLOT_GIL, (void *)0};
+    slots[n] = (PyModuleDef_Slot){0, NULL};
+    return PyModuleDef_Init(&definition);
+}

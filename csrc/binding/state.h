@@ -1,0 +1,30 @@
+/* Module state and the translation of error records: what every file of the binding shares.
+ *
+ * Convention of this floor: a function returning PyObject* returns a new reference or NULL with an
+ * exception set; one returning int returns 0, or -1 with an exception set. */
+#ifndef MOQ_BINDING_STATE_H
+#define MOQ_BINDING_STATE_H
+
+#include <Python.h>
+
+#include "binding/keywords.h"
+#include "core/status.h"
+
+typedef struct {
+    PyObject *config_error;      /* moqext.ConfigError */
+    PyObject *unsupported_error; /* moqext.UnsupportedQuantization */
+    PyObject *keyword[KW_COUNT]; /* interned names */
+} moq_state;
+
+/* The state of the module a METH_FASTCALL module function is bound to. */
+static inline moq_state *moq_module_state(PyObject *module) {
+    return (moq_state *)PyModule_GetState(module);
+}
+
+/* Sets the exception a failed call of a lower floor describes; always returns NULL. */
+PyObject *moq_raise(moq_state *state, const moq_err *err);
+
+/* The methods of each family, gathered into the module by module.c. */
+int moq_add_info(PyObject *module, moq_state *state);
+
+#endif

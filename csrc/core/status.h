@@ -1,0 +1,57 @@
+/* The one error style of the library.
+ *
+ * A function that can fail returns a moq_status and, when it is not MOQ_OK, has filled the error
+ * record: kind, message and, where the fault lies in a document, the JSON path of the field. Only
+ * the binding turns a record into a Python exception, so everything below it runs without the GIL.
+ * The caller owns the record and need not clear it before a call. */
+#ifndef MOQ_CORE_STATUS_H
+#define MOQ_CORE_STATUS_H
+
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+    MOQ_OK = 0,
+    MOQ_ERR_VALUE,       /* ValueError: a value, shape or scale that cannot be right */
+    MOQ_ERR_TYPE,        /* TypeError: an object or dtype of the wrong kind */
+    MOQ_ERR_BUFFER,      /* BufferError: memory that cannot be used (device, layout, read-only) */
+    MOQ_ERR_MEMORY,      /* MemoryError */
+    MOQ_ERR_CONFIG,      /* moqext.ConfigError: a quantization config that cannot be understood */
+    MOQ_ERR_UNSUPPORTED, /* moqext.UnsupportedQuantization: recognised, but not runnable here */
+    MOQ_ERR_INTERNAL     /* RuntimeError: a broken invariant of this library, or a driver failure */
+} moq_status;
+
+typedef struct {
+    moq_status kind;
+    char message[1024];
+    char path[256]; /* MOQ_ERR_CONFIG: JSON path of the field, e.g. "$.quantization.quant_algo" */
+} moq_err;
+
+#if defined(__GNUC__)
+#define MOQ_PRINTF(fmt, first) __attribute__((format(printf, fmt, first)))
+#else
+#define MOQ_PRINTF(fmt, first)
+#endif
+
+/* Fills *err (which may be NULL) and returns `kind`, so that a failure is one return statement. */
+moq_status moq_fail(moq_err *err, moq_status kind, const char *format, ...) MOQ_PRINTF(3, 4);
+
+/* The same for MOQ_ERR_CONFIG, with the JSON path of the offending field. */
+moq_status moq_fail_config(moq_err *err, const char *path, const char *format, ...)
+    MOQ_PRINTF(3, 4);
+
+/* Hands a failure up unchanged. */
+#define MOQ_TRY(call)                                                                              \
+    do {                                                                                           \
+        moq_status moq_try_status_ = (call);                                                       \
+        if (moq_try_status_ != MOQ_OK)                                                             \
+            return moq_try_status_;                                                                \
+    } while (0)
+
+#ifdef __cplusplus
+}
+#endif
+#endif
