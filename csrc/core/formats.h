@@ -1,8 +1,10 @@
 /* Number formats and block layouts: defined here once, for CPU code, CUDA code and tests.
  *
- * Encoding rounds to nearest even and saturates to the largest finite value (infinities too); a NaN
- * stays a NaN where the format has one. Facts: OCP 8-bit Floating Point Specification 1.0 (E4M3,
- * E5M2) and OCP Microscaling Formats 1.0 (E2M1, E8M0). */
+ * Encoding rounds to nearest, ties to even. The storage formats of at most 8 bits saturate to their
+ * largest finite value, infinities included; bf16 and fp16 are what layers compute with and convert
+ * as IEEE 754 says, so overflow is an infinity. A NaN stays a NaN where the format has one, with
+ * its sign. Facts: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2) and OCP Microscaling
+ * Formats 1.0 (E2M1, E8M0). */
 #ifndef MOQ_CORE_FORMATS_H
 #define MOQ_CORE_FORMATS_H
 
@@ -20,6 +22,11 @@
 #define MOQ_FP8_BLOCK   128
 #define MOQ_INT4_GROUP  128
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Exact: every value of every format is a float. */
 float moq_e4m3_decode(uint8_t code);
 float moq_e5m2_decode(uint8_t code);
 /* Only the low nibble counts. */
@@ -31,12 +38,23 @@ float moq_fp16_decode(uint16_t code);
 
 uint8_t moq_e4m3_encode(float value);
 uint8_t moq_e5m2_encode(float value);
-/* A NaN, which E2M1 has no code for, becomes +0, as the cvt instruction of the hardware does not
- * promise more. */
+/* A nibble. A NaN, which E2M1 has no code for, becomes +6, as with cvt.rn.satfinite of PTX. */
 uint8_t moq_e2m1_encode(float value);
-/* Nearest power of two; anything not positive gives code 0, NaN gives 255. */
+/* Nearest power of two, ties up; zero and anything negative give code 0, NaN gives 255. */
 uint8_t moq_e8m0_encode(float value);
+/* A NaN keeps the upper bits of its payload and becomes quiet. */
 uint16_t moq_bf16_encode(float value);
 uint16_t moq_fp16_encode(float value);
 
+/* True for the dtypes the row conversions take: F16, BF16, F32, E4M3, E5M2, E8M0 and E2M1X2. */
+bool moq_dtype_is_float(moq_dtype dtype);
+/* n consecutive values of a dtype moq_dtype_is_float accepts, to float and back. For E2M1X2, n
+ * counts values: value i is in byte i / 2, the even one in the low nibble; encoding an odd n clears
+ * the last high nibble. Source and destination do not overlap. */
+void moq_decode_row(moq_dtype dtype, const void *src, int64_t n, float *dst);
+void moq_encode_row(moq_dtype dtype, const float *src, int64_t n, void *dst);
+
+#ifdef __cplusplus
+}
+#endif
 #endif
