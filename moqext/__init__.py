@@ -2,7 +2,17 @@
 
 from moqext import _C
 from moqext._C import ConfigError, UnsupportedQuantization
+from moqext.checkpoint import Checkpoint
+from moqext.errors import CheckpointError
+from moqext.problem import Problem
 
 __version__: str = _C.build_info()["version"]
 
-__all__ = ["ConfigError", "UnsupportedQuantization", "__version__"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "Problem",
+    "UnsupportedQuantization",
+    "__version__",
+]

@@ -1,0 +1,96 @@
+"""Files that came from somebody else: opened safely, and JSON parsed strictly.
+
+Strict means UTF-8, one object at the top, no NaN or Infinity, and no key twice in an object: two readers that
+resolve a repeated key differently would read two different checkpoints out of one file.
+"""
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from moqext.errors import CheckpointError
+
+
+class RepeatedKey(dict[str, Any]):
+    """An object in which `key` occurred more than once; kept until the caller can say where it stands."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+
+
+@contextmanager
+def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The file open for reading, and its size.
+
+    Raises:
+        CheckpointError: it cannot be opened or read, or is not a regular file.
+    """
+    try:
+        with open(file, "rb", opener=_open_at_once) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError("not a regular file", file=file)
+            yield stream, status.st_size
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
+
+
+def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
+    """The object in `text`, in which any object with a repeated key is a RepeatedKey.
+
+    Args:
+        text: the bytes of one JSON document.
+        file: where they come from, for the message.
+        what: what they are, for the message ("the header", "the index").
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, nested too deeply, a number too long, or not an object.
+    """
+    try:
+        document = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{what} is not UTF-8: {error}", file=file) from None
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply", file=file) from None
+    except ValueError as error:
+        raise CheckpointError(f"{what} is not JSON: {error}", file=file) from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{what} must be a JSON object, found {type_name(document)}", file=file)
+    return document
+
+
+def type_name(value: object) -> str:
+    """What JSON calls the type of a parsed value."""
+    if isinstance(value, dict):
+        return "an object"
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def is_text(name: str) -> bool:
+    """False for what no UTF-8 file could spell: a lone surrogate, which JSON can smuggle in as an escape."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting, as a pipe would make it, for somebody to write."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    return document if len(document) == len(pairs) else RepeatedKey(pairs)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
