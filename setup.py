@@ -1,32 +1,65 @@
 """Builds the extension `moqext._C`: C with the host compiler, CUDA C with nvcc where there is one.
 
+Every source is compiled once to an object below the build directory, several at a time; an object is
+kept while its command, its source and the headers it includes have not changed. The host linker makes
+the one shared library; nvcc never links.
+
 Environment:
   MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it
   MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f"
-  MOQEXT_CUDA_HOME         root of the toolkit, looked at before PATH and pip's nvidia-* packages
+  MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
+  MAX_JOBS                 compilers at a time; default: the number of cores
 """
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-
-try:
-    import tomllib
-except ModuleNotFoundError as error:  # Python < 3.11 never gets past requires-python
-    raise SystemExit("moqext needs Python >= 3.11") from error
 
 ROOT = Path(__file__).resolve().parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 DEFAULT_ARCHS = "80;89;90a;100f;120f"
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
+PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
+
+
+class Unit(NamedTuple):
+    """One source file, the object it becomes, and the command that makes it."""
+
+    source: Path
+    target: Path
+    command: list[str]
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit: the compiler and the directories that complete it."""
+
+    nvcc: Path
+    include: list[Path]
+    library: list[Path]
+    cublaslt: bool  # cublasLt.h was found in `include`
+
+
+def say(message):
+    """Prints one line of the build's summary."""
+    print(f"moqext: {message}", flush=True)
+
+
+def fail(message):
+    """Ends the build with one line."""
+    raise SystemExit(f"moqext: error: {message}")
 
 
 def flag(name):
@@ -35,7 +68,9 @@ def flag(name):
 
 
 def commit():
-    """Short hash of the checkout, or "unknown" when built from an archive."""
+    """Short hash of this checkout, or "unknown" when built from an archive."""
+    if not (ROOT / ".git").exists():  # an archive may lie inside another repository
+        return "unknown"
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -45,54 +80,69 @@ def commit():
     return done.stdout.strip() or "unknown"
 
 
+# ------------------------------------------------------------------------------------------- toolkit
+
+
+def pip_toolkits():
+    """Toolkit roots that pip's nvidia-* packages make, in the running Python.
+
+    An isolated build sees another sys.path than the interpreter it will install into, so the
+    directories of that interpreter are looked at as well.
+    """
+    places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    roots = [Path(place, PIP_TOOLKIT) for place in dict.fromkeys(places) if place]
+    return [root for root in roots if root.is_dir()]
+
+
 def find_nvcc():
-    """Path of nvcc: MOQEXT_CUDA_HOME, PATH, CUDA_HOME, then the packages nvidia-cuda-nvcc installs."""
-    roots = [os.environ.get("MOQEXT_CUDA_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    roots.append(str(Path(sysconfig.get_path("purelib"), "nvidia", "cu13")))
-    candidates = [Path(root, "bin", "nvcc") for root in roots if root]
+    """Path of nvcc, or None: MOQEXT_CUDA_HOME alone if set, else PATH, CUDA_HOME, pip's packages."""
+    chosen = os.environ.get("MOQEXT_CUDA_HOME")
+    if chosen:
+        nvcc = Path(chosen, "bin", "nvcc")
+        return nvcc if nvcc.is_file() else fail(f"MOQEXT_CUDA_HOME={chosen} has no bin/nvcc")
     on_path = shutil.which("nvcc")
-    if on_path:
-        candidates.insert(1 if roots[0] else 0, Path(on_path))
-    return next((path.resolve() for path in candidates if path.is_file()), None)
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *pip_toolkits()]
+    candidates = [Path(on_path)] if on_path else []
+    candidates += [Path(home, "bin", "nvcc") for home in homes if home]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def toolkit_root(nvcc):
-    """Root of the toolkit as nvcc itself sees it: the `nvcc` on PATH may be a wrapper elsewhere."""
-    done = subprocess.run([str(nvcc), "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+    """Root of the toolkit as nvcc itself reports it: the `nvcc` on PATH may be a wrapper elsewhere."""
+    try:
+        done = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        fail(f"{nvcc} cannot be run: {error.strerror}")
     tops = [line.split("TOP=", 1)[1] for line in done.stderr.splitlines() if line.startswith("#$ TOP=")]
-    return Path(tops[0]).resolve() if tops else nvcc.parent.parent
+    return Path(tops[0]).resolve() if tops else nvcc.resolve().parent.parent
 
 
-def toolkit_dirs(nvcc):
-    """Include and library directories that complete the toolkit `nvcc` belongs to."""
-    homes = [toolkit_root(nvcc), Path(sysconfig.get_path("purelib"), "nvidia", "cu13")]
-    homes += list(homes[0].glob("targets/x86_64-linux"))
-    include = [str(home / "include") for home in homes if (home / "include").is_dir()]
-    library = [
-        str(home / name)
-        for home in homes
-        for name in ("lib64", "lib")
-        if (home / name / "libcudart_static.a").is_file()
-    ]
-    return include, library
+def complete_toolkit(nvcc):
+    """Finds what belongs to `nvcc`; a missing piece is looked for in pip's packages."""
+    root = toolkit_root(nvcc)
+    homes = [root, *root.glob("targets/*-linux"), *pip_toolkits()]
+    include = [home / "include" for home in homes if (home / "include").is_dir()]
+    library = [home / name for home in homes for name in ("lib64", "lib")]
+    library = [path for path in library if (path / "libcudart_static.a").is_file()]
+    if not library:
+        fail(f"{nvcc} was found, but no libcudart_static.a in its toolkit (moqext[cuda-build] completes it)")
+    cublaslt = any((path / "cublasLt.h").is_file() for path in include)
+    return Toolkit(nvcc, include, library[:1], cublaslt)
 
 
-def cuda_choice():
-    """Returns nvcc's path or None, following MOQEXT_CUDA, and says in one line what was chosen."""
-    wish = os.environ.get("MOQEXT_CUDA", "auto")
+def find_cuda():
+    """Returns the toolkit or None, following MOQEXT_CUDA, and says in one line why there is none."""
+    wish = os.environ.get("MOQEXT_CUDA") or "auto"
     if wish not in ("auto", "0", "1"):
-        raise SystemExit(f"MOQEXT_CUDA must be auto, 0 or 1, got {wish!r}")
+        fail(f"MOQEXT_CUDA must be auto, 0 or 1, got {wish!r}")
     if wish == "0":
-        print("moqext: CPU-only build (MOQEXT_CUDA=0)")
-        return None
+        return say("CPU-only build (MOQEXT_CUDA=0)")
     nvcc = find_nvcc()
-    if nvcc is None:
-        if wish == "1":
-            raise SystemExit(
-                "moqext: MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]"
-            )
-        print("moqext: CPU-only build (nvcc not found)")
-    return nvcc
+    if nvcc:
+        return complete_toolkit(nvcc)
+    if wish == "1":
+        fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
+    return say("CPU-only build (nvcc not found)")
 
 
 def gencode(archs):
@@ -100,81 +150,151 @@ def gencode(archs):
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";") if arch]
 
 
+# ----------------------------------------------------------------------------------------- compiling
+
+
+def define(name, value):
+    """A -D option for an integer or, as a C string literal, a string."""
+    return f"-D{name}={value}" if isinstance(value, int) else f'-D{name}="{value}"'
+
+
+def up_to_date(unit):
+    """True when the object exists, was made by this very command, and nothing it read is newer."""
+    stamp, depends = unit.target.with_suffix(".cmd"), unit.target.with_suffix(".d")
+    if not (unit.target.is_file() and depends.is_file() and stamp.is_file()):
+        return False
+    if stamp.read_text() != shlex.join(unit.command):
+        return False
+    read = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    made = unit.target.stat().st_mtime
+    return all(Path(path).is_file() and Path(path).stat().st_mtime < made for path in read)
+
+
+def compile_unit(unit):
+    """Runs one compiler; returns its exit status. Output is printed whole, so that it does not mix."""
+    unit.target.parent.mkdir(parents=True, exist_ok=True)
+    stamp = unit.target.with_suffix(".cmd")
+    stamp.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            unit.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        fail(f"{unit.command[0]} cannot be run: {error.strerror}")
+    print(shlex.join(unit.command) + "\n" + done.stdout, end="", flush=True)
+    if done.returncode == 0:
+        stamp.write_text(shlex.join(unit.command))
+    return done.returncode
+
+
+def compile_all(units):
+    """Compiles the units that are out of date, the slow ones of nvcc first."""
+    stale = [unit for unit in units if not up_to_date(unit)]
+    stale.sort(key=lambda unit: unit.source.suffix != ".cu")
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        failed = [unit for unit, status in zip(stale, pool.map(compile_unit, stale), strict=True) if status]
+    if failed:
+        compiler = Path(failed[0].command[0]).name
+        hint = " (MOQEXT_CUDA=0 builds without CUDA)" if failed[0].source.suffix == ".cu" else ""
+        fail(f"{compiler} failed on {', '.join(str(unit.source) for unit in failed)}{hint}")
+
+
 class BuildExt(build_ext):
-    """Compiles .cu files with nvcc to objects; the host linker makes the one shared library."""
+    """Compiles the floors, with or without CUDA, and links the one shared library."""
 
     def build_extension(self, ext):
-        nvcc = cuda_choice()
-        archs = os.environ.get("MOQEXT_CUDA_ARCHS", DEFAULT_ARCHS) if nvcc else ""
-        if nvcc:
-            self.add_cuda(ext, nvcc, archs)
-        else:
-            ext.sources.append("csrc/cuda/absent.c")
-        ext.define_macros += [
-            ("MOQ_CUDA_ARCHS", f'"{archs}"'),
-            ("MOQ_FLAGS", '"{}"'.format(" ".join(ext.extra_compile_args))),
+        """Replaces setuptools' one: it knows neither nvcc nor which objects are still good."""
+        toolkit = find_cuda()
+        archs = os.environ.get("MOQEXT_CUDA_ARCHS") or DEFAULT_ARCHS if toolkit else ""
+        if toolkit and not toolkit.cublaslt:
+            say("no cublasLt.h: building without cuBLASLt (moqext[cuda-build] brings it)")
+        facts = [  # shown by `python -m moqext info`; compiled into one file, so that the others keep
+            define("MOQ_VERSION", VERSION),
+            define("MOQ_COMMIT", commit()),
+            define("MOQ_FLAGS", " ".join(ext.extra_compile_args)),
+            define("MOQ_CUDA_ARCHS", archs),
+            define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
         ]
-        self.compile_core_strictly()
-        super().build_extension(ext)
-        kind = f"CUDA ({archs}, {nvcc})" if nvcc else "CPU only"
-        print(f"moqext: built version {VERSION}, {kind}")
+        sources = [
+            Path(source) for source in ext.sources if toolkit is None or not source.endswith("absent.c")
+        ]
+        units = [self.c_unit(ext, path, facts if path.name == "info.c" else []) for path in sources]
+        if toolkit:
+            units += [self.cuda_unit(toolkit, path, archs) for path in sorted(Path("csrc/cuda").glob("*.cu"))]
+        compile_all(units)
+        self.compiler.link_shared_object(
+            [str(unit.target) for unit in units],
+            self.get_ext_fullpath(ext.name),
+            library_dirs=[str(path) for path in toolkit.library] if toolkit else [],
+            libraries=["cudart_static", "dl", "rt", "pthread"] if toolkit else [],
+            extra_postargs=ext.extra_link_args,
+        )
+        built = f"CUDA ({archs}; {toolkit.nvcc})" if toolkit else "CPU only"
+        say(f"built version {VERSION}, {built}")
 
-    def add_cuda(self, ext, nvcc, archs):
-        """Compiles csrc/cuda/*.cu and links them with the static runtime."""
-        include, library = toolkit_dirs(nvcc)
-        if not library:
-            raise SystemExit(f"moqext: {nvcc} was found, but not libcudart_static.a beside it")
-        for source in sorted(Path("csrc/cuda").glob("*.cu")):
-            target = Path(self.build_temp, source.with_suffix(".o"))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            command = [str(nvcc), "-c", str(source), "-o", str(target), "-O3", "-std=c++17", "-t0", "-Icsrc"]
-            command += [f"-I{path}" for path in include] + gencode(archs)
-            command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti", "--compress-mode=size"]
-            print(" ".join(command))
-            if subprocess.run(command, check=False).returncode:
-                raise SystemExit(f"moqext: nvcc failed on {source} (MOQEXT_CUDA=0 builds without CUDA)")
-            ext.extra_objects.append(str(target))
-        ext.library_dirs += library
-        ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+    def c_unit(self, ext, source, macros):
+        """The part of the host compiler: the command that Python itself was configured with, then ours."""
+        target = self.target(source)
+        floor = source.parts[1]
+        include = ["-Icsrc"]
+        if floor == "binding":  # the floors below cannot even see Python.h
+            include += [f"-I{path}" for path in (numpy_include(), *self.compiler.include_dirs)]
+            include += ["-DPy_LIMITED_API=0x030b0000"]
+        strict = ["-Wconversion"] if flag("MOQEXT_WERROR") and floor == "core" else []
+        output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+        command = [*self.compiler.compiler_so, *include, *macros, *ext.extra_compile_args, *strict, *output]
+        return Unit(source, target, command)
 
-    def compile_core_strictly(self):
-        """With MOQEXT_WERROR, adds -Wconversion to the files of csrc/core, where nothing else is included."""
-        compile_one = self.compiler._compile
+    def cuda_unit(self, toolkit, source, archs):
+        """The part of nvcc: device code for every arch, and the launchers' host code."""
+        target = self.target(source)
+        include = [f"-I{path}" for path in ("csrc", *toolkit.include)]
+        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti"]
+        options = [
+            "-O3",
+            "-std=c++17",
+            "-t0",
+            "--compress-mode=size",
+            define("MOQ_CUBLASLT", int(toolkit.cublaslt)),
+        ]
+        output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+        return Unit(source, target, [str(toolkit.nvcc), *include, *gencode(archs), *options, *host, *output])
 
-        def compile_with_floor(obj, src, ext, cc_args, extra_postargs, pp_opts):
-            extra = ["-Wconversion"] if flag("MOQEXT_WERROR") and "csrc/core/" in src else []
-            compile_one(obj, src, ext, cc_args, extra_postargs + extra, pp_opts)
+    def target(self, source):
+        """The object of `source`; its suffix keeps device.c and device.cu apart."""
+        return Path(self.build_temp, source.with_suffix(source.suffix + ".o"))
 
-        self.compiler._compile = compile_with_floor
+
+def numpy_include():
+    """The directory of NumPy's headers, of version 2: they also serve 1.26 at run time."""
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        fail("building needs NumPy >= 2.0 (pip install . brings it; --no-build-isolation does not)")
+    if int(numpy.__version__.split(".")[0]) < 2:
+        fail(f"building needs the headers of NumPy >= 2.0 (they run on 1.26), found {numpy.__version__}")
+    return numpy.get_include()
 
 
 def extension():
     """Describes `moqext._C`; the CUDA part is added when the build knows whether there is nvcc."""
-    import numpy
-
-    if int(numpy.__version__.split(".")[0]) < 2:
-        raise SystemExit(f"moqext is built against NumPy >= 2.0 headers (and runs on 1.26); found {numpy.__version__}")
     compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS]
     link_args = ["-Wl,--exclude-libs,ALL"]
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):
-        sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+        sanitize = [
+            "-fsanitize=address,undefined",
+            "-fno-sanitize-recover=undefined",
+            "-fno-omit-frame-pointer",
+        ]
         compile_args += ["-O1", "-g", *sanitize]
         link_args += sanitize
-    sources = [str(path) for floor in FLOORS for path in sorted(Path("csrc", floor).glob("*.c"))]
-    headers = [str(path) for path in sorted(Path("csrc").rglob("*.h"))]
+    sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).glob("*.c"))]
     return Extension(
         "moqext._C",
-        sources=sources,
-        depends=headers,
-        include_dirs=["csrc", numpy.get_include()],
-        define_macros=[
-            ("Py_LIMITED_API", "0x030b0000"),
-            ("MOQ_VERSION", f'"{VERSION}"'),
-            ("MOQ_COMMIT", f'"{commit()}"'),
-            ("MOQ_COMPILER", "__VERSION__"),
-        ],
+        sources=[str(path) for path in sources] + ["csrc/cuda/absent.c"],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
         py_limited_api=True,

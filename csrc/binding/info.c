@@ -10,9 +10,10 @@
 static PyObject *build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s}", "version", MOQ_VERSION, "commit", MOQ_COMMIT,
-                         "compiler", MOQ_COMPILER, "flags", MOQ_FLAGS, "cuda",
-                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", MOQ_CUDA_ARCHS);
+    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s,s:O}", "version", MOQ_VERSION, "commit",
+                         MOQ_COMMIT, "compiler", __VERSION__, "flags", MOQ_FLAGS, "cuda",
+                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", MOQ_CUDA_ARCHS,
+                         "cublaslt", MOQ_CUBLASLT ? Py_True : Py_False);
 }
 
 static PyObject *cuda_devices(PyObject *module, PyObject *unused) {

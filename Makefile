@@ -1,0 +1,94 @@
+# The two commands, on a machine with Python >= 3.11, a C compiler and a package index:
+#   make demo         build, then run and check every layer of a genuine checkpoint
+#   make test         build with the test extra, run the quick tests on the installed package
+# For development:
+#   make lint         formatting, static checks, a build in which warnings are errors
+#   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
+#   make format       apply the formatters
+#   make clean        remove everything the above have made
+# Variables: PYTHON (interpreter), PYTEST (options for pytest), DEMO (checkpoint directory).
+
+PYTHON ?= python3
+PYTEST ?=
+DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
+
+# The tests and the demo run what was installed, never the source tree they are started in.
+export PYTHONSAFEPATH = 1
+
+SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqext python -type f \
+              -not -name '*.so' -not -name '*.pyc')
+C_FILES   = $(shell find csrc -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
+
+.PHONY: demo test lint format sanitize checkpoints clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	.venv/bin/python -m moqext verify $(DEMO)
+
+test: .venv/.installed-test
+	.venv/bin/pytest -q $(PYTEST)
+
+lint: .venv-lint/.installed
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/clang-format --dry-run -Werror $(C_FILES)
+	.venv-lint/bin/mypy
+
+format: .venv-lint/.installed
+	.venv-lint/bin/ruff check --fix .
+	.venv-lint/bin/ruff format .
+	.venv-lint/bin/clang-format -i $(C_FILES)
+
+# The sanitizers' runtime must be the first library of the process, and the interpreter's own small-object
+# allocator off, so that every byte has a red zone. Python itself leaks by design: no leak check.
+sanitize: .venv-sanitize/.installed
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 \
+	UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	.venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+
+checkpoints: .venv-checkpoints/.installed
+	.venv-checkpoints/bin/python tests/data/make_checkpoints.py tests/data/exports
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info moqext/*.so .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# ------------------------------------------------------------------------------------------ environments
+
+.venv/.made .venv-lint/.made .venv-sanitize/.made .venv-checkpoints/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	touch $@
+
+# Objects stay in build/temp* between builds; what was gathered for an earlier wheel must not.
+FRESH = rm -rf build/lib* build/bdist*
+
+.venv/.installed: .venv/.made $(SOURCES)
+	$(FRESH)
+	.venv/bin/python -m pip install .
+	touch $@
+
+.venv/.installed-test: .venv/.made $(SOURCES)
+	$(FRESH)
+	.venv/bin/python -m pip install '.[test]'
+	touch .venv/.installed $@
+
+.venv-lint/.installed: .venv-lint/.made $(SOURCES)
+	$(FRESH)
+	MOQEXT_WERROR=1 .venv-lint/bin/python -m pip install '.[lint]'
+	touch $@
+
+.venv-sanitize/.installed: .venv-sanitize/.made $(SOURCES)
+	$(FRESH)
+	MOQEXT_SANITIZE=1 MOQEXT_CUDA=0 .venv-sanitize/bin/python -m pip install '.[test]'
+	touch $@
+
+# torch first and by itself: the CPU build, where the index has one, satisfies everything after it.
+.venv-checkpoints/.installed: .venv-checkpoints/.made
+	.venv-checkpoints/bin/python -m pip install torch==2.13.0
+	.venv-checkpoints/bin/python -m pip install torch==2.13.0 nvidia-modelopt==0.47.0 transformers==5.14.1 \
+	  accelerate==1.15.0 numpy safetensors requests
+	touch $@

@@ -1,0 +1,131 @@
+"""The layout of the code: a file uses only floors below its own, and nothing outgrows its place."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+BELOW = {  # what a file of each floor may include, besides system headers
+    "third_party": {"third_party"},
+    "core": {"core"},
+    "cpu": {"cpu", "core"},
+    "cuda": {"cuda", "core"},
+    "ops": {"ops", "cpu", "cuda", "core"},
+    "binding": {"binding", "ops", "cpu", "cuda", "core", "third_party"},
+}
+PYTHON_HEADERS = {"Python.h", "numpy/arrayobject.h", "structmember.h"}
+FRAMEWORKS = {"torch", "jax", "tensorflow", "transformers", "vllm", "sglang", "modelopt", "cupy"}
+MAX_LINES = 800
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+C_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".c", ".h", ".cu", ".cuh"})
+PYTHON_FILES = sorted([*(ROOT / "moqext").rglob("*.py"), *(ROOT / "moqext").rglob("*.pyi")])
+FRAMEWORK_FILES = sorted((ROOT / "python").rglob("*.py"))
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def imports(path):
+    """Every dotted module name that a Python file imports, at any depth; `from a import b` gives a.b."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def forbidden_includes(floor, text):
+    """The includes of a C file of `floor` that reach above it."""
+    for bracket, header in INCLUDE.findall(text):
+        if bracket == "<":
+            if header in PYTHON_HEADERS and floor != "binding":
+                yield header
+        elif header.split("/")[0] not in BELOW[floor]:
+            yield header
+
+
+def mutable_statics(text):
+    """Variables of static storage that can change: `static` without const, and not a function."""
+    text = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", '""', text, flags=re.DOTALL)
+    for match in re.finditer(r"^[ \t]*static\b([^;{(=]*)([;{(=])", text, re.MULTILINE):
+        declaration, end = match.groups()
+        if end != "(" and not re.search(r"\bconst\b|\binline\b", declaration):
+            yield declaration.strip()
+
+
+def test_there_is_something_to_check():
+    assert {path.parent.name for path in C_FILES} >= {"core", "binding", "cuda"}
+    assert PYTHON_FILES
+
+
+def test_the_checks_see_violations():
+    assert list(forbidden_includes("core", '#include "ops/plan.h"\n#include <Python.h>\n')) == [
+        "ops/plan.h",
+        "Python.h",
+    ]
+    assert list(forbidden_includes("cpu", '#include "cuda/cuda.h"')) == ["cuda/cuda.h"]
+    assert list(forbidden_includes("binding", '#include "ops/plan.h"\n#include <Python.h>\n')) == []
+    assert list(mutable_statics("static int n;\nstatic const int m = 1;\nstatic int f(void) {\n}")) == [
+        "int n"
+    ]
+    assert list(mutable_statics("    static PyObject *cached = NULL;")) == ["PyObject *cached"]
+    assert list(mutable_statics("static const char *const NAMES[] = {")) == []
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name)
+def test_includes_point_down(path):
+    floor = path.relative_to(CSRC).parts[0]
+    assert list(forbidden_includes(floor, path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", [p for p in C_FILES if "third_party" not in p.parts], ids=name)
+def test_c_file_is_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *FRAMEWORK_FILES, ROOT / "setup.py"], ids=name)
+def test_python_file_is_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name)
+def test_the_package_imports_no_framework(path):
+    roots = {module.split(".")[0] for module in imports(path)}
+    assert roots & FRAMEWORKS == set()
+
+
+@pytest.mark.parametrize("path", [p for p in PYTHON_FILES if p.name != "_C.pyi"], ids=name)
+def test_the_package_does_not_import_what_is_above_it(path):
+    roots = {module.split(".")[0] for module in imports(path)}
+    assert not any(root.startswith("moqext_") for root in roots)
+
+
+def test_reference_is_independent():
+    """moqext.reference is what the C code is compared with, so it uses nothing else of moqext."""
+    files = [
+        path for path in PYTHON_FILES if path.relative_to(ROOT / "moqext").parts[0].startswith("reference")
+    ]
+    for path in files:
+        own = {
+            m for m in imports(path) if m.split(".")[0] == "moqext" and not m.startswith("moqext.reference")
+        }
+        assert own == set(), name(path)
+
+
+def test_framework_packages_use_public_names():
+    """python/ never imports moqext._C, and imports frameworks lazily: not at the top of a package."""
+    for path in FRAMEWORK_FILES:
+        assert not any(module.startswith("moqext._C") for module in imports(path)), name(path)
+
+
+@pytest.mark.parametrize("path", [p for p in C_FILES if "binding" in p.parts and p.suffix == ".c"], ids=name)
+def test_the_binding_keeps_its_state_in_the_module(path):
+    """No mutable static variables, but for what CPython itself demands to be static."""
+    allowed = re.compile(r"PyMethodDef|PyModuleDef|PyType_Slot|PyType_Spec|PyMemberDef|PyGetSetDef")
+    assert [text for text in mutable_statics(path.read_text()) if not allowed.search(text)] == []
