@@ -1,0 +1,36 @@
+"""What the numbers of a ModelOpt checkpoint mean, in NumPy alone.
+
+Written from the formats' definitions and independent of the native code, which the tests compare with it
+bit for bit. Slow and plain on purpose. Codes are uint8 or uint16 carriers (arrays declared in a matching
+dtype are taken as well), bfloat16 values are float32.
+"""
+
+from moqext.reference.activations import (
+    NVFP4Activation,
+    quantize_fp8_group,
+    quantize_fp8_static,
+    quantize_fp8_tensor,
+    quantize_fp8_token,
+    quantize_nvfp4,
+)
+from moqext.reference.linear import linear
+from moqext.reference.numbers import as_float32, decode, encode, round_to
+from moqext.reference.producer import quantize_weight
+from moqext.reference.weights import dequantize, fold_nvfp4
+
+__all__ = [
+    "NVFP4Activation",
+    "as_float32",
+    "decode",
+    "dequantize",
+    "encode",
+    "fold_nvfp4",
+    "linear",
+    "quantize_fp8_group",
+    "quantize_fp8_static",
+    "quantize_fp8_tensor",
+    "quantize_fp8_token",
+    "quantize_nvfp4",
+    "quantize_weight",
+    "round_to",
+]

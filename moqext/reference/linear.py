@@ -1,0 +1,127 @@
+"""A linear layer in float64: what every kernel is compared with."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moqext.reference.activations import (
+    quantize_fp8_group,
+    quantize_fp8_static,
+    quantize_fp8_tensor,
+    quantize_fp8_token,
+    quantize_nvfp4,
+)
+from moqext.reference.numbers import F32, F64, Array, as_float32, decode, round_to
+from moqext.reference.weights import BLOCK, NVFP4_FAMILY, Params, fold_nvfp4, scalar, tensor, weight64
+
+# How compute="exact" treats the activations of each algorithm.
+EXACT = {
+    "FP8": "tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "token",
+    "FP8_PB_WO": "group",
+    **dict.fromkeys(NVFP4_FAMILY, "untouched"),
+    "W4A8_NVFP4_FP8": "tensor",
+    "W4A8_MXFP4_FP8": "tensor",
+    "MXFP4": "untouched",
+    "W4A16_AWQ": "untouched",
+    "W8A16": "untouched",
+}
+
+
+def linear(
+    x: ArrayLike,
+    params: Params,
+    quant_algo: str,
+    *,
+    compute: str = "exact",
+    bias: ArrayLike | None = None,
+    group_size: int | None = None,
+    out_dtype: str = "bfloat16",
+) -> Array:
+    """The layer x @ W.T + bias in float64, with quantized activations, rounded once at the end.
+
+    `compute="exact"` leaves the weight as the file has it and treats x so:
+
+    - FP8 (and W4A8_NVFP4_FP8, W4A8_MXFP4_FP8): E4M3 per tensor, with input_scale where the file has one,
+      else with a scale found at run time (`quantize_fp8_static`, `quantize_fp8_tensor`);
+    - FP8_PER_CHANNEL_PER_TOKEN: E4M3 per token; FP8_PB_WO: E4M3 per token and group of 128;
+    - NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, MXFP4, W4A16_AWQ, W8A16: untouched.
+
+    For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
+    input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
+    token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact.
+
+    pre_quant_scale multiplies x, rounded to float32, before it is quantized; lora_a and lora_b act on the
+    smoothed, unquantized x.
+
+    Args:
+        x: [..., K]; float32 or float16, or bfloat16 (also as float32 values or as uint16 carrier).
+        params: checkpoint tensors of one linear by role, as for `dequantize`.
+        quant_algo: canonical name.
+        compute: "exact", "fp4" or "fp8".
+        bias: (N,); default params["bias"] where there is one.
+        group_size: as for `dequantize`.
+        out_dtype: "bfloat16" (returned as float32 that holds bfloat16 values), "float16", "float32" or
+            "float64".
+
+    Returns:
+        [..., N].
+
+    Raises:
+        ValueError: an algorithm or `compute` that is not in the lists above, or tensors that do not fit.
+    """
+    values = as_float32(x)
+    columns = values.shape[-1]
+    smooth = params.get("pre_quant_scale")
+    if smooth is not None:
+        values = values * as_float32(smooth)
+    weight = _weight(params, quant_algo, compute, group_size)
+    if weight.ndim != 2 or weight.shape[1] != columns:
+        raise ValueError(f"x: last axis {columns} does not fit a weight of shape {weight.shape}")
+    result = _activation(values, params, quant_algo, compute, group_size) @ weight.T
+    if "lora_a" in params:
+        down, up = (as_float32(tensor(params, role)).astype(np.float64) for role in ("lora_a", "lora_b"))
+        result = result + values.astype(np.float64) @ down.T @ up.T
+    offset = params.get("bias") if bias is None else bias
+    if offset is not None:
+        result = result + as_float32(offset)
+    return round_to(result, out_dtype)
+
+
+def _weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
+    if compute == "exact" and quant_algo not in EXACT:
+        raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
+    if compute not in ("exact", "fp8", "fp4"):
+        raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
+    if compute != "exact" and quant_algo not in NVFP4_FAMILY:
+        raise ValueError(f"compute: {compute} is for {', '.join(NVFP4_FAMILY)} only, got {quant_algo!r}")
+    if compute != "fp8":
+        return weight64(params, quant_algo, group_size=group_size)
+    second = scalar(tensor(params, "weight_scale_2"), "weight_scale_2")
+    codes, factor = fold_nvfp4(params)
+    if second == 0:
+        return np.zeros(codes.shape)
+    return decode(codes, "e4m3").astype(np.float64) * factor[:, None] * second
+
+
+def _activation(x: F32, params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
+    """The values that the quantized activations stand for, exactly."""
+    if compute == "fp4":
+        return quantize_nvfp4(x, params.get("input_scale")).dequantize()
+    kind = "token" if compute == "fp8" else EXACT[quant_algo]
+    if kind == "untouched":
+        return x.astype(np.float64)
+    scale: Array
+    if kind == "token":
+        codes, rows = quantize_fp8_token(x)
+        scale = rows[..., None]
+    elif kind == "group":
+        size = group_size or BLOCK
+        codes, groups = quantize_fp8_group(x, size)
+        scale = groups.repeat(size, axis=-1)[..., : x.shape[-1]]
+    elif "input_scale" in params:
+        scale = np.asarray(scalar(params["input_scale"], "input_scale"))
+        codes = quantize_fp8_static(x, scale)
+    else:
+        codes, one = quantize_fp8_tensor(x)
+        scale = np.asarray(one)
+    return decode(codes, "e4m3").astype(np.float64) * scale
