@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
-from moqext.problem import Problem
-from moqext.tensor_header import DTYPE_BITS, Header, TensorInfo, read_header
+from moqext.problem import Problem, Severity
+from moqext.tensor_header import Header, TensorInfo, read_header
 from moqext.untrusted import RepeatedKey, is_text, open_file, parse_object, type_name
 
 __all__ = ["TensorFiles", "TensorInfo", "read_header"]
@@ -157,7 +157,7 @@ class TensorFiles:
     # Opening
 
     def _read_headers(self) -> dict[Path, Header]:
-        """Chooses the files and reads their headers."""
+        """The headers of the files that hold the weights."""
         try:
             names = sorted(os.listdir(self.directory))
         except (OSError, ValueError) as error:
@@ -166,54 +166,53 @@ class TensorFiles:
             ) from error
         weights = [name for name in names if name.endswith(".safetensors")]
         indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+        chosen = self._choose_files(weights, indexes)
+        unread = [name for name in weights if self.directory / name not in chosen]
+        if unread:
+            shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
+            self._report("unread_files", "note", f"{len(unread)} safetensors files are not read: {shown}")
+        return {path: read_header(path) for path in sorted(chosen)}
+
+    def _choose_files(self, weights: list[str], indexes: list[str]) -> set[Path]:
+        """The files to read, by the order of preference above; reads the index where it decides."""
         if SINGLE_FILE in weights:
             if INDEX_FILE in indexes:
-                self._note("index_ignored", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
-            return self._read_all([SINGLE_FILE])
+                self._report("index_ignored", "warning", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
+            return {self.directory / SINGLE_FILE}
         if INDEX_FILE in indexes or len(indexes) == 1:
-            return self._follow_index(INDEX_FILE if INDEX_FILE in indexes else indexes[0])
+            self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
+            self.named = MappingProxyType(read_index(self.index))
+            return {path for path in set(self.named.values()) if os.path.exists(path)}
         own = [name for name in weights if not name.startswith("consolidated")]
-        return self._read_all(own or weights)
-
-    def _read_all(self, names: list[str]) -> dict[Path, Header]:
-        return {self.directory / name: read_header(self.directory / name) for name in names}
-
-    def _follow_index(self, name: str) -> dict[Path, Header]:
-        """The headers of the shards that an index names and that exist."""
-        self.index = self.directory / name
-        self.named = MappingProxyType(read_index(self.index))
-        shards = sorted(set(self.named.values()))
-        return {path: read_header(path) for path in shards if os.path.exists(path)}
+        return {self.directory / name for name in own or weights}
 
     def _merge(self, headers: dict[Path, Header]) -> dict[str, TensorInfo]:
         """All tensors by name. Where two files have one, the index decides; otherwise it is an error."""
         tensors: dict[str, TensorInfo] = {}
         for path, header in headers.items():
             for begin, end in header.holes:
-                self._note("hole", f"{path.name}: no tensor covers bytes [{begin}, {end})")
+                self._report("hole", "note", f"{path.name}: no tensor covers bytes [{begin}, {end})")
             for name, info in header.tensors.items():
                 owner = self.named.get(name)
                 if owner is not None and owner != path:
-                    self._note(
-                        "duplicate_tensor", f"also in {path.name}; the index says {owner.name}", tensor=name
-                    )
+                    message = f"also in {path.name}; the index says {owner.name}"
+                    self._report("duplicate_tensor", "note", message, name)
                     continue
                 other = tensors.get(name)
                 if other is not None:
                     raise CheckpointError(f"also in {other.file.name}", file=path, tensor=name)
                 if self.named and owner is None:
-                    self._note("unindexed_tensor", f"in {path.name}, not in the index", tensor=name)
-                if info.dtype not in DTYPE_BITS:
-                    self._note(
-                        "unknown_dtype", f"in {path.name}, of unknown type {info.dtype!r}", tensor=name
-                    )
+                    self._report("unindexed_tensor", "note", f"in {path.name}, not in the index", name)
+                if info.dtype not in _PLAIN_DTYPES and info.dtype not in _EXTENDED_DTYPES:
+                    message = f"its type {info.dtype[:40]!r} has no array"
+                    self._report("unreadable_dtype", "note", message, name)
                 tensors[name] = info
         return tensors
 
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
         if not headers:
-            self._note("no_weights", "the directory has no safetensors files")
+            self._report("no_weights", "note", "the directory has no safetensors files")
             return
         absent: dict[Path, int] = {}
         for name, path in self.named.items():
@@ -221,13 +220,13 @@ class TensorFiles:
                 absent[path] = absent.get(path, 0) + 1
             elif name not in headers[path].tensors:
                 message = f"the index says it is in {path.name}, it is not"
-                self._problems.append(Problem("missing_tensor", "error", None, name, message))
+                self._report("missing_tensor", "error", message, name)
         for path, count in sorted(absent.items()):
             message = f"{path.name} is missing; the index says it holds {count} tensors"
-            self._problems.append(Problem("missing_shard", "error", None, None, message))
+            self._report("missing_shard", "error", message)
 
-    def _note(self, code: str, message: str, tensor: str | None = None) -> None:
-        self._problems.append(Problem(code, "note", None, tensor, message))
+    def _report(self, code: str, severity: Severity, message: str, tensor: str | None = None) -> None:
+        self._problems.append(Problem(code, severity, None, tensor, message))
 
     # Reading
 
