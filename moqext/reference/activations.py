@@ -1,9 +1,11 @@
 """Activations quantized at run time, every operation in float32 unless said otherwise.
 
-Common to all: x is any array `as_float32` takes, groups run along its last axis. The largest magnitude
-("amax") ignores NaN. Codes round to nearest even and saturate. A NaN element has a NaN code in FP8 and +6
-in NVFP4. An infinity makes a dynamic scale infinite: in FP8 its finite neighbours get code 0, itself NaN; in
-NVFP4 with a given scale both block scale and code saturate. The sign of a NaN code is left open.
+Common to all: x is any array `as_float32` takes, groups run along its last axis, "amax" is the largest
+magnitude. Codes round to nearest even and saturate; zeros keep their sign. Nothing hides a NaN: it makes
+amax, and so a scale found at run time and every code under it, NaN (+6 in NVFP4, whose block scale is the
+NaN then); under a given FP8 scale its own code is one. An infinity makes a scale found at run time
+infinite: its finite neighbours get code 0, itself NaN; under a given scale it saturates, and so does the
+NVFP4 block scale over it. The sign of a NaN code is left open.
 """
 
 from typing import NamedTuple
@@ -31,7 +33,8 @@ GROUP_AMAX_FLOOR = np.float32(1e-10)
 
 
 def _amax(x: F32) -> F32:
-    return np.asarray(np.fmax.reduce(np.abs(x), axis=-1, initial=0.0), np.float32)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.abs(x).max(axis=-1, initial=0.0), np.float32)
 
 
 def quantize_fp8_static(x: ArrayLike, scale: ArrayLike) -> Array:
@@ -77,7 +80,7 @@ def quantize_fp8_tensor(x: ArrayLike) -> tuple[Array, np.float32]:
     """
     values = as_float32(x)
     amax = np.float32(_amax(values.reshape(-1)))
-    scale = amax / np.float32(E4M3_MAX) if amax > 0 else np.float32(1.0)
+    scale = np.float32(1.0) if amax == 0 else amax / np.float32(E4M3_MAX)
     return _times_reciprocal(values, scale), scale
 
 
@@ -152,7 +155,7 @@ def quantize_nvfp4(
         raise ValueError(f"x: the last axis must be a multiple of {group_size}, got shape {values.shape}")
     if input_scale is None:
         amax = np.float32(_amax(values.reshape(-1)))
-        second = amax / np.float32(NVFP4_MAX) if amax > 0 else np.float32(1.0)
+        second = np.float32(1.0) if amax == 0 else amax / np.float32(NVFP4_MAX)
     else:
         second = _positive(input_scale, "input_scale")
     groups = values.reshape(*values.shape[:-1], columns // group_size, group_size)
