@@ -4,6 +4,7 @@
 #define MOQ_BINDING_KEYWORDS_H
 
 #define MOQ_KEYWORDS(X)                                                                            \
+    X(codes)                                                                                       \
     X(format)                                                                                      \
     X(out)                                                                                         \
     X(x)

@@ -40,6 +40,8 @@ static int execute(PyObject *module) {
     }
     if (moq_tensor_setup(state) < 0 || add_exceptions(module, state) < 0)
         return -1;
+    if (moq_add_formats(module, state) < 0)
+        return -1;
     return moq_add_info(module, state);
 }
 
