@@ -174,12 +174,13 @@ def _parse_tensor(name: str, entry: object, file: Path, data_begin: int, size: i
     room = size - data_begin
     if end > room:
         refuse(f"data_offsets end at {end}, the file has {room} bytes of data (truncated?)")
-    # An empty tensor has no bytes to contradict its other dimensions; they must still multiply to an address.
-    if math.prod(extent for extent in shape if extent) >= 2**60:
+    count = math.prod(shape)
+    # An empty tensor has no bytes to contradict its other extents; they must still multiply to an address.
+    if (count or math.prod(extent for extent in shape if extent)) >= 2**60:
         refuse(f"shape {list(shape)} is absurdly large")
     bits = DTYPE_BITS.get(dtype)
-    if bits is not None and math.prod(shape) * bits != (end - begin) * 8:
-        needed = math.prod(shape) * bits / 8
+    if bits is not None and count * bits != (end - begin) * 8:
+        needed = count * bits / 8
         refuse(f"{dtype} of shape {list(shape)} takes {needed:g} bytes, data_offsets span {end - begin}")
     return TensorInfo(name, dtype, shape, file, data_begin + begin, data_begin + end)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
@@ -473,6 +475,77 @@ class TestShards:
         assert descriptors(tmp_path) == 0
         assert not any(mappings(path) for path in files.files[:3])
         assert elapsed < 10, f"{elapsed:.2f} s"  # 1 s on an idle core
+
+
+class TestChanged:
+    """Genuine files with bytes changed: the outcome is success or CheckpointError, nothing else."""
+
+    CHANGE = st.tuples(
+        st.sampled_from(["flip", "insert", "remove", "cut"]),
+        st.integers(0, 4000) | st.integers(0, 2**20),
+        st.integers(1, 255),
+    )
+
+    @staticmethod
+    def changed(content: bytes, changes: list[tuple[str, int, int]]) -> bytes:
+        for kind, place, bits in changes:
+            at = place % (len(content) + 1)
+            head, tail = content[:at], content[at:]
+            content = {
+                "flip": head + bytes(byte ^ bits for byte in tail[:1]) + tail[1:],
+                "insert": head + bytes([bits]) + tail,
+                "remove": head + tail[bits % 8 + 1 :],
+                "cut": head,
+            }[kind]
+        return content
+
+    @staticmethod
+    def open_and_read(directory: Path) -> None:
+        """Opens the directory and reads every tensor; each may be refused by an error that says where."""
+        names: set[str] = set()
+        try:
+            files = TensorFiles(directory)
+        except CheckpointError as refusal:
+            named = refusal.file
+        else:
+            named = directory
+            names = {*files.tensors, *files.named}
+        assert named is not None
+        for name in names:
+            try:
+                array = files.tensor(name)
+            except CheckpointError as refusal:
+                named = refusal.tensor
+            else:
+                named = name
+                assert len(array.tobytes()) == files.tensors[name].nbytes
+                assert array.shape == files.tensors[name].shape
+            assert named == name
+
+    @settings(max_examples=150, deadline=None)
+    @given(source=st.sampled_from(GENUINE), changes=st.lists(CHANGE, min_size=1, max_size=3))
+    def test_tensors(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        source: Path,
+        changes: list[tuple[str, int, int]],
+    ) -> None:
+        directory = tmp_path_factory.mktemp("changed")
+        content = (source / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(self.changed(content, changes))
+        self.open_and_read(directory)
+
+    @settings(max_examples=150, deadline=None)
+    @given(changes=st.lists(CHANGE, min_size=1, max_size=3))
+    def test_index(
+        self, tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int, int]]
+    ) -> None:
+        directory = tmp_path_factory.mktemp("changed")
+        write(directory / "s1.safetensors", a=1, b=2)
+        write(directory / "s2.safetensors", c=3)
+        index = write_index(directory, {"a": "s1.safetensors", "b": "s1.safetensors", "c": "s2.safetensors"})
+        index.write_bytes(self.changed(index.read_bytes(), changes))
+        self.open_and_read(directory)
 
 
 class TestIndex:
