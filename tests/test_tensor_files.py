@@ -454,6 +454,7 @@ class TestShards:
             TensorFiles(tmp_path)
         assert caught.value.file == tmp_path / "s2.safetensors"
 
+    @pytest.mark.unsanitized
     def test_a_thousand_shards_open_in_seconds(self, tmp_path: Path) -> None:
         shards, layers = 1000, 60
         weight_map: dict[str, str] = {}
