@@ -73,6 +73,17 @@ int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, in
     return 0;
 }
 
+int moq_arg_dtype(PyObject *value, const char *name, moq_dtype *out) {
+    const char *text = moq_arg_text(value, name);
+    if (!text)
+        return -1;
+    *out = moq_dtype_from_name(text);
+    if (*out != MOQ_DT_NONE)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: unknown dtype %R", name, value);
+    return -1;
+}
+
 bool moq_arg_absent(PyObject *value) {
     return value == NULL || value == Py_None;
 }

@@ -4,6 +4,7 @@
 #define MOQ_BINDING_ARGS_H
 
 #include "binding/state.h"
+#include "core/tensor.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -26,6 +27,8 @@ int moq_args_parse(moq_state *state, const moq_signature *signature, PyObject *c
 const char *moq_arg_text(PyObject *value, const char *name);
 /* An int argument within [low, high]; ValueError names the argument and the range. */
 int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out);
+/* A str argument that names a dtype; ValueError names the argument and what it says. */
+int moq_arg_dtype(PyObject *value, const char *name, moq_dtype *out);
 /* True for NULL and None. */
 bool moq_arg_absent(PyObject *value);
 

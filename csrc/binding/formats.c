@@ -34,19 +34,13 @@ static int run(moq_state *state, const moq_arg *x, const moq_arg *result) {
 static PyObject *convert(moq_state *state, const moq_arg *x, moq_dtype dtype, PyObject *out) {
     moq_err err;
     moq_tensor shape;
-    moq_arg result = {0};
-    PyObject *object = NULL;
+    moq_arg result;
     if (moq_describe_convert(&x->view, x->name, dtype, &shape, &err) != MOQ_OK)
         return moq_raise(state, &err);
-    if (moq_arg_absent(out))
-        object = moq_arg_new_like(state, x, dtype, shape.ndim, shape.shape, &result);
-    else if (moq_arg_take_output(state, out, "out", &result) == 0 &&
-             moq_arg_reinterpret(&result, dtype) == 0)
-        object = Py_NewRef(out);
-    if (object && run(state, x, &result) < 0)
-        Py_CLEAR(object);
-    moq_arg_release(&result);
-    return object;
+    PyObject *object = moq_arg_output(state, out, x, dtype, shape.ndim, shape.shape, &result);
+    if (!object)
+        return NULL;
+    return moq_arg_finish(state, object, &result, run(state, x, &result));
 }
 
 static PyObject *encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs,

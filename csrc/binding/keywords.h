@@ -5,8 +5,10 @@
 
 #define MOQ_KEYWORDS(X)                                                                            \
     X(codes)                                                                                       \
+    X(dtype)                                                                                       \
     X(format)                                                                                      \
     X(out)                                                                                         \
+    X(shape)                                                                                       \
     X(x)
 
 typedef enum {

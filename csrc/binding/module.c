@@ -14,6 +14,13 @@ static const char *const KEYWORD_NAMES[KW_COUNT] = {
 #undef MOQ_KW_NAME
 };
 
+/* One line for each family of functions; each adds its own to the module. */
+static int (*const FAMILIES[])(PyObject *, moq_state *) = {
+    moq_add_describe,
+    moq_add_formats,
+    moq_add_info,
+};
+
 static int add_exceptions(PyObject *module, moq_state *state) {
     state->config_error = PyErr_NewExceptionWithDoc(
         "moqext.ConfigError",
@@ -38,18 +45,20 @@ static int execute(PyObject *module) {
         if (!state->keyword[i])
             return -1;
     }
-    if (moq_tensor_setup(state) < 0 || add_exceptions(module, state) < 0)
+    if (moq_tensor_setup(module, state) < 0 || add_exceptions(module, state) < 0)
         return -1;
-    if (moq_add_formats(module, state) < 0)
-        return -1;
-    return moq_add_info(module, state);
+    for (size_t i = 0; i < sizeof FAMILIES / sizeof *FAMILIES; i++) {
+        if (FAMILIES[i](module, state) < 0)
+            return -1;
+    }
+    return 0;
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg) {
     moq_state *state = moq_module_state(module);
     Py_VISIT(state->config_error);
     Py_VISIT(state->unsupported_error);
-    return 0;
+    return moq_tensor_traverse(state, visit, arg);
 }
 
 static int clear(PyObject *module) {
@@ -58,6 +67,7 @@ static int clear(PyObject *module) {
     Py_CLEAR(state->unsupported_error);
     for (int i = 0; i < KW_COUNT; i++)
         Py_CLEAR(state->keyword[i]);
+    moq_tensor_clear(state);
     return 0;
 }
 

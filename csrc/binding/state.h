@@ -10,10 +10,13 @@
 #include "binding/keywords.h"
 #include "core/status.h"
 
+typedef struct moq_boundary moq_boundary;
+
 typedef struct {
     PyObject *config_error;      /* moqext.ConfigError */
     PyObject *unsupported_error; /* moqext.UnsupportedQuantization */
     PyObject *keyword[KW_COUNT]; /* interned names */
+    moq_boundary *boundary;      /* what the tensor boundary remembers: binding/boundary.h */
 } moq_state;
 
 /* The state of the module a METH_FASTCALL module function is bound to. */
@@ -27,5 +30,6 @@ PyObject *moq_raise(moq_state *state, const moq_err *err);
 /* The methods of each family, gathered into the module by module.c. */
 int moq_add_formats(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
+int moq_add_describe(PyObject *module, moq_state *state);
 
 #endif

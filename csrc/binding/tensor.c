@@ -1,81 +1,173 @@
-/* The tensor boundary: see tensor.h. */
-#include "binding/tensor.h"
-
-#define MOQ_NUMPY_IMPORT
+/* The tensor boundary: see tensor.h. Which way in a type offers decides once (producer.c); after
+ * that a NumPy array costs a few nanoseconds and a torch tensor one call of its exchange API. */
+#include "binding/boundary.h"
 #include "binding/numpy.h"
 
-static moq_dtype numpy_dtype(int type_num) {
-    switch (type_num) {
-    case NPY_BOOL:
-        return MOQ_DT_BOOL;
-    case NPY_UBYTE:
-        return MOQ_DT_U8;
-    case NPY_BYTE:
-        return MOQ_DT_I8;
-    case NPY_USHORT:
-        return MOQ_DT_U16;
-    case NPY_SHORT:
-        return MOQ_DT_I16;
-    case NPY_INT:
-        return MOQ_DT_I32;
-    case NPY_LONG:
-        return MOQ_DT_I64;
-    case NPY_HALF:
-        return MOQ_DT_F16;
-    case NPY_FLOAT:
-        return MOQ_DT_F32;
-    case NPY_DOUBLE:
-        return MOQ_DT_F64;
-    default:
-        return MOQ_DT_NONE;
+int moq_tensor_setup(PyObject *module, moq_state *state) {
+    state->boundary = PyMem_Calloc(1, sizeof *state->boundary);
+    if (!state->boundary) {
+        PyErr_NoMemory();
+        return -1;
     }
+    state->boundary->empty_tuple = PyTuple_New(0);
+    if (!state->boundary->empty_tuple)
+        return -1;
+    if (moq_numpy_setup() < 0)
+        return -1;
+    return moq_owned_setup(module, state);
 }
 
-int moq_tensor_setup(moq_state *state) {
-    (void)state;
-    return PyArray_ImportNumPyAPI();
+int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg) {
+    moq_boundary *boundary = state->boundary;
+    if (!boundary)
+        return 0;
+    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++)
+        Py_VISIT(boundary->producer[i].type);
+    for (int i = 0; i < MOQ_ML_DTYPES; i++)
+        Py_VISIT(boundary->ml_descr[i]);
+    Py_VISIT(boundary->owned_type);
+    return 0;
+}
+
+void moq_tensor_clear(moq_state *state) {
+    moq_boundary *boundary = state->boundary;
+    if (!boundary)
+        return;
+    state->boundary = NULL;
+    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++)
+        Py_CLEAR(boundary->producer[i].type);
+    for (int i = 0; i < MOQ_ML_DTYPES; i++)
+        Py_CLEAR(boundary->ml_descr[i]);
+    Py_CLEAR(boundary->owned_type);
+    Py_CLEAR(boundary->empty_tuple);
+    PyMem_Free(boundary);
+}
+
+/* Everything but the view, which costs more to clear than to fill. */
+static void reset(moq_arg *arg, const char *name) {
+    arg->name = name;
+    arg->object = arg->keeper = arg->adopt = NULL;
+    arg->managed = NULL;
+    arg->exchange = NULL;
+    arg->stored = MOQ_DT_NONE;
+}
+
+static int not_a_tensor(PyObject *object, const char *name) {
+    PyErr_Format(PyExc_TypeError,
+                 "%s: expected a tensor (a NumPy array or an object with __dlpack__), got %R", name,
+                 Py_TYPE(object));
+    return -1;
+}
+
+/* Takes by whichever way the producer offers. */
+static int take(moq_state *state, const moq_producer *producer, PyObject *object, const char *name,
+                bool output, moq_arg *out, bool *legacy) {
+    int status = -1;
+    switch (producer->protocol) {
+    case MOQ_FROM_NUMPY:
+        status = moq_numpy_take(state, object, name, out);
+        break;
+    case MOQ_FROM_EXCHANGE:
+        status = moq_exchange_take(producer->exchange, object, name, output, out);
+        break;
+    case MOQ_FROM_DLPACK:
+        status = moq_dlpack_take(state, object, name, output, out, legacy);
+        break;
+    case MOQ_FROM_NOTHING:
+        status = not_a_tensor(object, name);
+        break;
+    }
+    if (status == 0) {
+        out->stored = out->view.dtype;
+        out->object = Py_NewRef(object);
+    }
+    return status;
 }
 
 int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
-    (void)state;
-    *out = (moq_arg){.name = name};
-    if (!PyArray_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected a tensor, got %R", name, Py_TYPE(object));
+    reset(out, name);
+    if (PyArray_CheckExact(object)) {
+        if (moq_numpy_take(state, object, name, out) < 0)
+            return -1;
+        out->stored = out->view.dtype;
+        out->object = Py_NewRef(object);
+        return 0;
+    }
+    moq_producer producer;
+    bool legacy = false;
+    if (moq_producer_of(state, object, &producer) < 0)
         return -1;
+    return take(state, &producer, object, name, false, out, &legacy);
+}
+
+/* True when no two elements can share memory: with the dimensions sorted by stride, each steps
+ * over all that the smaller ones reach. Exotic layouts that interleave count as sharing. */
+static bool elements_are_apart(const moq_tensor *t) {
+    int64_t stride[MOQ_MAX_NDIM], extent[MOQ_MAX_NDIM];
+    int n = 0;
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 0)
+            return true;
+        if (t->shape[i] == 1)
+            continue;
+        int64_t step = t->stride[i] < 0 ? -t->stride[i] : t->stride[i];
+        int at = n++;
+        for (; at > 0 && stride[at - 1] > step; at--) {
+            stride[at] = stride[at - 1];
+            extent[at] = extent[at - 1];
+        }
+        stride[at] = step;
+        extent[at] = t->shape[i];
     }
-    PyArrayObject *array = (PyArrayObject *)object;
-    moq_tensor *view = &out->view;
-    view->dtype = numpy_dtype(PyArray_TYPE(array));
-    view->ndim = PyArray_NDIM(array);
-    if (view->dtype == MOQ_DT_NONE || view->ndim > MOQ_MAX_NDIM) {
-        PyErr_Format(PyExc_TypeError, "%s: dtype or rank not supported", name);
-        return -1;
+    int64_t reach = 0; /* the import checked that this cannot overflow */
+    for (int i = 0; i < n; i++) {
+        if (stride[i] <= reach)
+            return false;
+        reach += stride[i] * (extent[i] - 1);
     }
-    view->data = PyArray_DATA(array);
-    view->readonly = !PyArray_ISWRITEABLE(array);
-    int64_t size = (int64_t)moq_dtype_size(view->dtype);
-    for (int i = 0; i < view->ndim; i++) {
-        view->shape[i] = PyArray_DIM(array, i);
-        view->stride[i] = PyArray_STRIDE(array, i) / size;
-    }
-    out->stored = view->dtype;
-    out->object = Py_NewRef(object);
-    return 0;
+    return true;
+}
+
+static int refuse_output(const moq_arg *out, const moq_producer *producer, bool legacy) {
+    const char *reason = NULL;
+    if (!producer->in_place && (legacy || producer->array_library))
+        reason = "the arrays of its type are immutable";
+    else if (out->view.readonly)
+        reason = "read-only memory cannot be written";
+    else if (!elements_are_apart(&out->view))
+        reason = "its elements share memory";
+    if (!reason)
+        return 0;
+    PyErr_Format(PyExc_BufferError, "%s: not usable as an output, %s (%R)", out->name, reason,
+                 Py_TYPE(out->object));
+    return -1;
 }
 
 int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
-    if (moq_arg_take(state, object, name, out) < 0)
+    reset(out, name);
+    moq_producer producer;
+    bool legacy = false;
+    if (moq_producer_of(state, object, &producer) < 0 ||
+        take(state, &producer, object, name, true, out, &legacy) < 0)
         return -1;
-    if (out->view.readonly) {
-        PyErr_Format(PyExc_BufferError, "%s: read-only memory cannot be written", name);
-        moq_arg_release(out);
-        return -1;
-    }
-    return 0;
+    if (refuse_output(out, &producer, legacy) == 0)
+        return 0;
+    moq_arg_release(out);
+    return -1;
 }
 
 void moq_arg_release(moq_arg *arg) {
-    Py_CLEAR(arg->keeper);
+    if (arg->managed) {
+        moq_managed_release(arg->managed);
+        arg->managed = NULL;
+    }
+    if (arg->keeper) { /* its destructor is a stranger's: an exception in flight stays ours */
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        Py_CLEAR(arg->keeper);
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_CLEAR(arg->adopt);
     Py_CLEAR(arg->object);
 }
 
@@ -92,24 +184,10 @@ int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
     return 0;
 }
 
-PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtype, int32_t ndim,
-                           const int64_t *shape, moq_arg *out) {
-    (void)like;
-    npy_intp extents[MOQ_MAX_NDIM];
-    int type = moq_dtype_size(dtype) == 1 ? NPY_UBYTE : NPY_USHORT;
-    if (dtype == MOQ_DT_F32)
-        type = NPY_FLOAT;
-    if (dtype == MOQ_DT_F16)
-        type = NPY_HALF;
-    for (int i = 0; i < ndim; i++)
-        extents[i] = (npy_intp)shape[i];
-    PyObject *array = PyArray_SimpleNew(ndim, extents, type);
-    if (!array)
-        return NULL;
-    if (moq_arg_take(state, array, "out", out) < 0) {
-        Py_DECREF(array);
-        return NULL;
-    }
-    out->view.dtype = dtype;
-    return array;
+int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in) {
+    if (!moq_tensor_overlap(&out->view, &in->view))
+        return 0;
+    PyErr_Format(PyExc_BufferError, "%s: shares memory with %s, which is read while it is written",
+                 out->name, in->name);
+    return -1;
 }
