@@ -4,7 +4,7 @@ from moqext import _C
 from moqext._C import ConfigError, UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
 from moqext.errors import CheckpointError
-from moqext.problem import Problem
+from moqext.problems import Problem
 
 __version__: str = _C.build_info()["version"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
-from moqext.problem import Problem
+from moqext.problems import Problem
 from moqext.tensor_files import TensorFiles, TensorInfo
 
 if TYPE_CHECKING:

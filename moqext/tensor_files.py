@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
-from moqext.problem import Problem, Severity
+from moqext.problems import Problem, make_problem
 from moqext.tensor_header import Header, TensorInfo, read_header
 from moqext.untrusted import RepeatedKey, is_text, open_file, parse_object, type_name
 
@@ -170,14 +170,14 @@ class TensorFiles:
         unread = [name for name in weights if self.directory / name not in chosen]
         if unread:
             shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
-            self._report("unread_files", "note", f"{len(unread)} safetensors files are not read: {shown}")
+            self._report("unread_files", f"{len(unread)} safetensors files are not read: {shown}")
         return {path: read_header(path) for path in sorted(chosen)}
 
     def _choose_files(self, weights: list[str], indexes: list[str]) -> set[Path]:
         """The files to read, by the order of preference above; reads the index where it decides."""
         if SINGLE_FILE in weights:
             if INDEX_FILE in indexes:
-                self._report("index_ignored", "warning", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
+                self._report("index_ignored", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
             return {self.directory / SINGLE_FILE}
         if INDEX_FILE in indexes or len(indexes) == 1:
             self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
@@ -191,28 +191,28 @@ class TensorFiles:
         tensors: dict[str, TensorInfo] = {}
         for path, header in headers.items():
             for begin, end in header.holes:
-                self._report("hole", "note", f"{path.name}: no tensor covers bytes [{begin}, {end})")
+                self._report("hole", f"{path.name}: no tensor covers bytes [{begin}, {end})")
             for name, info in header.tensors.items():
                 owner = self.named.get(name)
                 if owner is not None and owner != path:
                     message = f"also in {path.name}; the index says {owner.name}"
-                    self._report("duplicate_tensor", "note", message, name)
+                    self._report("duplicate_tensor", message, name)
                     continue
                 other = tensors.get(name)
                 if other is not None:
                     raise CheckpointError(f"also in {other.file.name}", file=path, tensor=name)
                 if self.named and owner is None:
-                    self._report("unindexed_tensor", "note", f"in {path.name}, not in the index", name)
+                    self._report("unindexed_tensor", f"in {path.name}, not in the index", name)
                 if info.dtype not in _PLAIN_DTYPES and info.dtype not in _EXTENDED_DTYPES:
                     message = f"its type {info.dtype[:40]!r} has no array"
-                    self._report("unreadable_dtype", "note", message, name)
+                    self._report("unreadable_dtype", message, name)
                 tensors[name] = info
         return tensors
 
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
         if not headers:
-            self._report("no_weights", "note", "the directory has no safetensors files")
+            self._report("no_weights", "the directory has no safetensors files")
             return
         absent: dict[Path, int] = {}
         for name, path in self.named.items():
@@ -220,13 +220,13 @@ class TensorFiles:
                 absent[path] = absent.get(path, 0) + 1
             elif name not in headers[path].tensors:
                 message = f"the index says it is in {path.name}, it is not"
-                self._report("missing_tensor", "error", message, name)
+                self._report("missing_tensor", message, name)
         for path, count in sorted(absent.items()):
             message = f"{path.name} is missing; the index says it holds {count} tensors"
-            self._report("missing_shard", "error", message)
+            self._report("missing_shard", message)
 
-    def _report(self, code: str, severity: Severity, message: str, tensor: str | None = None) -> None:
-        self._problems.append(Problem(code, severity, None, tensor, message))
+    def _report(self, code: str, message: str, tensor: str | None = None) -> None:
+        self._problems.append(make_problem(code, message, tensor=tensor))
 
     # Reading
 

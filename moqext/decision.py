@@ -1,0 +1,159 @@
+"""Sets what the configuration says of a layer against what its tensors say, and checks its tensors by role.
+
+The stored tensors decide. The configuration chooses among algorithms that leave the same tensors behind, and
+where it names one that the tensors cannot be, a problem record tells.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple, Protocol
+
+from moqext.inventory import Inventory
+from moqext.problems import Problem, make_problem
+from moqext.stored import BLOCK, FLOATS, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored
+
+UNKNOWN = "UNKNOWN"
+"""Algorithm of a quantized layer that neither the configuration nor the tensors name."""
+
+_OPTIONAL_ROLES: dict[str, frozenset[str]] = {
+    "pre_quant_scale": frozenset(("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")),
+    "lora_a": frozenset(("NVFP4_SVD",)),
+    "lora_b": frozenset(("NVFP4_SVD",)),
+    "weight_scale_2": NVFP4_FAMILY | {"W4A8_AWQ"},
+}
+"""Roles that change the result, and the algorithms that have them."""
+
+
+class LayerQuant(Protocol):
+    """What a configuration says of one module."""
+
+    @property
+    def quant_algo(self) -> str | None:
+        """Canonical algorithm, None when the module is not quantized."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Weights per block scale."""
+
+    @property
+    def rule(self) -> str:
+        """What decided, in words."""
+
+
+class Config(Protocol):
+    """What is needed of a configuration here; `moqext.QuantConfig` has it."""
+
+    @property
+    def kv_cache_quant_algo(self) -> str | None:
+        """Canonical algorithm of the KV cache."""
+
+    @property
+    def quantized_layers(self) -> Mapping[str, object] | None:
+        """Module -> what the configuration says of it, for mixed precision."""
+
+    @property
+    def conflicts(self) -> Sequence[object]:
+        """Where the configuration files disagree."""
+
+    def layer_quant(self, module: str, /) -> LayerQuant:
+        """What holds for a module."""
+
+    def is_excluded(self, module: str, /) -> bool:
+        """Whether a rule excludes the module."""
+
+
+class Decision(NamedTuple):
+    """The algorithm that holds for a layer, and how it was found; the fields are those of LayerRecord."""
+
+    quant_algo: str
+    config_algo: str | None
+    stored_algo: str | None
+    rule: str
+    group_size: int | None
+
+
+def decide(module: str, stored: Stored, config: Config | None) -> tuple[Decision, list[Problem]]:
+    """The algorithm of a quantized layer, with the problems of deciding it."""
+    asked = None if config is None else config.layer_quant(module)
+    configured = None if asked is None else asked.quant_algo
+    rule = "" if asked is None else asked.rule
+    told = stored.algos[0] if stored.algos else None
+    problems: list[Problem] = []
+    if stored.fault is not None:
+        problems.append(make_problem(stored.fault[0], stored.fault[1], layer=module))
+    algo = configured if configured in stored.algos else told
+    if algo is None:
+        algo = configured or UNKNOWN
+    elif configured is None and config is not None:
+        problems.append(_not_configured(module, algo, rule, config))
+    elif configured is not None and algo != configured:
+        message = f"configured as {configured} ({rule}), stored as {' or '.join(stored.algos)}"
+        problems.append(make_problem("algo_conflict", message, layer=module))
+    group_size = BLOCK if algo == "FP8_PB_WO" else stored.group_size
+    wanted = None if asked is None else asked.group_size
+    if algo == configured and group_size is not None and wanted not in (None, group_size):
+        message = f"configured with group size {wanted}, stored with {group_size}; the stored one holds"
+        problems.append(make_problem("group_size_conflict", message, layer=module))
+    return Decision(algo, configured, told, rule, group_size), problems
+
+
+def _not_configured(module: str, algo: str, rule: str, config: Config) -> Problem:
+    if config.is_excluded(module):
+        message = f"excluded ({rule}), yet stored as {algo}; the stored format holds"
+        return make_problem("excluded_but_quantized", message, layer=module)
+    message = f"no rule of the configuration lists it, yet it is stored as {algo}; the stored format holds"
+    return make_problem("unlisted_but_quantized", message, layer=module)
+
+
+def check_roles(
+    module: str, algo: str, roles: Mapping[str, str], inventory: Inventory, *, activations: bool = True
+) -> Iterator[Problem]:
+    """Problems of the set of tensors of a layer, given its algorithm.
+
+    Args:
+        module: the layer.
+        algo: its algorithm.
+        roles: role -> tensor name.
+        inventory: where the tensors are described.
+        activations: False when the absence of an activation scale is judged elsewhere, or means nothing.
+    """
+    for role, algos in _OPTIONAL_ROLES.items():
+        if role in roles and algo not in algos and algo != UNKNOWN:
+            message = f"{algo} has no {role}, and leaving it out would change the result"
+            yield make_problem("unexpected_tensor", message, layer=module, tensor=roles[role])
+    for role in ("weight_scale_2", "input_scale", "pre_quant_scale", "bias", "lora_a", "lora_b"):
+        if role in roles and (dtype := inventory.tensors[roles[role]].dtype) not in FLOATS:
+            message = f"expected a {role} of floats, found {dtype}"
+            yield make_problem("dtype_mismatch", message, layer=module, tensor=roles[role])
+    if algo in STATIC_ACTIVATIONS:
+        if "input_scale" not in roles and activations:
+            yield make_problem("missing_input_scale", f"{algo} without input_scale", layer=module)
+    elif "input_scale" in roles and algo not in ("W4A8_MXFP4_FP8", UNKNOWN):
+        yield make_problem(
+            "unused_input_scale", f"{algo} uses none", layer=module, tensor=roles["input_scale"]
+        )
+    scale = roles.get("weight_scale", "")
+    if scale in inventory.foreign:
+        message = f"the weight scale is called {inventory.foreign[scale]}"
+        yield make_problem("foreign_scale_name", message, layer=module, tensor=scale)
+
+
+def check_linear_shapes(
+    module: str, shape: tuple[int, int], roles: Mapping[str, str], inventory: Inventory
+) -> Iterator[Problem]:
+    """Problems of the shapes of a linear's small tensors, `shape` being (out features, in features)."""
+    rows, columns = shape
+    expected = {"weight_scale_2": 1, "input_scale": 1, "pre_quant_scale": columns, "bias": rows}
+    for role, values in expected.items():
+        if role in roles and prod(found := inventory.tensors[roles[role]].shape) != values:
+            message = f"expected {values} value{'s' if values > 1 else ''}, found shape {list(found)}"
+            yield make_problem("shape_mismatch", message, layer=module, tensor=roles[role])
+    if "lora_a" in roles and "lora_b" in roles:
+        a, b = inventory.tensors[roles["lora_a"]].shape, inventory.tensors[roles["lora_b"]].shape
+        if len(a) != 2 or len(b) != 2 or a[1] != columns or b != (rows, a[0]):
+            message = f"expected [rank, {columns}] and [{rows}, rank], found {list(a)} and {list(b)}"
+            yield make_problem("shape_mismatch", message, layer=module, tensor=roles["lora_a"])
+    elif "lora_a" in roles or "lora_b" in roles:
+        missing = "lora_b" if "lora_a" in roles else "lora_a"
+        message = f"{missing}, one half of the low-rank pair, is missing"
+        yield make_problem("missing_scale", message, layer=module)

@@ -1,0 +1,350 @@
+"""Gathers experts under their container: those stored one by one, and those stacked in 3-D tensors.
+
+Stacked experts are stored in two orientations, (experts, out, in) and (experts, in, out), and their blocks
+lie along either dimension. The axis of the blocks follows from the shapes of weight and scale; the
+orientation from the shapes of gate_up and down together, or, where gate and up are stored apart and the
+shapes are symmetrical, from the name: a name that ends in `.weight` is a linear's and stores (out, in).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from moqext.decision import Config, Decision, check_roles, decide
+from moqext.fused import spread
+from moqext.inventory import Inventory
+from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
+from moqext.problems import Problem, make_problem
+from moqext.records import LayerRecord, Projection
+from moqext.scale_values import Float32, Scales, check_scales
+from moqext.stored import BLOCK, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored, Tensor, recognise
+
+_ORDER = ("gate_up", "gate", "up", "down")
+MIXED = "MIXED_PRECISION"
+
+
+def find_expert_groups(
+    layers: Mapping[str, LayerRecord], unquantized: Mapping[str, Tensor], scales: Scales
+) -> list[LayerRecord]:
+    """One record for each container of experts that are stored one by one and not all unquantized."""
+    groups: dict[str, dict[tuple[int, str], LayerRecord]] = defaultdict(dict)
+    plain: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for name, record in layers.items():
+        if expert := parse_expert_name(name):
+            groups[expert.container][expert.expert, expert.projection] = record
+    for name in unquantized:
+        if (expert := parse_expert_name(name)) and expert.container in groups:
+            plain[expert.container].add((expert.expert, expert.projection))
+    return [_group(name, experts, plain[name], scales) for name, experts in groups.items()]
+
+
+def _group(
+    name: str, experts: Mapping[tuple[int, str], LayerRecord], plain: set[tuple[int, str]], scales: Scales
+) -> LayerRecord:
+    keys = sorted(experts, key=lambda key: (key[0], _rank(key[1]), key[1]))
+    members = tuple(experts[key] for key in keys)
+    problems = _missing_experts(name, experts.keys() | plain)
+    problems += _mixed_formats(name, members, plain)
+    shape, misshapen = _group_shape(name, experts)
+    problems += misshapen
+    problems += _member_input_scales(name, members)
+    problems += _clipped(name, experts)
+    problems += _unequal_gate_up(name, experts, scales)
+    config_algos = {member.config_algo for member in members}
+    group_sizes = {member.group_size for member in members}
+    stored_algos = {member.stored_algo for member in members}
+    return LayerRecord(
+        name=name,
+        kind="moe",
+        quant_algo=_one_or_mixed({member.quant_algo for member in members}) or MIXED,
+        config_algo=_one_or_mixed(config_algos),
+        stored_algo=_one_or_mixed(stored_algos),
+        rule=members[0].rule,
+        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
+        shape=shape,
+        tensors={},
+        problems=tuple(problems),
+        members=members,
+        size=sum(member.size for member in members),
+        weights=sum(member.weights for member in members),
+    )
+
+
+def _rank(projection: str) -> int:
+    role = PROJECTIONS.get(projection)
+    return _ORDER.index(role) if role else len(_ORDER)
+
+
+def _one_or_mixed(algos: set[str] | set[str | None]) -> str | None:
+    return next(iter(algos)) if len(algos) == 1 else MIXED
+
+
+def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
+    """Every expert from 0 to the last has every projection that any expert has."""
+    projections = sorted({projection for _, projection in present}, key=_rank)
+    count = max(index for index, _ in present) + 1
+    missing = [f"{i}.{p}" for i in range(count) for p in projections if (i, p) not in present]
+    if not missing:
+        return []
+    message = f"{len(missing)} of {count * len(projections)} are missing: {_first(missing)}"
+    return [make_problem("missing_expert", message, layer=name)]
+
+
+def _mixed_formats(name: str, members: Sequence[LayerRecord], plain: set[tuple[int, str]]) -> list[Problem]:
+    formats: dict[str, int] = defaultdict(int)
+    for member in members:
+        formats[f"{member.quant_algo} g{member.group_size}" if member.group_size else member.quant_algo] += 1
+    if plain:
+        formats["unquantized"] = len(plain)
+    if len(formats) == 1:
+        return []
+    described = ", ".join(f"{count} x {algo}" for algo, count in formats.items())
+    return [make_problem("mixed_expert_formats", described, layer=name)]
+
+
+def _group_shape(
+    name: str, experts: Mapping[tuple[int, str], LayerRecord]
+) -> tuple[tuple[int, int, int], list[Problem]]:
+    """(experts, hidden size, intermediate size); every expert has to have the first one's shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for (index, projection), record in experts.items():
+        first = shapes.setdefault(projection, record.shape)
+        if record.shape != first:
+            message = f"expert {index} has {projection} of {list(record.shape)}, others of {list(first)}"
+            tensor = record.tensors["weight"]
+            problems.append(make_problem("shape_mismatch", message, layer=name, tensor=tensor))
+    count = max(index for index, _ in experts) + 1
+    by_role = {PROJECTIONS.get(projection, projection): shape for projection, shape in shapes.items()}
+    down, up = by_role.get("down"), by_role.get("up") or by_role.get("gate")
+    if down and up and (down[1], down[0]) != tuple(up):
+        message = f"down is {list(down)}, up is {list(up)}; expected each to be the other's transpose"
+        problems.append(make_problem("shape_mismatch", message, layer=name))
+    if down:
+        return (count, down[0], down[1]), problems
+    rows, columns = up if up and len(up) == 2 else (0, 0)
+    return (count, columns, rows), problems
+
+
+def _member_input_scales(name: str, members: Sequence[LayerRecord]) -> list[Problem]:
+    """Activation scales that all experts lack mean one thing, that some lack another."""
+    static = [member for member in members if member.quant_algo in STATIC_ACTIVATIONS]
+    without = [member for member in static if "input_scale" not in member.tensors]
+    if not without:
+        return []
+    if len(without) == len(static):
+        message = f"{static[0].quant_algo} without input_scale in any expert"
+        return [make_problem("missing_input_scale", message, layer=name)]
+    names = [member.name[len(name) + 1 :] for member in without]
+    message = f"{len(without)} of {len(static)} linears lack input_scale: {_first(names)}"
+    return [make_problem("missing_expert_input_scale", message, layer=name)]
+
+
+def _first(names: Sequence[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def _clipped(name: str, experts: Mapping[tuple[int, str], LayerRecord]) -> list[Problem]:
+    """Gate and up scaled in blocks as one weight: up then begins inside a block of it."""
+    by_role = {PROJECTIONS.get(projection): record for (_, projection), record in experts.items()}
+    up = by_role.get("up")
+    if up is None or "gate" not in by_role or up.quant_algo != "FP8_PB_WO" or up.shape[0] % BLOCK == 0:
+        return []
+    message = (
+        f"the expert width, {up.shape[0]}, is no multiple of {BLOCK}: where the producer held gate and up as "
+        "one weight, up was clipped and is off by several percent"
+    )
+    return [make_problem("clipped_blocks", message, layer=name)]
+
+
+def _unequal_gate_up(
+    name: str, experts: Mapping[tuple[int, str], LayerRecord], scales: Scales
+) -> list[Problem]:
+    pairs: dict[str, list[Float32]] = {"weight_scale_2": [], "input_scale": []}
+    by_role = {(index, PROJECTIONS.get(last)): record for (index, last), record in experts.items()}
+    for (index, role), gate in by_role.items():
+        up = by_role.get((index, "up")) if role == "gate" else None
+        if up is None or gate.quant_algo != up.quant_algo:
+            continue
+        for scale in _shared_roles(gate.quant_algo):
+            of_gate, of_up = (scales.values(record.tensors.get(scale)) for record in (gate, up))
+            if of_gate is not None and of_up is not None and of_gate.size == of_up.size == 1:
+                pairs[scale].append(np.array([of_gate.item(), of_up.item()], np.float32))
+    return _unequal_problems(name, pairs)
+
+
+def _shared_roles(algo: str) -> list[str]:
+    roles = ["weight_scale_2"] if algo in NVFP4_FAMILY else []
+    return [*roles, "input_scale"] if algo in STATIC_ACTIVATIONS else roles
+
+
+def _unequal_problems(name: str, pairs: Mapping[str, Sequence[Float32]]) -> list[Problem]:
+    problems = []
+    for role, values in pairs.items():
+        ratios = [spread(pair) for pair in values]
+        unequal = sum(ratio > 1 for ratio in ratios)
+        if unequal:
+            message = (
+                f"gate and up differ in {unequal} of {len(ratios)} experts, by up to {max(ratios):.3g} times"
+            )
+            problems.append(make_problem(f"unequal_{role}", message, layer=name))
+    return problems
+
+
+class _Stacked(NamedTuple):
+    """One stacked projection, before its orientation is known."""
+
+    name: str
+    roles: Mapping[str, str]
+    stored: Stored
+    decision: Decision
+    problems: list[Problem]
+
+
+def find_stacked_groups(
+    modules: Mapping[str, Mapping[str, str]],
+    inventory: Inventory,
+    config: Config | None,
+    scales: Scales,
+    architectures: Sequence[str],
+) -> tuple[list[LayerRecord], list[Problem]]:
+    """One record per container of 3-D expert tensors, and the problems of other quantized 3-D weights."""
+    containers: dict[str, dict[str, _Stacked]] = defaultdict(dict)
+    problems: list[Problem] = []
+    for module, roles in modules.items():
+        container, _, last = module.rpartition(".")
+        stored = recognise(inventory.infos(roles))
+        if last not in PROJECTIONS or not container:
+            shape = list(inventory.tensors[roles["weight"]].shape)
+            message = f"a quantized weight of shape {shape} that is no expert projection by its name"
+            problems.append(make_problem("unknown_format", message, layer=module, tensor=roles["weight"]))
+            continue
+        decision, found = decide(module, stored, config)
+        found += check_roles(module, decision.quant_algo, roles, inventory)
+        found += check_scales(module, decision.quant_algo, roles, scales)
+        containers[container][PROJECTIONS[last]] = _Stacked(module, roles, stored, decision, found)
+    groups = [
+        _stacked_group(name, parts, inventory, scales, architectures) for name, parts in containers.items()
+    ]
+    return groups, problems
+
+
+def _stacked_group(
+    name: str,
+    parts: Mapping[str, _Stacked],
+    inventory: Inventory,
+    scales: Scales,
+    architectures: Sequence[str],
+) -> LayerRecord:
+    transposed, problems = _orientation(name, parts)
+    projections = []
+    for role in _ORDER:
+        if role in parts:
+            projections.append(_projection(role, parts[role], transposed, inventory, architectures))
+            problems += parts[role].problems
+            problems += _check_stacked_shapes(projections[-1], inventory)
+    algos = {projection.quant_algo for projection in projections}
+    if len(algos) > 1:
+        described = ", ".join(f"{projection.role} {projection.quant_algo}" for projection in projections)
+        problems.append(make_problem("mixed_expert_formats", described, layer=name))
+    problems += _unequal_stacked(name, projections, scales)
+    last = projections[-1]
+    experts, rows, columns = last.shape
+    group_sizes = {projection.group_size for projection in projections}
+    return LayerRecord(
+        name=name,
+        kind="moe",
+        quant_algo=_one_or_mixed(algos) or MIXED,
+        config_algo=_one_or_mixed({part.decision.config_algo for part in parts.values()}),
+        stored_algo=_one_or_mixed({part.decision.stored_algo for part in parts.values()}),
+        rule=parts[last.role].decision.rule,
+        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
+        shape=(experts, rows, columns) if last.role == "down" else (experts, columns, rows),
+        tensors={f"{p.role}.{role}": tensor for p in projections for role, tensor in p.tensors.items()},
+        problems=tuple(problems),
+        projections=tuple(projections),
+        size=sum(inventory.size(part.roles) for part in parts.values()),
+        weights=sum(prod(projection.shape) for projection in projections),
+    )
+
+
+def _orientation(name: str, parts: Mapping[str, _Stacked]) -> tuple[bool, list[Problem]]:
+    """Whether the file has (experts, in, out), by the shapes if they tell, else by the names."""
+    by_name = not next(iter(parts.values())).roles["weight"].endswith(".weight")
+    down = parts["down"].stored.shape if "down" in parts else None
+    first = next((parts[role].stored.shape for role in ("gate_up", "gate", "up") if role in parts), None)
+    if down is None or first is None:
+        lost = "down" if down is None else "gate and up"
+        return by_name, [make_problem("missing_expert", f"no {lost} projection", layer=name)]
+    gated = 2 if "gate_up" in parts else 1
+    in_out = first[0] == down[0] and first[1] == down[2] and first[2] == gated * down[1]
+    out_in = first[0] == down[0] and first[2] == down[1] and first[1] == gated * down[2]
+    if in_out != out_in:
+        return in_out, []
+    if in_out:
+        return by_name, []
+    message = f"experts of {list(first)} and {list(down)} fit each other in no orientation"
+    return by_name, [make_problem("shape_mismatch", message, layer=name)]
+
+
+def _projection(
+    role: str, part: _Stacked, transposed: bool, inventory: Inventory, architectures: Sequence[str]
+) -> Projection:
+    experts, rows, columns = part.stored.shape
+    axis: Literal["in", "out"] | None = None
+    if part.stored.block_axis is not None:
+        axis = "in" if (part.stored.block_axis == -2) == transposed else "out"
+    # Only gpt-oss, which alternates gate and up, has biases on its experts.
+    by_bias = not architectures and "bias" in part.roles
+    interleaved = role == "gate_up" and (by_bias or not INTERLEAVED_ARCHITECTURES.isdisjoint(architectures))
+    return Projection(
+        role=role,
+        name=part.name,
+        quant_algo=part.decision.quant_algo,
+        shape=(experts, columns, rows) if transposed else (experts, rows, columns),
+        transposed=transposed,
+        block_axis=axis,
+        group_size=part.decision.group_size,
+        interleaved=interleaved,
+        tensors=dict(part.roles),
+    )
+
+
+def _check_stacked_shapes(projection: Projection, inventory: Inventory) -> list[Problem]:
+    """Scalars come once, once per expert, or, for gate and up in one tensor, twice per expert."""
+    experts, rows, columns = projection.shape
+    scalars = [1, experts] + ([2 * experts] if projection.role == "gate_up" else [])
+    expected = {
+        "weight_scale_2": scalars,
+        "input_scale": scalars,
+        "pre_quant_scale": [columns, experts * columns],
+        "bias": [experts * rows],
+    }
+    problems = []
+    for role, sizes in expected.items():
+        if role in projection.tensors:
+            found = inventory.tensors[projection.tensors[role]].shape
+            if prod(found) not in sizes:
+                message = f"expected {' or '.join(map(str, sizes))} values, found shape {list(found)}"
+                tensor = projection.tensors[role]
+                problems.append(make_problem("shape_mismatch", message, layer=projection.name, tensor=tensor))
+    return problems
+
+
+def _unequal_stacked(name: str, projections: Sequence[Projection], scales: Scales) -> list[Problem]:
+    by_role = {projection.role: projection for projection in projections}
+    experts = projections[0].shape[0]
+    pairs: dict[str, list[Float32]] = {}
+    for role in _shared_roles(projections[0].quant_algo):
+        if "gate_up" in by_role:
+            both = scales.values(by_role["gate_up"].tensors.get(role))
+            if both is not None and both.size == 2 * experts:
+                pairs[role] = list(both.reshape(experts, 2))
+        elif "gate" in by_role and "up" in by_role:
+            gate, up = (scales.values(by_role[half].tensors.get(role)) for half in ("gate", "up"))
+            if gate is not None and up is not None and gate.size == up.size:
+                pairs[role] = list(np.stack([gate.ravel(), up.ravel()], axis=1))
+    return _unequal_problems(name, pairs)

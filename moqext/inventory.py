@@ -1,0 +1,70 @@
+"""The tensors of a checkpoint sorted by the module they belong to: the common ground of the finders."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+
+from moqext.naming import KV_ROLES, parse_tensor_name
+from moqext.stored import Tensor, is_quantized
+
+_WIDE_TYPES = {64: ("F64", "I64", "U64", "C64"), 32: ("F32", "I32", "U32"), 16: ("F16", "BF16", "I16", "U16")}
+_BITS = {dtype: bits for bits, dtypes in _WIDE_TYPES.items() for dtype in dtypes} | {"F4": 4}
+_SCALE_NAME = re.compile(r"(?:weight|input|output|kv)_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$")
+
+
+class Inventory:
+    """The tensors of a checkpoint by module and role.
+
+    Attributes:
+        tensors: name -> data type and shape.
+        modules: module -> role -> tensor name, roles of the KV cache apart.
+        kv: module -> role -> tensor name, roles of the KV cache only.
+        foreign: tensor name -> the spelling of its role, where another producer's.
+        leftovers: tensors of the quantizer's inner state.
+        strays: tensors that look quantized, or like scales, and have no place above.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.modules: dict[str, dict[str, str]] = defaultdict(dict)
+        self.kv: dict[str, dict[str, str]] = defaultdict(dict)
+        self.foreign: dict[str, str] = {}
+        self.leftovers: list[str] = []
+        self.strays: list[str] = []
+        for name, info in tensors.items():
+            self._add(name, info)
+
+    def _add(self, name: str, info: Tensor) -> None:
+        named = parse_tensor_name(name)
+        if named is None:
+            if is_quantized(info) or _SCALE_NAME.search(name):
+                self.strays.append(name)
+            return
+        if named.role == "leftover":
+            self.leftovers.append(name)
+            return
+        if named.part in ("weight_scale_inv", "scale"):
+            self.foreign[name] = named.part
+        roles = (self.kv if named.role in KV_ROLES else self.modules)[named.module]
+        other = roles.setdefault(named.role, name)
+        if other is not name:
+            # Two spellings of one role: the usual one counts.
+            if other in self.foreign:
+                roles[named.role] = name
+                self.strays.append(other)
+            else:
+                self.strays.append(name)
+
+    def infos(self, roles: Mapping[str, str]) -> dict[str, Tensor]:
+        """Role -> data type and shape."""
+        return {role: self.tensors[name] for role, name in roles.items()}
+
+    def size(self, roles: Mapping[str, str]) -> int:
+        """Bytes of the tensors of a layer."""
+        return sum(tensor_bytes(self.tensors[name]) for name in roles.values())
+
+
+def tensor_bytes(info: Tensor) -> int:
+    """Bytes of a tensor by its data type and shape."""
+    return prod(info.shape) * _BITS.get(info.dtype, 8) // 8

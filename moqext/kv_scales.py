@@ -1,0 +1,111 @@
+"""Finds the scales of the KV cache, and what is wrong with them.
+
+They are stored beside the attention's linears (`<attention>.k_proj.k_scale`), even where it has no such
+linear (MLA, fused qkv), or on the attention itself (`<attention>.k_scale`). A quantized cache without any
+scale is normal: 1.0.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from moqext.inventory import Inventory
+from moqext.naming import attention_of, is_vision, name_pattern
+from moqext.problems import Problem, make_problem
+from moqext.records import KVRecord
+from moqext.scale_values import Scales, check_divisor
+from moqext.stored import FLOATS
+
+_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def find_kv_scales(
+    inventory: Inventory, kv_algo: str | None, scales: Scales
+) -> tuple[tuple[KVRecord, ...], list[Problem]]:
+    """The cache scales by attention, and the problems of the cache as a whole."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    vision: list[str] = []
+    for module, roles in inventory.kv.items():
+        attention = attention_of(module)
+        if is_vision(attention):
+            vision += roles.values()
+        else:
+            found[attention].update(roles)
+    records = [_record(name, roles, inventory, scales) for name, roles in found.items()]
+    problems = [
+        make_problem("kv_scale_in_vision", "a vision tower has no cache", tensor=tensor) for tensor in vision
+    ]
+    problems += _cache_problems(records, kv_algo)
+    problems += _partial(records, inventory)
+    return tuple(_note_ones(records)), problems
+
+
+def _record(name: str, roles: Mapping[str, str], inventory: Inventory, scales: Scales) -> KVRecord:
+    problems = []
+    values = {}
+    for role in _SCALES:
+        if role not in roles:
+            continue
+        tensor = roles[role]
+        info = inventory.tensors[tensor]
+        if info.dtype not in FLOATS:
+            message = f"expected a {role} of floats, found {info.dtype}"
+            problems.append(make_problem("dtype_mismatch", message, layer=name, tensor=tensor))
+        elif prod(info.shape) != 1:
+            message = f"expected one value, found shape {list(info.shape)}"
+            problems.append(make_problem("shape_mismatch", message, layer=name, tensor=tensor))
+        elif (value := scales.values(tensor)) is not None:
+            problems += check_divisor(name, tensor, value)
+            values[role] = value.item()
+    for here, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
+        if here in roles and other not in roles:
+            message = f"{other} is missing; {here} stands for both"
+            problems.append(make_problem("kv_scale_missing", message, layer=name, tensor=roles[here]))
+    for role in ("k_bias", "v_bias"):
+        if role in roles:
+            message = f"an affine cache: {role} is subtracted before quantizing"
+            problems.append(make_problem("kv_bias", message, layer=name, tensor=roles[role]))
+    return KVRecord(name, dict(roles), tuple(problems), values)
+
+
+def _cache_problems(records: list[KVRecord], kv_algo: str | None) -> list[Problem]:
+    if records and kv_algo is None:
+        message = f"{len(records)} attention modules have cache scales, and no KV algorithm is configured"
+        return [make_problem("kv_scales_unannounced", message)]
+    if not records and kv_algo is not None:
+        message = f"the KV cache is {kv_algo}, and no scale is stored: 1.0 applies"
+        return [make_problem("kv_scales_absent", message)]
+    return []
+
+
+def _partial(records: list[KVRecord], inventory: Inventory) -> list[Problem]:
+    """Attention modules without scales whose like, by name and by linears, have some."""
+    children: dict[str, set[str]] = defaultdict(set)
+    for module in inventory.modules:
+        parent, _, last = module.rpartition(".")
+        children[parent].add(last)
+    kinds = {(name_pattern(record.name), frozenset(children[record.name])) for record in records}
+    having = {record.name for record in records}
+    patterns = {pattern for pattern, _ in kinds}
+    problems = []
+    for module, names in children.items():
+        if module in having or (pattern := name_pattern(module)) not in patterns:
+            continue
+        if (pattern, frozenset(names)) in kinds:
+            message = "no cache scale, though other attention modules of its kind have them"
+            problems.append(make_problem("kv_scales_partial", message, layer=module))
+    return problems
+
+
+def _note_ones(records: list[KVRecord]) -> list[KVRecord]:
+    """Adds the note to every record when all scales of the checkpoint are 1.0."""
+    values = [value for record in records for value in record.values.values()]
+    if not values or any(value != 1.0 for value in values):
+        return records
+    noted = []
+    for record in records:
+        message = "every cache scale of the checkpoint is 1.0"
+        problem = make_problem("kv_scales_one", message, layer=record.name)
+        noted.append(replace(record, problems=(*record.problems, problem)))
+    return noted

@@ -1,0 +1,190 @@
+"""Finds every quantized layer of a checkpoint, and what is wrong with it.
+
+The tensors of the file headers are sorted into modules by name. The format of each quantized weight is
+recognised from its tensors alone (`moqext.stored`), and set against what the configuration says of the
+module. Where both agree the configuration chooses among formats that look alike; where they do not, the
+stored tensors decide and a problem record says so. Experts are gathered under their container. Values of
+scales are judged when a reader is given.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from moqext.decision import Config, check_linear_shapes, check_roles, decide
+from moqext.experts import find_expert_groups, find_stacked_groups
+from moqext.fused import find_fused_problems
+from moqext.inventory import Inventory
+from moqext.kv_scales import find_kv_scales
+from moqext.naming import FUSED_NAMES, is_embedding, parse_expert_name
+from moqext.problems import Problem, make_problem
+from moqext.records import Findings, LayerRecord
+from moqext.scale_values import Reader, Scales, check_scales
+from moqext.stored import Tensor, is_quantized, recognise
+
+_SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+
+
+def find_layers(
+    tensors: Mapping[str, Tensor],
+    config: Config | None,
+    read: Reader | None = None,
+    *,
+    architectures: Sequence[str] = (),
+    block_scales: bool = True,
+) -> Findings:
+    """The quantized layers of a checkpoint, its cache scales, and the problems of all.
+
+    Args:
+        tensors: tensor name -> an object with `dtype` (as safetensors spells it) and `shape`.
+        config: the quantization configuration, None when the checkpoint has none.
+        read: tensor name -> array; only scales are read. None checks names, types and shapes alone.
+        architectures: `architectures` of config.json, for what only they tell (gpt-oss interleaves gate and
+            up).
+        block_scales: False leaves scales of more than 65536 values unread, which is most of the reading.
+    """
+    inventory = Inventory(tensors)
+    scales = Scales(tensors, read, block_scales=block_scales)
+    problems: list[Problem] = []
+    layers: dict[str, LayerRecord] = {}
+    stacked: dict[str, dict[str, str]] = {}
+    unquantized: dict[str, Tensor] = {}
+    for module, roles in inventory.modules.items():
+        weight = tensors[roles["weight"]] if "weight" in roles else None
+        if weight is None:
+            problems += _without_weight(module, roles, inventory)
+        elif not is_quantized(weight):
+            unquantized[module] = weight
+            problems += _unquantized(module, weight, roles, inventory, config)
+        elif len(weight.shape) == 3:
+            stacked[module] = roles
+        else:
+            layers[module] = _linear(module, roles, inventory, config, scales)
+    problems += find_fused_problems(layers, unquantized, scales)
+    groups = find_expert_groups(layers, unquantized, scales)
+    found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
+    groups += found
+    problems += unnamed
+    kv_algo = None if config is None else config.kv_cache_quant_algo
+    kv, kv_problems = find_kv_scales(inventory, kv_algo, scales)
+    problems += kv_problems
+    problems += _checkpoint_problems(inventory, config, bool(layers or stacked))
+    members = {member.name for group in groups for member in group.members}
+    records = [record for name, record in layers.items() if name not in members] + groups
+    return Findings(tuple(sorted(records, key=_by_number)), kv, tuple(problems))
+
+
+def _by_number(record: LayerRecord) -> list[tuple[bool, int, str]]:
+    """Sorts by name, numbers in names by their value."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in record.name.split(".")]
+
+
+def _linear(
+    module: str, roles: Mapping[str, str], inventory: Inventory, config: Config | None, scales: Scales
+) -> LayerRecord:
+    """The record of a linear or an embedding."""
+    stored = recognise(inventory.infos(roles))
+    decision, problems = decide(module, stored, config)
+    embedding = is_embedding(module)
+    judged_here = not embedding and parse_expert_name(module) is None
+    problems += check_roles(module, decision.quant_algo, roles, inventory, activations=judged_here)
+    if len(stored.shape) == 2:
+        problems += check_linear_shapes(module, (stored.shape[0], stored.shape[1]), roles, inventory)
+    problems += check_scales(module, decision.quant_algo, roles, scales)
+    return LayerRecord(
+        name=module,
+        kind="embedding" if embedding else "linear",
+        quant_algo=decision.quant_algo,
+        config_algo=decision.config_algo,
+        stored_algo=decision.stored_algo,
+        rule=decision.rule,
+        group_size=decision.group_size,
+        shape=tuple(stored.shape),
+        tensors=dict(roles),
+        problems=tuple(problems),
+        size=inventory.size(roles),
+        weights=prod(stored.shape),
+    )
+
+
+def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:
+    """The roles that are scales. A bare `scale` beside no codes is a parameter of a norm, not one of them."""
+    return [role for role in _SCALE_ROLES if role in roles and inventory.foreign.get(roles[role]) != "scale"]
+
+
+def _without_weight(module: str, roles: Mapping[str, str], inventory: Inventory) -> list[Problem]:
+    """Scales without a weight: a lost layer if one is a weight scale, else tensors that belong to nothing."""
+    found = _scale_roles(roles, inventory)
+    if "weight_scale" in found:
+        message = f"{', '.join(found)} without a weight"
+        return [make_problem("missing_weight", message, layer=module, tensor=roles["weight_scale"])]
+    return [make_problem("unowned_tensor", f"a {role} of no weight", tensor=roles[role]) for role in found]
+
+
+def _unquantized(
+    module: str, weight: Tensor, roles: Mapping[str, str], inventory: Inventory, config: Config | None
+) -> list[Problem]:
+    """Problems of a weight that is stored unquantized: scales beside it, a configuration that quantizes it.
+
+    Norms and convolutions are never quantized; embeddings are only when something names them.
+    """
+    problems = []
+    scales = _scale_roles(roles, inventory)
+    if scales:
+        message = f"{', '.join(scales)} beside a weight stored as {weight.dtype}"
+        problems.append(make_problem("scales_on_unquantized", message, layer=module, tensor=roles[scales[0]]))
+    if config is None or len(weight.shape) not in (2, 3) or (len(weight.shape) == 3 and "conv" in module):
+        return problems
+    asked = config.layer_quant(module)
+    listed = asked.rule.startswith("quantized_layers")
+    if asked.quant_algo is not None and (listed or not is_embedding(module)):
+        message = f"configured as {asked.quant_algo} ({asked.rule}), stored as {weight.dtype}; that holds"
+        problems.append(make_problem("stored_unquantized", message, layer=module, tensor=roles["weight"]))
+    return problems
+
+
+def _checkpoint_problems(inventory: Inventory, config: Config | None, quantized: bool) -> list[Problem]:
+    problems = []
+    if config is None and quantized:
+        message = "no quantization configuration; formats are taken from the tensors"
+        problems.append(make_problem("no_quant_config", message))
+    if config is not None:
+        problems += [make_problem("config_conflict", str(conflict)) for conflict in config.conflicts]
+        problems += _missing_modules(inventory, config)
+    for name in inventory.leftovers:
+        problems.append(make_problem("leftover_tensor", "inner state of the quantizer", tensor=name))
+    for name in inventory.strays:
+        info = inventory.tensors[name]
+        message = f"{info.dtype} of shape {list(info.shape)}, belongs to no layer that is known"
+        problems.append(make_problem("unowned_tensor", message, tensor=name))
+    return problems
+
+
+def _missing_modules(inventory: Inventory, config: Config) -> list[Problem]:
+    """The modules that quantized_layers lists and that have no tensor, prefixes and fused names aside."""
+    listed = config.quantized_layers
+    if not listed:
+        return []
+    present: set[str] = set()
+    for name in inventory.tensors:
+        module = name.rpartition(".")[0]
+        while module and module not in present:
+            present.add(module)
+            module = module.rpartition(".")[0]
+    bare = present | {_without_prefix(module) for module in present} | inventory.modules.keys()
+    problems = []
+    for key in listed:
+        module = _without_prefix(key)
+        parent, dot, last = module.rpartition(".")
+        names = [module, key, *(f"{parent}{dot}{shard}" for shard in FUSED_NAMES.get(last, ()))]
+        if not any(name in bare for name in names):
+            message = "listed in quantized_layers, but no tensor belongs to it"
+            problems.append(make_problem("listed_module_missing", message, layer=key))
+    return problems
+
+
+def _without_prefix(module: str) -> str:
+    for prefix in _PREFIXES:
+        if module.startswith(prefix):
+            return module[len(prefix) :]
+    return module

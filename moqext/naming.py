@@ -1,0 +1,164 @@
+"""How tensors are named in checkpoints: which layer a name belongs to, and in which role.
+
+Two conventions exist. A linear layer, and an expert stored by itself, has `<module>.<role>`
+(`model.layers.0.mlp.experts.3.up_proj.weight_scale`). Experts stored stacked in one 3-D tensor have
+`<container>.<projection>` for the weight and `<container>.<projection>_<role>` for the rest (Llama 4,
+gpt-oss: `model.layers.0.mlp.experts.gate_up_proj_weight_scale`), or dots and `.weight` like a linear
+(Step 3.5: `model.layers.3.moe.up_proj.weight`).
+
+    model                            container of the experts      projections
+    Mixtral, MiniMax-M2/M3           block_sparse_moe.experts.<E>  w1 (gate), w3 (up), w2 (down)
+    Qwen, DeepSeek V2/V3, GLM, Kimi  mlp.experts.<E>               gate_proj, up_proj, down_proj
+    Granite                          block_sparse_moe.experts.<E>  gate, up, down
+    DeepSeek V4                      ffn.experts.<E>               w1, w3, w2
+    Nemotron-H (not gated)           mixer.experts.<E>             up_proj, down_proj
+    Llama 4                          feed_forward.experts          gate_up_proj, down_proj (3-D)
+    gpt-oss                          mlp.experts                   gate_up_proj, down_proj (3-D, alternating)
+    Step 3.5, 3.7                    moe                           gate_proj, up_proj, down_proj (3-D, dots)
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+Role = Literal[
+    "weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "bias", "lora_a", "lora_b",
+    "k_scale", "v_scale", "q_scale", "k_bias", "v_bias", "leftover",
+]  # fmt: skip
+
+_ROLES: dict[str, Role] = {
+    "weight": "weight",
+    "weight_scale": "weight_scale",
+    "weight_scale_inv": "weight_scale",
+    "scale": "weight_scale",
+    "weight_scale_2": "weight_scale_2",
+    "input_scale": "input_scale",
+    "pre_quant_scale": "pre_quant_scale",
+    "bias": "bias",
+    "svdquant_lora_a": "lora_a",
+    "svdquant_lora_b": "lora_b",
+    "k_scale": "k_scale",
+    "v_scale": "v_scale",
+    "q_scale": "q_scale",
+    "k_bias": "k_bias",
+    "v_bias": "v_bias",
+}
+KV_ROLES = frozenset(("k_scale", "v_scale", "q_scale", "k_bias", "v_bias"))
+
+PROJECTIONS: dict[str, str] = {
+    "gate_up_proj": "gate_up",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+}
+"""Last part of an expert projection's name -> what it is."""
+
+_STACKED = re.compile(
+    r"(?P<module>.+\.(?:gate_up_proj|gate_proj|up_proj|down_proj))_"
+    r"(?P<role>weight_scale_inv|weight_scale_2|weight_scale|scale_2|scale|input_scale|pre_quant_scale|bias)"
+)
+_STACKED_ROLES: dict[str, Role] = {**_ROLES, "scale": "weight_scale", "scale_2": "weight_scale_2"}
+_STACKED_WEIGHT = re.compile(r".*experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)")
+
+_EXPERT = re.compile(
+    r"(?P<container>.*?(?:^|\.)(?!shared)[a-z_]*experts)\.(?P<index>\d+)\.(?P<projection>\w+)"
+)
+
+FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("gate", "up"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+"""Linears of one parent that read the same input and that engines stack along their rows."""
+
+FUSED_NAMES: dict[str, tuple[str, ...]] = {
+    "qkv_proj": FUSED_GROUPS[0],
+    "gate_up_proj": FUSED_GROUPS[1],
+    "w13": FUSED_GROUPS[2],
+    "fused_qkv_a_proj_with_mqa": FUSED_GROUPS[4],
+    "in_proj_qkvz": FUSED_GROUPS[5],
+    "in_proj_ba": FUSED_GROUPS[6],
+}
+"""Names that engines give to fused groups; hand-edited configurations use them."""
+
+INTERLEAVED_ARCHITECTURES = frozenset(("GptOssForCausalLM",))
+"""Architectures whose gate_up_proj alternates gate and up instead of putting one after the other."""
+
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|vit\w*|image_encoder)(?:\.|$)")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe)$")
+_ATTENTION_CHILD = re.compile(r"(?P<attention>.+)\.(?:q_proj|k_proj|v_proj|qkv_proj|kv_b_proj)")
+
+
+class Named(NamedTuple):
+    """A tensor name taken apart."""
+
+    module: str
+    role: Role
+    part: str
+    """The part of the name that told the role, as spelled in the file."""
+
+
+class ExpertName(NamedTuple):
+    """The name of one projection of one expert taken apart."""
+
+    container: str
+    expert: int
+    projection: str
+
+
+def parse_tensor_name(name: str) -> Named | None:
+    """The module and role of a tensor, or None for a tensor that plays no role in a quantized layer.
+
+    Roles that the exporter leaks from its inner state come back as "leftover", except the low-rank pair of
+    SVDQuant, which is part of the layer whatever its name.
+    """
+    module, _, last = name.rpartition(".")
+    role = _ROLES.get(last)
+    if role is not None and module:
+        return Named(module, role, last)
+    if "quantizer" in name:
+        outer, _, inner = name.partition("_quantizer.")
+        owner = outer.rpartition(".")[0]
+        leaked = _ROLES.get(inner.lstrip("_"), "leftover") if "lora" in inner else "leftover"
+        return Named(owner, leaked, name[len(owner) + 1 :])
+    if match := _STACKED.fullmatch(name):
+        return Named(match["module"], _STACKED_ROLES[match["role"]], match["role"])
+    if _STACKED_WEIGHT.fullmatch(name):
+        return Named(name, "weight", "")
+    return None
+
+
+def parse_expert_name(module: str) -> ExpertName | None:
+    """The parts of the module name of one expert's linear, or None for any other module."""
+    match = _EXPERT.fullmatch(module)
+    return ExpertName(match["container"], int(match["index"]), match["projection"]) if match else None
+
+
+def attention_of(module: str) -> str:
+    """The attention module that a cache scale belongs to: the module itself, or the parent of its k_proj."""
+    match = _ATTENTION_CHILD.fullmatch(module)
+    return match["attention"] if match else module
+
+
+def is_embedding(module: str) -> bool:
+    """Whether the module is an embedding table by its name."""
+    return _EMBEDDING.search(module) is not None
+
+
+def is_vision(module: str) -> bool:
+    """Whether the module is part of a vision tower by its name."""
+    return _VISION.search(module) is not None
+
+
+def name_pattern(module: str) -> str:
+    """The name with every numeric part replaced by `*`: modules of one kind in different layers share it."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))

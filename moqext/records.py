@@ -1,0 +1,129 @@
+"""What the reader finds in a checkpoint: the records of quantized layers and of cache scales, plain data."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from moqext.problems import Problem
+
+Kind = Literal["linear", "moe", "embedding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One projection of all experts of a group, stored stacked in one 3-D tensor.
+
+    Attributes:
+        role: "gate_up", "gate", "up" or "down".
+        name: the projection as named in the checkpoint, without a role.
+        quant_algo: canonical algorithm.
+        shape: (experts, out features, in features), whatever the order and packing in the file.
+        transposed: True when the file has (experts, in, out), as Llama 4 and gpt-oss, False for (experts,
+            out, in).
+        block_axis: "in" or "out": the features that share a block scale, and that are packed into bytes where
+            codes are; None without one-dimensional blocks.
+        group_size: weights per block scale along that axis, 128 for square blocks, None without blocks.
+        interleaved: True when gate and up alternate among the out features instead of following each other.
+        tensors: role ("weight", "weight_scale", ...) -> tensor name.
+    """
+
+    role: str
+    name: str
+    quant_algo: str
+    shape: tuple[int, int, int]
+    transposed: bool
+    block_axis: Literal["in", "out"] | None
+    group_size: int | None
+    interleaved: bool
+    tensors: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """A quantized layer of a checkpoint: a linear, a group of experts, or an embedding table.
+
+    Attributes:
+        name: the module as named in the checkpoint; for experts the container, as
+            `model.layers.0.mlp.experts`.
+        kind: "linear", "moe" or "embedding". An embedding is quantized like a linear without activation
+            scale; it is a kind of its own because it is looked up by row, not multiplied.
+        quant_algo: the canonical algorithm that holds. The configuration's, where the tensors are such; else
+            what the tensors say. "MIXED_PRECISION" for experts in several formats, "UNKNOWN" where neither
+            names one.
+        config_algo: what the configuration says, None when it does not quantize the layer.
+        stored_algo: what the tensors say by themselves, None when they are in no known format. Formats that
+            leave the same tensors behind are told apart by the configuration only.
+        rule: the rule of the configuration that decided, in words.
+        group_size: weights per block scale along the input, 128 for square blocks, None without blocks.
+        shape: (out features, in features); for an embedding (entries, width); for experts (experts, hidden
+            size, intermediate size).
+        tensors: role -> tensor name; for stacked experts "<projection role>.<role>"; empty for experts stored
+            one by one, whose tensors are those of the members.
+        problems: what is wrong with this layer, members apart.
+        members: for experts stored one by one their linears, by expert then gate, up, down; else empty.
+        projections: for stacked experts their projections, gate or gate_up first; else empty.
+        size: bytes of all tensors of the layer, members included.
+        weights: number of weights, to set `size` against.
+    """
+
+    name: str
+    kind: Kind
+    quant_algo: str
+    config_algo: str | None
+    stored_algo: str | None
+    rule: str
+    group_size: int | None
+    shape: tuple[int, ...]
+    tensors: Mapping[str, str]
+    problems: tuple[Problem, ...] = ()
+    members: tuple["LayerRecord", ...] = ()
+    projections: tuple[Projection, ...] = ()
+    size: int = 0
+    weights: int = 0
+
+    def linears(self) -> Iterator["LayerRecord"]:
+        """The records that have tensors of their own: the members where there are some, else the layer."""
+        if self.members:
+            yield from self.members
+        else:
+            yield self
+
+    def all_problems(self) -> Iterator[Problem]:
+        """The problems of this layer and of its members."""
+        yield from self.problems
+        for member in self.members:
+            yield from member.problems
+
+
+@dataclass(frozen=True, slots=True)
+class KVRecord:
+    """The cache scales of one attention.
+
+    Attributes:
+        name: the attention module as named in the checkpoint.
+        tensors: "k_scale", "v_scale", "q_scale", "k_bias", "v_bias" -> tensor name.
+        problems: what is wrong with them.
+        values: the scales, by role, when they were read.
+    """
+
+    name: str
+    tensors: Mapping[str, str]
+    problems: tuple[Problem, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class Findings(NamedTuple):
+    """Everything quantized in a checkpoint."""
+
+    layers: tuple[LayerRecord, ...]
+    kv: tuple[KVRecord, ...]
+    problems: tuple[Problem, ...]
+    """Problems of the checkpoint as a whole, and of modules that no record stands for."""
+
+    def all_problems(self) -> Iterator[Problem]:
+        """Every problem, those of layers and cache scales included."""
+        yield from self.problems
+        for layer in self.layers:
+            yield from layer.all_problems()
+        for kv in self.kv:
+            yield from kv.problems

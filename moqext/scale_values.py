@@ -1,0 +1,153 @@
+"""The values of scales: reading them as float32 whatever their type, and judging them.
+
+Only scales are read, never weights. Block scales are a ninth of an NVFP4 checkpoint, so they can be left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext.problems import Problem, make_problem
+from moqext.stored import NVFP4_FAMILY, Tensor
+
+Reader = Callable[[str], NDArray[np.generic]]
+Float32 = NDArray[np.float32]
+
+# Activation scales that exporters write without a calibration: amax 0.5 for experts that no token reached,
+# amax 6 for an NVFP4 input that was always zero, and 1.0 for a constant or absent amax.
+_MARKERS = {
+    "nvfp4": {"0.5/2688": 0.5 / 2688, "6/2688": 6 / 2688, "1.0": 1.0},
+    "fp8": {"0.5/448": 0.5 / 448, "1.0": 1.0},
+    "int8": {"0.5/127": 0.5 / 127, "1.0": 1.0},
+}
+_LARGE = 1.0
+"""An NVFP4 activation scale above this is an amax above 2688, which only deliberate headroom gives."""
+
+
+def _e4m3_table() -> Float32:
+    """The value of every e4m3fn code: sign, exponent of 4 bits with bias 7, mantissa of 3; 0x7f, 0xff NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    value[(codes & 127) == 127] = np.nan
+    return np.where(codes >= 128, -value, value).astype(np.float32)
+
+
+def _e8m0_table() -> Float32:
+    """The value of every e8m0 code: 2^(code - 127), 0xff NaN."""
+    value = 2.0 ** (np.arange(256) - 127.0)
+    value[255] = np.nan
+    return value.astype(np.float32)
+
+
+_TABLES = {"F8_E4M3": _e4m3_table(), "U8": _e8m0_table(), "F8_E8M0": _e8m0_table()}
+
+
+def decode_scales(dtype: str, array: NDArray[np.generic]) -> Float32:
+    """The scales as float32. Bytes are e8m0; fp8 and bf16 may come as ml_dtypes or as uint8 and uint16."""
+    if dtype in _TABLES:
+        return np.asarray(_TABLES[dtype][array.view(np.uint8)])
+    if dtype == "BF16":
+        return np.asarray((array.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
+    return array.astype(np.float32)
+
+
+class Scales:
+    """The scales of a checkpoint, read on demand.
+
+    Args:
+        tensors: name -> data type and shape.
+        read: name -> array; None when only the headers are at hand, and then nothing has a value.
+        block_scales: False to leave scales of more than `few` values unread.
+    """
+
+    few = 65536
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], read: Reader | None, *, block_scales: bool = True
+    ) -> None:
+        self._tensors = tensors
+        self._read = read
+        self._block_scales = block_scales
+
+    def values(self, name: str | None) -> Float32 | None:
+        """The values of a scale, None when it is absent, not to be read, or of a type that no scale has."""
+        if self._read is None or name is None:
+            return None
+        info = self._tensors[name]
+        if not self._block_scales and prod(info.shape) > self.few:
+            return None
+        if info.dtype not in _TABLES and info.dtype not in ("F32", "F16", "BF16", "F64"):
+            return None
+        return decode_scales(info.dtype, self._read(name))
+
+
+def check_scales(layer: str, algo: str, tensors: Mapping[str, str], scales: Scales) -> Iterator[Problem]:
+    """The problems of the values of a layer's scales, `tensors` by role."""
+    second = scales.values(tensors.get("weight_scale_2"))
+    if second is not None:
+        yield from _check_multiplier(layer, tensors["weight_scale_2"], second)
+    first = scales.values(tensors.get("weight_scale"))
+    if first is not None:
+        name = tensors["weight_scale"]
+        if second is not None and not second.all() and first.ndim:
+            # A zero second-level scale means zero weights; the exporter leaves NaN block scales under it.
+            first = first[second != 0] if second.ndim == 1 and len(second) == len(first) else first[:0]
+        yield from _check_multiplier(layer, name, first)
+    factors = scales.values(tensors.get("pre_quant_scale"))
+    if factors is not None and not np.isfinite(factors).all():
+        yield _not_finite(layer, tensors["pre_quant_scale"], factors)
+    inputs = scales.values(tensors.get("input_scale"))
+    if inputs is not None:
+        yield from _check_input_scale(layer, algo, tensors["input_scale"], inputs)
+
+
+def check_divisor(layer: str, name: str, values: Float32) -> Iterator[Problem]:
+    """The problems of a scale that something is divided by: activations or cache entries."""
+    if not np.isfinite(values).all():
+        yield _not_finite(layer, name, values)
+    elif (values < 0).any():
+        yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
+    elif (values == 0).any():
+        yield make_problem("scale_zero", f"{_count(values == 0)} zero", layer=layer, tensor=name)
+
+
+def _check_multiplier(layer: str, name: str, values: Float32) -> Iterator[Problem]:
+    if not np.isfinite(values).all():
+        yield _not_finite(layer, name, values)
+    if (values < 0).any():
+        yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
+    zeros = values == 0
+    if values.size and zeros.all():
+        message = "the scale is 0: every weight is zero, and the codes mean nothing"
+        yield make_problem("all_zero_layer", message, layer=layer, tensor=name)
+    elif zeros.any():
+        yield make_problem("zero_blocks", f"{_count(zeros)} zero", layer=layer, tensor=name)
+
+
+def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Iterator[Problem]:
+    faults = list(check_divisor(layer, name, values))
+    if faults:
+        yield from faults
+        return
+    nvfp4 = algo in NVFP4_FAMILY and algo != "W4A8_NVFP4_FP8"
+    family = "nvfp4" if nvfp4 else "int8" if algo.startswith("W8A8") else "fp8"
+    for spelled, marker in _MARKERS[family].items():
+        if np.isclose(values, np.float32(marker), rtol=3e-7, atol=0).any():
+            message = f"the activation scale is {spelled}, which stands for no calibration"
+            yield make_problem("uncalibrated_input_scale", message, layer=layer, tensor=name)
+            return
+    if nvfp4 and values.max() > _LARGE:
+        message = f"the activation scale is {values.max():.4g}; calibration alone seldom gives more than 1"
+        yield make_problem("large_input_scale", message, layer=layer, tensor=name)
+
+
+def _not_finite(layer: str, name: str, values: Float32) -> Problem:
+    message = f"{_count(~np.isfinite(values))} NaN or infinite"
+    return make_problem("scale_not_finite", message, layer=layer, tensor=name)
+
+
+def _count(mask: NDArray[np.bool_]) -> str:
+    return f"{int(np.count_nonzero(mask))} of {mask.size} values are" if mask.size > 1 else "the value is"
