@@ -3,13 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from math import prod
 
 from moqext.naming import KV_ROLES, parse_tensor_name
-from moqext.stored import Tensor, is_quantized
+from moqext.stored import Tensor, is_quantized, tensor_bytes
 
-_WIDE_TYPES = {64: ("F64", "I64", "U64", "C64"), 32: ("F32", "I32", "U32"), 16: ("F16", "BF16", "I16", "U16")}
-_BITS = {dtype: bits for bits, dtypes in _WIDE_TYPES.items() for dtype in dtypes} | {"F4": 4}
 _SCALE_NAME = re.compile(r"(?:weight|input|output|kv)_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$")
 
 
@@ -63,8 +60,3 @@ class Inventory:
     def size(self, roles: Mapping[str, str]) -> int:
         """Bytes of the tensors of a layer."""
         return sum(tensor_bytes(self.tensors[name]) for name in roles.values())
-
-
-def tensor_bytes(info: Tensor) -> int:
-    """Bytes of a tensor by its data type and shape."""
-    return prod(info.shape) * _BITS.get(info.dtype, 8) // 8

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.problems import Problem, make_problem
-from moqext.stored import NVFP4_FAMILY, Tensor
+from moqext.stored import NVFP4_FAMILY, Tensor, tensor_bytes
 
 Reader = Callable[[str], NDArray[np.generic]]
 Float32 = NDArray[np.float32]
@@ -54,16 +54,26 @@ def decode_scales(dtype: str, array: NDArray[np.generic]) -> Float32:
     return array.astype(np.float32)
 
 
+FEW = 65536
+"""Scales of up to so many values are always read: single ones, one per row, one per expert and row."""
+
+
+def block_scale_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of all the scales of more than `FEW` values, the block scales of large layers."""
+    large = (
+        info for name, info in tensors.items() if name.endswith("weight_scale") and prod(info.shape) > FEW
+    )
+    return sum(tensor_bytes(info) for info in large)
+
+
 class Scales:
     """The scales of a checkpoint, read on demand.
 
     Args:
         tensors: name -> data type and shape.
         read: name -> array; None when only the headers are at hand, and then nothing has a value.
-        block_scales: False to leave scales of more than `few` values unread.
+        block_scales: False to leave scales of more than `FEW` values unread.
     """
-
-    few = 65536
 
     def __init__(
         self, tensors: Mapping[str, Tensor], read: Reader | None, *, block_scales: bool = True
@@ -77,7 +87,7 @@ class Scales:
         if self._read is None or name is None:
             return None
         info = self._tensors[name]
-        if not self._block_scales and prod(info.shape) > self.few:
+        if not self._block_scales and prod(info.shape) > FEW:
             return None
         if info.dtype not in _TABLES and info.dtype not in ("F32", "F16", "BF16", "F64"):
             return None

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+from moqext.tensor_header import DTYPE_BITS
+
 FLOATS = frozenset(("F32", "F16", "BF16", "F64"))
 QUANTIZED = frozenset(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"))
 _E8M0 = frozenset(("U8", "F8_E8M0"))
@@ -74,6 +76,11 @@ class Stored:
 def ceil_div(a: int, b: int) -> int:
     """The quotient rounded up."""
     return -(-a // b)
+
+
+def tensor_bytes(info: Tensor) -> int:
+    """Bytes of a tensor by its data type and shape."""
+    return prod(info.shape) * DTYPE_BITS.get(info.dtype, 8) // 8
 
 
 def is_quantized(weight: Tensor) -> bool:
