@@ -1,0 +1,6 @@
+"""Makes the helper module of these tests importable by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
