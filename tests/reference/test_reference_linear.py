@@ -110,7 +110,7 @@ def test_linear_equals_a_computation_by_hand(algo, compute, kind, input_scale, r
 
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
 def test_fp8_compute_folds_block_scales_under_a_power_of_two(algo, rng):
-    weight = bf16(rng.normal(size=(40, 96)) * np.exp2(rng.integers(-12, 3, (40, 1))))
+    weight = bf16(rng.normal(size=(40, 272)) * np.exp2(rng.integers(-12, 3, (40, 1))))
     weight[3] = 0
     params = quantize_weight(weight, algo)
     codes, factor = reference.fold_nvfp4(params)
@@ -120,12 +120,29 @@ def test_fp8_compute_folds_block_scales_under_a_power_of_two(algo, rng):
         expected = 2.0 ** math.ceil(math.log2(largest / 448)) if largest else 1.0
         assert power == expected, row
         np.testing.assert_array_equal(reference.decode(codes[row], "e4m3"), e4m3(values / power))
-    x = bf16(rng.normal(size=(4, 96)))
+    x = bf16(rng.normal(size=(4, 272)))
     folded = reference.decode(codes, "e4m3").astype(np.float64) * factor[:, None] * params["weight_scale_2"]
     result = linear(x, params, algo, compute="fp8", out_dtype="float64")
     np.testing.assert_allclose(result, activation_by_hand(x, "token") @ folded.T, rtol=1e-12, atol=1e-12)
     noise = np.linalg.norm(folded - dequantize(params, algo)) / np.linalg.norm(folded)
     assert noise < 0.035
+
+
+def test_folding_at_exact_powers_of_two():
+    """A row whose largest product is 448 * 2^k needs the factor 2^k, not the next one."""
+    scales = reference.encode(np.array([[448.0], [112.0], [7.0], [6.5], [0.0]]), "e4m3")
+    nibbles = np.array([[2], [2], [6], [6], [7]], np.uint8).repeat(8, axis=1)  # 1, 1, 4, 4 and 6
+    codes, factor = reference.fold_nvfp4({"weight": nibbles * 17, "weight_scale": scales})
+    assert factor.tolist() == [1.0, 0.25, 2.0**-4, 2.0**-4, 1.0]
+    np.testing.assert_array_equal(reference.decode(codes, "e4m3")[:, 0], [448, 448, 448, 416, 0])
+
+
+@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4"])
+def test_all_zero_linear_gives_zeros_in_every_way_to_compute(compute, rng):
+    params = quantize_weight(np.zeros((8, 64), np.float32), "NVFP4")
+    assert (params["weight_scale"] == 0x7F).all()  # NaN, as the exporter leaves it
+    x = rng.normal(size=(3, 64)).astype(np.float32)
+    np.testing.assert_array_equal(linear(x, params, "NVFP4", compute=compute), np.zeros((3, 8)))
 
 
 def test_rounding_to_bfloat16_and_float16_happens_once():

@@ -66,6 +66,14 @@ def test_all_zero_linears_are_stored_as_the_exporter_stores_them():
         assert not params["weight"].any()
 
 
+def test_nvfp4_block_scales_are_floored_at_the_smallest_subnormal():
+    weight = np.zeros((1, 48), np.float32)
+    weight[0, 0], weight[0, 16] = 1.0, 1e-7  # the second block's own scale would round to 0
+    params = quantize_weight(weight, "NVFP4")
+    assert params["weight_scale"].tolist() == [[0x7E, 0x01, 0x38]]
+    assert dequantize(params, "NVFP4")[0, 0] == pytest.approx(1.0)
+
+
 def test_nan_codes_under_a_scale_that_is_not_zero_stay_nan():
     params = {"weight": np.full((2, 4), 0x7F, np.uint8), "weight_scale": np.float32(0.5)}
     assert np.isnan(dequantize(params, "FP8")).all()
