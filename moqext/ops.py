@@ -4,11 +4,24 @@ A result is made by the framework of the first tensor, or written to `out` where
 uint16 arrays stand for formats that the framework has no dtype for.
 """
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from moqext import _C
 
-__all__ = ["decode", "encode"]
+__all__ = [
+    "decode",
+    "dequantize",
+    "encode",
+    "pack_fp4",
+    "quantize",
+    "requantize_to_max",
+    "swizzle_block_scales",
+    "unpack_fp4",
+    "unswizzle_block_scales",
+]
 
 
 def encode(x: Any, format: str, out: Any = None) -> Any:
@@ -53,3 +66,231 @@ def decode(codes: Any, format: str, out: Any = None) -> Any:
         BufferError: as for `encode`.
     """
     return _C.decode(codes, format, out)
+
+
+def _scale(value: Any) -> Any:
+    """A scale given as a number, as a tensor."""
+    return np.array(value, np.float32) if isinstance(value, (int, float, np.floating)) else value
+
+
+def quantize(
+    x: Any,
+    scheme: str,
+    *,
+    scale: Any = None,
+    group_size: int | None = None,
+    out: Any = None,
+    scale_out: Any = None,
+    format: str | None = None,
+) -> tuple[Any, ...]:
+    """Activations as FP8 or NVFP4 codes and scales, bit for bit as `moqext.reference` has them.
+
+    | scheme | codes | scales | formula |
+    |---|---|---|---|
+    | "fp8_tensor", scale given | [..., K] E4M3 | scale | e4m3(x * (1 / scale)) |
+    | "fp8_tensor" | [..., K] E4M3 | [] | scale = amax / 448, then the same |
+    | "fp8_token" | [..., K] E4M3 | [..., 1] | scale = max(amax / 448, 1 / (448 * 512)), e4m3(x / scale) |
+    | "fp8_group" | [..., K] E4M3 | [..., ceil(K / g)] | scale = max(amax, 1e-10) / 448, e4m3(x / scale) |
+    | "nvfp4" | [..., K / 2] uint8 | [..., K / 16] E4M3 and [] | see below |
+
+    NVFP4 has a second-level scale s, given or amax / 2688 over all of x; each group of 16 has the block scale
+    b = e4m3(amax / (6 * s)), and the codes are e2m1(x / (b * s)), both products rounded to float32 first; the
+    even column is in the low nibble. A block scale may be subnormal; where it is 0, so are the codes.
+
+    Arithmetic is float32, rounded to nearest even; codes saturate. A scale found over a whole tensor is 1
+    where amax is 0 or too small for one (amax / 448 subnormal, amax / 2688 zero). Nothing hides a NaN: it
+    makes the amax, and with it a scale found at run time and the codes under it, NaN (in NVFP4 the block
+    scale, with codes of +6). An infinity makes a scale found at run time infinite and its own code NaN; under
+    a given scale it saturates.
+
+    Args:
+        x: [..., K] of float32, float16 or bfloat16, with any strides; a raw uint16 array is bfloat16 unless
+            `format` says otherwise. The last axis is what groups and tokens run along.
+        scheme: "fp8_tensor", "fp8_token", "fp8_group" or "nvfp4".
+        scale: "fp8_tensor" and "nvfp4": a number or a float32 tensor of one element, positive and finite;
+            None finds it from x.
+        group_size: "fp8_group": g, default 128; the last group of a row may be shorter.
+        out: contiguous tensor for the codes, of their dtype or raw uint8.
+        scale_out: the same for the scales (the block scales of "nvfp4"); not where `scale` is the result.
+        format: dtype of a raw x, e.g. "float16".
+
+    Returns:
+        (codes, scales); (codes, block scales, second-level scale) for "nvfp4". A given scale is handed back.
+
+    Raises:
+        TypeError: a dtype that is not in these lists.
+        ValueError: an unknown scheme, K not divisible by 16 for "nvfp4", an argument the scheme does not
+            take, a scale that is not positive and finite, or an output of another shape.
+        BufferError: memory that is not on the host, or an output that is read-only or overlaps another
+            tensor.
+    """
+    return _C.quantize(
+        x, scheme, scale=_scale(scale), group_size=group_size, out=out, scale_out=scale_out, format=format
+    )
+
+
+def dequantize(
+    weight: Any,
+    quant_algo: str,
+    *,
+    weight_scale: Any = None,
+    weight_scale_2: Any = None,
+    group_size: int | None = None,
+    dtype: str = "float32",
+    out: Any = None,
+) -> Any:
+    """The weight that stored codes and scales stand for: the exact product, rounded once to `dtype`.
+
+    | quant_algo | weight | weight_scale | weight_scale_2 |
+    |---|---|---|---|
+    | FP8, FP8_PER_CHANNEL_PER_TOKEN | E4M3 [N, K] | float [] or [N] | |
+    | FP8_PB_WO | E4M3 [N, K] | float, one for each 128 x 128 tile | |
+    | NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, W4A8_NVFP4_FP8 | fp4 [N, K/2] | E4M3 [N, K/g] | float32 [] |
+    | MXFP4, W4A8_MXFP4_FP8 | fp4 [N, K/2] | E8M0 [N, K/32] | |
+    | MXFP8 | E4M3 [N, K] | E8M0 [N, K/32] | |
+    | W4A16_AWQ, W4A8_AWQ | int4 [N/2, K], rows 2i and 2i+1 in a byte | float [N, K/g] | not used |
+    | W8A8_SQ_PER_CHANNEL, W8A16 | int8 [N, K] | float [] or [N] | |
+
+    fp4 and int4 are uint8 with the even column (row) in the low nibble; g is 16 or 32 for fp4, any for int4.
+    Scales of tiles are [Nt, 1, Kt, 1] or [Nt, Kt], Nt = ceil(N/128), Kt = ceil(K/128), or [] for one tile.
+    Float scales are float32, float16 or bfloat16. One element may have any rank. E4M3 and E8M0 may be raw
+    uint8, a bfloat16 scale raw uint16.
+
+    Stacked experts have a leading E in weight and scales, and for FP8 also scales [], [E], [E, N, 1] or
+    [E, 1, K] (the 1 may be left out unless N = K). Their weight_scale_2 is [], [E], or [E, P] for P equal
+    parts of the outputs, e.g. gate and up. Where weight and weight_scale agree in their last extent, groups
+    and fp4 pairs run along the axis before it: NVFP4 [E, K/2, N] with [E, K/16, N].
+
+    A scale of 0 makes the weight under it 0 whatever its codes: exporters write NaN codes there. The result
+    is the stored weight; pre_quant_scale and low-rank parts are not applied. Formulas: docs/formats.md.
+
+    Args:
+        weight: codes as stored, any strides.
+        quant_algo: canonical name.
+        weight_scale: scales as stored; a number stands for one float32 element.
+        weight_scale_2: second-level scale, where the format has one; likewise.
+        group_size: checked against the shapes; for FP8_PB_WO the edge of a tile (default 128).
+        dtype: "float32", "bfloat16" or "float16".
+        out: contiguous tensor of the result's shape and dtype (or raw uint16).
+
+    Returns:
+        `out`, or a new tensor: [N, K], or with the axes of a stacked weight, the packed one doubled.
+
+    Raises:
+        UnsupportedQuantization: an algorithm that is not in the table.
+        TypeError: a dtype that is not in the table.
+        ValueError: a scale that is missing or not part of the format, or shapes that do not fit.
+        BufferError: memory that is not on the host, or an `out` that is read-only or overlaps an input.
+    """
+    return _C.dequantize(
+        weight,
+        quant_algo,
+        weight_scale=_scale(weight_scale),
+        weight_scale_2=_scale(weight_scale_2),
+        group_size=group_size,
+        dtype=dtype,
+        out=out,
+    )
+
+
+def requantize_to_max(
+    weight: Any, weight_scale: Any, partitions: Sequence[int], *, out: Any = None
+) -> tuple[Any, Any]:
+    """One scale for a fused FP8 weight: every part moved to the largest, as vLLM does when it loads one.
+
+    code' = e4m3(fp16(code * scale) * (1 / max(weight_scale))), the product with a float32 scale rounded to
+    float16 as on vLLM's CPU path, everything else float32. This loses precision (`LinearMethod` keeps the
+    scales apart and does not); it is here to reproduce those weights exactly. Equal scales change nothing.
+    Unlike there, a part whose scale is 0 becomes zeros even if its codes are NaN.
+
+    Args:
+        weight: [N, K] E4M3 or raw uint8, any strides.
+        weight_scale: float32 [P], finite and not negative; or one element, which changes nothing.
+        partitions: P row counts that sum to N; 0 is allowed.
+        out: contiguous [N, K] E4M3 or raw uint8, apart from the inputs.
+
+    Returns:
+        (codes [N, K], largest scale float32 []).
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: counts that do not sum to N, scales of another shape, negative or not finite.
+        BufferError: as for `dequantize`.
+    """
+    return _C.requantize_to_max(weight, weight_scale, partitions, out=out)
+
+
+def swizzle_block_scales(scale: Any, *, out: Any = None) -> Any:
+    """Block scales in the order of block-scaled tensor core instructions (cuBLAS: "128 x 4 tiles").
+
+    Byte (m, k) of a matrix moves to ((m // 128) * (Kp // 4) + k // 4) * 512 + (m % 32) * 16
+    + (m % 128) // 32 * 4 + k % 4, with M padded to a multiple of 128 and K to Kp, a multiple of 4, by zeros.
+
+    Args:
+        scale: [M, K] or [B, M, K] of a dtype of one byte, any strides.
+        out: contiguous tensor of the result's shape and dtype.
+
+    Returns:
+        `out`, or a new tensor: [Mp, Kp] or [B, Mp, Kp].
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: another rank, or an out of another shape.
+        BufferError: as for `dequantize`.
+    """
+    return _C.swizzle_block_scales(scale, out=out)
+
+
+def unswizzle_block_scales(swizzled: Any, shape: Sequence[int], *, out: Any = None) -> Any:
+    """The inverse of `swizzle_block_scales`; the padding is dropped whatever it holds.
+
+    Args:
+        swizzled: contiguous [Mp, Kp] or [B, Mp, Kp] of a dtype of one byte.
+        shape: (M, K) or (B, M, K), the shape before.
+        out: contiguous tensor of that shape.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: shapes that do not belong together.
+        BufferError: as for `dequantize`.
+    """
+    return _C.unswizzle_block_scales(swizzled, shape, out=out)
+
+
+def pack_fp4(codes: Any, *, out: Any = None) -> Any:
+    """Two fp4 codes to a byte, the even column in the low nibble.
+
+    Args:
+        codes: [..., K] of a dtype of one byte, K even; only the low nibbles count.
+        out: contiguous uint8 [..., K / 2].
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: an odd K, or an out of another shape.
+        BufferError: as for `dequantize`.
+    """
+    return _C.pack_fp4(codes, out=out)
+
+
+def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
+    """One fp4 code to a byte, 0 to 15: the inverse of `pack_fp4`.
+
+    Args:
+        packed: [..., K / 2] of a dtype of one byte.
+        out: contiguous uint8 [..., K].
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: an out of another shape.
+        BufferError: as for `dequantize`.
+    """
+    return _C.unpack_fp4(packed, out=out)

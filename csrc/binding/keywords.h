@@ -7,8 +7,19 @@
     X(codes)                                                                                       \
     X(dtype)                                                                                       \
     X(format)                                                                                      \
+    X(group_size)                                                                                  \
     X(out)                                                                                         \
+    X(packed)                                                                                      \
+    X(partitions)                                                                                  \
+    X(quant_algo)                                                                                  \
+    X(scale)                                                                                       \
+    X(scale_out)                                                                                   \
+    X(scheme)                                                                                      \
     X(shape)                                                                                       \
+    X(swizzled)                                                                                    \
+    X(weight)                                                                                      \
+    X(weight_scale)                                                                                \
+    X(weight_scale_2)                                                                              \
     X(x)
 
 typedef enum {

@@ -28,8 +28,11 @@ static inline moq_state *moq_module_state(PyObject *module) {
 PyObject *moq_raise(moq_state *state, const moq_err *err);
 
 /* The methods of each family, gathered into the module by module.c. */
+int moq_add_dequantize(PyObject *module, moq_state *state);
+int moq_add_describe(PyObject *module, moq_state *state);
 int moq_add_formats(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
-int moq_add_describe(PyObject *module, moq_state *state);
+int moq_add_layout(PyObject *module, moq_state *state);
+int moq_add_quantize(PyObject *module, moq_state *state);
 
 #endif

@@ -143,6 +143,16 @@ static int refuse_output(const moq_arg *out, const moq_producer *producer, bool 
     return -1;
 }
 
+int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, moq_arg *out,
+                          const moq_tensor **view) {
+    *out = (moq_arg){0};
+    *view = NULL;
+    if (!object || object == Py_None)
+        return 0;
+    *view = &out->view;
+    return moq_arg_take(state, object, name, out);
+}
+
 int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
     reset(out, name);
     moq_producer producer;

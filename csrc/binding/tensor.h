@@ -46,6 +46,9 @@ void moq_tensor_clear(moq_state *state);
 
 /* An input. On failure *out is empty and needs no release. */
 int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out);
+/* An input that may be absent: then *out is empty and *view NULL. */
+int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, moq_arg *out,
+                          const moq_tensor **view);
 /* An output: also refuses read-only memory, copies, arrays of immutable producers and views whose
  * elements share memory. */
 int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, moq_arg *out);

@@ -73,14 +73,16 @@ def _divided(x: F32, scale: F32) -> Array:
 def quantize_fp8_tensor(x: ArrayLike) -> tuple[Array, np.float32]:
     """E4M3 codes with one scale found at run time: scale = amax / 448, code = e4m3(x * (1 / scale)).
 
-    Where amax is 0 (no element, or zeros only) the scale is 1.
+    Where that is below the normal float32 numbers (no element, zeros, or next to it), so that its reciprocal
+    could overflow, the scale is 1.
 
     Returns:
         uint8 codes of the shape of x, and the scale.
     """
     values = as_float32(x)
-    amax = np.float32(_amax(values.reshape(-1)))
-    scale = np.float32(1.0) if amax == 0 else amax / np.float32(E4M3_MAX)
+    scale = np.float32(_amax(values.reshape(-1))) / np.float32(E4M3_MAX)
+    if scale < np.finfo(np.float32).tiny:
+        scale = np.float32(1.0)
     return _times_reciprocal(values, scale), scale
 
 
@@ -138,7 +140,7 @@ def quantize_nvfp4(
         code        = e2m1(x / (block_scale * input_scale))
 
     with both products rounded to float32 before the divisions. The block scale is not floored: it may be an
-    E4M3 subnormal, and where it rounds to 0 all codes of the group are 0.
+    E4M3 subnormal, and where it, or its product, rounds to 0 all codes of the group are 0.
 
     Args:
         x: [..., K], K a multiple of the group size.
@@ -154,13 +156,13 @@ def quantize_nvfp4(
     if columns % group_size:
         raise ValueError(f"x: the last axis must be a multiple of {group_size}, got shape {values.shape}")
     if input_scale is None:
-        amax = np.float32(_amax(values.reshape(-1)))
-        second = np.float32(1.0) if amax == 0 else amax / np.float32(NVFP4_MAX)
+        second = np.float32(_amax(values.reshape(-1))) / np.float32(NVFP4_MAX)
+        second = np.float32(1.0) if second == 0 else second
     else:
         second = _positive(input_scale, "input_scale")
     groups = values.reshape(*values.shape[:-1], columns // group_size, group_size)
     with np.errstate(all="ignore"):
         block_scale = encode(_amax(groups) / (np.float32(E2M1_MAX) * second), "e4m3")
         step = (decode(block_scale, "e4m3") * second)[..., None]
-        scaled = np.where(decode(block_scale, "e4m3")[..., None] == 0, np.float32(0.0), groups / step)
+        scaled = np.where(step == 0, np.float32(0.0), groups / step)
     return NVFP4Activation(encode(scaled.reshape(values.shape), "e2m1"), block_scale, second)

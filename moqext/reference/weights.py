@@ -129,7 +129,7 @@ def _nvfp4(params: Params, group_size: int | None) -> F64:
         second = second.reshape(-1, 1, 1)
     else:
         raise _wrong_shape(second, values.shape, "one element, or one per expert", "weight_scale_2")
-    return np.where(second == 0, 0.0, scaled(values, second) * blocks)
+    return scaled(values, blocks, second)
 
 
 def _mx(format: str) -> Callable[[Params, int | None], F64]:
@@ -216,7 +216,9 @@ def dequantize(
     Raises:
         ValueError: an unknown algorithm, a missing tensor, or a scale whose shape does not fit the weight.
     """
-    return weight64(params, quant_algo, effective=effective, group_size=group_size).astype(np.float32)
+    weight = weight64(params, quant_algo, effective=effective, group_size=group_size)
+    with np.errstate(over="ignore"):
+        return weight.astype(np.float32)
 
 
 def fold_nvfp4(params: Params) -> tuple[Array, F32]:

@@ -1,0 +1,190 @@
+/* Operations that rearrange stored tensors: `_C.swizzle_block_scales`, `_C.unswizzle_block_scales`,
+ * `_C.pack_fp4`, `_C.unpack_fp4` and `_C.requantize_to_max`. */
+#include "binding/args.h"
+#include "binding/tensor.h"
+
+#include "ops/layout.h"
+
+#include <stdlib.h>
+
+/* Most partitions of a fused weight. */
+#define MAX_PARTITIONS 1024
+
+typedef moq_status (*describe_function)(const moq_tensor *, moq_tensor *, moq_err *);
+typedef moq_status (*run_function)(const moq_tensor *, const moq_tensor *, moq_err *);
+
+/* The operations of one tensor and nothing else. */
+static PyObject *rearrange(PyObject *module, const moq_signature *signature, const char *name,
+                           PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                           describe_function describe, run_function run) {
+    moq_state *state = moq_module_state(module);
+    PyObject *values[2], *result = NULL;
+    moq_arg in, out;
+    moq_tensor expected;
+    moq_status status;
+    moq_err err;
+    if (moq_args_parse(state, signature, args, nargs, kwnames, values) < 0 ||
+        moq_arg_take(state, values[0], name, &in) < 0)
+        return NULL;
+    if (describe(&in.view, &expected, &err) != MOQ_OK)
+        moq_raise(state, &err);
+    else
+        result = moq_arg_output(state, values[1], &in, expected.dtype, expected.ndim,
+                                expected.shape, &out);
+    if (result) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = run(&in.view, &out.view, &err);
+        Py_END_ALLOW_THREADS;
+        if (status != MOQ_OK)
+            moq_raise(state, &err);
+        result = moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+    }
+    moq_arg_release(&in);
+    return result;
+}
+
+static PyObject *swizzle(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    static const moq_signature signature = {"swizzle_block_scales", 1, 1, 2, {KW_scale, KW_out}};
+    return rearrange(module, &signature, "scale", args, nargs, kwnames, moq_describe_swizzle,
+                     moq_run_swizzle);
+}
+
+static PyObject *pack_fp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *kwnames) {
+    static const moq_signature signature = {"pack_fp4", 1, 1, 2, {KW_codes, KW_out}};
+    return rearrange(module, &signature, "codes", args, nargs, kwnames, moq_describe_pack_fp4,
+                     moq_run_pack_fp4);
+}
+
+static PyObject *unpack_fp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames) {
+    static const moq_signature signature = {"unpack_fp4", 1, 1, 2, {KW_packed, KW_out}};
+    return rearrange(module, &signature, "packed", args, nargs, kwnames, moq_describe_unpack_fp4,
+                     moq_run_unpack_fp4);
+}
+
+/* A sequence of at most `limit` ints from 0; returns how many, or -1 with an exception. */
+static Py_ssize_t take_extents(PyObject *value, const char *name, Py_ssize_t limit, int64_t *out) {
+    Py_ssize_t count =
+        PySequence_Check(value) && !PyUnicode_Check(value) ? PySequence_Size(value) : -1;
+    if (count < 0 || count > limit) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "%s: expected a sequence of at most %zd ints, got %R", name,
+                     limit, value);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(value, i);
+        int failed = item ? moq_arg_int(item, name, 0, INT64_MAX / 256, &out[i]) : -1;
+        Py_XDECREF(item);
+        if (failed)
+            return -1;
+    }
+    return count;
+}
+
+static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames) {
+    static const moq_signature signature = {
+        "unswizzle_block_scales", 2, 2, 3, {KW_swizzled, KW_shape, KW_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[3], *result = NULL;
+    int64_t shape[3];
+    moq_arg in, out;
+    moq_tensor expected;
+    moq_status status;
+    moq_err err;
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    Py_ssize_t ndim = take_extents(values[1], "shape", 3, shape);
+    if (ndim < 0 || moq_arg_take(state, values[0], "swizzled", &in) < 0)
+        return NULL;
+    if (moq_describe_unswizzle(&in.view, (int32_t)ndim, shape, &expected, &err) != MOQ_OK)
+        moq_raise(state, &err);
+    else
+        result = moq_arg_output(state, values[2], &in, expected.dtype, expected.ndim,
+                                expected.shape, &out);
+    if (result) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = moq_run_unswizzle(&in.view, &expected, &out.view, &err);
+        Py_END_ALLOW_THREADS;
+        if (status != MOQ_OK)
+            moq_raise(state, &err);
+        result = moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+    }
+    moq_arg_release(&in);
+    return result;
+}
+
+/* Runs requantize into (out, max_scale). */
+static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg *weight,
+                                const moq_arg *scale, const int64_t *partitions, int64_t count) {
+    moq_arg out = {0}, max_scale = {0};
+    PyObject *codes = NULL, *largest = NULL, *result = NULL;
+    moq_tensor expected;
+    moq_status status;
+    moq_err err;
+    int failed = -1;
+    if (moq_describe_requantize(&weight->view, &scale->view, partitions, count, &expected, &err) !=
+        MOQ_OK)
+        return moq_raise(state, &err);
+    codes = moq_arg_output(state, given, weight, MOQ_DT_E4M3, 2, expected.shape, &out);
+    if (codes)
+        largest = moq_arg_new_like(state, scale, MOQ_DT_F32, 0, expected.shape, &max_scale);
+    if (largest) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = moq_run_requantize(&weight->view, &scale->view, partitions, count, &out.view,
+                                    &max_scale.view, &err);
+        Py_END_ALLOW_THREADS;
+        failed = status == MOQ_OK ? 0 : -1;
+        if (failed)
+            moq_raise(state, &err);
+    }
+    codes = codes ? moq_arg_finish(state, codes, &out, failed) : NULL;
+    largest = largest ? moq_arg_finish(state, largest, &max_scale, failed) : NULL;
+    if (codes && largest)
+        result = PyTuple_Pack(2, codes, largest);
+    Py_XDECREF(codes);
+    Py_XDECREF(largest);
+    return result;
+}
+
+static PyObject *requantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames) {
+    static const moq_signature signature = {
+        "requantize_to_max", 3, 3, 4, {KW_weight, KW_weight_scale, KW_partitions, KW_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[4], *result = NULL;
+    int64_t partitions[MAX_PARTITIONS];
+    moq_arg weight = {0}, scale = {0};
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    Py_ssize_t count = take_extents(values[2], "partitions", MAX_PARTITIONS, partitions);
+    if (count >= 0 && moq_arg_take(state, values[0], "weight", &weight) == 0 &&
+        moq_arg_reinterpret(&weight, MOQ_DT_E4M3) == 0 &&
+        moq_arg_take(state, values[1], "weight_scale", &scale) == 0)
+        result = run_requantize(state, values[3], &weight, &scale, partitions, count);
+    moq_arg_release(&weight);
+    moq_arg_release(&scale);
+    return result;
+}
+
+static PyMethodDef METHODS[] = {
+    {"swizzle_block_scales", (PyCFunction)(void (*)(void))swizzle, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.swizzle_block_scales."},
+    {"unswizzle_block_scales", (PyCFunction)(void (*)(void))unswizzle,
+     METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.unswizzle_block_scales."},
+    {"pack_fp4", (PyCFunction)(void (*)(void))pack_fp4, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.pack_fp4."},
+    {"unpack_fp4", (PyCFunction)(void (*)(void))unpack_fp4, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.unpack_fp4."},
+    {"requantize_to_max", (PyCFunction)(void (*)(void))requantize, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.requantize_to_max."},
+    {NULL, NULL, 0, NULL},
+};
+
+int moq_add_layout(PyObject *module, moq_state *state) {
+    (void)state;
+    return PyModule_AddFunctions(module, METHODS);
+}

@@ -1,0 +1,87 @@
+/* Rearranging codes and scales on the CPU: see layout.h. */
+#include "cpu/layout.h"
+
+#include "core/formats.h"
+#include "cpu/rows.h"
+
+#include <string.h>
+
+int64_t moq_round_up(int64_t extent, int64_t tile) {
+    return (extent + tile - 1) / tile * tile;
+}
+
+static int64_t swizzled_offset(int64_t m, int64_t k, int64_t padded_columns) {
+    int64_t tile = m / 128 * (padded_columns / 4) + k / 4;
+    return tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + k % 4;
+}
+
+/* Bytes of one padded matrix. */
+static int64_t swizzled_size(int64_t rows, int64_t columns) {
+    return moq_round_up(rows, MOQ_SWIZZLE_ROWS) * moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+}
+
+void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out) {
+    int64_t columns = moq_row_length(scale), rows = scale->shape[scale->ndim - 2];
+    int64_t padded_columns = moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+    int64_t size = swizzled_size(rows, columns), step = scale->stride[scale->ndim - 1];
+    int64_t total = moq_row_count(scale);
+    if (total == 0)
+        return;
+    memset(out, 0, (size_t)(total / rows * size));
+    for (int64_t r = 0; r < total; r++) {
+        const uint8_t *src = (const uint8_t *)scale->data + moq_row_offset(scale, r);
+        uint8_t *dst = out + r / rows * size;
+        for (int64_t k = 0; k < columns; k++)
+            dst[swizzled_offset(r % rows, k, padded_columns)] = src[k * step];
+    }
+}
+
+void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out) {
+    int64_t columns = moq_row_length(logical), rows = logical->shape[logical->ndim - 2];
+    int64_t padded_columns = moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+    int64_t size = swizzled_size(rows, columns), total = moq_row_count(logical);
+    for (int64_t r = 0; r < total; r++) {
+        const uint8_t *src = swizzled + r / rows * size;
+        for (int64_t k = 0; k < columns; k++)
+            *out++ = src[swizzled_offset(r % rows, k, padded_columns)];
+    }
+}
+
+void moq_cpu_pack_fp4(const moq_tensor *codes, uint8_t *packed) {
+    int64_t rows = moq_row_count(codes), n = moq_row_length(codes);
+    int64_t step = codes->stride[codes->ndim - 1];
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *src = (const uint8_t *)codes->data + moq_row_offset(codes, r);
+        for (int64_t k = 0; k < n; k += 2)
+            *packed++ = (uint8_t)((src[k * step] & 15) | src[(k + 1) * step] << 4);
+    }
+}
+
+void moq_cpu_unpack_fp4(const moq_tensor *packed, uint8_t *codes) {
+    int64_t rows = moq_row_count(packed), n = moq_row_length(packed);
+    int64_t step = packed->stride[packed->ndim - 1];
+    for (int64_t r = 0; r < rows; r++) {
+        const uint8_t *src = (const uint8_t *)packed->data + moq_row_offset(packed, r);
+        for (int64_t j = 0; j < n; j++) {
+            *codes++ = src[j * step] & 15;
+            *codes++ = src[j * step] >> 4;
+        }
+    }
+}
+
+void moq_cpu_requantize_rows(const moq_tensor *codes, int64_t first, int64_t rows, float scale,
+                             float target, uint8_t *out) {
+    int64_t n = codes->shape[1];
+    float inverse = 1.0f / target;
+    uint8_t moved[256]; /* what becomes of each code */
+    for (int code = 0; code < 256; code++) {
+        float value = moq_e4m3_decode((uint8_t)code) * scale;
+        float rounded = moq_fp16_decode(moq_fp16_encode(value));
+        moved[code] = scale == 0.0f ? 0 : moq_e4m3_encode(rounded * inverse);
+    }
+    for (int64_t r = first; r < first + rows; r++) {
+        const uint8_t *src = (const uint8_t *)codes->data + moq_row_offset(codes, r);
+        for (int64_t k = 0; k < n; k++)
+            out[r * n + k] = moved[src[k * codes->stride[1]]];
+    }
+}

@@ -1,0 +1,35 @@
+/* Rearranging codes and scales on the CPU: fp4 packing, the swizzled order of block scales, and
+ * FP8 codes moved to another scale. */
+#ifndef MOQ_CPU_LAYOUT_H
+#define MOQ_CPU_LAYOUT_H
+
+#include "core/tensor.h"
+
+/* Swizzled block scales come in tiles of 128 rows x 4 columns. */
+#define MOQ_SWIZZLE_ROWS    128
+#define MOQ_SWIZZLE_COLUMNS 4
+
+/* Extent rounded up to a multiple of `tile`. */
+int64_t moq_round_up(int64_t extent, int64_t tile);
+
+/* scale [M, K] or [B, M, K] of one-byte elements, any strides, to the order of the tensor core's
+ * block-scaled instructions: byte (m, k) of a matrix goes to
+ *   ((m / 128) * (Kpad / 4) + k / 4) * 512 + (m % 32) * 16 + (m % 128) / 32 * 4 + k % 4,
+ * with M padded to 128 and K to 4 by zeros. */
+void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out);
+/* The inverse, for the matrices that `logical` describes; out is row-major, without padding. */
+void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out);
+
+/* Codes [..., K], one in the low nibble of each byte, to bytes [..., K / 2] with the even column in
+ * the low nibble, and back. K is even. */
+void moq_cpu_pack_fp4(const moq_tensor *codes, uint8_t *packed);
+void moq_cpu_unpack_fp4(const moq_tensor *packed, uint8_t *codes);
+
+/* `rows` rows of e4m3 codes [N, K] from row `first`, which mean code * scale, to codes that mean
+ * code * target, through fp16:
+ *   code' = e4m3(float32(fp16(code * scale)) * float32(1 / target)),
+ * and 0 where scale is 0. Written to the same rows of out, row-major. */
+void moq_cpu_requantize_rows(const moq_tensor *codes, int64_t first, int64_t rows, float scale,
+                             float target, uint8_t *out);
+
+#endif

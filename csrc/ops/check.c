@@ -1,0 +1,97 @@
+/* Checks on the tensors of an operation: see check.h. */
+#include "ops/check.h"
+
+#include <math.h>
+#include <string.h>
+
+bool moq_holds(const moq_tensor *t, moq_dtype dtype) {
+    if (t->dtype == dtype)
+        return true;
+    switch (moq_dtype_size(dtype)) {
+    case 1:
+        return t->dtype == MOQ_DT_U8 || t->dtype == MOQ_DT_I8;
+    case 2:
+        return t->dtype == MOQ_DT_U16 || t->dtype == MOQ_DT_I16;
+    default:
+        return false;
+    }
+}
+
+moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
+    char shape[128];
+    if (t->device.kind != MOQ_CPU)
+        return moq_fail(err, MOQ_ERR_BUFFER,
+                        "%s: expected a tensor in host memory, got one on cuda:%d", name,
+                        (int)t->device.index);
+    if (moq_tensor_numel(t) < 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "%s: shape %s is too large", name,
+                        moq_shape_text(t, shape, sizeof shape));
+    return MOQ_OK;
+}
+
+moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
+    if (!moq_holds(t, dtype))
+        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
+                        moq_dtype_size(dtype) <= 2 ? " or a raw carrier of its width" : "",
+                        moq_dtype_name(t->dtype));
+    return moq_check_host(t, name, err);
+}
+
+moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err) {
+    if (x->dtype != MOQ_DT_F32 && x->dtype != MOQ_DT_BF16 && x->dtype != MOQ_DT_F16)
+        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected float32, bfloat16 or float16, got %s",
+                        name, moq_dtype_name(x->dtype));
+    return moq_check_host(x, name, err);
+}
+
+static bool same_shape(const moq_tensor *a, const moq_tensor *b) {
+    if (a->ndim != b->ndim)
+        return false;
+    for (int i = 0; i < a->ndim; i++) {
+        if (a->shape[i] != b->shape[i])
+            return false;
+    }
+    return true;
+}
+
+moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,
+                            const moq_tensor *const *inputs, int count, moq_err *err) {
+    char want[128], got[128];
+    MOQ_TRY(moq_check_dtype(out, name, expected->dtype, err));
+    if (!same_shape(out, expected))
+        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s, got %s", name,
+                        moq_shape_text(expected, want, sizeof want),
+                        moq_shape_text(out, got, sizeof got));
+    if (out->readonly)
+        return moq_fail(err, MOQ_ERR_BUFFER, "%s: read-only memory cannot be written", name);
+    if (!moq_tensor_is_contiguous(out))
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "%s: expected a row-major tensor without gaps, got other strides", name);
+    for (int i = 0; i < count; i++) {
+        if (inputs[i] != NULL && moq_tensor_overlap(out, inputs[i]))
+            return moq_fail(err, MOQ_ERR_BUFFER, "%s: its memory overlaps that of another argument",
+                            name);
+    }
+    return MOQ_OK;
+}
+
+moq_status moq_read_scale(const moq_tensor *scale, const char *name, float *out, moq_err *err) {
+    char shape[128];
+    MOQ_TRY(moq_check_dtype(scale, name, MOQ_DT_F32, err));
+    if (moq_tensor_numel(scale) != 1)
+        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected one element, got shape %s", name,
+                        moq_shape_text(scale, shape, sizeof shape));
+    memcpy(out, scale->data, sizeof *out);
+    if (!(*out > 0.0f) || isinf(*out))
+        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected a positive finite number, got %g", name,
+                        (double)*out);
+    return MOQ_OK;
+}
+
+moq_tensor moq_describe(moq_dtype dtype, int32_t ndim, const int64_t *shape) {
+    moq_tensor t = {.dtype = dtype, .ndim = ndim};
+    for (int i = 0; i < ndim; i++)
+        t.shape[i] = shape[i];
+    moq_tensor_set_contiguous(&t);
+    return t;
+}

@@ -1,0 +1,25 @@
+/* The checks every operation makes on its tensors before anything is written; each failure names
+ * the argument, what was expected and what came. */
+#ifndef MOQ_OPS_CHECK_H
+#define MOQ_OPS_CHECK_H
+
+#include "core/tensor.h"
+
+/* True when the tensor holds `dtype`: declared so, or as raw integers of its width. */
+bool moq_holds(const moq_tensor *t, moq_dtype dtype);
+/* Host memory, and a size that can be counted. */
+moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
+/* Host memory holding `dtype`. */
+moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
+/* Host memory of float32, bfloat16 or float16. */
+moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err);
+/* A result: host memory that can be written, without gaps, of the shape and dtype (or its raw
+ * carrier) of `expected`, apart from each of the `count` inputs (NULL entries are passed over). */
+moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,
+                            const moq_tensor *const *inputs, int count, moq_err *err);
+/* Reads a scale of one float32 element, of any rank, that is positive and finite. */
+moq_status moq_read_scale(const moq_tensor *scale, const char *name, float *out, moq_err *err);
+/* A row-major tensor without memory: what moq_check_output compares with. */
+moq_tensor moq_describe(moq_dtype dtype, int32_t ndim, const int64_t *shape);
+
+#endif

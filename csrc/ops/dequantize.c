@@ -1,0 +1,345 @@
+/* Operation dequantize: see dequantize.h.
+ *
+ * Each weight format is one row of FORMATS: how the codes are stored, how the scales cover them and
+ * whether a second-level scale takes part. A layout function turns the shapes into strides and
+ * block sizes of the one kernel. Where a format allows several shapes (scalars of any rank, stacked
+ * experts packed along either axis), they are told apart here and nowhere else. */
+#include "ops/dequantize.h"
+
+#include "core/formats.h"
+#include "ops/check.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef enum {
+    SCALE_VECTOR, /* one for all, one for each expert, or one for each row (column) */
+    SCALE_TILES,  /* one for each 128 x 128 tile, edge tiles as they are */
+    SCALE_GROUPS  /* one for each group of values along the contracted axis */
+} scale_layout;
+
+typedef enum {
+    SECOND_NONE,
+    SECOND_FACTOR, /* multiplies the weight */
+    SECOND_UNUSED  /* stored, but not part of the weight: the FP8 scale of W4A8_AWQ's GEMM */
+} second_level;
+
+typedef struct {
+    const char *name;
+    moq_code_kind kind;
+    scale_layout layout;
+    moq_dtype scale_dtype; /* MOQ_DT_F32 stands for float32, bfloat16 and float16 */
+    second_level second;
+    int64_t group[2]; /* group sizes there are, 0 for any */
+} weight_format;
+
+static const weight_format FORMATS[] = {
+    {"FP8", MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
+    {"FP8_PER_CHANNEL_PER_TOKEN", MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
+    {"FP8_PB_WO", MOQ_CODE_E4M3, SCALE_TILES, MOQ_DT_F32, SECOND_NONE, {0}},
+    {"NVFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
+    {"NVFP4_AWQ", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
+    {"NVFP4_SVD", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
+    {"W4A16_NVFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
+    {"W4A8_NVFP4_FP8", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
+    {"MXFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
+    {"W4A8_MXFP4_FP8", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
+    {"MXFP8", MOQ_CODE_E4M3, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
+    {"W4A16_AWQ", MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_NONE, {0}},
+    {"W4A8_AWQ", MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_UNUSED, {0}},
+    {"W8A8_SQ_PER_CHANNEL", MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
+    {"W8A16", MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
+};
+
+static const float ONE = 1.0f;
+
+static moq_status find_format(const char *algo, const weight_format **out, moq_err *err) {
+    char names[512] = "";
+    for (size_t i = 0; i < sizeof FORMATS / sizeof *FORMATS; i++) {
+        if (strcmp(algo, FORMATS[i].name) == 0) {
+            *out = &FORMATS[i];
+            return MOQ_OK;
+        }
+        size_t used = strlen(names);
+        snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "", FORMATS[i].name);
+    }
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%s'", names,
+                    algo);
+}
+
+static moq_status fail_shape(moq_err *err, const char *name, const char *expected,
+                             const moq_tensor *got) {
+    char shape[128];
+    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %s, got shape %s", name, expected,
+                    moq_shape_text(got, shape, sizeof shape));
+}
+
+/* True when t has exactly the `ndim` extents. */
+static bool has_shape(const moq_tensor *t, int32_t ndim, const int64_t *shape) {
+    if (t->ndim != ndim)
+        return false;
+    return ndim == 0 || memcmp(t->shape, shape, (size_t)ndim * sizeof *shape) == 0;
+}
+
+/* True when t has one value for each expert: [E], [E, 1] or [E, 1, 1]. */
+static bool is_per_expert(const moq_tensor *t, int64_t experts) {
+    if (t->ndim < 1 || t->ndim > 3 || t->shape[0] != experts)
+        return false;
+    for (int i = 1; i < t->ndim; i++) {
+        if (t->shape[i] != 1)
+            return false;
+    }
+    return true;
+}
+
+/* A scale repeated over everything, to which a layout gives the strides it has. */
+static moq_block_scale repeated(const void *data, moq_dtype dtype) {
+    return (moq_block_scale){
+        .data = data, .dtype = dtype, .stride = {0, 0, 0}, .block = {1, 1, INT64_MAX}};
+}
+
+/* What float scales are decoded as; NONE when the tensor holds something else. */
+static moq_dtype float_scale_dtype(const moq_tensor *t) {
+    switch (t->dtype) {
+    case MOQ_DT_F32:
+    case MOQ_DT_F16:
+        return t->dtype;
+    case MOQ_DT_BF16:
+    case MOQ_DT_U16:
+    case MOQ_DT_I16:
+        return MOQ_DT_BF16;
+    default:
+        return MOQ_DT_NONE;
+    }
+}
+
+static moq_status scale_dtype(const weight_format *format, const moq_tensor *scale, moq_dtype *out,
+                              moq_err *err) {
+    if (format->scale_dtype != MOQ_DT_F32) {
+        *out = format->scale_dtype;
+        return moq_check_dtype(scale, "weight_scale", format->scale_dtype, err);
+    }
+    *out = float_scale_dtype(scale);
+    if (*out == MOQ_DT_NONE)
+        return moq_fail(err, MOQ_ERR_TYPE,
+                        "weight_scale: expected float32, bfloat16 or float16 for %s, got %s",
+                        format->name, moq_dtype_name(scale->dtype));
+    return moq_check_host(scale, "weight_scale", err);
+}
+
+static moq_status vector_layout(const moq_dequantize_plan *plan, moq_block_scale *s, moq_err *err) {
+    const moq_tensor *scale = &plan->scale;
+    int64_t experts = plan->job.shape[0], rows = plan->job.shape[1], columns = plan->job.shape[2];
+    if (moq_tensor_numel(scale) == 1)
+        return MOQ_OK;
+    if (plan->weight.ndim == 2) {
+        if (!has_shape(scale, 1, (int64_t[]){rows}) && !has_shape(scale, 2, (int64_t[]){rows, 1}))
+            return fail_shape(err, "weight_scale", "one value, or one for each row of weight",
+                              scale);
+        s->stride[1] = scale->stride[0];
+        return MOQ_OK;
+    }
+    if (is_per_expert(scale, experts)) {
+        s->stride[0] = scale->stride[0];
+        return MOQ_OK;
+    }
+    bool by_row = has_shape(scale, 3, (int64_t[]){experts, rows, 1});
+    bool by_column = has_shape(scale, 3, (int64_t[]){experts, 1, columns});
+    if (!by_row && !by_column) {
+        by_row = has_shape(scale, 2, (int64_t[]){experts, rows});
+        by_column = has_shape(scale, 2, (int64_t[]){experts, columns});
+    }
+    if (by_row && by_column)
+        return fail_shape(err, "weight_scale",
+                          "[E, rows, 1] or [E, 1, columns], as the experts are square", scale);
+    if (!by_row && !by_column)
+        return fail_shape(err, "weight_scale",
+                          "one value, or one for each expert, row or column of weight", scale);
+    s->stride[0] = scale->stride[0];
+    s->stride[by_row ? 1 : 2] = scale->stride[by_row ? 1 : scale->ndim - 1];
+    if (by_column)
+        s->block[2] = 1;
+    return MOQ_OK;
+}
+
+static moq_status tile_layout(const moq_dequantize_plan *plan, int64_t size, moq_block_scale *s,
+                              moq_err *err) {
+    const moq_tensor *scale = &plan->scale;
+    int64_t experts = plan->job.shape[0];
+    int64_t down = plan->job.shape[1] / size + (plan->job.shape[1] % size != 0);
+    int64_t across = plan->job.shape[2] / size + (plan->job.shape[2] % size != 0);
+    bool stacked = plan->weight.ndim == 3;
+    char expected[160];
+    if (down * across == 1 && moq_tensor_numel(scale) == 1)
+        return MOQ_OK;
+    if (down * across == 1 && stacked && is_per_expert(scale, experts)) {
+        s->stride[0] = scale->stride[0];
+        return MOQ_OK;
+    }
+    /* [E, down, across] or [E, down, 1, across, 1]; without E for one weight. */
+    const int64_t flat[] = {experts, down, across}, spaced[] = {experts, down, 1, across, 1};
+    int first = stacked ? 0 : 1;
+    bool is_spaced = has_shape(scale, 5 - first, spaced + first);
+    if (!is_spaced && !has_shape(scale, 3 - first, flat + first)) {
+        snprintf(expected, sizeof expected,
+                 "one value for each %lld x %lld tile, [%s%lld, 1, %lld, 1]", (long long)size,
+                 (long long)size, stacked ? "E, " : "", (long long)down, (long long)across);
+        return fail_shape(err, "weight_scale", expected, scale);
+    }
+    int axis = 1 - first; /* of the tile rows */
+    s->stride[0] = stacked ? scale->stride[0] : 0;
+    s->stride[1] = scale->stride[axis];
+    s->stride[2] = scale->stride[axis + (is_spaced ? 2 : 1)];
+    s->block[1] = s->block[2] = size;
+    return MOQ_OK;
+}
+
+static moq_status group_layout(const weight_format *format, const moq_dequantize_plan *plan,
+                               bool along_rows, int64_t group_size, moq_block_scale *s,
+                               moq_err *err) {
+    const moq_tensor *scale = &plan->scale;
+    int32_t ndim = plan->weight.ndim;
+    int axis = along_rows ? 1 : 2; /* of {expert, row, column} */
+    int64_t length = plan->job.shape[axis];
+    int64_t want[3] = {plan->job.shape[0], plan->job.shape[1], plan->job.shape[2]};
+    char expected[160];
+    int64_t groups = scale->ndim == ndim ? scale->shape[ndim - (along_rows ? 2 : 1)] : -1;
+    int64_t size = groups > 0 ? length / groups : format->group[0];
+    want[axis] = groups;
+    if (groups < 0 || !has_shape(scale, ndim, want + 3 - ndim) ||
+        (groups == 0 ? length != 0 : size == 0 || length % groups != 0)) {
+        want[axis] = length;
+        snprintf(expected, sizeof expected,
+                 "the shape of the values, %s[%lld, %lld], divided by the group along %s",
+                 ndim == 3 ? "[E] + " : "", (long long)want[1], (long long)want[2],
+                 along_rows ? "the rows" : "the last axis");
+        return fail_shape(err, "weight_scale", expected, scale);
+    }
+    if (groups > 0 && format->group[0] && size != format->group[0] && size != format->group[1]) {
+        snprintf(expected, sizeof expected, "groups of %lld%s for %s, not of %lld",
+                 (long long)format->group[0],
+                 format->group[1] == 32 && format->group[0] == 16 ? " or 32" : "", format->name,
+                 (long long)size);
+        return fail_shape(err, "weight_scale", expected, scale);
+    }
+    if (groups > 0 && group_size && size != group_size)
+        return moq_fail(err, MOQ_ERR_VALUE, "group_size: the shapes say %lld, got %lld",
+                        (long long)size, (long long)group_size);
+    s->stride[0] = ndim == 3 ? scale->stride[0] : 0;
+    s->stride[1] = scale->stride[ndim - 2];
+    s->stride[2] = scale->stride[ndim - 1];
+    s->block[2] = 1;
+    s->block[axis] = size > 0 ? size : 1;
+    return MOQ_OK;
+}
+
+/* Second-level scale: one value, one for each expert, or [E, P] for P equal parts of each expert's
+ * outputs (gate and up with their own). */
+static moq_status second_layout(const moq_dequantize_plan *plan, int output_axis,
+                                moq_block_scale *s, moq_err *err) {
+    const moq_tensor *scale = &plan->scale_2;
+    int64_t experts = plan->job.shape[0], outputs = plan->job.shape[output_axis];
+    MOQ_TRY(moq_check_dtype(scale, "weight_scale_2", MOQ_DT_F32, err));
+    *s = repeated(scale->data, MOQ_DT_F32);
+    if (moq_tensor_numel(scale) == 1)
+        return MOQ_OK;
+    if (plan->weight.ndim == 2)
+        return fail_shape(err, "weight_scale_2", "one value", scale);
+    if (is_per_expert(scale, experts)) {
+        s->stride[0] = scale->stride[0];
+        return MOQ_OK;
+    }
+    int64_t parts = scale->ndim == 2 && scale->shape[0] == experts ? scale->shape[1] : 0;
+    if (parts == 0 || outputs % parts != 0)
+        return fail_shape(
+            err, "weight_scale_2",
+            "one value, one for each expert, or [E, P] for P equal parts of its outputs", scale);
+    s->stride[0] = scale->stride[0];
+    s->stride[output_axis] = scale->stride[1];
+    s->block[output_axis] = outputs > 0 ? outputs / parts : 1;
+    return MOQ_OK;
+}
+
+static moq_status check_presence(const weight_format *format, const moq_tensor *scale,
+                                 const moq_tensor *scale_2, moq_err *err) {
+    if (scale == NULL)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none", format->name);
+    if (format->second == SECOND_FACTOR && scale_2 == NULL)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none", format->name);
+    if (format->second == SECOND_NONE && scale_2 != NULL)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s has none, got a tensor",
+                        format->name);
+    return MOQ_OK;
+}
+
+/* Stored axes to experts, rows and columns of codes, and of values where two share a byte. */
+static void take_codes(const moq_tensor *weight, moq_code_kind kind, moq_dequantize_job *job) {
+    int32_t ndim = weight->ndim;
+    job->kind = kind;
+    job->codes = weight->data;
+    for (int i = 0; i < 3; i++) {
+        int axis = ndim - 3 + i;
+        job->shape[i] = axis >= 0 ? weight->shape[axis] : 1;
+        job->code_stride[i] = axis >= 0 ? weight->stride[axis] : 0;
+    }
+    if (kind == MOQ_CODE_E2M1_COLUMNS)
+        job->shape[2] *= 2;
+    if (kind == MOQ_CODE_E2M1_ROWS || kind == MOQ_CODE_INT4_ROWS)
+        job->shape[1] *= 2;
+}
+
+moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const moq_tensor *scale,
+                               const moq_tensor *scale_2, int64_t group_size, moq_dtype out_dtype,
+                               moq_dequantize_plan *plan, moq_err *err) {
+    const weight_format *format = NULL;
+    if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)
+        return moq_fail(err, MOQ_ERR_TYPE, "dtype: expected float32, bfloat16 or float16, got %s",
+                        moq_dtype_name(out_dtype));
+    MOQ_TRY(find_format(algo, &format, err));
+    MOQ_TRY(check_presence(format, scale, scale_2, err));
+    moq_code_kind kind = format->kind;
+    moq_dtype stored = kind == MOQ_CODE_E4M3           ? MOQ_DT_E4M3
+                       : kind == MOQ_CODE_INT8         ? MOQ_DT_I8
+                       : kind == MOQ_CODE_E2M1_COLUMNS ? MOQ_DT_E2M1X2
+                                                       : MOQ_DT_U8;
+    MOQ_TRY(moq_check_dtype(weight, "weight", stored, err));
+    if (weight->ndim != 2 && weight->ndim != 3)
+        return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
+    *plan = (moq_dequantize_plan){.weight = *weight, .scale = *scale};
+    plan->scale_2.ndim = -1;
+    moq_dtype dtype = MOQ_DT_NONE;
+    MOQ_TRY(scale_dtype(format, scale, &dtype, err));
+
+    /* Stacked experts whose scales agree with the codes in the last extent have their groups, and
+     * the packing, along the axis before it. */
+    bool along_rows = format->layout == SCALE_GROUPS && kind != MOQ_CODE_INT4_ROWS &&
+                      weight->ndim == 3 && scale->ndim == 3 &&
+                      weight->shape[2] == scale->shape[2] && weight->shape[1] != scale->shape[1];
+    if (along_rows && kind == MOQ_CODE_E2M1_COLUMNS)
+        kind = MOQ_CODE_E2M1_ROWS;
+    take_codes(weight, kind, &plan->job);
+    moq_block_scale *first = &plan->job.scale[0];
+    *first = repeated(scale->data, dtype);
+    plan->job.scale[1] = repeated(&ONE, MOQ_DT_F32);
+    if (format->layout == SCALE_VECTOR)
+        MOQ_TRY(vector_layout(plan, first, err));
+    else if (format->layout == SCALE_TILES)
+        MOQ_TRY(tile_layout(plan, group_size ? group_size : MOQ_FP8_BLOCK, first, err));
+    else
+        MOQ_TRY(group_layout(format, plan, along_rows, group_size, first, err));
+    if (scale_2 != NULL) {
+        plan->scale_2 = *scale_2;
+        if (format->second == SECOND_FACTOR)
+            MOQ_TRY(second_layout(plan, along_rows ? 2 : 1, &plan->job.scale[1], err));
+    }
+    plan->out = moq_describe(out_dtype, weight->ndim, plan->job.shape + 3 - weight->ndim);
+    return MOQ_OK;
+}
+
+moq_status moq_run_dequantize(const moq_dequantize_plan *plan, const moq_tensor *out,
+                              moq_err *err) {
+    const moq_tensor *inputs[] = {&plan->weight, &plan->scale,
+                                  plan->scale_2.ndim >= 0 ? &plan->scale_2 : NULL};
+    MOQ_TRY(moq_check_output(out, "out", &plan->out, inputs, 3, err));
+    return moq_cpu_dequantize(&plan->job, plan->out.dtype, out->data, err);
+}

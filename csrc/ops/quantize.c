@@ -1,0 +1,151 @@
+/* Operation quantize: see quantize.h. */
+#include "ops/quantize.h"
+
+#include "core/formats.h"
+#include "cpu/quantize.h"
+#include "cpu/rows.h"
+#include "ops/check.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const NAMES[] = {
+    [MOQ_QUANTIZE_FP8_TENSOR] = "fp8_tensor",
+    [MOQ_QUANTIZE_FP8_TOKEN] = "fp8_token",
+    [MOQ_QUANTIZE_FP8_GROUP] = "fp8_group",
+    [MOQ_QUANTIZE_NVFP4] = "nvfp4",
+};
+
+moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err) {
+    for (int i = 0; i < (int)(sizeof NAMES / sizeof *NAMES); i++) {
+        if (strcmp(name, NAMES[i]) == 0) {
+            *out = (moq_quantize_scheme)i;
+            return MOQ_OK;
+        }
+    }
+    return moq_fail(err, MOQ_ERR_VALUE,
+                    "scheme: expected 'fp8_tensor', 'fp8_token', 'fp8_group' or 'nvfp4', got '%s'",
+                    name);
+}
+
+static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, int64_t *out,
+                                moq_err *err) {
+    if (scheme == MOQ_QUANTIZE_NVFP4) {
+        *out = MOQ_NVFP4_GROUP;
+        if (group_size && group_size != MOQ_NVFP4_GROUP)
+            return moq_fail(err, MOQ_ERR_VALUE, "group_size: nvfp4 has groups of 16, got %lld",
+                            (long long)group_size);
+        return MOQ_OK;
+    }
+    *out = group_size ? group_size : MOQ_FP8_BLOCK;
+    if (group_size && scheme != MOQ_QUANTIZE_FP8_GROUP)
+        return moq_fail(err, MOQ_ERR_VALUE, "group_size: %s has no groups, got %lld", NAMES[scheme],
+                        (long long)group_size);
+    return MOQ_OK;
+}
+
+moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
+                             const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
+                             moq_err *err) {
+    char shape[128];
+    int64_t group = 0, extent[MOQ_MAX_NDIM];
+    int last = x->ndim - 1;
+    MOQ_TRY(moq_check_activation(x, "x", err));
+    MOQ_TRY(resolve_group(scheme, group_size, &group, err));
+    *plan = (moq_quantize_plan){.scheme = scheme, .x = *x, .group = group};
+    plan->given.ndim = -1;
+    if (scale != NULL) {
+        if (scheme == MOQ_QUANTIZE_FP8_TOKEN || scheme == MOQ_QUANTIZE_FP8_GROUP)
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "scale: %s computes its own scales, got one; only fp8_tensor and nvfp4 "
+                            "take one",
+                            NAMES[scheme]);
+        plan->given = *scale;
+    }
+    if (scheme == MOQ_QUANTIZE_FP8_TENSOR) {
+        plan->codes = moq_describe(MOQ_DT_E4M3, x->ndim, x->shape);
+        plan->scale = moq_describe(MOQ_DT_F32, 0, NULL);
+        return MOQ_OK;
+    }
+    if (last < 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: expected at least one dimension for %s, got none",
+                        NAMES[scheme]);
+    memcpy(extent, x->shape, sizeof extent);
+    if (scheme != MOQ_QUANTIZE_NVFP4) {
+        plan->codes = moq_describe(MOQ_DT_E4M3, x->ndim, extent);
+        extent[last] = scheme == MOQ_QUANTIZE_FP8_TOKEN
+                           ? 1
+                           : x->shape[last] / group + (x->shape[last] % group != 0);
+        plan->scale = moq_describe(MOQ_DT_F32, x->ndim, extent);
+        return MOQ_OK;
+    }
+    if (x->shape[last] % MOQ_NVFP4_GROUP != 0)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "x: expected a last extent divisible by 16 for nvfp4, got shape %s",
+                        moq_shape_text(x, shape, sizeof shape));
+    extent[last] = x->shape[last] / 2;
+    plan->codes = moq_describe(MOQ_DT_U8, x->ndim, extent);
+    extent[last] = x->shape[last] / MOQ_NVFP4_GROUP;
+    plan->scale = moq_describe(MOQ_DT_E4M3, x->ndim, extent);
+    plan->scale_2 = moq_describe(MOQ_DT_F32, 0, NULL);
+    return MOQ_OK;
+}
+
+static moq_status read_given(const moq_quantize_plan *plan, float *out, moq_err *err) {
+    MOQ_TRY(moq_read_scale(&plan->given, "scale", out, err));
+    if (plan->scheme == MOQ_QUANTIZE_FP8_TENSOR && isinf(1.0f / *out))
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "scale: expected a number whose reciprocal is a float32, got %g",
+                        (double)*out);
+    return MOQ_OK;
+}
+
+static moq_status check_results(const moq_quantize_plan *plan, const moq_tensor *codes,
+                                const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err) {
+    const moq_tensor *inputs[] = {&plan->x, plan->given.ndim >= 0 ? &plan->given : NULL, codes,
+                                  scale};
+    MOQ_TRY(moq_check_output(codes, "out", &plan->codes, inputs, 2, err));
+    if (scale != NULL)
+        MOQ_TRY(moq_check_output(scale, "scale_out", &plan->scale, inputs, 3, err));
+    if (scale_2 != NULL)
+        MOQ_TRY(moq_check_output(scale_2, "scale_2", &plan->scale_2, inputs, 4, err));
+    return MOQ_OK;
+}
+
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *codes,
+                            const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err) {
+    const moq_tensor *x = &plan->x;
+    bool fixed = plan->given.ndim >= 0;
+    float value = 0.0f;
+    MOQ_TRY(check_results(plan, codes, scale, scale_2, err));
+    if (fixed)
+        MOQ_TRY(read_given(plan, &value, err));
+    float *row = malloc((size_t)(moq_row_length(x) + 1) * sizeof *row);
+    if (row == NULL)
+        return moq_fail(err, MOQ_ERR_MEMORY, "quantize: no memory for a row of x");
+    switch (plan->scheme) {
+    case MOQ_QUANTIZE_FP8_TENSOR:
+        if (!fixed) {
+            value = moq_fp8_dynamic_scale(moq_tensor_amax(x, row));
+            memcpy(scale->data, &value, sizeof value);
+        }
+        moq_cpu_quantize_fp8_tensor(x, value, codes->data, row);
+        break;
+    case MOQ_QUANTIZE_FP8_TOKEN:
+        moq_cpu_quantize_fp8_token(x, codes->data, scale->data, row);
+        break;
+    case MOQ_QUANTIZE_FP8_GROUP:
+        moq_cpu_quantize_fp8_group(x, plan->group, codes->data, scale->data, row);
+        break;
+    case MOQ_QUANTIZE_NVFP4:
+        if (!fixed) {
+            value = moq_nvfp4_dynamic_scale(moq_tensor_amax(x, row));
+            memcpy(scale_2->data, &value, sizeof value);
+        }
+        moq_cpu_quantize_nvfp4(x, value, codes->data, scale->data, row);
+        break;
+    }
+    free(row);
+    return MOQ_OK;
+}

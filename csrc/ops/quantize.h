@@ -1,0 +1,36 @@
+/* Operation quantize: activations to FP8 or NVFP4 codes and scales. */
+#ifndef MOQ_OPS_QUANTIZE_H
+#define MOQ_OPS_QUANTIZE_H
+
+#include "core/tensor.h"
+
+typedef enum {
+    MOQ_QUANTIZE_FP8_TENSOR, /* one scale, given or amax / 448 */
+    MOQ_QUANTIZE_FP8_TOKEN,  /* one scale for each row */
+    MOQ_QUANTIZE_FP8_GROUP,  /* one scale for each group of 128 in a row */
+    MOQ_QUANTIZE_NVFP4       /* e4m3 scales for groups of 16 under one, given or amax / 2688 */
+} moq_quantize_scheme;
+
+typedef struct {
+    moq_quantize_scheme scheme;
+    moq_tensor x;
+    moq_tensor given;   /* the given scale of FP8_TENSOR and NVFP4; ndim -1 where it is dynamic */
+    int64_t group;      /* FP8_GROUP and NVFP4 */
+    moq_tensor codes;   /* shapes and dtypes of the results; no memory */
+    moq_tensor scale;   /* FP8_*: float32; NVFP4: the block scales */
+    moq_tensor scale_2; /* NVFP4: float32, one element */
+} moq_quantize_plan;
+
+/* "fp8_tensor", "fp8_token", "fp8_group", "nvfp4" */
+moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err);
+/* Checks x [..., K] and resolves the shapes of the results. `scale` may be NULL, `group_size` 0 for
+ * the scheme's own. */
+moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
+                             const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
+                             moq_err *err);
+/* Runs a plan. `scale` is NULL for FP8_TENSOR with a given scale; `scale_2` is NULL unless the
+ * scheme is NVFP4 without one. */
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *codes,
+                            const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err);
+
+#endif
