@@ -107,12 +107,31 @@ static PyObject *exchange_new(const DLPackExchangeAPI *api, const moq_tensor *wa
 
 /* --- libraries that import */
 
-/* x.__array_namespace__().from_dlpack, which makes arrays of x's library; TypeError without. */
+/* The array API namespace of `object`; without one, the top-level package its type comes from. A
+ * new reference, or NULL with or without an exception. */
+static PyObject *library_of(PyObject *object) {
+    PyObject *namespace = PyObject_CallMethod(object, "__array_namespace__", NULL);
+    if (namespace || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return namespace;
+    PyErr_Clear();
+    PyObject *module = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__module__");
+    PyObject *parts = module ? PyObject_CallMethod(module, "partition", "s", ".") : NULL;
+    PyObject *package = parts ? PySequence_GetItem(parts, 0) : NULL;
+    PyObject *found =
+        package ? PyDict_GetItemWithError(PyImport_GetModuleDict(), package) : NULL; /* borrowed */
+    Py_XINCREF(found);
+    Py_XDECREF(package);
+    Py_XDECREF(parts);
+    Py_XDECREF(module);
+    return found;
+}
+
+/* The `from_dlpack` that makes arrays of the library of `like`; TypeError without one. */
 static PyObject *find_importer(const moq_arg *like) {
-    PyObject *namespace = PyObject_CallMethod(like->object, "__array_namespace__", NULL);
-    PyObject *importer = namespace ? PyObject_GetAttrString(namespace, "from_dlpack") : NULL;
-    Py_XDECREF(namespace);
-    if (importer || !PyErr_ExceptionMatches(PyExc_AttributeError))
+    PyObject *library = library_of(like->object);
+    PyObject *importer = library ? PyObject_GetAttrString(library, "from_dlpack") : NULL;
+    Py_XDECREF(library);
+    if (importer || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)))
         return importer;
     PyErr_Clear();
     PyErr_Format(PyExc_TypeError, "out: cannot make a tensor of %s's kind (%R), pass out= instead",

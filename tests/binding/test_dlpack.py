@@ -254,7 +254,7 @@ def test_capsule_names(legacy: bool, name: bytes, text: str) -> None:
 
 
 def test_a_capsule_consumed_between_calls() -> None:
-    lender = Lender()
+    lender = Lender(legacy=True)
     capsule = lender.capsule()
 
     class Same(Producer):
@@ -489,6 +489,28 @@ def test_results_are_adopted_by_the_library_of_x(error: Exception | None) -> Non
     assert array.shape == (2, 5)
     assert array.ctypes.data % 256 == 0
     assert not array.any()
+
+
+def test_without_a_namespace_the_package_of_the_type_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    kind = type("Tensor", (Producer,), {"__module__": "oldlib.core.tensor"})
+    with pytest.raises(TypeError, match=r"^out: cannot make a tensor of x's kind"):
+        _C.zeros_like(kind(Lender()), (2, 5), "float32")
+    monkeypatch.setitem(sys.modules, "oldlib", library)
+    name, array = _C.zeros_like(kind(Lender()), (2, 5), "float32")
+    assert name == "imported"
+    assert array.shape == (2, 5)
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError])
+def test_exceptions_of_the_namespace(error: type[Exception]) -> None:
+    class Array(Producer):
+        def __array_namespace__(self, api_version: Any = None) -> Any:
+            raise error("namespace")
+
+    expected = TypeError if error is AttributeError else error
+    with pytest.raises(expected):
+        _C.zeros_like(Array(Lender()), (2, 5), "float32")
 
 
 @pytest.mark.parametrize(
