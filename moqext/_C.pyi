@@ -1,7 +1,7 @@
 """Types of the native part; use the names of package moqext instead."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 class ConfigError(ValueError):
     path: str
@@ -42,3 +42,19 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any: ...
 def requantize_to_max(
     weight: Any, weight_scale: Any, partitions: Sequence[int], *, out: Any = None
 ) -> tuple[Any, Any]: ...
+
+class Config:
+    def fields(self) -> dict[str, Any]: ...
+    def layer_quant(self, module: str, shards: Iterable[str] = ()) -> tuple[str | None, int | None, str]: ...
+    def is_excluded(
+        self,
+        module: str,
+        packed_modules_mapping: Mapping[str, Sequence[str]] | None = None,
+        semantics: str = "modelopt",
+    ) -> bool: ...
+
+def config_parse(documents: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Config: ...
+def config_detect(
+    mapping: Mapping[str, Any],
+) -> Literal["modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"] | None: ...
+def glob_match(pattern: str, name: str, fnmatch: bool = False) -> bool: ...

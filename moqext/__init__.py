@@ -3,6 +3,7 @@
 from moqext import _C
 from moqext._C import ConfigError, UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
+from moqext.config import Conflict, LayerQuant, QuantConfig, detect
 from moqext.errors import CheckpointError
 from moqext.problems import Problem
 
@@ -12,7 +13,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "Conflict",
+    "LayerQuant",
     "Problem",
+    "QuantConfig",
     "UnsupportedQuantization",
     "__version__",
+    "detect",
 ]

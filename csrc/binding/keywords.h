@@ -6,6 +6,7 @@
 #define MOQ_KEYWORDS(X)                                                                            \
     X(codes)                                                                                       \
     X(dtype)                                                                                       \
+    X(fnmatch)                                                                                     \
     X(format)                                                                                      \
     X(group_size)                                                                                  \
     X(out)                                                                                         \
@@ -20,6 +21,14 @@
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \
+    X(module)                                                                                      \
+    X(name)                                                                                        \
+    X(out)                                                                                         \
+    X(packed_modules_mapping)                                                                      \
+    X(pattern)                                                                                     \
+    X(semantics)                                                                                   \
+    X(shape)                                                                                       \
+    X(shards)                                                                                      \
     X(x)
 
 typedef enum {

@@ -15,6 +15,7 @@ typedef struct moq_boundary moq_boundary;
 typedef struct {
     PyObject *config_error;      /* moqext.ConfigError */
     PyObject *unsupported_error; /* moqext.UnsupportedQuantization */
+    PyObject *config_type;       /* moqext._C.Config */
     PyObject *keyword[KW_COUNT]; /* interned names */
     moq_boundary *boundary;      /* what the tensor boundary remembers: binding/boundary.h */
 } moq_state;
@@ -28,6 +29,7 @@ static inline moq_state *moq_module_state(PyObject *module) {
 PyObject *moq_raise(moq_state *state, const moq_err *err);
 
 /* The methods of each family, gathered into the module by module.c. */
+int moq_add_config(PyObject *module, moq_state *state);
 int moq_add_dequantize(PyObject *module, moq_state *state);
 int moq_add_describe(PyObject *module, moq_state *state);
 int moq_add_formats(PyObject *module, moq_state *state);

@@ -1,0 +1,159 @@
+/* Exclusion as vLLM reads it: see exclude_vllm.h. */
+#include "core/exclude_vllm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPERTS MOQ_TEXT("experts")
+
+struct moq_vllm_exclusion {
+    moq_textmap entries; /* every entry as plain text */
+    moq_lengths lengths;
+    uint64_t starts[65536 / 64]; /* pairs of bytes some entry begins with */
+    bool has_empty;
+    moq_text *experts; /* entries with "experts" in them, the longest first */
+    size_t expert_count;
+    moq_name_table *globs;
+};
+
+static void add_start(moq_vllm_exclusion *set, moq_text entry) {
+    const size_t first = (unsigned char)entry.data[0];
+    if (entry.size > 1) {
+        size_t pair = first << 8 | (unsigned char)entry.data[1];
+        set->starts[pair / 64] |= (uint64_t)1 << (pair % 64);
+    } else {
+        for (size_t i = 0; i < 4; i++) /* any second byte will do */
+            set->starts[(first << 8) / 64 + i] = UINT64_MAX;
+    }
+}
+
+static bool may_start(const moq_vllm_exclusion *set, moq_text name, size_t at) {
+    size_t pair = (size_t)(unsigned char)name.data[at] << 8;
+    if (at + 1 < name.size)
+        pair |= (unsigned char)name.data[at + 1];
+    return set->starts[pair / 64] >> (pair % 64) & 1;
+}
+
+static int by_falling_length(const void *a, const void *b) {
+    const size_t left = ((const moq_text *)a)->size, right = ((const moq_text *)b)->size;
+    return (left < right) - (left > right);
+}
+
+moq_status moq_vllm_exclusion_compile(moq_arena *arena, const moq_text *entries, size_t count,
+                                      moq_vllm_exclusion **out, moq_err *err) {
+    void *memory;
+    MOQ_TRY(moq_arena_take(arena, 1, sizeof **out, &memory, err));
+    moq_vllm_exclusion *set = memory;
+    MOQ_TRY(moq_textmap_setup(&set->entries, arena, count, err));
+    MOQ_TRY(moq_arena_take(arena, count, sizeof *set->experts, &memory, err));
+    set->experts = memory;
+    MOQ_TRY(moq_arena_take(arena, count, sizeof(moq_name_pattern), &memory, err));
+    moq_name_pattern *patterns = memory;
+    for (size_t i = 0; i < count; i++) {
+        patterns[i] = (moq_name_pattern){entries[i], (uint32_t)i};
+        moq_textmap_insert(&set->entries, entries[i], (uint32_t)i);
+        if (moq_text_find(entries[i], EXPERTS) != SIZE_MAX)
+            set->experts[set->expert_count++] = entries[i];
+        if (entries[i].size == 0) {
+            set->has_empty = true;
+        } else {
+            moq_lengths_add(&set->lengths, entries[i].size);
+            add_start(set, entries[i]);
+        }
+    }
+    qsort(set->experts, set->expert_count, sizeof *set->experts, by_falling_length);
+    MOQ_TRY(moq_name_table_build(arena, patterns, count, MOQ_GLOB_FNMATCH, &set->globs, err));
+    *out = set;
+    return MOQ_OK;
+}
+
+static bool is_entry(const moq_vllm_exclusion *set, moq_text name) {
+    return moq_textmap_find(&set->entries, name) != MOQ_TEXTMAP_NONE;
+}
+
+/* Whether an entry shorter than the name lies in it, beginning at `at`. */
+static bool entry_begins(const moq_vllm_exclusion *set, moq_text name, size_t at) {
+    uint64_t hash = 0;
+    for (size_t size = 1; at + size <= name.size && size <= set->lengths.longest; size++) {
+        hash = moq_textmap_step(&set->entries, hash, name.data[at + size - 1]);
+        const moq_text part = {name.data + at, size};
+        if (size < name.size && moq_lengths_has(&set->lengths, size) &&
+            moq_textmap_find_hashed(&set->entries, part, hash) != MOQ_TEXTMAP_NONE)
+            return true;
+    }
+    return false;
+}
+
+static bool has_entry_inside(const moq_vllm_exclusion *set, moq_text name) {
+    if (set->has_empty && name.size > 0)
+        return true;
+    for (size_t at = 0; at < name.size; at++) {
+        if (may_start(set, name, at) && entry_begins(set, name, at))
+            return true;
+    }
+    return false;
+}
+
+static bool lies_inside_experts_entry(const moq_vllm_exclusion *set, moq_text name) {
+    for (size_t i = 0; i < set->expert_count && set->experts[i].size >= name.size; i++) {
+        if (moq_text_find(set->experts[i], name) != SIZE_MAX)
+            return true;
+    }
+    return false;
+}
+
+static size_t count_occurrences(moq_text name, moq_text part) {
+    size_t count = 0;
+    for (size_t at; (at = moq_text_find(name, part)) != SIZE_MAX; count++)
+        name = (moq_text){name.data + at + part.size, name.size - at - part.size};
+    return count;
+}
+
+/* Whether `name` with every occurrence of `old` replaced by `new` is an entry. */
+static moq_status is_replaced_entry(const moq_vllm_exclusion *set, moq_text name, moq_text old,
+                                    moq_text new, bool *out, moq_err *err) {
+    const size_t room = name.size + count_occurrences(name, old) * new.size;
+    char *buffer = malloc(room + 1);
+    if (!buffer)
+        return moq_fail(err, MOQ_ERR_MEMORY, "out of memory for %zu bytes", room);
+    size_t used = 0;
+    for (size_t at; (at = moq_text_find(name, old)) != SIZE_MAX;) {
+        memcpy(buffer + used, name.data, at);
+        memcpy(buffer + used + at, new.data, new.size);
+        used += at + new.size;
+        name = (moq_text){name.data + at + old.size, name.size - at - old.size};
+    }
+    memcpy(buffer + used, name.data, name.size);
+    *out = is_entry(set, (moq_text){buffer, used + name.size});
+    free(buffer);
+    return MOQ_OK;
+}
+
+static moq_status shards_agree(const moq_vllm_exclusion *set, moq_text name, const moq_text *shards,
+                               size_t count, const char *path, bool *out, moq_err *err) {
+    const moq_text last = moq_text_last_component(name);
+    bool first = false;
+    for (size_t i = 0; i < count; i++) {
+        MOQ_TRY(is_replaced_entry(set, name, last, shards[i], out, err));
+        if (i == 0)
+            first = *out;
+        if (*out != first)
+            return moq_fail_config(
+                err, path, "%s: of %.*s, only one of the shards %.*s and %.*s is listed", path,
+                MOQ_TEXT_ARGS(name), MOQ_TEXT_ARGS(shards[0]), MOQ_TEXT_ARGS(shards[i]));
+    }
+    return MOQ_OK;
+}
+
+moq_status moq_vllm_exclusion_find(const moq_vllm_exclusion *set, moq_text name,
+                                   const moq_text *shards, size_t shard_count, const char *path,
+                                   bool *out, moq_err *err) {
+    *out = is_entry(set, name);
+    if (!*out && shard_count > 0 && moq_text_last_component(name).size > 0)
+        MOQ_TRY(shards_agree(set, name, shards, shard_count, path, out, err));
+    else if (!*out && moq_text_find(name, EXPERTS) != SIZE_MAX)
+        *out = lies_inside_experts_entry(set, name);
+    *out = *out || has_entry_inside(set, name) ||
+           moq_name_table_find(set->globs, name) != MOQ_NAME_NONE;
+    return MOQ_OK;
+}
