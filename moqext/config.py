@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,11 @@ class Conflict(NamedTuple):
     chosen_file: str
     other_file: str
 
+    def __str__(self) -> str:
+        chosen = f"{self.chosen} of {self.chosen_file}" if self.chosen_file else self.chosen
+        other = f"{self.other} of {self.other_file}" if self.other_file else self.other
+        return f"{self.field}: {chosen} is followed, against {other}"
+
 
 class Producer(NamedTuple):
     """What wrote the checkpoint; the version is any text ("0.46.0", "dsv4-nvfp4-experts")."""
@@ -66,12 +72,12 @@ class QuantConfig:
       kv_cache_quant_algo: "FP8", "INT8", "NVFP4", "NVFP4_AFFINE" or None.
       group_size: elements of K that share a scale; None where the algorithm has no groups. A file that does
         not say means 16 (NVFP4 and its variants), 32 (MX formats, W4A8_NVFP4_FP8) or 128 (INT4, FP8 blocks).
-      exclude_modules: entries of the exclusion list, name-reversal markers (".\\0...") cut off.
+      exclude_modules: entries of the exclusion list, name-reversal markers (a dot, a NUL, a word) cut off.
       quantized_layers: name of a layer, or of a container of layers, to how it is quantized.
       producer: name and version of the exporter, either may be None.
       conflicts: statements that disagree, with the one that was followed.
       notes: how a field was understood where that is not obvious.
-      has_zero_point, pre_quant_scale: as written, or None; `pre_quant_scale` means that such tensors may exist.
+      has_zero_point, pre_quant_scale: as written, or None; pre_quant_scale says that such tensors may exist.
       quant_method: as written, or None.
       moe_quant_algo, native_algo: of a checkpoint of which ModelOpt requantized only some layers; the others
         are stored in the format of the model's maker, `native_algo`.
@@ -164,12 +170,8 @@ class QuantConfig:
         root = Path(directory)
         documents = list(_documents(root))
         if not documents:
-            error = ConfigError(
-                f"{root}: no quantization configuration: config.json has no quantization_config, and there is "
-                "no hf_quant_config.json"
-            )
-            error.path = "$.quantization_config"
-            raise error
+            where = "$.quantization_config"
+            raise _fail(str(root), where, "absent from config.json, and there is no hf_quant_config.json")
         return cls(documents)
 
     def layer_algo(self, module: str, shards: Iterable[str] = ()) -> str | None:
@@ -297,8 +299,8 @@ class _Object(dict[str, Any]):
         super().__init__(pairs)
         self.twice: str | None = None
         if len(self) < len(pairs):
-            seen: set[str] = set()
-            self.twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            names = sorted(name for name, _ in pairs)
+            self.twice = next(name for name, after in pairwise(names) if name == after)
 
 
 def _fail(file: str, path: str, message: str) -> ConfigError:
