@@ -9,26 +9,24 @@
     X(fnmatch)                                                                                     \
     X(format)                                                                                      \
     X(group_size)                                                                                  \
+    X(module)                                                                                      \
+    X(name)                                                                                        \
     X(out)                                                                                         \
     X(packed)                                                                                      \
+    X(packed_modules_mapping)                                                                      \
     X(partitions)                                                                                  \
+    X(pattern)                                                                                     \
     X(quant_algo)                                                                                  \
     X(scale)                                                                                       \
     X(scale_out)                                                                                   \
     X(scheme)                                                                                      \
+    X(semantics)                                                                                   \
     X(shape)                                                                                       \
+    X(shards)                                                                                      \
     X(swizzled)                                                                                    \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \
-    X(module)                                                                                      \
-    X(name)                                                                                        \
-    X(out)                                                                                         \
-    X(packed_modules_mapping)                                                                      \
-    X(pattern)                                                                                     \
-    X(semantics)                                                                                   \
-    X(shape)                                                                                       \
-    X(shards)                                                                                      \
     X(x)
 
 typedef enum {
