@@ -32,7 +32,7 @@ def encode(x: Any, format: str, out: Any = None) -> Any:
     8-bit Floating Point Specification 1.0, OCP Microscaling Formats 1.0.
 
     Args:
-        x: contiguous tensor of any shape; float32, float16 or bfloat16 (uint16 is taken as raw bfloat16).
+        x: tensor of any shape and strides; float32, float16 or bfloat16 (uint16 is taken as raw bfloat16).
         format: "e4m3", "e5m2", "e8m0", "e2m1", "bf16", "fp16", or the full name of the dtype. "e2m1" packs
             pairs along the last axis, the even column in the low nibble.
         out: contiguous tensor of the result's shape, of the format's dtype or a raw carrier of its width;
@@ -43,8 +43,8 @@ def encode(x: Any, format: str, out: Any = None) -> Any:
 
     Raises:
         TypeError: a dtype that is not in these lists.
-        ValueError: an unknown format, a wrong shape of out, or an odd last axis for "e2m1".
-        BufferError: memory that is not contiguous, not on the host, read-only (out) or shared by x and out.
+        ValueError: an unknown format, an odd last axis for "e2m1", or an out of another shape or with gaps.
+        BufferError: memory that is not on the host, read-only (out) or shared by x and out.
     """
     return _C.encode(x, format, out)
 
@@ -53,7 +53,7 @@ def decode(codes: Any, format: str, out: Any = None) -> Any:
     """float32 values of codes, exactly: every value of every format is a float32.
 
     Args:
-        codes: contiguous tensor of any shape, of the format's dtype or a raw carrier of its width.
+        codes: tensor of any shape and strides, of the format's dtype or a raw carrier of its width.
         format: as for `encode`; with "e2m1" every byte gives two values along the last axis.
         out: contiguous float32 tensor of the result's shape; must not overlap codes.
 
@@ -62,7 +62,7 @@ def decode(codes: Any, format: str, out: Any = None) -> Any:
 
     Raises:
         TypeError: codes of another width, or out not float32.
-        ValueError: an unknown format, or a wrong shape of out.
+        ValueError: an unknown format, or an out of another shape or with gaps.
         BufferError: as for `encode`.
     """
     return _C.decode(codes, format, out)

@@ -2,6 +2,8 @@
 #include "ops/convert.h"
 
 #include "core/formats.h"
+#include "cpu/rows.h"
+#include "ops/check.h"
 
 /* Values that pass through the stack at once; even, so that fp4 pairs stay whole. */
 #define PIECE 1024
@@ -16,64 +18,59 @@ moq_status moq_describe_convert(const moq_tensor *x, const char *name, moq_dtype
     char shape[128];
     int64_t from = values_per_unit(x->dtype), to = values_per_unit(dtype);
     int last = x->ndim - 1;
-    *result = *x;
-    result->dtype = dtype;
+    int64_t extent[MOQ_MAX_NDIM] = {0};
+    for (int i = 0; i < x->ndim; i++)
+        extent[i] = x->shape[i];
     if (from != to) {
-        if (last < 0 || x->shape[last] > INT64_MAX / from || x->shape[last] * from % to != 0)
+        if (last < 0 || extent[last] > INT64_MAX / from || extent[last] * from % to != 0)
             return moq_fail(err, MOQ_ERR_VALUE,
                             "%s: pairs of fp4 run along the last axis, which must be there and "
                             "even, got shape %s",
                             name, moq_shape_text(x, shape, sizeof shape));
-        result->shape[last] = x->shape[last] * from / to;
+        extent[last] = extent[last] * from / to;
     }
-    moq_tensor_set_contiguous(result);
+    *result = moq_describe(dtype, x->ndim, extent);
     return MOQ_OK;
 }
 
-static moq_status check_memory(const moq_tensor *t, const char *name, moq_err *err) {
-    if (t->device.kind != MOQ_CPU)
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a tensor in host memory", name);
-    if (!moq_tensor_is_contiguous(t))
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a row-major tensor without gaps", name);
-    return MOQ_OK;
-}
-
-static moq_status check_result(const moq_tensor *x, const char *name, const moq_tensor *result,
-                               moq_err *err) {
-    char want[128], got[128];
-    moq_tensor expected;
-    MOQ_TRY(check_memory(result, "out", err));
-    MOQ_TRY(moq_describe_convert(x, name, result->dtype, &expected, err));
-    bool same = expected.ndim == result->ndim;
-    for (int i = 0; same && i < expected.ndim; i++)
-        same = expected.shape[i] == result->shape[i];
-    if (!same)
-        return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
-                        moq_shape_text(&expected, want, sizeof want),
-                        moq_shape_text(result, got, sizeof got));
-    if (moq_tensor_overlap(x, result))
-        return moq_fail(err, MOQ_ERR_BUFFER, "out: its memory overlaps that of %s", name);
-    return MOQ_OK;
+/* Converts `units` storage units that lie `stride` apart; returns where the next ones go. */
+static char *convert_units(const moq_tensor *x, const char *src, int64_t stride, int64_t units,
+                           moq_dtype dtype, char *dst) {
+    float gathered[PIECE], values[PIECE];
+    int64_t size = (int64_t)moq_dtype_size(x->dtype), each = values_per_unit(x->dtype);
+    while (units > 0) {
+        int64_t n = units < PIECE / each ? units : PIECE / each;
+        moq_gather(src, stride, (size_t)size, n, gathered);
+        moq_decode_row(x->dtype, gathered, n * each, values);
+        moq_encode_row(dtype, values, n * each, dst);
+        src += n * stride * size;
+        dst += n * each / values_per_unit(dtype) * (int64_t)moq_dtype_size(dtype);
+        units -= n;
+    }
+    return dst;
 }
 
 moq_status moq_run_convert(const moq_tensor *x, const char *name, const moq_tensor *result,
                            moq_err *err) {
+    moq_tensor expected;
     if (!moq_dtype_is_float(x->dtype) || !moq_dtype_is_float(result->dtype))
         return moq_fail(err, MOQ_ERR_TYPE, "%s: no conversion from %s to %s", name,
                         moq_dtype_name(x->dtype), moq_dtype_name(result->dtype));
-    MOQ_TRY(check_memory(x, name, err));
-    MOQ_TRY(check_result(x, name, result, err));
-    const char *src = x->data;
+    MOQ_TRY(moq_check_host(x, name, err));
+    MOQ_TRY(moq_describe_convert(x, name, result->dtype, &expected, err));
+    MOQ_TRY(moq_check_output(result, "out", &expected, &x, 1, err));
+    if (moq_tensor_numel(x) == 0)
+        return MOQ_OK;
+    if (moq_tensor_is_contiguous(x)) {
+        convert_units(x, x->data, 1, moq_tensor_numel(x), result->dtype, result->data);
+        return MOQ_OK;
+    }
+    int64_t rows = moq_row_count(x), length = moq_row_length(x), stride = x->stride[x->ndim - 1];
     char *dst = result->data;
-    int64_t left = moq_tensor_numel(x) * values_per_unit(x->dtype);
-    float piece[PIECE];
-    while (left > 0) {
-        int64_t n = left < PIECE ? left : PIECE;
-        moq_decode_row(x->dtype, src, n, piece);
-        moq_encode_row(result->dtype, piece, n, dst);
-        src += n / values_per_unit(x->dtype) * (int64_t)moq_dtype_size(x->dtype);
-        dst += n / values_per_unit(result->dtype) * (int64_t)moq_dtype_size(result->dtype);
-        left -= n;
+    for (int64_t row = 0; row < rows; row++) {
+        const char *src = x->data;
+        src += moq_row_offset(x, row) * (int64_t)moq_dtype_size(x->dtype);
+        dst = convert_units(x, src, stride, length, result->dtype, dst);
     }
     return MOQ_OK;
 }

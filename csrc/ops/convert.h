@@ -8,8 +8,7 @@
  * or doubles the last extent, which must be even to be halved. */
 moq_status moq_describe_convert(const moq_tensor *x, const char *name, moq_dtype dtype,
                                 moq_tensor *result, moq_err *err);
-/* Writes it. Both tensors are contiguous, in host memory and apart from each other; `result` has
- * the shape moq_describe_convert gave. */
+/* Writes it to `result`, which is contiguous, in host memory and apart from x; x may be strided. */
 moq_status moq_run_convert(const moq_tensor *x, const char *name, const moq_tensor *result,
                            moq_err *err);
 
