@@ -7,17 +7,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
+from moqext import ops
+from moqext._C import UnsupportedQuantization
+from moqext.errors import CheckpointError
 from moqext.layers import find_layers
 from moqext.problems import Problem
-from moqext.records import Findings, KVRecord, LayerRecord
+from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import block_scale_bytes
 from moqext.tensor_files import TensorFiles, TensorInfo
 from moqext.untrusted import open_file, parse_object
 
 BLOCK_SCALES_READ = 256 << 20
 """Bytes of block scales that are read without being asked to."""
+WEIGHT_ROLES = ("weight", "weight_scale", "weight_scale_2")
+"""What a stored weight is made of; the other roles concern activations, or add to the output."""
 
 
 class Checkpoint:
@@ -79,6 +85,23 @@ class Checkpoint:
         """One record per quantized linear or group of experts, in the order of their names."""
         return self.findings().layers
 
+    def layer(self, name: str) -> LayerRecord | Projection:
+        """The record of that name: a layer, a member of a group of experts, or a projection of stacked ones.
+
+        Raises:
+            CheckpointError: nothing quantized has that name.
+        """
+        try:
+            return self._by_name[name]
+        except KeyError:
+            message = f"nothing quantized is named {name!r}"
+            raise CheckpointError(message, file=self.directory) from None
+
+    @cached_property
+    def _by_name(self) -> dict[str, LayerRecord | Projection]:
+        parts = ((layer, *layer.members, *layer.projections) for layer in self.layers())
+        return {part.name: part for group in parts for part in group}
+
     def kv_scales(self) -> tuple[KVRecord, ...]:
         """One record per attention that has cache scales, in the order of the files."""
         return self.findings().kv
@@ -107,6 +130,43 @@ class Checkpoint:
                 block_scales=block_scales,
             )
         return self._findings[block_scales]
+
+    def dequantize(self, layer: str | LayerRecord | Projection) -> NDArray[np.float32]:
+        """The weight of a layer, exactly what its codes and scales mean.
+
+        What concerns the activations (pre_quant_scale, input_scale) and the low-rank pair of NVFP4_SVD are no
+        part of it. A scale of zero means a weight of zero, whatever the codes are.
+
+        Args:
+            layer: a linear, an expert's linear, an embedding or one projection of stacked experts, as a
+                record or by its name in the checkpoint.
+
+        Returns:
+            float32 [out, in]; for stacked experts [experts, out, in], whatever the order in the file.
+
+        Raises:
+            CheckpointError: nothing quantized has that name, it is a group with a weight for each expert, or
+                its tensors do not make a weight.
+            UnsupportedQuantization: neither configuration nor tensors name a known format.
+        """
+        record = self.layer(layer) if isinstance(layer, str) else layer
+        if isinstance(record, LayerRecord) and (record.members or record.projections):
+            names = [part.name for part in record.members or record.projections]
+            message = f"{record.name} has {len(names)} weights; ask for one, as {names[0]}"
+            raise CheckpointError(message, file=self.directory)
+        tensors = {role: self.tensor(record.tensors[role]) for role in WEIGHT_ROLES if role in record.tensors}
+        try:
+            weight: NDArray[np.float32] = ops.dequantize(
+                quant_algo=record.quant_algo, group_size=record.group_size, **tensors
+            )
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{record.name}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{record.name}: {error}", file=self.directory, tensor=record.tensors["weight"]
+            ) from error
+        transposed = isinstance(record, Projection) and record.transposed
+        return weight.swapaxes(-1, -2) if transposed else weight
 
     def close(self) -> None:
         """Forgets the memory maps; arrays that were handed out stay valid."""
