@@ -1,4 +1,4 @@
-/* `_C.describe_tensor`, `_C.check_tensors` and `_C.zeros_like`: the tensor boundary seen from
+/* `_C.describe_tensor`, `_C.check_tensors` and `_C.empty_like`: the tensor boundary seen from
  * Python, for tests, benchmarks and whoever wonders what moqext sees of a tensor. */
 #include "binding/args.h"
 #include "binding/tensor.h"
@@ -95,10 +95,10 @@ static int parse_shape(PyObject *object, int64_t *shape) {
     return (int)n;
 }
 
-static PyObject *zeros_like(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+static PyObject *empty_like(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *kwnames) {
     static const moq_signature SIGNATURE = {
-        "zeros_like", 3, 3, 4, {KW_x, KW_shape, KW_dtype, KW_format}};
+        "empty_like", 3, 3, 4, {KW_x, KW_shape, KW_dtype, KW_format}};
     moq_state *state = moq_module_state(module);
     PyObject *values[MOQ_MAX_ARGS];
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0)
@@ -110,15 +110,11 @@ static PyObject *zeros_like(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (ndim < 0 || moq_arg_dtype(values[2], "dtype", &dtype) < 0 ||
         take_as(state, values[0], "x", values[3], &x) < 0)
         return NULL;
-    PyObject *result = NULL;
-    if (x.view.device.kind == MOQ_CPU)
-        result = moq_arg_new_like(state, &x, dtype, ndim, shape, &out);
-    else
-        PyErr_SetString(PyExc_TypeError, "x: expected a CPU tensor");
+    PyObject *result = moq_arg_new_like(state, &x, dtype, ndim, shape, &out);
     if (result) {
-        size_t count = (size_t)moq_tensor_numel(&out.view);
-        if (count > 0)
-            memset(out.view.data, 0, count * moq_dtype_size(dtype));
+        size_t bytes = (size_t)moq_tensor_numel(&out.view) * moq_dtype_size(dtype);
+        if (bytes > 0 && out.view.device.kind == MOQ_CPU)
+            memset(out.view.data, 0, bytes);
         result = moq_arg_finish(state, result, &out, 0);
     }
     moq_arg_release(&x);
@@ -133,8 +129,9 @@ static PyMethodDef METHODS[] = {
      "\ndtype, stored, shape, strides (in elements), device, readonly, pointer."},
     {"check_tensors", (PyCFunction)(void (*)(void))check_tensors, METH_FASTCALL,
      "check_tensors(*tensors) -> None: takes and releases each, raising what an op would raise"},
-    {"zeros_like", (PyCFunction)(void (*)(void))zeros_like, METH_FASTCALL | METH_KEYWORDS,
-     "zeros_like(x, shape, dtype, *, format=None) -> tensor of x's own kind, as ops return"},
+    {"empty_like", (PyCFunction)(void (*)(void))empty_like, METH_FASTCALL | METH_KEYWORDS,
+     "empty_like(x, shape, dtype, *, format=None) -> tensor\n\n"
+     "A new tensor of x's own kind and device, as ops return it. CPU memory is cleared."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -453,7 +453,7 @@ def test_results_for_a_producer_that_cannot_import() -> None:
     with pytest.raises(
         TypeError, match=r"^out: cannot make a tensor of x's kind .*pass out= instead"
     ) as caught:
-        _C.zeros_like(Producer(Lender()), (2,), "float32")
+        _C.empty_like(Producer(Lender()), (2,), "float32")
     assert "Producer" in str(caught.value)
 
 
@@ -481,9 +481,9 @@ def test_results_are_adopted_by_the_library_of_x(error: Exception | None) -> Non
 
     if error:
         with pytest.raises(RuntimeError, match="no room"):
-            _C.zeros_like(Array(Lender()), (2, 5), "float32")
+            _C.empty_like(Array(Lender()), (2, 5), "float32")
         return
-    name, array = _C.zeros_like(Array(Lender()), (2, 5), "float32")
+    name, array = _C.empty_like(Array(Lender()), (2, 5), "float32")
     gc.collect()
     assert name == "imported"
     assert array.shape == (2, 5)
@@ -495,9 +495,9 @@ def test_without_a_namespace_the_package_of_the_type_imports(monkeypatch: pytest
     library = Library()
     kind = type("Tensor", (Producer,), {"__module__": "oldlib.core.tensor"})
     with pytest.raises(TypeError, match=r"^out: cannot make a tensor of x's kind"):
-        _C.zeros_like(kind(Lender()), (2, 5), "float32")
+        _C.empty_like(kind(Lender()), (2, 5), "float32")
     monkeypatch.setitem(sys.modules, "oldlib", library)
-    name, array = _C.zeros_like(kind(Lender()), (2, 5), "float32")
+    name, array = _C.empty_like(kind(Lender()), (2, 5), "float32")
     assert name == "imported"
     assert array.shape == (2, 5)
 
@@ -510,7 +510,7 @@ def test_exceptions_of_the_namespace(error: type[Exception]) -> None:
 
     expected = TypeError if error is AttributeError else error
     with pytest.raises(expected):
-        _C.zeros_like(Array(Lender()), (2, 5), "float32")
+        _C.empty_like(Array(Lender()), (2, 5), "float32")
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ def test_the_lent_result_speaks_dlpack(keywords: dict[str, Any], name: str) -> N
                     source.__dlpack__(**wrong)
             return describe(source)
 
-    made = _C.zeros_like(Array(Lender()), (2, 5), "e4m3")
+    made = _C.empty_like(Array(Lender()), (2, 5), "e4m3")
     assert (made["dtype"], made["shape"]) == ("float8_e4m3fn", (2, 5))
     assert seen[0] == (1, 0)
     assert name in repr(seen[1])
@@ -706,7 +706,7 @@ def test_an_unusable_table_leaves_dlpack(what: str) -> None:
 
 def test_results_come_from_the_frameworks_allocator() -> None:
     exchange = Exchange(Lender())
-    made = _C.zeros_like(make_type(exchange)(), (3, 4), "bf16")
+    made = _C.empty_like(make_type(exchange)(), (3, 4), "bf16")
     assert type(made).__name__ == "ExchangeTensor"
     (allocated,) = exchange.allocated
     assert made.lender is allocated
@@ -728,7 +728,7 @@ def test_allocators_that_fail(kind: bytes | None, error: type[Exception]) -> Non
     exchange = Exchange(Lender())
     exchange.error = (kind, b"no " + b"room " * 1000)  # type: ignore[assignment]
     with pytest.raises(error, match=r"^out: the allocator of x's framework failed: no room"):
-        _C.zeros_like(make_type(exchange)(), (3, 4), "bf16")
+        _C.empty_like(make_type(exchange)(), (3, 4), "bf16")
 
 
 @pytest.mark.parametrize(
@@ -751,7 +751,7 @@ def test_allocators_that_make_something_else(lies: dict[str, Any]) -> None:
     exchange = Exchange(Lender())
     exchange.lies = lies
     with pytest.raises((BufferError, TypeError), match=r"^out: "):
-        _C.zeros_like(make_type(exchange)(), (3, 4), "bf16")
+        _C.empty_like(make_type(exchange)(), (3, 4), "bf16")
     assert exchange.calls == ["borrow", "allocate"]
     assert [lender.deleted for lender in exchange.allocated] == [1]
 
@@ -763,7 +763,7 @@ def test_a_framework_that_does_not_take_its_own_tensor() -> None:
 
     exchange = Refusing(Lender())
     with pytest.raises(BufferError, match=r"^out: x's framework did not take its own tensor"):
-        _C.zeros_like(make_type(exchange)(), (3, 4), "bf16")
+        _C.empty_like(make_type(exchange)(), (3, 4), "bf16")
 
 
 @pytest.mark.parametrize("missing", ["allocate", "to_object"])
@@ -771,7 +771,7 @@ def test_a_framework_without_allocator(missing: str) -> None:
     exchange = Exchange(Lender())
     setattr(exchange.api, missing, None)
     with pytest.raises(TypeError, match=r"^out: .*pass out= instead"):
-        _C.zeros_like(make_type(exchange)(), (3, 4), "bf16")
+        _C.empty_like(make_type(exchange)(), (3, 4), "bf16")
 
 
 # --- many types

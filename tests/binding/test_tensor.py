@@ -66,7 +66,7 @@ def test_numpy_subclasses_are_arrays() -> None:
 
     array = np.zeros((2, 3), np.float32).view(Sub)
     check_against_array(_C.describe_tensor(array), array, "float32")
-    assert type(_C.zeros_like(array, (2,), "float32")) is np.ndarray
+    assert type(_C.empty_like(array, (2,), "float32")) is np.ndarray
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_what_is_no_tensor(thing: Any) -> None:
 def test_ml_dtypes_is_never_imported() -> None:
     code = (
         "import sys, numpy as np; from moqext import _C\n"
-        "z = _C.zeros_like(np.zeros(2, np.float32), (2, 3), 'bf16')\n"
+        "z = _C.empty_like(np.zeros(2, np.float32), (2, 3), 'bf16')\n"
         "assert z.dtype == np.uint16 and 'ml_dtypes' not in sys.modules\n"
         "import ml_dtypes\n"
         "assert _C.describe_tensor(np.zeros(2, ml_dtypes.bfloat16))['dtype'] == 'bfloat16'\n"
-        "assert _C.zeros_like(np.zeros(2, np.float32), (2, 3), 'bf16').dtype == ml_dtypes.bfloat16\n"
+        "assert _C.empty_like(np.zeros(2, np.float32), (2, 3), 'bf16').dtype == ml_dtypes.bfloat16\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -230,17 +230,17 @@ def test_neighbours_and_empty_tensors_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_numpy_results_are_typed(dtype: str) -> None:
-    made = _C.zeros_like(np.zeros(3, np.float32), (2, 0, 5), dtype)
+    made = _C.empty_like(np.zeros(3, np.float32), (2, 0, 5), dtype)
     assert type(made) is np.ndarray
     assert made.shape == (2, 0, 5)
     assert made.dtype == NUMPY_DTYPES[dtype]
-    made = _C.zeros_like(np.zeros(3, np.float32), (3, 5), dtype)
+    made = _C.empty_like(np.zeros(3, np.float32), (3, 5), dtype)
     assert not made.view(np.uint8).any()
     assert made.flags.c_contiguous
 
 
 def test_packed_fp4_comes_back_as_bytes() -> None:
-    assert _C.zeros_like(np.zeros(3, np.float32), (4,), "e2m1").dtype == np.uint8
+    assert _C.empty_like(np.zeros(3, np.float32), (4,), "e2m1").dtype == np.uint8
 
 
 @pytest.mark.parametrize(
@@ -257,13 +257,13 @@ def test_packed_fp4_comes_back_as_bytes() -> None:
     ],
 )
 def test_carriers_in_carriers_out(carrier: Any, format: str | None, dtype: str, expected: Any) -> None:
-    assert _C.zeros_like(np.zeros(3, carrier), (4,), dtype, format=format).dtype == expected
+    assert _C.empty_like(np.zeros(3, carrier), (4,), dtype, format=format).dtype == expected
 
 
 @pytest.mark.parametrize("shape", [(2**62, 4), (2**31, 2**31, 2**3)])
 def test_results_too_large_to_count(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^out: the product of the result's shape overflows"):
-        _C.zeros_like(np.zeros(3), shape, "float32")
+        _C.empty_like(np.zeros(3), shape, "float32")
 
 
 # --- torch
@@ -302,7 +302,7 @@ def test_torch_tensors_in_every_dtype(dtype: str) -> None:
         assert seen["device"] == "cpu"
         if view.numel():
             assert seen["pointer"] == view.data_ptr()
-    made = _C.zeros_like(tensor, (2, 5), dtype)
+    made = _C.empty_like(tensor, (2, 5), dtype)
     assert isinstance(made, torch.Tensor)
     assert made.dtype == tensor.dtype
     assert made.shape == (2, 5)
@@ -321,7 +321,7 @@ def test_torch_parameters_pass_and_autograd_is_left_to_the_caller() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     assert weight.requires_grad
     assert _C.describe_tensor(weight)["pointer"] == weight.data_ptr()
-    made = _C.zeros_like(weight, (2,), "float32")
+    made = _C.empty_like(weight, (2,), "float32")
     assert type(made) is torch.Tensor
     assert not made.requires_grad
 
@@ -352,7 +352,7 @@ def test_torch_memory_is_released() -> None:
     before = sys.getrefcount(x), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
     for _ in range(100):
         _C.describe_tensor(torch.zeros(3), out=x)
-        _C.zeros_like(x, (2,), "bf16")
+        _C.empty_like(x, (2,), "bf16")
     assert (sys.getrefcount(x), torch._C._storage_Use_Count(x.untyped_storage()._cdata)) == before
 
 
@@ -375,7 +375,7 @@ def test_jax_arrays_in_and_results_out(jnp: Any, dtype: str) -> None:
     assert seen["shape"] == (2, 3)
     assert seen["strides"] == (3, 1)
     assert seen["pointer"] == array.unsafe_buffer_pointer()
-    made = _C.zeros_like(array, (4, 5), dtype)
+    made = _C.empty_like(array, (4, 5), dtype)
     assert type(made) is type(array)
     assert made.dtype == dtype
     assert made.shape == (4, 5)
@@ -395,6 +395,6 @@ def test_jax_fp4_is_not_packed(jnp: Any) -> None:
 def test_jax_result_outlives_everything_else(jnp: Any) -> None:
     import gc
 
-    made = [_C.zeros_like(jnp.zeros(2), (1000,), "float32") for _ in range(50)]
+    made = [_C.empty_like(jnp.zeros(2), (1000,), "float32") for _ in range(50)]
     gc.collect()
     assert all(float(array.sum()) == 0 for array in made)
