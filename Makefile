@@ -3,6 +3,7 @@
 #   make test         build with the test extra, run the quick tests on the installed package
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
+#   make oldest       the quick tests with the oldest NumPy that is supported
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
 #   make format       apply the formatters
@@ -20,7 +21,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test lint format sanitize checkpoints clean
+.PHONY: demo test oldest lint format sanitize checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -28,6 +29,9 @@ demo: .venv/.installed
 
 test: .venv/.installed-test
 	.venv/bin/pytest -q $(PYTEST)
+
+oldest: .venv-oldest/.installed
+	.venv-oldest/bin/pytest -q -p no:cacheprovider $(PYTEST)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
@@ -57,7 +61,7 @@ clean:
 
 # ------------------------------------------------------------------------------------------ environments
 
-.venv/.made .venv-lint/.made .venv-sanitize/.made .venv-checkpoints/.made:
+.venv/.made .venv-oldest/.made .venv-lint/.made .venv-sanitize/.made .venv-checkpoints/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
@@ -75,6 +79,11 @@ FRESH = rm -rf build/lib* build/bdist*
 	$(FRESH)
 	.venv/bin/python -m pip install '.[test]'
 	touch .venv/.installed $@
+
+.venv-oldest/.installed: .venv-oldest/.made $(SOURCES)
+	$(FRESH)
+	.venv-oldest/bin/python -m pip install '.[test]' 'numpy==1.26.*'
+	touch $@
 
 .venv-lint/.installed: .venv-lint/.made $(SOURCES)
 	$(FRESH)
