@@ -152,8 +152,9 @@ def test_storage_formats_saturate_and_keep_nan(code, name, largest, nan):
 def test_16_bit_formats_overflow_to_infinity(code, name, infinity):
     largest = np.float32(decode(code, np.array([infinity - 1], np.uint16), name)[0])
     step = largest - np.float32(decode(code, np.array([infinity - 2], np.uint16), name)[0])
-    assert list(encode(code, [largest, np.nextafter(largest + step / 2, np.float32(0))], name)) == [infinity - 1] * 2
-    assert list(encode(code, [largest + step / 2, np.inf, -np.inf], name)) == [
+    tie = largest + step / np.float32(2)
+    assert list(encode(code, [largest, np.nextafter(tie, np.float32(0))], name)) == [infinity - 1] * 2
+    assert list(encode(code, [tie, np.inf, -np.inf], name)) == [
         infinity,
         infinity,
         infinity | 0x8000,
