@@ -1,7 +1,8 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from moqext import ops
 from moqext._C import UnsupportedQuantization
 from moqext.errors import CheckpointError
 from moqext.layers import find_layers
+from moqext.load import Layer, load_layers
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import block_scale_bytes
@@ -94,7 +96,9 @@ class Checkpoint:
         try:
             return self._by_name[name]
         except KeyError:
-            message = f"nothing quantized is named {name!r}"
+            near = get_close_matches(name, self._by_name, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            message = f"nothing quantized is named {name!r}{hint}"
             raise CheckpointError(message, file=self.directory) from None
 
     @cached_property
@@ -167,6 +171,37 @@ class Checkpoint:
             ) from error
         transposed = isinstance(record, Projection) and record.transposed
         return weight.swapaxes(-1, -2) if transposed else weight
+
+    def load(
+        self,
+        layers: str | LayerRecord | Sequence[str | LayerRecord],
+        *,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        compute: str = "exact",
+    ) -> Layer:
+        """A linear made ready to run, or several fused along their rows: `y = layer(x)`.
+
+        Fused layers keep their own scales, however unequal; they need one algorithm and one input.
+
+        Args:
+            layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
+            device: "cpu" or "cuda:N".
+            dtype: of x and y: "bfloat16", "float16" or "float32".
+            compute: "exact", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
+
+        Raises:
+            UnsupportedQuantization: the algorithm is recognised but has no linear method, is different among
+                the layers, or the layer is no linear.
+            CheckpointError: nothing quantized has that name, or a problem of severity "error" stands
+                against the layer.
+            ValueError: scales or codes that no intact checkpoint holds.
+        """
+        wanted = [layers] if isinstance(layers, str) or not isinstance(layers, Sequence) else list(layers)
+        if not wanted:
+            raise ValueError("layers: expected at least one name, got none")
+        records = [self.layer(item) if isinstance(item, str) else item for item in wanted]
+        return load_layers(self, records, device=device, dtype=dtype, compute=compute)
 
     def close(self) -> None:
         """Forgets the memory maps; arrays that were handed out stay valid."""

@@ -12,7 +12,8 @@
 #define ARENA_LIMIT ((size_t)1 << 30)
 
 typedef struct {
-    PyObject_HEAD moq_arena arena;
+    PyObject_HEAD
+    moq_arena arena;
     moq_config config;
     moq_resolver *resolver;
     moq_vllm_exclusion *vllm; /* compiled when first asked for */
@@ -109,11 +110,13 @@ static int read_documents(reader *r, PyObject *tuple) {
     }
     config_object *self = r->object;
     moq_status status;
-    Py_BEGIN_ALLOW_THREADS status =
-        moq_config_read(&self->arena, documents, (size_t)count, &self->config, &err);
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_config_read(&self->arena, documents, (size_t)count, &self->config, &err);
     if (status == MOQ_OK)
         status = moq_resolver_build(&self->arena, &self->config, &self->resolver, &err);
-    Py_END_ALLOW_THREADS if (status == MOQ_OK) return 0;
+    Py_END_ALLOW_THREADS
+    if (status == MOQ_OK)
+        return 0;
     moq_raise(r->state, &err);
     return -1;
 }

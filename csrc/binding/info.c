@@ -1,7 +1,9 @@
-/* `_C.build_info()` and `_C.cuda_devices()`: what was built, and what this machine offers. */
+/* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
 #include "binding/state.h"
 
+#include "cpu/isa.h"
 #include "cuda/cuda.h"
+#include "ops/plan.h"
 
 #ifndef MOQ_VERSION
 #error "MOQ_VERSION is defined by setup.py"
@@ -16,14 +18,44 @@ static PyObject *build_info(PyObject *module, PyObject *unused) {
                          "cublaslt", MOQ_CUBLASLT ? Py_True : Py_False);
 }
 
+/* Appends `item`, whose reference it takes; clears *list on failure. */
+static void append(PyObject **list, PyObject *item) {
+    if (!item || PyList_Append(*list, item) < 0)
+        Py_CLEAR(*list);
+    Py_XDECREF(item);
+}
+
+static PyObject *cpu_isa(PyObject *module, PyObject *unused) {
+    PyObject *list = PyList_New(0);
+    const char *name;
+    (void)module;
+    (void)unused;
+    for (int i = 0; list && (name = moq_cpu_isa_name(i)); i++)
+        append(&list, PyUnicode_FromString(name));
+    return list;
+}
+
+static PyObject *kernels(PyObject *module, PyObject *unused) {
+    PyObject *list = PyList_New(0);
+    const moq_linear_kernel *kernel;
+    (void)module;
+    (void)unused;
+    for (int i = 0; list && (kernel = moq_linear_kernel_at(i)); i++)
+        append(&list, PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name));
+    return list;
+}
+
 static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
     (void)unused;
     moq_state *state = moq_module_state(module);
     moq_err err;
     int count = 0;
     moq_status status;
-    Py_BEGIN_ALLOW_THREADS status = moq_cuda_device_count(&count, &err);
-    Py_END_ALLOW_THREADS if (status != MOQ_OK) return moq_raise(state, &err);
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_cuda_device_count(&count, &err);
+    Py_END_ALLOW_THREADS
+    if (status != MOQ_OK)
+        return moq_raise(state, &err);
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < count; i++) {
         moq_cuda_device device;
@@ -34,15 +66,16 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
             row = Py_BuildValue("{s:i,s:s,s:(ii),s:i,s:K}", "index", i, "name", device.name,
                                 "capability", device.major, device.minor, "sm_count",
                                 device.sm_count, "memory", (unsigned long long)device.memory);
-        if (!row || PyList_Append(list, row) < 0)
-            Py_CLEAR(list);
-        Py_XDECREF(row);
+        append(&list, row);
     }
     return list;
 }
 
 static PyMethodDef METHODS[] = {
     {"build_info", build_info, METH_NOARGS, "build_info() -> dict: how this extension was built"},
+    {"cpu_isa", cpu_isa, METH_NOARGS, "cpu_isa() -> list of str: vector extensions of this CPU"},
+    {"kernels", kernels, METH_NOARGS,
+     "kernels() -> list of str: family:name of every linear kernel"},
     {"cuda_devices", cuda_devices, METH_NOARGS,
      "cuda_devices() -> list of dict; RuntimeError says why there are none"},
     {NULL, NULL, 0, NULL},

@@ -4,16 +4,24 @@
 #define MOQ_BINDING_KEYWORDS_H
 
 #define MOQ_KEYWORDS(X)                                                                            \
+    X(bias)                                                                                        \
     X(codes)                                                                                       \
+    X(compute)                                                                                     \
+    X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(fnmatch)                                                                                     \
     X(format)                                                                                      \
     X(group_size)                                                                                  \
+    X(in_features)                                                                                 \
+    X(input_scale)                                                                                 \
     X(module)                                                                                      \
     X(name)                                                                                        \
     X(out)                                                                                         \
+    X(out_partitions)                                                                              \
+    X(output_scale)                                                                                \
     X(packed)                                                                                      \
     X(packed_modules_mapping)                                                                      \
+    X(params)                                                                                      \
     X(partitions)                                                                                  \
     X(pattern)                                                                                     \
     X(quant_algo)                                                                                  \
@@ -23,6 +31,7 @@
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \
+    X(stream)                                                                                      \
     X(swizzled)                                                                                    \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \

@@ -17,7 +17,7 @@ static const char *const KEYWORD_NAMES[KW_COUNT] = {
 /* One line for each family of functions; each adds its own to the module. */
 static int (*const FAMILIES[])(PyObject *, moq_state *) = {
     moq_add_config, moq_add_dequantize, moq_add_describe, moq_add_formats,
-    moq_add_info,   moq_add_layout,     moq_add_quantize,
+    moq_add_info,   moq_add_layout,     moq_add_linear,   moq_add_quantize,
 };
 
 static int add_exceptions(PyObject *module, moq_state *state) {
@@ -58,6 +58,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->config_error);
     Py_VISIT(state->unsupported_error);
     Py_VISIT(state->config_type);
+    Py_VISIT(state->linear_plan_type);
     return moq_tensor_traverse(state, visit, arg);
 }
 
@@ -66,6 +67,7 @@ static int clear(PyObject *module) {
     Py_CLEAR(state->config_error);
     Py_CLEAR(state->unsupported_error);
     Py_CLEAR(state->config_type);
+    Py_CLEAR(state->linear_plan_type);
     for (int i = 0; i < KW_COUNT; i++)
         Py_CLEAR(state->keyword[i]);
     moq_tensor_clear(state);

@@ -28,7 +28,8 @@ typedef struct {
 } export;
 
 typedef struct {
-    PyObject_HEAD block *memory;
+    PyObject_HEAD
+    block *memory;
 } owned;
 
 static void let_go(block *memory) {

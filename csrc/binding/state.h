@@ -13,11 +13,12 @@
 typedef struct moq_boundary moq_boundary;
 
 typedef struct {
-    PyObject *config_error;      /* moqext.ConfigError */
-    PyObject *unsupported_error; /* moqext.UnsupportedQuantization */
-    PyObject *config_type;       /* moqext._C.Config */
-    PyObject *keyword[KW_COUNT]; /* interned names */
-    moq_boundary *boundary;      /* what the tensor boundary remembers: binding/boundary.h */
+    PyObject *config_error;         /* moqext.ConfigError */
+    PyObject *unsupported_error;    /* moqext.UnsupportedQuantization */
+    PyObject *config_type;          /* moqext._C.Config */
+    PyTypeObject *linear_plan_type; /* moqext._C.LinearPlan */
+    PyObject *keyword[KW_COUNT];    /* interned names */
+    moq_boundary *boundary;         /* what the tensor boundary remembers: binding/boundary.h */
 } moq_state;
 
 /* The state of the module a METH_FASTCALL module function is bound to. */
@@ -34,6 +35,7 @@ int moq_add_dequantize(PyObject *module, moq_state *state);
 int moq_add_describe(PyObject *module, moq_state *state);
 int moq_add_formats(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
+int moq_add_linear(PyObject *module, moq_state *state);
 int moq_add_layout(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
 

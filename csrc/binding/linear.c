@@ -1,0 +1,579 @@
+/* `_C.LinearPlan`: a linear layer resolved, planned and callable.
+ *
+ * The object holds a spec and a plan and no tensor; weights live in dicts of ordinary tensors that
+ * the caller owns. moqext.LinearMethod is its documented face. */
+#include "ops/linear.h"
+#include "binding/args.h"
+#include "binding/tensor.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    PyObject_HEAD
+    moq_linear_spec spec;
+    moq_linear_plan plan;
+} plan_object;
+
+static moq_state *state_of(PyObject *self) {
+    return (moq_state *)PyType_GetModuleState(Py_TYPE(self));
+}
+
+/* ---- construction ---- */
+
+static int parse_device(PyObject *value, moq_device *device) {
+    const char *text = moq_arg_text(value, "device");
+    char tail = 0;
+    int index = 0;
+    if (!text)
+        return -1;
+    if (strcmp(text, "cpu") == 0) {
+        *device = (moq_device){MOQ_CPU, 0};
+        return 0;
+    }
+    if (strcmp(text, "cuda") == 0 ||
+        (sscanf(text, "cuda:%d%c", &index, &tail) == 1 && index >= 0)) {
+        *device = (moq_device){MOQ_CUDA, index};
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "device: expected \"cpu\" or \"cuda:N\", got %R", value);
+    return -1;
+}
+
+static int parse_partitions(PyObject *value, int64_t *partitions) {
+    Py_ssize_t count = PySequence_Check(value) ? PySequence_Size(value) : -1;
+    if (count < 1 || count > MOQ_MAX_PARTITIONS) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError,
+                     "out_partitions: expected a sequence of 1 to %d sizes, got %R",
+                     MOQ_MAX_PARTITIONS, value);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(value, i);
+        int bad = !item || moq_arg_int(item, "out_partitions", 1, INT32_MAX, &partitions[i]) < 0;
+        Py_XDECREF(item);
+        if (bad)
+            return -1;
+    }
+    return (int)count;
+}
+
+static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
+                          const moq_linear_plan *plan) {
+    allocfunc allocate = (allocfunc)PyType_GetSlot(state->linear_plan_type, Py_tp_alloc);
+    plan_object *self = (plan_object *)allocate(state->linear_plan_type, 0);
+    if (self) {
+        self->spec = *spec;
+        self->plan = *plan;
+    }
+    return (PyObject *)self;
+}
+
+static const moq_signature LINEAR_PLAN = {"linear_plan",
+                                          7,
+                                          7,
+                                          7,
+                                          {KW_quant_algo, KW_in_features, KW_out_partitions,
+                                           KW_group_size, KW_dtype, KW_device, KW_compute}};
+
+static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *kwnames) {
+    moq_state *state = moq_module_state(module);
+    PyObject *v[7];
+    int64_t in_features, partitions[MOQ_MAX_PARTITIONS], group = 0;
+    moq_device device;
+    moq_linear_spec spec;
+    moq_linear_plan plan;
+    moq_err err;
+    if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
+        return NULL;
+    const char *algo = moq_arg_text(v[0], "quant_algo");
+    const char *dtype = algo ? moq_arg_text(v[4], "dtype") : NULL;
+    const char *compute = dtype ? moq_arg_text(v[6], "compute") : NULL;
+    if (!compute || moq_arg_int(v[1], "in_features", 1, INT32_MAX, &in_features) < 0)
+        return NULL;
+    int count = parse_partitions(v[2], partitions);
+    if (count < 0 || parse_device(v[5], &device) < 0)
+        return NULL;
+    if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
+        return NULL;
+    if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
+                           &spec, &err) != MOQ_OK ||
+        moq_linear_make_plan(&spec, getenv("MOQEXT_KERNEL"), &plan, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    return new_plan(state, &spec, &plan);
+}
+
+/* ---- description ---- */
+
+static PyObject *describe_params(const moq_param_spec *params, int count) {
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < count; i++) {
+        const moq_param_spec *p = &params[i];
+        PyObject *shape =
+            p->ndim == 1 ? Py_BuildValue("(L)", (long long)p->shape[0])
+                         : Py_BuildValue("(LL)", (long long)p->shape[0], (long long)p->shape[1]);
+        PyObject *row = shape ? Py_BuildValue("(sNssO)", p->name, shape, moq_dtype_name(p->dtype),
+                                              p->role, p->required ? Py_True : Py_False)
+                              : NULL;
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
+    moq_param_spec params[MOQ_MAX_PARAMS];
+    (void)unused;
+    return describe_params(params,
+                           moq_linear_checkpoint_params(&((plan_object *)self)->spec, params));
+}
+
+static PyObject *prepared_params(PyObject *self, PyObject *unused) {
+    moq_param_spec params[MOQ_MAX_PARAMS];
+    (void)unused;
+    return describe_params(params,
+                           moq_linear_prepared_params(&((plan_object *)self)->spec, params));
+}
+
+static PyObject *backend(PyObject *self, PyObject *rows) {
+    plan_object *plan = (plan_object *)self;
+    int64_t m;
+    if (moq_arg_int(rows, "tokens", 0, INT64_MAX, &m) < 0)
+        return NULL;
+    const moq_linear_kernel *kernel = moq_linear_pick(&plan->plan, &plan->spec, m);
+    return PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
+}
+
+static PyObject *explain(PyObject *self, PyObject *unused) {
+    const moq_linear_spec *spec = &((plan_object *)self)->spec;
+    PyObject *list = PyList_New(0);
+    const moq_linear_kernel *kernel;
+    (void)unused;
+    for (int i = 0; list && (kernel = moq_linear_kernel_at(i)); i++) {
+        char reason[256];
+        bool can = kernel->can_run(spec, reason, sizeof reason);
+        PyObject *name = PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
+        PyObject *row = name ? Py_BuildValue("(Nz)", name, can ? NULL : reason) : NULL;
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* ---- shared by prepare and run ---- */
+
+/* params[keyword], borrowed from the mapping; NULL without an exception when it is not there. */
+static PyObject *lookup(PyObject *params, PyObject *keyword) {
+    if (PyDict_Check(params))
+        return PyDict_GetItemWithError(params, keyword);
+    PyObject *value = PyObject_GetItem(params, keyword);
+    if (!value && PyErr_ExceptionMatches(PyExc_KeyError))
+        PyErr_Clear();
+    Py_XDECREF(value); /* the mapping keeps it */
+    return value;
+}
+
+static int check_device(const moq_linear_spec *spec, const moq_arg *arg) {
+    if (arg->view.device.kind == spec->device.kind &&
+        (spec->device.kind == MOQ_CPU || arg->view.device.index == spec->device.index))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected a tensor on %s:%d, got one on %s:%d", arg->name,
+                 spec->device.kind == MOQ_CPU ? "cpu" : "cuda", (int)spec->device.index,
+                 arg->view.device.kind == MOQ_CPU ? "cpu" : "cuda", (int)arg->view.device.index);
+    return -1;
+}
+
+static int take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
+                moq_dtype dtype, moq_arg *arg) {
+    if (moq_arg_take(state, object, name, arg) < 0)
+        return -1;
+    if ((dtype != MOQ_DT_NONE && moq_arg_reinterpret(arg, dtype) < 0) ||
+        check_device(spec, arg) < 0) {
+        moq_arg_release(arg);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- prepare ---- */
+
+enum { SOURCE_WEIGHT, SOURCE_SCALE, SOURCE_SCALE_2, SOURCE_INPUT_SCALE, SOURCES };
+
+typedef struct {
+    int count;
+    moq_arg arg[MOQ_MAX_PARTITIONS];
+    moq_tensor view[MOQ_MAX_PARTITIONS];
+} source_args;
+
+typedef struct {
+    source_args source[SOURCES];
+    int out_count;
+    const char *out_name[MOQ_MAX_PARAMS];
+    PyObject *out_object[MOQ_MAX_PARAMS];
+    moq_arg out[MOQ_MAX_PARAMS];
+} prepare_args;
+
+static const moq_keyword SOURCE_KEYWORD[SOURCES] = {KW_weight, KW_weight_scale, KW_weight_scale_2,
+                                                    KW_input_scale};
+static const char *const SOURCE_NAME[SOURCES] = {"weight", "weight_scale", "weight_scale_2",
+                                                 "input_scale"};
+
+static void release_prepare(prepare_args *p) {
+    for (int s = 0; s < SOURCES; s++) {
+        for (int i = 0; i < p->source[s].count; i++)
+            moq_arg_release(&p->source[s].arg[i]);
+    }
+    free(p);
+}
+
+static moq_dtype source_dtype(const moq_linear_spec *spec, int which) {
+    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
+    if (which == SOURCE_WEIGHT)
+        return e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
+    return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
+}
+
+static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+                     source_args *source) {
+    moq_arg *arg = &source->arg[source->count];
+    if (take(state, spec, object, SOURCE_NAME[which], source_dtype(spec, which), arg) < 0)
+        return -1;
+    /* bfloat16 scales arrive as uint16 where NumPy has no bfloat16. */
+    if (arg->view.dtype == MOQ_DT_U16)
+        arg->view.dtype = MOQ_DT_BF16;
+    source->view[source->count++] = arg->view;
+    return 0;
+}
+
+/* A tensor, or a list or tuple of one tensor per partition. */
+static int take_source(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+                       source_args *source) {
+    if (!PyList_Check(object) && !PyTuple_Check(object))
+        return take_part(state, spec, object, which, source);
+    Py_ssize_t count = PySequence_Size(object);
+    if (count != spec->partition_count) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %d tensors, one a partition, got %zd",
+                     SOURCE_NAME[which], (int)spec->partition_count, count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(object, i);
+        int status = item ? take_part(state, spec, item, which, source) : -1;
+        Py_XDECREF(item);
+        if (status < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Names that mean something for this layer; every other one belongs to another kind of layer. */
+static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *params) {
+    PyObject *keys = PyMapping_Keys(params);
+    Py_ssize_t count = keys ? PyList_Size(keys) : -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *key = PyList_GetItem(keys, i);
+        bool known = false;
+        for (int s = 0; s < SOURCES && !known; s++)
+            known = PyUnicode_Check(key) &&
+                    PyUnicode_Compare(key, state->keyword[SOURCE_KEYWORD[s]]) == 0 &&
+                    (s != SOURCE_SCALE_2 || spec->checkpoint == MOQ_WEIGHT_E2M1);
+        if (!known) {
+            PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
+                         spec->algo);
+            count = -1;
+        }
+    }
+    Py_XDECREF(keys);
+    return count < 0 ? -1 : 0;
+}
+
+static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
+                        prepare_args *p) {
+    if (!PyMapping_Check(params)) {
+        PyErr_Format(PyExc_TypeError, "params: expected a mapping of names to tensors, got %R",
+                     Py_TYPE(params));
+        return -1;
+    }
+    if (check_names(state, spec, params) < 0)
+        return -1;
+    for (int s = 0; s < SOURCES; s++) {
+        PyObject *object = lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
+        if (PyErr_Occurred())
+            return -1;
+        if (!moq_arg_absent(object) && take_source(state, spec, object, s, &p->source[s]) < 0)
+            return -1;
+    }
+    if (p->source[SOURCE_WEIGHT].count == 0) {
+        PyErr_SetString(PyExc_ValueError, "params: \"weight\" is missing");
+        return -1;
+    }
+    return 0;
+}
+
+/* Which of the prepared parameters exist: input_scale only where the checkpoint has one. */
+static int wanted_params(const moq_linear_spec *spec, const prepare_args *p,
+                         moq_param_spec *wanted) {
+    int count = moq_linear_prepared_params(spec, wanted);
+    if (count && !wanted[count - 1].required && p->source[SOURCE_INPUT_SCALE].count == 0)
+        count--;
+    return count;
+}
+
+static const moq_arg *model_for(const prepare_args *p, const char *name) {
+    bool scale = strcmp(name, "weight_scale") == 0 && p->source[SOURCE_SCALE].count;
+    return &p->source[scale ? SOURCE_SCALE : SOURCE_WEIGHT].arg[0];
+}
+
+static int refuse_overlaps(const prepare_args *p, const moq_arg *out) {
+    for (int s = 0; s < SOURCES; s++) {
+        for (int i = 0; i < p->source[s].count; i++) {
+            if (moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* The i-th tensor prepare writes: that of the mapping `out`, or a new one of the source's kind. */
+static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                       const moq_param_spec *wanted, prepare_args *p) {
+    moq_arg *arg = &p->out[p->out_count];
+    PyObject *given = moq_arg_absent(out) ? NULL : PyMapping_GetItemString(out, wanted->name);
+    if (!given && PyErr_Occurred())
+        return -1;
+    PyObject *object = moq_arg_output(state, given, model_for(p, wanted->name), wanted->dtype,
+                                      wanted->ndim, wanted->shape, arg);
+    Py_XDECREF(given);
+    if (!object)
+        return -1;
+    p->out_object[p->out_count] = object;
+    p->out_name[p->out_count++] = wanted->name;
+    if (!given)
+        return 0;
+    arg->name = wanted->name;
+    return check_device(spec, arg) < 0 ? -1 : refuse_overlaps(p, arg);
+}
+
+static int open_outputs(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                        prepare_args *p, moq_linear_params *params) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = wanted_params(spec, p, wanted);
+    for (int i = 0; i < count; i++) {
+        if (open_output(state, spec, out, &wanted[i], p) < 0)
+            return -1;
+        *moq_linear_param(params, wanted[i].name) = p->out[i].view;
+    }
+    return 0;
+}
+
+static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
+                          moq_linear_params *params) {
+    moq_source source[SOURCES];
+    moq_status status;
+    moq_err err;
+    for (int s = 0; s < SOURCES; s++)
+        source[s] = (moq_source){p->source[s].count, p->source[s].view};
+    moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
+                                  source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_linear_prepare(spec, &sources, params, &err);
+    Py_END_ALLOW_THREADS
+    if (status == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
+
+/* Hands every output back, filled or not, and gathers them: `out` itself, or a new dict. */
+static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p, int status) {
+    bool given = !moq_arg_absent(out);
+    PyObject *result = status < 0 ? NULL : given ? Py_NewRef(out) : PyDict_New();
+    for (int i = 0; i < p->out_count; i++) {
+        PyObject *object = moq_arg_finish(state, p->out_object[i], &p->out[i], result ? 0 : -1);
+        if (!object || (!given && PyDict_SetItemString(result, p->out_name[i], object) < 0))
+            Py_CLEAR(result);
+        Py_XDECREF(object);
+    }
+    return result;
+}
+
+static PyObject *prepare_with(moq_state *state, plan_object *self, PyObject *sources, PyObject *out,
+                              prepare_args *p) {
+    moq_linear_params params = {0};
+    int status = -1;
+    if (take_sources(state, &self->spec, sources, p) == 0 &&
+        open_outputs(state, &self->spec, out, p, &params) == 0)
+        status = prepare_values(state, &self->spec, p, &params);
+    return close_outputs(state, out, p, status);
+}
+
+static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
+
+static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    moq_state *state = state_of(self);
+    PyObject *v[2];
+    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
+        return NULL;
+    prepare_args *p = calloc(1, sizeof *p);
+    if (!p)
+        return PyErr_NoMemory();
+    PyObject *result = prepare_with(state, (plan_object *)self, v[0], v[1], p);
+    release_prepare(p);
+    return result;
+}
+
+/* ---- run ---- */
+
+enum { RUN_X, RUN_BIAS, RUN_OUT, RUN_FIRST_PARAM, RUN_ARGS = RUN_FIRST_PARAM + MOQ_MAX_PARAMS };
+
+static int take_params(moq_state *state, const moq_linear_spec *spec, PyObject *mapping,
+                       moq_arg *args, moq_linear_params *params) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = moq_linear_prepared_params(spec, wanted);
+    for (int i = 0; i < count; i++) {
+        moq_keyword keyword = strcmp(wanted[i].name, "output_scale") == 0   ? KW_output_scale
+                              : strcmp(wanted[i].name, "input_scale") == 0  ? KW_input_scale
+                              : strcmp(wanted[i].name, "weight_scale") == 0 ? KW_weight_scale
+                                                                            : KW_weight;
+        PyObject *object = lookup(mapping, state->keyword[keyword]);
+        if (PyErr_Occurred())
+            return -1;
+        if (!object)
+            continue;
+        moq_arg *arg = &args[RUN_FIRST_PARAM + i];
+        if (take(state, spec, object, wanted[i].name, wanted[i].dtype, arg) < 0)
+            return -1;
+        *moq_linear_param(params, wanted[i].name) = arg->view;
+    }
+    return 0;
+}
+
+/* y: `out`, apart from everything that is read, or a new tensor of x's kind. */
+static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                        moq_arg *args) {
+    int64_t shape[MOQ_MAX_NDIM];
+    moq_arg *x = &args[RUN_X], *y = &args[RUN_OUT];
+    moq_err err;
+    if (moq_linear_output_shape(spec, &x->view, shape, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    PyObject *result = moq_arg_output(state, out, x, spec->dtype, x->view.ndim, shape, y);
+    if (!result || moq_arg_absent(out))
+        return result;
+    int status = check_device(spec, y);
+    for (int i = 0; i < RUN_ARGS && status == 0; i++) {
+        if (i != RUN_OUT && args[i].object)
+            status = moq_arg_refuse_overlap(y, &args[i]);
+    }
+    return status == 0 ? result : moq_arg_finish(state, result, y, status);
+}
+
+static int take_inputs(moq_state *state, const moq_linear_spec *spec, PyObject **v, moq_arg *args,
+                       moq_linear_params *params) {
+    if (take(state, spec, v[0], "x", spec->dtype, &args[RUN_X]) < 0 ||
+        take_params(state, spec, v[1], args, params) < 0)
+        return -1;
+    if (moq_arg_absent(v[2]))
+        return 0;
+    if (take(state, spec, v[2], "bias", MOQ_DT_NONE, &args[RUN_BIAS]) < 0)
+        return -1;
+    return args[RUN_BIAS].view.dtype == MOQ_DT_F32
+               ? 0
+               : moq_arg_reinterpret(&args[RUN_BIAS], spec->dtype);
+}
+
+static PyObject *run_with(moq_state *state, plan_object *self, PyObject **v, moq_arg *args) {
+    const moq_linear_spec *spec = &self->spec;
+    const moq_tensor *bias = moq_arg_absent(v[2]) ? NULL : &args[RUN_BIAS].view;
+    moq_linear_params params = {0};
+    moq_err err;
+    moq_status status;
+    PyObject *result;
+    if (take_inputs(state, spec, v, args, &params) < 0)
+        return NULL;
+    result = open_y(state, spec, v[3], args);
+    if (!result)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_linear_run(spec, &self->plan, &params, &args[RUN_X].view, bias,
+                            &args[RUN_OUT].view, &err);
+    Py_END_ALLOW_THREADS
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return moq_arg_finish(state, result, &args[RUN_OUT], status == MOQ_OK ? 0 : -1);
+}
+
+static const moq_signature RUN = {"run", 5, 2, 5, {KW_x, KW_params, KW_bias, KW_out, KW_stream}};
+
+static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, PyObject *kwnames) {
+    moq_state *state = state_of(self);
+    PyObject *v[5];
+    moq_arg args[RUN_ARGS] = {0};
+    if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0)
+        return NULL;
+    if (!moq_arg_absent(v[4])) {
+        PyErr_SetString(PyExc_ValueError, "stream: expected None for a layer on the CPU");
+        return NULL;
+    }
+    PyObject *result = run_with(state, (plan_object *)self, v, args);
+    for (int i = 0; i < RUN_ARGS; i++)
+        moq_arg_release(&args[i]);
+    return result;
+}
+
+/* ---- the type ---- */
+
+static void deallocate(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef PLAN_METHODS[] = {
+    {"checkpoint_params", checkpoint_params, METH_NOARGS,
+     "checkpoint_params() -> list of (name, shape, dtype, role, required)"},
+    {"prepared_params", prepared_params, METH_NOARGS,
+     "prepared_params() -> list of (name, shape, dtype, role, required)"},
+    {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many rows"},
+    {"explain", explain, METH_NOARGS,
+     "explain() -> list of (kernel, reason it cannot run or None)"},
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
+     "prepare(params, out=None) -> dict of prepared tensors"},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
+     "run(x, params, bias=None, out=None, stream=None) -> y"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot PLAN_SLOTS[] = {
+    {Py_tp_doc, "A linear layer, resolved and planned; made by linear_plan()."},
+    {Py_tp_dealloc, (void *)deallocate},
+    {Py_tp_methods, PLAN_METHODS},
+    {0, NULL},
+};
+
+static PyType_Spec PLAN_TYPE = {
+    .name = "moqext._C.LinearPlan",
+    .basicsize = sizeof(plan_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = PLAN_SLOTS,
+};
+
+static PyMethodDef METHODS[] = {
+    {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
+     "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute) -> "
+     "LinearPlan"},
+    {NULL, NULL, 0, NULL},
+};
+
+int moq_add_linear(PyObject *module, moq_state *state) {
+    state->linear_plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &PLAN_TYPE, NULL);
+    if (!state->linear_plan_type || PyModule_AddType(module, state->linear_plan_type) < 0)
+        return -1;
+    return PyModule_AddFunctions(module, METHODS);
+}

@@ -1,0 +1,215 @@
+/* Resolution of a linear layer's description: see linear.h. Shapes follow what ModelOpt exports. */
+#include "core/linear.h"
+
+#include "core/formats.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef struct {
+    const char *algo;
+    moq_weight_layout checkpoint;
+    moq_input_mode input; /* of compute "exact" */
+    bool input_scale;
+    int32_t group_size;
+} algo_row;
+
+/* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
+ * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
+static const algo_row ALGOS[] = {
+    {"FP8", MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true, 0},
+    {"FP8_PER_CHANNEL_PER_TOKEN", MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false, 0},
+    {"FP8_PB_WO", MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false, MOQ_FP8_BLOCK},
+    {"NVFP4", MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, MOQ_NVFP4_GROUP},
+    {"W4A16_NVFP4", MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false, MOQ_NVFP4_GROUP},
+};
+
+static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4";
+
+static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4"};
+
+static const algo_row *find_algo(const char *name) {
+    for (size_t i = 0; i < sizeof ALGOS / sizeof *ALGOS; i++) {
+        if (strcmp(ALGOS[i].algo, name) == 0)
+            return &ALGOS[i];
+    }
+    return NULL;
+}
+
+static moq_status parse_compute(const char *name, moq_compute *compute, moq_err *err) {
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(COMPUTE_NAMES[i], name) == 0) {
+            *compute = (moq_compute)i;
+            return MOQ_OK;
+        }
+    }
+    return moq_fail(err, MOQ_ERR_VALUE,
+                    "compute: expected \"exact\", \"fp8\" or \"fp4\", got \"%s\"", name);
+}
+
+static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
+    if (spec->compute == MOQ_COMPUTE_EXACT)
+        return MOQ_OK;
+    if (spec->checkpoint != MOQ_WEIGHT_E2M1)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"",
+                        moq_compute_name(spec->compute), spec->algo);
+    if (spec->compute == MOQ_COMPUTE_FP8) {
+        spec->weight = MOQ_WEIGHT_E4M3_ROW;
+        spec->input = MOQ_INPUT_E4M3_TOKEN;
+        return MOQ_OK;
+    }
+    if (!spec->checkpoint_input_scale || spec->group_size != MOQ_NVFP4_GROUP)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "compute \"fp4\" needs NVFP4 with groups of 16; %s with groups of %d runs "
+                        "with compute \"exact\" or \"fp8\"",
+                        spec->algo, (int)spec->group_size);
+    spec->input = MOQ_INPUT_NVFP4;
+    return MOQ_OK;
+}
+
+static moq_status check_group(const algo_row *row, int64_t group_size, moq_linear_spec *spec,
+                              moq_err *err) {
+    int64_t group = group_size ? group_size : row->group_size;
+    bool known = row->checkpoint == MOQ_WEIGHT_E2M1
+                     ? group == MOQ_NVFP4_GROUP || group == MOQ_MX_GROUP
+                     : group == row->group_size;
+    if (!known)
+        return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected %s for %s, got %lld",
+                        row->checkpoint == MOQ_WEIGHT_E2M1 ? "16 or 32"
+                        : row->group_size                  ? "128"
+                                                           : "none",
+                        row->algo, (long long)group);
+    spec->group_size = (int32_t)group;
+    return MOQ_OK;
+}
+
+static moq_status check_sizes(int64_t in_features, const int64_t *partitions, int32_t count,
+                              moq_linear_spec *spec, moq_err *err) {
+    int64_t limit = INT32_MAX; /* far above any layer; keeps every product below within int64 */
+    if (in_features < 1 || in_features > limit)
+        return moq_fail(err, MOQ_ERR_VALUE, "in_features: expected 1 to %lld, got %lld",
+                        (long long)limit, (long long)in_features);
+    if (count < 1 || count > MOQ_MAX_PARTITIONS)
+        return moq_fail(err, MOQ_ERR_VALUE, "out_partitions: expected 1 to %d sizes, got %d",
+                        MOQ_MAX_PARTITIONS, (int)count);
+    spec->in_features = in_features;
+    spec->out_features = 0;
+    spec->partition_count = count;
+    for (int32_t i = 0; i < count; i++) {
+        if (partitions[i] < 1 || partitions[i] > limit)
+            return moq_fail(err, MOQ_ERR_VALUE, "out_partitions[%d]: expected 1 to %lld, got %lld",
+                            (int)i, (long long)limit, (long long)partitions[i]);
+        spec->partition[i] = partitions[i];
+        spec->out_features += partitions[i];
+    }
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1 && in_features % spec->group_size)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "in_features: expected a multiple of the group size %d for %s, got %lld",
+                        (int)spec->group_size, spec->algo, (long long)in_features);
+    return MOQ_OK;
+}
+
+moq_status moq_linear_resolve(const char *algo, const char *compute, const char *dtype,
+                              moq_device device, int64_t in_features, const int64_t *partitions,
+                              int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
+                              moq_err *err) {
+    const algo_row *row = find_algo(algo);
+    *spec = (moq_linear_spec){.device = device};
+    if (!row)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quant_algo \"%s\" has no linear method; supported are %s", algo, RUNNABLE);
+    spec->algo = row->algo;
+    spec->checkpoint = spec->weight = row->checkpoint;
+    spec->input = row->input;
+    spec->checkpoint_input_scale = row->input_scale;
+    spec->dtype = moq_dtype_from_name(dtype);
+    if (spec->dtype != MOQ_DT_BF16 && spec->dtype != MOQ_DT_F16 && spec->dtype != MOQ_DT_F32)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "dtype: expected \"bfloat16\", \"float16\" or \"float32\", got \"%s\"",
+                        dtype);
+    MOQ_TRY(parse_compute(compute, &spec->compute, err));
+    MOQ_TRY(check_group(row, group_size, spec, err));
+    MOQ_TRY(check_sizes(in_features, partitions, partition_count, spec, err));
+    return apply_compute(spec, err);
+}
+
+static int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+int64_t moq_linear_block_rows(const moq_linear_spec *spec) {
+    int64_t rows = 0;
+    for (int32_t i = 0; i < spec->partition_count; i++)
+        rows += ceil_div(spec->partition[i], MOQ_FP8_BLOCK);
+    return rows;
+}
+
+int64_t moq_linear_scale_columns(const moq_linear_spec *spec) {
+    return spec->group_size ? ceil_div(spec->in_features, spec->group_size) : 1;
+}
+
+static moq_param_spec matrix(const char *name, const char *role, moq_dtype dtype, int64_t rows,
+                             int64_t columns) {
+    return (moq_param_spec){name, role, dtype, 2, {rows, columns}, true};
+}
+
+static moq_param_spec vector(const char *name, const char *role, int64_t size, bool required) {
+    return (moq_param_spec){name, role, MOQ_DT_F32, 1, {size, 0}, required};
+}
+
+static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
+                         moq_param_spec *params) {
+    int64_t n = spec->out_features, k = spec->in_features;
+    int64_t columns = moq_linear_scale_columns(spec);
+    switch (layout) {
+    case MOQ_WEIGHT_E4M3_ROW:
+        params[0] = matrix("weight", "codes", MOQ_DT_E4M3, n, k);
+        return 1;
+    case MOQ_WEIGHT_E4M3_BLOCK:
+        params[0] = matrix("weight", "codes", MOQ_DT_E4M3, n, k);
+        params[1] =
+            matrix("weight_scale", "scale", MOQ_DT_F32, moq_linear_block_rows(spec), columns);
+        return 2;
+    case MOQ_WEIGHT_E2M1:
+        params[0] = matrix("weight", "codes", MOQ_DT_E2M1X2, n, k / 2);
+        params[1] = matrix("weight_scale", "scale", MOQ_DT_E4M3, n, columns);
+        return 2;
+    }
+    return 0;
+}
+
+int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params) {
+    int64_t parts = spec->partition_count;
+    bool per_row = strcmp(spec->algo, "FP8_PER_CHANNEL_PER_TOKEN") == 0;
+    int count = weight_params(spec, spec->checkpoint, params);
+    if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW)
+        params[count++] =
+            vector("weight_scale", "scale", per_row ? spec->out_features : parts, true);
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1)
+        params[count++] = vector("weight_scale_2", "scale", parts, true);
+    if (spec->checkpoint_input_scale)
+        params[count++] = vector("input_scale", "scale", parts, false);
+    return count;
+}
+
+int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params) {
+    int count = weight_params(spec, spec->weight, params);
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
+        params[count++] = vector("output_scale", "factor", spec->out_features, true);
+    if (spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4)
+        params[count++] = vector("input_scale", "scale", spec->partition_count, false);
+    return count;
+}
+
+const char *moq_compute_name(moq_compute compute) {
+    return COMPUTE_NAMES[compute];
+}
+
+const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size) {
+    snprintf(buffer, size, "%s %lldx%lld, compute %s, %s on %s", spec->algo,
+             (long long)spec->out_features, (long long)spec->in_features,
+             moq_compute_name(spec->compute), moq_dtype_name(spec->dtype),
+             spec->device.kind == MOQ_CPU ? "cpu" : "cuda");
+    return buffer;
+}

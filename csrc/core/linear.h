@@ -1,0 +1,95 @@
+/* What a quantized linear layer is, independent of who computes it.
+ *
+ * y[m, n] = round(sum_k X[m, k] * W[n, k] + bias[n]), where W is what the checkpoint's codes and
+ * scales mean, and X the activation after the treatment that the algorithm prescribes. Several
+ * layers fused along rows ("partitions": q, k, v) keep their own scales: a factor per output row
+ * carries every scale that is constant along K, so that nothing is requantized to a common one.
+ *
+ * A spec is resolved once from names and sizes; it tells which tensors the checkpoint holds for the
+ * layer, which ones the prepared form holds, and what a kernel has to do. */
+#ifndef MOQ_CORE_LINEAR_H
+#define MOQ_CORE_LINEAR_H
+
+#include "core/tensor.h"
+
+#define MOQ_MAX_PARTITIONS 64
+#define MOQ_MAX_PARAMS     4
+
+typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4 } moq_compute;
+
+typedef enum {
+    MOQ_WEIGHT_E4M3_ROW,   /* e4m3 [N, K]; one factor per row */
+    MOQ_WEIGHT_E4M3_BLOCK, /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
+    MOQ_WEIGHT_E2M1        /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+} moq_weight_layout;
+
+typedef enum {
+    MOQ_INPUT_AS_IS,       /* activations are not quantized */
+    MOQ_INPUT_E4M3_TENSOR, /* one scale: the layer's input_scale, or amax / 448 without one */
+    MOQ_INPUT_E4M3_TOKEN,  /* one scale per row of x, from its amax */
+    MOQ_INPUT_E4M3_GROUP,  /* one scale per row and 128 columns */
+    MOQ_INPUT_NVFP4        /* e2m1 codes, e4m3 scale per 16 columns, second-level input_scale */
+} moq_input_mode;
+
+typedef struct {
+    const char *algo; /* canonical name, static storage */
+    moq_compute compute;
+    moq_dtype dtype; /* of x and y: bfloat16, float16 or float32 */
+    moq_device device;
+    moq_weight_layout checkpoint; /* as the checkpoint stores the weight */
+    moq_weight_layout weight;     /* as the kernel gets it */
+    moq_input_mode input;
+    bool checkpoint_input_scale; /* the algorithm writes an input_scale (it may still be absent) */
+    int32_t group_size;          /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */
+    int64_t in_features;
+    int64_t out_features; /* sum of the partitions */
+    int32_t partition_count;
+    int64_t partition[MOQ_MAX_PARTITIONS];
+} moq_linear_spec;
+
+typedef struct {
+    const char *name;
+    const char *role; /* "codes", "scale", "factor" */
+    moq_dtype dtype;
+    int32_t ndim;
+    int64_t shape[2];
+    bool required;
+} moq_param_spec;
+
+/* Resolves names and sizes. MOQ_ERR_UNSUPPORTED for an algorithm or compute mode that has no
+ * linear method, MOQ_ERR_VALUE for sizes no checkpoint can hold. group_size 0 means the default. */
+moq_status moq_linear_resolve(const char *algo, const char *compute, const char *dtype,
+                              moq_device device, int64_t in_features, const int64_t *partitions,
+                              int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
+                              moq_err *err);
+
+/* Number of rows of 128 x 128 block scales: every partition starts a new row of blocks. */
+int64_t moq_linear_block_rows(const moq_linear_spec *spec);
+/* Columns of the scale that runs along K: ceil(K / group_size). */
+int64_t moq_linear_scale_columns(const moq_linear_spec *spec);
+
+/* The tensors of the checkpoint for this layer, and those of its prepared form; returns the count,
+ * at most MOQ_MAX_PARAMS. */
+int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params);
+int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params);
+
+/* "NVFP4 4096x14336, compute exact, bfloat16", for messages and explanations. */
+const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size);
+const char *moq_compute_name(moq_compute compute);
+
+/* One call of a prepared linear: everything a kernel reads and writes, already checked. The rows of
+ * x may have any strides, those of y are contiguous. */
+typedef struct {
+    const moq_linear_spec *spec;
+    int64_t m;                 /* rows of x and y */
+    const moq_tensor *x;       /* [..., K] */
+    const moq_tensor *y;       /* [..., N] */
+    const uint8_t *weight;     /* [N, K] or [N, K / 2] */
+    const void *weight_scale;  /* e4m3 [N, K / group], float32 [block rows, K blocks], or NULL */
+    const float *output_scale; /* [N], or NULL for blocks */
+    const float *input_scale;  /* [partitions], or NULL: dynamic */
+    const void *bias;          /* [N] of bias_dtype, or NULL */
+    moq_dtype bias_dtype;
+} moq_linear_call;
+
+#endif

@@ -1,0 +1,121 @@
+/* The call of a linear: shapes and layouts checked, a kernel picked, launched. See ops/linear.h. */
+#include "ops/linear.h"
+
+#include <string.h>
+
+static moq_status check_x(const moq_linear_spec *spec, const moq_tensor *x, moq_err *err) {
+    char shape[128];
+    if (x->dtype != spec->dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(spec->dtype),
+                        moq_dtype_name(x->dtype));
+    if (x->ndim < 1 || x->shape[x->ndim - 1] != spec->in_features)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",
+                        (long long)spec->in_features, moq_shape_text(x, shape, sizeof shape));
+    return MOQ_OK;
+}
+
+moq_status moq_linear_output_shape(const moq_linear_spec *spec, const moq_tensor *x, int64_t *shape,
+                                   moq_err *err) {
+    MOQ_TRY(check_x(spec, x, err));
+    memcpy(shape, x->shape, (size_t)x->ndim * sizeof *shape);
+    shape[x->ndim - 1] = spec->out_features;
+    return MOQ_OK;
+}
+
+static moq_status check_y(const moq_linear_spec *spec, const moq_tensor *x, const moq_tensor *y,
+                          moq_err *err) {
+    char got[128], expected[128];
+    moq_tensor wanted = *x;
+    wanted.shape[wanted.ndim - 1] = spec->out_features;
+    if (y->dtype != spec->dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(spec->dtype),
+                        moq_dtype_name(y->dtype));
+    if (y->ndim != x->ndim ||
+        memcmp(y->shape, wanted.shape, (size_t)y->ndim * sizeof *y->shape) != 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
+                        moq_shape_text(&wanted, expected, sizeof expected),
+                        moq_shape_text(y, got, sizeof got));
+    if (moq_tensor_numel(y) > 0 && spec->out_features > 1 && y->stride[y->ndim - 1] != 1)
+        return moq_fail(err, MOQ_ERR_BUFFER, "out: expected contiguous rows, got a stride of %lld",
+                        (long long)y->stride[y->ndim - 1]);
+    return MOQ_OK;
+}
+
+static moq_status check_bias(const moq_linear_spec *spec, const moq_tensor *bias, moq_err *err) {
+    char shape[128];
+    if (!bias)
+        return MOQ_OK;
+    if (bias->dtype != spec->dtype && bias->dtype != MOQ_DT_F32)
+        return moq_fail(err, MOQ_ERR_TYPE, "bias: expected %s or float32, got %s",
+                        moq_dtype_name(spec->dtype), moq_dtype_name(bias->dtype));
+    if (bias->ndim != 1 || bias->shape[0] != spec->out_features)
+        return moq_fail(err, MOQ_ERR_VALUE, "bias: expected shape [%lld], got %s",
+                        (long long)spec->out_features, moq_shape_text(bias, shape, sizeof shape));
+    if (!moq_tensor_is_contiguous(bias))
+        return moq_fail(err, MOQ_ERR_BUFFER, "bias: expected a contiguous tensor");
+    return MOQ_OK;
+}
+
+static moq_status check_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
+    char expected[128], got[128];
+    moq_tensor shape = {.ndim = wanted->ndim};
+    if (t->dtype == MOQ_DT_NONE) {
+        if (wanted->required)
+            return moq_fail(err, MOQ_ERR_VALUE, "params[\"%s\"]: missing", wanted->name);
+        return MOQ_OK;
+    }
+    memcpy(shape.shape, wanted->shape, sizeof wanted->shape);
+    if (t->dtype != wanted->dtype || t->ndim != wanted->ndim ||
+        memcmp(t->shape, wanted->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "params[\"%s\"]: expected %s of shape %s, got %s of shape %s", wanted->name,
+                        moq_dtype_name(wanted->dtype),
+                        moq_shape_text(&shape, expected, sizeof expected), moq_dtype_name(t->dtype),
+                        moq_shape_text(t, got, sizeof got));
+    if (!moq_tensor_is_contiguous(t))
+        return moq_fail(err, MOQ_ERR_BUFFER, "params[\"%s\"]: expected a contiguous tensor",
+                        wanted->name);
+    return MOQ_OK;
+}
+
+moq_tensor *moq_linear_param(moq_linear_params *params, const char *name) {
+    if (strcmp(name, "weight") == 0)
+        return &params->weight;
+    if (strcmp(name, "weight_scale") == 0)
+        return &params->weight_scale;
+    return strcmp(name, "output_scale") == 0 ? &params->output_scale : &params->input_scale;
+}
+
+static moq_status check_params(const moq_linear_spec *spec, const moq_linear_params *params,
+                               moq_err *err) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = moq_linear_prepared_params(spec, wanted);
+    for (int i = 0; i < count; i++)
+        MOQ_TRY(check_param(&wanted[i],
+                            moq_linear_param((moq_linear_params *)params, wanted[i].name), err));
+    return MOQ_OK;
+}
+
+moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *plan,
+                          const moq_linear_params *params, const moq_tensor *x,
+                          const moq_tensor *bias, const moq_tensor *y, moq_err *err) {
+    MOQ_TRY(check_x(spec, x, err));
+    MOQ_TRY(check_y(spec, x, y, err));
+    MOQ_TRY(check_bias(spec, bias, err));
+    MOQ_TRY(check_params(spec, params, err));
+    moq_linear_call call = {
+        .spec = spec,
+        .m = moq_tensor_numel(x) / spec->in_features,
+        .x = x,
+        .y = y,
+        .weight = params->weight.data,
+        .weight_scale = params->weight_scale.data,
+        .output_scale = params->output_scale.data,
+        .input_scale = params->input_scale.data,
+        .bias = bias ? bias->data : NULL,
+        .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
+    };
+    if (call.m == 0)
+        return MOQ_OK;
+    return moq_linear_pick(plan, spec, call.m)->run(&call, err);
+}

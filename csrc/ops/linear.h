@@ -1,0 +1,49 @@
+/* The linear operation: weight processing and the call, validated and planned, still without
+ * Python. Everything is checked before the first byte is written. */
+#ifndef MOQ_OPS_LINEAR_H
+#define MOQ_OPS_LINEAR_H
+
+#include "core/linear.h"
+#include "ops/plan.h"
+
+/* A tensor of the checkpoint: absent (count 0), one tensor for the whole layer (count 1), or one
+ * per partition. */
+typedef struct {
+    int32_t count;
+    const moq_tensor *part; /* [count] */
+} moq_source;
+
+typedef struct {
+    moq_source weight;
+    moq_source weight_scale;
+    moq_source weight_scale_2;
+    moq_source input_scale;
+} moq_linear_sources;
+
+/* The prepared tensors of a layer: contiguous, of the shapes moq_linear_prepared_params gives.
+ * dtype MOQ_DT_NONE marks one that is absent. */
+typedef struct {
+    moq_tensor weight;
+    moq_tensor weight_scale;
+    moq_tensor output_scale;
+    moq_tensor input_scale;
+} moq_linear_params;
+
+/* The tensor of a prepared parameter, by its name in moq_linear_prepared_params. */
+moq_tensor *moq_linear_param(moq_linear_params *params, const char *name);
+
+/* Turns checkpoint tensors into prepared ones. */
+moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                              moq_linear_params *params, moq_err *err);
+
+/* y = x W^T + bias. x is [..., in_features] with any strides, y [..., out_features] with contiguous
+ * rows; bias, of x's dtype or float32, may be NULL. */
+moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *plan,
+                          const moq_linear_params *params, const moq_tensor *x,
+                          const moq_tensor *bias, const moq_tensor *y, moq_err *err);
+
+/* The shape of y for an x; fails as moq_linear_run would. */
+moq_status moq_linear_output_shape(const moq_linear_spec *spec, const moq_tensor *x, int64_t *shape,
+                                   moq_err *err);
+
+#endif

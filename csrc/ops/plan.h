@@ -1,0 +1,40 @@
+/* Which kernel runs a linear: one table, a pure predicate and a cost estimate per row.
+ *
+ * `can_run` looks only at the description of the problem, so the choice is testable on a machine
+ * without the device. A plan keeps the kernels that can run a layer; each call takes the cheapest
+ * for its number of rows. The reasons of the others are kept for explain(). */
+#ifndef MOQ_OPS_PLAN_H
+#define MOQ_OPS_PLAN_H
+
+#include "core/linear.h"
+
+#define MOQ_MAX_KERNELS 16
+
+typedef struct {
+    const char *family; /* "cpu" */
+    const char *name;   /* "portable" */
+    /* Writes the reason and returns false when the kernel cannot serve this spec. */
+    bool (*can_run)(const moq_linear_spec *spec, char *reason, size_t size);
+    /* Estimated seconds for m rows; only the order between kernels matters. */
+    double (*cost)(const moq_linear_spec *spec, int64_t m);
+    moq_status (*run)(const moq_linear_call *call, moq_err *err);
+} moq_linear_kernel;
+
+typedef struct {
+    int count;
+    const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
+} moq_linear_plan;
+
+/* The rows of the table; NULL past the last. */
+const moq_linear_kernel *moq_linear_kernel_at(int index);
+
+/* Collects the kernels that can run `spec`, or fails with MOQ_ERR_UNSUPPORTED and every kernel's
+ * reason. `forced` is the value of MOQEXT_KERNEL, "family:name", or NULL. */
+moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
+                                moq_linear_plan *plan, moq_err *err);
+
+/* The cheapest kernel of a plan for m rows; never NULL for a plan that was made. */
+const moq_linear_kernel *moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
+                                         int64_t m);
+
+#endif

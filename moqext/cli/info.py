@@ -1,0 +1,77 @@
+"""`python -m moqext info`: what was built, what this machine offers, and why something is missing."""
+
+import argparse
+import json
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+
+from moqext import _C
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declares the subcommand."""
+    parser = subparsers.add_parser(
+        "info",
+        help="version, build, CPU and CUDA",
+        description="Prints the version, how the extension was built, the vector extensions of the CPU, and "
+        "the CUDA devices or the reason why there are none.",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def collect() -> dict[str, Any]:
+    """The facts that `info` prints, as plain data."""
+    build = _C.build_info()
+    try:
+        devices, reason = _C.cuda_devices(), None
+    except RuntimeError as error:
+        devices, reason = [], str(error)
+    return {
+        "version": build["version"],
+        "commit": build["commit"],
+        "compiler": build["compiler"],
+        "flags": build["flags"],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "isa": _C.cpu_isa(),
+        "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
+        "cuda_built": build["cuda"],
+        "cuda_archs": [arch for arch in build["cuda_archs"].split(";") if arch],
+        "cuda_devices": devices,
+        "cuda_reason": reason,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Executes the subcommand and returns the exit status."""
+    facts = collect()
+    if args.json:
+        json.dump(facts, sys.stdout)
+        print()
+        return 0
+    archs = " ".join(facts["cuda_archs"])
+    lines = [
+        ("moqext", f"{facts['version']} (commit {facts['commit']})"),
+        (
+            "build",
+            f"compiler {facts['compiler']}, {'CUDA for ' + archs if facts['cuda_built'] else 'CPU only'}",
+        ),
+        ("flags", facts["flags"]),
+        ("python", f"{facts['python']}, NumPy {facts['numpy']}"),
+        ("cpu", f"{facts['machine']}, {' '.join(facts['isa']) or 'no vector extension known'}"),
+        ("kernels", " ".join(facts["cpu_kernels"])),
+        ("cuda", facts["cuda_reason"] or f"{len(facts['cuda_devices'])} device(s)"),
+    ]
+    for device in facts["cuda_devices"]:
+        major, minor = device["capability"]
+        memory = device["memory"] / 2**30
+        name = f"{device['name']}, capability {major}.{minor}, {device['sm_count']} SMs, {memory:.0f} GiB"
+        lines.append((f"cuda:{device['index']}", name))
+    for key, value in lines:
+        print(f"{key:8} {value}")
+    return 0

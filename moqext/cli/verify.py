@@ -1,0 +1,127 @@
+"""`python -m moqext verify`: every quantized linear of a checkpoint against the reference."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from moqext.checkpoint import Checkpoint
+from moqext.verify import LIMITS, Row, select_linears, verify_checkpoint
+
+SCHEMA = 1
+"""Version of the JSON output; raised when a key changes its meaning."""
+
+_HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "max error", "time")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declares the subcommand."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="load, run and check every quantized linear",
+        description="Loads every quantized linear of a checkpoint, prepares it, runs it on random "
+        "activations and compares the result with an independent float64 reference. Exit status: 0 all "
+        "within the limits, 1 a layer failed or could not run as stored, 2 nothing could be verified.",
+    )
+    parser.add_argument("directory", help="a ModelOpt checkpoint")
+    parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda[:N]"')
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
+    parser.add_argument(
+        "--compute", default="exact", choices=("exact", "fp8", "fp4"), help="how NVFP4 weights are multiplied"
+    )
+    parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches")
+    parser.add_argument("--tokens", type=_positive, default=16, metavar="M", help="rows of activations (16)")
+    parser.add_argument("--seed", type=int, help="of the activations; a fresh one is drawn and printed")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Executes the subcommand and returns the exit status."""
+    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
+    options = {"tokens": args.tokens, "device": args.device, "dtype": args.dtype, "compute": args.compute}
+    with Checkpoint(args.directory) as checkpoint:
+        records = select_linears(checkpoint, args.layers)
+        rows = list(_with_progress(verify_checkpoint(checkpoint, records, seed, **options), len(records)))
+    if args.json:
+        print(
+            json.dumps({"schema": SCHEMA, "seed": seed, **options, "rows": [row.as_dict() for row in rows]})
+        )
+    else:
+        _print_table(rows)
+        _print_summary(rows, seed, args.dtype)
+    return _status(rows)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+def _status(rows: list[Row]) -> int:
+    if any(row.status in ("failed", "error") for row in rows):
+        return 1
+    return 0 if any(row.status == "ok" for row in rows) else 2
+
+
+def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
+    """Passes the rows on and draws a bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from rows
+        return
+    for done, row in enumerate(rows, 1):
+        width = max(10, min(40, shutil.get_terminal_size().columns - 40))
+        filled = width * done // total
+        bar = "#" * filled + "." * (width - filled)
+        print(f"\r\x1b[K[{bar}] {done}/{total} {row.layer[-30:]}", end="", file=sys.stderr, flush=True)
+        yield row
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    shape = "x".join(map(str, row.shape))
+    if row.relative_error is None or row.max_error is None or row.run_seconds is None:
+        return (row.layer, row.quant_algo, shape, row.status, "", "", "")
+    error = f"{row.relative_error:.2e}" + (" !" if row.status == "failed" else "")
+    return (
+        row.layer,
+        row.quant_algo,
+        shape,
+        row.kernel,
+        error,
+        f"{row.max_error:.2e}",
+        _duration(row.run_seconds),
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _print_table(rows: list[Row]) -> None:
+    table = [_HEAD, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
+    for line in table:
+        left = [cell.ljust(width) for cell, width in zip(line[:4], widths[:4], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
+        print("  ".join([*left, *right]).rstrip())
+
+
+def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.status] = counts.get(row.status, 0) + 1
+    relative, largest = LIMITS[dtype]
+    text = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no quantized linear"
+    print(f"\n{text}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}")
+    seen: dict[str, Any] = {}
+    for row in rows:
+        if row.message:
+            seen.setdefault(row.message, row.layer)
+    for message, layer in seen.items():
+        print(f"  {layer}: {message}")

@@ -1,0 +1,114 @@
+"""KVCacheMethod: the scales of a quantized key/value cache, resolved and checked.
+
+A checkpoint stores one scale for the keys and one for the values of an attention layer (dequantized =
+code x scale), sometimes one for the queries, often none at all although the cache format is announced.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moqext._C import UnsupportedQuantization
+from moqext.linear import ParamSpec
+
+SUPPORTED = ("FP8", "NVFP4")
+_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+class KVScales(NamedTuple):
+    """Scales an attention kernel uses: quantized = value / scale.
+
+    Attributes:
+        k_scale: Of the keys.
+        v_scale: Of the values.
+        q_scale: Of the queries, for attention that runs in FP8.
+        calibrated: True when the checkpoint had at least one of k_scale and v_scale.
+        notes: What was assumed, in sentences; empty when every scale came from the checkpoint.
+    """
+
+    k_scale: float
+    v_scale: float
+    q_scale: float
+    calibrated: bool
+    notes: tuple[str, ...]
+
+
+class KVCacheMethod:
+    """The cache of one attention layer.
+
+    Args:
+        kv_cache_quant_algo: "FP8", "NVFP4", or None for a cache that is not quantized.
+
+    Raises:
+        UnsupportedQuantization: Another recognised cache format ("INT8", "NVFP4_AFFINE").
+    """
+
+    __slots__ = ("kv_cache_quant_algo",)
+
+    def __init__(self, kv_cache_quant_algo: str | None) -> None:
+        if kv_cache_quant_algo is not None and kv_cache_quant_algo not in SUPPORTED:
+            raise UnsupportedQuantization(
+                f"kv_cache_quant_algo {kv_cache_quant_algo!r} has no cache method; "
+                f"supported are {', '.join(SUPPORTED)} and None"
+            )
+        self.kv_cache_quant_algo = kv_cache_quant_algo
+
+    @property
+    def checkpoint_params(self) -> dict[str, ParamSpec]:
+        """The scalars a checkpoint may hold for an attention layer; shape () or (1,)."""
+        return {name: ParamSpec((), "float32", "scale", False) for name in _SCALES}
+
+    def prepare(self, params: Mapping[str, Any]) -> KVScales:
+        """Resolves the scales of one layer.
+
+        Both of k_scale and v_scale: used as they are. One of them: it serves both. Neither: 1.0, which is
+        what presets without calibration mean. q_scale: 1.0 where it is missing. A cache that is not
+        quantized has 1.0 everywhere, whatever the checkpoint holds.
+
+        Args:
+            params: "k_scale", "v_scale" and "q_scale" as tensors of one value or as floats; any may be
+                missing or None.
+
+        Raises:
+            ValueError: A scale that is zero, negative, infinite or NaN, has more than one value, or has
+                another name.
+        """
+        unknown = sorted(set(params) - set(_SCALES))
+        if unknown:
+            raise ValueError(f"params: expected only {', '.join(_SCALES)}, got {', '.join(unknown)}")
+        scales = {name: _scale(name, params.get(name)) for name in _SCALES}
+        if self.kv_cache_quant_algo is None:
+            return KVScales(1.0, 1.0, 1.0, False, ())
+        notes = []
+        k, v, q = scales["k_scale"], scales["v_scale"], scales["q_scale"]
+        calibrated = not (k is None and v is None)
+        if not calibrated:
+            notes.append("no k_scale and no v_scale: both are 1.0")
+        elif k is None or v is None:
+            present, missing = ("v_scale", "k_scale") if k is None else ("k_scale", "v_scale")
+            notes.append(f"no {missing}: {present} serves both")
+        if q is None:
+            q = 1.0
+            notes.append("no q_scale: it is 1.0")
+        k, v = k or v or 1.0, v or k or 1.0
+        if calibrated and k == v == 1.0:
+            notes.append(
+                "k_scale and v_scale are exactly 1.0: the producer clamped them, or did not calibrate"
+            )
+        return KVScales(k, v, q, calibrated, tuple(notes))
+
+    def __repr__(self) -> str:
+        return f"KVCacheMethod({self.kv_cache_quant_algo!r})"
+
+
+def _scale(name: str, value: Any) -> float | None:
+    """A scalar tensor or float as a float; None stays None."""
+    if value is None:
+        return None
+    shape = tuple(getattr(value, "shape", ()))
+    if math.prod(shape) != 1:
+        raise ValueError(f"{name}: expected one value, got shape {list(shape)}")
+    number = float(value.item() if hasattr(value, "item") else value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name}: expected a positive finite value, got {number!r}")
+    return number

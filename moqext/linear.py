@@ -1,0 +1,163 @@
+"""LinearMethod: a quantized linear layer as a framework plugs it in.
+
+Three steps, on plain tensors that the framework owns: the method says which tensors the checkpoint holds
+(`checkpoint_params`), turns them once into the form a kernel wants (`prepare`), and multiplies
+(`method(x, prepared)`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moqext import _C
+
+
+class ParamSpec(NamedTuple):
+    """A tensor of a layer: what a framework has to allocate or will be given.
+
+    Attributes:
+        shape: Extents; a per-partition scale is a vector of one value a partition, and a checkpoint's scalar
+            of any rank is accepted for it where there is one partition.
+        dtype: "float8_e4m3fn", "float4_e2m1fn_x2" (two values a byte, the even column in the low nibble)
+            or "float32". A raw uint8 carrier is accepted for the first two.
+        role: "codes", "scale" or "factor".
+        required: False for a tensor that may be absent from a checkpoint of this algorithm.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    required: bool
+
+
+class LinearMethod:
+    """A linear layer y = x Wᵀ + bias whose weight W is quantized.
+
+    Args:
+        quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4" or "W4A16_NVFP4".
+        in_features: K, columns of the weight.
+        out_partitions: Rows of each layer fused into this one, in order ([q, k, v] or [N]). Every partition
+            keeps its own scales; none is requantized.
+        group_size: Columns that share a block scale; None for the algorithm's own (16 for NVFP4, 128 for
+            FP8_PB_WO). NVFP4 also takes 32.
+        dtype: Of x and y: "bfloat16", "float16" or "float32".
+        device: "cpu" or "cuda:N".
+        compute: What is multiplied, see below.
+
+    `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
+    as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
+    where the checkpoint has none), FP8_PER_CHANNEL_PER_TOKEN with one scale per token, FP8_PB_WO with one
+    per token and 128 columns; the NVFP4 formats leave x as it is. NVFP4 weights also run as `"fp4"` (x
+    quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole x) and as `"fp8"` (x quantized per
+    token, block scales folded into e4m3 weights: about 2 % of noise on top of NVFP4's own 9 %).
+
+    Raises:
+        UnsupportedQuantization: The algorithm, or its combination with `compute` or `device`, has no kernel.
+        ValueError: A size, dtype or option that cannot be right.
+    """
+
+    __slots__ = ("_plan", "compute", "device", "dtype", "in_features", "out_partitions", "quant_algo")
+
+    def __init__(
+        self,
+        quant_algo: str,
+        in_features: int,
+        out_partitions: Sequence[int],
+        *,
+        group_size: int | None = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        compute: str = "exact",
+    ) -> None:
+        self._plan = _C.linear_plan(
+            quant_algo, in_features, out_partitions, group_size, dtype, device, compute
+        )
+        self.quant_algo = quant_algo
+        self.in_features = in_features
+        self.out_partitions = tuple(out_partitions)
+        self.dtype = dtype
+        self.device = device
+        self.compute = compute
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight: the sum of the partitions."""
+        return sum(self.out_partitions)
+
+    @property
+    def checkpoint_params(self) -> dict[str, ParamSpec]:
+        """The tensors a checkpoint holds for this layer, by name."""
+        return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.checkpoint_params()}
+
+    @property
+    def prepared_params(self) -> dict[str, ParamSpec]:
+        """The tensors `prepare` returns, by name; known before any weight is loaded."""
+        return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.prepared_params()}
+
+    def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Turns checkpoint tensors into prepared ones.
+
+        Args:
+            params: The tensors of `checkpoint_params` by name. Each may also be a list of one tensor per
+                partition. A scalar scale serves all partitions.
+            out: Prepared tensors of an earlier call to overwrite, for a reload in place.
+
+        Returns:
+            A new dict of tensors of the same framework as the weight, or `out`.
+
+        Raises:
+            ValueError: A tensor is missing, does not belong to this layer, has another shape than
+                `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds (negative,
+                infinite or NaN). A weight scale of zero means that the weight is zero.
+            TypeError: A tensor of another dtype.
+            BufferError: Memory that cannot be read or written, or `out` sharing memory with `params`.
+        """
+        return self._plan.prepare(params, out)
+
+    def __call__(
+        self,
+        x: Any,
+        params: Mapping[str, Any],
+        bias: Any = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Multiplies.
+
+        Args:
+            x: [..., in_features] of `dtype`, any strides.
+            params: What `prepare` returned.
+            bias: [out_features] of `dtype` or float32, added in float32 before the one rounding.
+            out: [..., out_features] of `dtype` with contiguous rows; must not share memory with the rest.
+            stream: CUDA stream; None is the caller's current one. Must be None on the CPU.
+
+        Returns:
+            `out`, or a new tensor of x's own framework.
+
+        Raises:
+            ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
+            RuntimeError: x asks for a gradient, which this operation does not have.
+        """
+        if getattr(x, "requires_grad", False):
+            raise RuntimeError("x: expected a tensor that needs no gradient; pass x.detach()")
+        return self._plan.run(x, params, bias, out, stream)
+
+    @property
+    def backend(self) -> str:
+        """The kernel that runs one token, as "family:name"."""
+        return self._plan.backend(1)
+
+    def explain(self) -> str:
+        """One line per kernel: chosen, can run, or the reason why it cannot."""
+        chosen = self.backend
+        lines = []
+        for name, reason in self._plan.explain():
+            verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
+            lines.append(f"{name:20} {verdict}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        parts = "+".join(map(str, self.out_partitions))
+        return (
+            f"LinearMethod({self.quant_algo!r}, {self.in_features} -> {parts}, dtype={self.dtype!r}, "
+            f"device={self.device!r}, compute={self.compute!r}, backend={self.backend!r})"
+        )

@@ -1,0 +1,149 @@
+"""Layers of a checkpoint made ready to run: `Checkpoint.load`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext._C import UnsupportedQuantization
+from moqext.errors import CheckpointError
+from moqext.linear import LinearMethod
+from moqext.records import LayerRecord, Projection
+from moqext.reference import as_float32
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moqext.checkpoint import Checkpoint
+
+
+class Layer:
+    """A linear layer with its prepared parameters: `y = layer(x)`.
+
+    Attributes:
+        names: The checkpoint's modules, in the order of their rows in y.
+        method: The `LinearMethod`.
+        params: What `method.prepare` returned.
+        bias: float32 [out_features], or None.
+    """
+
+    __slots__ = ("bias", "method", "names", "params")
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        method: LinearMethod,
+        params: "Mapping[str, Any]",
+        bias: NDArray[np.float32] | None,
+    ) -> None:
+        self.names = tuple(names)
+        self.method = method
+        self.params = params
+        self.bias = bias
+
+    def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """Multiplies x [..., in_features]; see `LinearMethod.__call__`."""
+        return self.method(x, self.params, self.bias, out, stream)
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.method.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight, all partitions together."""
+        return self.method.out_features
+
+    @property
+    def backend(self) -> str:
+        """The kernel that runs one token, as "family:name"."""
+        return self.method.backend
+
+    def explain(self) -> str:
+        """Why that kernel; see `LinearMethod.explain`."""
+        return self.method.explain()
+
+    def __repr__(self) -> str:
+        return f"<Layer {'+'.join(self.names)}: {self.method!r}>"
+
+
+def load_layers(
+    checkpoint: "Checkpoint",
+    parts: Sequence[LayerRecord | Projection],
+    *,
+    device: str,
+    dtype: str,
+    compute: str,
+) -> Layer:
+    """Prepares one linear, or several fused along rows; see `Checkpoint.load`."""
+    records = [_as_linear(checkpoint, part) for part in parts]
+    first = records[0]
+    _refuse_unlike(records)
+    names = [record.name for record in records]
+    try:
+        method = LinearMethod(
+            first.quant_algo,
+            first.shape[1],
+            [record.shape[0] for record in records],
+            group_size=first.group_size,
+            dtype=dtype,
+            device=device,
+            compute=compute,
+        )
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{', '.join(names)}: {error}") from None
+    params: dict[str, Any] = {}
+    for role in sorted({role for record in records for role in record.tensors} - {"bias"}):
+        missing = [record.name for record in records if role not in record.tensors]
+        if missing:
+            raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
+        params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
+    return Layer(names, method, method.prepare(params), _fused_bias(checkpoint, records))
+
+
+def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> LayerRecord:
+    """The record, if it is a linear and nothing that would make it run wrong stands against it."""
+    kind = record.kind if isinstance(record, LayerRecord) else "stacked experts"
+    if not isinstance(record, LayerRecord) or record.kind != "linear":
+        raise UnsupportedQuantization(
+            f"{record.name}: a layer of kind {kind!r} ({record.quant_algo}) cannot be loaded, only "
+            "linears; dequantize() reads it"
+        )
+    errors = [problem for problem in record.problems if problem.severity == "error"]
+    if errors:
+        text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
+        raise CheckpointError(f"{record.name}: {text}", file=checkpoint.directory, tensor=errors[0].tensor)
+    return record
+
+
+def _refuse_unlike(records: Sequence[LayerRecord]) -> None:
+    """Layers multiplied as one have one format and one input."""
+
+    def refuse(what: str, values: Sequence[object], error: type[ValueError]) -> None:
+        if len(set(values)) > 1:
+            each = ", ".join(f"{record.name} {value}" for record, value in zip(records, values, strict=True))
+            raise error(f"layers fused along rows need the same {what}, got {each}; load them one by one")
+
+    refuse("quant_algo", [record.quant_algo for record in records], UnsupportedQuantization)
+    refuse("group_size", [record.group_size for record in records], UnsupportedQuantization)
+    refuse("in_features", [record.shape[1] for record in records], ValueError)
+
+
+def _fused_bias(checkpoint: "Checkpoint", records: Sequence[LayerRecord]) -> NDArray[np.float32] | None:
+    """The biases one after the other in float32, zeros for a layer without one; None when none has one."""
+    if not any("bias" in record.tensors for record in records):
+        return None
+    parts = []
+    for record in records:
+        name = record.tensors.get("bias")
+        bias = as_float32(checkpoint.tensor(name)) if name else np.zeros(record.shape[0], np.float32)
+        if bias.shape != (record.shape[0],):
+            raise CheckpointError(
+                f"bias: expected shape [{record.shape[0]}], got {list(bias.shape)}",
+                file=checkpoint.directory,
+                tensor=name,
+            )
+        parts.append(bias)
+    return np.concatenate(parts)

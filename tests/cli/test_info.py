@@ -1,0 +1,24 @@
+"""`info`: what was built, and CUDA or the reason why not."""
+
+import json
+
+from moqext.__main__ import main
+
+from moqext import __version__
+
+
+def test_json_names_the_build_and_the_machine(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["version"] == __version__
+    assert facts["cpu_kernels"] == ["cpu:portable"]
+    assert bool(facts["cuda_devices"]) != bool(facts["cuda_reason"])
+    assert bool(facts["cuda_archs"]) == facts["cuda_built"]
+
+
+def test_text_has_a_line_for_each_fact(capsys):
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    keys = [line.split()[0] for line in lines]
+    assert keys[:7] == ["moqext", "build", "flags", "python", "cpu", "kernels", "cuda"]
+    assert all(len(line.split()) > 1 for line in lines)

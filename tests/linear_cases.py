@@ -1,0 +1,121 @@
+"""Random quantized linears as a checkpoint stores them, and the check of an output against the reference."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moqext import reference
+from moqext.linear import LinearMethod
+
+ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
+COMPUTES = [(algo, "exact") for algo in ALGOS] + [
+    ("NVFP4", "fp8"),
+    ("NVFP4", "fp4"),
+    ("W4A16_NVFP4", "fp8"),
+]
+# design: relative Frobenius error, and no element further from its value than this part of the row's largest.
+LIMITS = {"bfloat16": (2.5e-3, 1e-2), "float16": (2.5e-3, 1e-2), "float32": (1e-5, 1e-5)}
+
+
+@dataclass
+class Case:
+    """One layer of several partitions, each with its own tensors."""
+
+    algo: str
+    in_features: int
+    out_partitions: list[int]
+    parts: list[dict[str, np.ndarray]]
+    group_size: int | None = None
+
+    def method(self, **options: str) -> LinearMethod:
+        return LinearMethod(
+            self.algo, self.in_features, self.out_partitions, group_size=self.group_size, **options
+        )
+
+    def listed(self) -> dict[str, list[np.ndarray]]:
+        """The tensors as lists, one of each role a partition."""
+        return {role: [part[role] for part in self.parts] for role in self.parts[0]}
+
+    def fused(self) -> dict[str, np.ndarray]:
+        """The tensors fused as a framework's parameter is: rows stacked, scalars as a vector."""
+        return {
+            role: np.concatenate([np.atleast_1d(value) for value in values])
+            for role, values in self.listed().items()
+        }
+
+    def expected(self, x, compute="exact", bias=None, out_dtype="float64"):
+        """The reference, partition by partition, so that it knows nothing of fusing."""
+        outputs = [
+            reference.linear(
+                x, part, self.algo, compute=compute, group_size=self.group_size, out_dtype="float64"
+            )
+            for part in self.parts
+        ]
+        y = np.concatenate(outputs, axis=-1)
+        return reference.round_to(y if bias is None else y + bias.astype(np.float64), out_dtype)
+
+
+def random_scale(rng, low=-12, high=-4):
+    return np.float32(np.exp2(rng.uniform(low, high)))
+
+
+def e4m3_codes(rng, *shape):
+    """Every code but the two NaNs, zeros and subnormals included."""
+    codes = rng.integers(0, 0x7F, shape, dtype=np.uint8)
+    return codes | rng.integers(0, 2, shape, dtype=np.uint8) << 7
+
+
+def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
+    scalar = lambda: np.array(random_scale(rng))  # noqa: E731
+    if algo.endswith("NVFP4"):
+        part = {
+            "weight": rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8),
+            "weight_scale": rng.integers(0, 0x7F, (rows, columns // (group_size or 16)), dtype=np.uint8),
+            "weight_scale_2": scalar(),
+        }
+    elif algo == "FP8_PB_WO":
+        blocks = (-(-rows // 128), -(-columns // 128))
+        part = {
+            "weight": e4m3_codes(rng, rows, columns),
+            "weight_scale": np.exp2(rng.uniform(-12, -4, blocks)).astype(np.float32),
+        }
+    else:
+        per_row = algo == "FP8_PER_CHANNEL_PER_TOKEN"
+        scale = np.exp2(rng.uniform(-12, -4, rows)).astype(np.float32) if per_row else scalar()
+        part = {"weight": e4m3_codes(rng, rows, columns), "weight_scale": scale}
+    if algo in ("FP8", "NVFP4") and input_scale:
+        part["input_scale"] = scalar()
+    return part
+
+
+def random_case(rng, algo, columns, rows, group_size=None, input_scale=True):
+    parts = [random_part(rng, algo, n, columns, group_size, input_scale) for n in rows]
+    return Case(algo, columns, list(rows), parts, group_size)
+
+
+def random_x(rng, shape, dtype):
+    """Activations as the boundary takes them: bfloat16 as uint16 bits, else a NumPy float array."""
+    values = rng.standard_normal(shape).astype(np.float32) * np.exp2(rng.uniform(-4, 4, shape[-1:]))
+    if dtype == "bfloat16":
+        return reference.encode(values.astype(np.float32), "bfloat16")
+    return values.astype(dtype)
+
+
+def poisoned(shape, dtype):
+    """An output that shows every element that was not written."""
+    bits = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}[dtype]
+    array = np.full(shape, np.iinfo(bits).max, bits)  # all ones: a NaN in every format
+    return array if dtype == "bfloat16" else array.view(dtype)
+
+
+def assert_close(y, expected, dtype):
+    """The contract of a linear's output; both finite or not in the same places."""
+    y = reference.as_float32(y).astype(np.float64)
+    assert y.shape == expected.shape
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    limit, limit_max = LIMITS[dtype]
+    difference = np.abs(y - expected)
+    norm = np.linalg.norm(expected)
+    assert np.linalg.norm(difference) <= limit * norm, np.linalg.norm(difference) / norm
+    tops = np.abs(expected).max(axis=-1, keepdims=True, initial=0)
+    assert (difference <= limit_max * tops).all(), (difference / tops).max()

@@ -1,0 +1,104 @@
+"""Checkpoint.load on genuine exports: one linear, several fused, and what cannot be loaded."""
+
+import numpy as np
+import pytest
+
+from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, reference
+
+from .linear_cases import assert_close, random_x
+
+QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+RUNNABLE = ("llama_fp8_kvfp8", "llama_fp8_pc_pt", "llama_fp8_pb_wo", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4")
+
+
+def expected(checkpoint, names, x):
+    """The layers one by one through the reference, side by side."""
+    outputs = []
+    for name in names:
+        record = checkpoint.layer(name)
+        params = {role: checkpoint.tensor(tensor) for role, tensor in record.tensors.items()}
+        outputs.append(reference.linear(x, params, record.quant_algo, out_dtype="float64"))
+    return np.concatenate(outputs, axis=-1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("case", RUNNABLE)
+def test_fused_qkv_equals_the_three_layers(data, rng, case, dtype):
+    with Checkpoint(data / "checkpoints" / case) as checkpoint:
+        layer = checkpoint.load(QKV, dtype=dtype)
+        assert layer.out_features == 128 + 64 + 64
+        assert layer.names == tuple(QKV)
+        x = random_x(rng, (2, 3, layer.in_features), dtype)
+        y = layer(x)
+        assert_close(y, expected(checkpoint, QKV, reference.as_float32(x)), dtype)
+        alone = [checkpoint.load(name, dtype=dtype)(x) for name in QKV]
+        np.testing.assert_array_equal(y, np.concatenate(alone, axis=-1))
+
+
+def test_experts_stored_one_by_one_load_as_linears(data, rng):
+    for case in ("qwen3moe_fp8", "qwen3moe_nvfp4"):
+        with Checkpoint(data / "checkpoints" / case) as checkpoint:
+            names = [f"model.layers.0.mlp.experts.3.{half}_proj" for half in ("gate", "up")]
+            layer = checkpoint.load(names, dtype="float32")
+            x = random_x(rng, (4, layer.in_features), "float32")
+            assert_close(layer(x), expected(checkpoint, names, x), "float32")
+
+
+def test_out_is_written(data, rng):
+    with Checkpoint(data / "checkpoints" / "llama_nvfp4_kvfp8") as checkpoint:
+        layer = checkpoint.load(QKV[0], dtype="float32")
+    x = random_x(rng, (2, 128), "float32")  # the layer outlives the checkpoint
+    out = np.full((2, 128), np.nan, np.float32)
+    assert layer(x, out=out) is out
+    np.testing.assert_array_equal(out, layer(x))
+
+
+def test_runs_on_torch_tensors(data, rng):
+    torch = pytest.importorskip("torch")
+    with Checkpoint(data / "checkpoints" / "llama_nvfp4_kvfp8") as checkpoint:
+        layer = checkpoint.load(QKV)
+    bits = random_x(rng, (3, 128), "bfloat16")
+    x = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert y.shape == (3, 256)
+    np.testing.assert_array_equal(
+        y.view(torch.int16).numpy().view(np.uint16), np.asarray(layer(bits)).view(np.uint16)
+    )
+    with pytest.raises(RuntimeError, match=r"detach"):
+        layer(x.float().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama_mxfp8",
+        "llama_w4a8_nvfp4_fp8",
+        "llama_w4a8_mxfp4_fp8",
+        "llama_int4_awq",
+        "llama_w4a8_awq",
+        "llama_int8_sq",
+    ],
+)
+def test_recognised_formats_that_do_not_run_say_so(data, case):
+    with Checkpoint(data / "checkpoints" / case) as checkpoint:
+        algo = checkpoint.layer(QKV[0]).quant_algo
+        with pytest.raises(
+            UnsupportedQuantization, match=f'q_proj.*"?{algo}"? has no linear method; supported are'
+        ):
+            checkpoint.load(QKV[0])
+
+
+def test_layers_that_do_not_belong_together(data):
+    with Checkpoint(data / "checkpoints" / "llama_fp8_kvfp8") as checkpoint:
+        with pytest.raises(ValueError, match=r"the same in_features, got .*q_proj 128, .*down_proj 256"):
+            checkpoint.load([QKV[0], "model.layers.0.mlp.down_proj"])
+        with pytest.raises(CheckpointError, match=r"nothing quantized is named.*did you mean.*q_proj"):
+            checkpoint.load("model.layers.0.self_attn.p_proj")
+        with pytest.raises(CheckpointError, match=r"lm_head"):
+            checkpoint.load("lm_head")
+        with pytest.raises(ValueError, match=r"at least one name"):
+            checkpoint.load([])
+    checkpoint = Checkpoint(data / "checkpoints" / "qwen3moe_fp8")
+    with pytest.raises(UnsupportedQuantization, match=r"experts: a layer of kind 'moe'"):
+        checkpoint.load("model.layers.0.mlp.experts")
