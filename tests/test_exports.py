@@ -106,6 +106,23 @@ SIBLINGS = [  # linears that share their input: the exporter shares second-level
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 ]
+LINEARS = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+FINDINGS = {  # what the reader has to say, as (code, layer); nothing about all other cases
+    "fp8_kvcast": {("kv_scales_absent", None)},
+    "fp8_uncalibrated": {("missing_input_scale", f"model.layers.0.{name}") for name in LINEARS},
+    "fp8_zero": {("all_zero_layer", f"model.layers.0.self_attn.{name}") for name in ("k_proj", "o_proj")},
+    "mixed_in_qkv": {("mixed_fused_formats", f"model.layers.{layer}.self_attn") for layer in (0, 1)},
+    "nvfp4_kvaffine": {("kv_bias", "model.layers.0.self_attn")},
+    "nvfp4_uncalibrated": {("missing_input_scale", f"model.layers.0.{name}") for name in LINEARS},
+    "nvfp4_zero": {("all_zero_layer", "model.layers.0.self_attn.o_proj")},
+}
+# Nemotron-H: the exclusion list says `backbone.embeddings`, the files `backbone.embedding`.
+MISNAMED = {("nemotron_h_nvfp4", "backbone.embedding")}
+LOOK_ALIKE = {  # cases whose tensors are also those of another format
+    "fp8_pb_wo_one_block": "FP8",
+    "mixed_three": "FP8",
+    "nvfp4_uncalibrated": "W4A16_NVFP4",
+}
 NO_INPUT_SCALE = {"FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "MXFP4", "MXFP8"}
 
 
@@ -226,10 +243,6 @@ def half_step(weight, algo, params):
     return half * scale * (1 + 2.0**-20)
 
 
-def all_modules():
-    return [(case, module) for case in CASES for module in quantized(case)]
-
-
 def test_every_case_has_an_expectation():
     assert set(EXPECTED) == set(CASES)
     assert {path.name for path in EXPORTS.iterdir() if path.is_dir()} == set(CASES)
@@ -305,3 +318,53 @@ def test_kv_scales(case):
     kinds |= {"k_bias", "v_bias"} if EXPECTED[case].kv == "NVFP4_AFFINE" else set()
     wanted = {f"{attention}.self_attn.{kind[0]}_proj.{kind}" for attention in attentions for kind in kinds}
     assert set(names) == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configuration(case):
+    """Both files agree, and every module resolves to what the recipe made it."""
+    expected, config = EXPECTED[case], export(case).config
+    assert (config.quant_algo, config.kv_cache_quant_algo) == (expected.quant_algo, expected.kv)
+    assert config.conflicts == ()
+    if expected.group_size is not None:
+        assert config.group_size == expected.group_size
+    for module in weights(case):
+        if not module.endswith("_bias") and (case, module) not in MISNAMED:
+            assert config.layer_algo(module) == expected_algo(case, module), module
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_records(case):
+    """Configuration and tensors, looked at apart, agree on each layer; shapes are those of the bf16 model."""
+    found = {}
+    for layer in export(case).layers():
+        for part in layer.projections or layer.linears():
+            found[part.name] = part
+        assert layer.config_algo == layer.quant_algo
+        assert layer.stored_algo in {layer.quant_algo, LOOK_ALIKE.get(case)}
+    assert {name: part.quant_algo for name, part in found.items()} == quantized(case)
+    for name, part in found.items():
+        shape = original(case)[weights(case)[name]].shape
+        assert part.shape == ((shape[0], shape[2], shape[1]) if len(shape) == 3 else shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_findings(case):
+    assert {(p.code, p.layer) for p in export(case).problems} == FINDINGS.get(case, set())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dequantize(case):
+    """The native result is the reference's, bit for bit; stacked experts come as (experts, out, in)."""
+    for module, algo in quantized(case).items():
+        wanted = reference.dequantize(stored(case, module), algo, group_size=export(case).config.group_size)
+        wanted = wanted.swapaxes(1, 2) if wanted.ndim == 3 else wanted
+        np.testing.assert_array_equal(export(case).dequantize(module), wanted, err_msg=module)
+
+
+@pytest.mark.parametrize("case", ["fp8_bias_kvfp8", "nvfp4_bias_kvnvfp4", "nvfp4_kvaffine", "deepseek_nvfp4"])
+def test_kv_records(case):
+    for record in export(case).kv_scales():
+        assert record.values.keys() >= {"k_scale", "v_scale"}
+        for role in ("k_scale", "v_scale"):
+            assert record.values[role] == float(export(case).tensor(record.tensors[role]).reshape(-1)[0]) > 0
