@@ -43,8 +43,8 @@ DLDataType moq_dldtype(moq_dtype dtype);
 int moq_exchange_take(const DLPackExchangeAPI *api, PyObject *object, const char *name, bool output,
                       moq_arg *out);
 /* Takes through `__dlpack__`; *legacy tells that the capsule could not say read-only. */
-int moq_dlpack_take(moq_state *state, PyObject *object, const char *name, bool output, moq_arg *out,
-                    bool *legacy);
+int moq_dlpack_take(moq_state *state, const moq_producer *producer, PyObject *object,
+                    const char *name, bool output, moq_arg *out, bool *legacy);
 /* Calls the deleter of an owned tensor, with any exception in flight kept. */
 void moq_managed_release(DLManagedTensorVersioned *managed);
 /* Adds "argument 'x'" to the exception a producer raised. */

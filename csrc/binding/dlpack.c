@@ -325,16 +325,15 @@ static int ask_device(PyObject *object, const char *name, moq_device *out) {
     return status;
 }
 
-/* Calls `method(**{stream: -1 for CUDA, max_version: ours})` with the first `keywords` of them. */
-static PyObject *call_rung(moq_state *state, PyObject *method, bool cuda, bool with_version,
-                           bool with_stream) {
+/* Calls `method(stream=-1, max_version=ours)`, with those keywords that are asked for. */
+static PyObject *call_rung(moq_state *state, PyObject *method, bool with_stream,
+                           bool with_version) {
     PyObject *kwargs = PyDict_New();
     PyObject *stream = NULL, *version = NULL, *capsule = NULL;
     if (!kwargs)
         return NULL;
-    /* -1: no synchronisation; the launch goes to the producer's current stream. */
-    if (cuda && with_stream) {
-        stream = PyLong_FromLong(-1);
+    if (with_stream) {
+        stream = PyLong_FromLong(-1); /* no synchronisation */
         if (!stream || PyDict_SetItemString(kwargs, "stream", stream) < 0)
             goto done;
     }
@@ -352,18 +351,18 @@ done:
 }
 
 /* Old producers do not know the keywords and answer TypeError; each rung asks with fewer. */
-static PyObject *ask_capsule(moq_state *state, PyObject *object, const char *name, bool cuda) {
+static PyObject *ask_capsule(moq_state *state, PyObject *object, const char *name, bool no_sync) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
     PyObject *capsule = NULL;
     if (method) {
-        capsule = call_rung(state, method, cuda, true, true);
-        if (!capsule && cuda && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        capsule = call_rung(state, method, no_sync, true);
+        if (!capsule && no_sync && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            capsule = call_rung(state, method, cuda, false, true);
+            capsule = call_rung(state, method, true, false);
         }
         if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            capsule = call_rung(state, method, cuda, false, false);
+            capsule = call_rung(state, method, false, false);
         }
         Py_DECREF(method);
     }
@@ -406,12 +405,16 @@ static int view_capsule(PyObject *capsule, const char *name, bool output, moq_te
     return moq_dltensor_view(&managed->dl_tensor, 0, name, view);
 }
 
-int moq_dlpack_take(moq_state *state, PyObject *object, const char *name, bool output, moq_arg *out,
-                    bool *legacy) {
+int moq_dlpack_take(moq_state *state, const moq_producer *producer, PyObject *object,
+                    const char *name, bool output, moq_arg *out, bool *legacy) {
     moq_device said;
     if (ask_device(object, name, &said) < 0)
         return -1;
-    PyObject *capsule = ask_capsule(state, object, name, said.kind == MOQ_CUDA);
+    /* A library with a current stream runs its work and ours in order there, and must not wait. One
+     * whose arrays are values (JAX) has none and computes when it likes; asked without a stream, it
+     * answers when the memory is ready. JAX also takes the -1 for the address of a stream. */
+    bool no_sync = said.kind == MOQ_CUDA && producer->in_place;
+    PyObject *capsule = ask_capsule(state, object, name, no_sync);
     if (!capsule)
         return -1;
     out->keeper = capsule;

@@ -71,7 +71,7 @@ static int take(moq_state *state, const moq_producer *producer, PyObject *object
         status = moq_exchange_take(producer->exchange, object, name, output, out);
         break;
     case MOQ_FROM_DLPACK:
-        status = moq_dlpack_take(state, object, name, output, out, legacy);
+        status = moq_dlpack_take(state, producer, object, name, output, out, legacy);
         break;
     case MOQ_FROM_NOTHING:
         status = not_a_tensor(object, name);

@@ -292,14 +292,20 @@ def test_cpu_producers_are_asked_without_a_stream() -> None:
 
 
 def test_cuda_producers_are_told_not_to_synchronise() -> None:
-    producer = Producer(Lender(device=(CUDA, 1)), (CUDA, 1))
+    producer = MutableProducer(Lender(device=(CUDA, 1)), (CUDA, 1))
     assert describe(producer)["device"] == "cuda:1"
     assert producer.calls == [{"stream": -1, "max_version": (1, 3)}]
 
 
+def test_cuda_arrays_that_are_values_are_waited_for() -> None:
+    producer = Producer(Lender(device=(CUDA, 1)), (CUDA, 1))
+    assert describe(producer)["device"] == "cuda:1"
+    assert producer.calls == [{"max_version": (1, 3)}]
+
+
 @pytest.mark.parametrize("known, asked", [({"max_version"}, 3), ({"stream"}, 2), (set(), 3)])
 def test_older_producers_are_asked_with_fewer_keywords(known: set[str], asked: int) -> None:
-    class Old(Producer):
+    class Old(MutableProducer):
         def __dlpack__(self, **keywords: Any) -> Any:
             self.calls.append(keywords)
             if set(keywords) - known:

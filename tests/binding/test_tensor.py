@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -360,8 +361,10 @@ def test_torch_memory_is_released() -> None:
 
 
 @pytest.fixture(scope="module")
-def jnp() -> Any:
-    return pytest.importorskip("jax.numpy")
+def jnp() -> Iterator[Any]:
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield jax.numpy
 
 
 JAX_DTYPES = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "int32", "uint8", "bool"]
