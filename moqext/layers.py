@@ -66,7 +66,7 @@ def find_layers(
     groups += found
     problems += unnamed
     kv_algo = None if config is None else config.kv_cache_quant_algo
-    kv, kv_problems = find_kv_scales(inventory, kv_algo, scales)
+    kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems
     problems += _checkpoint_problems(inventory, config, bool(layers or stacked))
     members = {member.name for group in groups for member in group.members}
@@ -163,7 +163,7 @@ def _checkpoint_problems(inventory: Inventory, config: Config | None, quantized:
 def _missing_modules(inventory: Inventory, config: Config) -> list[Problem]:
     """The modules that quantized_layers lists and that have no tensor, prefixes and fused names aside."""
     listed = config.quantized_layers
-    if not listed:
+    if not listed or not inventory.tensors:
         return []
     present: set[str] = set()
     for name in inventory.tensors:

@@ -1,0 +1,36 @@
+"""`python -m moqext`: one subcommand per module of `moqext.cli`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import moqext
+from moqext.cli import inspect
+
+COMMANDS = (inspect,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit status: 2 for bad arguments or an unreadable checkpoint."""
+    parser = argparse.ArgumentParser(prog="moqext", description=moqext.__doc__)
+    parser.add_argument("--version", action="version", version=f"moqext {moqext.__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
+        print(f"moqext: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""`python -m moqext inspect`: what is in a checkpoint, and what is wrong with it.
+
+The text groups layers that differ only in the numbers of their names. The JSON has every layer, and keeps its
+keys: a new one may be added, and `schema` counts up when one changes its meaning.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moqext.checkpoint import Checkpoint
+from moqext.cli import text
+from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
+from moqext.problems import SEVERITIES, Problem, worst_severity
+from moqext.records import Findings, LayerRecord, Projection
+from moqext.stored import tensor_bytes
+
+SCHEMA = 1
+EXAMPLES = 2
+"""Problems of one code that the text shows; --problems shows all."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declares the subcommand."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="what is in a checkpoint, and what is wrong with it",
+        description="Prints the quantized layers of a ModelOpt checkpoint by kind, its cache scales, and its "
+        "problems. A directory with only the JSON files will do: then it prints what the configuration says. "
+        "Exit status: 0, 1 with --strict and an error or warning, 2 when the directory cannot be read.",
+    )
+    parser.add_argument("directory", help="a ModelOpt checkpoint")
+    parser.add_argument("--layers", metavar="GLOB", help="list each layer whose name matches; * crosses dots")
+    parser.add_argument("--problems", action="store_true", help="list every problem, not only the first ones")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on any error or warning")
+    parser.add_argument("--deep", action="store_true", help="check all block scales, however large")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Executes the subcommand and returns the exit status."""
+    with Checkpoint(args.directory) as checkpoint:
+        findings = checkpoint.findings(block_scales=True if args.deep else None)
+        problems = (*checkpoint.files.problems, *findings.all_problems())
+        if args.json:
+            json.dump(as_data(checkpoint, findings, problems, args.layers), sys.stdout, indent=1)
+            print()
+        else:
+            print("\n".join(as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems)))
+    return int(args.strict and worst_severity(problems) in ("error", "warning"))
+
+
+def select(layers: Iterable[LayerRecord], glob: str | None) -> Iterator[LayerRecord]:
+    """The layers that match; where a group of experts does not, its members that do."""
+    for layer in layers:
+        if glob is None or fnmatchcase(layer.name, glob):
+            yield layer
+        else:
+            yield from (member for member in layer.members if fnmatchcase(member.name, glob))
+
+
+# JSON
+
+
+def as_data(
+    checkpoint: Checkpoint, findings: Findings, problems: Sequence[Problem], glob: str | None
+) -> dict[str, Any]:
+    """The report as plain data for JSON."""
+    config = checkpoint.config
+    return {
+        "schema": SCHEMA,
+        "directory": str(checkpoint.directory),
+        "architectures": list(checkpoint.architectures),
+        "config": None
+        if config is None
+        else {
+            "quant_algo": config.quant_algo,
+            "kv_cache_quant_algo": config.kv_cache_quant_algo,
+            "group_size": config.group_size,
+            "exclude_modules": list(config.exclude_modules or ()),
+            "producer": config.producer,
+            "conflicts": [str(conflict) for conflict in config.conflicts],
+        },
+        "totals": totals(checkpoint, findings),
+        "layers": [_layer_data(layer) for layer in select(findings.layers, glob)],
+        "kv_scales": [
+            {"name": kv.name, "tensors": dict(kv.tensors), "values": dict(kv.values)} for kv in findings.kv
+        ],
+        "configured": None if checkpoint.files.has_weights else configured(checkpoint),
+        "problems": [
+            {
+                "code": p.code,
+                "severity": p.severity,
+                "layer": p.layer,
+                "tensor": p.tensor,
+                "message": p.message,
+            }
+            for p in problems
+        ],
+    }
+
+
+def totals(checkpoint: Checkpoint, findings: Findings) -> dict[str, Any]:
+    """Counts and bytes of the whole checkpoint; bits per weight count the scales in."""
+    total = sum(tensor_bytes(info) for info in checkpoint.tensors.values())
+    quantized = sum(layer.size for layer in findings.layers)
+    weights = sum(layer.weights for layer in findings.layers)
+    by_algo: dict[str, dict[str, int]] = defaultdict(lambda: {"layers": 0, "weights": 0, "bytes": 0})
+    for layer in findings.layers:
+        row = by_algo[layer.quant_algo]
+        row["layers"] += 1
+        row["weights"] += layer.weights
+        row["bytes"] += layer.size
+    return {
+        "files": len(checkpoint.files.files),
+        "tensors": len(checkpoint.tensors),
+        "bytes": total,
+        "quantized_layers": len(findings.layers),
+        "quantized_weights": weights,
+        "quantized_bytes": quantized,
+        "quantized_bits_per_weight": round(8 * quantized / weights, 4) if weights else None,
+        "by_algo": dict(by_algo),
+    }
+
+
+def _layer_data(layer: LayerRecord) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": layer.name,
+        "kind": layer.kind,
+        "quant_algo": layer.quant_algo,
+        "config_algo": layer.config_algo,
+        "stored_algo": layer.stored_algo,
+        "rule": layer.rule,
+        "group_size": layer.group_size,
+        "shape": list(layer.shape),
+        "bytes": layer.size,
+        "weights": layer.weights,
+        "tensors": dict(layer.tensors),
+    }
+    if layer.members:
+        data["members"] = [_layer_data(member) for member in layer.members]
+    if layer.projections:
+        data["projections"] = [_projection_data(projection) for projection in layer.projections]
+    return data
+
+
+def _projection_data(projection: Projection) -> dict[str, Any]:
+    return {
+        "role": projection.role,
+        "name": projection.name,
+        "quant_algo": projection.quant_algo,
+        "shape": list(projection.shape),
+        "transposed": projection.transposed,
+        "block_axis": projection.block_axis,
+        "group_size": projection.group_size,
+        "interleaved": projection.interleaved,
+    }
+
+
+def configured(checkpoint: Checkpoint) -> dict[str, str]:
+    """For a directory without weights: the modules its index says are quantized, and their algorithm."""
+    config = checkpoint.config
+    modules: dict[str, str] = {}
+    for name in checkpoint.files.named:
+        named = parse_tensor_name(name)
+        if config is not None and named is not None and named.role == "weight_scale":
+            modules[named.module] = config.layer_quant(named.module).quant_algo or "not configured"
+    return modules
+
+
+# Text
+
+
+def as_text(
+    checkpoint: Checkpoint,
+    findings: Findings,
+    problems: Sequence[Problem],
+    glob: str | None,
+    *,
+    all_problems: bool,
+) -> list[str]:
+    """The report as lines of text."""
+    columns = text.width()
+    lines = [*_header(checkpoint), ""]
+    if not checkpoint.files.has_weights:
+        lines += _configured_table(checkpoint, columns)
+    elif glob is None:
+        lines += _kind_table(findings.layers, columns)
+    else:
+        lines += _layer_table(list(select(findings.layers, glob)), columns)
+    if glob is None and checkpoint.files.has_weights:
+        lines += _unquantized(checkpoint, findings)
+    lines += ["", *_kv_lines(checkpoint, findings)]
+    return [*lines, *_problem_lines(problems, columns, all_problems=all_problems)]
+
+
+def _header(checkpoint: Checkpoint) -> list[str]:
+    config = checkpoint.config
+    facts = list(checkpoint.architectures)
+    if config is not None:
+        producer = config.producer or {}
+        facts += [" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))]
+    files = checkpoint.files
+    if files.has_weights:
+        total = text.size(sum(tensor_bytes(info) for info in files.tensors.values()))
+        facts.append(f"{text.plural(len(files.files), 'file')}, {text.plural(len(files), 'tensor')}, {total}")
+    else:
+        facts.append("no weights")
+    lines = [str(checkpoint.directory), "  " + " · ".join(fact for fact in facts if fact)]
+    if config is None:
+        return [*lines, "  no quantization configuration"]
+    says = [config.quant_algo or "no algorithm for weights"]
+    if config.quantized_layers:
+        says.append(f"{text.plural(len(config.quantized_layers), 'module')} listed")
+    if config.exclude_modules:
+        says.append(text.plural(len(config.exclude_modules), "exclusion"))
+    return [*lines, "  configured: " + ", ".join(says)]
+
+
+def _algo(layer: LayerRecord | Projection) -> str:
+    square = layer.quant_algo == "FP8_PB_WO"
+    return f"{layer.quant_algo} g{layer.group_size}" if layer.group_size and not square else layer.quant_algo
+
+
+def _shape(layer: LayerRecord) -> str:
+    if layer.kind == "moe" and len(layer.shape) == 3:
+        experts, hidden, intermediate = layer.shape
+        return f"{experts} × ({intermediate} × {hidden})"
+    return " × ".join(map(str, layer.shape))
+
+
+def _bits(size: int, weights: int) -> str:
+    return f"{8 * size / weights:.2f}" if weights else ""
+
+
+_HEADER = ("quantized layers", "", "algorithm", "shape", "size", "bits")
+
+
+def _kind_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
+    """One row per kind of layer: same name but for numbers, same format, same shape."""
+    kinds: dict[tuple[str, str, str], list[LayerRecord]] = defaultdict(list)
+    for layer in layers:
+        kinds[name_pattern(layer.name), _algo(layer), _shape(layer)].append(layer)
+    rows = [_HEADER]
+    for (pattern, algo, shape), alike in kinds.items():
+        size, weights = sum(layer.size for layer in alike), sum(layer.weights for layer in alike)
+        count = f"× {len(alike)}" if "*" in pattern else ""
+        rows.append((pattern, count, algo, shape, text.size(size), _bits(size, weights)))
+    if not layers:
+        return ["  no quantized layers"]
+    size, weights = sum(layer.size for layer in layers), sum(layer.weights for layer in layers)
+    rows.append((f"all {len(layers):,}", "", "", "", text.size(size), _bits(size, weights)))
+    return text.table(rows, "<><>>>", columns)
+
+
+def _layer_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
+    if not layers:
+        return ["  no quantized layer matches"]
+    rows = [("layer", "algorithm", "decided by", "shape", "size", "bits")]
+    for layer in layers:
+        rule = layer.rule.partition(":")[0] if layer.quant_algo == layer.config_algo else "tensors"
+        size = text.size(layer.size)
+        rows.append((layer.name, _algo(layer), rule, _shape(layer), size, _bits(layer.size, layer.weights)))
+    return text.table(rows, "<<<>>>", columns)
+
+
+def _configured_table(checkpoint: Checkpoint, columns: int) -> list[str]:
+    kinds: Counter[tuple[str, str]] = Counter()
+    for module, algo in configured(checkpoint).items():
+        expert = parse_expert_name(module)
+        name = f"{expert.container}.*.{expert.projection}" if expert else module
+        kinds[name_pattern(name), algo] += 1
+    if not kinds:
+        return _listed_table(checkpoint, columns)
+    rows = [("quantized modules, by the index", "", "algorithm configured")]
+    rows += [(pattern, f"× {count}", algo) for (pattern, algo), count in kinds.items()]
+    return text.table(rows, "<><", columns)
+
+
+def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
+    """What quantized_layers and the exclusions say, where no tensor is known."""
+    config = checkpoint.config
+    if config is None:
+        return ["  nothing is known about its layers"]
+    kinds: Counter[tuple[str, str]] = Counter()
+    for module in config.quantized_layers or ():
+        kinds[name_pattern(module), config.layer_quant(module).quant_algo or "unquantized"] += 1
+    for module in config.exclude_modules or ():
+        kinds[name_pattern(module), "excluded"] += 1
+    rows = [("listed modules", "", "as")]
+    rows += [(pattern, f"× {count}", algo) for (pattern, algo), count in kinds.items()]
+    return text.table(rows, "<><", columns) if kinds else ["  every linear layer is quantized"]
+
+
+def _unquantized(checkpoint: Checkpoint, findings: Findings) -> list[str]:
+    """The rest of the file by data type."""
+    owned: set[str] = set()
+    for layer in findings.layers:
+        for linear in layer.linears():
+            owned.update(linear.tensors.values())
+    for kv in findings.kv:
+        owned.update(kv.tensors.values())
+    sizes: Counter[str] = Counter()
+    for name, info in checkpoint.tensors.items():
+        if name not in owned:
+            sizes[info.dtype] += tensor_bytes(info)
+    if not sizes:
+        return []
+    listed = ", ".join(f"{text.size(count)} {dtype}" for dtype, count in sizes.most_common())
+    return [f"  not quantized: {listed}"]
+
+
+def _kv_lines(checkpoint: Checkpoint, findings: Findings) -> list[str]:
+    config = checkpoint.config
+    algo = None if config is None else config.kv_cache_quant_algo
+    if not findings.kv:
+        where = "no scales stored: 1.0" if checkpoint.files.has_weights else "scales unknown"
+        return [f"KV cache: {algo}, {where}" if algo else "KV cache: not quantized"]
+    lines = [
+        f"KV cache: {algo or 'no algorithm configured'}, {text.plural(len(findings.kv), 'attention module')}"
+    ]
+    for role in ("k_scale", "v_scale", "q_scale"):
+        count = sum(role in kv.tensors for kv in findings.kv)
+        values = [kv.values[role] for kv in findings.kv if role in kv.values]
+        if count:
+            spread = f"{min(values):.4g} to {max(values):.4g}" if values else ""
+            lines.append(f"  {role}  × {count}  {spread}".rstrip())
+    return lines
+
+
+def _problem_lines(problems: Sequence[Problem], columns: int, *, all_problems: bool) -> list[str]:
+    if not problems:
+        return ["Problems: none"]
+    counts = Counter(problem.severity for problem in problems)
+    summary = ", ".join(
+        text.plural(counts[severity], severity) for severity in SEVERITIES if counts[severity]
+    )
+    lines = [f"Problems: {summary}"]
+    by_code: dict[str, list[Problem]] = defaultdict(list)
+    for severity in SEVERITIES:
+        for problem in problems:
+            if problem.severity == severity:
+                by_code[problem.code].append(problem)
+    for code, alike in by_code.items():
+        lines.append(f"  {alike[0].severity:8}{code} × {len(alike)}")
+        shown = alike if all_problems else alike[:EXAMPLES]
+        for problem in shown:
+            where = problem.layer or problem.tensor
+            line = f"{where}: {problem.message}" if where else problem.message
+            lines.append("    " + (line if all_problems else text.clip(line, columns - 4)))
+        if len(shown) < len(alike):
+            lines.append(f"    and {len(alike) - len(shown):,} more")
+    return lines
