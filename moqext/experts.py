@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from moqext.decision import Config, Decision, check_roles, decide
-from moqext.fused import spread
+from moqext.fused import describe, spread
 from moqext.inventory import Inventory
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
 from moqext.problems import Problem, make_problem
@@ -96,10 +96,12 @@ def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
 def _mixed_formats(name: str, members: Sequence[LayerRecord], plain: set[tuple[int, str]]) -> list[Problem]:
     formats: dict[str, int] = defaultdict(int)
     for member in members:
-        formats[f"{member.quant_algo} g{member.group_size}" if member.group_size else member.quant_algo] += 1
+        formats[describe(member)] += 1
     if plain:
         formats["unquantized"] = len(plain)
-    if len(formats) == 1:
+    algos = {member.quant_algo for member in members}
+    group_sizes = {member.group_size for member in members if member.group_size}
+    if len(algos) == 1 and len(group_sizes) < 2 and not plain:
         return []
     described = ", ".join(f"{count} x {algo}" for algo, count in formats.items())
     return [make_problem("mixed_expert_formats", described, layer=name)]

@@ -129,13 +129,11 @@ def _without_scale(tensors: Mapping[str, Tensor]) -> Stored:
 
 
 def _is_blocks_of_128(shape: Sequence[int], scale: Tensor) -> bool:
-    """Whether a scale has one value for each 128x128 block of a 2-D weight or of each of a stack of them."""
+    """Whether a scale has one value for each 128x128 block of the weight, 4-D as exported or plain."""
     rows, columns = ceil_div(shape[-2], BLOCK), ceil_div(shape[-1], BLOCK)
-    lead = list(shape[:-2])
-    dims = list(scale.shape)
-    if dims == [*lead, rows, 1, columns, 1]:
+    if len(shape) == 2 and scale.shape == (rows, 1, columns, 1):
         return True
-    return dims == [*lead, rows, columns]
+    return scale.shape == (*shape[:-2], rows, columns)
 
 
 def _fp8(tensors: Mapping[str, Tensor]) -> Stored:

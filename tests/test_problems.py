@@ -1,0 +1,590 @@
+"""Each problem code, brought about by one change to genuine tensors or to their configuration."""
+
+import copy
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import moqext
+from moqext.layers import find_layers
+from moqext.problems import CODES, SEVERITIES, Problem, make_problem, worst_severity
+from moqext.tensor_files import TensorFiles
+
+ATTENTION = "model.layers.0.self_attn"
+Q, K, V = (f"{ATTENTION}.{name}_proj" for name in "qkv")
+MLP = "model.layers.0.mlp"
+EXPERTS = f"{MLP}.experts"
+
+# Found when files are opened; tests/test_tensor_files.py brings each of them about.
+OF_FILES = {
+    "missing_shard",
+    "missing_tensor",
+    "index_ignored",
+    "no_weights",
+    "unread_files",
+    "hole",
+    "duplicate_tensor",
+    "unindexed_tensor",
+    "unreadable_dtype",
+}
+
+
+class Info(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Model:
+    """A genuine checkpoint in memory, to be changed: name -> (type, carriers), and its configuration."""
+
+    def __init__(self, directory):
+        files = TensorFiles(directory)
+        carriers = {"BF16": np.uint16, "F8_E4M3": np.uint8}
+        self.tensors = {}
+        for name, info in files.tensors.items():
+            array = files.tensor(name)
+            self.tensors[name] = (info.dtype, array.view(carriers.get(info.dtype, array.dtype)).copy())
+        self.config = json.loads((directory / "hf_quant_config.json").read_text())
+        self.architectures = json.loads((directory / "config.json").read_text())["architectures"]
+
+    @property
+    def quantization(self):
+        return self.config["quantization"]
+
+    def put(self, name, dtype, array):
+        self.tensors[name] = (dtype, np.asarray(array))
+
+    def scalar(self, name, value):
+        assert name in self.tensors
+        self.put(name, "F32", np.float32(value))
+
+    def drop(self, *names):
+        for name in names:
+            del self.tensors[name]
+
+    def rename(self, old, new):
+        self.tensors[new] = self.tensors.pop(old)
+
+    def array(self, name):
+        return self.tensors[name][1]
+
+    def to_bf16(self, module, shape):
+        """Stores a linear unquantized, its scales gone."""
+        for role in ("weight_scale", "weight_scale_2", "input_scale"):
+            self.tensors.pop(f"{module}.{role}", None)
+        self.put(f"{module}.weight", "BF16", np.zeros(shape, np.uint16))
+
+    def find(self, *, values=True):
+        infos = {name: Info(dtype, array.shape) for name, (dtype, array) in self.tensors.items()}
+        config = None if self.config is None else moqext.QuantConfig.from_dict(copy.deepcopy(self.config))
+        read = self.array if values else None
+        return find_layers(infos, config, read, architectures=self.architectures)
+
+    def problems(self, **options):
+        return list(self.find(**options).all_problems())
+
+
+@pytest.fixture(scope="module")
+def genuine():
+    root = Path(__file__).parent / "data"
+    cache = {}
+
+    def load(name):
+        if name not in cache:
+            directory = root / "checkpoints" / name
+            cache[name] = Model(directory if directory.is_dir() else root / "exports" / name)
+        return copy.deepcopy(cache[name])
+
+    return load
+
+
+class Case(NamedTuple):
+    code: str
+    base: str
+    change: Callable[[Model], object]
+    layer: str | None
+    tensor: str | None = None
+    count: int = 1
+    others: tuple[str, ...] = ()
+    """Codes that this change brings about as well."""
+
+
+def _double(model, name, axis):
+    model.put(name, model.tensors[name][0], np.repeat(model.array(name), 2, axis))
+
+
+def _nan_block(model, name):
+    model.array(name).reshape(-1)[3] = 0x7F
+
+
+def _no_config(model):
+    model.config = None
+
+
+def _list_missing(model):
+    model.quantization["quantized_layers"]["model.layers.7.mlp.up_proj"] = {"quant_algo": "FP8"}
+
+
+def _reconfigure(**changes):
+    return lambda model: model.quantization.update(changes)
+
+
+def _unlist(model):
+    del model.quantization["quantized_layers"][K]
+
+
+def _unlist_all_but_mlp(model):
+    model.quantization["exclude_modules"].append(K)
+
+
+def _expert_bf16(model):
+    model.to_bf16(f"{EXPERTS}.1.up_proj", (64, 128))
+
+
+def _drop_expert(model):
+    model.drop(*[name for name in model.tensors if name.startswith(f"{EXPERTS}.1.")])
+
+
+def _drop_projection(model):
+    model.drop(*[name for name in model.tensors if name.startswith(f"{EXPERTS}.3.down_proj.")])
+
+
+def _scales_stay(model):
+    model.put(f"{K}.weight", "BF16", np.zeros((64, 128), np.uint16))
+
+
+def _add(name, dtype, array):
+    return lambda model: model.put(name, dtype, array)
+
+
+def _set(name, value):
+    return lambda model: model.scalar(name, value)
+
+
+def _drop(*names):
+    return lambda model: model.drop(*names)
+
+
+def _stacked_blocks(model):
+    """Stacked experts of several blocks each way, scaled in the transposed order: 5-D scales."""
+    shapes = {"gate_up_proj": (4, 256, 512), "down_proj": (4, 256, 256)}
+    for name, (experts, rows, columns) in shapes.items():
+        base = f"model.layers.0.feed_forward.experts.{name}"
+        model.put(base, "F8_E4M3", np.zeros((experts, rows, columns), np.uint8))
+        blocks = np.ones((experts, columns // 128, 1, rows // 128, 1), np.float32)
+        model.put(f"{base}_weight_scale", "F32", blocks)
+        model.drop(f"{base}_input_scale")
+    model.quantization["quant_algo"] = "FP8_PB_WO"
+    for name in [name for name in model.tensors if name.endswith("input_scale")]:
+        model.drop(name)
+
+
+def _expert_blocks(model):
+    """Experts of 64 rows, half a block, in FP8_PB_WO."""
+    for name in list(model.tensors):
+        if name.startswith(EXPERTS) and name.endswith(".input_scale"):
+            model.drop(name)
+    model.quantization.update(
+        quant_algo="MIXED_PRECISION", quantized_layers={EXPERTS: {"quant_algo": "FP8_PB_WO"}}
+    )
+    for name in [name for name in model.tensors if "self_attn" in name]:
+        model.drop(name)
+
+
+def _all_nan_under_zero(model):
+    model.scalar(f"{K}.weight_scale_2", 0)
+    model.array(f"{K}.weight_scale")[...] = 0x7F
+
+
+def _zero_block(model):
+    model.array(f"{K}.weight_scale")[5, 1] = 0x80
+
+
+def _negative_block(model):
+    model.array(f"{K}.weight_scale")[5, 1] |= 0x80
+
+
+def _inf_row(model):
+    model.array(f"{K}.weight_scale")[5] = np.inf
+
+
+def _nan_e8m0(model):
+    model.array(f"{K}.weight_scale")[0, 0] = 255
+
+
+def _no_input_scales(model):
+    for name in [name for name in model.tensors if name.startswith(EXPERTS) and name.endswith("input_scale")]:
+        model.drop(name)
+
+
+def _half_lora(model):
+    model.quantization.update(quant_algo="NVFP4_SVD")
+    for name in [
+        name[: -len(".weight_scale_2")] for name in model.tensors if name.endswith("weight_scale_2")
+    ]:
+        rows, half = model.array(f"{name}.weight").shape
+        for half_name, shape in (("a", (4, 2 * half)), ("b", (rows, 4))):
+            if (name, half_name) != (K, "b"):
+                leaked = f"{name}.weight_quantizer._svdquant_lora_{half_name}"
+                model.put(leaked, "BF16", np.zeros(shape, np.uint16))
+
+
+def _kv_ones(model):
+    model.scalar(f"{K}.k_scale", 1)
+    model.scalar(f"{V}.v_scale", 1)
+
+
+def _kv_of_vision(model):
+    model.put("visual.blocks.3.attn.k_proj.k_scale", "F32", np.float32(0.1))
+
+
+def _kv_of_one_layer(model):
+    for name in [
+        name for name in model.tensors if ".layers.0." in name and name[-7:] in ("k_scale", "v_scale")
+    ]:
+        model.drop(name)
+
+
+CASES = [
+    Case("no_quant_config", "llama_fp8_kvfp8", _no_config, None, others=("kv_scales_unannounced",)),
+    Case("listed_module_missing", "mixed_three", _list_missing, "model.layers.7.mlp.up_proj"),
+    Case("algo_conflict", "llama_fp8_kvfp8", _reconfigure(quant_algo="NVFP4", group_size=16), Q, count=7),
+    Case("algo_conflict", "llama_fp8_pc_pt", _reconfigure(quant_algo="FP8"), Q, count=7),
+    Case(
+        "group_size_conflict", "w4a16_nvfp4_group_32", _reconfigure(group_size=16), f"{MLP}.up_proj", count=3
+    ),
+    Case("excluded_but_quantized", "llama_nvfp4_kvfp8", _unlist_all_but_mlp, K),
+    Case("unlisted_but_quantized", "mixed_three", _unlist, K),
+    Case(
+        "stored_unquantized",
+        "llama_nvfp4_kvfp8",
+        lambda m: m.to_bf16(f"{MLP}.down_proj", (128, 256)),
+        f"{MLP}.down_proj",
+        f"{MLP}.down_proj.weight",
+    ),
+    Case(
+        "mixed_fused_formats",
+        "llama_nvfp4_kvfp8",
+        lambda m: m.to_bf16(K, (64, 128)),
+        ATTENTION,
+        others=("stored_unquantized",),
+    ),
+    Case("mixed_fused_formats", "mixed_in_qkv", lambda m: None, ATTENTION, count=2),
+    Case("mixed_expert_formats", "qwen3moe_nvfp4", _expert_bf16, EXPERTS, others=("stored_unquantized",)),
+    Case("missing_weight", "llama_nvfp4_kvfp8", _drop(f"{K}.weight"), K, f"{K}.weight_scale"),
+    Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale"), K),
+    Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale_2"), K),
+    Case("missing_scale", "llama_fp8_pc_pt", _drop(f"{K}.weight_scale"), K),
+    Case("missing_scale", "llama_int8_sq", _drop(f"{K}.weight_scale"), K),
+    Case("missing_scale", "llama_mxfp8", _drop(f"{K}.weight_scale"), K),
+    Case("missing_scale", "llama_nvfp4_kvfp8", _half_lora, K),
+    Case("missing_expert", "qwen3moe_fp8", _drop_expert, EXPERTS),
+    Case("missing_expert", "qwen3moe_nvfp4", _drop_projection, EXPERTS),
+    Case("shape_mismatch", "llama_nvfp4_kvfp8", lambda m: _double(m, f"{K}.weight_scale", 0), K),
+    Case(
+        "shape_mismatch",
+        "llama_nvfp4_kvfp8",
+        _add(f"{K}.input_scale", "F32", np.full(2, 0.1, np.float32)),
+        K,
+        f"{K}.input_scale",
+    ),
+    Case("shape_mismatch", "llama_fp8_pc_pt", lambda m: _double(m, f"{K}.weight_scale", 0), K),
+    Case("shape_mismatch", "llama_mxfp8", lambda m: _double(m, f"{K}.weight_scale", 1), K),
+    Case("shape_mismatch", "llama_int4_awq", lambda m: _double(m, f"{K}.weight_scale", 0), K),
+    Case("shape_mismatch", "llama_int8_sq", lambda m: _double(m, f"{K}.weight_scale", 0), K),
+    Case(
+        "shape_mismatch",
+        "llama_int8_sq",
+        lambda m: _double(m, f"{K}.pre_quant_scale", 0),
+        K,
+        f"{K}.pre_quant_scale",
+    ),
+    Case("shape_mismatch", "fp8_bias_kvfp8", lambda m: _double(m, f"{K}.bias", 0), K, f"{K}.bias"),
+    Case(
+        "shape_mismatch",
+        "fp8_bias_kvfp8",
+        _add(f"{K}.k_scale", "F32", np.ones(2, np.float32)),
+        ATTENTION,
+        f"{K}.k_scale",
+    ),
+    Case(
+        "shape_mismatch",
+        "llama4_fp8",
+        lambda m: _double(m, "model.layers.0.feed_forward.experts.down_proj", 1),
+        "model.layers.0.feed_forward.experts",
+    ),
+    Case("dtype_mismatch", "llama_fp8_kvfp8", _add(f"{K}.weight_scale", "F8_E4M3", np.ones((), np.uint8)), K),
+    Case(
+        "dtype_mismatch",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.input_scale", "I32", np.int32(1)),
+        K,
+        f"{K}.input_scale",
+    ),
+    Case(
+        "dtype_mismatch",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.k_scale", "I32", np.int32(1)),
+        ATTENTION,
+        f"{K}.k_scale",
+    ),
+    Case(
+        "unknown_format",
+        "llama_fp8_pc_pt",
+        lambda m: m.put(f"{K}.weight", "F8_E5M2", m.array(f"{K}.weight")),
+        K,
+    ),
+    Case(
+        "unexpected_tensor",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.pre_quant_scale", "BF16", np.full(128, 0x3F80, np.uint16)),
+        K,
+        f"{K}.pre_quant_scale",
+    ),
+    Case(
+        "unexpected_tensor",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.weight_scale_2", "F32", np.float32(1)),
+        K,
+        f"{K}.weight_scale_2",
+    ),
+    Case(
+        "scales_on_unquantized",
+        "llama_nvfp4_kvfp8",
+        _scales_stay,
+        K,
+        f"{K}.weight_scale",
+        others=("mixed_fused_formats", "stored_unquantized"),
+    ),
+    Case(
+        "unowned_tensor",
+        "llama_fp8_kvfp8",
+        _add("model.layers.0.adapter.input_scale", "F32", np.float32(1)),
+        None,
+        "model.layers.0.adapter.input_scale",
+    ),
+    Case(
+        "unowned_tensor",
+        "llama_fp8_kvfp8",
+        _add("model.layers.0.codes", "F8_E4M3", np.zeros(4, np.uint8)),
+        None,
+        "model.layers.0.codes",
+    ),
+    Case(
+        "unowned_tensor",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.weight_scale_inv", "F32", np.float32(1)),
+        None,
+        f"{K}.weight_scale_inv",
+    ),
+    Case(
+        "leftover_tensor",
+        "llama_nvfp4_kvfp8",
+        _add(f"{K}.weight_quantizer._scale", "F8_E4M3", np.zeros((64, 8), np.uint8)),
+        None,
+        f"{K}.weight_quantizer._scale",
+    ),
+    Case(
+        "foreign_scale_name",
+        "fp8_pb_wo_unaligned",
+        lambda m: m.rename(f"{K}.weight_scale", f"{K}.weight_scale_inv"),
+        K,
+        f"{K}.weight_scale_inv",
+    ),
+    Case(
+        "clipped_blocks",
+        "llama4_fp8",
+        _stacked_blocks,
+        "model.layers.0.feed_forward.experts.gate_up_proj",
+        count=2,
+    ),
+    Case("clipped_blocks", "qwen3moe_fp8", _expert_blocks, EXPERTS),
+    Case(
+        "scale_not_finite",
+        "llama_nvfp4_kvfp8",
+        lambda m: _nan_block(m, f"{K}.weight_scale"),
+        K,
+        f"{K}.weight_scale",
+    ),
+    Case("scale_not_finite", "llama_mxfp8", _nan_e8m0, K, f"{K}.weight_scale"),
+    Case("scale_not_finite", "llama_fp8_pc_pt", _inf_row, K, f"{K}.weight_scale"),
+    Case("scale_not_finite", "llama_fp8_kvfp8", _set(f"{K}.input_scale", np.nan), K, f"{K}.input_scale"),
+    Case("scale_not_finite", "llama_fp8_kvfp8", _set(f"{V}.v_scale", np.inf), ATTENTION, f"{V}.v_scale"),
+    Case(
+        "scale_not_finite",
+        "llama_int8_sq",
+        _add(f"{K}.pre_quant_scale", "BF16", np.full(128, 0x7FC0, np.uint16)),
+        K,
+        f"{K}.pre_quant_scale",
+    ),
+    Case("scale_negative", "llama_nvfp4_kvfp8", _negative_block, K, f"{K}.weight_scale"),
+    Case("scale_negative", "llama_fp8_kvfp8", _set(f"{K}.weight_scale", -1), K, f"{K}.weight_scale"),
+    Case("scale_negative", "llama_fp8_kvfp8", _set(f"{K}.input_scale", -1), K, f"{K}.input_scale"),
+    Case("scale_negative", "llama_fp8_kvfp8", _set(f"{K}.k_scale", -1), ATTENTION, f"{K}.k_scale"),
+    Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.input_scale", 0), K, f"{K}.input_scale"),
+    Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.k_scale", 0), ATTENTION, f"{K}.k_scale"),
+    Case("all_zero_layer", "llama_fp8_kvfp8", _set(f"{K}.weight_scale", 0), K, f"{K}.weight_scale"),
+    Case("all_zero_layer", "llama_nvfp4_kvfp8", _all_nan_under_zero, K, f"{K}.weight_scale_2"),
+    Case("zero_blocks", "llama_nvfp4_kvfp8", _zero_block, K, f"{K}.weight_scale"),
+    Case("missing_input_scale", "llama_fp8_kvfp8", _drop(f"{K}.input_scale"), K),
+    Case("missing_input_scale", "qwen3moe_nvfp4", _no_input_scales, EXPERTS),
+    Case("missing_expert_input_scale", "qwen3moe_nvfp4", _drop(f"{EXPERTS}.2.up_proj.input_scale"), EXPERTS),
+    Case(
+        "unused_input_scale",
+        "llama_w4a16_nvfp4",
+        _add(f"{K}.input_scale", "F32", np.float32(0.1)),
+        K,
+        f"{K}.input_scale",
+    ),
+    Case(
+        "unused_input_scale",
+        "llama_fp8_pc_pt",
+        _add(f"{K}.input_scale", "F32", np.float32(0.1)),
+        K,
+        f"{K}.input_scale",
+    ),
+    Case(
+        "uncalibrated_input_scale",
+        "qwen3moe_fp8",
+        _set(f"{EXPERTS}.1.down_proj.input_scale", np.float32(0.5) / np.float32(448)),
+        f"{EXPERTS}.1.down_proj",
+        f"{EXPERTS}.1.down_proj.input_scale",
+    ),
+    Case(
+        "uncalibrated_input_scale",
+        "qwen3moe_nvfp4",
+        _set(f"{EXPERTS}.1.down_proj.input_scale", np.float32(0.5) / np.float32(2688)),
+        f"{EXPERTS}.1.down_proj",
+        f"{EXPERTS}.1.down_proj.input_scale",
+    ),
+    Case(
+        "uncalibrated_input_scale",
+        "qwen3moe_nvfp4",
+        _set(f"{EXPERTS}.1.down_proj.input_scale", np.float32(6) / np.float32(2688)),
+        f"{EXPERTS}.1.down_proj",
+        f"{EXPERTS}.1.down_proj.input_scale",
+    ),
+    Case(
+        "uncalibrated_input_scale",
+        "llama_int8_sq",
+        _set(f"{MLP}.down_proj.input_scale", 1),
+        f"{MLP}.down_proj",
+        f"{MLP}.down_proj.input_scale",
+    ),
+    Case(
+        "large_input_scale",
+        "llama_nvfp4_kvfp8",
+        _set(f"{MLP}.down_proj.input_scale", 13.7),
+        f"{MLP}.down_proj",
+        f"{MLP}.down_proj.input_scale",
+    ),
+    Case("unequal_weight_scale_2", "llama_nvfp4_kvfp8", _set(f"{K}.weight_scale_2", 0.01), ATTENTION),
+    Case(
+        "unequal_weight_scale_2", "qwen3moe_nvfp4", _set(f"{EXPERTS}.1.up_proj.weight_scale_2", 0.01), EXPERTS
+    ),
+    Case("unequal_input_scale", "llama_fp8_kvfp8", _set(f"{K}.input_scale", 0.5), ATTENTION),
+    Case("unequal_input_scale", "qwen3moe_fp8", _set(f"{EXPERTS}.1.up_proj.input_scale", 0.5), EXPERTS),
+    Case("kv_scale_missing", "llama_fp8_kvfp8", _drop(f"{K}.k_scale"), ATTENTION, f"{V}.v_scale"),
+    Case("kv_scale_missing", "llama_fp8_kvfp8", _drop(f"{V}.v_scale"), ATTENTION, f"{K}.k_scale"),
+    Case("kv_scales_partial", "mixed_fp8_nvfp4", _kv_of_one_layer, ATTENTION),
+    Case("kv_scales_absent", "llama_fp8_kvfp8", _drop(f"{K}.k_scale", f"{V}.v_scale"), None),
+    Case("kv_scales_unannounced", "llama_fp8_kvfp8", _reconfigure(kv_cache_quant_algo=None), None),
+    Case("kv_scales_one", "llama_fp8_kvfp8", _kv_ones, ATTENTION),
+    Case("kv_bias", "nvfp4_kvaffine", lambda m: None, ATTENTION, f"{K}.k_bias", count=2),
+    Case("kv_scale_in_vision", "llama_fp8_kvfp8", _kv_of_vision, None, "visual.blocks.3.attn.k_proj.k_scale"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])
+def test_code(case, genuine):
+    model = genuine(case.base)
+    case.change(model)
+    problems = model.problems()
+    assert {problem.code for problem in problems} == {case.code, *case.others}
+    found = [problem for problem in problems if problem.code == case.code]
+    assert len(found) == case.count
+    assert case.layer in [problem.layer for problem in found]
+    if case.tensor is not None:
+        assert case.tensor in [problem.tensor for problem in found]
+    assert all(problem.severity == CODES[case.code].severity for problem in found)
+
+
+def test_config_conflict(data, tmp_path):
+    source = data / "checkpoints" / "llama_fp8_kvfp8"
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "hf_quant_config.json").read_text())
+    config["quantization"]["exclude_modules"] = ["lm_head"]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(config))
+    with moqext.Checkpoint(tmp_path) as checkpoint:
+        (problem,) = checkpoint.problems
+    assert (problem.code, problem.severity) == ("config_conflict", "warning")
+    assert "model.embed_tokens" in problem.message or "exclude" in problem.message
+
+
+def test_every_code_is_brought_about():
+    assert {case.code for case in CASES} | OF_FILES | {"config_conflict"} == set(CODES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])
+def test_headers_alone_say_nothing_wrong(case, genuine):
+    """Without values only names, types and shapes are judged, and what is found is found with them too."""
+    model = genuine(case.base)
+    case.change(model)
+    with_values = set(model.problems())
+    assert set(model.problems(values=False)) <= with_values
+
+
+def test_problems_have_the_severity_of_the_table():
+    for code, (severity, meaning) in CODES.items():
+        assert severity in SEVERITIES
+        assert meaning.endswith(".")
+        assert make_problem(code, "m", layer="l", tensor="t") == Problem(code, severity, "l", "t", "m")
+
+
+def test_worst_severity():
+    note, warning = make_problem("hole", ""), make_problem("clipped_blocks", "")
+    error = make_problem("missing_scale", "")
+    assert worst_severity([]) is None
+    assert worst_severity([note]) == "note"
+    assert worst_severity([note, warning]) == "warning"
+    assert worst_severity([warning, error, note]) == "error"
+
+
+def test_messages_name_values(genuine):
+    model = genuine("llama_nvfp4_kvfp8")
+    model.scalar(f"{K}.weight_scale_2", 4 * float(model.array(f"{Q}.weight_scale_2")))
+    (problem,) = model.problems()
+    assert "k_proj" in problem.message
+    assert "factor of 4" in problem.message
+
+
+def test_documentation_has_the_table(request):
+    """docs/problems.md lists every code with its severity and meaning, in order."""
+    text = (request.config.rootpath / "docs" / "problems.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [tuple(row[:3]) for row in rows] == [
+        (f"`{code}`", severity, meaning) for code, (severity, meaning) in CODES.items()
+    ]
+
+
+def test_e4m3_table_is_the_format(rng):
+    """Every code of the decoder for scales, against the definition in struct's half precision.
+
+    An e4m3 number is a half with the exponent bias 15 - 7 = 8 too small: shift and multiply by 2^8.
+    """
+    from moqext.scale_values import decode_scales
+
+    codes = np.arange(256, dtype=np.uint8)
+    values = decode_scales("F8_E4M3", codes)
+    for code in range(256):
+        if code & 0x7F == 0x7F:
+            assert np.isnan(values[code])
+            continue
+        half = struct.unpack("<e", struct.pack("<H", (code & 0x80) << 8 | (code & 0x7F) << 7))[0]
+        assert values[code] == half * 256
