@@ -4,10 +4,11 @@ The stored tensors decide. The configuration chooses among algorithms that leave
 where it names one that the tensors cannot be, a problem record tells.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from moqext.config import QuantConfig
 from moqext.inventory import Inventory
 from moqext.problems import Problem, make_problem
 from moqext.stored import BLOCK, FLOATS, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored
@@ -24,44 +25,6 @@ _OPTIONAL_ROLES: dict[str, frozenset[str]] = {
 """Roles that change the result, and the algorithms that have them."""
 
 
-class LayerQuant(Protocol):
-    """What a configuration says of one module."""
-
-    @property
-    def quant_algo(self) -> str | None:
-        """Canonical algorithm, None when the module is not quantized."""
-
-    @property
-    def group_size(self) -> int | None:
-        """Weights per block scale."""
-
-    @property
-    def rule(self) -> str:
-        """What decided, in words."""
-
-
-class Config(Protocol):
-    """What is needed of a configuration here; `moqext.QuantConfig` has it."""
-
-    @property
-    def kv_cache_quant_algo(self) -> str | None:
-        """Canonical algorithm of the KV cache."""
-
-    @property
-    def quantized_layers(self) -> Mapping[str, object] | None:
-        """Module -> what the configuration says of it, for mixed precision."""
-
-    @property
-    def conflicts(self) -> Sequence[object]:
-        """Where the configuration files disagree."""
-
-    def layer_quant(self, module: str, /) -> LayerQuant:
-        """What holds for a module."""
-
-    def is_excluded(self, module: str, /) -> bool:
-        """Whether a rule excludes the module."""
-
-
 class Decision(NamedTuple):
     """The algorithm that holds for a layer, and how it was found; the fields are those of LayerRecord."""
 
@@ -72,7 +35,7 @@ class Decision(NamedTuple):
     group_size: int | None
 
 
-def decide(module: str, stored: Stored, config: Config | None) -> tuple[Decision, list[Problem]]:
+def decide(module: str, stored: Stored, config: QuantConfig | None) -> tuple[Decision, list[Problem]]:
     """The algorithm of a quantized layer, with the problems of deciding it."""
     asked = None if config is None else config.layer_quant(module)
     configured = None if asked is None else asked.quant_algo
@@ -97,7 +60,7 @@ def decide(module: str, stored: Stored, config: Config | None) -> tuple[Decision
     return Decision(algo, configured, told, rule, group_size), problems
 
 
-def _not_configured(module: str, algo: str, rule: str, config: Config) -> Problem:
+def _not_configured(module: str, algo: str, rule: str, config: QuantConfig) -> Problem:
     if config.is_excluded(module):
         message = f"excluded ({rule}), yet stored as {algo}; the stored format holds"
         return make_problem("excluded_but_quantized", message, layer=module)

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from moqext.decision import Config, Decision, check_roles, decide
+from moqext.config import QuantConfig
+from moqext.decision import Decision, check_roles, decide
 from moqext.fused import describe, spread
 from moqext.inventory import Inventory
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
@@ -209,7 +210,7 @@ class _Stacked(NamedTuple):
 def find_stacked_groups(
     modules: Mapping[str, Mapping[str, str]],
     inventory: Inventory,
-    config: Config | None,
+    config: QuantConfig | None,
     scales: Scales,
     architectures: Sequence[str],
 ) -> tuple[list[LayerRecord], list[Problem]]:

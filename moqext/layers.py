@@ -10,7 +10,8 @@ scales are judged when a reader is given.
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from moqext.decision import Config, check_linear_shapes, check_roles, decide
+from moqext.config import Conflict, QuantConfig
+from moqext.decision import check_linear_shapes, check_roles, decide
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.inventory import Inventory
@@ -27,7 +28,7 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "language_model."
 
 def find_layers(
     tensors: Mapping[str, Tensor],
-    config: Config | None,
+    config: QuantConfig | None,
     read: Reader | None = None,
     *,
     architectures: Sequence[str] = (),
@@ -80,7 +81,7 @@ def _by_number(record: LayerRecord) -> list[tuple[bool, int, str]]:
 
 
 def _linear(
-    module: str, roles: Mapping[str, str], inventory: Inventory, config: Config | None, scales: Scales
+    module: str, roles: Mapping[str, str], inventory: Inventory, config: QuantConfig | None, scales: Scales
 ) -> LayerRecord:
     """The record of a linear or an embedding."""
     stored = recognise(inventory.infos(roles))
@@ -122,7 +123,7 @@ def _without_weight(module: str, roles: Mapping[str, str], inventory: Inventory)
 
 
 def _unquantized(
-    module: str, weight: Tensor, roles: Mapping[str, str], inventory: Inventory, config: Config | None
+    module: str, weight: Tensor, roles: Mapping[str, str], inventory: Inventory, config: QuantConfig | None
 ) -> list[Problem]:
     """Problems of a weight that is stored unquantized: scales beside it, a configuration that quantizes it.
 
@@ -143,13 +144,16 @@ def _unquantized(
     return problems
 
 
-def _checkpoint_problems(inventory: Inventory, config: Config | None, quantized: bool) -> list[Problem]:
+def _checkpoint_problems(inventory: Inventory, config: QuantConfig | None, quantized: bool) -> list[Problem]:
     problems = []
     if config is None and quantized:
         message = "no quantization configuration; formats are taken from the tensors"
         problems.append(make_problem("no_quant_config", message))
     if config is not None:
-        problems += [make_problem("config_conflict", str(conflict)) for conflict in config.conflicts]
+        problems += [
+            make_problem("config_conflict", _disagreement(conflict)) for conflict in config.conflicts
+        ]
+        problems += [make_problem("config_note", note) for note in config.notes]
         problems += _missing_modules(inventory, config)
     for name in inventory.leftovers:
         problems.append(make_problem("leftover_tensor", "inner state of the quantizer", tensor=name))
@@ -160,7 +164,13 @@ def _checkpoint_problems(inventory: Inventory, config: Config | None, quantized:
     return problems
 
 
-def _missing_modules(inventory: Inventory, config: Config) -> list[Problem]:
+def _disagreement(conflict: Conflict) -> str:
+    chosen = f"{conflict.chosen_file or 'the configuration'} says {conflict.chosen}"
+    other = f"{conflict.other_file or 'the configuration'} says {conflict.other}"
+    return f"{conflict.field}: {chosen}, {other}; the first holds"
+
+
+def _missing_modules(inventory: Inventory, config: QuantConfig) -> list[Problem]:
     """The modules that quantized_layers lists and that have no tensor, prefixes and fused names aside."""
     listed = config.quantized_layers
     if not listed or not inventory.tensors:

@@ -55,6 +55,7 @@ CODES: dict[str, Code] = {
         "warning", "Quantized tensors, and no configuration that says how they are meant."
     ),
     "config_conflict": Code("warning", "The two configuration files of the checkpoint disagree."),
+    "config_note": Code("note", "How a field of the configuration was understood."),
     "listed_module_missing": Code("note", "`quantized_layers` names a module that no tensor belongs to."),
     # Configuration against tensors. The stored tensors decide.
     "algo_conflict": Code(

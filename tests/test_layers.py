@@ -15,8 +15,8 @@ from moqext.stored import recognise
 
 DATA = Path(__file__).parent / "data"
 
-# What is in each: quantized layers by kind, attention modules with cache scales, and every problem. Formats are
-# those that the names of the cases and the presets in versions.json say; counts are those of the models.
+# What is in each: quantized layers by kind, attention modules with cache scales, and every problem. Formats
+# are those that the names of the cases and the presets in versions.json say; counts are those of the models.
 EXPECTED: dict[str, tuple[str, int, dict[str, int]]] = {
     "checkpoints/llama_fp8_kvfp8": ("linear x7 FP8", 1, {}),
     "checkpoints/llama_fp8_pb_wo": ("linear x7 FP8_PB_WO g128", 0, {}),
@@ -173,7 +173,7 @@ def test_nothing_genuine_is_left_out():
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("manifests/")])
 def test_both_configurations_find_the_same(name):
-    """config.json and hf_quant_config.json of one export lead to the same records, but for lost group sizes."""
+    """config.json and hf_quant_config.json of one export lead to the same records."""
     tensors, document = manifest(name)
     from_file = find_layers(tensors, moqext.QuantConfig.from_dict(document["hf_quant_config"]))
     inline = find_layers(tensors, moqext.QuantConfig.from_dict(document["config.json:quantization_config"]))
@@ -404,7 +404,7 @@ def test_svdquant_pair_under_its_leaked_names():
 
 
 def test_native_block_fp8_beside_modelopt_experts():
-    """DeepSeek V4: its maker's block FP8 has `scale` of powers of two; the norms have no `scale` that counts."""
+    """DeepSeek V4: its maker's block FP8 has a `scale` of powers of two; that of a norm does not count."""
     tensors = {
         "layers.0.attn.wq_a.weight": ("F8_E4M3", (256, 384)),
         "layers.0.attn.wq_a.scale": ("F8_E8M0", (2, 3)),

@@ -83,8 +83,8 @@ def as_data(
             "kv_cache_quant_algo": config.kv_cache_quant_algo,
             "group_size": config.group_size,
             "exclude_modules": list(config.exclude_modules or ()),
-            "producer": config.producer,
-            "conflicts": [str(conflict) for conflict in config.conflicts],
+            "producer": config.producer._asdict(),
+            "conflicts": [conflict._asdict() for conflict in config.conflicts],
         },
         "totals": totals(checkpoint, findings),
         "layers": [_layer_data(layer) for layer in select(findings.layers, glob)],
@@ -203,8 +203,7 @@ def _header(checkpoint: Checkpoint) -> list[str]:
     config = checkpoint.config
     facts = list(checkpoint.architectures)
     if config is not None:
-        producer = config.producer or {}
-        facts += [" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))]
+        facts.append(" ".join(part for part in config.producer if part))
     files = checkpoint.files
     if files.has_weights:
         total = text.size(sum(tensor_bytes(info) for info in files.tensors.values()))
