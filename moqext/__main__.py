@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 import moqext
-from moqext.cli import inspect
+from moqext.cli import info, inspect, verify
 
-COMMANDS = (inspect,)
+COMMANDS = (inspect, verify, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -514,6 +514,20 @@ def test_code(case, genuine):
     assert all(problem.severity == CODES[case.code].severity for problem in found)
 
 
+def test_config_note():
+    """A configuration that quantizes no activations is read as weight-only, and says so."""
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}
+    inline = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+    (problem,) = find_layers({}, moqext.QuantConfig.from_dict(inline)).all_problems()
+    assert (problem.code, problem.severity) == ("config_note", "note")
+    assert "W4A16_NVFP4" in problem.message
+
+
 def test_config_conflict(data, tmp_path):
     source = data / "checkpoints" / "llama_fp8_kvfp8"
     for path in source.iterdir():
@@ -524,11 +538,12 @@ def test_config_conflict(data, tmp_path):
     with moqext.Checkpoint(tmp_path) as checkpoint:
         (problem,) = checkpoint.problems
     assert (problem.code, problem.severity) == ("config_conflict", "warning")
-    assert "model.embed_tokens" in problem.message or "exclude" in problem.message
+    assert "exclude" in problem.message
+    assert "hf_quant_config.json" in problem.message
 
 
 def test_every_code_is_brought_about():
-    assert {case.code for case in CASES} | OF_FILES | {"config_conflict"} == set(CODES)
+    assert {case.code for case in CASES} | OF_FILES | {"config_conflict", "config_note"} == set(CODES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])

@@ -2,9 +2,8 @@
 
 import json
 
-from moqext.__main__ import main
-
 from moqext import __version__
+from moqext.__main__ import main
 
 
 def test_json_names_the_build_and_the_machine(capsys):

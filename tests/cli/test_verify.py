@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from moqext.__main__ import main
 
+from moqext.__main__ import main
 from moqext.verify import LIMITS, compare
 
 RUNNABLE = {
