@@ -9,7 +9,7 @@
 #include <limits.h>
 #include <string.h>
 
-/* The same for every integer, so that messages can name what a producer declared. */
+/* For messages, by DLDataTypeCode. */
 static const char *const CODE_NAME[] = {
     "int",
     "uint",
@@ -31,6 +31,7 @@ static const char *const CODE_NAME[] = {
     "float4_e2m1fn",
 };
 
+/* For messages, by DLDeviceType. */
 static const char *const DEVICE_NAME[] = {
     [kDLCPU] = "CPU",
     [kDLCUDA] = "CUDA",
@@ -87,7 +88,8 @@ static int refuse_dldtype(DLDataType dtype, const char *name) {
 static int import_dtype(DLDataType dtype, uint64_t flags, const char *name, moq_dtype *out) {
     if (dtype.code == kDLFloat4_e2m1fn && dtype.bits == 4 &&
         (dtype.lanes == 1 || (flags & DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED))) {
-        /* JAX says so of one value in each byte, the specification of two: the bytes decide. */
+        /* By the specification two values share a byte here; JAX, which cannot say otherwise in a
+         * legacy capsule, keeps one in each. */
         PyErr_Format(PyExc_TypeError,
                      "%s: float4_e2m1fn with one value per element may or may not be packed; pass "
                      "the packed bytes as uint8 with a format",
