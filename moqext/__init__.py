@@ -1,11 +1,15 @@
 """Reads NVIDIA ModelOpt checkpoints exactly and runs their FP8 and NVFP4 layers on DLPack tensors."""
 
-from moqext import _C
+from moqext import _C, ops
 from moqext._C import ConfigError, UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
 from moqext.config import Conflict, LayerQuant, QuantConfig, detect
 from moqext.errors import CheckpointError
+from moqext.kv_cache import KVCacheMethod, KVScales
+from moqext.linear import LinearMethod, ParamSpec
+from moqext.load import Layer
 from moqext.problems import Problem
+from moqext.records import KVRecord, LayerRecord, Projection
 
 __version__: str = _C.build_info()["version"]
 
@@ -14,10 +18,19 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Conflict",
+    "KVCacheMethod",
+    "KVRecord",
+    "KVScales",
+    "Layer",
     "LayerQuant",
+    "LayerRecord",
+    "LinearMethod",
+    "ParamSpec",
     "Problem",
+    "Projection",
     "QuantConfig",
     "UnsupportedQuantization",
     "__version__",
     "detect",
+    "ops",
 ]

@@ -4,17 +4,20 @@ A result is made by the framework of the first tensor, or written to `out` where
 uint16 arrays stand for formats that the framework has no dtype for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from moqext import _C
+from moqext.linear import LinearMethod
 
 __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "linear",
     "pack_fp4",
     "quantize",
     "requantize_to_max",
@@ -294,3 +297,62 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
         BufferError: as for `dequantize`.
     """
     return _C.unpack_fp4(packed, out=out)
+
+
+def linear(
+    x: Any,
+    params: Mapping[str, Any],
+    quant_algo: str,
+    out_partitions: Sequence[int],
+    *,
+    group_size: int | None = None,
+    compute: str = "exact",
+    bias: Any = None,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """A linear layer on prepared parameters, without keeping a `LinearMethod`.
+
+    The method is found again by its description, so a call costs little more than one of the method.
+
+    Args:
+        x: [..., in_features]; float32, float16 or bfloat16 (uint16 is taken as raw bfloat16).
+        params: what `LinearMethod.prepare` returned for the same description.
+        quant_algo, out_partitions, group_size, compute: as for `LinearMethod`.
+        bias, out, stream: as for `LinearMethod.__call__`.
+
+    Returns:
+        `out`, or a new tensor of x's own framework.
+
+    Raises:
+        UnsupportedQuantization, ValueError, TypeError, BufferError, RuntimeError: as `LinearMethod`.
+    """
+    about = _C.describe_tensor(x)
+    dtype = "bfloat16" if about["dtype"] == "uint16" else about["dtype"]
+    if not about["shape"]:
+        raise ValueError("x: expected at least one dimension, got shape []")
+    method = _linear_method(
+        quant_algo, about["shape"][-1], tuple(out_partitions), group_size, dtype, about["device"], compute
+    )
+    return method(x, params, bias, out, stream)
+
+
+@lru_cache(maxsize=256)
+def _linear_method(
+    quant_algo: str,
+    in_features: int,
+    out_partitions: tuple[int, ...],
+    group_size: int | None,
+    dtype: str,
+    device: str,
+    compute: str,
+) -> LinearMethod:
+    return LinearMethod(
+        quant_algo,
+        in_features,
+        out_partitions,
+        group_size=group_size,
+        dtype=dtype,
+        device=device,
+        compute=compute,
+    )

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moqext import reference
-from moqext.linear import LinearMethod
+from moqext import LinearMethod, reference
 
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
 COMPUTES = [(algo, "exact") for algo in ALGOS] + [

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from moqext import UnsupportedQuantization
-from moqext.kv_cache import KVCacheMethod
+from moqext import KVCacheMethod, UnsupportedQuantization
 
 
 def scalar(value, shape=()):

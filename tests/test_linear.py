@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moqext import UnsupportedQuantization, reference
-from moqext.linear import LinearMethod
+from moqext import LinearMethod, UnsupportedQuantization, ops, reference
 
 from .linear_cases import ALGOS, COMPUTES, assert_close, poisoned, random_case, random_part, random_x
 
@@ -364,3 +363,18 @@ def test_kernel_choice_is_explained(monkeypatch):
     monkeypatch.setenv("MOQEXT_KERNEL", "cpu:imaginary")
     with pytest.raises(ValueError, match=r"MOQEXT_KERNEL: no kernel named"):
         LinearMethod("NVFP4", 32, [8])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_operation_equals_the_method(rng, dtype):
+    case = random_case(rng, "NVFP4", 64, [24, 8])
+    method = case.method(dtype=dtype)
+    params = method.prepare(case.listed())
+    x = random_x(rng, (3, 64), dtype)
+    bias = rng.standard_normal(32).astype(np.float32)
+    y = ops.linear(x, params, "NVFP4", [24, 8], bias=bias)
+    np.testing.assert_array_equal(y, method(x, params, bias))
+    with pytest.raises(ValueError, match="x: expected at least one dimension"):
+        ops.linear(np.zeros((), np.float32), params, "NVFP4", [24, 8])
+    with pytest.raises(ValueError, match="in_features: expected a multiple"):
+        ops.linear(x[:, :60], params, "NVFP4", [24, 8])
