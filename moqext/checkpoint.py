@@ -103,8 +103,12 @@ class Checkpoint:
 
     @cached_property
     def _by_name(self) -> dict[str, LayerRecord | Projection]:
-        parts = ((layer, *layer.members, *layer.projections) for layer in self.layers())
-        return {part.name: part for group in parts for part in group}
+        found: dict[str, LayerRecord | Projection] = {}
+        for layer in self.layers():
+            found[layer.name] = layer
+            found.update((member.name, member) for member in layer.members)
+            found.update((projection.name, projection) for projection in layer.projections)
+        return found
 
     def kv_scales(self) -> tuple[KVRecord, ...]:
         """One record per attention that has cache scales, in the order of the files."""
@@ -161,7 +165,11 @@ class Checkpoint:
         tensors = {role: self.tensor(record.tensors[role]) for role in WEIGHT_ROLES if role in record.tensors}
         try:
             weight: NDArray[np.float32] = ops.dequantize(
-                quant_algo=record.quant_algo, group_size=record.group_size, **tensors
+                tensors["weight"],
+                record.quant_algo,
+                weight_scale=tensors.get("weight_scale"),
+                weight_scale_2=tensors.get("weight_scale_2"),
+                group_size=record.group_size,
             )
         except UnsupportedQuantization as error:
             raise UnsupportedQuantization(f"{record.name}: {error}") from error

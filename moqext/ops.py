@@ -318,8 +318,13 @@ def linear(
     Args:
         x: [..., in_features]; float32, float16 or bfloat16 (uint16 is taken as raw bfloat16).
         params: what `LinearMethod.prepare` returned for the same description.
-        quant_algo, out_partitions, group_size, compute: as for `LinearMethod`.
-        bias, out, stream: as for `LinearMethod.__call__`.
+        quant_algo: as for `LinearMethod`, like the next three.
+        out_partitions: rows of each fused layer.
+        group_size: columns that share a block scale, None for the algorithm's own.
+        compute: "exact", "fp8" or "fp4".
+        bias: as for `LinearMethod.__call__`, like the next two.
+        out: where to write.
+        stream: CUDA stream, None for the current one.
 
     Returns:
         `out`, or a new tensor of x's own framework.
