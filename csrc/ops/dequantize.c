@@ -127,39 +127,45 @@ static moq_status scale_dtype(const weight_format *format, const moq_tensor *sca
     return moq_check_host(scale, "weight_scale", err);
 }
 
+/* Lays the scale's axes along `axes` (0 experts, 1 rows, 2 columns) where each has the extent of
+ * its axis or 1; false where one does not. */
+static bool align(const moq_tensor *scale, const moq_dequantize_job *job, int count,
+                  const int *axes, moq_block_scale *s) {
+    if (scale->ndim != count)
+        return false;
+    for (int i = 0; i < count; i++) {
+        if (scale->shape[i] != 1 && scale->shape[i] != job->shape[axes[i]])
+            return false;
+    }
+    for (int i = 0; i < count; i++) {
+        if (scale->shape[i] == 1)
+            continue;
+        s->stride[axes[i]] = scale->stride[i];
+        s->block[axes[i]] = 1;
+    }
+    return true;
+}
+
 static moq_status vector_layout(const moq_dequantize_plan *plan, moq_block_scale *s, moq_err *err) {
+    static const int all[] = {0, 1, 2}, by_row[] = {0, 1}, by_column[] = {0, 2};
     const moq_tensor *scale = &plan->scale;
-    int64_t experts = plan->job.shape[0], rows = plan->job.shape[1], columns = plan->job.shape[2];
+    const moq_dequantize_job *job = &plan->job;
     if (moq_tensor_numel(scale) == 1)
         return MOQ_OK;
     if (plan->weight.ndim == 2) {
-        if (!has_shape(scale, 1, (int64_t[]){rows}) && !has_shape(scale, 2, (int64_t[]){rows, 1}))
-            return fail_shape(err, "weight_scale", "one value, or one for each row of weight",
-                              scale);
-        s->stride[1] = scale->stride[0];
-        return MOQ_OK;
+        bool column = scale->ndim == 2 && scale->shape[1] == 1;
+        if (align(scale, job, 1, all + 1, s) || (column && align(scale, job, 2, all + 1, s)))
+            return MOQ_OK;
+        return fail_shape(err, "weight_scale", "one value, or one for each row of weight", scale);
     }
-    if (is_per_expert(scale, experts)) {
-        s->stride[0] = scale->stride[0];
-        return MOQ_OK;
-    }
-    bool by_row = has_shape(scale, 3, (int64_t[]){experts, rows, 1});
-    bool by_column = has_shape(scale, 3, (int64_t[]){experts, 1, columns});
-    if (!by_row && !by_column) {
-        by_row = has_shape(scale, 2, (int64_t[]){experts, rows});
-        by_column = has_shape(scale, 2, (int64_t[]){experts, columns});
-    }
-    if (by_row && by_column)
+    if (scale->ndim == 2 && scale->shape[1] != 1 && job->shape[1] == job->shape[2])
         return fail_shape(err, "weight_scale",
                           "[E, rows, 1] or [E, 1, columns], as the experts are square", scale);
-    if (!by_row && !by_column)
-        return fail_shape(err, "weight_scale",
-                          "one value, or one for each expert, row or column of weight", scale);
-    s->stride[0] = scale->stride[0];
-    s->stride[by_row ? 1 : 2] = scale->stride[by_row ? 1 : scale->ndim - 1];
-    if (by_column)
-        s->block[2] = 1;
-    return MOQ_OK;
+    if (align(scale, job, 1, all, s) || align(scale, job, 2, by_row, s) ||
+        align(scale, job, 2, by_column, s) || align(scale, job, 3, all, s))
+        return MOQ_OK;
+    return fail_shape(err, "weight_scale",
+                      "one value, or one for each expert, row or column of weight", scale);
 }
 
 static moq_status tile_layout(const moq_dequantize_plan *plan, int64_t size, moq_block_scale *s,

@@ -5,6 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import moqext
 from moqext import ops, reference
@@ -170,6 +172,14 @@ def test_gate_and_up_keep_their_own_second_level_scale(rng):
         equal(both, gate)
 
 
+def test_stacked_int4_is_its_experts_one_by_one(rng):
+    weight, scale = codes(rng, 3, 5, 64), float_scale(rng, 3, 10, 4)
+    stacked = ops.dequantize(weight, "W4A16_AWQ", weight_scale=scale)
+    for expert in range(3):
+        params = {"weight": weight[expert], "weight_scale": scale[expert]}
+        equal(stacked[expert], reference.dequantize(params, "W4A16_AWQ"))
+
+
 def test_strided_tensors(rng):
     for algo, params, group_size in cases(rng):
         strided = {}
@@ -247,6 +257,59 @@ def test_genuine_checkpoints(data, tmp_path):
             error = np.linalg.norm(weight - original) / np.linalg.norm(original)
             assert error < STEP["FP4" in algo], (directory.name, layer, error)
     assert len(seen) >= 10
+
+
+def wider(algo, weight, params):
+    """True where the operation takes a shape of scales that the reference does not list."""
+    scale, second = params["weight_scale"].shape, params.get("weight_scale_2", np.ones(())).shape
+    if weight.ndim == 2:
+        return len(scale) == 2 and scale[1] == 1  # [N, 1]
+    tiles_or_pairs = algo in ("FP8_PB_WO", *INT4)
+    return tiles_or_pairs or len(second) == 2 or (len(scale) == 2 and 1 in scale)  # [E, P]; [E, 1], [1, N]
+
+
+extents = st.sampled_from([0, 1, 2, 3, 8, 16, 32, 129])
+shapes = st.lists(extents, min_size=0, max_size=4).map(tuple)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    algo=st.sampled_from(sorted(reference.weights.DEQUANTIZERS)),
+    weight_shape=st.lists(extents, min_size=2, max_size=3).map(tuple),
+    scale_shape=shapes,
+    second_shape=shapes,
+    divisor=st.sampled_from([None, 1, 2, 8, 16]),
+    group_size=st.sampled_from([None, None, 16, 32, 128]),
+)
+def test_any_shapes_are_refused_or_right(algo, weight_shape, scale_shape, second_shape, divisor, group_size):
+    """Nothing crashes, and what the operation takes is what the reference takes, with equal results."""
+    if divisor:  # mostly a scale that might fit
+        scale_shape = (*weight_shape[:-1], weight_shape[-1] // divisor)
+    weight = np.arange(np.prod(weight_shape), dtype=np.int64).astype(np.uint8).reshape(weight_shape)
+    byte_scale = algo.startswith("MXFP") or "FP4" in algo
+    scale = np.arange(1, 1 + np.prod(scale_shape), dtype=np.int64) % 100 + 1
+    params = {"weight": weight, "weight_scale": scale.astype(np.uint8 if byte_scale else np.float32)}
+    params["weight_scale"] = params["weight_scale"].reshape(scale_shape)
+    if algo in (*NVFP4, "W4A8_AWQ"):
+        second = np.arange(1, 1 + np.prod(second_shape), dtype=np.int64)
+        params["weight_scale_2"] = second.astype(np.float32).reshape(second_shape)
+    try:
+        expected = reference.dequantize(params, algo, group_size=group_size)
+    except ValueError:
+        expected = None
+    try:
+        actual = ops.dequantize(weight, algo, **scales(params), group_size=group_size)
+    except ValueError as error:
+        assert str(error).startswith(("weight_scale", "weight_scale_2", "group_size"))
+        # The reference takes groups of any size.
+        assert expected is None or expected.size == 0 or "expected groups of" in str(error)
+        return
+    if expected is None:
+        assert wider(algo, weight, params) or actual.size == 0
+    elif expected.size == 0:
+        assert actual.size == 0
+    else:
+        equal(actual, expected)
 
 
 W = np.zeros((6, 64), np.uint8)
