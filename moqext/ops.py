@@ -169,7 +169,7 @@ def dequantize(
 
     Args:
         weight: codes as stored, any strides.
-        quant_algo: canonical name.
+        quant_algo: its name, in any spelling a configuration may have.
         weight_scale: scales as stored; a number stands for one float32 element.
         weight_scale_2: second-level scale, where the format has one; likewise.
         group_size: checked against the shapes; for FP8_PB_WO the edge of a tile (default 128).

@@ -6,6 +6,7 @@
  * experts packed along either axis), they are told apart here and nowhere else. */
 #include "ops/dequantize.h"
 
+#include "core/algo.h"
 #include "core/formats.h"
 #include "ops/check.h"
 
@@ -25,46 +26,59 @@ typedef enum {
 } second_level;
 
 typedef struct {
-    const char *name;
     moq_code_kind kind;
     scale_layout layout;
-    moq_dtype scale_dtype; /* MOQ_DT_F32 stands for float32, bfloat16 and float16 */
+    moq_dtype
+        scale_dtype; /* MOQ_DT_F32 stands for float32, bfloat16 and float16; NONE: no format */
     second_level second;
     int64_t group[2]; /* group sizes there are, 0 for any */
 } weight_format;
 
-static const weight_format FORMATS[] = {
-    {"FP8", MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
-    {"FP8_PER_CHANNEL_PER_TOKEN", MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
-    {"FP8_PB_WO", MOQ_CODE_E4M3, SCALE_TILES, MOQ_DT_F32, SECOND_NONE, {0}},
-    {"NVFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
-    {"NVFP4_AWQ", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
-    {"NVFP4_SVD", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
-    {"W4A16_NVFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
-    {"W4A8_NVFP4_FP8", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}},
-    {"MXFP4", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
-    {"W4A8_MXFP4_FP8", MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
-    {"MXFP8", MOQ_CODE_E4M3, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
-    {"W4A16_AWQ", MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_NONE, {0}},
-    {"W4A8_AWQ", MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_UNUSED, {0}},
-    {"W8A8_SQ_PER_CHANNEL", MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
-    {"W8A16", MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}},
+#define FP8_VECTOR  {MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
+#define NVFP4       {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}}
+#define MXFP4       {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}}
+#define INT8_VECTOR {MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
+
+static const weight_format FORMATS[MOQ_ALGO_COUNT] = {
+    [MOQ_ALGO_FP8] = FP8_VECTOR,
+    [MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN] = FP8_VECTOR,
+    [MOQ_ALGO_FP8_PB_WO] = {MOQ_CODE_E4M3, SCALE_TILES, MOQ_DT_F32, SECOND_NONE, {0}},
+    [MOQ_ALGO_NVFP4] = NVFP4,
+    [MOQ_ALGO_NVFP4_AWQ] = NVFP4,
+    [MOQ_ALGO_NVFP4_SVD] = NVFP4,
+    [MOQ_ALGO_W4A16_NVFP4] = NVFP4,
+    [MOQ_ALGO_W4A8_NVFP4_FP8] = NVFP4,
+    [MOQ_ALGO_MXFP4] = MXFP4,
+    [MOQ_ALGO_W4A8_MXFP4_FP8] = MXFP4,
+    [MOQ_ALGO_MXFP8] = {MOQ_CODE_E4M3, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
+    [MOQ_ALGO_W4A16_AWQ] = {MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_NONE, {0}},
+    [MOQ_ALGO_W4A8_AWQ] = {MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_UNUSED, {0}},
+    [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = INT8_VECTOR,
+    [MOQ_ALGO_W8A16] = INT8_VECTOR,
 };
 
 static const float ONE = 1.0f;
 
-static moq_status find_format(const char *algo, const weight_format **out, moq_err *err) {
+static const char *format_name(const weight_format *format) {
+    return moq_algo_name((moq_algo)(format - FORMATS));
+}
+
+static moq_status find_format(const char *name, const weight_format **out, moq_err *err) {
+    moq_algo algo;
     char names[512] = "";
-    for (size_t i = 0; i < sizeof FORMATS / sizeof *FORMATS; i++) {
-        if (strcmp(algo, FORMATS[i].name) == 0) {
-            *out = &FORMATS[i];
-            return MOQ_OK;
-        }
-        size_t used = strlen(names);
-        snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "", FORMATS[i].name);
+    if (moq_algo_parse((moq_text){name, strlen(name)}, &algo) &&
+        FORMATS[algo].scale_dtype != MOQ_DT_NONE) {
+        *out = &FORMATS[algo];
+        return MOQ_OK;
     }
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%s'", names,
-                    algo);
+    for (int i = 0; i < MOQ_ALGO_COUNT; i++) {
+        size_t used = strlen(names);
+        if (FORMATS[i].scale_dtype != MOQ_DT_NONE)
+            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "",
+                     moq_algo_name((moq_algo)i));
+    }
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%.64s'", names,
+                    name);
 }
 
 static moq_status fail_shape(moq_err *err, const char *name, const char *expected,
@@ -123,7 +137,7 @@ static moq_status scale_dtype(const weight_format *format, const moq_tensor *sca
     if (*out == MOQ_DT_NONE)
         return moq_fail(err, MOQ_ERR_TYPE,
                         "weight_scale: expected float32, bfloat16 or float16 for %s, got %s",
-                        format->name, moq_dtype_name(scale->dtype));
+                        format_name(format), moq_dtype_name(scale->dtype));
     return moq_check_host(scale, "weight_scale", err);
 }
 
@@ -224,8 +238,8 @@ static moq_status group_layout(const weight_format *format, const moq_dequantize
     if (groups > 0 && format->group[0] && size != format->group[0] && size != format->group[1]) {
         snprintf(expected, sizeof expected, "groups of %lld%s for %s, not of %lld",
                  (long long)format->group[0],
-                 format->group[1] == 32 && format->group[0] == 16 ? " or 32" : "", format->name,
-                 (long long)size);
+                 format->group[1] == 32 && format->group[0] == 16 ? " or 32" : "",
+                 format_name(format), (long long)size);
         return fail_shape(err, "weight_scale", expected, scale);
     }
     if (groups > 0 && group_size && size != group_size)
@@ -269,12 +283,14 @@ static moq_status second_layout(const moq_dequantize_plan *plan, int output_axis
 static moq_status check_presence(const weight_format *format, const moq_tensor *scale,
                                  const moq_tensor *scale_2, moq_err *err) {
     if (scale == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none", format->name);
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none",
+                        format_name(format));
     if (format->second == SECOND_FACTOR && scale_2 == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none", format->name);
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none",
+                        format_name(format));
     if (format->second == SECOND_NONE && scale_2 != NULL)
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s has none, got a tensor",
-                        format->name);
+                        format_name(format));
     return MOQ_OK;
 }
 

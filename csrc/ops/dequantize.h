@@ -13,9 +13,10 @@ typedef struct {
     moq_tensor out; /* shape and dtype of the result; no memory */
 } moq_dequantize_plan;
 
-/* Resolves the layout of a stored weight from the algorithm's canonical name and the shapes, and
- * checks all of it. An absent scale is NULL. `group_size` is checked against the shapes, is the
- * edge of a tile for FP8_PB_WO, means nothing to formats without groups, and is 0 where not known.
+/* Resolves the layout of a stored weight from the algorithm's name (any spelling a configuration
+ * may have) and the shapes, and checks all of it. An absent scale is NULL. `group_size` is checked
+ * against the shapes, is the edge of a tile for FP8_PB_WO, means nothing to formats without groups,
+ * and is 0 where not known.
  */
 moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const moq_tensor *scale,
                                const moq_tensor *scale_2, int64_t group_size, moq_dtype out_dtype,

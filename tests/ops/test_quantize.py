@@ -347,3 +347,13 @@ def test_torch_tensors_get_torch_results(rng):
             np.testing.assert_array_equal(carrier(raw.numpy()), carrier(wanted))
     scale = torch.tensor(0.25)
     assert ops.quantize(x, "fp8_tensor", scale=scale)[1] is scale
+
+
+def test_jax_arrays_get_jax_results(rng):
+    jnp = pytest.importorskip("jax.numpy")
+    values = rng.standard_normal((3, 64)).astype(np.float32)
+    for scheme in ("fp8_tensor", "fp8_token", "nvfp4"):
+        results = ops.quantize(jnp.asarray(values), scheme)
+        for actual, expected in zip(results, ops.quantize(values, scheme), strict=True):
+            assert isinstance(actual, jnp.ndarray)
+            np.testing.assert_array_equal(carrier(actual), carrier(expected))
