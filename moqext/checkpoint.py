@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from moqext import ops
 from moqext._C import UnsupportedQuantization
+from moqext.config import QuantConfig
+from moqext.config import documents as config_documents
 from moqext.errors import CheckpointError
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
@@ -24,41 +26,36 @@ from moqext.untrusted import open_file, parse_object
 
 BLOCK_SCALES_READ = 256 << 20
 """Bytes of block scales that are read without being asked to."""
-WEIGHT_ROLES = ("weight", "weight_scale", "weight_scale_2")
-"""What a stored weight is made of; the other roles concern activations, or add to the output."""
+SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
+"""The roles that make a weight of its codes; the others concern activations, or add to the output."""
 
 
 class Checkpoint:
     """A directory as ModelOpt exports it: config.json and hf_quant_config.json, and safetensors files.
 
-    The weights may be absent, or be there in part; see `problems`. Opening reads the headers of the files;
-    a tensor's bytes are mapped when it is asked for. Usable as a context manager, which closes it.
+    The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
+    headers of the files; a tensor's bytes are mapped when it is asked for. Usable as a context manager, which
+    closes it.
 
     Attributes:
         directory: the directory.
-        files: the safetensors files in it.
+        config: the quantization configuration, from all files that state one; None when none does. Then the
+            tensors alone tell what is quantized, and a problem says so.
+        files: the safetensors files in the directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Opens the directory.
 
         Raises:
-            CheckpointError: the directory cannot be read, or a file in it is malformed.
+            CheckpointError: the directory cannot be read, or a safetensors file in it is malformed.
+            ConfigError: a quantization configuration cannot be understood.
         """
         self.directory = Path(directory)
         self.files = TensorFiles(self.directory)
+        documents = list(config_documents(self.directory))
+        self.config: QuantConfig | None = QuantConfig(documents) if documents else None
         self._findings: dict[bool, Findings] = {}
-
-    @cached_property
-    def config(self) -> Any:
-        """The quantization configuration, from both files.
-
-        Raises:
-            ConfigError: it cannot be understood.
-        """
-        from moqext import QuantConfig
-
-        return QuantConfig.from_pretrained(self.directory)
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:
@@ -162,14 +159,13 @@ class Checkpoint:
             names = [part.name for part in record.members or record.projections]
             message = f"{record.name} has {len(names)} weights; ask for one, as {names[0]}"
             raise CheckpointError(message, file=self.directory)
-        tensors = {role: self.tensor(record.tensors[role]) for role in WEIGHT_ROLES if role in record.tensors}
+        weight = self.tensor(record.tensors["weight"])
+        scales: dict[str, Any] = {
+            role: self.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
+        }
         try:
-            weight: NDArray[np.float32] = ops.dequantize(
-                tensors["weight"],
-                record.quant_algo,
-                weight_scale=tensors.get("weight_scale"),
-                weight_scale_2=tensors.get("weight_scale_2"),
-                group_size=record.group_size,
+            values: NDArray[np.float32] = ops.dequantize(
+                weight, record.quant_algo, group_size=record.group_size, **scales
             )
         except UnsupportedQuantization as error:
             raise UnsupportedQuantization(f"{record.name}: {error}") from error
@@ -178,7 +174,7 @@ class Checkpoint:
                 f"{record.name}: {error}", file=self.directory, tensor=record.tensors["weight"]
             ) from error
         transposed = isinstance(record, Projection) and record.transposed
-        return weight.swapaxes(-1, -2) if transposed else weight
+        return values.swapaxes(-1, -2) if transposed else values
 
     def load(
         self,

@@ -168,11 +168,11 @@ class QuantConfig:
         no JSON, a name given twice in one object, or a directory without any quantization configuration.
         """
         root = Path(directory)
-        documents = list(_documents(root))
-        if not documents:
+        found = list(documents(root))
+        if not found:
             where = "$.quantization_config"
             raise _fail(str(root), where, "absent from config.json, and there is no hf_quant_config.json")
-        return cls(documents)
+        return cls(found)
 
     def layer_algo(self, module: str, shards: Iterable[str] = ()) -> str | None:
         """Returns the canonical algorithm of a module named as in the checkpoint, or None.
@@ -340,8 +340,11 @@ def _refuse_twice(file: str, path: str, value: Any) -> None:
             pending += [(f"{at}[{i}]", inner) for i, inner in enumerate(item)]
 
 
-def _documents(root: Path) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    """Yields the configuration documents of a checkpoint, in order of precedence."""
+def documents(root: Path) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
+    """Yields what a directory says of its quantization, in order of precedence: file, JSON path, document.
+
+    Nothing, where no file says anything. Raises ConfigError for a file that is no JSON.
+    """
     config = _load(root / "config.json")
     if isinstance(config, _Object):
         places = [("$", config)]
