@@ -6,6 +6,7 @@ what moqext reads. Codes and scales are derived again from the bf16 weights, bit
 """
 
 import json
+import os
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import moqext
 from moqext import reference
+from moqext.verify import select_linears, verify_checkpoint
 
 EXPORTS = Path(__file__).parent / "data" / "exports"
 VERSIONS = json.loads((EXPORTS / "versions.json").read_text())["cases"]
@@ -123,6 +125,7 @@ LOOK_ALIKE = {  # cases whose tensors are also those of another format
     "mixed_three": "FP8",
     "nvfp4_uncalibrated": "W4A16_NVFP4",
 }
+RUNNABLE = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4"}
 NO_INPUT_SCALE = {"FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "MXFP4", "MXFP8"}
 
 
@@ -368,3 +371,45 @@ def test_kv_records(case):
         assert record.values.keys() >= {"k_scale", "v_scale"}
         for role in ("k_scale", "v_scale"):
             assert record.values[role] == float(export(case).tensor(record.tensors[role]).reshape(-1)[0]) > 0
+
+
+def verified(case, tokens, **options):
+    """Rows of `verify` on a case, with fresh activations."""
+    checkpoint = export(case)
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"verify {case} --seed {seed}")
+    return list(verify_checkpoint(checkpoint, select_linears(checkpoint), seed, tokens=tokens, **options))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verify(case):
+    """Every linear of a runnable algorithm is within the limits; all others are refused, none left out."""
+    layers = {layer.name: layer for group in export(case).layers() for layer in group.linears()}
+    for row in verified(case, tokens=5, device="cpu", dtype="bfloat16", compute="exact"):
+        linear = layers.pop(row.layer).kind == "linear"
+        assert row.status == ("ok" if linear and row.quant_algo in RUNNABLE else "unsupported"), row
+    assert layers == {}
+
+
+@pytest.mark.parametrize(
+    "case", ["fp8_bias_kvfp8", "fp8_pc_pt_bias", "fp8_pb_wo_unaligned", "nvfp4_bias_kvnvfp4"]
+)
+def test_fused_with_bias(case):
+    """Fused q, k, v have the rows of the three alone, and of no input at all the bias remains."""
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    fused = export(case).load(names, dtype="float32")
+    biases = np.concatenate([original(case)[f"{name}.bias"] for name in names])
+    x = np.zeros((2, fused.in_features), np.float32)
+    np.testing.assert_array_equal(fused(x), np.tile(biases, (2, 1)))
+    x[1] = np.linspace(-2, 2, fused.in_features)
+    alone = [export(case).load(name, dtype="float32")(x) for name in names]
+    np.testing.assert_allclose(fused(x), np.concatenate(alone, axis=1), rtol=1e-5, atol=1e-6)
+
+
+def test_formats_mixed_in_one_group_load_one_by_one():
+    checkpoint = export("mixed_in_qkv")
+    query, key = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
+    with pytest.raises(ValueError, match=r"k_proj.*NVFP4|NVFP4.*k_proj"):
+        checkpoint.load([query, key])
+    assert checkpoint.load(query).out_features == 64
+    assert checkpoint.load(key).out_features == 32
