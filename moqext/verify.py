@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,12 @@ class Row:
     message: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON, which has no infinity: such an error is null."""
+        data = asdict(self)
+        for key in ("relative_error", "max_error"):
+            if data[key] is not None and not isfinite(data[key]):
+                data[key] = None
+        return data
 
 
 def select_linears(checkpoint: Checkpoint, pattern: str | None = None) -> list[LayerRecord]:
@@ -97,9 +102,9 @@ def verify_layer(
         y = reference.as_float32(layer(x))
         ended = time.perf_counter()
     except UnsupportedQuantization as error:
-        return Row(*about, "unsupported", message=str(error))
+        return Row(*about, "unsupported", message=_reason(record, error))
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
-        return Row(*about, "error", message=f"{type(error).__name__}: {error}")
+        return Row(*about, "error", message=f"{type(error).__name__}: {_reason(record, error)}")
     expected = _expected(checkpoint, record, reference.as_float32(x), layer.bias, compute)
     relative, largest = compare(y, expected)
     limit, limit_max = LIMITS[dtype]
@@ -114,6 +119,10 @@ def verify_layer(
         ended - began,
         "" if good else f"limits are {limit:g} and {limit_max:g}",
     )
+
+
+def _reason(record: LayerRecord, error: Exception) -> str:
+    return str(error).removeprefix(f"{record.name}: ")
 
 
 def verify_checkpoint(

@@ -2,7 +2,8 @@
 #include "cuda/cuda.h"
 
 static moq_status absent(moq_err *err) {
-    return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: nvcc was not found");
+    return moq_fail(err, MOQ_ERR_INTERNAL,
+                    "moqext was built without CUDA: nvcc was not found, or MOQEXT_CUDA was 0");
 }
 
 bool moq_cuda_built(void) {

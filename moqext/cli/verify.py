@@ -6,9 +6,9 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from moqext.checkpoint import Checkpoint
+from moqext.cli import text
 from moqext.verify import LIMITS, Row, select_linears, verify_checkpoint
 
 SCHEMA = 1
@@ -78,7 +78,8 @@ def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
         width = max(10, min(40, shutil.get_terminal_size().columns - 40))
         filled = width * done // total
         bar = "#" * filled + "." * (width - filled)
-        print(f"\r\x1b[K[{bar}] {done}/{total} {row.layer[-30:]}", end="", file=sys.stderr, flush=True)
+        name = text.shorten(row.layer, 30)
+        print(f"\r\x1b[K[{bar}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
         yield row
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -104,12 +105,8 @@ def _duration(seconds: float) -> str:
 
 
 def _print_table(rows: list[Row]) -> None:
-    table = [_HEAD, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
-    for line in table:
-        left = [cell.ljust(width) for cell, width in zip(line[:4], widths[:4], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
-        print("  ".join([*left, *right]).rstrip())
+    lines = text.table([_HEAD, *map(_cells, rows)], "<<<<>>>", text.width(), indent=0)
+    print("\n".join(lines))
 
 
 def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
@@ -117,11 +114,12 @@ def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
     for row in rows:
         counts[row.status] = counts.get(row.status, 0) + 1
     relative, largest = LIMITS[dtype]
-    text = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no quantized linear"
-    print(f"\n{text}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}")
-    seen: dict[str, Any] = {}
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no quantized linear"
+    print(f"\n{summary}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}")
+    messages: dict[str, list[str]] = {}
     for row in rows:
         if row.message:
-            seen.setdefault(row.message, row.layer)
-    for message, layer in seen.items():
-        print(f"  {layer}: {message}")
+            messages.setdefault(row.message, []).append(row.layer)
+    for message, layers in messages.items():
+        others = f" and {text.plural(len(layers) - 1, 'other')}" if len(layers) > 1 else ""
+        print(f"  {layers[0]}{others}: {message}")

@@ -70,6 +70,19 @@ def test_all_thirteen_checkpoints_are_covered(data):
     assert names == set(RUNNABLE) | set(RECOGNISED)
 
 
+def test_every_export_passes_or_says_what_is_missing(data, capsys):
+    directories = sorted(path for path in (data / "exports").iterdir() if path.is_dir())
+    assert directories
+    for directory in directories:
+        status, result = verify(capsys, directory)
+        rows = result["rows"]
+        assert {row["status"] for row in rows} <= {"ok", "unsupported"}, directory
+        assert status == (0 if any(row["status"] == "ok" for row in rows) else 2)
+        for row in rows:
+            runs = row["status"] == "ok"
+            assert runs or "supported are FP8" in row["message"] or "a layer of kind" in row["message"], row
+
+
 def test_a_damaged_layer_fails_and_is_named(data, tmp_path, capsys):
     directory = tmp_path / "damaged"
     shutil.copytree(data / "checkpoints" / "llama_fp8_kvfp8", directory)
