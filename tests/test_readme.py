@@ -1,0 +1,69 @@
+"""The README does what it says: its example runs, its table is what the code can do."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import moqext
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+EXPORTS = {  # one genuine checkpoint of each algorithm that there is one of
+    "FP8": "checkpoints/llama_fp8_kvfp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "checkpoints/llama_fp8_pc_pt",
+    "FP8_PB_WO": "checkpoints/llama_fp8_pb_wo",
+    "NVFP4": "checkpoints/llama_nvfp4_kvfp8",
+    "W4A16_NVFP4": "checkpoints/llama_w4a16_nvfp4",
+    "W4A8_NVFP4_FP8": "checkpoints/llama_w4a8_nvfp4_fp8",
+    "MXFP4": "exports/mxfp4",
+    "W4A8_MXFP4_FP8": "checkpoints/llama_w4a8_mxfp4_fp8",
+    "MXFP8": "checkpoints/llama_mxfp8",
+    "W4A16_AWQ": "checkpoints/llama_int4_awq",
+    "W4A8_AWQ": "checkpoints/llama_w4a8_awq",
+    "W8A8_SQ_PER_CHANNEL": "checkpoints/llama_int8_sq",
+}
+
+
+def table():
+    """Algorithm -> (read, CPU, CUDA) of the README's table."""
+    section = README.split("## Algorithms")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    cells = {
+        name: [cell.strip() for cell in row[1:]] for row in rows for name in re.findall(r"`(\w+)`", row[0])
+    }
+    return {name: row for name, row in cells.items() if name != "MIXED_PRECISION"}
+
+
+def test_example_runs(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torch")
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+    (tmp_path / "example.py").write_text(code)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(tmp_path / "example.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "NVFP4 cache: FP8"
+    assert lines[-1].count("(4, 256)") + lines[-1].count("torch.Size([4, 256])") == 2
+
+
+def test_table_names_known_algorithms():
+    assert table().keys() >= EXPORTS.keys()
+
+
+@pytest.mark.parametrize("algo", EXPORTS)
+def test_table_is_true(algo, data):
+    """Read: the weight dequantizes. CPU: the layer loads and runs, or is refused by name."""
+    read, cpu, _ = table()[algo]
+    checkpoint = moqext.Checkpoint(data / EXPORTS[algo])
+    name = "model.layers.0.self_attn.o_proj"
+    assert checkpoint.layer(name).quant_algo == algo
+    assert read == "yes"
+    assert checkpoint.dequantize(name).shape == checkpoint.layer(name).shape
+    if cpu == "no":
+        with pytest.raises(moqext.UnsupportedQuantization, match=algo):
+            checkpoint.load(name)
+    else:
+        for compute in re.findall(r"`(\w+)`", cpu) or ["exact"]:
+            assert checkpoint.load(name, compute=compute).out_features == checkpoint.layer(name).shape[0]
