@@ -169,8 +169,8 @@ class TensorFiles:
         chosen = self._choose_files(weights, indexes)
         unread = [name for name in weights if self.directory / name not in chosen]
         if unread:
-            shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
-            self._report("unread_files", f"{len(unread)} safetensors files are not read: {shown}")
+            rest = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+            self._report("unread_files", f"not read: {', '.join(unread[:3])}{rest}")
         return {path: read_header(path) for path in sorted(chosen)}
 
     def _choose_files(self, weights: list[str], indexes: list[str]) -> set[Path]:
@@ -222,7 +222,7 @@ class TensorFiles:
                 message = f"the index says it is in {path.name}, it is not"
                 self._report("missing_tensor", message, name)
         for path, count in sorted(absent.items()):
-            message = f"{path.name} is missing; the index says it holds {count} tensors"
+            message = f"{path.name} is missing; tensors in it by the index: {count}"
             self._report("missing_shard", message)
 
     def _report(self, code: str, message: str, tensor: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """Files that came from somebody else: opened safely, and JSON parsed strictly.
 
-Strict means UTF-8, one object at the top, no NaN or Infinity, and no key twice in an object: two readers that
-resolve a repeated key differently would read two different checkpoints out of one file.
+Strict means UTF-8, one object at the top, and no key twice in an object: two readers that resolve a repeated
+key differently would read two different checkpoints out of one file. NaN and Infinity, which JSON does not
+have, are taken, since config.json of some models holds them.
 """
 
 import json
@@ -53,7 +54,7 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
         CheckpointError: not UTF-8, not JSON, nested too deeply, a number too long, or not an object.
     """
     try:
-        document = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        document = json.loads(text.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{what} is not UTF-8: {error}", file=file) from None
     except RecursionError:
@@ -90,7 +91,3 @@ def _open_at_once(path: str, flags: int) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     return document if len(document) == len(pairs) else RepeatedKey(pairs)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -182,6 +182,8 @@ class TestParts:
         assert Checkpoint(tmp_path).architectures == ()
         (tmp_path / "config.json").write_text('{"architectures": null}')
         assert Checkpoint(tmp_path).architectures == ()
+        (tmp_path / "config.json").write_text('{"architectures": ["A"], "time_step_limit": [0.0, Infinity]}')
+        assert Checkpoint(tmp_path).architectures == ("A",)
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ConfigError, match="not JSON"):
             Checkpoint(tmp_path)

@@ -383,7 +383,7 @@ class TestShards:
         assert list(problems) == ["missing_shard"]
         assert [p.severity for p in problems["missing_shard"]] == ["error", "error"]
         assert "s2.safetensors is missing" in problems["missing_shard"][0].message
-        assert "holds 2 tensors" in problems["missing_shard"][0].message
+        assert "by the index: 2" in problems["missing_shard"][0].message
         assert "s3.safetensors is missing" in problems["missing_shard"][1].message
         with pytest.raises(CheckpointError, match="which is missing") as caught:
             files.tensor("c")
