@@ -160,9 +160,9 @@ def dequantize(
     uint8, a bfloat16 scale raw uint16.
 
     Stacked experts have a leading E in weight and scales, and for FP8 also scales [], [E], [E, N, 1] or
-    [E, 1, K] (the 1 may be left out unless N = K). Their weight_scale_2 is [], [E], or [E, P] for P equal
-    parts of the outputs, e.g. gate and up. Where weight and weight_scale agree in their last extent, groups
-    and fp4 pairs run along the axis before it: NVFP4 [E, K/2, N] with [E, K/16, N].
+    [E, 1, K] (the 1 may be left out unless N = K). Their weight_scale_2 is [], [E], or in the NVFP4 family
+    [E, P] for P equal parts of the outputs, e.g. gate and up. Where weight and weight_scale agree in their
+    last extent, groups and fp4 pairs run along the axis before it: NVFP4 [E, K/2, N] with [E, K/16, N].
 
     A scale of 0 makes the weight under it 0 whatever its codes: exporters write NaN codes there. The result
     is the stored weight; pre_quant_scale and low-rank parts are not applied. Formulas: docs/formats.md.

@@ -22,6 +22,7 @@ typedef enum {
 typedef enum {
     SECOND_NONE,
     SECOND_FACTOR, /* multiplies the weight */
+    SECOND_PARTS,  /* likewise, and equal parts of an expert's outputs may have their own */
     SECOND_UNUSED  /* stored, but not part of the weight: the FP8 scale of W4A8_AWQ's GEMM */
 } second_level;
 
@@ -34,20 +35,21 @@ typedef struct {
     int64_t group[2]; /* group sizes there are, 0 for any */
 } weight_format;
 
-#define FP8_VECTOR  {MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
-#define NVFP4       {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, SECOND_FACTOR, {16, 32}}
-#define MXFP4       {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}}
-#define INT8_VECTOR {MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
+#define FP8_VECTOR    {MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
+#define NVFP4(second) {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, second, {16, 32}}
+#define MXFP4         {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}}
+#define INT8_VECTOR   {MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
 
 static const weight_format FORMATS[MOQ_ALGO_COUNT] = {
     [MOQ_ALGO_FP8] = FP8_VECTOR,
     [MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN] = FP8_VECTOR,
     [MOQ_ALGO_FP8_PB_WO] = {MOQ_CODE_E4M3, SCALE_TILES, MOQ_DT_F32, SECOND_NONE, {0}},
-    [MOQ_ALGO_NVFP4] = NVFP4,
-    [MOQ_ALGO_NVFP4_AWQ] = NVFP4,
-    [MOQ_ALGO_NVFP4_SVD] = NVFP4,
-    [MOQ_ALGO_W4A16_NVFP4] = NVFP4,
-    [MOQ_ALGO_W4A8_NVFP4_FP8] = NVFP4,
+    [MOQ_ALGO_NVFP4] = NVFP4(SECOND_PARTS),
+    [MOQ_ALGO_NVFP4_AWQ] = NVFP4(SECOND_PARTS),
+    [MOQ_ALGO_NVFP4_SVD] = NVFP4(SECOND_PARTS),
+    [MOQ_ALGO_W4A16_NVFP4] = NVFP4(SECOND_PARTS),
+    /* Stacked, it may have its outputs along either axis, so parts of them are not told apart. */
+    [MOQ_ALGO_W4A8_NVFP4_FP8] = NVFP4(SECOND_FACTOR),
     [MOQ_ALGO_MXFP4] = MXFP4,
     [MOQ_ALGO_W4A8_MXFP4_FP8] = MXFP4,
     [MOQ_ALGO_MXFP8] = {MOQ_CODE_E4M3, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
@@ -255,10 +257,11 @@ static moq_status group_layout(const weight_format *format, const moq_dequantize
 
 /* Second-level scale: one value, one for each expert, or [E, P] for P equal parts of each expert's
  * outputs (gate and up with their own). */
-static moq_status second_layout(const moq_dequantize_plan *plan, int output_axis,
-                                moq_block_scale *s, moq_err *err) {
+static moq_status second_layout(const weight_format *format, const moq_dequantize_plan *plan,
+                                int output_axis, moq_block_scale *s, moq_err *err) {
     const moq_tensor *scale = &plan->scale_2;
     int64_t experts = plan->job.shape[0], outputs = plan->job.shape[output_axis];
+    bool parted = format->second == SECOND_PARTS;
     MOQ_TRY(moq_check_dtype(scale, "weight_scale_2", MOQ_DT_F32, err));
     *s = repeated(scale->data, MOQ_DT_F32);
     if (moq_tensor_numel(scale) == 1)
@@ -270,10 +273,12 @@ static moq_status second_layout(const moq_dequantize_plan *plan, int output_axis
         return MOQ_OK;
     }
     int64_t parts = scale->ndim == 2 && scale->shape[0] == experts ? scale->shape[1] : 0;
-    if (parts == 0 || outputs % parts != 0)
+    if (!parted || parts == 0 || outputs % parts != 0)
         return fail_shape(
             err, "weight_scale_2",
-            "one value, one for each expert, or [E, P] for P equal parts of its outputs", scale);
+            parted ? "one value, one for each expert, or [E, P] for P equal parts of its outputs"
+                   : "one value, or one for each expert",
+            scale);
     s->stride[0] = scale->stride[0];
     s->stride[output_axis] = scale->stride[1];
     s->block[output_axis] = outputs > 0 ? outputs / parts : 1;
@@ -285,7 +290,7 @@ static moq_status check_presence(const weight_format *format, const moq_tensor *
     if (scale == NULL)
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none",
                         format_name(format));
-    if (format->second == SECOND_FACTOR && scale_2 == NULL)
+    if ((format->second == SECOND_FACTOR || format->second == SECOND_PARTS) && scale_2 == NULL)
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none",
                         format_name(format));
     if (format->second == SECOND_NONE && scale_2 != NULL)
@@ -310,39 +315,59 @@ static void take_codes(const moq_tensor *weight, moq_code_kind kind, moq_dequant
         job->shape[1] *= 2;
 }
 
+static moq_dtype stored_dtype(moq_code_kind kind) {
+    switch (kind) {
+    case MOQ_CODE_E4M3:
+        return MOQ_DT_E4M3;
+    case MOQ_CODE_INT8:
+        return MOQ_DT_I8;
+    case MOQ_CODE_E2M1_COLUMNS:
+    case MOQ_CODE_E2M1_ROWS:
+        return MOQ_DT_E2M1X2;
+    case MOQ_CODE_INT4_ROWS:
+        break;
+    }
+    return MOQ_DT_U8;
+}
+
+/* Stacked experts whose scales agree with the codes in the last extent have their groups, and the
+ * packing, along the axis before it. */
+static bool groups_along_rows(const weight_format *format, const moq_tensor *weight,
+                              const moq_tensor *scale) {
+    return format->layout == SCALE_GROUPS && format->kind != MOQ_CODE_INT4_ROWS &&
+           weight->ndim == 3 && scale->ndim == 3 && weight->shape[2] == scale->shape[2] &&
+           weight->shape[1] != scale->shape[1];
+}
+
+static moq_status check_tensors(const weight_format *format, const moq_tensor *weight,
+                                const moq_tensor *scale, const moq_tensor *scale_2,
+                                moq_dtype out_dtype, moq_err *err) {
+    MOQ_TRY(check_presence(format, scale, scale_2, err));
+    MOQ_TRY(moq_check_dtype(weight, "weight", stored_dtype(format->kind), err));
+    if (weight->ndim != 2 && weight->ndim != 3)
+        return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
+    if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)
+        return moq_fail(err, MOQ_ERR_TYPE, "dtype: expected float32, bfloat16 or float16, got %s",
+                        moq_dtype_name(out_dtype));
+    return MOQ_OK;
+}
+
 moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const moq_tensor *scale,
                                const moq_tensor *scale_2, int64_t group_size, moq_dtype out_dtype,
                                moq_dequantize_plan *plan, moq_err *err) {
     const weight_format *format = NULL;
-    if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)
-        return moq_fail(err, MOQ_ERR_TYPE, "dtype: expected float32, bfloat16 or float16, got %s",
-                        moq_dtype_name(out_dtype));
-    MOQ_TRY(find_format(algo, &format, err));
-    MOQ_TRY(check_presence(format, scale, scale_2, err));
-    moq_code_kind kind = format->kind;
-    moq_dtype stored = kind == MOQ_CODE_E4M3           ? MOQ_DT_E4M3
-                       : kind == MOQ_CODE_INT8         ? MOQ_DT_I8
-                       : kind == MOQ_CODE_E2M1_COLUMNS ? MOQ_DT_E2M1X2
-                                                       : MOQ_DT_U8;
-    MOQ_TRY(moq_check_dtype(weight, "weight", stored, err));
-    if (weight->ndim != 2 && weight->ndim != 3)
-        return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
-    *plan = (moq_dequantize_plan){.weight = *weight, .scale = *scale};
-    plan->scale_2.ndim = -1;
     moq_dtype dtype = MOQ_DT_NONE;
+    MOQ_TRY(find_format(algo, &format, err));
+    MOQ_TRY(check_tensors(format, weight, scale, scale_2, out_dtype, err));
     MOQ_TRY(scale_dtype(format, scale, &dtype, err));
+    *plan = (moq_dequantize_plan){.weight = *weight, .scale = *scale, .scale_2 = {.ndim = -1}};
+    bool along_rows = groups_along_rows(format, weight, scale);
+    bool pairs_of_rows = along_rows && format->kind == MOQ_CODE_E2M1_COLUMNS;
+    take_codes(weight, pairs_of_rows ? MOQ_CODE_E2M1_ROWS : format->kind, &plan->job);
 
-    /* Stacked experts whose scales agree with the codes in the last extent have their groups, and
-     * the packing, along the axis before it. */
-    bool along_rows = format->layout == SCALE_GROUPS && kind != MOQ_CODE_INT4_ROWS &&
-                      weight->ndim == 3 && scale->ndim == 3 &&
-                      weight->shape[2] == scale->shape[2] && weight->shape[1] != scale->shape[1];
-    if (along_rows && kind == MOQ_CODE_E2M1_COLUMNS)
-        kind = MOQ_CODE_E2M1_ROWS;
-    take_codes(weight, kind, &plan->job);
-    moq_block_scale *first = &plan->job.scale[0];
+    moq_block_scale *first = &plan->job.scale[0], *second = &plan->job.scale[1];
     *first = repeated(scale->data, dtype);
-    plan->job.scale[1] = repeated(&ONE, MOQ_DT_F32);
+    *second = repeated(&ONE, MOQ_DT_F32);
     if (format->layout == SCALE_VECTOR)
         MOQ_TRY(vector_layout(plan, first, err));
     else if (format->layout == SCALE_TILES)
@@ -351,8 +376,8 @@ moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const
         MOQ_TRY(group_layout(format, plan, along_rows, group_size, first, err));
     if (scale_2 != NULL) {
         plan->scale_2 = *scale_2;
-        if (format->second == SECOND_FACTOR)
-            MOQ_TRY(second_layout(plan, along_rows ? 2 : 1, &plan->job.scale[1], err));
+        if (format->second != SECOND_UNUSED)
+            MOQ_TRY(second_layout(format, plan, along_rows ? 2 : 1, second, err));
     }
     plan->out = moq_describe(out_dtype, weight->ndim, plan->job.shape + 3 - weight->ndim);
     return MOQ_OK;

@@ -440,6 +440,13 @@ REFUSED = {
         "NVFP4",
         {"weight_scale": G, "weight_scale_2": np.ones(2, np.float32)},
     ),
+    "parts of unknown outputs": (
+        ValueError,
+        r"weight_scale_2: expected one value, or one for each expert, got shape \[2, 2\]",
+        W3,
+        "W4A8_NVFP4_FP8",
+        {"weight_scale": np.zeros((2, 6, 4), np.uint8), "weight_scale_2": np.ones((2, 2), np.float32)},
+    ),
     "second parts": (
         ValueError,
         r"weight_scale_2: .* got shape \[2, 4\]",

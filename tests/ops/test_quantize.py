@@ -179,6 +179,15 @@ def test_raw_halves_are_read_as_format_says(rng):
         ops.quantize(x, "fp8_token", format="half")
 
 
+def test_declared_bfloat16(rng):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = rng.standard_normal((3, 32)).astype(ml_dtypes.bfloat16)
+    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4"):
+        results = ops.quantize(x.view(np.uint16), scheme)
+        for actual, expected in zip(ops.quantize(x, scheme), results, strict=True):
+            np.testing.assert_array_equal(carrier(actual), carrier(expected))
+
+
 def test_outputs_are_written_in_place_and_in_full(rng):
     x = rng.standard_normal((5, 160)).astype(np.float32)
     for scheme, rows in (("fp8_tensor", ()), ("fp8_token", (5, 1)), ("fp8_group", (5, 2))):

@@ -1,0 +1,57 @@
+"""Tensors on a device are refused by name, and never read: their addresses mean nothing to the host."""
+
+import numpy as np
+import pytest
+from fake_dlpack import CPU, CUDA, FLOAT32, Lender, MutableProducer, Producer
+
+from moqext import ops
+
+UINT8 = (1, 8, 1)
+
+
+def remote(shape, dtype):
+    """A tensor that says it is on a GPU, at an address no process has."""
+    device = (CUDA, 0)
+    return MutableProducer(Lender(shape, dtype=dtype, device=device, data=0x1000), device)
+
+
+ONE = np.ones((), np.float32)
+CALLS = {
+    "x": lambda: ops.quantize(remote((2, 16), FLOAT32), "fp8_token"),
+    "scale": lambda: ops.quantize(np.ones((2, 16), np.float32), "fp8_tensor", scale=remote((1,), FLOAT32)),
+    "out": lambda: ops.quantize(np.ones((2, 16), np.float32), "fp8_token", out=remote((2, 16), UINT8)),
+    "weight": lambda: ops.dequantize(remote((2, 16), UINT8), "FP8", weight_scale=ONE),
+    "weight_scale": lambda: ops.dequantize(
+        np.zeros((2, 16), np.uint8), "FP8", weight_scale=remote((2,), FLOAT32)
+    ),
+    "weight_scale_2": lambda: ops.dequantize(
+        np.zeros((2, 8), np.uint8),
+        "NVFP4",
+        weight_scale=np.zeros((2, 1), np.uint8),
+        weight_scale_2=remote((1,), FLOAT32),
+    ),
+    "scale ": lambda: ops.swizzle_block_scales(remote((2, 16), UINT8)),
+    "codes": lambda: ops.pack_fp4(remote((2, 16), UINT8)),
+    "packed": lambda: ops.unpack_fp4(remote((2, 16), UINT8)),
+    "swizzled": lambda: ops.unswizzle_block_scales(remote((128, 4), UINT8), (1, 1)),
+    "weight ": lambda: ops.requantize_to_max(remote((2, 16), UINT8), np.ones(1, np.float32), [2]),
+    "weight_scale ": lambda: ops.requantize_to_max(
+        np.zeros((2, 16), np.uint8), remote((2,), FLOAT32), [1, 1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_device_memory_is_refused_by_name(name):
+    with pytest.raises(
+        BufferError, match=rf"^{name.strip()}: expected a tensor in host memory, got one on cuda:0"
+    ):
+        CALLS[name]()
+
+
+def test_a_host_tensor_of_the_same_producer_is_taken():
+    x = Producer(Lender((2, 16), dtype=FLOAT32), (CPU, 0))
+    out, scale_out = np.full((2, 16), 0xA5, np.uint8), np.zeros((2, 1), np.float32)
+    ops.quantize(x, "fp8_token", out=out, scale_out=scale_out)
+    assert not out.any()
+    assert (scale_out > 0).all()
