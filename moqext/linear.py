@@ -33,7 +33,8 @@ class LinearMethod:
     """A linear layer y = x Wᵀ + bias whose weight W is quantized.
 
     Args:
-        quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4" or "W4A16_NVFP4".
+        quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4" or "W4A16_NVFP4", in any spelling
+            that configurations use.
         in_features: K, columns of the weight.
         out_partitions: Rows of each layer fused into this one, in order ([q, k, v] or [N]). Every partition
             keeps its own scales; none is requantized.
@@ -52,7 +53,7 @@ class LinearMethod:
 
     Raises:
         UnsupportedQuantization: The algorithm, or its combination with `compute` or `device`, has no kernel.
-        ValueError: A size, dtype or option that cannot be right.
+        ValueError: An unknown algorithm; a size, dtype or option that cannot be right.
     """
 
     __slots__ = ("_plan", "compute", "device", "dtype", "in_features", "out_partitions", "quant_algo")
@@ -71,7 +72,7 @@ class LinearMethod:
         self._plan = _C.linear_plan(
             quant_algo, in_features, out_partitions, group_size, dtype, device, compute
         )
-        self.quant_algo = quant_algo
+        self.quant_algo = self._plan.quant_algo
         self.in_features = in_features
         self.out_partitions = tuple(out_partitions)
         self.dtype = dtype

@@ -1,6 +1,6 @@
 """Random quantized linears as a checkpoint stores them, and the check of an output against the reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,12 @@ class Case:
             role: np.concatenate([np.atleast_1d(value) for value in values])
             for role, values in self.listed().items()
         }
+
+    def magnitude(self, x, compute="exact"):
+        """The sums of magnitudes |X| |W| behind each output: what rounding errors are proportional to."""
+        mask = 0x77 if self.algo.endswith("NVFP4") else 0x7F
+        parts = [part | {"weight": part["weight"] & np.uint8(mask)} for part in self.parts]
+        return replace(self, parts=parts).expected(np.abs(x), compute)
 
     def expected(self, x, compute="exact", bias=None, out_dtype="float64"):
         """The reference, partition by partition, so that it knows nothing of fusing."""
@@ -108,8 +114,9 @@ def poisoned(shape, dtype):
 
 
 def assert_close(y, expected, dtype):
-    """The contract of a linear's output; both finite or not in the same places."""
+    """The contract of a linear's output against the float64 reference rounded once to `dtype`."""
     y = reference.as_float32(y).astype(np.float64)
+    expected = reference.round_to(expected, dtype).astype(np.float64)
     assert y.shape == expected.shape
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     limit, limit_max = LIMITS[dtype]
@@ -118,3 +125,15 @@ def assert_close(y, expected, dtype):
     assert np.linalg.norm(difference) <= limit * norm, np.linalg.norm(difference) / norm
     tops = np.abs(expected).max(axis=-1, keepdims=True, initial=0)
     assert (difference <= limit_max * tops).all(), (difference / tops).max()
+
+
+HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+
+
+def assert_within_rounding(y, expected, magnitude, dtype):
+    """Element by element, for outputs too few for a norm: one rounding, and float32 sums of `magnitude`."""
+    y = reference.as_float32(y).astype(np.float64)
+    assert y.shape == expected.shape
+    tiny = 2.0**-25 if dtype == "float16" else 0  # half the spacing of fp16's subnormals
+    bound = HALF_ULP[dtype] * (1 + 1e-4) * np.abs(expected) + 1e-5 * magnitude + tiny
+    assert (np.abs(y - expected) <= bound).all(), (np.abs(y - expected) / bound).max()

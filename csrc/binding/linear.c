@@ -165,6 +165,11 @@ static PyObject *explain(PyObject *self, PyObject *unused) {
     return list;
 }
 
+static PyObject *quant_algo(PyObject *self, void *unused) {
+    (void)unused;
+    return PyUnicode_FromString(((plan_object *)self)->spec.algo);
+}
+
 /* ---- shared by prepare and run ---- */
 
 /* params[keyword], borrowed from the mapping; NULL without an exception when it is not there. */
@@ -182,9 +187,10 @@ static int check_device(const moq_linear_spec *spec, const moq_arg *arg) {
     if (arg->view.device.kind == spec->device.kind &&
         (spec->device.kind == MOQ_CPU || arg->view.device.index == spec->device.index))
         return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected a tensor on %s:%d, got one on %s:%d", arg->name,
-                 spec->device.kind == MOQ_CPU ? "cpu" : "cuda", (int)spec->device.index,
-                 arg->view.device.kind == MOQ_CPU ? "cpu" : "cuda", (int)arg->view.device.index);
+    char expected[32], got[32];
+    PyErr_Format(PyExc_ValueError, "%s: expected a tensor on %s, got one on %s", arg->name,
+                 moq_device_text(spec->device, expected, sizeof expected),
+                 moq_device_text(arg->view.device, got, sizeof got));
     return -1;
 }
 
@@ -550,10 +556,16 @@ static PyMethodDef PLAN_METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef PLAN_ATTRIBUTES[] = {
+    {"quant_algo", quant_algo, NULL, "canonical name of the algorithm", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot PLAN_SLOTS[] = {
     {Py_tp_doc, "A linear layer, resolved and planned; made by linear_plan()."},
     {Py_tp_dealloc, (void *)deallocate},
     {Py_tp_methods, PLAN_METHODS},
+    {Py_tp_getset, PLAN_ATTRIBUTES},
     {0, NULL},
 };
 

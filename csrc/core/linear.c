@@ -1,39 +1,45 @@
 /* Resolution of a linear layer's description: see linear.h. Shapes follow what ModelOpt exports. */
 #include "core/linear.h"
 
+#include "core/algo.h"
 #include "core/formats.h"
 
 #include <stdio.h>
 #include <string.h>
 
 typedef struct {
-    const char *algo;
+    moq_algo algo;
     moq_weight_layout checkpoint;
     moq_input_mode input; /* of compute "exact" */
     bool input_scale;
-    int32_t group_size;
 } algo_row;
 
 /* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
  * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
 static const algo_row ALGOS[] = {
-    {"FP8", MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true, 0},
-    {"FP8_PER_CHANNEL_PER_TOKEN", MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false, 0},
-    {"FP8_PB_WO", MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false, MOQ_FP8_BLOCK},
-    {"NVFP4", MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, MOQ_NVFP4_GROUP},
-    {"W4A16_NVFP4", MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false, MOQ_NVFP4_GROUP},
+    {MOQ_ALGO_FP8, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true},
+    {MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false},
+    {MOQ_ALGO_FP8_PB_WO, MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false},
+    {MOQ_ALGO_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true},
+    {MOQ_ALGO_W4A16_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false},
 };
 
 static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4";
 
 static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4"};
 
-static const algo_row *find_algo(const char *name) {
+static moq_status find_algo(const char *name, const algo_row **row, moq_err *err) {
+    moq_algo algo;
+    if (!moq_algo_parse((moq_text){name, strlen(name)}, &algo))
+        return moq_fail(err, MOQ_ERR_VALUE, "quant_algo: expected one of %s, got \"%.64s\"",
+                        RUNNABLE, name);
     for (size_t i = 0; i < sizeof ALGOS / sizeof *ALGOS; i++) {
-        if (strcmp(ALGOS[i].algo, name) == 0)
-            return &ALGOS[i];
+        *row = &ALGOS[i];
+        if (ALGOS[i].algo == algo)
+            return MOQ_OK;
     }
-    return NULL;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s",
+                    moq_algo_name(algo), RUNNABLE);
 }
 
 static moq_status parse_compute(const char *name, moq_compute *compute, moq_err *err) {
@@ -70,16 +76,17 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
 
 static moq_status check_group(const algo_row *row, int64_t group_size, moq_linear_spec *spec,
                               moq_err *err) {
-    int64_t group = group_size ? group_size : row->group_size;
+    int64_t usual = moq_algo_default_group(row->algo);
+    int64_t group = group_size ? group_size : usual;
     bool known = row->checkpoint == MOQ_WEIGHT_E2M1
                      ? group == MOQ_NVFP4_GROUP || group == MOQ_MX_GROUP
-                     : group == row->group_size;
+                     : group == usual;
     if (!known)
         return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected %s for %s, got %lld",
                         row->checkpoint == MOQ_WEIGHT_E2M1 ? "16 or 32"
-                        : row->group_size                  ? "128"
+                        : usual                            ? "128"
                                                            : "none",
-                        row->algo, (long long)group);
+                        spec->algo, (long long)group);
     spec->group_size = (int32_t)group;
     return MOQ_OK;
 }
@@ -114,12 +121,11 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
                               moq_device device, int64_t in_features, const int64_t *partitions,
                               int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
                               moq_err *err) {
-    const algo_row *row = find_algo(algo);
+    const algo_row *row;
     *spec = (moq_linear_spec){.device = device};
-    if (!row)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quant_algo \"%s\" has no linear method; supported are %s", algo, RUNNABLE);
-    spec->algo = row->algo;
+    MOQ_TRY(find_algo(algo, &row, err));
+    spec->algo = moq_algo_name(row->algo);
+    spec->per_row_scale = row->algo == MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN;
     spec->checkpoint = spec->weight = row->checkpoint;
     spec->input = row->input;
     spec->checkpoint_input_scale = row->input_scale;
@@ -181,11 +187,10 @@ static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
 
 int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params) {
     int64_t parts = spec->partition_count;
-    bool per_row = strcmp(spec->algo, "FP8_PER_CHANNEL_PER_TOKEN") == 0;
     int count = weight_params(spec, spec->checkpoint, params);
     if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW)
         params[count++] =
-            vector("weight_scale", "scale", per_row ? spec->out_features : parts, true);
+            vector("weight_scale", "scale", spec->per_row_scale ? spec->out_features : parts, true);
     if (spec->checkpoint == MOQ_WEIGHT_E2M1)
         params[count++] = vector("weight_scale_2", "scale", parts, true);
     if (spec->checkpoint_input_scale)
@@ -207,9 +212,10 @@ const char *moq_compute_name(moq_compute compute) {
 }
 
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size) {
+    char device[32];
     snprintf(buffer, size, "%s %lldx%lld, compute %s, %s on %s", spec->algo,
              (long long)spec->out_features, (long long)spec->in_features,
              moq_compute_name(spec->compute), moq_dtype_name(spec->dtype),
-             spec->device.kind == MOQ_CPU ? "cpu" : "cuda");
+             moq_device_text(spec->device, device, sizeof device));
     return buffer;
 }

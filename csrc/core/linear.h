@@ -39,6 +39,7 @@ typedef struct {
     moq_weight_layout checkpoint; /* as the checkpoint stores the weight */
     moq_weight_layout weight;     /* as the kernel gets it */
     moq_input_mode input;
+    bool per_row_scale;          /* the checkpoint's weight_scale has one value per row */
     bool checkpoint_input_scale; /* the algorithm writes an input_scale (it may still be absent) */
     int32_t group_size;          /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */
     int64_t in_features;
@@ -56,8 +57,9 @@ typedef struct {
     bool required;
 } moq_param_spec;
 
-/* Resolves names and sizes. MOQ_ERR_UNSUPPORTED for an algorithm or compute mode that has no
- * linear method, MOQ_ERR_VALUE for sizes no checkpoint can hold. group_size 0 means the default. */
+/* Resolves names and sizes. MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that
+ * has no linear method, MOQ_ERR_VALUE for an unknown one or sizes no checkpoint can hold. Any
+ * spelling of an algorithm will do. group_size 0 means the default. */
 moq_status moq_linear_resolve(const char *algo, const char *compute, const char *dtype,
                               moq_device device, int64_t in_features, const int64_t *partitions,
                               int32_t partition_count, int64_t group_size, moq_linear_spec *spec,

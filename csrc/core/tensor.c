@@ -109,6 +109,14 @@ bool moq_tensor_overlap(const moq_tensor *a, const moq_tensor *b) {
     return a_first < a_end && b_first < b_end && a_first < b_end && b_first < a_end;
 }
 
+const char *moq_device_text(moq_device device, char *buffer, size_t size) {
+    if (device.kind == MOQ_CPU)
+        snprintf(buffer, size, "cpu");
+    else
+        snprintf(buffer, size, "cuda:%d", (int)device.index);
+    return buffer;
+}
+
 const char *moq_shape_text(const moq_tensor *t, char *buffer, size_t size) {
     size_t used = (size_t)snprintf(buffer, size, "[");
     for (int i = 0; i < t->ndim && used < size; i++) {

@@ -67,6 +67,8 @@ void moq_tensor_set_contiguous(moq_tensor *t);
 void moq_tensor_extent(const moq_tensor *t, uintptr_t *first, uintptr_t *end);
 /* True when the byte ranges of two views on the same device intersect. */
 bool moq_tensor_overlap(const moq_tensor *a, const moq_tensor *b);
+/* Writes "cpu" or "cuda:0"; always NUL-terminated. Returns `buffer`. */
+const char *moq_device_text(moq_device device, char *buffer, size_t size);
 /* Writes "[2, 128]" for messages; always NUL-terminated. Returns `buffer`. */
 const char *moq_shape_text(const moq_tensor *t, char *buffer, size_t size);
 

@@ -279,7 +279,7 @@ static void write_params(const moq_linear_spec *spec, const moq_linear_sources *
 
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               moq_linear_params *params, moq_err *err) {
-    scale_set scales = {.per_row = strcmp(spec->algo, "FP8_PER_CHANNEL_PER_TOKEN") == 0};
+    scale_set scales = {.per_row = spec->per_row_scale};
     moq_status status = check_sources(spec, sources, &scales, err);
     if (status == MOQ_OK)
         write_params(spec, sources, &scales, params);

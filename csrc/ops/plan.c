@@ -7,9 +7,11 @@
 #include <string.h>
 
 static bool on_cpu(const moq_linear_spec *spec, char *reason, size_t size) {
+    char device[32];
     if (spec->device.kind == MOQ_CPU)
         return true;
-    snprintf(reason, size, "runs on the CPU, the layer is on cuda:%d", (int)spec->device.index);
+    snprintf(reason, size, "runs on the CPU, the layer is on %s",
+             moq_device_text(spec->device, device, sizeof device));
     return false;
 }
 
