@@ -4,7 +4,7 @@ Only scales are read, never weights. Block scales are a ninth of an NVFP4 checkp
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,11 +101,11 @@ def check_scales(layer: str, algo: str, tensors: Mapping[str, str], scales: Scal
         yield from _check_multiplier(layer, tensors["weight_scale_2"], second)
     first = scales.values(tensors.get("weight_scale"))
     if first is not None:
-        name = tensors["weight_scale"]
-        if second is not None and not second.all() and first.ndim:
+        if second is not None and first.ndim and (second == 0).any():
             # A zero second-level scale means zero weights; the exporter leaves NaN block scales under it.
-            first = first[second != 0] if second.ndim == 1 and len(second) == len(first) else first[:0]
-        yield from _check_multiplier(layer, name, first)
+            per_expert = second.ndim == 1 and len(second) == len(first)
+            first = first[second != 0] if per_expert else first[:0]
+        yield from _check_multiplier(layer, tensors["weight_scale"], first)
     factors = scales.values(tensors.get("pre_quant_scale"))
     if factors is not None and not np.isfinite(factors).all():
         yield _not_finite(layer, tensors["pre_quant_scale"], factors)
@@ -116,21 +116,32 @@ def check_scales(layer: str, algo: str, tensors: Mapping[str, str], scales: Scal
 
 def check_divisor(layer: str, name: str, values: Float32) -> Iterator[Problem]:
     """The problems of a scale that something is divided by: activations or cache entries."""
+    if _all_positive(values):
+        return
     if not np.isfinite(values).all():
         yield _not_finite(layer, name, values)
     elif (values < 0).any():
         yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
-    elif (values == 0).any():
+    else:
         yield make_problem("scale_zero", f"{_count(values == 0)} zero", layer=layer, tensor=name)
 
 
+def _all_positive(values: Float32) -> bool:
+    """Whether all values are above zero and finite: the two extremes tell, and a NaN is both of them."""
+    if values.size == 1:
+        return 0 < values.item() < inf
+    return values.size == 0 or bool(values.min() > 0 and values.max() < inf)
+
+
 def _check_multiplier(layer: str, name: str, values: Float32) -> Iterator[Problem]:
+    if _all_positive(values):
+        return
     if not np.isfinite(values).all():
         yield _not_finite(layer, name, values)
     if (values < 0).any():
         yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
     zeros = values == 0
-    if values.size and zeros.all():
+    if zeros.all():
         message = "the scale is 0: every weight is zero, and the codes mean nothing"
         yield make_problem("all_zero_layer", message, layer=layer, tensor=name)
     elif zeros.any():
@@ -138,19 +149,19 @@ def _check_multiplier(layer: str, name: str, values: Float32) -> Iterator[Proble
 
 
 def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Iterator[Problem]:
-    faults = list(check_divisor(layer, name, values))
-    if faults:
-        yield from faults
+    if not _all_positive(values):
+        yield from check_divisor(layer, name, values)
         return
     nvfp4 = algo in NVFP4_FAMILY and algo != "W4A8_NVFP4_FP8"
     family = "nvfp4" if nvfp4 else "int8" if algo.startswith("W8A8") else "fp8"
+    found: list[float] = values.ravel().tolist()
     for spelled, marker in _MARKERS[family].items():
-        if np.isclose(values, np.float32(marker), rtol=3e-7, atol=0).any():
+        if any(abs(value - marker) < 3e-7 * marker for value in found):
             message = f"the activation scale is {spelled}, which stands for no calibration"
             yield make_problem("uncalibrated_input_scale", message, layer=layer, tensor=name)
             return
-    if nvfp4 and values.max() > _LARGE:
-        message = f"the activation scale is {values.max():.4g}; calibration alone seldom gives more than 1"
+    if nvfp4 and max(found) > _LARGE:
+        message = f"the activation scale is {max(found):.4g}; calibration alone seldom gives more than 1"
         yield make_problem("large_input_scale", message, layer=layer, tensor=name)
 
 

@@ -233,6 +233,10 @@ def _shape(layer: LayerRecord) -> str:
     return " × ".join(map(str, layer.shape))
 
 
+def _times(count: int) -> str:
+    return f"× {count:,}" if count > 1 else ""
+
+
 def _bits(size: int, weights: int) -> str:
     return f"{8 * size / weights:.2f}" if weights else ""
 
@@ -245,16 +249,28 @@ def _kind_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
     kinds: dict[tuple[str, str, str], list[LayerRecord]] = defaultdict(list)
     for layer in layers:
         kinds[name_pattern(layer.name), _algo(layer), _shape(layer)].append(layer)
+    variants = Counter(pattern for pattern, _, _ in kinds)
     rows = [_HEADER]
     for (pattern, algo, shape), alike in kinds.items():
         size, weights = sum(layer.size for layer in alike), sum(layer.weights for layer in alike)
         count = f"× {len(alike)}" if "*" in pattern else ""
-        rows.append((pattern, count, algo, shape, text.size(size), _bits(size, weights)))
+        # Where one pattern stands in several rows, the numbers tell which layers each is about.
+        name = _numbered(pattern, [layer.name for layer in alike]) if variants[pattern] > 1 else pattern
+        rows.append((name, count, algo, shape, text.size(size), _bits(size, weights)))
     if not layers:
         return ["  no quantized layers"]
     size, weights = sum(layer.size for layer in layers), sum(layer.weights for layer in layers)
     rows.append((f"all {len(layers):,}", "", "", "", text.size(size), _bits(size, weights)))
     return text.table(rows, "<><>>>", columns)
+
+
+def _numbered(pattern: str, names: Sequence[str]) -> str:
+    """The pattern with the numbers of the names in place of its only `*`."""
+    before, star, after = pattern.partition("*")
+    if not star or "*" in after:
+        return pattern
+    numbers = [int(name[len(before) : len(name) - len(after)]) for name in names]
+    return f"{before}{{{text.ranges(numbers)}}}{after}"
 
 
 def _layer_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
@@ -276,8 +292,8 @@ def _configured_table(checkpoint: Checkpoint, columns: int) -> list[str]:
         kinds[name_pattern(name), algo] += 1
     if not kinds:
         return _listed_table(checkpoint, columns)
-    rows = [("quantized modules, by the index", "", "algorithm configured")]
-    rows += [(pattern, f"× {count}", algo) for (pattern, algo), count in kinds.items()]
+    rows = [("quantized modules, by the index", "", "configured as")]
+    rows += [(pattern, _times(count), algo) for (pattern, algo), count in kinds.items()]
     return text.table(rows, "<><", columns)
 
 
@@ -291,9 +307,11 @@ def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
         kinds[name_pattern(module), config.layer_quant(module).quant_algo or "unquantized"] += 1
     for module in config.exclude_modules or ():
         kinds[name_pattern(module), "excluded"] += 1
-    rows = [("listed modules", "", "as")]
-    rows += [(pattern, f"× {count}", algo) for (pattern, algo), count in kinds.items()]
-    return text.table(rows, "<><", columns) if kinds else ["  every linear layer is quantized"]
+    rows = [("modules, by the configuration", "", "configured as")]
+    rows += [(pattern, _times(count), algo) for (pattern, algo), count in kinds.items()]
+    if not config.quantized_layers:
+        rows.append(("every other linear", "", config.quant_algo or "unquantized"))
+    return text.table(rows, "<><", columns)
 
 
 def _unquantized(checkpoint: Checkpoint, findings: Findings) -> list[str]:
@@ -346,7 +364,7 @@ def _problem_lines(problems: Sequence[Problem], columns: int, *, all_problems: b
             if problem.severity == severity:
                 by_code[problem.code].append(problem)
     for code, alike in by_code.items():
-        lines.append(f"  {alike[0].severity:8}{code} × {len(alike)}")
+        lines.append(f"  {alike[0].severity:9}{code} {_times(len(alike))}".rstrip())
         shown = alike if all_problems else alike[:EXAMPLES]
         for problem in shown:
             where = problem.layer or problem.tensor
