@@ -15,7 +15,7 @@ import numpy as np
 
 from moqext.config import QuantConfig
 from moqext.decision import Decision, check_roles, decide
-from moqext.fused import describe, spread
+from moqext.fused import spread
 from moqext.inventory import Inventory
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
 from moqext.problems import Problem, make_problem
@@ -97,7 +97,7 @@ def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
 def _mixed_formats(name: str, members: Sequence[LayerRecord], plain: set[tuple[int, str]]) -> list[Problem]:
     formats: dict[str, int] = defaultdict(int)
     for member in members:
-        formats[describe(member)] += 1
+        formats[member.format] += 1
     if plain:
         formats["unquantized"] = len(plain)
     algos = {member.quant_algo for member in members}

@@ -36,9 +36,7 @@ def _check_group(parent: str, group: Mapping[str, LayerRecord | None], scales: S
     algos = {record.quant_algo if record else None for record in group.values()}
     group_sizes = {record.group_size for record in group.values() if record and record.group_size}
     if len(algos) > 1 or len(group_sizes) > 1:
-        described = [
-            f"{name} {describe(record) if record else 'unquantized'}" for name, record in group.items()
-        ]
+        described = [f"{name} {record.format if record else 'unquantized'}" for name, record in group.items()]
         return [make_problem("mixed_fused_formats", ", ".join(described), layer=parent)]
     records = {name: record for name, record in group.items() if record}
     algo = next(iter(records.values())).quant_algo
@@ -53,11 +51,6 @@ def _check_group(parent: str, group: Mapping[str, LayerRecord | None], scales: S
             message = f"{listed}; they differ by a factor of {ratio:.3g}"
             problems.append(make_problem(f"unequal_{role}", message, layer=parent))
     return problems
-
-
-def describe(record: LayerRecord) -> str:
-    """The format of a layer in words."""
-    return f"{record.quant_algo} g{record.group_size}" if record.group_size else record.quant_algo
 
 
 def spread(values: Float32) -> float:

@@ -81,6 +81,13 @@ class LayerRecord:
     size: int = 0
     weights: int = 0
 
+    @property
+    def format(self) -> str:
+        """Algorithm and group size in words, as "NVFP4 g16"; the blocks of FP8_PB_WO go without saying."""
+        if self.group_size is None or self.quant_algo == "FP8_PB_WO":
+            return self.quant_algo
+        return f"{self.quant_algo} g{self.group_size}"
+
     def linears(self) -> Iterator["LayerRecord"]:
         """The records that have tensors of their own: the members where there are some, else the layer."""
         if self.members:

@@ -14,6 +14,7 @@ from typing import Any
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import text
+from moqext.errors import CheckpointError
 from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
 from moqext.records import Findings, LayerRecord, Projection
@@ -45,6 +46,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     with Checkpoint(args.directory) as checkpoint:
+        if checkpoint.config is None and not checkpoint.files.has_weights:
+            message = "no checkpoint: neither a quantization configuration nor safetensors files"
+            raise CheckpointError(message, file=checkpoint.directory)
         findings = checkpoint.findings(block_scales=True if args.deep else None)
         problems = (*checkpoint.files.problems, *findings.all_problems())
         if args.json:
@@ -221,11 +225,6 @@ def _header(checkpoint: Checkpoint) -> list[str]:
     return [*lines, "  configured: " + ", ".join(says)]
 
 
-def _algo(layer: LayerRecord | Projection) -> str:
-    square = layer.quant_algo == "FP8_PB_WO"
-    return f"{layer.quant_algo} g{layer.group_size}" if layer.group_size and not square else layer.quant_algo
-
-
 def _shape(layer: LayerRecord) -> str:
     if layer.kind == "moe" and len(layer.shape) == 3:
         experts, hidden, intermediate = layer.shape
@@ -248,7 +247,7 @@ def _kind_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
     """One row per kind of layer: same name but for numbers, same format, same shape."""
     kinds: dict[tuple[str, str, str], list[LayerRecord]] = defaultdict(list)
     for layer in layers:
-        kinds[name_pattern(layer.name), _algo(layer), _shape(layer)].append(layer)
+        kinds[name_pattern(layer.name), layer.format, _shape(layer)].append(layer)
     variants = Counter(pattern for pattern, _, _ in kinds)
     rows = [_HEADER]
     for (pattern, algo, shape), alike in kinds.items():
@@ -280,7 +279,7 @@ def _layer_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
     for layer in layers:
         rule = layer.rule.partition(":")[0] if layer.quant_algo == layer.config_algo else "tensors"
         size = text.size(layer.size)
-        rows.append((layer.name, _algo(layer), rule, _shape(layer), size, _bits(layer.size, layer.weights)))
+        rows.append((layer.name, layer.format, rule, _shape(layer), size, _bits(layer.size, layer.weights)))
     return text.table(rows, "<<<>>>", columns)
 
 

@@ -18,6 +18,7 @@ def size(count: int) -> str:
         value, unit = value / 1000, unit + 1
     if unit == 0:
         return f"{count} B"
+    value = float(f"{value:.3g}")
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {_UNITS[unit]}"
 
 
