@@ -11,10 +11,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moqext import ops
-from moqext._C import UnsupportedQuantization
 from moqext.config import QuantConfig
 from moqext.config import documents as config_documents
+from moqext.dequantize import dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
@@ -26,8 +25,6 @@ from moqext.untrusted import open_file, parse_object
 
 BLOCK_SCALES_READ = 256 << 20
 """Bytes of block scales that are read without being asked to."""
-SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
-"""The roles that make a weight of its codes; the others concern activations, or add to the output."""
 
 
 class Checkpoint:
@@ -151,30 +148,9 @@ class Checkpoint:
 
         Raises:
             CheckpointError: nothing quantized has that name, it is a group with a weight for each expert, or
-                its tensors do not make a weight.
-            UnsupportedQuantization: neither configuration nor tensors name a known format.
+                its tensors are not those of a weight in a known format.
         """
-        record = self.layer(layer) if isinstance(layer, str) else layer
-        if isinstance(record, LayerRecord) and (record.members or record.projections):
-            names = [part.name for part in record.members or record.projections]
-            message = f"{record.name} has {len(names)} weights; ask for one, as {names[0]}"
-            raise CheckpointError(message, file=self.directory)
-        weight = self.tensor(record.tensors["weight"])
-        scales: dict[str, Any] = {
-            role: self.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
-        }
-        try:
-            values: NDArray[np.float32] = ops.dequantize(
-                weight, record.quant_algo, group_size=record.group_size, **scales
-            )
-        except UnsupportedQuantization as error:
-            raise UnsupportedQuantization(f"{record.name}: {error}") from error
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{record.name}: {error}", file=self.directory, tensor=record.tensors["weight"]
-            ) from error
-        transposed = isinstance(record, Projection) and record.transposed
-        return values.swapaxes(-1, -2) if transposed else values
+        return dequantize_layer(self, self.layer(layer) if isinstance(layer, str) else layer)
 
     def load(
         self,
@@ -197,9 +173,8 @@ class Checkpoint:
         Raises:
             UnsupportedQuantization: the algorithm is recognised but has no linear method, is different among
                 the layers, or the layer is no linear.
-            CheckpointError: nothing quantized has that name, or a problem of severity "error" stands
-                against the layer.
-            ValueError: scales or codes that no intact checkpoint holds.
+            CheckpointError: nothing quantized has that name, a problem of severity "error" stands against
+                the layer, or it has scales or codes that no intact checkpoint holds.
         """
         wanted = [layers] if isinstance(layers, str) or not isinstance(layers, Sequence) else list(layers)
         if not wanted:

@@ -100,7 +100,11 @@ def load_layers(
         if missing:
             raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
         params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
-    return Layer(names, method, method.prepare(params), _fused_bias(checkpoint, records))
+    try:
+        prepared = method.prepare(params)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{', '.join(names)}: {error}", file=checkpoint.directory) from error
+    return Layer(names, method, prepared, _fused_bias(checkpoint, records))
 
 
 def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> LayerRecord:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moqext import Checkpoint, CheckpointError, ConfigError, UnsupportedQuantization, reference, tensor_files
+from moqext import Checkpoint, CheckpointError, ConfigError, reference, tensor_files
 from moqext.records import LayerRecord, Projection
 
 DATA = Path(__file__).parent / "data"
@@ -150,9 +150,32 @@ class TestDequantize:
             del tensors[f"model.layers.0.mlp.up_proj.{role}"]
 
         ckpt = changed(nvfp4, tmp_path / "changed", remove)
-        with pytest.raises((CheckpointError, UnsupportedQuantization), match=r"layers\.0\.mlp\.up_proj"):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj"):
             ckpt.dequantize("model.layers.0.mlp.up_proj")
         assert any(problem.severity == "error" for problem in ckpt.problems)
+
+    @pytest.mark.parametrize("role", ["weight", "weight_scale"])
+    def test_signed_bytes_are_no_codes(self, nvfp4: Path, tmp_path: Path, role: str) -> None:
+        def change_type(tensors: Tensors) -> None:
+            name = f"model.layers.0.mlp.up_proj.{role}"
+            tensors[name] = ("I8", *tensors[name][1:])
+
+        ckpt = changed(nvfp4, tmp_path / "changed", change_type)
+        for read in (ckpt.dequantize, ckpt.load):
+            with pytest.raises(CheckpointError, match="I8") as caught:
+                read("model.layers.0.mlp.up_proj")
+            assert "model.layers.0.mlp.up_proj" in str(caught.value)
+
+    def test_codes_that_no_export_holds_are_refused_by_name(self, data: Path, tmp_path: Path) -> None:
+        def spoil(tensors: Tensors) -> None:
+            dtype, shape, content = tensors["model.layers.0.mlp.up_proj.weight"]
+            tensors["model.layers.0.mlp.up_proj.weight"] = (dtype, shape, b"\x7f" + content[1:])
+
+        ckpt = changed(data / "checkpoints" / "llama_fp8_kvfp8", tmp_path / "changed", spoil)
+        with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj: .*NaN"):
+            ckpt.load("model.layers.0.mlp.up_proj")
+        weight = ckpt.dequantize("model.layers.0.mlp.up_proj")
+        assert np.flatnonzero(np.isnan(weight)).tolist() == [0]
 
     def test_a_shard_that_is_missing(self, data: Path, tmp_path: Path) -> None:
         source = data / "exports" / "nvfp4_sharded"

@@ -1,0 +1,50 @@
+"""The weight of a checkpoint's layer as numbers: `Checkpoint.dequantize`."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext import ops
+from moqext._C import UnsupportedQuantization
+from moqext.errors import CheckpointError
+from moqext.records import LayerRecord, Projection
+
+if TYPE_CHECKING:
+    from moqext.checkpoint import Checkpoint
+
+SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
+"""The roles that make a weight of its codes; the others concern activations, or add to the output."""
+
+
+def dequantize_layer(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> NDArray[np.float32]:
+    """float32 [out, in] or [experts, out, in]; see `Checkpoint.dequantize`."""
+    _refuse_without_weight(checkpoint, record)
+    weight = record.tensors["weight"]
+    scales: dict[str, Any] = {
+        role: checkpoint.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
+    }
+    try:
+        values: NDArray[np.float32] = ops.dequantize(
+            checkpoint.tensor(weight), record.quant_algo, group_size=record.group_size, **scales
+        )
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{record.name}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory, tensor=weight) from error
+    transposed = isinstance(record, Projection) and record.transposed
+    return values.swapaxes(-1, -2) if transposed else values
+
+
+def _refuse_without_weight(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> None:
+    """Refuses a group of experts, and tensors that could be read in more than one way or in none."""
+    if isinstance(record, Projection):
+        return
+    parts = record.members or record.projections
+    if parts:
+        message = f"{record.name} has {len(parts)} weights; ask for one, as {parts[0].name}"
+        raise CheckpointError(message, file=checkpoint.directory)
+    if record.stored_algo is None:
+        errors = [problem.message for problem in record.problems if problem.severity == "error"]
+        message = f"{record.name} is in no known format: {'; '.join(errors)}"
+        raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors.get("weight"))
