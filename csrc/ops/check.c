@@ -4,6 +4,9 @@
 #include <math.h>
 #include <string.h>
 
+/* An empty tensor may have any extents; up to this one they can be doubled and rounded up. */
+#define MAX_EXTENT (INT64_MAX / 256)
+
 bool moq_holds(const moq_tensor *t, moq_dtype dtype) {
     if (t->dtype == dtype)
         return true;
@@ -23,7 +26,10 @@ moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
         return moq_fail(err, MOQ_ERR_BUFFER,
                         "%s: expected a tensor in host memory, got one on cuda:%d", name,
                         (int)t->device.index);
-    if (moq_tensor_numel(t) < 0)
+    bool countable = moq_tensor_numel(t) >= 0;
+    for (int i = 0; i < t->ndim; i++)
+        countable = countable && t->shape[i] <= MAX_EXTENT;
+    if (!countable)
         return moq_fail(err, MOQ_ERR_VALUE, "%s: shape %s is too large", name,
                         moq_shape_text(t, shape, sizeof shape));
     return MOQ_OK;

@@ -1,4 +1,7 @@
-"""Tensors on a device are refused by name, and never read: their addresses mean nothing to the host."""
+"""Tensors that only a foreign producer can hand over: on a device, or empty with absurd extents.
+
+Device tensors are refused by name, and never read: their addresses mean nothing to the host.
+"""
 
 import numpy as np
 import pytest
@@ -55,3 +58,22 @@ def test_a_host_tensor_of_the_same_producer_is_taken():
     ops.quantize(x, "fp8_token", out=out, scale_out=scale_out)
     assert not out.any()
     assert (scale_out > 0).all()
+
+
+@pytest.mark.parametrize("extent", [2**62, 2**63 - 1])
+def test_extents_of_an_empty_tensor_that_cannot_be_doubled_are_refused(extent):
+    def empty(*shape):
+        return Producer(Lender(shape, dtype=UINT8, strides=[0] * len(shape)), (CPU, 0))
+
+    second = np.ones((), np.float32)
+    scale = np.zeros((0, 1), np.uint8)
+    calls = {
+        "packed": lambda: ops.unpack_fp4(empty(0, extent)),
+        "scale": lambda: ops.swizzle_block_scales(empty(0, extent)),
+        "weight": lambda: ops.dequantize(
+            empty(0, extent), "NVFP4", weight_scale=scale, weight_scale_2=second
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name}: shape .* is too large"):
+            call()
