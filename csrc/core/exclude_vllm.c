@@ -7,32 +7,12 @@
 #define EXPERTS MOQ_TEXT("experts")
 
 struct moq_vllm_exclusion {
-    moq_textmap entries; /* every entry as plain text */
-    moq_lengths lengths;
-    uint64_t starts[65536 / 64]; /* pairs of bytes some entry begins with */
+    moq_substrings entries; /* every entry but the empty one, as plain text */
     bool has_empty;
     moq_text *experts; /* entries with "experts" in them, the longest first */
     size_t expert_count;
     moq_name_table *globs;
 };
-
-static void add_start(moq_vllm_exclusion *set, moq_text entry) {
-    const size_t first = (unsigned char)entry.data[0];
-    if (entry.size > 1) {
-        size_t pair = first << 8 | (unsigned char)entry.data[1];
-        set->starts[pair / 64] |= (uint64_t)1 << (pair % 64);
-    } else {
-        for (size_t i = 0; i < 4; i++) /* any second byte will do */
-            set->starts[(first << 8) / 64 + i] = UINT64_MAX;
-    }
-}
-
-static bool may_start(const moq_vllm_exclusion *set, moq_text name, size_t at) {
-    size_t pair = (size_t)(unsigned char)name.data[at] << 8;
-    if (at + 1 < name.size)
-        pair |= (unsigned char)name.data[at + 1];
-    return set->starts[pair / 64] >> (pair % 64) & 1;
-}
 
 static int by_falling_length(const void *a, const void *b) {
     const size_t left = ((const moq_text *)a)->size, right = ((const moq_text *)b)->size;
@@ -44,22 +24,19 @@ moq_status moq_vllm_exclusion_compile(moq_arena *arena, const moq_text *entries,
     void *memory;
     MOQ_TRY(moq_arena_take(arena, 1, sizeof **out, &memory, err));
     moq_vllm_exclusion *set = memory;
-    MOQ_TRY(moq_textmap_setup(&set->entries, arena, count, err));
+    MOQ_TRY(moq_substrings_setup(&set->entries, arena, count, err));
     MOQ_TRY(moq_arena_take(arena, count, sizeof *set->experts, &memory, err));
     set->experts = memory;
     MOQ_TRY(moq_arena_take(arena, count, sizeof(moq_name_pattern), &memory, err));
     moq_name_pattern *patterns = memory;
     for (size_t i = 0; i < count; i++) {
         patterns[i] = (moq_name_pattern){entries[i], (uint32_t)i};
-        moq_textmap_insert(&set->entries, entries[i], (uint32_t)i);
+        if (entries[i].size == 0)
+            set->has_empty = true;
+        else
+            moq_substrings_add(&set->entries, entries[i], (uint32_t)i);
         if (moq_text_find(entries[i], EXPERTS) != SIZE_MAX)
             set->experts[set->expert_count++] = entries[i];
-        if (entries[i].size == 0) {
-            set->has_empty = true;
-        } else {
-            moq_lengths_add(&set->lengths, entries[i].size);
-            add_start(set, entries[i]);
-        }
     }
     qsort(set->experts, set->expert_count, sizeof *set->experts, by_falling_length);
     MOQ_TRY(moq_name_table_build(arena, patterns, count, MOQ_GLOB_FNMATCH, &set->globs, err));
@@ -68,27 +45,16 @@ moq_status moq_vllm_exclusion_compile(moq_arena *arena, const moq_text *entries,
 }
 
 static bool is_entry(const moq_vllm_exclusion *set, moq_text name) {
-    return moq_textmap_find(&set->entries, name) != MOQ_TEXTMAP_NONE;
+    return moq_textmap_find(&set->entries.map, name) != MOQ_TEXTMAP_NONE;
 }
 
-/* Whether an entry shorter than the name lies in it, beginning at `at`. */
-static bool entry_begins(const moq_vllm_exclusion *set, moq_text name, size_t at) {
-    uint64_t hash = 0;
-    for (size_t size = 1; at + size <= name.size && size <= set->lengths.longest; size++) {
-        hash = moq_textmap_step(&set->entries, hash, name.data[at + size - 1]);
-        const moq_text part = {name.data + at, size};
-        if (size < name.size && moq_lengths_has(&set->lengths, size) &&
-            moq_textmap_find_hashed(&set->entries, part, hash) != MOQ_TEXTMAP_NONE)
-            return true;
-    }
-    return false;
-}
-
+/* Whether an entry other than the name itself lies in it. */
 static bool has_entry_inside(const moq_vllm_exclusion *set, moq_text name) {
+    moq_substring_cursor cursor = {0};
     if (set->has_empty && name.size > 0)
         return true;
-    for (size_t at = 0; at < name.size; at++) {
-        if (may_start(set, name, at) && entry_begins(set, name, at))
+    while (moq_substrings_next(&set->entries, name, &cursor) != MOQ_TEXTMAP_NONE) {
+        if (cursor.size < name.size)
             return true;
     }
     return false;

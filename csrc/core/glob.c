@@ -152,6 +152,15 @@ moq_status moq_glob_compile(moq_arena *arena, moq_text pattern, moq_glob_rules r
     return MOQ_OK;
 }
 
+moq_text moq_glob_longest_literal(const moq_glob *glob) {
+    moq_text longest = MOQ_TEXT("");
+    for (size_t i = 0; i < glob->count; i++) {
+        if (glob->ops[i].kind == OP_LITERAL && glob->ops[i].literal.size > longest.size)
+            longest = glob->ops[i].literal;
+    }
+    return longest;
+}
+
 /* Matches one op that is no star at *at and moves behind it. */
 static bool step(const moq_glob_op *op, moq_text name, size_t *at) {
     if (op->kind == OP_LITERAL) {
