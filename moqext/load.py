@@ -119,6 +119,9 @@ def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> La
     if errors:
         text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
         raise CheckpointError(f"{record.name}: {text}", file=checkpoint.directory, tensor=errors[0].tensor)
+    if 0 in record.shape:
+        message = f"{record.name}: its weight is empty, of shape {list(record.shape)}"
+        raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
     return record
 
 

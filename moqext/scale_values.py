@@ -160,7 +160,7 @@ def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Ite
             message = f"the activation scale is {spelled}, which stands for no calibration"
             yield make_problem("uncalibrated_input_scale", message, layer=layer, tensor=name)
             return
-    if nvfp4 and max(found) > _LARGE:
+    if nvfp4 and max(found, default=0.0) > _LARGE:
         message = f"the activation scale is {max(found):.4g}; calibration alone seldom gives more than 1"
         yield make_problem("large_input_scale", message, layer=layer, tensor=name)
 

@@ -177,6 +177,29 @@ class TestDequantize:
         weight = ckpt.dequantize("model.layers.0.mlp.up_proj")
         assert np.flatnonzero(np.isnan(weight)).tolist() == [0]
 
+    def test_an_empty_activation_scale_is_a_problem_of_its_layer(self, nvfp4: Path, tmp_path: Path) -> None:
+        def empty(tensors: Tensors) -> None:
+            tensors["model.layers.0.mlp.up_proj.input_scale"] = ("F32", [0], b"")
+
+        ckpt = changed(nvfp4, tmp_path / "changed", empty)
+        (problem,) = [problem for problem in ckpt.problems if problem.severity == "error"]
+        assert (problem.code, problem.layer) == ("shape_mismatch", "model.layers.0.mlp.up_proj")
+        with pytest.raises(CheckpointError, match="input_scale"):
+            ckpt.load("model.layers.0.mlp.up_proj")
+
+    @pytest.mark.parametrize(("rows", "columns"), [(0, 128), (4, 0), (0, 0)])
+    def test_a_weight_without_elements(self, tmp_path: Path, rows: int, columns: int) -> None:
+        tensors = {
+            "a.weight": ("F8_E4M3", [rows, columns], b"\x38" * rows * columns),
+            "a.weight_scale": ("F32", [], ONE["F32"]),
+            "a.input_scale": ("F32", [], ONE["F32"]),
+        }
+        write_tensors(tmp_path / "model.safetensors", tensors)
+        ckpt = Checkpoint(tmp_path)
+        assert ckpt.dequantize("a").shape == (rows, columns)
+        with pytest.raises(CheckpointError, match="a: its weight is empty"):
+            ckpt.load("a")
+
     def test_a_shard_that_is_missing(self, data: Path, tmp_path: Path) -> None:
         source = data / "exports" / "nvfp4_sharded"
         shutil.copytree(source, tmp_path / "part")
