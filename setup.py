@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,16 +188,18 @@ def compile_unit(unit):
 
 
 def compile_all(units):
-    """Compiles the units that are out of date, the slow ones of nvcc first."""
+    """Compiles the units that are out of date, the slow ones of nvcc first, until one fails."""
     stale = [unit for unit in units if not up_to_date(unit)]
     stale.sort(key=lambda unit: unit.source.suffix != ".cu")
     jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        failed = [unit for unit, status in zip(stale, pool.map(compile_unit, stale), strict=True) if status]
-    if failed:
-        compiler = Path(failed[0].command[0]).name
-        hint = " (MOQEXT_CUDA=0 builds without CUDA)" if failed[0].source.suffix == ".cu" else ""
-        fail(f"{compiler} failed on {', '.join(str(unit.source) for unit in failed)}{hint}")
+        running = {pool.submit(compile_unit, unit): unit for unit in stale}
+        for done in as_completed(running):
+            if done.result():
+                pool.shutdown(cancel_futures=True)
+                unit = running[done]
+                hint = " (MOQEXT_CUDA=0 builds without CUDA)" if unit.source.suffix == ".cu" else ""
+                fail(f"{Path(unit.command[0]).name} failed on {unit.source}{hint}")
 
 
 class BuildExt(build_ext):
