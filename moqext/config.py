@@ -6,15 +6,15 @@ matching happen in native code; this module is its documented face.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moqext import _C
 from moqext._C import ConfigError
+from moqext.errors import CheckpointError
+from moqext.untrusted import RepeatedKeys, open_file, parse_object
 
 __all__ = ["Conflict", "LayerQuant", "Producer", "QuantConfig", "detect"]
 
@@ -290,41 +290,23 @@ def detect(mapping: Mapping[str, Any]) -> Family | None:
     return _C.config_detect(mapping)
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers a name it was given twice."""
-
-    __slots__ = ("twice",)
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.twice: str | None = None
-        if len(self) < len(pairs):
-            names = sorted(name for name, _ in pairs)
-            self.twice = next(name for name, after in pairwise(names) if name == after)
-
-
 def _fail(file: str, path: str, message: str) -> ConfigError:
     error = ConfigError(f"{file}: {path}: {message}")
     error.path = path
     return error
 
 
-def _load(path: Path) -> Any:
-    """Parses one JSON file; None when it is not there."""
-    try:
-        if path.stat().st_size > _FILE_LIMIT:
-            raise _fail(path.name, "$", f"larger than the {_FILE_LIMIT} bytes a configuration may have")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+def _load(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None when it is not there."""
+    if not os.path.exists(path):
         return None
-    except UnicodeDecodeError as error:
-        raise _fail(path.name, "$", f"not UTF-8: {error}") from error
     try:
-        return json.loads(text, object_pairs_hook=_Object)
-    except RecursionError as error:
-        raise _fail(path.name, "$", "nested too deeply") from error
-    except ValueError as error:
-        raise _fail(path.name, "$", f"not JSON: {error}") from error
+        with open_file(path) as (stream, size):
+            if size > _FILE_LIMIT:
+                raise _fail(path.name, "$", f"larger than the {_FILE_LIMIT} bytes a configuration may have")
+            return parse_object(stream.read(), path, "the file")
+    except CheckpointError as error:
+        raise _fail(path.name, "$", error.reason) from error
 
 
 def _refuse_twice(file: str, path: str, value: Any) -> None:
@@ -332,9 +314,9 @@ def _refuse_twice(file: str, path: str, value: Any) -> None:
     pending = [(path, value)]
     while pending:
         at, item = pending.pop()
-        if isinstance(item, _Object):
-            if item.twice is not None:
-                raise _fail(file, f"{at}.{item.twice}", "given twice in one object")
+        if isinstance(item, RepeatedKeys):
+            raise _fail(file, f"{at}.{item.repeated[0]}", "given twice in one object")
+        if isinstance(item, dict):
             pending += [(f"{at}.{name}", inner) for name, inner in item.items()]
         elif isinstance(item, list):
             pending += [(f"{at}[{i}]", inner) for i, inner in enumerate(item)]
@@ -345,22 +327,17 @@ def documents(root: Path) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
 
     Nothing, where no file says anything. Raises ConfigError for a file that is no JSON.
     """
-    config = _load(root / "config.json")
-    if isinstance(config, _Object):
-        places = [("$", config)]
-        places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if name in config]
-        for path, holder in places:
-            if not isinstance(holder, _Object):
-                continue
-            where = f"{path}.quantization_config"
-            if holder.twice == "quantization_config":
-                raise _fail("config.json", where, "given twice in one object")
-            document = holder.get("quantization_config")
-            if document is not None:
-                _refuse_twice("config.json", where, document)
-                yield "config.json", where, document
-    elif config is not None:
-        raise _fail("config.json", "$", f"expected an object, found {type(config).__name__}")
+    config = _load(root / "config.json") or {}
+    places = [("$", config)]
+    places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]
+    for path, holder in places:
+        where = f"{path}.quantization_config"
+        if isinstance(holder, RepeatedKeys) and "quantization_config" in holder.repeated:
+            raise _fail("config.json", where, "given twice in one object")
+        document = holder.get("quantization_config")
+        if document is not None:
+            _refuse_twice("config.json", where, document)
+            yield "config.json", where, document
     for name in ("hf_quant_config.json", "quant_cfg.json"):
         document = _load(root / name)
         if document is not None:

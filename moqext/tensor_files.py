@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from moqext.errors import CheckpointError
 from moqext.problems import Problem, make_problem
 from moqext.tensor_header import Header, TensorInfo, read_header
-from moqext.untrusted import RepeatedKey, is_text, open_file, parse_object, type_name
+from moqext.untrusted import RepeatedKeys, is_text, open_file, parse_object, type_name
 
 __all__ = ["TensorFiles", "TensorInfo", "read_header"]
 
@@ -279,13 +279,13 @@ def read_index(path: Path) -> dict[str, Path]:
         if size > MAX_INDEX_BYTES:
             raise CheckpointError(f"{size} bytes, at most {MAX_INDEX_BYTES} are allowed", file=path)
         document = parse_object(stream.read(), path, "the index")
-    if isinstance(document, RepeatedKey):
-        raise CheckpointError(f"the index has key {document.key!r} twice", file=path)
+    if isinstance(document, RepeatedKeys):
+        raise CheckpointError(f"the index has key {document.repeated[0]!r} twice", file=path)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"weight_map must be an object, found {type_name(weight_map)}", file=path)
-    if isinstance(weight_map, RepeatedKey):
-        raise CheckpointError("weight_map names it twice", file=path, tensor=weight_map.key)
+    if isinstance(weight_map, RepeatedKeys):
+        raise CheckpointError("weight_map names it twice", file=path, tensor=weight_map.repeated[0])
     shards: dict[str, Path] = {}
     for name, shard in weight_map.items():
         if not is_text(name):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from moqext.errors import CheckpointError
-from moqext.untrusted import RepeatedKey, is_text, open_file, parse_object, type_name
+from moqext.untrusted import RepeatedKeys, is_text, open_file, parse_object, type_name
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 MAX_RANK = 32  # what NumPy 1.26 can represent
@@ -104,8 +104,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     text, size = _read_text(file)
     document = parse_object(text, file, "the header")
     metadata = _parse_metadata(document.pop("__metadata__", {}), file)
-    if isinstance(document, RepeatedKey):
-        raise CheckpointError("the header names it twice", file=file, tensor=document.key)
+    if isinstance(document, RepeatedKeys):
+        raise CheckpointError("the header names it twice", file=file, tensor=document.repeated[0])
     data_begin = LENGTH_BYTES + len(text)
     tensors = {name: _parse_tensor(name, entry, file, data_begin, size) for name, entry in document.items()}
     return Header(tensors, metadata, _find_holes(tensors, file, data_begin, size))
@@ -139,8 +139,8 @@ def _read_text(file: Path) -> tuple[bytes, int]:
 def _parse_metadata(entry: object, file: Path) -> dict[str, str]:
     if not isinstance(entry, dict):
         raise CheckpointError(f"__metadata__ must be an object, found {type_name(entry)}", file=file)
-    if isinstance(entry, RepeatedKey):
-        raise CheckpointError(f"__metadata__ has key {entry.key!r} twice", file=file)
+    if isinstance(entry, RepeatedKeys):
+        raise CheckpointError(f"__metadata__ has key {entry.repeated[0]!r} twice", file=file)
     for key, value in entry.items():
         if not isinstance(value, str):
             raise CheckpointError(
@@ -159,8 +159,8 @@ def _parse_tensor(name: str, entry: object, file: Path, data_begin: int, size: i
         refuse("the name is not valid Unicode")
     if not isinstance(entry, dict):
         refuse(f"the entry must be an object, found {type_name(entry)}")
-    if isinstance(entry, RepeatedKey):
-        refuse(f"the entry has key {entry.key!r} twice")
+    if isinstance(entry, RepeatedKeys):
+        refuse(f"the entry has key {entry.repeated[0]!r} twice")
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         refuse(f"the entry must have exactly dtype, shape and data_offsets, found {_shorten(list(entry))}")
     dtype = entry["dtype"]

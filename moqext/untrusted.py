@@ -17,12 +17,13 @@ from typing import Any, BinaryIO
 from moqext.errors import CheckpointError
 
 
-class RepeatedKey(dict[str, Any]):
-    """An object in which `key` occurred more than once; kept until the caller can say where it stands."""
+class RepeatedKeys(dict[str, Any]):
+    """An object whose `repeated` keys occurred more than once; kept until the caller can say where it is."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        self.key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        counts = Counter(name for name, _ in pairs)
+        self.repeated = tuple(name for name, count in counts.items() if count > 1)
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
-    """The object in `text`, in which any object with a repeated key is a RepeatedKey.
+    """The object in `text`, in which any object with a repeated key is a RepeatedKeys.
 
     Args:
         text: the bytes of one JSON document.
@@ -62,7 +63,7 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{what} is not JSON: {error}", file=file) from None
     if not isinstance(document, dict):
-        raise CheckpointError(f"{what} must be a JSON object, found {type_name(document)}", file=file)
+        raise CheckpointError(f"{what}: expected an object, found {type_name(document)}", file=file)
     return document
 
 
@@ -90,4 +91,4 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
-    return document if len(document) == len(pairs) else RepeatedKey(pairs)
+    return document if len(document) == len(pairs) else RepeatedKeys(pairs)

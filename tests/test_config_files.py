@@ -1,6 +1,8 @@
 """Configurations spread over several files: precedence, recorded conflicts, broken and absent files."""
 
 import json
+import os
+import re
 
 import pytest
 
@@ -137,6 +139,23 @@ def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "hf_quant_config.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match="not UTF-8"):
         QuantConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_at_once(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(name)}: \$: ") as caught:
+        QuantConfig.from_pretrained(tmp_path)
+    assert caught.value.path == "$"
+
+
+def test_a_second_quantization_config_beside_another_repeated_name(tmp_path):
+    twice = '"a": 1, "a": 2, "quantization_config": {"quant_algo": "FP8"}, "quantization_config": null'
+    write(tmp_path, "config.json", f"{{{twice}}}")
+    with pytest.raises(ConfigError, match="given twice") as caught:
+        QuantConfig.from_pretrained(tmp_path)
+    assert caught.value.path == "$.quantization_config"
 
 
 def test_names_given_twice_count_only_where_they_are_read(tmp_path):

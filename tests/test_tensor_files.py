@@ -554,8 +554,8 @@ class TestIndex:
         ("text", "message", "tensor"),
         [
             (b"", "not JSON", None),
-            (b"[]", "must be a JSON object, found an array", None),
-            (b"null", "must be a JSON object, found null", None),
+            (b"[]", "expected an object, found an array", None),
+            (b"null", "expected an object, found null", None),
             (b"\xff{}", "not UTF-8", None),
             (b"[" * 200_000, "nested too deeply", None),
             (b"{}", "weight_map must be an object, found null", None),
