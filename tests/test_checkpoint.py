@@ -223,6 +223,13 @@ class TestParts:
         with pytest.raises(ValueError, match="closed"):
             ckpt.tensor("model.norm.weight")
 
+    def test_the_example_of_the_page_runs(self, nvfp4: Path, request: pytest.FixtureRequest) -> None:
+        page = (request.config.rootpath / "docs" / "checkpoint.md").read_text()
+        example = page.split("```python\n")[1].split("```")[0]
+        names: dict[str, object] = {}
+        exec(example.replace("path/to/model", str(nvfp4)), names)
+        assert isinstance(names["ckpt"], Checkpoint)
+
     def test_architectures(self, data: Path, tmp_path: Path) -> None:
         assert Checkpoint(data / "exports" / "gpt_oss_nvfp4").architectures == ("GptOssForCausalLM",)
         assert Checkpoint(tmp_path).architectures == ()
