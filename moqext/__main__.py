@@ -1,12 +1,13 @@
 """`python -m moqext`: one subcommand per module of `moqext.cli`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 import moqext
-from moqext.cli import info, inspect, verify
+from moqext.cli import info, inspect, text, verify
 
 COMMANDS = (inspect, verify, info)
 
@@ -19,11 +20,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal without UTF-8 gets question marks, not a traceback
     try:
         status: int = args.run(args)
         sys.stdout.flush()
     except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
-        print(f"moqext: error: {error}", file=sys.stderr)
+        print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain again when it closes stdout.

@@ -7,7 +7,8 @@ shapes are symmetrical, from the name: a name that ends in `.weight` is a linear
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -87,10 +88,12 @@ def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
     """Every expert from 0 to the last has every projection that any expert has."""
     projections = sorted({projection for _, projection in present}, key=_rank)
     count = max(index for index, _ in present) + 1
-    missing = [f"{i}.{p}" for i in range(count) for p in projections if (i, p) not in present]
+    # Counted, not listed: the last expert's number is whatever a name claims.
+    missing = count * len(projections) - len(present)
     if not missing:
         return []
-    message = f"{len(missing)} of {count * len(projections)} are missing: {_first(missing)}"
+    names = (f"{i}.{p}" for i in range(count) for p in projections if (i, p) not in present)
+    message = f"{missing} of {count * len(projections)} are missing: {_first(names)}"
     return [make_problem("missing_expert", message, layer=name)]
 
 
@@ -121,15 +124,18 @@ def _group_shape(
             tensor = record.tensors["weight"]
             problems.append(make_problem("shape_mismatch", message, layer=name, tensor=tensor))
     count = max(index for index, _ in experts) + 1
-    by_role = {PROJECTIONS.get(projection, projection): shape for projection, shape in shapes.items()}
-    down, up = by_role.get("down"), by_role.get("up") or by_role.get("gate")
-    if down and up and (down[1], down[0]) != tuple(up):
-        message = f"down is {list(down)}, up is {list(up)}; expected each to be the other's transpose"
+    # (hidden size, intermediate size) as each projection has it.
+    sizes = {
+        projection: shape if PROJECTIONS.get(projection) == "down" else shape[::-1]
+        for projection, shape in shapes.items()
+        if len(shape) == 2
+    }
+    if len(set(sizes.values())) > 1:
+        described = ", ".join(f"{projection} {list(shape)}" for projection, shape in shapes.items())
+        message = f"{described}: the projections do not fit each other"
         problems.append(make_problem("shape_mismatch", message, layer=name))
-    if down:
-        return (count, down[0], down[1]), problems
-    rows, columns = up if up and len(up) == 2 else (0, 0)
-    return (count, columns, rows), problems
+    hidden, intermediate = next(iter(sizes.values()), (0, 0))
+    return (count, hidden, intermediate), problems
 
 
 def _member_input_scales(name: str, members: Sequence[LayerRecord]) -> list[Problem]:
@@ -146,8 +152,9 @@ def _member_input_scales(name: str, members: Sequence[LayerRecord]) -> list[Prob
     return [make_problem("missing_expert_input_scale", message, layer=name)]
 
 
-def _first(names: Sequence[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+def _first(names: Iterable[str], count: int = 4) -> str:
+    shown = list(islice(names, count + 1))
+    return ", ".join(shown[:count]) + (", ..." if len(shown) > count else "")
 
 
 def _clipped(name: str, experts: Mapping[tuple[int, str], LayerRecord]) -> list[Problem]:

@@ -16,7 +16,7 @@ from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
-from moqext.naming import FUSED_NAMES, is_embedding, parse_expert_name
+from moqext.naming import FUSED_NAMES, is_embedding, is_number, parse_expert_name
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
@@ -75,9 +75,9 @@ def find_layers(
     return Findings(tuple(sorted(records, key=_by_number)), kv, tuple(problems))
 
 
-def _by_number(record: LayerRecord) -> list[tuple[bool, int, str]]:
+def _by_number(record: LayerRecord) -> list[tuple[int, int, str]]:
     """Sorts by name, numbers in names by their value."""
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in record.name.split(".")]
+    return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in record.name.split(".")]
 
 
 def _linear(

@@ -66,7 +66,7 @@ _STACKED_ROLES: dict[str, Role] = {**_ROLES, "scale": "weight_scale", "scale_2":
 _STACKED_WEIGHT = re.compile(r".*experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)")
 
 _EXPERT = re.compile(
-    r"(?P<container>.*?(?:^|\.)(?!shared)[a-z_]*experts)\.(?P<index>\d+)\.(?P<projection>\w+)"
+    r"(?P<container>.*?(?:^|\.)(?!shared)[a-z_]*experts)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)"
 )
 
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
@@ -161,4 +161,9 @@ def is_vision(module: str) -> bool:
 
 def name_pattern(module: str) -> str:
     """The name with every numeric part replaced by `*`: modules of one kind in different layers share it."""
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+    return ".".join("*" if is_number(part) else part for part in module.split("."))
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a name counts layers or experts."""
+    return len(part) <= 6 and part.isascii() and part.isdigit()

@@ -153,7 +153,7 @@ def _fp8(tensors: Mapping[str, Tensor]) -> Stored:
         if shape[0] == 1:
             algos.append("FP8_PER_CHANNEL_PER_TOKEN")
         return Stored(tuple(algos), shape)
-    if dims in ((shape[0],), (shape[0], 1)):
+    if dims == (shape[0],):
         return Stored(("FP8_PER_CHANNEL_PER_TOKEN",), shape)
     blocks = [ceil_div(shape[0], BLOCK), ceil_div(shape[1], BLOCK)]
     expected = f"[], [{shape[0]}] or {blocks}"
@@ -262,7 +262,7 @@ def _int8(tensors: Mapping[str, Tensor]) -> Stored:
     shape, dims = tensors["weight"].shape, tensors["weight_scale"].shape
     smooth = "input_scale" in tensors or "pre_quant_scale" in tensors
     algos = ("W8A8_SQ_PER_CHANNEL", "W8A16") if smooth else ("W8A16", "W8A8_SQ_PER_CHANNEL")
-    if dims in ((shape[0],), (shape[0], 1)) or prod(dims) == shape[0] == 1:
+    if dims == (shape[0],) or prod(dims) == shape[0] == 1:
         return Stored(algos, tuple(shape))
     return Stored(algos, tuple(shape), fault=("shape_mismatch", _scale_message(shape, dims, f"[{shape[0]}]")))
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import moqext
 from moqext.layers import find_layers
@@ -541,3 +543,59 @@ def test_block_scales_are_left_unread_on_request(data):
 def test_an_empty_directory_has_no_layers():
     config = config_of("FP8", kv_cache_quant_algo="FP8")
     assert find_layers({}, config) == ((), (), ())
+
+
+PROJECTION = st.sampled_from(
+    ["q_proj", "k_proj", "up_proj", "gate_proj", "down_proj", "w1", "w2", "embed_tokens"]
+)
+MODULE = st.one_of(
+    st.builds("model.layers.{}.{}".format, st.integers(0, 2), PROJECTION),
+    st.builds("model.experts.{}.{}".format, st.integers(0, 2), PROJECTION),
+    st.builds("model.moe.{}".format, PROJECTION),
+)
+ROLE = st.sampled_from(
+    [
+        *("weight", "weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale", "pre_quant_scale"),
+        *("bias", "k_scale", "v_scale", "k_bias", "scale", "svdquant_lora_a", "svdquant_lora_b"),
+        *("weight_quantizer._scale", "weight_quantizer._svdquant_lora_a"),
+    ]
+)
+STACKED = st.sampled_from(
+    [
+        f"model.experts.{name}{role}"
+        for name in ("gate_up_proj", "gate_proj", "down_proj")
+        for role in ("", "_weight_scale", "_weight_scale_2", "_scale_2", "_input_scale", "_bias")
+    ]
+)
+NAME = st.one_of(st.builds("{}.{}".format, MODULE, ROLE), STACKED, st.text(max_size=8))
+DTYPE = st.sampled_from(
+    ["F32", "BF16", "F16", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "F4", "BOOL"]
+)
+SHAPE = st.lists(st.sampled_from([0, 1, 2, 4, 8, 16, 32, 64, 96, 129]), max_size=5).map(tuple)
+CARRIERS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    tensors=st.dictionaries(NAME, st.builds(Info, DTYPE, SHAPE), max_size=14),
+    algo=st.sampled_from(["FP8", "NVFP4", "FP8_PB_WO", "MXFP8", "W4A16_AWQ", None]),
+    fill=st.integers(0, 255),
+)
+def test_any_tensors_make_records_and_problems(tensors, algo, fill):
+    """Whatever names, types, shapes and bytes a file has: no exception, and nothing gets lost."""
+
+    def read(name):
+        dtype, shape = tensors[name]
+        carrier = np.dtype(CARRIERS.get(dtype, np.uint8))
+        return np.frombuffer(bytes([fill]) * (carrier.itemsize * int(np.prod(shape))), carrier).reshape(shape)
+
+    config = config_of(algo, kv_cache_quant_algo="FP8") if algo else None
+    findings = find_layers(tensors, config, read)
+    placed = {
+        name for layer in findings.layers for linear in layer.linears() for name in linear.tensors.values()
+    }
+    placed |= {problem.tensor for problem in findings.all_problems()}
+    for name, info in tensors.items():
+        named = parse_tensor_name(name)
+        if info.dtype in ("U8", "I8", "F8_E4M3") and (named is None or named.role == "weight"):
+            assert name in placed, "a tensor of codes that no record and no problem tells of"

@@ -8,8 +8,9 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import isfinite
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
             json.dump(as_data(checkpoint, findings, problems, args.layers), sys.stdout, indent=1)
             print()
         else:
-            print("\n".join(as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems)))
+            for line in as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems):
+                print(text.printable(line))
     return int(args.strict and worst_severity(problems) in ("error", "warning"))
 
 
@@ -93,7 +95,8 @@ def as_data(
         "totals": totals(checkpoint, findings),
         "layers": [_layer_data(layer) for layer in select(findings.layers, glob)],
         "kv_scales": [
-            {"name": kv.name, "tensors": dict(kv.tensors), "values": dict(kv.values)} for kv in findings.kv
+            {"name": kv.name, "tensors": dict(kv.tensors), "values": _numbers(kv.values)}
+            for kv in findings.kv
         ],
         "configured": None if checkpoint.files.has_weights else configured(checkpoint),
         "problems": [
@@ -107,6 +110,11 @@ def as_data(
             for p in problems
         ],
     }
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    """The values with null for what JSON has no number for."""
+    return {role: value if isfinite(value) else None for role, value in values.items()}
 
 
 def totals(checkpoint: Checkpoint, findings: Findings) -> dict[str, Any]:

@@ -22,6 +22,11 @@ def size(count: int) -> str:
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {_UNITS[unit]}"
 
 
+def printable(line: str) -> str:
+    """The text with whatever a terminal could take for a command spelled out: names come from the file."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+
+
 def plural(count: int, noun: str) -> str:
     """As in "1 layer" and "2 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

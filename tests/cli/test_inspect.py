@@ -1,6 +1,7 @@
 """`python -m moqext inspect`: its text, its JSON, its exit status, large input and broken input."""
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -322,6 +323,41 @@ def test_as_a_program_cut_off_by_its_reader(data):
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
         process.wait(60)
+
+
+def test_names_from_the_file_cannot_command_the_terminal(inspect, tmp_path):
+    tensors = {
+        f"a\x1b[2J\n.{role}": ("F32", [], struct.pack("<f", 1)) for role in ("weight_scale", "input_scale")
+    }
+    tensors["a\x1b[2J\n.weight"] = ("F8_E4M3", [4, 4], bytes(16))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    status, out, _ = inspect(tmp_path)
+    assert status == 0
+    assert "\x1b" not in out
+    assert r"a\x1b[2J\n" in out
+    assert json.loads(inspect(tmp_path, "--json")[1])["layers"][0]["name"] == "a\x1b[2J\n"
+
+
+def test_json_has_no_numbers_that_json_has_not(inspect, tmp_path):
+    scale = ("F32", [], struct.pack("<f", float("nan")))
+    names = ("model.layers.0.self_attn.k_proj.k_scale", "model.layers.0.self_attn.v_proj.v_scale")
+    write_safetensors(tmp_path / "model.safetensors", dict.fromkeys(names, scale))
+    _, out, _ = inspect(tmp_path, "--json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    report = json.loads(out, parse_constant=refuse)
+    assert report["kv_scales"][0]["values"] == {"k_scale": None, "v_scale": None}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_locale(data, encoding):
+    command = [sys.executable, "-m", "moqext", "inspect", str(data / "exports" / "mixtral_nvfp4")]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
+    assert b"NVFP4 g16" in done.stdout
+    assert done.stderr == b""
 
 
 def test_sizes():
