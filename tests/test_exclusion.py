@@ -358,8 +358,8 @@ def test_a_million_entries_are_read_in_linear_time():
 
 
 def test_hostile_patterns_are_linear():
-    read = config(*(f"*a*a*a*a*{i}" for i in range(200)))
-    name = "a" * 4000
+    read = config(*("*a" * i + "*b" * 5 + "*" for i in range(1, 200)))
+    name = "ab" * 2 + "a" * 2000
     start = time.perf_counter()
     assert not read.is_excluded(name + "x")
     assert not read.is_excluded(name + "x", semantics="vllm")

@@ -155,7 +155,7 @@ moq_status moq_glob_compile(moq_arena *arena, moq_text pattern, moq_glob_rules r
 moq_text moq_glob_longest_literal(const moq_glob *glob) {
     moq_text longest = MOQ_TEXT("");
     for (size_t i = 0; i < glob->count; i++) {
-        if (glob->ops[i].kind == OP_LITERAL && glob->ops[i].literal.size > longest.size)
+        if (glob->ops[i].kind == OP_LITERAL && glob->ops[i].literal.size >= longest.size)
             longest = glob->ops[i].literal;
     }
     return longest;

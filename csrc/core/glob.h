@@ -22,7 +22,8 @@ typedef struct {
 moq_status moq_glob_compile(moq_arena *arena, moq_text pattern, moq_glob_rules rules, moq_glob *out,
                             moq_err *err);
 bool moq_glob_match(const moq_glob *glob, moq_text name);
-/* The longest text that every matching name contains; empty when there is none. */
+/* The longest text that every matching name contains, the last of several; empty when there is
+ * none. */
 moq_text moq_glob_longest_literal(const moq_glob *glob);
 /* Number of leading bytes before the first special character. */
 size_t moq_glob_head(moq_text pattern, moq_glob_rules rules);

@@ -145,7 +145,9 @@ static uint32_t find_other(const moq_name_table *table, moq_text name, moq_text 
         const uint32_t list = moq_substrings_next(&table->demanded, dotted, &cursor);
         if (list == MOQ_TEXTMAP_NONE)
             break;
-        id = find_in_list(table, table->lists[list], name, dotted);
+        const moq_text part = {dotted.data + cursor.at, cursor.size};
+        if (moq_text_find(dotted, part) == cursor.at) /* once is enough */
+            id = find_in_list(table, table->lists[list], name, dotted);
     }
     return id;
 }
