@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.config import QuantConfig
-from moqext.config import documents as config_documents
+from moqext.config_files import documents as config_documents
 from moqext.dequantize import dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.layers import find_layers

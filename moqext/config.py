@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moqext import _C
-from moqext._C import ConfigError
-from moqext.errors import CheckpointError
-from moqext.untrusted import RepeatedKeys, open_file, parse_object
+from moqext.config_files import documents, fail
 
 __all__ = ["Conflict", "LayerQuant", "Producer", "QuantConfig", "detect"]
 
 Family = Literal["modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"]
-
-# Parts of config.json that may hold a quantization_config: the file itself, then the text model of a
-# multimodal one.
-_NESTED_MODELS = ("text_config", "llm_config")
-_FILE_LIMIT = 256 << 20  # bytes; the largest known file, of 22,422 layers, has 3 MB
 
 
 class LayerQuant(NamedTuple):
@@ -65,7 +58,9 @@ class Producer(NamedTuple):
 
 
 class QuantConfig:
-    """What a ModelOpt checkpoint says about its quantization. Immutable; made by the `from_` methods.
+    """What a ModelOpt checkpoint says about its quantization; made by the `from_` methods.
+
+    A record to be read, not changed: answers come from its native copy. Copying and pickling work.
 
     Attributes:
       quant_algo: canonical name of the checkpoint's algorithm, "MIXED_PRECISION", or None (KV cache only).
@@ -164,14 +159,15 @@ class QuantConfig:
         then that of text_config or llm_config), hf_quant_config.json, quant_cfg.json (the layer list of
         exports before 0.27). What a later one says otherwise is in `conflicts`.
 
-        Raises ConfigError as `from_dict` does, with the file's name in the message; also for a file that is
-        no JSON, a name given twice in one object, or a directory without any quantization configuration.
+        Raises ConfigError as `from_dict` does, with the file's name in the message; also for a file that
+        cannot be read or is no JSON, a name given twice in one object, or a directory without any
+        quantization configuration.
         """
         root = Path(directory)
         found = list(documents(root))
         if not found:
             where = "$.quantization_config"
-            raise _fail(str(root), where, "absent from config.json, and there is no hf_quant_config.json")
+            raise fail(str(root), where, "absent from config.json, and there is no hf_quant_config.json")
         return cls(found)
 
     def layer_algo(self, module: str, shards: Iterable[str] = ()) -> str | None:
@@ -258,6 +254,9 @@ class QuantConfig:
         outer: dict[str, Any] = {"producer": dict(self.producer._asdict()), "quantization": inner}
         return outer if self.quant_method is None else {"quant_method": self.quant_method, **outer}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.to_dict(), self.conflicts, self.notes)
+
     def __eq__(self, other: object) -> bool:
         """Equal when everything the files said is equal; conflicts and notes do not count."""
         return self.to_dict() == other.to_dict() if isinstance(other, QuantConfig) else NotImplemented
@@ -278,68 +277,22 @@ class QuantConfig:
         return f"QuantConfig({', '.join(parts)})"
 
 
+def _restore(
+    mapping: Mapping[str, Any], conflicts: tuple[Conflict, ...], notes: tuple[str, ...]
+) -> QuantConfig:
+    config = QuantConfig.from_dict(mapping)
+    config.conflicts, config.notes = conflicts, notes
+    return config
+
+
 def detect(mapping: Mapping[str, Any]) -> Family | None:
     """Returns the name of the engine method a configuration asks for, or None.
 
     "modelopt" for FP8 in every scaling, "modelopt_fp4" for every algorithm with "FP4" in its name,
     "modelopt_mxfp8" and "modelopt_mixed"; None for anything else, INT4 and INT8 included. The document must
     say ModelOpt in quant_method, or, lacking that (hf_quant_config.json, exports before 0.35), as producer or
-    quant_library. vLLM and SGLang differ in claiming FP8_PER_CHANNEL_PER_TOKEN and the block formats only
-    where quant_method happens to be exactly "modelopt".
+    quant_library. A model in native FP8 of which ModelOpt requantized the experts (quant_method "fp8") is not
+    claimed: its engine method is another. vLLM and SGLang differ in claiming FP8_PER_CHANNEL_PER_TOKEN and
+    the block formats only where quant_method happens to be exactly "modelopt".
     """
     return _C.config_detect(mapping)
-
-
-def _fail(file: str, path: str, message: str) -> ConfigError:
-    error = ConfigError(f"{file}: {path}: {message}")
-    error.path = path
-    return error
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None when it is not there."""
-    if not os.path.exists(path):
-        return None
-    try:
-        with open_file(path) as (stream, size):
-            if size > _FILE_LIMIT:
-                raise _fail(path.name, "$", f"larger than the {_FILE_LIMIT} bytes a configuration may have")
-            return parse_object(stream.read(), path, "the file")
-    except CheckpointError as error:
-        raise _fail(path.name, "$", error.reason) from error
-
-
-def _refuse_twice(file: str, path: str, value: Any) -> None:
-    """Refuses names given twice anywhere below `value`: which one counts differs from reader to reader."""
-    pending = [(path, value)]
-    while pending:
-        at, item = pending.pop()
-        if isinstance(item, RepeatedKeys):
-            raise _fail(file, f"{at}.{item.repeated[0]}", "given twice in one object")
-        if isinstance(item, dict):
-            pending += [(f"{at}.{name}", inner) for name, inner in item.items()]
-        elif isinstance(item, list):
-            pending += [(f"{at}[{i}]", inner) for i, inner in enumerate(item)]
-
-
-def documents(root: Path) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    """Yields what a directory says of its quantization, in order of precedence: file, JSON path, document.
-
-    Nothing, where no file says anything. Raises ConfigError for a file that is no JSON.
-    """
-    config = _load(root / "config.json") or {}
-    places = [("$", config)]
-    places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]
-    for path, holder in places:
-        where = f"{path}.quantization_config"
-        if isinstance(holder, RepeatedKeys) and "quantization_config" in holder.repeated:
-            raise _fail("config.json", where, "given twice in one object")
-        document = holder.get("quantization_config")
-        if document is not None:
-            _refuse_twice("config.json", where, document)
-            yield "config.json", where, document
-    for name in ("hf_quant_config.json", "quant_cfg.json"):
-        document = _load(root / name)
-        if document is not None:
-            _refuse_twice(name, "$", document)
-            yield name, "$", document

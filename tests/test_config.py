@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import pickle
 import time
 
 import pytest
@@ -631,6 +632,18 @@ def test_representations():
     assert config != "NVFP4"
     with pytest.raises(TypeError):
         hash(config)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))]
+)
+def test_copies_answer_alike(duplicate):
+    config = read(
+        flat(quant_algo="FP8", kv_cache_scheme=FLOAT8, kv_cache_quant_algo="NVFP4", ignore=["lm_head"])
+    )
+    twin = duplicate(config)
+    assert (twin, twin.conflicts, twin.notes) == (config, config.conflicts, config.notes)
+    assert twin.is_excluded("lm_head")
 
 
 def test_replace_validates():

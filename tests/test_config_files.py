@@ -123,7 +123,7 @@ def test_errors_name_file_and_path(tmp_path):
             "found nan",
         ),
         ('{"quantization": {"group_size": ' + "9" * 5000 + "}}", "$", "not JSON"),
-        ('["FP8"]', "$", "expected an object"),
+        ('["FP8"]', "$", "expected an object, found an array"),
         ("\ufeff{}", "$", "not JSON"),
     ],
 )
@@ -169,6 +169,26 @@ def test_names_given_twice_count_only_where_they_are_read(tmp_path):
         write(tmp_path, "config.json", text)
         with pytest.raises(ConfigError, match="given twice"):
             QuantConfig.from_pretrained(tmp_path)
+
+
+def test_a_name_given_twice_is_located(tmp_path):
+    layers = '{"a.b": {"quant_algo": "FP8"}, "a.b": {"quant_algo": "NVFP4"}}'
+    write(tmp_path, "quant_cfg.json", '{"quantized_layers": ' + layers + "}")
+    with pytest.raises(ConfigError, match=r"quant_cfg\.json: .*given twice") as caught:
+        QuantConfig.from_pretrained(tmp_path)
+    assert caught.value.path == "$.quantized_layers['a.b']"
+
+
+def test_a_file_that_is_none(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        QuantConfig.from_pretrained(tmp_path)
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").symlink_to("absent")
+    with pytest.raises(ConfigError, match=r"config\.json: \$: cannot be read"):
+        QuantConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"absent: .* there is no hf_quant_config"):
+        QuantConfig.from_pretrained(tmp_path / "absent")
 
 
 def test_a_directory_without_configuration(tmp_path):
