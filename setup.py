@@ -131,18 +131,18 @@ def complete_toolkit(nvcc):
 
 
 def find_cuda():
-    """Returns the toolkit or None, following MOQEXT_CUDA, and says in one line why there is none."""
+    """Returns (toolkit, None), or (None, why there is none), following MOQEXT_CUDA."""
     wish = os.environ.get("MOQEXT_CUDA") or "auto"
     if wish not in ("auto", "0", "1"):
         fail(f"MOQEXT_CUDA must be auto, 0 or 1, got {wish!r}")
     if wish == "0":
-        return say("CPU-only build (MOQEXT_CUDA=0)")
+        return None, "MOQEXT_CUDA=0"
     nvcc = find_nvcc()
     if nvcc:
-        return complete_toolkit(nvcc)
+        return complete_toolkit(nvcc), None
     if wish == "1":
         fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
-    return say("CPU-only build (nvcc not found)")
+    return None, "nvcc not found"
 
 
 def gencode(archs):
@@ -207,21 +207,24 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         """Replaces setuptools' one: it knows neither nvcc nor which objects are still good."""
-        toolkit = find_cuda()
+        toolkit, why_not = find_cuda()
+        if not toolkit:
+            say(f"CPU-only build ({why_not})")
         archs = os.environ.get("MOQEXT_CUDA_ARCHS") or DEFAULT_ARCHS if toolkit else ""
         if toolkit and not toolkit.cublaslt:
             say("no cublasLt.h: building without cuBLASLt (moqext[cuda-build] brings it)")
-        facts = [  # shown by `python -m moqext info`; compiled into one file, so that the others keep
-            define("MOQ_VERSION", VERSION),
-            define("MOQ_COMMIT", commit()),
-            define("MOQ_FLAGS", " ".join(ext.extra_compile_args)),
-            define("MOQ_CUDA_ARCHS", archs),
-            define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
-        ]
-        sources = [
-            Path(source) for source in ext.sources if toolkit is None or not source.endswith("absent.c")
-        ]
-        units = [self.c_unit(ext, path, facts if path.name == "info.c" else []) for path in sources]
+        facts = {  # shown by `python -m moqext info`; each compiled into one file, so that the others keep
+            "info.c": [
+                define("MOQ_VERSION", VERSION),
+                define("MOQ_COMMIT", commit()),
+                define("MOQ_FLAGS", " ".join(ext.extra_compile_args)),
+                define("MOQ_CUDA_ARCHS", archs),
+                define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
+            ],
+            "absent.c": [define("MOQ_CUDA_WHY_NOT", why_not)],
+        }
+        sources = [Path(source) for source in ext.sources if not (toolkit and source.endswith("absent.c"))]
+        units = [self.c_unit(ext, path, facts.get(path.name, [])) for path in sources]
         if toolkit:
             units += [self.cuda_unit(toolkit, path, archs) for path in sorted(Path("csrc/cuda").glob("*.cu"))]
         compile_all(units)

@@ -227,7 +227,8 @@ def test_without_cuda_the_build_is_cpu_only_and_says_so(tree, tmp_path, wish, re
     status, output = build(tree, tmp_path, MOQEXT_CUDA=wish)
     assert status == 0, output
     assert f"moqext: CPU-only build ({reason})" in output
-    assert (tmp_path / "lib" / "moqext" / "_C.abi3.so").is_file()
+    built = (tmp_path / "lib" / "moqext" / "_C.abi3.so").read_bytes()
+    assert f"moqext was built without CUDA: {reason}\0".encode() in built
 
 
 @pytest.mark.slow

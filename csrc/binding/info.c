@@ -6,7 +6,7 @@
 #include "ops/plan.h"
 
 #ifndef MOQ_VERSION
-#error "MOQ_VERSION is defined by setup.py"
+#error "MOQ_VERSION and the other facts are defined by setup.py"
 #endif
 
 static PyObject *build_info(PyObject *module, PyObject *unused) {

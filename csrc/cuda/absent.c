@@ -1,9 +1,8 @@
-/* The CUDA floor of a build without nvcc: every call says so. See cuda.h. */
+/* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
 #include "cuda/cuda.h"
 
 static moq_status absent(moq_err *err) {
-    return moq_fail(err, MOQ_ERR_INTERNAL,
-                    "moqext was built without CUDA: nvcc was not found, or MOQEXT_CUDA was 0");
+    return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT);
 }
 
 bool moq_cuda_built(void) {

@@ -41,6 +41,7 @@ def collect() -> dict[str, Any]:
         "isa": _C.cpu_isa(),
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
         "cuda_built": build["cuda"],
+        "cublaslt_built": build["cublaslt"],
         "cuda_archs": [arch for arch in build["cuda_archs"].split(";") if arch],
         "cuda_devices": devices,
         "cuda_reason": reason,
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(facts, sys.stdout)
         print()
         return 0
-    archs = " ".join(facts["cuda_archs"])
+    archs = " ".join(facts["cuda_archs"]) + (", cuBLASLt" if facts["cublaslt_built"] else "")
     lines = [
         ("moqext", f"{facts['version']} (commit {facts['commit']})"),
         (
