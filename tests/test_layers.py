@@ -502,6 +502,57 @@ def test_names():
         assert parse_expert_name(other) is None
 
 
+@pytest.mark.parametrize(
+    "container, gate, up, down",
+    [
+        ("model.layers.3.block_sparse_moe.experts", "w1", "w3", "w2"),
+        ("model.layers.3.mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        ("model.language_model.layers.3.mlp.experts", "gate_proj", "up_proj", "down_proj"),
+        ("language_model.model.layers.3.block_sparse_moe.experts", "gate", "up", "down"),
+        ("backbone.layers.3.mixer.experts", None, "up_proj", "down_proj"),
+        ("layers.3.ffn.experts", "w1", "w3", "w2"),
+    ],
+)
+def test_names_of_experts(container, gate, up, down):
+    """Each architecture's names; the router, the shared expert and a dense layer stay outside."""
+    tensors = {}
+    for index in (1, 0, 10, *range(2, 10)):
+        for name, shape in ((down, (H, W)), (up, (W, H)), (gate, (W, H))):
+            if name is not None:
+                base = f"{container}.{index}.{name}"
+                tensors[f"{base}.weight"] = ("F8_E4M3", shape)
+                tensors[f"{base}.weight_scale"] = tensors[f"{base}.input_scale"] = ("F32", ())
+    parent = container.rpartition(".")[0]
+    for module in (f"{parent}.shared_experts.{up}", f"{parent}.{down}"):
+        tensors[f"{module}.weight"] = ("F8_E4M3", (W, H))
+        tensors[f"{module}.weight_scale"] = tensors[f"{module}.input_scale"] = ("F32", ())
+    tensors[f"{parent}.gate.weight"] = ("BF16", (11, H))
+    findings = find_layers(infos(**tensors), config_of("FP8", exclude_modules=[f"{parent}.gate"]))
+    assert codes(findings) == {}
+    group, *others = sorted(findings.layers, key=lambda layer: layer.kind == "linear")
+    assert (group.kind, group.name, group.shape, group.quant_algo) == ("moe", container, (11, H, W), "FP8")
+    order = [name for name in (gate, up, down) if name is not None]
+    assert [member.name for member in group.members] == [
+        f"{container}.{index}.{name}" for index in range(11) for name in order
+    ]
+    assert {layer.kind for layer in others} == {"linear"}
+    assert len(others) == 2
+
+
+def test_experts_may_claim_any_number():
+    """A name claims the last expert's number: what is missing is counted, not listed."""
+    name = "model.layers.0.mlp.experts.999999.up_proj"
+    tensors = {
+        f"{name}.weight": ("F8_E4M3", (8, 8)),
+        f"{name}.weight_scale": ("F32", ()),
+        f"{name}.input_scale": ("F32", ()),
+    }
+    findings = find_layers(infos(**tensors), config_of("FP8"))
+    (problem,) = findings.all_problems()
+    assert problem.code == "missing_expert"
+    assert problem.message.startswith("999999 of 1000000 are missing: 0.up_proj, 1.up_proj")
+
+
 def test_order_of_layers():
     """Numbers in names sort by value."""
     tensors = {}

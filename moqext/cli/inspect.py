@@ -10,12 +10,14 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from math import isfinite
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import text
 from moqext.errors import CheckpointError
+from moqext.linear import LinearMethod
 from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
 from moqext.records import Findings, LayerRecord, Projection
@@ -122,9 +124,10 @@ def totals(checkpoint: Checkpoint, findings: Findings) -> dict[str, Any]:
     total = sum(tensor_bytes(info) for info in checkpoint.tensors.values())
     quantized = sum(layer.size for layer in findings.layers)
     weights = sum(layer.weights for layer in findings.layers)
-    by_algo: dict[str, dict[str, int]] = defaultdict(lambda: {"layers": 0, "weights": 0, "bytes": 0})
+    by_algo: dict[str, dict[str, Any]] = {}
     for layer in findings.layers:
-        row = by_algo[layer.quant_algo]
+        empty = {"layers": 0, "weights": 0, "bytes": 0, "runnable": is_runnable(layer.quant_algo)}
+        row = by_algo.setdefault(layer.quant_algo, empty)
         row["layers"] += 1
         row["weights"] += layer.weights
         row["bytes"] += layer.size
@@ -138,6 +141,16 @@ def totals(checkpoint: Checkpoint, findings: Findings) -> dict[str, Any]:
         "quantized_bits_per_weight": round(8 * quantized / weights, 4) if weights else None,
         "by_algo": dict(by_algo),
     }
+
+
+@cache
+def is_runnable(quant_algo: str) -> bool:
+    """Whether linears of this algorithm can be loaded and run, not only read."""
+    try:
+        LinearMethod(quant_algo, 128, [128])
+    except ValueError:
+        return False
+    return True
 
 
 def _layer_data(layer: LayerRecord) -> dict[str, Any]:
@@ -206,6 +219,7 @@ def as_text(
     else:
         lines += _layer_table(list(select(findings.layers, glob)), columns)
     if glob is None and checkpoint.files.has_weights:
+        lines += _unrunnable(findings)
         lines += _unquantized(checkpoint, findings)
     lines += ["", *_kv_lines(checkpoint, findings)]
     return [*lines, *_problem_lines(problems, columns, all_problems=all_problems)]
@@ -319,6 +333,13 @@ def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
     if not config.quantized_layers:
         rows.append(("every other linear", "", config.quant_algo or "unquantized"))
     return text.table(rows, "<><", columns)
+
+
+def _unrunnable(findings: Findings) -> list[str]:
+    """The algorithms that can only be read."""
+    algos = {linear.quant_algo for layer in findings.layers for linear in layer.linears()}
+    listed = ", ".join(sorted(algo for algo in algos if not is_runnable(algo)))
+    return [f"  recognised, not runnable: {listed}"] if listed else []
 
 
 def _unquantized(checkpoint: Checkpoint, findings: Findings) -> list[str]:

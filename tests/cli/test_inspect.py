@@ -114,6 +114,21 @@ def test_experts_cache_and_the_rest(inspect, data):
     assert re.search(r"k_scale +× 2 +0\.\d+ to 0\.\d+", out)
 
 
+def test_what_can_only_be_read_is_named(inspect, data):
+    _, out, _ = inspect(data / "exports" / "mxfp8")
+    assert "recognised, not runnable: MXFP8" in out
+    report = json.loads(inspect(data / "exports" / "mxfp8", "--json")[1])
+    assert report["totals"]["by_algo"]["MXFP8"]["runnable"] is False
+    _, out, _ = inspect(data / "exports" / "mixed_three")
+    assert "not runnable" not in out
+    report = json.loads(inspect(data / "exports" / "mixed_three", "--json")[1])
+    assert {algo: row["runnable"] for algo, row in report["totals"]["by_algo"].items()} == {
+        "FP8": True,
+        "FP8_PB_WO": True,
+        "W4A16_NVFP4": True,
+    }
+
+
 def test_problems_by_code(inspect, data):
     _, out, _ = inspect(data / "exports" / "fp8_uncalibrated")
     assert "Problems: 7 notes" in out
