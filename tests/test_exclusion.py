@@ -289,6 +289,35 @@ def test_vllm_semantics_on_the_genuine_lists(data):
                 assert expected is None, (path.name, name)
 
 
+@pytest.mark.parametrize(
+    "entries, module, producer, vllm",
+    [
+        (["model.layers.1*"], "model.layers.10.mlp.up_proj", True, True),
+        (["model.layers.1.*"], "model.layers.10.mlp.up_proj", False, False),
+        (["model.layers.1"], "model.layers.1.mlp.up_proj", True, True),
+        (["model.layers.1"], "model.layers.10.mlp.up_proj", False, True),
+        (["mlp.gate"], "model.layers.0.mlp.gate_up_proj", False, True),
+        (["lm_head"], "model.lm_head_norm", False, True),
+        (["p.*"], "p", True, False),
+        (["x.?"], "x.1", False, True),
+        (["model.layers.0.mlp"], "layers.0.mlp", True, False),
+        (["layers.0.mlp"], "model.layers.0.mlp", True, True),
+        (["x.q_proj*", "x.k_proj*", "x.v_proj*"], "x.qkv_proj", True, False),
+    ],
+)
+def test_the_two_semantics_differ_as_documented(entries, module, producer, vllm):
+    read = config(*entries)
+    assert read.is_excluded(module, PACKED) is producer
+    assert read.is_excluded(module, PACKED, semantics="vllm") is vllm
+
+
+def test_one_listed_expert_and_its_container():
+    read = config("model.layers.0.mlp.experts.1.up_proj")
+    assert read.is_excluded("model.layers.0.mlp.experts", semantics="vllm")
+    with pytest.raises(ConfigError, match="shards="):
+        read.is_excluded("model.layers.0.mlp.experts")
+
+
 def test_trailing_wildcards_are_split():
     read = config("lm_head", "a.b*", "a.c.*", "*", "d*e", group_size=None, kv_cache_quant_algo="FP8")
     split = read.expand_trailing_wildcards()

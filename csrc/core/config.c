@@ -37,18 +37,79 @@ static moq_text kv_text(moq_kv kv) {
     return plain(kv == MOQ_KV_NONE ? "null" : moq_kv_name(kv));
 }
 
-static moq_status merge_algo(merger *m, const moq_draft **by, moq_err *err) {
+/* What a document says of one field, as canonical text; data stays NULL where it says nothing. */
+typedef moq_status (*say_field)(merger *m, const moq_draft *draft, moq_text *out, moq_err *err);
+
+static moq_status say_algo(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    if (draft->algo_stated)
+        *out = algo_text(draft->algo);
+    return MOQ_OK;
+}
+
+static moq_status say_kv(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    if (draft->kv_stated)
+        *out = kv_text(draft->kv);
+    return MOQ_OK;
+}
+
+static moq_status say_group(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    if (draft->group_size == 0)
+        return MOQ_OK;
+    return moq_text_print(m->log.arena, out, err, "%" PRId64, draft->group_size);
+}
+
+static moq_text flag_text(moq_flag flag) {
+    return flag == MOQ_UNSAID ? (moq_text){0} : plain(flag == MOQ_YES ? "true" : "false");
+}
+
+static moq_status say_zero_point(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    *out = flag_text(draft->has_zero_point);
+    return MOQ_OK;
+}
+
+static moq_status say_pre_quant(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    *out = flag_text(draft->pre_quant_scale);
+    return MOQ_OK;
+}
+
+static moq_status say_method(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    *out = draft->quant_method;
+    return MOQ_OK;
+}
+
+static moq_status say_producer(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    *out = draft->producer_name;
+    return MOQ_OK;
+}
+
+static moq_status say_version(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {
+    (void)m, (void)err;
+    *out = draft->producer_version;
+    return MOQ_OK;
+}
+
+/* The first draft that states a field, NULL when none does; each later one that says otherwise is a
+ * conflict. */
+static moq_status merge_field(merger *m, const char *name, say_field say, const moq_draft **by,
+                              moq_err *err) {
+    moq_text chosen = {0};
     *by = NULL;
     for (size_t i = 0; i < m->count; i++) {
-        const moq_draft *draft = &m->drafts[i];
-        if (!draft->algo_stated)
+        moq_text said = {0};
+        MOQ_TRY(say(m, &m->drafts[i], &said, err));
+        if (!said.data)
             continue;
         if (!*by) {
-            *by = draft;
-            m->out->algo = draft->algo;
-        } else if (draft->algo != m->out->algo) {
-            MOQ_TRY(conflict(m, "quant_algo", algo_text(m->out->algo), *by, algo_text(draft->algo),
-                             draft, err));
+            *by = &m->drafts[i];
+            chosen = said;
+        } else if (!moq_text_equal(said, chosen)) {
+            MOQ_TRY(conflict(m, name, chosen, *by, said, &m->drafts[i], err));
         }
     }
     return MOQ_OK;
@@ -56,80 +117,11 @@ static moq_status merge_algo(merger *m, const moq_draft **by, moq_err *err) {
 
 /* The flat shape states the KV algorithm by the mere presence of a scheme, so one document without
  * and one with a KV algorithm is a disagreement; the gap is filled all the same. */
-static moq_status merge_kv(merger *m, moq_err *err) {
-    const moq_draft *by = NULL;
-    for (size_t i = 0; i < m->count; i++) {
-        const moq_draft *draft = &m->drafts[i];
-        if (!draft->kv_stated)
-            continue;
-        if (!by) {
-            by = draft;
-            m->out->kv = draft->kv;
-        } else if (draft->kv != m->out->kv) {
-            MOQ_TRY(conflict(m, "kv_cache_quant_algo", kv_text(m->out->kv), by, kv_text(draft->kv),
-                             draft, err));
-        }
-    }
-    for (size_t i = 0; i < m->count && m->out->kv != MOQ_KV_NONE; i++) {
+static moq_status report_absent_kv(merger *m, const moq_draft *by, moq_err *err) {
+    for (size_t i = 0; i < m->count && by && by->kv != MOQ_KV_NONE; i++) {
         if (!m->drafts[i].kv_stated && m->drafts[i].algo_stated)
-            MOQ_TRY(conflict(m, "kv_cache_quant_algo", kv_text(m->out->kv), by, plain("absent"),
+            MOQ_TRY(conflict(m, "kv_cache_quant_algo", kv_text(by->kv), by, plain("absent"),
                              &m->drafts[i], err));
-    }
-    return MOQ_OK;
-}
-
-static moq_status merge_group(merger *m, moq_err *err) {
-    const moq_draft *by = NULL;
-    for (size_t i = 0; i < m->count; i++) {
-        const moq_draft *draft = &m->drafts[i];
-        if (draft->group_size == 0)
-            continue;
-        if (!by) {
-            by = draft;
-            m->out->group_size = draft->group_size;
-        } else if (draft->group_size != m->out->group_size) {
-            moq_text chosen, other;
-            MOQ_TRY(moq_text_print(m->log.arena, &chosen, err, "%" PRId64, m->out->group_size));
-            MOQ_TRY(moq_text_print(m->log.arena, &other, err, "%" PRId64, draft->group_size));
-            MOQ_TRY(conflict(m, "group_size", chosen, by, other, draft, err));
-        }
-    }
-    return MOQ_OK;
-}
-
-static moq_status merge_flag(merger *m, const char *name, size_t offset, moq_flag *out,
-                             moq_err *err) {
-    const moq_draft *by = NULL;
-    for (size_t i = 0; i < m->count; i++) {
-        const moq_draft *draft = &m->drafts[i];
-        const moq_flag value = *(const moq_flag *)((const char *)draft + offset);
-        if (value == MOQ_UNSAID)
-            continue;
-        if (!by) {
-            by = draft;
-            *out = value;
-        } else if (value != *out) {
-            MOQ_TRY(conflict(m, name, plain(*out == MOQ_YES ? "true" : "false"), by,
-                             plain(value == MOQ_YES ? "true" : "false"), draft, err));
-        }
-    }
-    return MOQ_OK;
-}
-
-static moq_status merge_text(merger *m, const char *name, size_t offset, moq_text *out,
-                             moq_err *err) {
-    const moq_draft *by = NULL;
-    for (size_t i = 0; i < m->count; i++) {
-        const moq_draft *draft = &m->drafts[i];
-        const moq_text value = *(const moq_text *)(const void *)((const char *)draft + offset);
-        if (!value.data)
-            continue;
-        if (!by) {
-            by = draft;
-            *out = value;
-        } else if (!moq_text_equal(value, *out)) {
-            MOQ_TRY(conflict(m, name, *out, by, value, draft, err));
-        }
     }
     return MOQ_OK;
 }
@@ -344,22 +336,33 @@ static moq_status collect_remarks(merger *m, moq_err *err) {
     return MOQ_OK;
 }
 
+static moq_status merge_fields(merger *m, moq_err *err) {
+    moq_config *out = m->out;
+    const moq_draft *by;
+    MOQ_TRY(merge_field(m, "kv_cache_quant_algo", say_kv, &by, err));
+    MOQ_TRY(report_absent_kv(m, by, err));
+    out->kv = by ? by->kv : MOQ_KV_NONE;
+    MOQ_TRY(merge_field(m, "group_size", say_group, &by, err));
+    out->group_size = by ? by->group_size : 0;
+    MOQ_TRY(merge_field(m, "has_zero_point", say_zero_point, &by, err));
+    out->has_zero_point = by ? by->has_zero_point : MOQ_UNSAID;
+    MOQ_TRY(merge_field(m, "pre_quant_scale", say_pre_quant, &by, err));
+    out->pre_quant_scale = by ? by->pre_quant_scale : MOQ_UNSAID;
+    MOQ_TRY(merge_field(m, "quant_method", say_method, &by, err));
+    out->quant_method = by ? by->quant_method : (moq_text){0};
+    MOQ_TRY(merge_field(m, "producer.name", say_producer, &by, err));
+    out->producer_name = by ? by->producer_name : (moq_text){0};
+    MOQ_TRY(merge_field(m, "producer.version", say_version, &by, err));
+    out->producer_version = by ? by->producer_version : (moq_text){0};
+    return MOQ_OK;
+}
+
 static moq_status merge_all(merger *m, moq_err *err) {
     moq_config *out = m->out;
     const moq_draft *by;
-    MOQ_TRY(merge_algo(m, &by, err));
-    MOQ_TRY(merge_kv(m, err));
-    MOQ_TRY(merge_group(m, err));
-    MOQ_TRY(merge_flag(m, "has_zero_point", offsetof(moq_draft, has_zero_point),
-                       &out->has_zero_point, err));
-    MOQ_TRY(merge_flag(m, "pre_quant_scale", offsetof(moq_draft, pre_quant_scale),
-                       &out->pre_quant_scale, err));
-    MOQ_TRY(
-        merge_text(m, "quant_method", offsetof(moq_draft, quant_method), &out->quant_method, err));
-    MOQ_TRY(merge_text(m, "producer.name", offsetof(moq_draft, producer_name), &out->producer_name,
-                       err));
-    MOQ_TRY(merge_text(m, "producer.version", offsetof(moq_draft, producer_version),
-                       &out->producer_version, err));
+    MOQ_TRY(merge_field(m, "quant_algo", say_algo, &by, err));
+    out->algo = by ? by->algo : MOQ_ALGO_NONE;
+    MOQ_TRY(merge_fields(m, err));
     MOQ_TRY(merge_exclude(m, err));
     MOQ_TRY(merge_layers(m, err));
     for (size_t i = m->count; i-- > 0;) {
@@ -387,17 +390,16 @@ moq_status moq_config_read(moq_arena *arena, const moq_document *documents, size
     return collect_remarks(&m, err);
 }
 
+static bool is_text(const moq_value *value, const char *text) {
+    return value && value->kind == MOQ_STRING && moq_text_equal_folded(value->as.text, text);
+}
+
 static bool says_modelopt(const moq_value *outer) {
     const moq_value *method = moq_value_present(outer, "quant_method");
-    const moq_value *name = moq_value_present(moq_value_present(outer, "producer"), "name");
-    const moq_value *library = moq_value_present(outer, "quant_library");
-    const size_t size = strlen("modelopt");
     if (method)
-        return method->kind == MOQ_STRING && method->as.text.size >= size &&
-               moq_text_equal_folded((moq_text){method->as.text.data, size}, "modelopt");
-    return (name && name->kind == MOQ_STRING && moq_text_equal_folded(name->as.text, "modelopt")) ||
-           (library && library->kind == MOQ_STRING &&
-            moq_text_equal_folded(library->as.text, "modelopt"));
+        return method->kind == MOQ_STRING && moq_text_starts_folded(method->as.text, "modelopt");
+    return is_text(moq_value_present(moq_value_present(outer, "producer"), "name"), "modelopt") ||
+           is_text(moq_value_present(outer, "quant_library"), "modelopt");
 }
 
 moq_family moq_config_detect(const moq_value *document) {

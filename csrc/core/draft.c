@@ -417,11 +417,6 @@ static moq_status read_native(moq_draft *draft, moq_err *err) {
     return MOQ_OK;
 }
 
-static bool starts_folded(moq_text text, const char *head) {
-    const size_t size = strlen(head);
-    return text.size >= size && moq_text_equal_folded((moq_text){text.data, size}, head);
-}
-
 static moq_status read_origin(moq_draft *draft, moq_err *err) {
     const field method = find_present(draft, "quant_method");
     const field producer = find_present(draft, "producer");
@@ -430,7 +425,7 @@ static moq_status read_origin(moq_draft *draft, moq_err *err) {
     draft->quant_method = method.value ? method.value->as.text : (moq_text){0};
     draft->producer_name = text_of(producer.value, "name");
     draft->producer_version = text_of(producer.value, "version");
-    if (!method.value || starts_folded(draft->quant_method, "modelopt"))
+    if (!method.value || moq_text_starts_folded(draft->quant_method, "modelopt"))
         return MOQ_OK;
     const bool ours = find_present(draft, "quant_algo").value &&
                       (moq_text_equal_folded(draft->producer_name, "modelopt") ||

@@ -31,6 +31,11 @@ bool moq_text_equal_folded(moq_text text, const char *name) {
     return name[text.size] == '\0';
 }
 
+bool moq_text_starts_folded(moq_text text, const char *head) {
+    const size_t size = strlen(head);
+    return text.size >= size && moq_text_equal_folded((moq_text){text.data, size}, head);
+}
+
 size_t moq_text_find(moq_text text, moq_text part) {
     if (part.size == 0)
         return 0;

@@ -26,6 +26,7 @@ bool moq_text_starts(moq_text text, moq_text head);
 bool moq_text_ends(moq_text text, moq_text tail);
 /* ASCII letters compare equal in either case; `name` is NUL-terminated. */
 bool moq_text_equal_folded(moq_text text, const char *name);
+bool moq_text_starts_folded(moq_text text, const char *head);
 /* Offset of the first occurrence of `part`, or SIZE_MAX; an empty part occurs at 0. */
 size_t moq_text_find(moq_text text, moq_text part);
 /* The part after the last dot. */
