@@ -32,6 +32,16 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 DEFAULT_ARCHS = "80;89;90a;100f;120f"
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
+# Options of files by the end of their name. Files of csrc/cpu for one vector extension end in its name;
+# nothing else may use these instructions.
+AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi"]
+FILE_OPTIONS = {
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "_avx512": AVX512,
+    "_avx512bf16": [*AVX512, "-mavx512bf16"],
+    "threads": ["-fopenmp"],
+    "_amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
 PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
 
 
@@ -246,9 +256,23 @@ class BuildExt(build_ext):
         if floor == "binding":  # the floors below cannot even see Python.h
             include += [f"-I{path}" for path in (numpy_include(), *self.compiler.include_dirs)]
             include += ["-DPy_LIMITED_API=0x030b0000"]
+        isa = [
+            option
+            for suffix, options in FILE_OPTIONS.items()
+            if source.stem.endswith(suffix)
+            for option in options
+        ]
         strict = ["-Wconversion"] if flag("MOQEXT_WERROR") and floor == "core" else []
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
-        command = [*self.compiler.compiler_so, *include, *macros, *ext.extra_compile_args, *strict, *output]
+        command = [
+            *self.compiler.compiler_so,
+            *include,
+            *macros,
+            *ext.extra_compile_args,
+            *isa,
+            *strict,
+            *output,
+        ]
         return Unit(source, target, command)
 
     def cuda_unit(self, toolkit, source, archs):
@@ -285,7 +309,7 @@ def numpy_include():
 def extension():
     """Describes `moqext._C`; the CUDA part is added when the build knows whether there is nvcc."""
     compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS]
-    link_args = ["-Wl,--exclude-libs,ALL"]
+    link_args = ["-Wl,--exclude-libs,ALL", "-fopenmp"]
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):

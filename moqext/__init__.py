@@ -1,7 +1,7 @@
 """Reads NVIDIA ModelOpt checkpoints exactly and runs their FP8 and NVFP4 layers on DLPack tensors."""
 
 from moqext import _C, ops
-from moqext._C import ConfigError, UnsupportedQuantization
+from moqext._C import ConfigError, UnsupportedQuantization, num_threads, set_num_threads
 from moqext.checkpoint import Checkpoint
 from moqext.config import Conflict, LayerQuant, QuantConfig, detect
 from moqext.errors import CheckpointError
@@ -32,5 +32,7 @@ __all__ = [
     "UnsupportedQuantization",
     "__version__",
     "detect",
+    "num_threads",
     "ops",
+    "set_num_threads",
 ]

@@ -1,7 +1,8 @@
 /* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
-#include "binding/state.h"
+#include "binding/args.h"
 
 #include "cpu/isa.h"
+#include "cpu/threads.h"
 #include "cuda/cuda.h"
 #include "ops/plan.h"
 
@@ -26,13 +27,24 @@ static void append(PyObject **list, PyObject *item) {
 }
 
 static PyObject *cpu_isa(PyObject *module, PyObject *unused) {
-    PyObject *list = PyList_New(0);
-    const char *name;
     (void)module;
     (void)unused;
-    for (int i = 0; list && (name = moq_cpu_isa_name(i)); i++)
-        append(&list, PyUnicode_FromString(name));
-    return list;
+    return PyUnicode_FromString(moq_isa_name(moq_cpu_isa()));
+}
+
+static PyObject *num_threads(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyLong_FromLong(moq_num_threads());
+}
+
+static PyObject *set_num_threads(PyObject *module, PyObject *value) {
+    int64_t count;
+    (void)module;
+    if (moq_arg_int(value, "count", 0, MOQ_MAX_THREADS, &count) < 0)
+        return NULL;
+    moq_set_num_threads((int)count);
+    Py_RETURN_NONE;
 }
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
@@ -73,7 +85,9 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
 
 static PyMethodDef METHODS[] = {
     {"build_info", build_info, METH_NOARGS, "build_info() -> dict: how this extension was built"},
-    {"cpu_isa", cpu_isa, METH_NOARGS, "cpu_isa() -> list of str: vector extensions of this CPU"},
+    {"cpu_isa", cpu_isa, METH_NOARGS, "cpu_isa() -> str: level of vector extensions in use"},
+    {"num_threads", num_threads, METH_NOARGS, "num_threads() -> int: threads of a large call"},
+    {"set_num_threads", set_num_threads, METH_O, "set_num_threads(count): 0 is the default"},
     {"kernels", kernels, METH_NOARGS,
      "kernels() -> list of str: family:name of every linear kernel"},
     {"cuda_devices", cuda_devices, METH_NOARGS,

@@ -1,33 +1,66 @@
 /* Detection of vector extensions: see isa.h. The compiler's run-time library asks CPUID and checks
- * that the operating system saves the registers. */
+ * that the operating system saves the registers; the tiles of AMX also need the kernel's leave. */
+#define _GNU_SOURCE
 #include "cpu/isa.h"
 
-#include <stddef.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
 
-#if defined(__x86_64__)
-typedef struct {
-    const char *name;
-    int supported;
-} isa_row;
+static const char *const NAMES[MOQ_ISA_COUNT] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
 
-const char *moq_cpu_isa_name(int i) {
-    const isa_row rows[] = {
-        {"avx2", __builtin_cpu_supports("avx2")},
-        {"fma", __builtin_cpu_supports("fma")},
-        {"avx512f", __builtin_cpu_supports("avx512f")},
-        {"avx512bw", __builtin_cpu_supports("avx512bw")},
-        {"avx512vnni", __builtin_cpu_supports("avx512vnni")},
-        {"avx512bf16", __builtin_cpu_supports("avx512bf16")},
-    };
-    for (size_t at = 0; at < sizeof rows / sizeof *rows; at++) {
-        if (rows[at].supported && i-- == 0)
-            return rows[at].name;
-    }
-    return NULL;
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Intel SDM, CPUID leaf 7: EDX bit 22 AMX-BF16, bit 24 AMX-TILE. */
+static int has_amx_bf16(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+}
+
+/* Linux keeps the 8 KB of tile state off until a process asks for it: arch_prctl
+ * ARCH_REQ_XCOMP_PERM (0x1023) with feature 18, XTILEDATA. */
+static int may_use_tiles(void) {
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+
+static moq_isa detect(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return MOQ_ISA_PORTABLE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512vbmi"))
+        return MOQ_ISA_AVX2;
+    if (!__builtin_cpu_supports("avx512bf16"))
+        return MOQ_ISA_AVX512;
+    return has_amx_bf16() && may_use_tiles() ? MOQ_ISA_AMX : MOQ_ISA_AVX512BF16;
 }
 #else
-const char *moq_cpu_isa_name(int i) {
-    (void)i;
-    return NULL;
+static moq_isa detect(void) {
+    return MOQ_ISA_PORTABLE;
 }
 #endif
+
+static moq_isa level;
+
+static void initialize(void) {
+    const char *wish = getenv("MOQEXT_ISA");
+    level = detect();
+    for (int i = 0; wish && i < MOQ_ISA_COUNT; i++) {
+        if (strcmp(wish, NAMES[i]) == 0 && (moq_isa)i < level)
+            level = (moq_isa)i;
+    }
+}
+
+moq_isa moq_cpu_isa(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, initialize);
+    return level;
+}
+
+const char *moq_isa_name(int isa) {
+    return isa >= 0 && isa < MOQ_ISA_COUNT ? NAMES[isa] : NULL;
+}

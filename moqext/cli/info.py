@@ -39,6 +39,7 @@ def collect() -> dict[str, Any]:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "isa": _C.cpu_isa(),
+        "threads": _C.num_threads(),
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
         "cuda_built": build["cuda"],
         "cublaslt_built": build["cublaslt"],
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         ("flags", facts["flags"]),
         ("python", f"{facts['python']}, NumPy {facts['numpy']}"),
-        ("cpu", f"{facts['machine']}, {' '.join(facts['isa']) or 'no vector extension known'}"),
+        ("cpu", f"{facts['machine']}, level {facts['isa']}, {facts['threads']} thread(s)"),
         ("kernels", " ".join(facts["cpu_kernels"])),
         ("cuda", facts["cuda_reason"] or f"{len(facts['cuda_devices'])} device(s)"),
     ]
