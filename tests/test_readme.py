@@ -67,3 +67,15 @@ def test_table_is_true(algo, data):
     else:
         for compute in re.findall(r"`(\w+)`", cpu) or ["exact"]:
             assert checkpoint.load(name, compute=compute).out_features == checkpoint.layer(name).shape[0]
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_and_files_exist(page):
+    """Relative links lead somewhere, and so do the paths in backticks that begin at a folder of the tree."""
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+    for path in re.findall(r"`((?:csrc|moqext|tests|docs|python|examples)/[\w./]*)`", text):
+        assert (ROOT / path).exists() or path.startswith("tests/data/exports/"), path
