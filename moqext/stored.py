@@ -167,7 +167,8 @@ def _stacked_fp8(shape: Sequence[int], dims: Sequence[int]) -> Stored:
     if prod(dims) == 1:
         return Stored(("FP8",), whole)
     if prod(dims) == experts and dims[0] == experts:
-        return Stored(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), whole)
+        one_block = ("FP8_PB_WO",) if max(rows, columns) <= BLOCK else ()
+        return Stored(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *one_block), whole)
     if len(dims) == 2 and dims[0] == experts and dims[1] in (rows, columns):
         return Stored(("FP8_PER_CHANNEL_PER_TOKEN",), whole)
     blocks = [ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)]

@@ -387,6 +387,125 @@ def test_container_of_a_mixed_configuration_covers_stacked_experts():
     assert base in layer.rule
 
 
+def stacked(**extra):
+    """The tensors of stacked FP8 experts, (experts, in, out)."""
+    base = "model.layers.0.mlp.experts"
+    tensors = {}
+    for name, shape in (("gate_up_proj", (E, H, 2 * W)), ("down_proj", (E, W, H))):
+        tensors[f"{base}.{name}"] = ("F8_E4M3", shape)
+        tensors[f"{base}.{name}_weight_scale"] = tensors[f"{base}.{name}_input_scale"] = ("F32", ())
+    return tensors | {f"{base}.{name}": value for name, value in extra.items()}
+
+
+@pytest.mark.parametrize(
+    "architectures, biases, interleaved",
+    [
+        ((), False, False),
+        ((), True, True),
+        (("GptOssForCausalLM",), True, True),
+        (("GptOssForCausalLM",), False, True),
+        (("OtherForCausalLM",), True, False),
+    ],
+)
+def test_interleaving_is_the_architecture_s_or_shown_by_biases(architectures, biases, interleaved):
+    extra = {"gate_up_proj_bias": ("BF16", (E, 2 * W)), "down_proj_bias": ("BF16", (E, H))} if biases else {}
+    findings = find_layers(infos(**stacked(**extra)), config_of("FP8"), architectures=architectures)
+    assert codes(findings) == {}
+    gate_up, down = findings.layers[0].projections
+    assert (gate_up.interleaved, down.interleaved) == (interleaved, False)
+
+
+def test_one_zero_expert_among_stacked_ones():
+    """NaN block scales belong to an expert whose second-level scale is 0; anywhere else they are damage."""
+    base = "model.layers.0.mlp.experts"
+    tensors, values = {}, {}
+    for name, rows, columns in (("gate_up_proj", H, 2 * W), ("down_proj", W, H)):
+        tensors[f"{base}.{name}"] = ("U8", (E, rows // 2, columns))
+        tensors[f"{base}.{name}_weight_scale"] = ("F8_E4M3", (E, rows // 16, columns))
+        tensors[f"{base}.{name}_weight_scale_2"] = ("F32", (E,))
+        values[f"{base}.{name}_weight_scale"] = np.full((E, rows // 16, columns), 0x38, np.uint8)
+        values[f"{base}.{name}_weight_scale_2"] = np.full(E, 0.001, np.float32)
+    values[f"{base}.down_proj_weight_scale_2"][2] = 0
+    values[f"{base}.down_proj_weight_scale"][2] = 0x7F
+    config = config_of("W4A16_NVFP4", group_size=16)
+    (problem,) = find_layers(infos(**tensors), config, values.__getitem__).all_problems()
+    assert (problem.code, problem.tensor) == ("zero_blocks", f"{base}.down_proj_weight_scale_2")
+    values[f"{base}.down_proj_weight_scale"][1, 0, 0] = 0x7F
+    assert codes(find_layers(infos(**tensors), config, values.__getitem__)) == {
+        "zero_blocks": 1,
+        "scale_not_finite": 1,
+    }
+
+
+def test_square_blocks_of_stacked_experts():
+    """One block one way cannot have been scaled the wrong way round; several each way were."""
+    base = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{base}.gate_up_proj": ("F8_E4M3", (E, 96, 256)),
+        f"{base}.gate_up_proj_weight_scale": ("F32", (E, 2, 1, 1, 1)),
+        f"{base}.down_proj": ("F8_E4M3", (E, 128, 96)),
+        f"{base}.down_proj_weight_scale": ("F32", (E, 1, 1, 1, 1)),
+    }
+    findings = find_layers(infos(**tensors), config_of("FP8_PB_WO"))
+    assert codes(findings) == {}
+    assert (findings.layers[0].quant_algo, findings.layers[0].group_size) == ("FP8_PB_WO", 128)
+    tensors[f"{base}.gate_up_proj"] = ("F8_E4M3", (E, 192, 256))
+    tensors[f"{base}.gate_up_proj_weight_scale"] = ("F32", (E, 2, 1, 2, 1))
+    tensors[f"{base}.down_proj"] = ("F8_E4M3", (E, 128, 192))
+    tensors[f"{base}.down_proj_weight_scale"] = ("F32", (E, 2, 1, 1, 1))
+    assert codes(find_layers(infos(**tensors), config_of("FP8_PB_WO"))) == {"clipped_blocks": 1}
+
+
+def test_embeddings_stored_unquantized_are_told_of_only_when_listed():
+    tensors = infos(
+        **{"model.embed_tokens.weight": ("BF16", (64, 32)), "model.fc.weight": ("BF16", (64, 32))}
+    )
+    assert codes(find_layers(tensors, config_of("FP8", exclude_modules=["model.fc"]))) == {}
+    listed = {"model.embed_tokens": {"quant_algo": "FP8"}}
+    findings = find_layers(tensors, config_of("MIXED_PRECISION", quantized_layers=listed))
+    (problem,) = findings.all_problems()
+    assert (problem.code, problem.layer) == ("stored_unquantized", "model.embed_tokens")
+
+
+@pytest.mark.parametrize(
+    "names", [("weight_scale", "weight_scale_inv"), ("weight_scale_inv", "weight_scale")]
+)
+def test_of_two_spellings_the_usual_one_counts(names):
+    tensors = {"a.fc.weight": ("F8_E4M3", (256, 256))} | {f"a.fc.{name}": ("F32", (2, 2)) for name in names}
+    findings = find_layers(infos(**tensors), config_of("FP8_PB_WO"))
+    (layer,) = findings.layers
+    assert layer.tensors["weight_scale"] == "a.fc.weight_scale"
+    (problem,) = findings.all_problems()
+    assert (problem.code, problem.tensor) == ("unowned_tensor", "a.fc.weight_scale_inv")
+
+
+def test_mxfp4_with_and_without_activation_scale():
+    tensors = {"a.fc.weight": ("U8", (64, 32)), "a.fc.weight_scale": ("U8", (64, 2))}
+    assert (
+        recognise({"weight": Info("U8", (64, 32)), "weight_scale": Info("U8", (64, 2))}).algos[0] == "MXFP4"
+    )
+    tensors["a.fc.input_scale"] = ("F32", ())
+    findings = find_layers(infos(**tensors), config_of("W4A8_MXFP4_FP8"))
+    assert findings.layers[0].stored_algo == "W4A8_MXFP4_FP8"
+    assert codes(findings) == {}
+    assert codes(find_layers(infos(**tensors), config_of("MXFP4"))) == {"unused_input_scale": 1}
+
+
+@pytest.mark.parametrize(
+    "listed", ["model.layers.0.attn.qkv_proj", "language_model.layers.0.attn", "layers.0.attn.q_proj"]
+)
+def test_listed_modules_go_by_fused_names_and_other_prefixes(listed):
+    tensors = {}
+    for name in "qkv":
+        base = f"model.layers.0.attn.{name}_proj"
+        tensors[f"{base}.weight"] = ("F8_E4M3", (64, 32))
+        tensors[f"{base}.weight_scale"] = tensors[f"{base}.input_scale"] = ("F32", ())
+    config = config_of("MIXED_PRECISION", quantized_layers={listed: {"quant_algo": "FP8"}})
+    assert "listed_module_missing" not in codes(find_layers(infos(**tensors), config))
+    config = config_of("MIXED_PRECISION", quantized_layers={listed.replace("0", "1"): {"quant_algo": "FP8"}})
+    assert codes(find_layers(infos(**tensors), config))["listed_module_missing"] == 1
+
+
 def test_svdquant_pair_under_its_leaked_names():
     base = "model.layers.0.mlp.down_proj"
     tensors = {
@@ -488,7 +607,8 @@ def test_names():
     }.items():
         named = parse_tensor_name(name)
         assert (named.module, named.role) == expected
-    assert parse_tensor_name("model.layers.0.self_attn.sinks") is None
+    for other in ("model.layers.0.self_attn.sinks", "weight", "weight_scale", ".weight", ""):
+        assert parse_tensor_name(other) is None
     assert parse_expert_name("model.layers.0.mlp.experts.17.up_proj") == (
         "model.layers.0.mlp.experts",
         17,
