@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from moqext.config import QuantConfig
+from moqext._C import ConfigError
+from moqext.config import LayerQuant, QuantConfig
 from moqext.inventory import Inventory
 from moqext.problems import Problem, make_problem
 from moqext.stored import BLOCK, FLOATS, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored
@@ -35,25 +36,36 @@ class Decision(NamedTuple):
     group_size: int | None
 
 
+def ask(config: QuantConfig | None, module: str) -> tuple[LayerQuant, list[Problem]]:
+    """What the configuration says of a module: no algorithm and no rule without one, or where rules disagree.
+
+    A name that stands for several modules, as `qkv_proj`, is resolved through them, and they can differ.
+    """
+    nothing = LayerQuant(None, None, "")
+    if config is None:
+        return nothing, []
+    try:
+        return config.layer_quant(module), []
+    except ConfigError as error:
+        return nothing, [make_problem("ambiguous_rule", str(error), layer=module)]
+
+
 def decide(module: str, stored: Stored, config: QuantConfig | None) -> tuple[Decision, list[Problem]]:
     """The algorithm of a quantized layer, with the problems of deciding it."""
-    asked = None if config is None else config.layer_quant(module)
-    configured = None if asked is None else asked.quant_algo
-    rule = "" if asked is None else asked.rule
+    asked, problems = ask(config, module)
+    configured, wanted, rule = asked
     told = stored.algos[0] if stored.algos else None
-    problems: list[Problem] = []
     if stored.fault is not None:
         problems.append(make_problem(stored.fault[0], stored.fault[1], layer=module))
     algo = configured if configured in stored.algos else told
     if algo is None:
         algo = configured or UNKNOWN
-    elif configured is None and config is not None:
+    elif configured is None and rule and config is not None:
         problems.append(_not_configured(module, algo, rule, config))
     elif configured is not None and algo != configured:
         message = f"configured as {configured} ({rule}), stored as {' or '.join(stored.algos)}"
         problems.append(make_problem("algo_conflict", message, layer=module))
     group_size = BLOCK if algo == "FP8_PB_WO" else stored.group_size
-    wanted = None if asked is None else asked.group_size
     if algo == configured and group_size is not None and wanted not in (None, group_size):
         message = f"configured with group size {wanted}, stored with {group_size}; the stored one holds"
         problems.append(make_problem("group_size_conflict", message, layer=module))

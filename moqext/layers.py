@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import check_linear_shapes, check_roles, decide
+from moqext.decision import ask, check_linear_shapes, check_roles, decide
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.inventory import Inventory
@@ -136,7 +136,8 @@ def _unquantized(
         problems.append(make_problem("scales_on_unquantized", message, layer=module, tensor=roles[scales[0]]))
     if config is None or len(weight.shape) not in (2, 3) or (len(weight.shape) == 3 and "conv" in module):
         return problems
-    asked = config.layer_quant(module)
+    asked, disagreement = ask(config, module)
+    problems += disagreement
     listed = asked.rule.startswith("quantized_layers")
     if asked.quant_algo is not None and (listed or not is_embedding(module)):
         message = f"configured as {asked.quant_algo} ({asked.rule}), stored as {weight.dtype}; that holds"

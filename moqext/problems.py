@@ -64,6 +64,7 @@ CODES: dict[str, Code] = {
     "group_size_conflict": Code(
         "warning", "The stored scales have another group size than the configuration says."
     ),
+    "ambiguous_rule": Code("warning", "The parts that a fused name stands for are configured differently."),
     "excluded_but_quantized": Code(
         "warning", "The configuration excludes the layer, but it is stored quantized."
     ),

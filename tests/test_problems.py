@@ -142,6 +142,19 @@ def _unlist_all_but_mlp(model):
     model.quantization["exclude_modules"].append(K)
 
 
+def _fuse_qkv(model):
+    """One weight for q, k and v on disk, of which the configuration excludes a part."""
+    weights = [model.array(f"{name}.weight") for name in (Q, K, V)]
+    model.put(f"{ATTENTION}.qkv_proj.weight", "F8_E4M3", np.concatenate(weights))
+    model.rename(f"{K}.k_scale", f"{ATTENTION}.k_scale")
+    model.rename(f"{V}.v_scale", f"{ATTENTION}.v_scale")
+    for role in ("weight_scale", "input_scale"):
+        model.rename(f"{Q}.{role}", f"{ATTENTION}.qkv_proj.{role}")
+    for name in (Q, K, V):
+        model.drop(*[tensor for tensor in model.tensors if tensor.startswith(f"{name}.")])
+    model.quantization["exclude_modules"].append(Q)
+
+
 def _expert_bf16(model):
     model.to_bf16(f"{EXPERTS}.1.up_proj", (64, 128))
 
@@ -259,6 +272,7 @@ CASES = [
         "group_size_conflict", "w4a16_nvfp4_group_32", _reconfigure(group_size=16), f"{MLP}.up_proj", count=3
     ),
     Case("excluded_but_quantized", "llama_nvfp4_kvfp8", _unlist_all_but_mlp, K),
+    Case("ambiguous_rule", "llama_fp8_kvfp8", _fuse_qkv, f"{ATTENTION}.qkv_proj"),
     Case("unlisted_but_quantized", "mixed_three", _unlist, K),
     Case(
         "stored_unquantized",

@@ -16,6 +16,7 @@ from typing import Any
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import text
+from moqext.decision import ask
 from moqext.errors import CheckpointError
 from moqext.linear import LinearMethod
 from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
@@ -90,7 +91,7 @@ def as_data(
             "quant_algo": config.quant_algo,
             "kv_cache_quant_algo": config.kv_cache_quant_algo,
             "group_size": config.group_size,
-            "exclude_modules": list(config.exclude_modules or ()),
+            "exclude_modules": list(config.exclude_modules),
             "producer": config.producer._asdict(),
             "conflicts": [conflict._asdict() for conflict in config.conflicts],
         },
@@ -194,7 +195,7 @@ def configured(checkpoint: Checkpoint) -> dict[str, str]:
     for name in checkpoint.files.named:
         named = parse_tensor_name(name)
         if config is not None and named is not None and named.role == "weight_scale":
-            modules[named.module] = config.layer_quant(named.module).quant_algo or "not configured"
+            modules[named.module] = ask(config, named.module)[0].quant_algo or "not configured"
     return modules
 
 
@@ -324,9 +325,9 @@ def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
     if config is None:
         return ["  nothing is known about its layers"]
     kinds: Counter[tuple[str, str]] = Counter()
-    for module in config.quantized_layers or ():
-        kinds[name_pattern(module), config.layer_quant(module).quant_algo or "unquantized"] += 1
-    for module in config.exclude_modules or ():
+    for module, layer in config.quantized_layers.items():
+        kinds[name_pattern(module), layer.quant_algo or "unquantized"] += 1
+    for module in config.exclude_modules:
         kinds[name_pattern(module), "excluded"] += 1
     rows = [("modules, by the configuration", "", "configured as")]
     rows += [(pattern, _times(count), algo) for (pattern, algo), count in kinds.items()]
