@@ -270,6 +270,14 @@ def test_group_size_from_config_groups():
     assert read(flat(quant_algo="NVFP4", group_size=16, config_groups=groups)).group_size == 16
 
 
+def test_groups_of_mixed_precision_may_differ_in_size():
+    groups = {str(size): {"weights": {**FLOAT4, "group_size": size}} for size in (16, 32, 128)}
+    layers = {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 32}}
+    config = read(flat(quant_algo="MIXED_PRECISION", config_groups=groups, quantized_layers=layers))
+    assert [config.layer_quant(name).group_size for name in "ab"] == [16, 32]
+    assert (config.group_size, config.notes) == (None, ())
+
+
 def test_flags():
     config = read(nested(quant_algo="W4A16_AWQ", group_size=128, has_zero_point=False, pre_quant_scale=True))
     assert (config.has_zero_point, config.pre_quant_scale) == (False, True)

@@ -48,16 +48,10 @@ static bool is_entry(const moq_vllm_exclusion *set, moq_text name) {
     return moq_textmap_find(&set->entries.map, name) != MOQ_TEXTMAP_NONE;
 }
 
-/* Whether an entry other than the name itself lies in it. */
 static bool has_entry_inside(const moq_vllm_exclusion *set, moq_text name) {
     moq_substring_cursor cursor = {0};
-    if (set->has_empty && name.size > 0)
-        return true;
-    while (moq_substrings_next(&set->entries, name, &cursor) != MOQ_TEXTMAP_NONE) {
-        if (cursor.size < name.size)
-            return true;
-    }
-    return false;
+    return (set->has_empty && name.size > 0) ||
+           moq_substrings_next(&set->entries, name, &cursor) != MOQ_TEXTMAP_NONE;
 }
 
 static bool lies_inside_experts_entry(const moq_vllm_exclusion *set, moq_text name) {

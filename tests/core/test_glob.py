@@ -27,6 +27,7 @@ NAMES = st.text(alphabet="ab.-!]^[é\n𝄞", max_size=10)
 @example("[^a]", "^")
 @example("a[", "a[")
 @example("*a*", "")
+@example("*??", "𝄞")  # one character, of four bytes
 @settings(max_examples=700, deadline=None)
 def test_fnmatch_rules_equal_python(pattern, name):
     assert _C.glob_match(pattern, name, fnmatch=True) == fnmatch.fnmatchcase(name, pattern)
