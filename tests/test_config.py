@@ -587,6 +587,11 @@ def test_any_document_is_read_or_refused(document, wrap):
     else:
         refused = None
         assert read(config.to_dict()) == config
+        twice = QuantConfig([("config.json", "$", document), ("hf_quant_config.json", "$", document)])
+        assert twice == config
+        assert {conflict.field for conflict in twice.conflicts} == {
+            conflict.field for conflict in config.conflicts
+        }
         assert config.layer_algo("model.layers.0.mlp.up_proj") is None or config.quant_algo is not None
         detect(document)
     assert refused is None or refused.path.startswith("$")
