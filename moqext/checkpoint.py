@@ -1,7 +1,7 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -86,14 +86,25 @@ class Checkpoint:
 
         Raises:
             CheckpointError: nothing quantized has that name.
+            TypeError: it is no name.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"layer: expected a name or a record, got {type(name)}")
         try:
             return self._by_name[name]
         except KeyError:
-            near = get_close_matches(name, self._by_name, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            message = f"nothing quantized is named {name!r}{hint}"
-            raise CheckpointError(message, file=self.directory) from None
+            raise CheckpointError(self._why_not_quantized(name), file=self.directory) from None
+
+    def _why_not_quantized(self, name: str) -> str:
+        plain = self.tensors.get(f"{name}.weight")
+        if plain is not None:
+            return f"{name!r} is not quantized: its weight is stored as {plain.dtype}"
+        near = get_close_matches(name, self._by_name, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        return f"nothing quantized is named {name!r}{hint}"
+
+    def _record(self, layer: str | LayerRecord | Projection) -> LayerRecord | Projection:
+        return layer if isinstance(layer, (LayerRecord, Projection)) else self.layer(layer)
 
     @cached_property
     def _by_name(self) -> dict[str, LayerRecord | Projection]:
@@ -150,11 +161,11 @@ class Checkpoint:
             CheckpointError: nothing quantized has that name, it is a group with a weight for each expert, or
                 its tensors are not those of a weight in a known format.
         """
-        return dequantize_layer(self, self.layer(layer) if isinstance(layer, str) else layer)
+        return dequantize_layer(self, self._record(layer))
 
     def load(
         self,
-        layers: str | LayerRecord | Sequence[str | LayerRecord],
+        layers: str | LayerRecord | Iterable[str | LayerRecord],
         *,
         device: str = "cpu",
         dtype: str = "bfloat16",
@@ -176,10 +187,12 @@ class Checkpoint:
             CheckpointError: nothing quantized has that name, a problem of severity "error" stands against
                 the layer, or it has scales or codes that no intact checkpoint holds.
         """
-        wanted = [layers] if isinstance(layers, str) or not isinstance(layers, Sequence) else list(layers)
-        if not wanted:
+        wanted = [layers] if isinstance(layers, (str, bytes, LayerRecord)) else layers
+        if not isinstance(wanted, Iterable):
+            raise TypeError(f"layers: expected a name, a record or several of them, got {type(wanted)}")
+        records = [self._record(item) for item in wanted]
+        if not records:
             raise ValueError("layers: expected at least one name, got none")
-        records = [self.layer(item) if isinstance(item, str) else item for item in wanted]
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
 
     def close(self) -> None:

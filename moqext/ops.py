@@ -4,14 +4,15 @@ A result is made by the framework of the first tensor, or written to `out` where
 uint16 arrays stand for formats that the framework has no dtype for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from moqext import _C
-from moqext.linear import LinearMethod
+from moqext.linear import make_method
+from moqext.scalars import as_tensor, as_tensors, is_number
 
 __all__ = [
     "decode",
@@ -71,11 +72,6 @@ def decode(codes: Any, format: str, out: Any = None) -> Any:
     return _C.decode(codes, format, out)
 
 
-def _scale(value: Any) -> Any:
-    """A scale given as a number, as a tensor."""
-    return np.array(value, np.float32) if isinstance(value, (int, float, np.floating)) else value
-
-
 def quantize(
     x: Any,
     scheme: str,
@@ -128,7 +124,7 @@ def quantize(
             tensor.
     """
     return _C.quantize(
-        x, scheme, scale=_scale(scale), group_size=group_size, out=out, scale_out=scale_out, format=format
+        x, scheme, scale=as_tensor(scale), group_size=group_size, out=out, scale_out=scale_out, format=format
     )
 
 
@@ -188,8 +184,8 @@ def dequantize(
     return _C.dequantize(
         weight,
         quant_algo,
-        weight_scale=_scale(weight_scale),
-        weight_scale_2=_scale(weight_scale_2),
+        weight_scale=as_tensor(weight_scale),
+        weight_scale_2=as_tensor(weight_scale_2),
         group_size=group_size,
         dtype=dtype,
         out=out,
@@ -208,7 +204,8 @@ def requantize_to_max(
 
     Args:
         weight: [N, K] E4M3 or raw uint8, any strides.
-        weight_scale: float32 [P], finite and not negative; or one element, which changes nothing.
+        weight_scale: float32 [P], finite and not negative, or a list of P numbers; or one element, which
+            changes nothing.
         partitions: P row counts that sum to N; 0 is allowed.
         out: contiguous [N, K] E4M3 or raw uint8, apart from the inputs.
 
@@ -220,7 +217,9 @@ def requantize_to_max(
         ValueError: counts that do not sum to N, scales of another shape, negative or not finite.
         BufferError: as for `dequantize`.
     """
-    return _C.requantize_to_max(weight, weight_scale, partitions, out=out)
+    if isinstance(weight_scale, (list, tuple)) and all(map(is_number, weight_scale)):
+        weight_scale = np.array(as_tensors(weight_scale), np.float32)
+    return _C.requantize_to_max(weight, as_tensor(weight_scale), partitions, out=out)
 
 
 def swizzle_block_scales(scale: Any, *, out: Any = None) -> Any:
@@ -334,30 +333,15 @@ def linear(
     """
     about = _C.describe_tensor(x)
     dtype = "bfloat16" if about["dtype"] == "uint16" else about["dtype"]
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise TypeError(f"x: expected bfloat16, float16 or float32, got {dtype}")
     if not about["shape"]:
         raise ValueError("x: expected at least one dimension, got shape []")
+    partitions = tuple(out_partitions) if isinstance(out_partitions, Iterable) else out_partitions
     method = _linear_method(
-        quant_algo, about["shape"][-1], tuple(out_partitions), group_size, dtype, about["device"], compute
+        quant_algo, about["shape"][-1], partitions, group_size, dtype, about["device"], compute
     )
     return method(x, params, bias, out, stream)
 
 
-@lru_cache(maxsize=256)
-def _linear_method(
-    quant_algo: str,
-    in_features: int,
-    out_partitions: tuple[int, ...],
-    group_size: int | None,
-    dtype: str,
-    device: str,
-    compute: str,
-) -> LinearMethod:
-    return LinearMethod(
-        quant_algo,
-        in_features,
-        out_partitions,
-        group_size=group_size,
-        dtype=dtype,
-        device=device,
-        compute=compute,
-    )
+_linear_method = lru_cache(maxsize=256)(make_method)

@@ -162,7 +162,8 @@ class TensorFiles:
             names = sorted(os.listdir(self.directory))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"not a directory that can be read: {error}", file=self.directory
+                f"not a directory that can be read: {getattr(error, 'strerror', None) or error}",
+                file=self.directory,
             ) from error
         weights = [name for name in names if name.endswith(".safetensors")]
         indexes = [name for name in names if name.endswith(".safetensors.index.json")]
@@ -253,7 +254,7 @@ class TensorFiles:
     def _map(self, info: TensorInfo) -> mmap.mmap:
         """The map of the tensor's file; made, where there is none, and kept for the next ones."""
         if self._recent is None:
-            raise ValueError(f"{self!r} is closed")
+            raise ValueError(f"{self.directory}: closed, its tensors can no longer be read")
         mapped = self._maps.get(info.file)
         if mapped is None:
             try:

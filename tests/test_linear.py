@@ -1,5 +1,9 @@
 """LinearMethod on the CPU against the float64 reference, and everything it refuses."""
 
+import copy
+import pickle
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -394,3 +398,115 @@ def test_the_operation_equals_the_method(rng, dtype):
         ops.linear(np.zeros((), np.float32), params, "NVFP4", [24, 8])
     with pytest.raises(ValueError, match="in_features: expected a multiple"):
         ops.linear(x[:, :60], params, "NVFP4", [24, 8])
+
+
+@pytest.mark.parametrize("number", [0.25, np.float32(0.25), np.float64(0.25), np.float16(0.25)])
+def test_scales_as_numbers(rng, number):
+    case = random_case(rng, "FP8", 32, [8, 4])
+    method = case.method(dtype="float32")
+    weight = case.listed()["weight"]
+    one = {"weight": weight, "weight_scale": number, "input_scale": np.float32(0.5)}
+    each = {"weight": weight, "weight_scale": [number, 2 * number], "input_scale": (0.5, 1)}
+    np.testing.assert_array_equal(method.prepare(one)["output_scale"], np.full(12, 0.25, "f4"))
+    np.testing.assert_array_equal(
+        method.prepare(each)["output_scale"], np.repeat(np.float32([0.25, 0.5]), [8, 4])
+    )
+    with pytest.raises(ValueError, match="weight_scale: expected a non-negative finite value, got inf"):
+        method.prepare(one | {"weight_scale": 1e300})
+    with pytest.raises(TypeError, match="weight_scale: expected a tensor"):
+        method.prepare(one | {"weight_scale": True})
+    with pytest.raises(TypeError, match="weight: expected float8_e4m3fn"):
+        method.prepare(one | {"weight": 1.0})
+
+
+def test_sizes_may_be_numpy_integers():
+    method = LinearMethod("NVFP4", np.int64(64), np.array([24, 8]), group_size=np.int32(32))
+    assert (method.in_features, method.out_partitions, method.group_size) == (64, (24, 8), 32)
+    assert {type(size) for size in (method.in_features, *method.out_partitions)} == {int}
+    with pytest.raises(TypeError, match="in_features: expected an int, got <class 'float'>"):
+        LinearMethod("FP8", 64.0, [8])
+    with pytest.raises(TypeError, match="in_features: expected an int, got <class 'bool'>"):
+        LinearMethod("FP8", True, [8])
+
+
+def test_attributes_are_canonical():
+    method = LinearMethod("nvfp4", 32, [8], dtype="bf16")
+    assert (method.quant_algo, method.dtype, method.device, method.group_size) == (
+        "NVFP4",
+        "bfloat16",
+        "cpu",
+        16,
+    )
+    assert LinearMethod("FP8", 32, [8]).group_size is None
+
+
+@pytest.mark.parametrize("remake", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles(rng, remake):
+    case = random_case(rng, "NVFP4", 64, [24, 8], group_size=32)
+    method = case.method(dtype="float32", compute="fp8")
+    again = remake(method)
+    assert repr(again) == repr(method)
+    assert again.group_size == 32
+    x = random_x(rng, (3, 64), "float32")
+    np.testing.assert_array_equal(
+        again(x, again.prepare(case.listed())), method(x, method.prepare(case.listed()))
+    )
+
+
+class MadeOnDemand(Mapping):
+    """A mapping that keeps none of its values: whoever asks has to keep them alive."""
+
+    def __init__(self, values):
+        self.values_ = values
+
+    def __getitem__(self, name):
+        return self.values_[name].copy()
+
+    def __iter__(self):
+        return iter(self.values_)
+
+    def __len__(self):
+        return len(self.values_)
+
+
+def test_mappings_that_make_their_tensors_when_asked(rng):
+    case = random_case(rng, "NVFP4", 512, [256])
+    method = case.method(dtype="float32")
+    params = method.prepare(case.fused())
+    x = random_x(rng, (3, 512), "float32")
+    again = method.prepare(MadeOnDemand(case.fused()))
+    assert again.keys() == params.keys()
+    for name in params:
+        np.testing.assert_array_equal(again[name], params[name])
+    np.testing.assert_array_equal(method(x, MadeOnDemand(params)), method(x, params))
+
+
+@pytest.mark.parametrize("wrong", [None, [1], "weight", 3, np.zeros(3)])
+def test_what_is_no_mapping_is_refused_by_name(rng, wrong):
+    case = random_case(rng, "FP8", 32, [8])
+    method = case.method(dtype="float32")
+    x = random_x(rng, (3, 32), "float32")
+    with pytest.raises(TypeError, match="params: expected a mapping of names to tensors, got"):
+        method.prepare(wrong)
+    with pytest.raises(TypeError, match="params: expected a mapping of names to tensors, got"):
+        method(x, wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match="out: expected a mapping of names to tensors, got"):
+            method.prepare(case.fused(), out=wrong)
+
+
+def test_an_output_that_is_missing_is_named(rng):
+    case = random_case(rng, "FP8", 32, [8])
+    method = case.method(dtype="float32")
+    params = method.prepare(case.fused())
+    with pytest.raises(ValueError, match=r'out\["output_scale"\]: missing'):
+        method.prepare(case.fused(), out={"weight": params["weight"]})
+
+
+def test_the_operation_refuses_by_the_names_of_its_arguments(rng):
+    case = random_case(rng, "FP8", 32, [8])
+    params = case.method(dtype="float32").prepare(case.fused())
+    with pytest.raises(TypeError, match="x: expected bfloat16, float16 or float32, got float64"):
+        ops.linear(np.zeros((3, 32)), params, "FP8", [8])
+    with pytest.raises(ValueError, match="out_partitions: expected a sequence of 1 to 64 sizes, got 8"):
+        ops.linear(np.zeros((3, 32), np.float32), params, "FP8", 8)

@@ -1,5 +1,8 @@
 """Checkpoint.load on genuine exports: one linear, several fused, and what cannot be loaded."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -95,10 +98,36 @@ def test_layers_that_do_not_belong_together(data):
             checkpoint.load([QKV[0], "model.layers.0.mlp.down_proj"])
         with pytest.raises(CheckpointError, match=r"nothing quantized is named.*did you mean.*q_proj"):
             checkpoint.load("model.layers.0.self_attn.p_proj")
-        with pytest.raises(CheckpointError, match=r"lm_head"):
+        with pytest.raises(
+            CheckpointError, match=r"'lm_head' is not quantized: its weight is stored as BF16"
+        ):
             checkpoint.load("lm_head")
         with pytest.raises(ValueError, match=r"at least one name"):
             checkpoint.load([])
     checkpoint = Checkpoint(data / "checkpoints" / "qwen3moe_fp8")
     with pytest.raises(UnsupportedQuantization, match=r"experts: a layer of kind 'moe'"):
         checkpoint.load("model.layers.0.mlp.experts")
+
+
+def test_several_names_in_any_iterable(data):
+    with Checkpoint(data / "checkpoints" / "llama_fp8_kvfp8") as checkpoint:
+        for names in (tuple(QKV), iter(QKV), dict.fromkeys(QKV), map(checkpoint.layer, QKV)):
+            assert checkpoint.load(names).names == tuple(QKV)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"name", [None], [3]])
+def test_what_is_no_name_is_refused(data, wrong):
+    with Checkpoint(data / "checkpoints" / "llama_fp8_kvfp8") as checkpoint:
+        with pytest.raises(TypeError, match="expected a name"):
+            checkpoint.load(wrong)
+        with pytest.raises(TypeError, match="expected a name"):
+            checkpoint.dequantize(wrong)
+
+
+def test_a_layer_can_be_copied_and_pickled(data, rng):
+    with Checkpoint(data / "checkpoints" / "llama_fp8_kvfp8") as checkpoint:
+        layer = checkpoint.load(QKV, dtype="float32")
+    x = rng.standard_normal((3, layer.in_features), dtype=np.float32)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.names == layer.names
+        np.testing.assert_array_equal(again(x), layer(x))

@@ -59,12 +59,14 @@ const char *moq_arg_text(PyObject *value, const char *name) {
 }
 
 int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out) {
-    if (!PyLong_Check(value) || PyBool_Check(value)) {
+    PyObject *number = PyIndex_Check(value) && !PyBool_Check(value) ? PyNumber_Index(value) : NULL;
+    if (!number) {
         PyErr_Format(PyExc_TypeError, "%s: expected an int, got %R", name, Py_TYPE(value));
         return -1;
     }
     int overflow = 0;
-    *out = PyLong_AsLongLongAndOverflow(value, &overflow);
+    *out = PyLong_AsLongLongAndOverflow(number, &overflow);
+    Py_DECREF(number);
     if (overflow || *out < low || *out > high) {
         PyErr_Format(PyExc_ValueError, "%s: expected an int from %lld to %lld, got %R", name,
                      (long long)low, (long long)high, value);

@@ -25,7 +25,8 @@ int moq_args_parse(moq_state *state, const moq_signature *signature, PyObject *c
 
 /* A str argument as UTF-8 that lives as long as the object; TypeError names the argument. */
 const char *moq_arg_text(PyObject *value, const char *name);
-/* An int argument within [low, high]; ValueError names the argument and the range. */
+/* An argument with __index__ (int, NumPy's integers, not bool) within [low, high]; ValueError names
+ * the argument and the range. */
 int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out);
 /* A str argument that names a dtype; ValueError names the argument and what it says. */
 int moq_arg_dtype(PyObject *value, const char *name, moq_dtype *out);

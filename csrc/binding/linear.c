@@ -170,17 +170,52 @@ static PyObject *quant_algo(PyObject *self, void *unused) {
     return PyUnicode_FromString(((plan_object *)self)->spec.algo);
 }
 
+static PyObject *group_size(PyObject *self, void *unused) {
+    int32_t group = ((plan_object *)self)->spec.group_size;
+    (void)unused;
+    return group ? PyLong_FromLong(group) : Py_NewRef(Py_None);
+}
+
+static PyObject *dtype(PyObject *self, void *unused) {
+    (void)unused;
+    return PyUnicode_FromString(moq_dtype_name(((plan_object *)self)->spec.dtype));
+}
+
+static PyObject *device(PyObject *self, void *unused) {
+    char text[32];
+    (void)unused;
+    return PyUnicode_FromString(
+        moq_device_text(((plan_object *)self)->spec.device, text, sizeof text));
+}
+
 /* ---- shared by prepare and run ---- */
 
-/* params[keyword], borrowed from the mapping; NULL without an exception when it is not there. */
-static PyObject *lookup(PyObject *params, PyObject *keyword) {
-    if (PyDict_Check(params))
-        return PyDict_GetItemWithError(params, keyword);
-    PyObject *value = PyObject_GetItem(params, keyword);
+static int check_mapping(PyObject *object, const char *name) {
+    if (PyDict_Check(object) || (PyMapping_Check(object) && PyObject_HasAttrString(object, "keys")))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s: expected a mapping of names to tensors, got %R", name,
+                 Py_TYPE(object));
+    return -1;
+}
+
+/* mapping[keyword], a new reference, since a mapping may make its values as they are asked for;
+ * NULL without an exception when it is not there. */
+static PyObject *lookup(PyObject *mapping, PyObject *keyword) {
+    if (PyDict_Check(mapping))
+        return Py_XNewRef(PyDict_GetItemWithError(mapping, keyword));
+    PyObject *value = PyObject_GetItem(mapping, keyword);
     if (!value && PyErr_ExceptionMatches(PyExc_KeyError))
         PyErr_Clear();
-    Py_XDECREF(value); /* the mapping keeps it */
     return value;
+}
+
+/* The interned name of a prepared parameter. */
+static PyObject *param_keyword(moq_state *state, const char *name) {
+    moq_keyword keyword = strcmp(name, "output_scale") == 0   ? KW_output_scale
+                          : strcmp(name, "input_scale") == 0  ? KW_input_scale
+                          : strcmp(name, "weight_scale") == 0 ? KW_weight_scale
+                                                              : KW_weight;
+    return state->keyword[keyword];
 }
 
 static int check_device(const moq_linear_spec *spec, const moq_arg *arg) {
@@ -300,18 +335,15 @@ static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *
 
 static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
                         prepare_args *p) {
-    if (!PyMapping_Check(params)) {
-        PyErr_Format(PyExc_TypeError, "params: expected a mapping of names to tensors, got %R",
-                     Py_TYPE(params));
-        return -1;
-    }
-    if (check_names(state, spec, params) < 0)
+    if (check_mapping(params, "params") < 0 || check_names(state, spec, params) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++) {
         PyObject *object = lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
-        if (PyErr_Occurred())
-            return -1;
-        if (!moq_arg_absent(object) && take_source(state, spec, object, s, &p->source[s]) < 0)
+        int status = !moq_arg_absent(object) ? take_source(state, spec, object, s, &p->source[s])
+                     : PyErr_Occurred()      ? -1
+                                             : 0;
+        Py_XDECREF(object);
+        if (status < 0)
             return -1;
     }
     if (p->source[SOURCE_WEIGHT].count == 0) {
@@ -349,9 +381,12 @@ static int refuse_overlaps(const prepare_args *p, const moq_arg *out) {
 static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
                        const moq_param_spec *wanted, prepare_args *p) {
     moq_arg *arg = &p->out[p->out_count];
-    PyObject *given = moq_arg_absent(out) ? NULL : PyMapping_GetItemString(out, wanted->name);
-    if (!given && PyErr_Occurred())
+    PyObject *given = moq_arg_absent(out) ? NULL : lookup(out, param_keyword(state, wanted->name));
+    if (!given && !moq_arg_absent(out)) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing", wanted->name);
         return -1;
+    }
     PyObject *object = moq_arg_output(state, given, model_for(p, wanted->name), wanted->dtype,
                                       wanted->ndim, wanted->shape, arg);
     Py_XDECREF(given);
@@ -369,6 +404,8 @@ static int open_outputs(moq_state *state, const moq_linear_spec *spec, PyObject 
                         prepare_args *p, moq_linear_params *params) {
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = wanted_params(spec, p, wanted);
+    if (!moq_arg_absent(out) && check_mapping(out, "out") < 0)
+        return -1;
     for (int i = 0; i < count; i++) {
         if (open_output(state, spec, out, &wanted[i], p) < 0)
             return -1;
@@ -442,18 +479,18 @@ static int take_params(moq_state *state, const moq_linear_spec *spec, PyObject *
                        moq_arg *args, moq_linear_params *params) {
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = moq_linear_prepared_params(spec, wanted);
+    if (check_mapping(mapping, "params") < 0)
+        return -1;
     for (int i = 0; i < count; i++) {
-        moq_keyword keyword = strcmp(wanted[i].name, "output_scale") == 0   ? KW_output_scale
-                              : strcmp(wanted[i].name, "input_scale") == 0  ? KW_input_scale
-                              : strcmp(wanted[i].name, "weight_scale") == 0 ? KW_weight_scale
-                                                                            : KW_weight;
-        PyObject *object = lookup(mapping, state->keyword[keyword]);
-        if (PyErr_Occurred())
+        PyObject *object = lookup(mapping, param_keyword(state, wanted[i].name));
+        if (!object && PyErr_Occurred())
             return -1;
         if (!object)
             continue;
         moq_arg *arg = &args[RUN_FIRST_PARAM + i];
-        if (take(state, spec, object, wanted[i].name, wanted[i].dtype, arg) < 0)
+        int status = take(state, spec, object, wanted[i].name, wanted[i].dtype, arg);
+        Py_DECREF(object);
+        if (status < 0)
             return -1;
         *moq_linear_param(params, wanted[i].name) = arg->view;
     }
@@ -558,6 +595,9 @@ static PyMethodDef PLAN_METHODS[] = {
 
 static PyGetSetDef PLAN_ATTRIBUTES[] = {
     {"quant_algo", quant_algo, NULL, "canonical name of the algorithm", NULL},
+    {"group_size", group_size, NULL, "columns that share a block scale, or None", NULL},
+    {"dtype", dtype, NULL, "full name of the dtype of x and y", NULL},
+    {"device", device, NULL, "\"cpu\" or \"cuda:N\"", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

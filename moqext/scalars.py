@@ -1,0 +1,23 @@
+"""Scales that a caller gives as plain numbers."""
+
+from typing import Any
+
+import numpy as np
+
+
+def is_number(value: Any) -> bool:
+    """True for Python's and NumPy's real numbers, which bool is not one of here."""
+    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
+
+
+def as_tensor(value: Any) -> Any:
+    """A number as a float32 array of one element, what is too large for one as infinity; others unchanged."""
+    if not is_number(value):
+        return value
+    with np.errstate(over="ignore"):
+        return np.array(float(value), np.float64).astype(np.float32)
+
+
+def as_tensors(value: Any) -> Any:
+    """The same, also for each element of a list or tuple."""
+    return [as_tensor(item) for item in value] if isinstance(value, (list, tuple)) else as_tensor(value)
