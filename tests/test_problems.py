@@ -617,3 +617,15 @@ def test_e4m3_table_is_the_format(rng):
             continue
         half = struct.unpack("<e", struct.pack("<H", (code & 0x80) << 8 | (code & 0x7F) << 7))[0]
         assert values[code] == half * 256
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_bf16_scales_of_any_rank(shape):
+    """NumPy 1 promotes a 0-d shift to int64, which is no float32's width."""
+    from moqext.reference import as_float32
+    from moqext.scale_values import decode_scales
+
+    codes = np.full(shape, 0x3FC0, np.uint16)
+    for values in (decode_scales("BF16", codes), as_float32(codes)):
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, np.full(shape, 1.5, np.float32))

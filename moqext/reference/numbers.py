@@ -131,7 +131,7 @@ def decode(codes: ArrayLike, format: str) -> F32:
         pairs = np.stack([carrier & 15, carrier >> 4], axis=-1)
         return _table("float4_e2m1fn")[pairs.reshape(*carrier.shape[:-1], 2 * carrier.shape[-1])]
     if name == "bfloat16":
-        return (carrier.astype(np.uint32) << 16).view(np.float32)
+        return (carrier.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if name == "float16":
         return _decode_signed(carrier, FORMATS[name]).astype(np.float32)
     return _table(name)[carrier]
