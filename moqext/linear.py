@@ -154,8 +154,6 @@ class LinearMethod:
             ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
             RuntimeError: x asks for a gradient, which this operation does not have.
         """
-        if getattr(x, "requires_grad", False):
-            raise RuntimeError("x: expected a tensor that needs no gradient; pass x.detach()")
         return self._plan.run(x, params, bias, out, stream)
 
     @property

@@ -25,6 +25,7 @@
     X(partitions)                                                                                  \
     X(pattern)                                                                                     \
     X(quant_algo)                                                                                  \
+    X(requires_grad)                                                                               \
     X(scale)                                                                                       \
     X(scale_out)                                                                                   \
     X(scheme)                                                                                      \

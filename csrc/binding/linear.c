@@ -4,6 +4,7 @@
  * the caller owns. moqext.LinearMethod is its documented face. */
 #include "ops/linear.h"
 #include "binding/args.h"
+#include "binding/numpy.h"
 #include "binding/tensor.h"
 
 #include <stdio.h>
@@ -14,7 +15,18 @@ typedef struct {
     PyObject_HEAD
     moq_linear_spec spec;
     moq_linear_plan plan;
+    int param_count; /* of the prepared form */
+    moq_param_spec param[MOQ_MAX_PARAMS];
 } plan_object;
+
+/* The keys under which mappings hold the tensors of a layer. */
+static const moq_keyword PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
+    [MOQ_PARAM_WEIGHT] = KW_weight,
+    [MOQ_PARAM_WEIGHT_SCALE] = KW_weight_scale,
+    [MOQ_PARAM_WEIGHT_SCALE_2] = KW_weight_scale_2,
+    [MOQ_PARAM_OUTPUT_SCALE] = KW_output_scale,
+    [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
+};
 
 static moq_state *state_of(PyObject *self) {
     return (moq_state *)PyType_GetModuleState(Py_TYPE(self));
@@ -67,6 +79,7 @@ static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
     if (self) {
         self->spec = *spec;
         self->plan = *plan;
+        self->param_count = moq_linear_prepared_params(spec, self->param);
     }
     return (PyObject *)self;
 }
@@ -133,10 +146,8 @@ static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *prepared_params(PyObject *self, PyObject *unused) {
-    moq_param_spec params[MOQ_MAX_PARAMS];
     (void)unused;
-    return describe_params(params,
-                           moq_linear_prepared_params(&((plan_object *)self)->spec, params));
+    return describe_params(((plan_object *)self)->param, ((plan_object *)self)->param_count);
 }
 
 static PyObject *backend(PyObject *self, PyObject *rows) {
@@ -207,15 +218,6 @@ static PyObject *lookup(PyObject *mapping, PyObject *keyword) {
     if (!value && PyErr_ExceptionMatches(PyExc_KeyError))
         PyErr_Clear();
     return value;
-}
-
-/* The interned name of a prepared parameter. */
-static PyObject *param_keyword(moq_state *state, const char *name) {
-    moq_keyword keyword = strcmp(name, "output_scale") == 0   ? KW_output_scale
-                          : strcmp(name, "input_scale") == 0  ? KW_input_scale
-                          : strcmp(name, "weight_scale") == 0 ? KW_weight_scale
-                                                              : KW_weight;
-    return state->keyword[keyword];
 }
 
 static int check_device(const moq_linear_spec *spec, const moq_arg *arg) {
@@ -354,16 +356,12 @@ static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject 
 }
 
 /* Which of the prepared parameters exist: input_scale only where the checkpoint has one. */
-static int wanted_params(const moq_linear_spec *spec, const prepare_args *p,
-                         moq_param_spec *wanted) {
-    int count = moq_linear_prepared_params(spec, wanted);
-    if (count && !wanted[count - 1].required && p->source[SOURCE_INPUT_SCALE].count == 0)
-        count--;
-    return count;
+static bool is_wanted(const prepare_args *p, const moq_param_spec *param) {
+    return param->required || p->source[SOURCE_INPUT_SCALE].count > 0;
 }
 
-static const moq_arg *model_for(const prepare_args *p, const char *name) {
-    bool scale = strcmp(name, "weight_scale") == 0 && p->source[SOURCE_SCALE].count;
+static const moq_arg *model_for(const prepare_args *p, moq_param id) {
+    bool scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].count;
     return &p->source[scale ? SOURCE_SCALE : SOURCE_WEIGHT].arg[0];
 }
 
@@ -381,13 +379,14 @@ static int refuse_overlaps(const prepare_args *p, const moq_arg *out) {
 static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
                        const moq_param_spec *wanted, prepare_args *p) {
     moq_arg *arg = &p->out[p->out_count];
-    PyObject *given = moq_arg_absent(out) ? NULL : lookup(out, param_keyword(state, wanted->name));
+    PyObject *given =
+        moq_arg_absent(out) ? NULL : lookup(out, state->keyword[PARAM_KEYWORD[wanted->id]]);
     if (!given && !moq_arg_absent(out)) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing", wanted->name);
         return -1;
     }
-    PyObject *object = moq_arg_output(state, given, model_for(p, wanted->name), wanted->dtype,
+    PyObject *object = moq_arg_output(state, given, model_for(p, wanted->id), wanted->dtype,
                                       wanted->ndim, wanted->shape, arg);
     Py_XDECREF(given);
     if (!object)
@@ -400,16 +399,17 @@ static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *
     return check_device(spec, arg) < 0 ? -1 : refuse_overlaps(p, arg);
 }
 
-static int open_outputs(moq_state *state, const moq_linear_spec *spec, PyObject *out,
-                        prepare_args *p, moq_linear_params *params) {
-    moq_param_spec wanted[MOQ_MAX_PARAMS];
-    int count = wanted_params(spec, p, wanted);
+static int open_outputs(moq_state *state, const plan_object *self, PyObject *out, prepare_args *p,
+                        moq_linear_params *params) {
     if (!moq_arg_absent(out) && check_mapping(out, "out") < 0)
         return -1;
-    for (int i = 0; i < count; i++) {
-        if (open_output(state, spec, out, &wanted[i], p) < 0)
+    for (int i = 0; i < self->param_count; i++) {
+        const moq_param_spec *wanted = &self->param[i];
+        if (!is_wanted(p, wanted))
+            continue;
+        if (open_output(state, &self->spec, out, wanted, p) < 0)
             return -1;
-        *moq_linear_param(params, wanted[i].name) = p->out[i].view;
+        *moq_linear_param(params, wanted->id) = p->out[p->out_count - 1].view;
     }
     return 0;
 }
@@ -450,7 +450,7 @@ static PyObject *prepare_with(moq_state *state, plan_object *self, PyObject *sou
     moq_linear_params params = {0};
     int status = -1;
     if (take_sources(state, &self->spec, sources, p) == 0 &&
-        open_outputs(state, &self->spec, out, p, &params) == 0)
+        open_outputs(state, self, out, p, &params) == 0)
         status = prepare_values(state, &self->spec, p, &params);
     return close_outputs(state, out, p, status);
 }
@@ -473,82 +473,114 @@ static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- run ---- */
 
-enum { RUN_X, RUN_BIAS, RUN_OUT, RUN_FIRST_PARAM, RUN_ARGS = RUN_FIRST_PARAM + MOQ_MAX_PARAMS };
+/* What a call reads, one after the other, and what it writes. */
+typedef struct {
+    moq_arg in[2 + MOQ_MAX_PARAMS]; /* x first */
+    int count;
+    moq_arg y;
+} run_args;
 
-static int take_params(moq_state *state, const moq_linear_spec *spec, PyObject *mapping,
-                       moq_arg *args, moq_linear_params *params) {
-    moq_param_spec wanted[MOQ_MAX_PARAMS];
-    int count = moq_linear_prepared_params(spec, wanted);
+static void release_run(run_args *a) {
+    for (int i = 0; i < a->count; i++)
+        moq_arg_release(&a->in[i]);
+}
+
+/* The next input, or NULL with an exception. */
+static moq_arg *take_next(moq_state *state, const moq_linear_spec *spec, PyObject *object,
+                          const char *name, moq_dtype dtype, run_args *a) {
+    if (take(state, spec, object, name, dtype, &a->in[a->count]) < 0)
+        return NULL;
+    return &a->in[a->count++];
+}
+
+static int take_params(moq_state *state, const plan_object *self, PyObject *mapping, run_args *a,
+                       moq_linear_params *params) {
     if (check_mapping(mapping, "params") < 0)
         return -1;
-    for (int i = 0; i < count; i++) {
-        PyObject *object = lookup(mapping, param_keyword(state, wanted[i].name));
+    for (int i = 0; i < self->param_count; i++) {
+        const moq_param_spec *wanted = &self->param[i];
+        moq_tensor *view = moq_linear_param(params, wanted->id);
+        PyObject *object = lookup(mapping, state->keyword[PARAM_KEYWORD[wanted->id]]);
         if (!object && PyErr_Occurred())
             return -1;
         if (!object)
             continue;
-        moq_arg *arg = &args[RUN_FIRST_PARAM + i];
-        int status = take(state, spec, object, wanted[i].name, wanted[i].dtype, arg);
+        moq_arg *arg = take_next(state, &self->spec, object, wanted->name, wanted->dtype, a);
         Py_DECREF(object);
-        if (status < 0)
+        if (!arg)
             return -1;
-        *moq_linear_param(params, wanted[i].name) = arg->view;
+        *view = arg->view;
     }
     return 0;
 }
 
 /* y: `out`, apart from everything that is read, or a new tensor of x's kind. */
-static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject *out,
-                        moq_arg *args) {
+static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject *out, run_args *a) {
     int64_t shape[MOQ_MAX_NDIM];
-    moq_arg *x = &args[RUN_X], *y = &args[RUN_OUT];
+    const moq_arg *x = &a->in[0];
     moq_err err;
     if (moq_linear_output_shape(spec, &x->view, shape, &err) != MOQ_OK)
         return moq_raise(state, &err);
-    PyObject *result = moq_arg_output(state, out, x, spec->dtype, x->view.ndim, shape, y);
+    PyObject *result = moq_arg_output(state, out, x, spec->dtype, x->view.ndim, shape, &a->y);
     if (!result || moq_arg_absent(out))
         return result;
-    int status = check_device(spec, y);
-    for (int i = 0; i < RUN_ARGS && status == 0; i++) {
-        if (i != RUN_OUT && args[i].object)
-            status = moq_arg_refuse_overlap(y, &args[i]);
-    }
-    return status == 0 ? result : moq_arg_finish(state, result, y, status);
+    int status = check_device(spec, &a->y);
+    for (int i = 1; i < a->count && status == 0; i++) /* moq_arg_output looked at x */
+        status = moq_arg_refuse_overlap(&a->y, &a->in[i]);
+    return status == 0 ? result : moq_arg_finish(state, result, &a->y, status);
 }
 
-static int take_inputs(moq_state *state, const moq_linear_spec *spec, PyObject **v, moq_arg *args,
-                       moq_linear_params *params) {
-    if (take(state, spec, v[0], "x", spec->dtype, &args[RUN_X]) < 0 ||
-        take_params(state, spec, v[1], args, params) < 0)
-        return -1;
-    if (moq_arg_absent(v[2]))
+/* The bias, or *bias = NULL where there is none. */
+static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *object, run_args *a,
+                     const moq_tensor **bias) {
+    *bias = NULL;
+    if (moq_arg_absent(object))
         return 0;
-    if (take(state, spec, v[2], "bias", MOQ_DT_NONE, &args[RUN_BIAS]) < 0)
+    moq_arg *arg = take_next(state, spec, object, "bias", MOQ_DT_NONE, a);
+    if (!arg)
         return -1;
-    return args[RUN_BIAS].view.dtype == MOQ_DT_F32
-               ? 0
-               : moq_arg_reinterpret(&args[RUN_BIAS], spec->dtype);
+    *bias = &arg->view;
+    return arg->view.dtype == MOQ_DT_F32 ? 0 : moq_arg_reinterpret(arg, spec->dtype);
 }
 
-static PyObject *run_with(moq_state *state, plan_object *self, PyObject **v, moq_arg *args) {
+static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **v, run_args *a) {
     const moq_linear_spec *spec = &self->spec;
-    const moq_tensor *bias = moq_arg_absent(v[2]) ? NULL : &args[RUN_BIAS].view;
+    const moq_tensor *bias;
     moq_linear_params params = {0};
     moq_err err;
     moq_status status;
-    PyObject *result;
-    if (take_inputs(state, spec, v, args, &params) < 0)
+    if (!take_next(state, spec, v[0], "x", spec->dtype, a) ||
+        take_params(state, self, v[1], a, &params) < 0 ||
+        take_bias(state, spec, v[2], a, &bias) < 0)
         return NULL;
-    result = open_y(state, spec, v[3], args);
+    PyObject *result = open_y(state, spec, v[3], a);
     if (!result)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    status = moq_linear_run(spec, &self->plan, &params, &args[RUN_X].view, bias,
-                            &args[RUN_OUT].view, &err);
+    status = moq_linear_run(spec, &self->plan, &params, &a->in[0].view, bias, &a->y.view, &err);
     Py_END_ALLOW_THREADS
     if (status != MOQ_OK)
         moq_raise(state, &err);
-    return moq_arg_finish(state, result, &args[RUN_OUT], status == MOQ_OK ? 0 : -1);
+    return moq_arg_finish(state, result, &a->y, status == MOQ_OK ? 0 : -1);
+}
+
+/* Results carry no history, so a tensor that wants one must not be multiplied without notice. */
+static int refuse_gradient(moq_state *state, PyObject *x) {
+    if (PyArray_CheckExact(x))
+        return 0;
+    PyObject *wants = PyObject_GetAttr(x, state->keyword[KW_requires_grad]);
+    if (!wants) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    int truth = PyObject_IsTrue(wants);
+    Py_DECREF(wants);
+    if (truth > 0)
+        PyErr_SetString(PyExc_RuntimeError,
+                        "x: expected a tensor that needs no gradient; pass x.detach()");
+    return truth == 0 ? 0 : -1;
 }
 
 static const moq_signature RUN = {"run", 5, 2, 5, {KW_x, KW_params, KW_bias, KW_out, KW_stream}};
@@ -556,16 +588,17 @@ static const moq_signature RUN = {"run", 5, 2, 5, {KW_x, KW_params, KW_bias, KW_
 static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, PyObject *kwnames) {
     moq_state *state = state_of(self);
     PyObject *v[5];
-    moq_arg args[RUN_ARGS] = {0};
-    if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0)
+    run_args a;
+    a.count = 0;
+    if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0 ||
+        refuse_gradient(state, v[0]) < 0)
         return NULL;
     if (!moq_arg_absent(v[4])) {
         PyErr_SetString(PyExc_ValueError, "stream: expected None for a layer on the CPU");
         return NULL;
     }
-    PyObject *result = run_with(state, (plan_object *)self, v, args);
-    for (int i = 0; i < RUN_ARGS; i++)
-        moq_arg_release(&args[i]);
+    PyObject *result = run_with(state, (plan_object *)self, v, &a);
+    release_run(&a);
     return result;
 }
 

@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include <stdio.h> /* NumPy's header uses FILE, which the limited API does not bring */
+
 #define NPY_NO_DEPRECATED_API  NPY_1_7_API_VERSION
 #define NPY_TARGET_VERSION     NPY_1_25_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL moq_numpy_api

@@ -155,13 +155,21 @@ int64_t moq_linear_scale_columns(const moq_linear_spec *spec) {
     return spec->group_size ? ceil_div(spec->in_features, spec->group_size) : 1;
 }
 
-static moq_param_spec matrix(const char *name, const char *role, moq_dtype dtype, int64_t rows,
+static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
+    [MOQ_PARAM_WEIGHT] = "weight",
+    [MOQ_PARAM_WEIGHT_SCALE] = "weight_scale",
+    [MOQ_PARAM_WEIGHT_SCALE_2] = "weight_scale_2",
+    [MOQ_PARAM_OUTPUT_SCALE] = "output_scale",
+    [MOQ_PARAM_INPUT_SCALE] = "input_scale",
+};
+
+static moq_param_spec matrix(moq_param id, const char *role, moq_dtype dtype, int64_t rows,
                              int64_t columns) {
-    return (moq_param_spec){name, role, dtype, 2, {rows, columns}, true};
+    return (moq_param_spec){id, PARAM_NAMES[id], role, dtype, 2, {rows, columns}, true};
 }
 
-static moq_param_spec vector(const char *name, const char *role, int64_t size, bool required) {
-    return (moq_param_spec){name, role, MOQ_DT_F32, 1, {size, 0}, required};
+static moq_param_spec vector(moq_param id, const char *role, int64_t size, bool required) {
+    return (moq_param_spec){id, PARAM_NAMES[id], role, MOQ_DT_F32, 1, {size, 0}, required};
 }
 
 static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
@@ -170,16 +178,16 @@ static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
     int64_t columns = moq_linear_scale_columns(spec);
     switch (layout) {
     case MOQ_WEIGHT_E4M3_ROW:
-        params[0] = matrix("weight", "codes", MOQ_DT_E4M3, n, k);
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E4M3, n, k);
         return 1;
     case MOQ_WEIGHT_E4M3_BLOCK:
-        params[0] = matrix("weight", "codes", MOQ_DT_E4M3, n, k);
-        params[1] =
-            matrix("weight_scale", "scale", MOQ_DT_F32, moq_linear_block_rows(spec), columns);
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E4M3, n, k);
+        params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_F32, moq_linear_block_rows(spec),
+                           columns);
         return 2;
     case MOQ_WEIGHT_E2M1:
-        params[0] = matrix("weight", "codes", MOQ_DT_E2M1X2, n, k / 2);
-        params[1] = matrix("weight_scale", "scale", MOQ_DT_E4M3, n, columns);
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E2M1X2, n, k / 2);
+        params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_E4M3, n, columns);
         return 2;
     }
     return 0;
@@ -189,21 +197,21 @@ int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *pa
     int64_t parts = spec->partition_count;
     int count = weight_params(spec, spec->checkpoint, params);
     if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW)
-        params[count++] =
-            vector("weight_scale", "scale", spec->per_row_scale ? spec->out_features : parts, true);
+        params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE, "scale",
+                                 spec->per_row_scale ? spec->out_features : parts, true);
     if (spec->checkpoint == MOQ_WEIGHT_E2M1)
-        params[count++] = vector("weight_scale_2", "scale", parts, true);
+        params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, true);
     if (spec->checkpoint_input_scale)
-        params[count++] = vector("input_scale", "scale", parts, false);
+        params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", parts, false);
     return count;
 }
 
 int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params) {
     int count = weight_params(spec, spec->weight, params);
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
-        params[count++] = vector("output_scale", "factor", spec->out_features, true);
+        params[count++] = vector(MOQ_PARAM_OUTPUT_SCALE, "factor", spec->out_features, true);
     if (spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4)
-        params[count++] = vector("input_scale", "scale", spec->partition_count, false);
+        params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", spec->partition_count, false);
     return count;
 }
 

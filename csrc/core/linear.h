@@ -48,7 +48,18 @@ typedef struct {
     int64_t partition[MOQ_MAX_PARTITIONS];
 } moq_linear_spec;
 
+/* The tensors a layer may have, in the checkpoint or prepared. */
+typedef enum {
+    MOQ_PARAM_WEIGHT,
+    MOQ_PARAM_WEIGHT_SCALE,
+    MOQ_PARAM_WEIGHT_SCALE_2,
+    MOQ_PARAM_OUTPUT_SCALE,
+    MOQ_PARAM_INPUT_SCALE,
+    MOQ_PARAM_COUNT
+} moq_param;
+
 typedef struct {
+    moq_param id;
     const char *name;
     const char *role; /* "codes", "scale", "factor" */
     moq_dtype dtype;

@@ -87,8 +87,10 @@ void moq_tensor_extent(const moq_tensor *t, uintptr_t *first, uintptr_t *end) {
     uintptr_t base = (uintptr_t)t->data;
     uintptr_t size = (uintptr_t)moq_dtype_size(t->dtype);
     *first = *end = base;
-    if (moq_tensor_numel(t) <= 0)
-        return;
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] == 0)
+            return;
+    }
     /* Unsigned arithmetic: negative strides walk down from `data`, and wrap-around is defined. */
     for (int i = 0; i < t->ndim; i++) {
         uintptr_t reach = (uintptr_t)(t->shape[i] - 1) * (uintptr_t)t->stride[i] * size;

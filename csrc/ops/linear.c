@@ -56,34 +56,43 @@ static moq_status check_bias(const moq_linear_spec *spec, const moq_tensor *bias
     return MOQ_OK;
 }
 
-static moq_status check_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
+static moq_status refuse_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
     char expected[128], got[128];
     moq_tensor shape = {.ndim = wanted->ndim};
+    memcpy(shape.shape, wanted->shape, sizeof wanted->shape);
+    return moq_fail(err, MOQ_ERR_VALUE,
+                    "params[\"%s\"]: expected %s of shape %s, got %s of shape %s", wanted->name,
+                    moq_dtype_name(wanted->dtype),
+                    moq_shape_text(&shape, expected, sizeof expected), moq_dtype_name(t->dtype),
+                    moq_shape_text(t, got, sizeof got));
+}
+
+static moq_status check_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
     if (t->dtype == MOQ_DT_NONE) {
         if (wanted->required)
             return moq_fail(err, MOQ_ERR_VALUE, "params[\"%s\"]: missing", wanted->name);
         return MOQ_OK;
     }
-    memcpy(shape.shape, wanted->shape, sizeof wanted->shape);
     if (t->dtype != wanted->dtype || t->ndim != wanted->ndim ||
         memcmp(t->shape, wanted->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "params[\"%s\"]: expected %s of shape %s, got %s of shape %s", wanted->name,
-                        moq_dtype_name(wanted->dtype),
-                        moq_shape_text(&shape, expected, sizeof expected), moq_dtype_name(t->dtype),
-                        moq_shape_text(t, got, sizeof got));
+        return refuse_param(wanted, t, err);
     if (!moq_tensor_is_contiguous(t))
         return moq_fail(err, MOQ_ERR_BUFFER, "params[\"%s\"]: expected a contiguous tensor",
                         wanted->name);
     return MOQ_OK;
 }
 
-moq_tensor *moq_linear_param(moq_linear_params *params, const char *name) {
-    if (strcmp(name, "weight") == 0)
+moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id) {
+    switch (id) {
+    case MOQ_PARAM_WEIGHT:
         return &params->weight;
-    if (strcmp(name, "weight_scale") == 0)
+    case MOQ_PARAM_WEIGHT_SCALE:
         return &params->weight_scale;
-    return strcmp(name, "output_scale") == 0 ? &params->output_scale : &params->input_scale;
+    case MOQ_PARAM_OUTPUT_SCALE:
+        return &params->output_scale;
+    default:
+        return &params->input_scale;
+    }
 }
 
 static moq_status check_params(const moq_linear_spec *spec, const moq_linear_params *params,
@@ -91,8 +100,8 @@ static moq_status check_params(const moq_linear_spec *spec, const moq_linear_par
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = moq_linear_prepared_params(spec, wanted);
     for (int i = 0; i < count; i++)
-        MOQ_TRY(check_param(&wanted[i],
-                            moq_linear_param((moq_linear_params *)params, wanted[i].name), err));
+        MOQ_TRY(check_param(&wanted[i], moq_linear_param((moq_linear_params *)params, wanted[i].id),
+                            err));
     return MOQ_OK;
 }
 

@@ -29,8 +29,8 @@ typedef struct {
     moq_tensor input_scale;
 } moq_linear_params;
 
-/* The tensor of a prepared parameter, by its name in moq_linear_prepared_params. */
-moq_tensor *moq_linear_param(moq_linear_params *params, const char *name);
+/* The tensor of a prepared parameter. */
+moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id);
 
 /* Turns checkpoint tensors into prepared ones. */
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
