@@ -4,15 +4,12 @@ The names are the expert projections of a 60-layer model of 334 experts; the pat
 writes for such a model, and, as a second list, patterns that all begin with a wildcard. Times are medians of
 several runs and include the call from Python.
 
-    python benchmarks/exclusion.py [--json FILE] [--runs N]
+    python -m benchmarks.exclusion [--json FILE] [--runs N]
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import moqext
+from benchmarks import record
 
 NAMES = 60_000
 PATTERNS = 500
@@ -110,17 +108,7 @@ def main() -> None:
         each = f"{nanoseconds:7.0f} ns/name" if row["what"] != "read" else ""
         print(f"{row['patterns']:18} {row['what']:9} {row['seconds'] * 1e3:9.2f} ms  {each}")
     if options.json:
-        record = {
-            "benchmark": "exclusion",
-            "date": datetime.date.today().isoformat(),
-            "machine": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "moqext": moqext._C.build_info(),
-            "names": NAMES,
-            "patterns": PATTERNS,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        record.write("exclusion", rows, options.json, names=NAMES, patterns=PATTERNS, runs=options.runs)
 
 
 if __name__ == "__main__":
