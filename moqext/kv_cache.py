@@ -8,11 +8,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moqext._C import UnsupportedQuantization
 from moqext.linear import ParamSpec
+from moqext.scalars import is_number
 
 SUPPORTED = ("FP8", "NVFP4")
 _SCALES = ("k_scale", "v_scale", "q_scale")
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 class KVScales(NamedTuple):
@@ -37,21 +41,25 @@ class KVCacheMethod:
     """The cache of one attention layer.
 
     Args:
-        kv_cache_quant_algo: "FP8", "NVFP4", or None for a cache that is not quantized.
+        kv_cache_quant_algo: "FP8", "NVFP4" in any case, or None for a cache that is not quantized.
 
     Raises:
-        UnsupportedQuantization: Another recognised cache format ("INT8", "NVFP4_AFFINE").
+        UnsupportedQuantization: Another cache format ("INT8", "NVFP4_AFFINE"), or none that is known.
+        TypeError: It is no name.
     """
 
     __slots__ = ("kv_cache_quant_algo",)
 
     def __init__(self, kv_cache_quant_algo: str | None) -> None:
-        if kv_cache_quant_algo is not None and kv_cache_quant_algo not in SUPPORTED:
+        if kv_cache_quant_algo is not None and not isinstance(kv_cache_quant_algo, str):
+            raise TypeError(f"kv_cache_quant_algo: expected a str or None, got {type(kv_cache_quant_algo)}")
+        algo = None if kv_cache_quant_algo is None else kv_cache_quant_algo.upper()
+        if algo is not None and algo not in SUPPORTED:
             raise UnsupportedQuantization(
                 f"kv_cache_quant_algo {kv_cache_quant_algo!r} has no cache method; "
                 f"supported are {', '.join(SUPPORTED)} and None"
             )
-        self.kv_cache_quant_algo = kv_cache_quant_algo
+        self.kv_cache_quant_algo = algo
 
     @property
     def checkpoint_params(self) -> dict[str, ParamSpec]:
@@ -66,13 +74,16 @@ class KVCacheMethod:
         quantized has 1.0 everywhere, whatever the checkpoint holds.
 
         Args:
-            params: "k_scale", "v_scale" and "q_scale" as tensors of one value or as floats; any may be
-                missing or None.
+            params: "k_scale", "v_scale" and "q_scale" as tensors of one value (float32, float16, bfloat16;
+                raw uint16 is bfloat16) or as numbers; any may be missing or None.
 
         Raises:
             ValueError: A scale that is zero, negative, infinite or NaN, has more than one value, or has
                 another name.
+            TypeError: A scale of another dtype, or none at all.
         """
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params: expected a mapping of names to scales, got {type(params)}")
         unknown = sorted(set(params) - set(_SCALES))
         if unknown:
             raise ValueError(f"params: expected only {', '.join(_SCALES)}, got {', '.join(unknown)}")
@@ -102,13 +113,25 @@ class KVCacheMethod:
 
 
 def _scale(name: str, value: Any) -> float | None:
-    """A scalar tensor or float as a float; None stays None."""
+    """A number, or a tensor of one value, as a float; None stays None."""
     if value is None:
         return None
-    shape = tuple(getattr(value, "shape", ()))
-    if math.prod(shape) != 1:
-        raise ValueError(f"{name}: expected one value, got shape {list(shape)}")
-    number = float(value.item() if hasattr(value, "item") else value)
+    number = float(value) if is_number(value) else _read(name, value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{name}: expected a positive finite value, got {number!r}")
     return number
+
+
+def _read(name: str, tensor: Any) -> float:
+    """The value of a tensor that has one."""
+    if not hasattr(tensor, "item"):
+        raise TypeError(f"{name}: expected a number or a tensor of one value, got {type(tensor)}")
+    shape = tuple(getattr(tensor, "shape", ()))
+    if math.prod(shape) != 1:
+        raise ValueError(f"{name}: expected one value, got shape {list(shape)}")
+    dtype = str(getattr(tensor, "dtype", "")).rpartition(".")[2]  # torch's begin with "torch."
+    if dtype == "uint16":  # the bits of a bfloat16: the upper half of a float32
+        return float(np.array(tensor.item() << 16, np.uint32).view(np.float32))
+    if dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected {', '.join(_DTYPES)}, got {dtype}")
+    return float(tensor.item())

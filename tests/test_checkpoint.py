@@ -128,7 +128,8 @@ class TestDequantize:
     def test_what_is_not_quantized_has_no_record(self, nvfp4: Path, name: str) -> None:
         ckpt = Checkpoint(nvfp4)
         with pytest.raises(
-            CheckpointError, match="nothing quantized is named|is not quantized: its weight is stored as BF16"
+            CheckpointError,
+            match=r"nothing quantized is named|is not quantized: its weight is stored as BF16",
         ) as caught:
             ckpt.dequantize(name)
         assert repr(name) in str(caught.value)

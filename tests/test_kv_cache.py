@@ -64,3 +64,37 @@ def test_other_tensors_and_formats_are_refused():
     with pytest.raises(UnsupportedQuantization, match="'INT8' has no cache method; supported are FP8, NVFP4"):
         KVCacheMethod("INT8")
     assert set(KVCacheMethod("FP8").checkpoint_params) == {"k_scale", "v_scale", "q_scale"}
+
+
+@pytest.mark.parametrize("value", [0.25, np.float32(0.25), np.float64(0.25), 1, np.int64(1)])
+def test_scales_as_numbers(value):
+    scales = KVCacheMethod("FP8").prepare({"k_scale": value, "v_scale": value})
+    assert scales.k_scale == scales.v_scale == float(value)
+
+
+def test_raw_bfloat16_is_no_integer():
+    bits = np.float32(0.375).view(np.uint32) >> np.uint32(16)
+    scales = KVCacheMethod("FP8").prepare({"k_scale": np.array(bits, np.uint16)})
+    assert scales.k_scale == 0.375
+
+
+def test_torch_scales():
+    torch = pytest.importorskip("torch")
+    scale = torch.tensor([0.375], dtype=torch.bfloat16)
+    assert KVCacheMethod("FP8").prepare({"v_scale": scale}).v_scale == 0.375
+    with pytest.raises(TypeError, match="v_scale: expected float32, .*, got int64"):
+        KVCacheMethod("FP8").prepare({"v_scale": torch.tensor(1)})
+
+
+@pytest.mark.parametrize("wrong", ["1", [1.0], True, np.array(7, np.uint8), {}])
+def test_what_is_no_scale_is_refused(wrong):
+    with pytest.raises(TypeError, match="k_scale: expected"):
+        KVCacheMethod("FP8").prepare({"k_scale": wrong})
+    with pytest.raises(TypeError, match="params: expected a mapping"):
+        KVCacheMethod("FP8").prepare(wrong if wrong != {} else None)
+
+
+def test_names_of_formats():
+    assert KVCacheMethod("fp8").kv_cache_quant_algo == "FP8"
+    with pytest.raises(TypeError, match="kv_cache_quant_algo: expected a str or None"):
+        KVCacheMethod(8)
