@@ -30,11 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("moqext: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has seen enough (`| head`).
+        _drop_output()
         return 141
+    except OSError as error:
+        _drop_output()
+        print(f"moqext: error: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"moqext: error: out of memory: {error}", file=sys.stderr)
+        return 2
     return status
+
+
+def _drop_output() -> None:
+    """Sends what is left to nowhere; else Python would complain again when it closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_torch_scales():
     torch = pytest.importorskip("torch")
     scale = torch.tensor([0.375], dtype=torch.bfloat16)
     assert KVCacheMethod("FP8").prepare({"v_scale": scale}).v_scale == 0.375
-    with pytest.raises(TypeError, match="v_scale: expected float32, .*, got int64"):
+    with pytest.raises(TypeError, match=r"v_scale: expected float32, .*, got int64"):
         KVCacheMethod("FP8").prepare({"v_scale": torch.tensor(1)})
 
 

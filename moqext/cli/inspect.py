@@ -15,9 +15,8 @@ from math import isfinite
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import text
+from moqext.cli import open_checkpoint, text
 from moqext.decision import ask
-from moqext.errors import CheckpointError
 from moqext.linear import LinearMethod
 from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
@@ -49,10 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
-    with Checkpoint(args.directory) as checkpoint:
-        if checkpoint.config is None and not checkpoint.files.has_weights:
-            message = "no checkpoint: neither a quantization configuration nor safetensors files"
-            raise CheckpointError(message, file=checkpoint.directory)
+    with open_checkpoint(args.directory) as checkpoint:
         findings = checkpoint.findings(block_scales=True if args.deep else None)
         problems = (*checkpoint.files.problems, *findings.all_problems())
         if args.json:

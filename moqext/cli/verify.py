@@ -3,13 +3,18 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import text
+from moqext.cli import open_checkpoint, text
+from moqext.errors import CheckpointError
 from moqext.verify import LIMITS, Row, select_linears, verify_checkpoint
+
+MAX_TOKENS = 1_000_000
+"""Rows of activations: beyond, the float64 reference of a large layer fits in no memory."""
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -27,14 +32,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "within the limits, 1 a layer failed or could not run as stored, 2 nothing could be verified.",
     )
     parser.add_argument("directory", help="a ModelOpt checkpoint")
-    parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda[:N]"')
+    parser.add_argument("--device", type=_device, default="cpu", help='"cpu" (default) or "cuda[:N]"')
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
     parser.add_argument(
         "--compute", default="exact", choices=("exact", "fp8", "fp4"), help="how NVFP4 weights are multiplied"
     )
-    parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches")
-    parser.add_argument("--tokens", type=_positive, default=16, metavar="M", help="rows of activations (16)")
-    parser.add_argument("--seed", type=int, help="of the activations; a fresh one is drawn and printed")
+    parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
+    parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")
+    parser.add_argument("--seed", type=_seed, help="of the activations; a fresh one is drawn and printed")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -43,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
     options = {"tokens": args.tokens, "device": args.device, "dtype": args.dtype, "compute": args.compute}
-    with Checkpoint(args.directory) as checkpoint:
+    with open_checkpoint(args.directory) as checkpoint:
         records = select_linears(checkpoint, args.layers)
+        if not records:
+            raise CheckpointError(_why_nothing(checkpoint, args.layers), file=checkpoint.directory)
         rows = list(_with_progress(verify_checkpoint(checkpoint, records, seed, **options), len(records)))
     if args.json:
         print(
@@ -56,11 +63,37 @@ def run(args: argparse.Namespace) -> int:
     return _status(rows)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+def _why_nothing(checkpoint: Checkpoint, pattern: str | None) -> str:
+    if not checkpoint.files.has_weights:
+        return "nothing to run: the directory has no safetensors files"
+    found = select_linears(checkpoint)
+    if pattern is not None and found:
+        return f"no quantized linear matches {pattern!r}; {len(found)} do not, as {found[0].name}"
+    return "nothing to run: no linear is quantized"
+
+
+def _number(text: str, expected: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
+
+
+def _tokens(text: str) -> int:
+    return _number(text, f"a positive number of at most {MAX_TOKENS}", 1, MAX_TOKENS)
+
+
+def _seed(text: str) -> int:
+    return _number(text, "a number from 0 to 2**64 - 1", 0, 2**64 - 1)
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f'expected "cpu" or "cuda:N", got {text!r}')
+    return text
 
 
 def _status(rows: list[Row]) -> int:
@@ -74,14 +107,16 @@ def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
     if not sys.stderr.isatty():
         yield from rows
         return
-    for done, row in enumerate(rows, 1):
-        width = max(10, min(40, shutil.get_terminal_size().columns - 40))
-        filled = width * done // total
-        bar = "#" * filled + "." * (width - filled)
-        name = text.shorten(row.layer, 30)
-        print(f"\r\x1b[K[{bar}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
-        yield row
-    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    try:
+        for done, row in enumerate(rows, 1):
+            width = max(10, min(40, shutil.get_terminal_size().columns - 50))
+            filled = width * done // total
+            bar = "#" * filled + "." * (width - filled)
+            name = text.shorten(text.printable(row.layer), 30)
+            print(f"\r\x1b[K[{bar}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
+            yield row
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -106,7 +141,8 @@ def _duration(seconds: float) -> str:
 
 def _print_table(rows: list[Row]) -> None:
     lines = text.table([_HEAD, *map(_cells, rows)], "<<<<>>>", text.width(), indent=0)
-    print("\n".join(lines))
+    for line in lines:
+        print(text.printable(line))
 
 
 def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
@@ -114,7 +150,7 @@ def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
     for row in rows:
         counts[row.status] = counts.get(row.status, 0) + 1
     relative, largest = LIMITS[dtype]
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no quantized linear"
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"\n{summary}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}")
     messages: dict[str, list[str]] = {}
     for row in rows:
@@ -122,4 +158,4 @@ def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
             messages.setdefault(row.message, []).append(row.layer)
     for message, layers in messages.items():
         others = f" and {text.plural(len(layers) - 1, 'other')}" if len(layers) > 1 else ""
-        print(f"  {layers[0]}{others}: {message}")
+        print(text.printable(f"  {layers[0]}{others}: {message}"))

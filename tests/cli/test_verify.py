@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,15 +132,26 @@ def test_selection_seed_and_table(data, capsys):
     assert "3 ok" in text
     assert "seed 7" in text
     assert main(["verify", directory, "--layers", "nothing"]) == 2
-    assert "no quantized linear" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "no quantized linear matches 'nothing'; 7 do not, as model.layers.0.mlp.down_proj" in output.err
+    assert not output.out
 
 
 def test_bad_arguments(data, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["verify", str(tmp_path), "--tokens", "0"])
-    assert "positive" in capsys.readouterr().err
+    for option, value, message in (
+        ("--tokens", "0", "expected a positive number"),
+        ("--tokens", "many", "expected a positive number of at most 1000000, got 'many'"),
+        ("--tokens", "99999999999", "expected a positive number of at most 1000000"),
+        ("--seed", "-1", "expected a number from 0"),
+        ("--device", "tpu", 'expected "cpu" or "cuda:N", got \'tpu\''),
+        ("--device", "cuda:x", "got 'cuda:x'"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["verify", str(tmp_path), f"{option}={value}"])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
     status, result = verify(capsys, data / "checkpoints" / "llama_fp8_kvfp8", "--device", "cuda:7")
     assert status == 2
     assert "runs on the CPU" in result["rows"][0]["message"]
@@ -151,3 +165,40 @@ def test_comparison_counts_what_it_should():
     assert largest == pytest.approx(0.25)
     nan = np.array([[np.nan, -4.0], [0.0, 0.0]], np.float32)
     assert compare(nan, expected) == (np.inf, np.inf)
+
+
+def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no checkpoint: neither" in capsys.readouterr().err
+    shutil.copy(data / "checkpoints" / "llama_bf16.safetensors", tmp_path / "model.safetensors")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "nothing to run: no linear is quantized" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").unlink()
+    shutil.copy(data / "checkpoints" / "llama_fp8_kvfp8" / "hf_quant_config.json", tmp_path)
+    assert main(["verify", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert "nothing to run: the directory has no safetensors files" in output.err
+    assert not output.out
+
+
+def test_interruption_is_no_traceback(data, capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moqext.verify.verify_layer", interrupt)
+    assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8")]) == 130
+    assert capsys.readouterr().err == "moqext: interrupted\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", [["info"], ["verify", "DIR"], ["inspect", "DIR", "--json"]])
+def test_a_full_disk_is_told_in_one_line(data, command):
+    directory = str(data / "checkpoints" / "llama_fp8_kvfp8")
+    arguments = [directory if word == "DIR" else word for word in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "moqext", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("moqext: error: ")
+    assert done.stderr.count("\n") == 1
