@@ -10,11 +10,17 @@
 #error "MOQ_VERSION and the other facts are defined by setup.py"
 #endif
 
+#if defined(__clang__) /* whose version names itself */
+#define COMPILER __VERSION__
+#else
+#define COMPILER "gcc " __VERSION__
+#endif
+
 static PyObject *build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
     return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s,s:O}", "version", MOQ_VERSION, "commit",
-                         MOQ_COMMIT, "compiler", __VERSION__, "flags", MOQ_FLAGS, "cuda",
+                         MOQ_COMMIT, "compiler", COMPILER, "flags", MOQ_FLAGS, "cuda",
                          moq_cuda_built() ? Py_True : Py_False, "cuda_archs", MOQ_CUDA_ARCHS,
                          "cublaslt", MOQ_CUBLASLT ? Py_True : Py_False);
 }

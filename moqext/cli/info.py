@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
+from moqext.cli import text
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -61,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
         ("moqext", f"{facts['version']} (commit {facts['commit']})"),
         (
             "build",
-            f"compiler {facts['compiler']}, {'CUDA for ' + archs if facts['cuda_built'] else 'CPU only'}",
+            f"{facts['compiler']}, {'CUDA for ' + archs if facts['cuda_built'] else 'CPU only'}",
         ),
         ("flags", facts["flags"]),
         ("python", f"{facts['python']}, NumPy {facts['numpy']}"),
-        ("cpu", f"{facts['machine']}, level {facts['isa']}, {facts['threads']} thread(s)"),
+        ("cpu", f"{facts['machine']}, level {facts['isa']}, {text.plural(facts['threads'], 'thread')}"),
         ("kernels", " ".join(facts["cpu_kernels"])),
-        ("cuda", facts["cuda_reason"] or f"{len(facts['cuda_devices'])} device(s)"),
+        ("cuda", facts["cuda_reason"] or text.plural(len(facts["cuda_devices"]), "device")),
     ]
     for device in facts["cuda_devices"]:
         major, minor = device["capability"]

@@ -120,7 +120,7 @@ def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    shape = "x".join(map(str, row.shape))
+    shape = " × ".join(map(str, row.shape))
     if row.relative_error is None or row.max_error is None or row.run_seconds is None:
         return (row.layer, row.quant_algo, shape, row.status, "", "", "")
     error = f"{row.relative_error:.2e}" + (" !" if row.status == "failed" else "")
