@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from moqext.stored import BLOCK, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored, Tenso
 
 _ORDER = ("gate_up", "gate", "up", "down")
 MIXED = "MIXED_PRECISION"
+
+T = TypeVar("T")
 
 
 def find_expert_groups(
@@ -55,17 +57,14 @@ def _group(
     problems += _member_input_scales(name, members)
     problems += _clipped(name, experts)
     problems += _unequal_gate_up(name, experts, scales)
-    config_algos = {member.config_algo for member in members}
-    group_sizes = {member.group_size for member in members}
-    stored_algos = {member.stored_algo for member in members}
     return LayerRecord(
         name=name,
         kind="moe",
-        quant_algo=_one_or_mixed({member.quant_algo for member in members}) or MIXED,
-        config_algo=_one_or_mixed(config_algos),
-        stored_algo=_one_or_mixed(stored_algos),
+        quant_algo=_common((member.quant_algo for member in members), MIXED),
+        config_algo=_common((member.config_algo for member in members), MIXED),
+        stored_algo=_common((member.stored_algo for member in members), MIXED),
         rule=members[0].rule,
-        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
+        group_size=_common((member.group_size for member in members), None),
         shape=shape,
         tensors={},
         problems=tuple(problems),
@@ -80,8 +79,10 @@ def _rank(projection: str) -> int:
     return _ORDER.index(role) if role else len(_ORDER)
 
 
-def _one_or_mixed(algos: set[str] | set[str | None]) -> str | None:
-    return next(iter(algos)) if len(algos) == 1 else MIXED
+def _common(values: Iterable[T], otherwise: T) -> T:
+    """What all values are, if they are one."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else otherwise
 
 
 def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
@@ -263,15 +264,14 @@ def _stacked_group(
     problems += _unequal_stacked(name, projections, scales)
     last = projections[-1]
     experts, rows, columns = last.shape
-    group_sizes = {projection.group_size for projection in projections}
     return LayerRecord(
         name=name,
         kind="moe",
-        quant_algo=_one_or_mixed(algos) or MIXED,
-        config_algo=_one_or_mixed({part.decision.config_algo for part in parts.values()}),
-        stored_algo=_one_or_mixed({part.decision.stored_algo for part in parts.values()}),
+        quant_algo=_common(algos, MIXED),
+        config_algo=_common((part.decision.config_algo for part in parts.values()), MIXED),
+        stored_algo=_common((part.decision.stored_algo for part in parts.values()), MIXED),
         rule=parts[last.role].decision.rule,
-        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
+        group_size=_common((projection.group_size for projection in projections), None),
         shape=(experts, rows, columns) if last.role == "down" else (experts, columns, rows),
         tensors={f"{p.role}.{role}": tensor for p in projections for role, tensor in p.tensors.items()},
         problems=tuple(problems),

@@ -123,7 +123,7 @@ def _scale(name: str, value: Any) -> float | None:
 
 
 def _read(name: str, tensor: Any) -> float:
-    """The value of a tensor that has one."""
+    """The value of a tensor of one element."""
     if not hasattr(tensor, "item"):
         raise TypeError(f"{name}: expected a number or a tensor of one value, got {type(tensor)}")
     shape = tuple(getattr(tensor, "shape", ()))
