@@ -1,6 +1,17 @@
 """Reads NVIDIA ModelOpt checkpoints exactly and runs their FP8 and NVFP4 layers on DLPack tensors."""
 
-from moqext import _C, ops
+try:
+    from moqext import _C
+except ImportError as error:
+    if error.path != __file__:
+        raise  # it is there and cannot be loaded
+    raise ImportError(
+        f"moqext._C, the native part of moqext, is not built in {__path__[0]}: run "
+        "`python setup.py build_ext --inplace` there, or `pip install .` and start Python elsewhere",
+        name="moqext._C",
+    ) from None
+
+from moqext import ops
 from moqext._C import ConfigError, UnsupportedQuantization, num_threads, set_num_threads
 from moqext.checkpoint import Checkpoint
 from moqext.config import Conflict, LayerQuant, QuantConfig, detect

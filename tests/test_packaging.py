@@ -284,3 +284,18 @@ def test_sdist_is_complete_and_its_wheel_is_abi3(tmp_path):
         names = archive.namelist()
     assert {"moqext/_C.abi3.so", "moqext/_C.pyi", "moqext/py.typed", "moqext/__init__.py"} <= set(names)
     assert all(name.split("/")[0].startswith("moqext") for name in names)
+
+
+def test_sources_without_the_extension_say_what_is_missing(tmp_path):
+    shutil.copytree(
+        ROOT / "moqext", tmp_path / "moqext", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    done = run([sys.executable, "-c", "import moqext"], cwd=tmp_path, PYTHONSAFEPATH="", PYTHONPATH="")
+    assert done.returncode == 1
+    assert "native part of moqext, is not built" in done.stderr
+    assert "setup.py build_ext --inplace" in done.stderr
+    (tmp_path / "moqext" / "_C.abi3.so").write_bytes(b"no library")
+    done = run([sys.executable, "-c", "import moqext"], cwd=tmp_path, PYTHONSAFEPATH="", PYTHONPATH="")
+    assert done.returncode == 1
+    assert "not built" not in done.stderr  # it is there: the loader's own reason tells more
+    assert "_C.abi3.so" in done.stderr
