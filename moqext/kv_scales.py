@@ -71,7 +71,7 @@ def _record(name: str, roles: Mapping[str, str], inventory: Inventory, scales: S
 
 def _cache_problems(records: list[KVRecord], kv_algo: str | None) -> list[Problem]:
     if records and kv_algo is None:
-        message = f"{len(records)} attention modules have cache scales, and no KV algorithm is configured"
+        message = f"cache scales (attention modules: {len(records)}), and no KV algorithm is configured"
         return [make_problem("kv_scales_unannounced", message)]
     if not records and kv_algo is not None:
         message = f"the KV cache is {kv_algo}, and no scale is stored: 1.0 applies"

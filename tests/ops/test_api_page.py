@@ -1,17 +1,19 @@
-"""docs/api.md lists every operation with the signature that it has."""
+"""docs/api.md lists every operation, and every function of the reference, with the signature that it has."""
 
 import inspect
 import re
 from pathlib import Path
 
-from moqext import ops
+import pytest
+
+from moqext import LinearMethod, ops, reference
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "api.md"
 
 
-def documented():
-    """{name: parameters as text} of the lines of the page that are set as code and look like a signature."""
-    section = PAGE.read_text().split("## Operations", 1)[1].split("\n## ", 1)[0]
+def documented(heading):
+    """{name: parameters as text} of the lines of a section that are set as code and look like a signature."""
+    section = PAGE.read_text().split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
     return dict(re.findall(r"^    (\w+)\(([^)]*)\)", section, re.MULTILINE))
 
 
@@ -22,5 +24,15 @@ def actual(function):
     return text.removeprefix("(").removesuffix(")")
 
 
-def test_every_operation_is_there_as_it_is():
-    assert documented() == {name: actual(getattr(ops, name)) for name in ops.__all__}
+@pytest.mark.parametrize("heading, module", [("Operations", ops), ("The reference", reference)])
+def test_every_function_is_there_as_it_is(heading, module):
+    functions = {name: getattr(module, name) for name in module.__all__}
+    expected = {name: actual(f) for name, f in functions.items() if inspect.isfunction(f)}
+    assert documented(heading) == expected
+
+
+def test_attributes_of_a_method_are_there():
+    method = LinearMethod("FP8", 32, [8])
+    section = PAGE.read_text().split("\n## `LinearMethod`", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"\bm\.(\w+)", section))
+    assert named == {name for name in dir(method) if not name.startswith("_")}
