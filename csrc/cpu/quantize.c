@@ -1,10 +1,22 @@
-/* Quantization of activations on the CPU: see quantize.h. */
+/* Quantization of activations on the CPU: see quantize.h. Values go from the tensor to codes in
+ * one step; where they are not next to each other, a piece at a time is gathered first. */
 #include "cpu/quantize.h"
 
 #include "core/formats.h"
+#include "cpu/convert.h"
 #include "cpu/rows.h"
+#include "cpu/threads.h"
 
 #include <float.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+/* Values gathered at once; whole groups of NVFP4. */
+#define PIECE 512
+/* Values of a unit of work where rows can be cut, and of the least a thread is woken for. */
+#define SPAN         4096
+#define THREAD_SHARE 65536
 
 /* The larger of a and b; a when it is NaN, which fmaxf would drop. */
 static float at_least(float a, float b) {
@@ -21,79 +33,251 @@ float moq_nvfp4_dynamic_scale(float amax) {
     return scale == 0.0f ? 1.0f : scale;
 }
 
-static void divide_and_encode(float *x, int64_t n, float scale, uint8_t *codes) {
-    for (int64_t i = 0; i < n; i++)
-        x[i] /= scale;
-    moq_encode_row(MOQ_DT_E4M3, x, n, codes);
+/* ----------------------------------------------------------------------- values a stride apart */
+
+typedef struct {
+    const moq_row_kernels *kernels;
+    const char *data;
+    int64_t stride;
+    moq_dtype dtype;
+} source;
+
+static source from_floats(const float *x) {
+    return (source){moq_cpu_row_kernels(), (const char *)x, 1, MOQ_DT_F32};
 }
 
-void moq_quantize_row_fp8_static(float *x, int64_t n, float inverse, uint8_t *codes) {
-    for (int64_t i = 0; i < n; i++)
-        x[i] *= inverse;
-    moq_encode_row(MOQ_DT_E4M3, x, n, codes);
+/* The next at most n values; *n says how many. `buffer` has room for PIECE. */
+static const void *take(source *s, int64_t *n, float *buffer) {
+    int64_t size = (int64_t)moq_dtype_size(s->dtype);
+    const char *here = s->data;
+    if (s->stride != 1) {
+        *n = *n < PIECE ? *n : PIECE;
+        moq_gather(here, s->stride, (size_t)size, *n, buffer);
+    }
+    s->data += *n * s->stride * size;
+    return s->stride != 1 ? (const void *)buffer : here;
 }
 
-float moq_quantize_row_fp8_token(float *x, int64_t n, uint8_t *codes) {
-    float scale = at_least(moq_row_amax(x, n) / MOQ_E4M3_MAX, MOQ_FP8_TOKEN_MIN_SCALE);
-    divide_and_encode(x, n, scale, codes);
+static float amax_of(source s, int64_t n) {
+    float buffer[PIECE], amax = 0.0f;
+    for (int64_t count; n > 0; n -= count) {
+        const void *piece = take(&s, (count = n, &count), buffer);
+        float most = s.kernels->amax(s.dtype, piece, count);
+        if (isnan(most))
+            return most;
+        amax = at_least(amax, most);
+    }
+    return amax;
+}
+
+/* `encode` is one of the two kernels for E4M3. */
+static void encode_e4m3(source s, int64_t n,
+                        void (*encode)(moq_dtype, const void *, int64_t, float, uint8_t *),
+                        float factor, uint8_t *codes) {
+    float buffer[PIECE];
+    if (isnan(factor)) {
+        memset(codes, 0x7f, (size_t)n);
+        return;
+    }
+    for (int64_t count; n > 0; n -= count) {
+        const void *piece = take(&s, (count = n, &count), buffer);
+        encode(s.dtype, piece, count, factor, codes);
+        codes += count;
+    }
+}
+
+static float quantize_token(source s, int64_t n, uint8_t *codes) {
+    float scale = at_least(amax_of(s, n) / MOQ_E4M3_MAX, MOQ_FP8_TOKEN_MIN_SCALE);
+    encode_e4m3(s, n, s.kernels->divide_e4m3, scale, codes);
     return scale;
 }
 
-void moq_quantize_row_fp8_group(float *x, int64_t n, int64_t group, uint8_t *codes, float *scales) {
+static void quantize_groups(source s, int64_t n, int64_t group, uint8_t *codes, float *scales) {
+    int64_t size = (int64_t)moq_dtype_size(s.dtype);
     for (int64_t at = 0; at < n; at += group) {
         int64_t length = n - at < group ? n - at : group;
-        float scale = at_least(moq_row_amax(x + at, length), MOQ_FP8_GROUP_MIN_AMAX) / MOQ_E4M3_MAX;
-        divide_and_encode(x + at, length, scale, codes + at);
+        float scale = at_least(amax_of(s, length), MOQ_FP8_GROUP_MIN_AMAX) / MOQ_E4M3_MAX;
+        encode_e4m3(s, length, s.kernels->divide_e4m3, scale, codes + at);
+        s.data += group * s.stride * size;
         *scales++ = scale;
     }
 }
 
-void moq_quantize_row_nvfp4(float *x, int64_t n, float scale_2, uint8_t *packed,
+static void quantize_nvfp4(source s, int64_t n, float scale_2, uint8_t *packed,
+                           uint8_t *block_scales) {
+    float buffer[PIECE];
+    for (int64_t count; n > 0; n -= count) {
+        const void *piece = take(&s, (count = n, &count), buffer);
+        s.kernels->nvfp4(s.dtype, piece, count, scale_2, packed, block_scales);
+        packed += count / 2;
+        block_scales += count / MOQ_NVFP4_GROUP;
+    }
+}
+
+void moq_quantize_row_fp8_static(const float *x, int64_t n, float inverse, uint8_t *codes) {
+    source s = from_floats(x);
+    encode_e4m3(s, n, s.kernels->multiply_e4m3, inverse, codes);
+}
+
+float moq_quantize_row_fp8_token(const float *x, int64_t n, uint8_t *codes) {
+    return quantize_token(from_floats(x), n, codes);
+}
+
+void moq_quantize_row_fp8_group(const float *x, int64_t n, int64_t group, uint8_t *codes,
+                                float *scales) {
+    quantize_groups(from_floats(x), n, group, codes, scales);
+}
+
+void moq_quantize_row_nvfp4(const float *x, int64_t n, float scale_2, uint8_t *packed,
                             uint8_t *block_scales) {
-    float largest = MOQ_E2M1_MAX * scale_2;
-    for (int64_t at = 0; at < n; at += MOQ_NVFP4_GROUP) {
-        uint8_t block_scale = moq_e4m3_encode(moq_row_amax(x + at, MOQ_NVFP4_GROUP) / largest);
-        float step = moq_e4m3_decode(block_scale) * scale_2;
-        for (int i = 0; i < MOQ_NVFP4_GROUP; i++)
-            x[at + i] = step == 0.0f ? 0.0f : x[at + i] / step;
-        *block_scales++ = block_scale;
-    }
-    moq_encode_row(MOQ_DT_E2M1X2, x, n, packed);
+    quantize_nvfp4(from_floats(x), n, scale_2, packed, block_scales);
 }
 
-void moq_cpu_quantize_fp8_tensor(const moq_tensor *x, float scale, uint8_t *codes, float *row) {
-    int64_t rows = moq_row_count(x), n = moq_row_length(x);
-    float inverse = 1.0f / scale;
-    for (int64_t r = 0; r < rows; r++) {
-        moq_load_row(x, r, row);
-        moq_quantize_row_fp8_static(row, n, inverse, codes + r * n);
+/* -------------------------------------------------------------------------------- whole tensors */
+
+/* A tensor cut into spans of a row, in row-major order, and what is made of them. */
+typedef struct {
+    const moq_row_kernels *kernels;
+    moq_tensor x;
+    int64_t length;  /* of a row */
+    int64_t span;    /* values of a span; the last one of a row may be shorter */
+    int64_t per_row; /* spans */
+    int64_t group;
+    float scale;
+    uint8_t *codes;
+    void *scales;
+    atomic_uint amax; /* its bits, which are in the order of the magnitudes, NaN at the end */
+} job;
+
+typedef struct {
+    source values;
+    int64_t row, at, n;
+} span;
+
+/* A tensor whose rows can be cut at multiples of `group`. Without gaps and with whole groups in its
+ * rows, it is as good as one long row. */
+static job cut(const moq_tensor *x, int64_t group) {
+    job j = {.kernels = moq_cpu_row_kernels(), .x = *x, .group = group};
+    j.length = moq_row_length(x);
+    if (moq_tensor_is_contiguous(x) && j.length % group == 0) {
+        j.length = moq_tensor_numel(x);
+        j.x.ndim = 1;
+        j.x.shape[0] = j.length;
+        j.x.stride[0] = 1;
+    }
+    j.span = group < SPAN ? SPAN / group * group : group;
+    j.per_row = j.length / j.span + (j.length % j.span != 0);
+    return j;
+}
+
+static span span_at(const job *j, int64_t index) {
+    const moq_tensor *x = &j->x;
+    int64_t stride = x->ndim > 0 ? x->stride[x->ndim - 1] : 1;
+    span s = {.row = index / j->per_row, .at = index % j->per_row * j->span};
+    int64_t offset = moq_row_offset(x, s.row) + s.at * stride;
+    s.n = j->length - s.at < j->span ? j->length - s.at : j->span;
+    s.values =
+        (source){j->kernels, (const char *)x->data + offset * (int64_t)moq_dtype_size(x->dtype),
+                 stride, x->dtype};
+    return s;
+}
+
+static void run(job *j, void (*work)(void *, int64_t, int64_t)) {
+    int64_t grain = j->span < THREAD_SHARE ? THREAD_SHARE / (j->span > 0 ? j->span : 1) : 1;
+    moq_parallel_for(moq_row_count(&j->x) * j->per_row, grain, work, j);
+}
+
+static void amax_work(void *context, int64_t begin, int64_t end) {
+    job *j = context;
+    unsigned most = 0, bits;
+    for (int64_t i = begin; i < end; i++) {
+        span s = span_at(j, i);
+        float amax = amax_of(s.values, s.n);
+        memcpy(&bits, &amax, sizeof bits);
+        most = bits > most ? bits : most;
+    }
+    bits = atomic_load(&j->amax);
+    while (bits < most && !atomic_compare_exchange_weak(&j->amax, &bits, most)) {
     }
 }
 
-void moq_cpu_quantize_fp8_token(const moq_tensor *x, uint8_t *codes, float *scales, float *row) {
-    int64_t rows = moq_row_count(x), n = moq_row_length(x);
-    for (int64_t r = 0; r < rows; r++) {
-        moq_load_row(x, r, row);
-        scales[r] = moq_quantize_row_fp8_token(row, n, codes + r * n);
+float moq_cpu_amax(const moq_tensor *x) {
+    job j = cut(x, 1);
+    float amax;
+    run(&j, amax_work);
+    unsigned bits = atomic_load(&j.amax);
+    memcpy(&amax, &bits, sizeof amax);
+    return amax;
+}
+
+static void tensor_work(void *context, int64_t begin, int64_t end) {
+    const job *j = context;
+    for (int64_t i = begin; i < end; i++) {
+        span s = span_at(j, i);
+        encode_e4m3(s.values, s.n, j->kernels->multiply_e4m3, 1.0f / j->scale,
+                    j->codes + s.row * j->length + s.at);
     }
 }
 
-void moq_cpu_quantize_fp8_group(const moq_tensor *x, int64_t group, uint8_t *codes, float *scales,
-                                float *row) {
-    int64_t rows = moq_row_count(x), n = moq_row_length(x);
-    int64_t groups = n / group + (n % group != 0);
-    for (int64_t r = 0; r < rows; r++) {
-        moq_load_row(x, r, row);
-        moq_quantize_row_fp8_group(row, n, group, codes + r * n, scales + r * groups);
+void moq_cpu_quantize_fp8_tensor(const moq_tensor *x, float scale, uint8_t *codes) {
+    job j = cut(x, 1);
+    j.scale = scale;
+    j.codes = codes;
+    run(&j, tensor_work);
+}
+
+static void token_work(void *context, int64_t begin, int64_t end) {
+    const job *j = context;
+    for (int64_t i = begin; i < end; i++) {
+        span s = span_at(j, i);
+        ((float *)j->scales)[i] = quantize_token(s.values, s.n, j->codes + i * j->length);
+    }
+}
+
+void moq_cpu_quantize_fp8_token(const moq_tensor *x, uint8_t *codes, float *scales) {
+    int64_t length = moq_row_length(x);
+    job j = {.kernels = moq_cpu_row_kernels(),
+             .x = *x,
+             .length = length,
+             .span = length,
+             .per_row = 1,
+             .codes = codes,
+             .scales = scales};
+    run(&j, token_work);
+}
+
+static void group_work(void *context, int64_t begin, int64_t end) {
+    const job *j = context;
+    int64_t groups = j->length / j->group + (j->length % j->group != 0);
+    for (int64_t i = begin; i < end; i++) {
+        span s = span_at(j, i);
+        quantize_groups(s.values, s.n, j->group, j->codes + s.row * j->length + s.at,
+                        (float *)j->scales + s.row * groups + s.at / j->group);
+    }
+}
+
+void moq_cpu_quantize_fp8_group(const moq_tensor *x, int64_t group, uint8_t *codes, float *scales) {
+    job j = cut(x, group);
+    j.codes = codes;
+    j.scales = scales;
+    run(&j, group_work);
+}
+
+static void nvfp4_work(void *context, int64_t begin, int64_t end) {
+    const job *j = context;
+    for (int64_t i = begin; i < end; i++) {
+        span s = span_at(j, i);
+        int64_t at = s.row * j->length + s.at;
+        quantize_nvfp4(s.values, s.n, j->scale, j->codes + at / 2,
+                       (uint8_t *)j->scales + at / MOQ_NVFP4_GROUP);
     }
 }
 
 void moq_cpu_quantize_nvfp4(const moq_tensor *x, float scale_2, uint8_t *packed,
-                            uint8_t *block_scales, float *row) {
-    int64_t rows = moq_row_count(x), n = moq_row_length(x);
-    for (int64_t r = 0; r < rows; r++) {
-        moq_load_row(x, r, row);
-        moq_quantize_row_nvfp4(row, n, scale_2, packed + r * n / 2,
-                               block_scales + r * n / MOQ_NVFP4_GROUP);
-    }
+                            uint8_t *block_scales) {
+    job j = cut(x, MOQ_NVFP4_GROUP);
+    j.scale = scale_2;
+    j.codes = packed;
+    j.scales = block_scales;
+    run(&j, nvfp4_work);
 }

@@ -2,6 +2,7 @@
 #include "cpu/rows.h"
 
 #include "core/formats.h"
+#include "cpu/convert.h"
 
 #include <math.h>
 #include <string.h>
@@ -43,7 +44,7 @@ void moq_load_row(const moq_tensor *t, int64_t row, float *dst) {
     int64_t stride = t->ndim > 0 ? t->stride[t->ndim - 1] : 1;
     const char *src = (const char *)t->data + moq_row_offset(t, row) * (int64_t)size;
     if (stride == 1 || n <= 1) {
-        moq_decode_row(t->dtype, src, n, dst);
+        moq_cpu_row_kernels()->decode(t->dtype, src, n, dst);
         return;
     }
     for (int64_t i = 0; i < n; i++)
@@ -56,10 +57,7 @@ static float larger(float amax, float magnitude) {
 }
 
 float moq_row_amax(const float *x, int64_t n) {
-    float amax = 0.0f;
-    for (int64_t i = 0; i < n; i++)
-        amax = larger(amax, fabsf(x[i]));
-    return amax;
+    return moq_cpu_row_kernels()->amax(MOQ_DT_F32, x, n);
 }
 
 float moq_tensor_amax(const moq_tensor *t, float *row) {

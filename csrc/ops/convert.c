@@ -2,6 +2,7 @@
 #include "ops/convert.h"
 
 #include "core/formats.h"
+#include "cpu/convert.h"
 #include "cpu/rows.h"
 #include "ops/check.h"
 
@@ -36,13 +37,14 @@ moq_status moq_describe_convert(const moq_tensor *x, const char *name, moq_dtype
 /* Converts `units` storage units that lie `stride` apart; returns where the next ones go. */
 static char *convert_units(const moq_tensor *x, const char *src, int64_t stride, int64_t units,
                            moq_dtype dtype, char *dst) {
+    const moq_row_kernels *kernels = moq_cpu_row_kernels();
     float gathered[PIECE], values[PIECE];
     int64_t size = (int64_t)moq_dtype_size(x->dtype), each = values_per_unit(x->dtype);
     while (units > 0) {
         int64_t n = units < PIECE / each ? units : PIECE / each;
         moq_gather(src, stride, (size_t)size, n, gathered);
-        moq_decode_row(x->dtype, gathered, n * each, values);
-        moq_encode_row(dtype, values, n * each, dst);
+        kernels->decode(x->dtype, gathered, n * each, values);
+        kernels->encode(dtype, values, n * each, dst);
         src += n * stride * size;
         dst += n * each / values_per_unit(dtype) * (int64_t)moq_dtype_size(dtype);
         units -= n;

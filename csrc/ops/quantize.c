@@ -3,11 +3,9 @@
 
 #include "core/formats.h"
 #include "cpu/quantize.h"
-#include "cpu/rows.h"
 #include "ops/check.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 static const char *const NAMES[] = {
@@ -121,31 +119,27 @@ moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *cod
     MOQ_TRY(check_results(plan, codes, scale, scale_2, err));
     if (fixed)
         MOQ_TRY(read_given(plan, &value, err));
-    float *row = malloc((size_t)(moq_row_length(x) + 1) * sizeof *row);
-    if (row == NULL)
-        return moq_fail(err, MOQ_ERR_MEMORY, "quantize: no memory for a row of x");
     switch (plan->scheme) {
     case MOQ_QUANTIZE_FP8_TENSOR:
         if (!fixed) {
-            value = moq_fp8_dynamic_scale(moq_tensor_amax(x, row));
+            value = moq_fp8_dynamic_scale(moq_cpu_amax(x));
             memcpy(scale->data, &value, sizeof value);
         }
-        moq_cpu_quantize_fp8_tensor(x, value, codes->data, row);
+        moq_cpu_quantize_fp8_tensor(x, value, codes->data);
         break;
     case MOQ_QUANTIZE_FP8_TOKEN:
-        moq_cpu_quantize_fp8_token(x, codes->data, scale->data, row);
+        moq_cpu_quantize_fp8_token(x, codes->data, scale->data);
         break;
     case MOQ_QUANTIZE_FP8_GROUP:
-        moq_cpu_quantize_fp8_group(x, plan->group, codes->data, scale->data, row);
+        moq_cpu_quantize_fp8_group(x, plan->group, codes->data, scale->data);
         break;
     case MOQ_QUANTIZE_NVFP4:
         if (!fixed) {
-            value = moq_nvfp4_dynamic_scale(moq_tensor_amax(x, row));
+            value = moq_nvfp4_dynamic_scale(moq_cpu_amax(x));
             memcpy(scale_2->data, &value, sizeof value);
         }
-        moq_cpu_quantize_nvfp4(x, value, codes->data, scale->data, row);
+        moq_cpu_quantize_nvfp4(x, value, codes->data, scale->data);
         break;
     }
-    free(row);
     return MOQ_OK;
 }

@@ -1,0 +1,37 @@
+/* The work on rows that every quantization is made of, one table of functions for each level of
+ * vector extensions.
+ *
+ * core/formats.h defines the conversions and quantize.h the formulas; every level gives the same
+ * bits for every input. The exceptions nobody sees: none, NaN included. Rows are consecutive
+ * values; source and destination do not overlap, except where a result says so. */
+#ifndef MOQ_CPU_CONVERT_H
+#define MOQ_CPU_CONVERT_H
+
+#include "core/tensor.h"
+
+typedef struct {
+    /* As moq_decode_row and moq_encode_row. */
+    void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
+    void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
+
+    /* The others read F32, BF16 or F16. */
+
+    /* Largest magnitude, 0 for no values; the one NaN 0x7fc00000 when a value is a NaN. */
+    float (*amax)(moq_dtype dtype, const void *src, int64_t n);
+    /* codes = e4m3(x * factor), factor >= 0 and not a NaN. */
+    void (*multiply_e4m3)(moq_dtype dtype, const void *src, int64_t n, float factor,
+                          uint8_t *codes);
+    /* codes = e4m3(x / scale), scale > 0, infinity included; where it is finite, x is too. */
+    void (*divide_e4m3)(moq_dtype dtype, const void *src, int64_t n, float scale, uint8_t *codes);
+    /* See moq_quantize_row_nvfp4. */
+    void (*nvfp4)(moq_dtype dtype, const void *src, int64_t n, float scale_2, uint8_t *packed,
+                  uint8_t *block_scales);
+} moq_row_kernels;
+
+/* The table of the level that moq_cpu_isa() names. */
+const moq_row_kernels *moq_cpu_row_kernels(void);
+
+/* The levels; the vector ones do their last few values by way of the portable one. */
+extern const moq_row_kernels moq_row_kernels_portable, moq_row_kernels_avx2, moq_row_kernels_avx512;
+
+#endif
