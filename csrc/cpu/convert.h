@@ -2,8 +2,8 @@
  * vector extensions.
  *
  * core/formats.h defines the conversions and quantize.h the formulas; every level gives the same
- * bits for every input. The exceptions nobody sees: none, NaN included. Rows are consecutive
- * values; source and destination do not overlap, except where a result says so. */
+ * bits for every input, NaN included. Rows are consecutive values; source and destination do not
+ * overlap. */
 #ifndef MOQ_CPU_CONVERT_H
 #define MOQ_CPU_CONVERT_H
 

@@ -1,0 +1,122 @@
+"""Everything the row kernels compute on one set of inputs, as the level of MOQEXT_ISA has it.
+
+    python row_outputs.py outputs SEED FILE.npz     codes, values and scales of hostile inputs
+    python row_outputs.py every FORMAT              CRC-32 of the codes of each 2^24 float32 patterns
+
+The first line printed is the level in use.
+"""
+
+import sys
+import zlib
+
+import numpy as np
+
+import moqext
+from moqext import _C, ops
+
+FORMATS = ("e4m3", "e5m2", "e2m1", "e8m0", "bf16", "fp16")
+SCHEMES = (
+    ("fp8_tensor", {"scale": 0.37}),
+    ("fp8_tensor", {"scale": 2.0e-38}),
+    ("fp8_tensor", {"scale": 3.0e38}),
+    ("fp8_tensor", {}),
+    ("fp8_token", {}),
+    ("fp8_group", {}),
+    ("fp8_group", {"group_size": 48}),
+    ("fp8_group", {"group_size": 7}),
+    ("nvfp4", {"scale": 0.0031}),
+    ("nvfp4", {"scale": 1.0e-40}),
+    ("nvfp4", {"scale": 3.0e38}),
+    ("nvfp4", {}),
+)
+
+
+def raw(array):
+    """Bytes, so that NaN compare by their bits."""
+    array = np.ascontiguousarray(array)
+    return array.reshape(-1).view(np.uint8).copy()
+
+
+def patterns(rng):
+    """float32: every bf16 and fp16 number, the middles between codes with both neighbours, random bits."""
+    every = np.arange(1 << 16, dtype=np.uint32)
+    bf16 = (every << 16).view(np.float32)
+    fp16 = every.astype(np.uint16).view(np.float16).astype(np.float32)
+    middles = [bf16, fp16]
+    for name, dtype in (("e4m3", np.uint8), ("e2m1", np.uint8), ("fp16", np.uint16), ("bf16", np.uint16)):
+        values = ops.decode(np.arange(np.iinfo(dtype).max + 1, dtype=dtype), name)
+        values = np.unique(values[np.isfinite(values)].astype(np.float64))
+        middle = ((values[:-1] + values[1:]) / 2).astype(np.float32)
+        middles += [np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf)] + [middle]
+    random = rng.integers(0, 1 << 32, 1 << 18, dtype=np.uint32).view(np.float32)
+    return np.concatenate([*middles, random, (rng.standard_normal(1 << 14) * 100).astype(np.float32)])
+
+
+def inputs(rng, shape):
+    """float32 tensors of several tempers; where there are zeros, whole groups of them."""
+    normal = rng.standard_normal(shape).astype(np.float32)
+    yield "normal", normal
+    yield "wide", normal * np.exp2(rng.integers(-140, 120, shape)).astype(np.float32)
+    yield "tiny", normal * np.float32(2.0**-133)
+    yield "huge", normal * np.float32(2.0**125)
+    yield "ties", (rng.integers(-1024, 1024, shape) / 64).astype(np.float32)
+    sparse = normal * (rng.random(shape) < 0.02)
+    yield "sparse", sparse * (rng.random((*shape[:-1], 1)) < 0.7)
+    yield "minus zero", np.copysign(np.zeros(shape, np.float32), normal)
+    for name, value in (("nan", np.nan), ("inf", np.inf)):
+        special = normal.copy()
+        special[rng.random(shape) < 0.003] = value
+        yield name, np.copysign(special, rng.standard_normal(shape).astype(np.float32))
+
+
+def as_dtypes(x):
+    """The same numbers in the three input types."""
+    yield "f32", x
+    yield "bf16", (x.view(np.uint32) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        yield "f16", x.astype(np.float16)
+
+
+def outputs(seed):
+    """Arrays of bytes by what they are."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    values = patterns(rng)
+    for format in FORMATS:
+        found[f"encode {format}"] = raw(ops.encode(values[: len(values) // 2 * 2], format))
+        dtype = np.uint16 if format in ("bf16", "fp16") else np.uint8
+        codes = np.arange(np.iinfo(dtype).max + 1, dtype=dtype)
+        found[f"decode {format}"] = raw(ops.decode(codes, format))
+        for length in rng.integers(0, 300, 8):
+            start = int(rng.integers(0, 50))
+            some = np.ascontiguousarray(values[start : start + 2 * length])
+            found[f"encode {format} {start} {length}"] = raw(ops.encode(some, format))
+            some = rng.integers(0, 1 << 16, length).astype(dtype)
+            found[f"decode {format} {start} {length}"] = raw(ops.decode(some, format))
+    for shape in ((3, 1024), (5, 48), (2, 3, 4112), (70, 16), (1, 1), (2, 203), (9, 2064)):
+        for kind, x in inputs(rng, shape):
+            for dtype, typed in as_dtypes(x):
+                for view, tensor in (("", typed), ("reversed", typed[..., ::-1]), ("transposed", typed.T)):
+                    for scheme, options in SCHEMES:
+                        if scheme == "nvfp4" and tensor.shape[-1] % 16:
+                            continue
+                        name = f"{scheme} {options} {shape} {kind} {dtype} {view}"
+                        for i, result in enumerate(ops.quantize(tensor, scheme, **options)):
+                            found[f"{name} [{i}]"] = raw(result)
+    return found
+
+
+def every(format):
+    """CRC-32 of the codes of float32 patterns, 2^24 at a time."""
+    for high in range(256):
+        bits = np.arange(high << 24, (high + 1) << 24, dtype=np.uint32)
+        yield zlib.crc32(raw(ops.encode(bits.view(np.float32), format)))
+
+
+if __name__ == "__main__":
+    print(_C.cpu_isa())
+    if sys.argv[1] == "outputs":
+        moqext.set_num_threads(1)
+        np.savez(sys.argv[3], **outputs(int(sys.argv[2])))
+    else:
+        print(*every(sys.argv[2]), sep="\n")
