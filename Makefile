@@ -36,7 +36,7 @@ oldest: .venv-oldest/.installed
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/ruff format --check .
-	.venv-lint/bin/clang-format --dry-run -Werror $(C_FILES)
+	@.venv-lint/bin/clang-format --dry-run -Werror $(C_FILES)
 	.venv-lint/bin/mypy
 
 format: .venv-lint/.installed
