@@ -1,6 +1,8 @@
 /* Argument parsing: see args.h. */
 #include "binding/args.h"
 
+#include <string.h>
+
 static int find_keyword(moq_state *state, const moq_signature *signature, PyObject *name) {
     for (int i = 0; i < signature->count; i++) {
         if (state->keyword[signature->keyword[i]] == name)
@@ -55,7 +57,16 @@ const char *moq_arg_text(PyObject *value, const char *name) {
         PyErr_Format(PyExc_TypeError, "%s: expected a str, got %R", name, Py_TYPE(value));
         return NULL;
     }
-    return PyUnicode_AsUTF8AndSize(value, NULL);
+    Py_ssize_t size;
+    const char *text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (text && strlen(text) == (size_t)size)
+        return text;
+    if (text || PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) { /* a lone surrogate */
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s: expected Unicode text without NUL, got %R", name,
+                     value);
+    }
+    return NULL;
 }
 
 int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out) {

@@ -56,28 +56,29 @@ static moq_status check_bias(const moq_linear_spec *spec, const moq_tensor *bias
     return MOQ_OK;
 }
 
-static moq_status refuse_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
+static moq_status refuse_param(const moq_param_spec *wanted, const char *mapping,
+                               const moq_tensor *t, moq_err *err) {
     char expected[128], got[128];
     moq_tensor shape = {.ndim = wanted->ndim};
     memcpy(shape.shape, wanted->shape, sizeof wanted->shape);
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "params[\"%s\"]: expected %s of shape %s, got %s of shape %s", wanted->name,
-                    moq_dtype_name(wanted->dtype),
+    return moq_fail(err, MOQ_ERR_VALUE, "%s[\"%s\"]: expected %s of shape %s, got %s of shape %s",
+                    mapping, wanted->name, moq_dtype_name(wanted->dtype),
                     moq_shape_text(&shape, expected, sizeof expected), moq_dtype_name(t->dtype),
                     moq_shape_text(t, got, sizeof got));
 }
 
-static moq_status check_param(const moq_param_spec *wanted, const moq_tensor *t, moq_err *err) {
+static moq_status check_param(const moq_param_spec *wanted, const char *mapping,
+                              const moq_tensor *t, moq_err *err) {
     if (t->dtype == MOQ_DT_NONE) {
         if (wanted->required)
-            return moq_fail(err, MOQ_ERR_VALUE, "params[\"%s\"]: missing", wanted->name);
+            return moq_fail(err, MOQ_ERR_VALUE, "%s[\"%s\"]: missing", mapping, wanted->name);
         return MOQ_OK;
     }
     if (t->dtype != wanted->dtype || t->ndim != wanted->ndim ||
         memcmp(t->shape, wanted->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
-        return refuse_param(wanted, t, err);
+        return refuse_param(wanted, mapping, t, err);
     if (!moq_tensor_is_contiguous(t))
-        return moq_fail(err, MOQ_ERR_BUFFER, "params[\"%s\"]: expected a contiguous tensor",
+        return moq_fail(err, MOQ_ERR_BUFFER, "%s[\"%s\"]: expected a contiguous tensor", mapping,
                         wanted->name);
     return MOQ_OK;
 }
@@ -95,13 +96,13 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id) {
     }
 }
 
-static moq_status check_params(const moq_linear_spec *spec, const moq_linear_params *params,
-                               moq_err *err) {
+moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
+                                   const char *mapping, moq_err *err) {
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = moq_linear_prepared_params(spec, wanted);
     for (int i = 0; i < count; i++)
-        MOQ_TRY(check_param(&wanted[i], moq_linear_param((moq_linear_params *)params, wanted[i].id),
-                            err));
+        MOQ_TRY(check_param(&wanted[i], mapping,
+                            moq_linear_param((moq_linear_params *)params, wanted[i].id), err));
     return MOQ_OK;
 }
 
@@ -111,7 +112,7 @@ moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *pl
     MOQ_TRY(check_x(spec, x, err));
     MOQ_TRY(check_y(spec, x, y, err));
     MOQ_TRY(check_bias(spec, bias, err));
-    MOQ_TRY(check_params(spec, params, err));
+    MOQ_TRY(moq_linear_check_params(spec, params, "params", err));
     moq_linear_call call = {
         .spec = spec,
         .m = moq_tensor_numel(x) / spec->in_features,

@@ -32,6 +32,10 @@ typedef struct {
 /* The tensor of a prepared parameter. */
 moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id);
 
+/* Dtypes, shapes and layouts of prepared tensors; `mapping` is the argument that holds them. */
+moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
+                                   const char *mapping, moq_err *err);
+
 /* Turns checkpoint tensors into prepared ones. */
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               moq_linear_params *params, moq_err *err);

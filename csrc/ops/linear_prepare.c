@@ -201,13 +201,14 @@ static moq_status read_weight_scales(const moq_linear_spec *spec, const moq_line
 static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                     scale_set *scales, moq_err *err) {
     bool used = spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4;
-    if (!used || sources->input_scale.count == 0) {
-        scales->input = NULL;
-        return MOQ_OK;
+    if (sources->input_scale.count > 0) { /* one that is not used has to be right all the same */
+        MOQ_TRY(read_per_partition(spec, &sources->input_scale, "input_scale", scales->input, err));
+        MOQ_TRY(moq_check_scales(scales->input, spec->partition_count, "input_scale",
+                                 MOQ_SCALE_POSITIVE, err));
     }
-    MOQ_TRY(read_per_partition(spec, &sources->input_scale, "input_scale", scales->input, err));
-    return moq_check_scales(scales->input, spec->partition_count, "input_scale", MOQ_SCALE_POSITIVE,
-                            err);
+    if (!used || sources->input_scale.count == 0)
+        scales->input = NULL;
+    return MOQ_OK;
 }
 
 static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_sources *sources,
@@ -280,6 +281,7 @@ static void write_params(const moq_linear_spec *spec, const moq_linear_sources *
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               moq_linear_params *params, moq_err *err) {
     scale_set scales = {.per_row = spec->per_row_scale};
+    MOQ_TRY(moq_linear_check_params(spec, params, "out", err));
     moq_status status = check_sources(spec, sources, &scales, err);
     if (status == MOQ_OK)
         write_params(spec, sources, &scales, params);

@@ -1,6 +1,7 @@
 """Hostile DLPack producers made with ctypes: every field can lie, every deleter call is counted."""
 
 import ctypes
+import weakref
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -77,6 +78,27 @@ _capsule_new_plain = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_v
     ("PyCapsule_New", pythonapi)
 )
 _capsule_valid = ctypes.PYFUNCTYPE(c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", pythonapi))
+
+# Deleters and destructors are called whenever a consumer or the collector gets to it, so they are functions
+# of this module, which outlive every Lender, and find theirs by the address of its struct.
+_lenders: "weakref.WeakValueDictionary[int, Lender]" = weakref.WeakValueDictionary()
+
+
+def _count_deletion(managed: int) -> None:
+    lender = _lenders.get(managed)
+    if lender is not None:
+        lender.deleted += 1
+
+
+def _destroy_capsule(capsule: int) -> None:
+    for name in (b"dltensor", b"dltensor_versioned"):
+        if _capsule_valid(capsule, name):
+            _count_deletion(_capsule_pointer(capsule, name))
+
+
+_DELETE = DELETER(_count_deletion)
+_DESTROY = _DESTRUCTOR(_destroy_capsule)
 
 
 class Lender:
@@ -95,10 +117,9 @@ class Lender:
         self.buffer = (ctypes.c_float * 1024)()
         self.address = (ctypes.addressof(self.buffer) + 255) // 256 * 256
         self.managed = Managed()
-        self.deleter = DELETER(self._delete)
-        self.destructor = _DESTRUCTOR(self._destroy)
+        _lenders[ctypes.addressof(self.managed)] = self
         part = self.managed.legacy if legacy else self.managed.versioned
-        part.deleter = self.deleter
+        part.deleter = _DELETE
         if not legacy:
             part.version = DLVersion(*lies.pop("version", (1, 3)))
             part.flags = lies.pop("flags", 0)
@@ -124,18 +145,10 @@ class Lender:
         tensor.byte_offset = lies.pop("byte_offset", 0)
         assert not lies, f"unknown fields {lies}"
 
-    def _delete(self, _managed: int) -> None:
-        self.deleted += 1
-
-    def _destroy(self, capsule: int) -> None:
-        name = b"dltensor" if self.legacy else b"dltensor_versioned"
-        if _capsule_valid(capsule, name):
-            self._delete(0)
-
     def capsule(self, name: bytes | None = None) -> Any:
         """A capsule over the tensor; it calls the deleter unless a consumer renamed it."""
         self.name = name if name is not None else b"dltensor" if self.legacy else b"dltensor_versioned"
-        return _capsule_new(ctypes.addressof(self.managed), self.name, self.destructor)
+        return _capsule_new(ctypes.addressof(self.managed), self.name, _DESTROY)
 
 
 class Producer:

@@ -9,6 +9,7 @@ import pytest
 from fake_dlpack import (
     CPU,
     CUDA,
+    DELETER,
     IS_COPIED,
     PADDED,
     RAISE,
@@ -96,7 +97,7 @@ def test_empty_tensors_need_no_memory(data: int) -> None:
 
 def test_a_null_deleter_is_fine() -> None:
     lender = Lender()
-    lender.managed.versioned.deleter = type(lender.deleter)()
+    lender.managed.versioned.deleter = DELETER()
     assert describe(Producer(lender))["dtype"] == "float32"
 
 
