@@ -5,13 +5,17 @@
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
 #   make format       apply the formatters
 #   make clean        remove everything the above have made
-# Variables: PYTHON (interpreter), PYTEST (options for pytest), DEMO (checkpoint directory).
+# Variables: PYTHON (interpreter), PYTEST (options for pytest), DEMO (checkpoint directory), SECONDS (for each
+# fuzz target), FUZZ (names of fuzz targets; all without).
 
 PYTHON ?= python3
 PYTEST ?=
+SECONDS ?= 20
+FUZZ   ?=
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
 # The tests and the demo run what was installed, never the source tree they are started in.
@@ -19,9 +23,9 @@ export PYTHONSAFEPATH = 1
 
 SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqext python -type f \
               -not -name '*.so' -not -name '*.pyc')
-C_FILES   = $(shell find csrc -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
+C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test oldest lint format sanitize checkpoints clean
+.PHONY: demo test oldest lint format sanitize fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -46,11 +50,18 @@ format: .venv-lint/.installed
 
 # The sanitizers' runtime must be the first library of the process, and the interpreter's own small-object
 # allocator off, so that every byte has a red zone. Python itself leaks by design: no leak check.
+SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+
 sanitize: .venv-sanitize/.installed
-	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 \
-	UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	.venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+
+# The check comes first, before anything is built for nothing.
+fuzz:
+	@$(PYTHON) tests/fuzz/targets.py --check
+	@$(MAKE) --no-print-directory .venv-sanitize/.installed
+	$(SANITIZED) .venv-sanitize/bin/python tests/fuzz/run.py --seconds $(SECONDS) $(FUZZ)
 
 checkpoints: .venv-checkpoints/.installed
 	.venv-checkpoints/bin/python tests/data/make_checkpoints.py tests/data/exports

@@ -318,6 +318,13 @@ def test_one_listed_expert_and_its_container():
         read.is_excluded("model.layers.0.mlp.experts")
 
 
+def test_the_empty_entry_lists_a_shard_without_text():
+    with pytest.raises(ConfigError, match="only one of the shards"):
+        config("", "other").is_excluded("qkv", {"qkv": ["", "q"]}, semantics="vllm")
+    check_vllm(["", "other"], "qkv", {"qkv": ["", "q"]})
+    check_vllm([""], "qkv", {"qkv": [""]})
+
+
 def test_trailing_wildcards_are_split():
     read = config("lm_head", "a.b*", "a.c.*", "*", "d*e", group_size=None, kv_cache_quant_algo="FP8")
     split = read.expand_trailing_wildcards()
@@ -384,6 +391,17 @@ def test_a_million_entries_are_read_in_linear_time():
     assert read.is_excluded("model.layers.999999.mlp.up_proj")
     assert not read.is_excluded("model.layers.1000000.mlp.up_proj")
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
+@pytest.mark.parametrize("entry", ["*a*a*a*a*{}", "*{}", "[a-c]?{}*", "experts.{}"])
+def test_many_entries_of_one_hostile_kind_are_linear(entry, semantics):
+    """Reading, and a name against each entry once, not entries against entries: that would be 10^10 steps."""
+    read = config(*(entry.format(i) for i in range(100_000)))
+    start = time.perf_counter()
+    assert not read.is_excluded("model.layers.3.mlp.experts_x", semantics=semantics)
+    assert read.is_excluded("a" * 40 + "99999", semantics=semantics) is entry.startswith("*")
+    assert time.perf_counter() - start < 5
 
 
 def test_hostile_patterns_are_linear():

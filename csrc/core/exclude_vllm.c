@@ -45,7 +45,8 @@ moq_status moq_vllm_exclusion_compile(moq_arena *arena, const moq_text *entries,
 }
 
 static bool is_entry(const moq_vllm_exclusion *set, moq_text name) {
-    return moq_textmap_find(&set->entries.map, name) != MOQ_TEXTMAP_NONE;
+    return name.size == 0 ? set->has_empty
+                          : moq_textmap_find(&set->entries.map, name) != MOQ_TEXTMAP_NONE;
 }
 
 static bool has_entry_inside(const moq_vllm_exclusion *set, moq_text name) {

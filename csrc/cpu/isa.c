@@ -26,9 +26,14 @@ static int may_use_tiles(void) {
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 
+/* Leaf 1, ECX bit 29. Its registers are those of AVX; clang before 19 cannot be asked by name. */
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
 static moq_isa detect(void) {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !__builtin_cpu_supports("f16c"))
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c())
         return MOQ_ISA_PORTABLE;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||

@@ -50,6 +50,13 @@ moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *
     return moq_check_host(x, name, err);
 }
 
+moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
+    if (group_size < 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected a positive number, got %lld",
+                        (long long)group_size);
+    return MOQ_OK;
+}
+
 static bool same_shape(const moq_tensor *a, const moq_tensor *b) {
     if (a->ndim != b->ndim)
         return false;

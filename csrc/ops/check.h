@@ -13,6 +13,8 @@ moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
 /* Host memory of float32, bfloat16 or float16. */
 moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err);
+/* 0, for not given, or a size. */
+moq_status moq_check_group_size(int64_t group_size, moq_err *err);
 /* A result: host memory that can be written, without gaps, of the shape and dtype (or its raw
  * carrier) of `expected`, apart from each of the `count` inputs (NULL entries are passed over). */
 moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,

@@ -358,6 +358,7 @@ moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const
     const weight_format *format = NULL;
     moq_dtype dtype = MOQ_DT_NONE;
     MOQ_TRY(find_format(algo, &format, err));
+    MOQ_TRY(moq_check_group_size(group_size, err));
     MOQ_TRY(check_tensors(format, weight, scale, scale_2, out_dtype, err));
     MOQ_TRY(scale_dtype(format, scale, &dtype, err));
     *plan = (moq_dequantize_plan){.weight = *weight, .scale = *scale, .scale_2 = {.ndim = -1}};

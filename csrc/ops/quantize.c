@@ -29,6 +29,7 @@ moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *
 
 static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, int64_t *out,
                                 moq_err *err) {
+    MOQ_TRY(moq_check_group_size(group_size, err));
     if (scheme == MOQ_QUANTIZE_NVFP4) {
         *out = MOQ_NVFP4_GROUP;
         if (group_size && group_size != MOQ_NVFP4_GROUP)

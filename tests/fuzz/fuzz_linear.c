@@ -1,0 +1,341 @@
+/* Linear layers: any names, sizes and tensors are refused or prepared, and what was prepared runs
+ * and gives what codes and scales mean, whichever kernel is chosen.
+ *
+ * Case: algorithm, compute mode, dtype and sizes, then how each tensor departs from what is asked
+ * for, then bytes. */
+#include "fuzz.h"
+
+#include "core/formats.h"
+#include "ops/linear.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define WEIGHT_MAX 4000 /* elements of a weight that is really made */
+#define PART_MAX   8
+
+typedef struct {
+    fuzz_tensor part[PART_MAX];
+    moq_tensor view[PART_MAX];
+    moq_source source;
+} source_set;
+
+typedef struct {
+    moq_linear_spec spec;
+    source_set weight, weight_scale, weight_scale_2, input_scale;
+    bool spoiled; /* a tensor is not what the layer asks for */
+} layer;
+
+static int64_t draw_size(fuzz_input *in, int64_t usual) {
+    const int kind = (int)fuzz_range(in, 0, 255);
+    if (kind < 4)
+        return (int64_t)fuzz_bits(in, 8);
+    return kind < 128 ? fuzz_range(in, 1, usual) / 16 * 16 : fuzz_range(in, 1, usual);
+}
+
+static moq_status resolve(fuzz_input *in, moq_linear_spec *spec, moq_err *err) {
+    static const char *const ALGOS[] = {"FP8",
+                                        "NVFP4",
+                                        "W4A16_NVFP4",
+                                        "FP8_PB_WO",
+                                        "fp8_pb_real",
+                                        "nvfp4",
+                                        "FP8_PER_CHANNEL_PER_TOKEN",
+                                        "MXFP4",
+                                        "",
+                                        "MIXED_PRECISION",
+                                        "W4A16_NVFP4",
+                                        "NVFP4",
+                                        "FP8_PER_CHANNEL_PER_TOKEN",
+                                        "FP8_PB_WO",
+                                        "FP8",
+                                        "none"};
+    static const char *const COMPUTES[] = {"exact", "exact", "exact", "fp8",
+                                           "fp4",   "fp8",   "fp4",   ""};
+    static const char *const DTYPES[] = {"float32", "bfloat16", "float16", "float32",
+                                         "bf16",    "e4m3",     "float32", "x"};
+    static const int64_t GROUPS[] = {0, 0, 0, 16, 32, 128, -1, 64};
+    int64_t partition[MOQ_MAX_PARTITIONS + 1];
+    const char *algo = ALGOS[fuzz_range(in, 0, 15)];
+    const char *compute = COMPUTES[fuzz_range(in, 0, 7)], *dtype = DTYPES[fuzz_range(in, 0, 7)];
+    const int64_t k = draw_size(in, 300), group = GROUPS[fuzz_range(in, 0, 7)];
+    const int shape = (int)fuzz_range(in, 0, 255);
+    const int32_t count = shape < 4 ? (int32_t)(65 * (shape & 1)) : shape % PART_MAX + 1;
+    for (int32_t i = 0; i < count; i++)
+        partition[i] = count > PART_MAX ? 1 : draw_size(in, 140);
+    return moq_linear_resolve(algo, compute, dtype, (moq_device){MOQ_CPU, 0}, k, partition, count,
+                              group, spec, err);
+}
+
+/* Element i, in row-major memory, to one a checkpoint may hold: a scale from 0 to 2, no code that
+ * is NaN, no block scale that is negative. */
+static void tame(moq_tensor *t, int64_t i, bool is_scale) {
+    uint8_t *byte = (uint8_t *)t->data + (size_t)i * moq_dtype_size(t->dtype);
+    const float scale = *byte == 9 ? 0 : (float)(*byte + 1) / 128;
+    if (t->dtype == MOQ_DT_F32 || t->dtype == MOQ_DT_BF16) {
+        moq_encode_row(t->dtype, &scale, 1, byte);
+    } else if (t->dtype == MOQ_DT_E4M3) {
+        *byte &= is_scale ? 0x7f : 0xff;
+        *byte ^= (*byte & 0x7f) == 0x7f;
+    }
+}
+
+/* Makes the tensors of one parameter: one for the layer or one for each partition. */
+static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, source_set *out) {
+    const moq_linear_spec *spec = &l->spec;
+    const int damage = (int)fuzz_range(in, 0, 255); /* only a few values do any */
+    const bool rows =
+        want->shape[0] == spec->out_features && (want->ndim == 2 || spec->per_row_scale);
+    const bool split = fuzz_flag(in) && spec->partition_count > 1;
+    const bool wild = fuzz_range(in, 0, 31) == 0;
+    int32_t count = split ? spec->partition_count : 1;
+    l->spoiled = l->spoiled || damage < 5 || wild;
+    if (damage == 0)
+        count = 0;
+    if (damage == 1)
+        count = count % PART_MAX + 1;
+    for (int32_t p = 0; p < count; p++) {
+        moq_dtype dtype =
+            damage == 2 ? (moq_dtype)fuzz_range(in, 1, MOQ_DT_COUNT - 1) : want->dtype;
+        int64_t shape[2] = {want->shape[0], want->shape[1]};
+        const int64_t own = p < spec->partition_count ? spec->partition[p] : 1;
+        if (split)
+            shape[0] = rows ? own : want->ndim == 2 ? (own + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK : 1;
+        if (damage == 3) {
+            const int64_t axis = fuzz_range(in, 0, want->ndim - 1);
+            shape[axis] += fuzz_range(in, -1, 1);
+        }
+        shape[0] = shape[0] < 0 ? 0 : shape[0];
+        shape[1] = shape[1] < 0 ? 0 : shape[1];
+        if (dtype == MOQ_DT_F32 && damage >= 250)
+            dtype = MOQ_DT_BF16;
+        out->part[p] = fuzz_make(in, dtype, want->ndim, shape, damage == 4);
+        moq_tensor *t = &out->part[p].view;
+        const int64_t numel = moq_tensor_numel(t);
+        for (int64_t i = 0; i < numel && !l->spoiled; i++)
+            tame(t, i, want->role[0] == 's');
+        out->view[p] = *t;
+    }
+    out->source = (moq_source){count, out->view};
+}
+
+static void free_source(source_set *s) {
+    for (int p = 0; p < PART_MAX; p++)
+        fuzz_free(&s->part[p]);
+}
+
+static void make_sources(fuzz_input *in, layer *l, moq_linear_sources *sources) {
+    moq_param_spec want[MOQ_MAX_PARAMS];
+    const int count = moq_linear_checkpoint_params(&l->spec, want);
+    for (int i = 0; i < count; i++) {
+        const bool second = strcmp(want[i].name, "weight_scale_2") == 0;
+        source_set *s = strcmp(want[i].name, "weight") == 0         ? &l->weight
+                        : strcmp(want[i].name, "weight_scale") == 0 ? &l->weight_scale
+                        : second                                    ? &l->weight_scale_2
+                                                                    : &l->input_scale;
+        if (want[i].required || fuzz_flag(in))
+            make_source(in, l, &want[i], s);
+    }
+    *sources = (moq_linear_sources){l->weight.source, l->weight_scale.source,
+                                    l->weight_scale_2.source, l->input_scale.source};
+}
+
+static int32_t partition_of(const moq_linear_spec *spec, int64_t n, int64_t *row) {
+    int32_t p = 0;
+    while (n >= spec->partition[p])
+        n -= spec->partition[p++];
+    *row = n;
+    return p;
+}
+
+/* The scale of partition p, or of row n where rows have their own. */
+static double factor_of(const layer *l, const source_set *s, int64_t n) {
+    int64_t row;
+    const int32_t p = partition_of(&l->spec, n, &row);
+    const bool per_row = l->spec.per_row_scale, fused = s->source.count == 1;
+    const moq_tensor *t = &s->view[fused ? 0 : p];
+    if (per_row)
+        return fuzz_element(t, fused ? n : row);
+    return fuzz_element(t, fused && moq_tensor_numel(t) > 1 ? p : 0);
+}
+
+/* Weight (n, k) as codes and scales of the checkpoint say. */
+static double weight_at(const layer *l, int64_t n, int64_t k) {
+    int64_t row;
+    const moq_linear_spec *spec = &l->spec;
+    const int32_t p = partition_of(spec, n, &row);
+    const bool fused = l->weight.source.count == 1, fused_scale = l->weight_scale.source.count == 1;
+    const moq_tensor *weight = &l->weight.view[fused ? 0 : p];
+    const moq_tensor *scale = &l->weight_scale.view[fused_scale ? 0 : p];
+    const int64_t columns = moq_linear_scale_columns(spec);
+    const double code = fuzz_element(weight, (fused ? n : row) * spec->in_features + k);
+    if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW)
+        return code * factor_of(l, &l->weight_scale, n);
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1) {
+        const double group =
+            fuzz_element(scale, (fused_scale ? n : row) * columns + k / spec->group_size);
+        return code * group * factor_of(l, &l->weight_scale_2, n);
+    }
+    int64_t block = row / MOQ_FP8_BLOCK;
+    for (int32_t q = 0; q < p && fused_scale; q++)
+        block += (spec->partition[q] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    return code * fuzz_element(scale, block * columns + k / MOQ_FP8_BLOCK);
+}
+
+/* Every output within what `slack` allows per product: rounding of sums, and of the activations
+ * where they are quantized. */
+static void check_output(const layer *l, const moq_tensor *x, const moq_tensor *bias,
+                         const moq_tensor *y) {
+    const moq_linear_spec *spec = &l->spec;
+    const double rounding = spec->dtype == MOQ_DT_F32   ? 0x1p-24
+                            : spec->dtype == MOQ_DT_F16 ? 0x1p-10
+                                                        : 0x1p-7;
+    double slack =
+        spec->input == MOQ_INPUT_AS_IS ? 1e-5 : 0.07; /* e4m3: half a step of an eighth */
+    if (spec->input == MOQ_INPUT_NVFP4)
+        slack = 0.3; /* e2m1: half of the step from 4 to 6, of 4; and the block scale's own */
+    if (spec->weight != spec->checkpoint)
+        slack = 0.14; /* e4m3 twice */
+    const int64_t k = spec->in_features, m = moq_tensor_numel(x) / k;
+    double *row = malloc((size_t)k * sizeof *row);
+    for (int64_t n = 0; n < spec->out_features; n++) {
+        double largest = 0;
+        for (int64_t i = 0; i < k; i++) {
+            row[i] = weight_at(l, n, i);
+            largest = fmax(largest, fabs(row[i]));
+        }
+        for (int64_t r = 0; r < m; r++) {
+            double sum = bias ? fuzz_element(bias, n) : 0, size = fabs(sum), amax = 0;
+            for (int64_t i = 0; i < k; i++) {
+                const double value = fuzz_element(x, r * k + i);
+                sum += value * row[i];
+                size += fabs(value * row[i]);
+                amax = fmax(amax, fabs(value));
+            }
+            const float got = fuzz_element(y, r * spec->out_features + n);
+            const double flat = slack > 1e-4 ? slack * amax * largest * (double)k / 8 : 0;
+            const double near = size * slack + flat + fabs(sum) * rounding + 1e-6;
+            FUZZ_CHECK(fabs(sum) > 60000 || fabs((double)got - sum) <= near,
+                       "%s row %lld, column %lld: %g, expected %g within %g", spec->algo,
+                       (long long)r, (long long)n, (double)got, sum, near);
+        }
+    }
+    free(row);
+}
+
+/* Activations of modest size, so that every sum is finite. */
+static fuzz_tensor make_x(fuzz_input *in, moq_dtype dtype, int32_t ndim, const int64_t *shape) {
+    fuzz_tensor x = fuzz_make(in, dtype, ndim, shape, fuzz_flag(in));
+    const int64_t count = moq_tensor_numel(&x.view);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = fuzz_offset(&x.view, i);
+        char *element = (char *)x.view.data + at * (int64_t)moq_dtype_size(dtype);
+        const float value = (float)((int)(uint8_t)*element - 128) / 32;
+        moq_encode_row(dtype, &value, 1, element);
+    }
+    return x;
+}
+
+static void run(fuzz_input *in, const layer *l, const moq_linear_params *params) {
+    const moq_linear_spec *spec = &l->spec;
+    moq_err err;
+    int64_t shape[3] = {0, 0, spec->in_features};
+    for (int i = 0; i < 2; i++)
+        shape[i] = fuzz_range(in, 0, 2);
+    const int32_t ndim = (int32_t)fuzz_range(in, 1, 3);
+    fuzz_tensor x = make_x(in, spec->dtype, ndim, shape + 3 - ndim);
+    const moq_dtype bias_dtype = fuzz_flag(in) ? MOQ_DT_F32 : spec->dtype;
+    fuzz_tensor bias = make_x(in, bias_dtype, 1, &spec->out_features);
+    const moq_tensor *used =
+        moq_tensor_is_contiguous(&bias.view) && fuzz_flag(in) ? &bias.view : NULL;
+    moq_tensor wanted = {.dtype = spec->dtype, .ndim = ndim};
+    FUZZ_CHECK(moq_linear_output_shape(spec, &x.view, wanted.shape, &err) == MOQ_OK, "%s",
+               err.message);
+    const moq_linear_kernel *kernel;
+    for (int i = 0; (kernel = moq_linear_kernel_at(i)) != NULL; i++) {
+        char name[64], reason[256];
+        moq_linear_plan plan;
+        if (!kernel->can_run(spec, reason, sizeof reason))
+            continue;
+        snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
+        FUZZ_CHECK(moq_linear_make_plan(spec, name, &plan, &err) == MOQ_OK, "%s", err.message);
+        fuzz_tensor y = fuzz_result(&wanted, 0xff);
+        const moq_status status = moq_linear_run(spec, &plan, params, &x.view, used, &y.view, &err);
+        FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.message);
+        if (!l->spoiled && l->input_scale.source.count == 0)
+            check_output(l, &x.view, used, &y.view);
+        fuzz_free(&y);
+    }
+    fuzz_free(&x);
+    fuzz_free(&bias);
+}
+
+static void prepare_and_run(fuzz_input *in, layer *l) {
+    moq_param_spec want[MOQ_MAX_PARAMS];
+    moq_linear_sources sources;
+    moq_linear_params params = {.weight = {.dtype = MOQ_DT_NONE}};
+    fuzz_tensor prepared[MOQ_MAX_PARAMS] = {{.memory = NULL}};
+    moq_err err;
+    make_sources(in, l, &sources);
+    const int count = moq_linear_prepared_params(&l->spec, want);
+    for (int i = 0; i < count; i++) {
+        moq_tensor shape = {.dtype = want[i].dtype, .ndim = want[i].ndim};
+        if (!want[i].required && sources.input_scale.count == 0)
+            continue;
+        memcpy(shape.shape, want[i].shape, sizeof want[i].shape);
+        prepared[i] = fuzz_result(&shape, 0xff);
+        *moq_linear_param(&params, want[i].id) = prepared[i].view;
+    }
+    const moq_status status = moq_linear_prepare(&l->spec, &sources, &params, &err);
+    if (status == MOQ_OK) {
+        run(in, l, &params);
+    } else {
+        fuzz_check_error(status, &err);
+        FUZZ_CHECK(l->spoiled, "%s", err.message);
+        for (int i = 0; i < count; i++) {
+            const uint8_t *memory = prepared[i].memory;
+            FUZZ_CHECK(!memory || moq_tensor_numel(&prepared[i].view) == 0 || memory[0] == 0xff,
+                       "%s was written before %s", want[i].name, err.message);
+        }
+    }
+    for (int i = 0; i < count; i++)
+        fuzz_free(&prepared[i]);
+}
+
+static void check_spec(const moq_linear_spec *spec) {
+    moq_param_spec param[MOQ_MAX_PARAMS];
+    char text[160];
+    FUZZ_CHECK(strlen(moq_linear_text(spec, text, sizeof text)) < sizeof text, "%s", text);
+    for (int pass = 0; pass < 2; pass++) {
+        const int count = pass ? moq_linear_prepared_params(spec, param)
+                               : moq_linear_checkpoint_params(spec, param);
+        FUZZ_CHECK(count >= 1 && count <= MOQ_MAX_PARAMS, "%d", count);
+        for (int i = 0; i < count; i++) {
+            const int64_t columns = param[i].ndim == 2 ? param[i].shape[1] : 1;
+            FUZZ_CHECK(param[i].shape[0] > 0 && columns > 0, "%s of %s", param[i].name, text);
+        }
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    fuzz_input in = {data, size};
+    layer *l = calloc(1, sizeof *l);
+    moq_err err;
+    const moq_status status = resolve(&in, &l->spec, &err);
+    if (status != MOQ_OK) {
+        fuzz_check_error(status, &err);
+    } else {
+        check_spec(&l->spec);
+        if (l->spec.partition_count <= PART_MAX &&
+            l->spec.in_features <= WEIGHT_MAX / l->spec.out_features)
+            prepare_and_run(&in, l);
+    }
+    free_source(&l->weight);
+    free_source(&l->weight_scale);
+    free_source(&l->weight_scale_2);
+    free_source(&l->input_scale);
+    free(l);
+    return 0;
+}
