@@ -6,62 +6,81 @@
 #include "cpu/isa.h"
 
 #include <math.h>
+#include <string.h>
 
 /* Values that pass through the stack at once; whole groups of NVFP4. */
 #define PIECE 512
 
-static float amax(moq_dtype dtype, const void *src, int64_t n) {
-    const char *from = src;
-    float values[PIECE], largest = 0.0f;
-    while (n > 0) {
-        int64_t count = n < PIECE ? n : PIECE;
-        moq_decode_row(dtype, from, count, values);
-        for (int64_t i = 0; i < count; i++) {
-            if (isnan(values[i]))
-                return NAN;
-            largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
-        }
-        from += (size_t)count * moq_dtype_size(dtype);
-        n -= count;
+static float amax_of_floats(const float *x, int64_t n) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        if (isnan(x[i]))
+            return NAN;
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
     }
     return largest;
 }
 
-static void multiply_e4m3(moq_dtype dtype, const void *src, int64_t n, float factor,
-                          uint8_t *codes) {
-    const char *from = src;
+static float amax_of_row(moq_dtype dtype, const char *src, int64_t n) {
+    float values[PIECE], largest = 0.0f;
+    for (int64_t at = 0, count; at < n; at += count) {
+        count = n - at < PIECE ? n - at : PIECE;
+        moq_decode_row(dtype, src + (size_t)at * moq_dtype_size(dtype), count, values);
+        float most = amax_of_floats(values, count);
+        largest = most <= largest ? largest : most;
+        if (isnan(largest))
+            break;
+    }
+    return largest;
+}
+
+static void amax(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *most) {
+    for (int64_t at = 0; at < n; at += group)
+        *most++ = amax_of_row(dtype, (const char *)src + (size_t)at * moq_dtype_size(dtype),
+                              n - at < group ? n - at : group);
+}
+
+static float multiply(float x, float factor) {
+    return x * factor;
+}
+
+static float divide(float x, float scale) {
+    return x / scale;
+}
+
+/* codes = e4m3(combine(x, y)) */
+static inline void encode_combined(moq_dtype dtype, const char *src, int64_t n,
+                                   float (*combine)(float, float), float y, uint8_t *codes) {
     float values[PIECE];
-    while (n > 0) {
-        int64_t count = n < PIECE ? n : PIECE;
-        moq_decode_row(dtype, from, count, values);
+    if (isnan(y)) {
+        memset(codes, 0x7f, (size_t)n);
+        return;
+    }
+    for (int64_t at = 0, count; at < n; at += count) {
+        count = n - at < PIECE ? n - at : PIECE;
+        moq_decode_row(dtype, src + (size_t)at * moq_dtype_size(dtype), count, values);
         for (int64_t i = 0; i < count; i++)
-            values[i] *= factor;
-        moq_encode_row(MOQ_DT_E4M3, values, count, codes);
-        from += (size_t)count * moq_dtype_size(dtype);
-        codes += count;
-        n -= count;
+            values[i] = combine(values[i], y);
+        moq_encode_row(MOQ_DT_E4M3, values, count, codes + at);
     }
 }
 
-static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, float scale, uint8_t *codes) {
-    const char *from = src;
-    float values[PIECE];
-    while (n > 0) {
-        int64_t count = n < PIECE ? n : PIECE;
-        moq_decode_row(dtype, from, count, values);
-        for (int64_t i = 0; i < count; i++)
-            values[i] /= scale;
-        moq_encode_row(MOQ_DT_E4M3, values, count, codes);
-        from += (size_t)count * moq_dtype_size(dtype);
-        codes += count;
-        n -= count;
-    }
+static void multiply_e4m3(moq_dtype dtype, const void *src, int64_t n, float factor,
+                          uint8_t *codes) {
+    encode_combined(dtype, src, n, multiply, factor, codes);
+}
+
+static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, int64_t group,
+                        const float *scales, uint8_t *codes) {
+    for (int64_t at = 0; at < n; at += group)
+        encode_combined(dtype, (const char *)src + (size_t)at * moq_dtype_size(dtype),
+                        n - at < group ? n - at : group, divide, *scales++, codes + at);
 }
 
 /* Divides the values of one group by its step; returns the block scale. */
 static uint8_t scale_group(float *x, float scale_2) {
     float largest = MOQ_E2M1_MAX * scale_2;
-    uint8_t block_scale = moq_e4m3_encode(amax(MOQ_DT_F32, x, MOQ_NVFP4_GROUP) / largest);
+    uint8_t block_scale = moq_e4m3_encode(amax_of_floats(x, MOQ_NVFP4_GROUP) / largest);
     float step = moq_e4m3_decode(block_scale) * scale_2;
     for (int i = 0; i < MOQ_NVFP4_GROUP; i++)
         x[i] = step == 0.0f ? 0.0f : x[i] / step;

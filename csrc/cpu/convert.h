@@ -16,13 +16,16 @@ typedef struct {
 
     /* The others read F32, BF16 or F16. */
 
-    /* Largest magnitude, 0 for no values; the one NaN 0x7fc00000 when a value is a NaN. */
-    float (*amax)(moq_dtype dtype, const void *src, int64_t n);
-    /* codes = e4m3(x * factor), factor >= 0 and not a NaN. */
+    /* Of each `group` values, the last group as long as it is, the largest magnitude; the one NaN
+     * 0x7fc00000 when a value is a NaN. */
+    void (*amax)(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *amax);
+    /* codes = e4m3(x * factor), factor >= 0; all 0x7f when it is a NaN. */
     void (*multiply_e4m3)(moq_dtype dtype, const void *src, int64_t n, float factor,
                           uint8_t *codes);
-    /* codes = e4m3(x / scale), scale > 0, infinity included; where it is finite, x is too. */
-    void (*divide_e4m3)(moq_dtype dtype, const void *src, int64_t n, float scale, uint8_t *codes);
+    /* codes = e4m3(x / scale) with a scale for each group, which is infinite or, but for rounding,
+     * at least amax / 448 and positive; all 0x7f when it is a NaN. */
+    void (*divide_e4m3)(moq_dtype dtype, const void *src, int64_t n, int64_t group,
+                        const float *scales, uint8_t *codes);
     /* See moq_quantize_row_nvfp4. */
     void (*nvfp4)(moq_dtype dtype, const void *src, int64_t n, float scale_2, uint8_t *packed,
                   uint8_t *block_scales);

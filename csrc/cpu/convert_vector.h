@@ -24,8 +24,9 @@
 
 static const moq_row_kernels *const portable = &moq_row_kernels_portable;
 
-static inline const void *element(moq_dtype dtype, const void *src, int64_t i) {
-    return (const char *)src + (size_t)i * moq_dtype_size(dtype);
+/* Element i of a row of F32, BF16 or F16. */
+INLINE const void *element(moq_dtype dtype, const void *src, int64_t i) {
+    return (const char *)src + i * (dtype == MOQ_DT_F32 ? 4 : 2);
 }
 
 /* ------------------------------------------------------------------------------ loads, as float */
@@ -49,10 +50,11 @@ INLINE vec_f load(moq_dtype dtype, const void *src, int64_t i) {
 
 /* ------------------------------------------------------------------------------------- rounding */
 
-/* The code of a finite magnitude in a format with `fraction` bits of significand and the given
- * bias; see narrow() of core/formats.c, which this must equal. The last place of the code is worth
- * 2^(e - fraction), e being the exponent of the magnitude or, below it, that of the smallest normal
- * number; adding 2^23 times as much leaves the rounded multiple in the last bits of the sum. */
+/* The code of a magnitude below 2^100 in a format with `fraction` bits of significand and the given
+ * bias, not saturated; see narrow() of core/formats.c, which this must equal. The last place of the
+ * code is worth 2^(e - fraction), e being the exponent of the magnitude or, below it, that of the
+ * smallest normal number; adding 2^23 times as much leaves the rounded multiple in the last bits of
+ * the sum. */
 INLINE vec_i narrow(vec_i magnitude, int fraction, int bias) {
     vec_i lowest = V(set1_epi32)((128 - bias) << 23);
     vec_i exponent = V(max_epi32)(V_BITS (and)(magnitude, INFINITE), lowest);
@@ -62,43 +64,52 @@ INLINE vec_i narrow(vec_i magnitude, int fraction, int bias) {
     return V(add_epi32)(V(sub_epi32)(sum, grid), above);
 }
 
-/* The code without its sign. */
-INLINE vec_i e4m3_magnitude(vec_f x, bool may_be_nan) {
-    vec_i magnitude = V_BITS (and)(BITS(x), MAGNITUDE);
-    vec_i code = narrow(V(min_epi32)(magnitude, V(set1_epi32)(0x43e00000)), 3, 7); /* 448 */
-    return may_be_nan ? count_greater(code, magnitude, INFINITE) : code;
+INLINE vec_i magnitude_of(vec_f x) {
+    return V_BITS (and)(BITS(x), MAGNITUDE);
 }
 
-INLINE vec_i e2m1_magnitude(vec_f x) {
-    vec_i magnitude = V_BITS (and)(BITS(x), MAGNITUDE);
-    return narrow(V(min_epi32)(magnitude, V(set1_epi32)(0x40c00000)), 1, 1); /* 6 */
+/* Codes of two vectors without their signs in words, and words with the signs of x, which
+ * saturation keeps. Made by twos so that the constants stay in registers. */
+typedef struct {
+    vec_i codes, signs;
+} code_words;
+
+INLINE code_words make_words(vec_i code_a, vec_i code_b, vec_f a, vec_f b) {
+    return (code_words){V(packus_epi32)(code_a, code_b), V(packs_epi32)(BITS(a), BITS(b))};
 }
 
-/* Bytes of a block: codes below 128, and above them the signs of x, which survive saturation. */
-INLINE vec_i pack_signed(const vec_i code[4], const vec_f x[4]) {
-    vec_i codes =
-        V(packus_epi16)(V(packus_epi32)(code[0], code[1]), V(packus_epi32)(code[2], code[3]));
-    vec_i signs = V(packs_epi16)(V(packs_epi32)(BITS(x[0]), BITS(x[1])),
-                                 V(packs_epi32)(BITS(x[2]), BITS(x[3])));
+/* Magnitudes of at most 448. */
+INLINE code_words e4m3_words_in_range(vec_f a, vec_f b) {
+    return make_words(narrow(magnitude_of(a), 3, 7), narrow(magnitude_of(b), 3, 7), a, b);
+}
+
+INLINE vec_i e4m3_saturated(vec_f x) {
+    vec_i magnitude = magnitude_of(x), most = V(set1_epi32)(0x43e00000); /* 448 */
+    return count_greater(narrow(V(min_epi32)(magnitude, most), 3, 7), magnitude, INFINITE);
+}
+
+INLINE code_words e4m3_words(vec_f a, vec_f b) {
+    return make_words(e4m3_saturated(a), e4m3_saturated(b), a, b);
+}
+
+/* Magnitudes below 2^100; codes above 7 are left to pack_nibbles. */
+INLINE code_words e2m1_words(vec_f a, vec_f b) {
+    return make_words(narrow(magnitude_of(a), 1, 1), narrow(magnitude_of(b), 1, 1), a, b);
+}
+
+/* Bytes of a block: codes with the sign in the highest bit. */
+INLINE vec_i pack_signed(code_words low, code_words high) {
+    vec_i codes = V(packus_epi16)(low.codes, high.codes);
+    vec_i signs = V(packs_epi16)(low.signs, high.signs);
     return order_bytes(V_BITS(or)(codes, V_BITS (and)(signs, V(set1_epi8)((char)0x80))));
 }
 
-INLINE vec_i encode_e4m3_block(const vec_f x[4], bool may_be_nan) {
-    vec_i code[4];
-    for (int v = 0; v < 4; v++)
-        code[v] = e4m3_magnitude(x[v], may_be_nan);
-    return pack_signed(code, x);
-}
-
 /* Two values to a byte, the even one in the low nibble. */
-INLINE half_i encode_e2m1_block(const vec_f x[4]) {
-    vec_i code[4];
-    for (int v = 0; v < 4; v++)
-        code[v] = e2m1_magnitude(x[v]);
-    vec_i bytes = pack_signed(code, x);
-    vec_i sign = V_BITS (and)(V(srli_epi16)(bytes, 4), V(set1_epi8)(8));
-    vec_i nibbles = V_BITS(or)(V_BITS (and)(bytes, V(set1_epi8)(7)), sign);
-    return narrow_words(V(maddubs_epi16)(nibbles, V(set1_epi16)(0x1001)));
+INLINE half_i pack_nibbles(code_words low, code_words high) {
+    vec_i codes = V(min_epu8)(V(packus_epi16)(low.codes, high.codes), V(set1_epi8)(7));
+    vec_i signs = V(srli_epi16)(V(packs_epi16)(low.signs, high.signs), 4);
+    vec_i nibbles = V_BITS(or)(codes, V_BITS (and)(signs, V(set1_epi8)(8)));
+    return narrow_words(V(maddubs_epi16)(order_bytes(nibbles), V(set1_epi16)(0x1001)));
 }
 
 /* ---------------------------------------------------------------------------------- conversions */
@@ -170,35 +181,40 @@ static void encode_f16(const float *src, int64_t n, uint16_t *dst) {
                    V(cvtps_ph)(V(loadu_ps)(src + i), _MM_FROUND_TO_NEAREST_INT));
 }
 
-INLINE void load_block(moq_dtype dtype, const void *src, int64_t i, vec_f x[4]) {
-    for (int v = 0; v < 4; v++)
-        x[v] = load(dtype, src, i + v * LANES);
-}
-
 static void encode_e4m3(const float *src, int64_t n, uint8_t *dst) {
     for (int64_t i = 0; i < n; i += BLOCK) {
-        vec_f x[4];
-        load_block(MOQ_DT_F32, src, i, x);
-        V_BITS(storeu)((vec_i *)(dst + i), encode_e4m3_block(x, true));
+        code_words words[2];
+        for (int w = 0; w < 2; w++) {
+            const float *x = src + i + w * 2 * LANES;
+            words[w] = e4m3_words(V(loadu_ps)(x), V(loadu_ps)(x + LANES));
+        }
+        V_BITS(storeu)((vec_i *)(dst + i), pack_signed(words[0], words[1]));
     }
 }
 
-/* A NaN becomes +6, as infinity does. */
+/* A NaN becomes +6, and what is greater may as well become 2^64. */
+INLINE vec_f load_for_e2m1(const float *src) {
+    vec_i bits = V_BITS(loadu)((const vec_i *)src), most = V(set1_epi32)(0x5f800000);
+    vec_i magnitude = V_BITS (and)(bits, MAGNITUDE);
+    vec_i sign =
+        where_greater(magnitude, INFINITE, V_BITS(setzero)(), V_BITS(xor)(bits, magnitude));
+    return FLOATS(V_BITS(or)(V(min_epi32)(magnitude, most), sign));
+}
+
 static void encode_e2m1(const float *src, int64_t n, uint8_t *dst) {
     for (int64_t i = 0; i < n; i += BLOCK) {
-        vec_f x[4];
-        load_block(MOQ_DT_F32, src, i, x);
-        for (int v = 0; v < 4; v++) {
-            vec_i magnitude = V_BITS (and)(BITS(x[v]), MAGNITUDE);
-            x[v] = FLOATS(where_greater(magnitude, INFINITE, INFINITE, BITS(x[v])));
+        code_words words[2];
+        for (int w = 0; w < 2; w++) {
+            const float *x = src + i + w * 2 * LANES;
+            words[w] = e2m1_words(load_for_e2m1(x), load_for_e2m1(x + LANES));
         }
-        HALF_STORE((half_i *)(dst + i / 2), encode_e2m1_block(x));
+        HALF_STORE((half_i *)(dst + i / 2), pack_nibbles(words[0], words[1]));
     }
 }
 
 static void decode(moq_dtype dtype, const void *src, int64_t n, float *dst) {
     int64_t whole = n - n % (2 * LANES);
-    const char *rest = element(dtype, src, whole);
+    const char *rest = (const char *)src + (size_t)whole * moq_dtype_size(dtype);
     switch (dtype) {
     case MOQ_DT_BF16:
         decode_bf16(src, whole, dst);
@@ -268,36 +284,46 @@ INLINE float number(moq_dtype dtype, uint32_t magnitude) {
     return isnan(value) ? NAN : value;
 }
 
-INLINE float amax_of(moq_dtype dtype, const void *src, int64_t n) {
+INLINE vec_i larger_of(moq_dtype dtype, vec_i a, vec_i b) {
+    return dtype == MOQ_DT_F32 ? V(max_epu32)(a, b) : V(max_epu16)(a, b);
+}
+
+INLINE float amax_from(moq_dtype dtype, const void *src, int64_t n) {
     int64_t step = dtype == MOQ_DT_F32 ? LANES : 2 * LANES, i = 0;
     vec_i mask = dtype == MOQ_DT_F32 ? MAGNITUDE : V(set1_epi16)(0x7fff);
     vec_i most[4] = {V_BITS(setzero)(), V_BITS(setzero)(), V_BITS(setzero)(), V_BITS(setzero)()};
     for (; i + 4 * step <= n; i += 4 * step) {
         for (int v = 0; v < 4; v++) {
             vec_i x = V_BITS(loadu)((const vec_i *)element(dtype, src, i + v * step));
-            x = V_BITS (and)(x, mask);
-            most[v] = dtype == MOQ_DT_F32 ? V(max_epu32)(most[v], x) : V(max_epu16)(most[v], x);
+            most[v] = larger_of(dtype, most[v], V_BITS (and)(x, mask));
         }
     }
-    for (int v = 1; v < 4; v++)
-        most[0] =
-            dtype == MOQ_DT_F32 ? V(max_epu32)(most[0], most[v]) : V(max_epu16)(most[0], most[v]);
-    float head = number(dtype, dtype == MOQ_DT_F32 ? largest_32(fold_max_32(most[0]))
-                                                   : largest_16(fold_max_16(most[0])));
+    vec_i all =
+        larger_of(dtype, larger_of(dtype, most[0], most[1]), larger_of(dtype, most[2], most[3]));
+    float head = number(dtype, dtype == MOQ_DT_F32 ? largest_32(fold_max_32(all))
+                                                   : largest_16(fold_max_16(all)));
     if (i == n)
         return head;
-    float tail = portable->amax(dtype, element(dtype, src, i), n - i);
+    float tail;
+    portable->amax(dtype, element(dtype, src, i), n - i, n - i, &tail);
     return tail <= head || isnan(head) ? head : tail;
 }
 
-static float amax(moq_dtype dtype, const void *src, int64_t n) {
+INLINE void amax_of_each(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *most) {
+    for (int64_t at = 0; at < n; at += group)
+        *most++ = amax_from(dtype, element(dtype, src, at), n - at < group ? n - at : group);
+}
+
+static void amax(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *most) {
     switch (dtype) {
     case MOQ_DT_BF16:
-        return amax_of(MOQ_DT_BF16, src, n);
+        amax_of_each(MOQ_DT_BF16, src, n, group, most);
+        break;
     case MOQ_DT_F16:
-        return amax_of(MOQ_DT_F16, src, n);
+        amax_of_each(MOQ_DT_F16, src, n, group, most);
+        break;
     default:
-        return amax_of(MOQ_DT_F32, src, n);
+        amax_of_each(MOQ_DT_F32, src, n, group, most);
     }
 }
 
@@ -306,27 +332,46 @@ static float amax(moq_dtype dtype, const void *src, int64_t n) {
 INLINE void multiply_from(moq_dtype dtype, const void *src, int64_t n, float factor,
                           uint8_t *codes) {
     for (int64_t i = 0; i < n; i += BLOCK) {
-        vec_f x[4];
-        load_block(dtype, src, i, x);
-        for (int v = 0; v < 4; v++)
-            x[v] = V(mul_ps)(x[v], V(set1_ps)(factor));
-        V_BITS(storeu)((vec_i *)(codes + i), encode_e4m3_block(x, true));
+        code_words words[2];
+        for (int w = 0; w < 2; w++) {
+            int64_t at = i + w * 2 * LANES;
+            vec_f a = V(mul_ps)(load(dtype, src, at), V(set1_ps)(factor));
+            vec_f b = V(mul_ps)(load(dtype, src, at + LANES), V(set1_ps)(factor));
+            words[w] = e4m3_words(a, b);
+        }
+        V_BITS(storeu)((vec_i *)(codes + i), pack_signed(words[0], words[1]));
     }
 }
 
 INLINE void divide_from(moq_dtype dtype, const void *src, int64_t n, float scale, uint8_t *codes) {
     for (int64_t i = 0; i < n; i += BLOCK) {
-        vec_f x[4];
-        load_block(dtype, src, i, x);
-        for (int v = 0; v < 4; v++)
-            x[v] = V(div_ps)(x[v], V(set1_ps)(scale));
-        V_BITS(storeu)((vec_i *)(codes + i), encode_e4m3_block(x, false));
+        code_words words[2];
+        for (int w = 0; w < 2; w++) {
+            int64_t at = i + w * 2 * LANES;
+            vec_f a = V(div_ps)(load(dtype, src, at), V(set1_ps)(scale));
+            vec_f b = V(div_ps)(load(dtype, src, at + LANES), V(set1_ps)(scale));
+            words[w] = e4m3_words_in_range(a, b);
+        }
+        V_BITS(storeu)((vec_i *)(codes + i), pack_signed(words[0], words[1]));
+    }
+}
+
+/* A scale of infinity or NaN is left to the portable kernel. */
+INLINE void divide_each(moq_dtype dtype, const void *src, int64_t n, int64_t group,
+                        const float *scales, uint8_t *codes) {
+    for (int64_t at = 0; at < n; at += group, scales++) {
+        int64_t count = n - at < group ? n - at : group;
+        int64_t whole = *scales <= FLT_MAX ? count - count % BLOCK : 0, rest = count - whole;
+        divide_from(dtype, element(dtype, src, at), whole, *scales, codes + at);
+        if (rest > 0)
+            portable->divide_e4m3(dtype, element(dtype, src, at + whole), rest, rest, scales,
+                                  codes + at + whole);
     }
 }
 
 static void multiply_e4m3(moq_dtype dtype, const void *src, int64_t n, float factor,
                           uint8_t *codes) {
-    int64_t whole = n - n % BLOCK;
+    int64_t whole = isnan(factor) ? 0 : n - n % BLOCK;
     switch (dtype) {
     case MOQ_DT_BF16:
         multiply_from(MOQ_DT_BF16, src, whole, factor, codes);
@@ -340,86 +385,141 @@ static void multiply_e4m3(moq_dtype dtype, const void *src, int64_t n, float fac
     portable->multiply_e4m3(dtype, element(dtype, src, whole), n - whole, factor, codes + whole);
 }
 
-static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, float scale, uint8_t *codes) {
-    int64_t whole = scale <= FLT_MAX ? n - n % BLOCK : 0;
+static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, int64_t group,
+                        const float *scales, uint8_t *codes) {
     switch (dtype) {
     case MOQ_DT_BF16:
-        divide_from(MOQ_DT_BF16, src, whole, scale, codes);
+        divide_each(MOQ_DT_BF16, src, n, group, scales, codes);
         break;
     case MOQ_DT_F16:
-        divide_from(MOQ_DT_F16, src, whole, scale, codes);
+        divide_each(MOQ_DT_F16, src, n, group, scales, codes);
         break;
     default:
-        divide_from(MOQ_DT_F32, src, whole, scale, codes);
+        divide_each(MOQ_DT_F32, src, n, group, scales, codes);
     }
-    portable->divide_e4m3(dtype, element(dtype, src, whole), n - whole, scale, codes + whole);
 }
 
 /* ---------------------------------------------------------------------------------------- NVFP4 */
 
-INLINE float amax_of_group(moq_dtype dtype, const void *src) {
-    if (dtype == MOQ_DT_F32) {
-        const float *x = src;
-        __m256i mask = _mm256_set1_epi32(0x7fffffff);
-        __m256i a = _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), mask);
-        __m256i b = _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + 8)), mask);
-        __m256i most = _mm256_max_epu32(a, b);
-        return number(dtype, largest_32(_mm_max_epu32(_mm256_castsi256_si128(most),
-                                                      _mm256_extracti128_si256(most, 1))));
-    }
-    __m256i x = _mm256_and_si256(_mm256_loadu_si256(src), _mm256_set1_epi16(0x7fff));
-    return number(dtype, largest_16(_mm_max_epu16(_mm256_castsi256_si128(x),
-                                                  _mm256_extracti128_si256(x, 1))));
+INLINE __m256i larger(moq_dtype dtype, __m256i a, __m256i b) {
+    return dtype == MOQ_DT_F32 ? _mm256_max_epu32(a, b) : _mm256_max_epu16(a, b);
 }
 
-/* The block scales and the steps they make of up to GROUPS groups. */
-INLINE void find_steps(moq_dtype dtype, const void *src, int64_t groups, float scale_2,
-                       uint8_t *block_scales, float *steps) {
-    float ratio[GROUPS], largest = MOQ_E2M1_MAX * scale_2;
-    for (int64_t g = 0; g < groups; g++)
-        ratio[g] = amax_of_group(dtype, element(dtype, src, g * MOQ_NVFP4_GROUP));
-    for (int64_t g = 0; g < groups; g++)
-        ratio[g] /= largest;
+INLINE __m256i halve_128(moq_dtype dtype, __m256i a, __m256i b) {
+    return larger(dtype, _mm256_permute2x128_si256(a, b, 0x20),
+                  _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+INLINE __m256i halve_64(moq_dtype dtype, __m256i a, __m256i b) {
+    return larger(dtype, _mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+}
+
+INLINE __m256i halve_32(moq_dtype dtype, __m256i a, __m256i b) {
+    __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
+    return larger(dtype, _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0x88)),
+                  _mm256_castps_si256(_mm256_shuffle_ps(x, y, 0xdd)));
+}
+
+/* Magnitudes of a group; of two float32 the larger. */
+INLINE __m256i load_group(moq_dtype dtype, const void *src, int64_t group) {
+    const __m256i *x = element(dtype, src, group * MOQ_NVFP4_GROUP);
+    if (dtype != MOQ_DT_F32)
+        return _mm256_and_si256(_mm256_loadu_si256(x), _mm256_set1_epi16(0x7fff));
+    __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    return _mm256_max_epu32(_mm256_and_si256(_mm256_loadu_si256(x), mask),
+                            _mm256_and_si256(_mm256_loadu_si256(x + 1), mask));
+}
+
+/* The largest magnitudes of 8 groups: vectors of two groups become one of both until each group is
+ * 32 bits. */
+INLINE __m256 amax_of_groups(moq_dtype dtype, const void *src, int64_t first) {
+    __m256i v[8];
+    for (int g = 0; g < 8; g++)
+        v[g] = load_group(dtype, src, first + g);
+    for (int g = 0; g < 4; g++)
+        v[g] = halve_128(dtype, v[2 * g], v[2 * g + 1]);
+    for (int g = 0; g < 2; g++)
+        v[g] = halve_64(dtype, v[2 * g], v[2 * g + 1]);
+    __m256i most = halve_32(dtype, v[0], v[1]);
+    most = _mm256_permutevar8x32_epi32(most, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    if (dtype == MOQ_DT_F32)
+        return _mm256_castsi256_ps(most);
+    most = _mm256_max_epu16(most, _mm256_slli_epi32(most, 16));
+    most = _mm256_and_si256(most, _mm256_set1_epi32((int)0xffff0000));
+    if (dtype == MOQ_DT_BF16)
+        return _mm256_castsi256_ps(most);
+    most = _mm256_srli_epi32(most, 16);
+    return _mm256_cvtph_ps(
+        _mm_packus_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1)));
+}
+
+/* Under a plain step no quotient is a NaN or out of the reach of narrow(). */
+INLINE __m256 plain_steps(__m256 ratio, __m256 step) {
+    __m256 in_reach = _mm256_cmp_ps(ratio, _mm256_set1_ps(0x1p64f), _CMP_LE_OQ);
+    __m256 positive = _mm256_cmp_ps(step, _mm256_setzero_ps(), _CMP_GT_OQ);
+    __m256 finite = _mm256_cmp_ps(step, _mm256_set1_ps(FLT_MAX), _CMP_LE_OQ);
+    return _mm256_and_ps(in_reach, _mm256_and_ps(positive, finite));
+}
+
+/* The block scales of `groups` groups, a multiple of 8 and at most GROUPS, and the steps they make.
+ * Returns a bit for each 8 groups, set where all steps are plain. */
+INLINE unsigned find_steps(moq_dtype dtype, const void *src, int64_t groups, float scale_2,
+                           uint8_t *block_scales, float *steps) {
+    float ratio[GROUPS];
+    unsigned plain = 0;
+    __m256 largest = _mm256_set1_ps(MOQ_E2M1_MAX * scale_2), second = _mm256_set1_ps(scale_2);
+    for (int64_t g = 0; g < groups; g += 8)
+        _mm256_storeu_ps(ratio + g, _mm256_div_ps(amax_of_groups(dtype, src, g), largest));
     encode(MOQ_DT_E4M3, ratio, groups, block_scales);
     decode(MOQ_DT_E4M3, block_scales, groups, steps);
-    for (int64_t g = 0; g < groups; g++)
-        steps[g] *= scale_2;
-}
-
-/* A step of 0, infinity or NaN is left to the portable kernel; under any other, x holds no NaN. */
-INLINE bool are_plain(const float *steps) {
-    bool plain = true;
-    for (int g = 0; g < BLOCK / MOQ_NVFP4_GROUP; g++)
-        plain &= steps[g] > 0.0f && steps[g] <= FLT_MAX;
+    for (int64_t g = 0; g < groups; g += 8) {
+        __m256 step = _mm256_mul_ps(_mm256_loadu_ps(steps + g), second);
+        __m256 all = plain_steps(_mm256_loadu_ps(ratio + g), step);
+        plain |= (unsigned)(_mm256_movemask_ps(all) == 0xff) << (g / 8);
+        _mm256_storeu_ps(steps + g, step);
+    }
     return plain;
 }
 
-/* groups * 16 is a multiple of BLOCK. */
-INLINE void nvfp4_piece(moq_dtype dtype, const void *src, int64_t groups, float scale_2,
-                        uint8_t *packed, uint8_t *block_scales) {
-    float steps[GROUPS];
-    find_steps(dtype, src, groups, scale_2, block_scales, steps);
-    for (int64_t i = 0; i < groups * MOQ_NVFP4_GROUP; i += BLOCK) {
-        const float *step = steps + i / MOQ_NVFP4_GROUP;
-        if (!are_plain(step)) {
-            portable->nvfp4(dtype, element(dtype, src, i), BLOCK, scale_2, packed + i / 2,
-                            block_scales + i / MOQ_NVFP4_GROUP);
-            continue;
+/* n is a multiple of BLOCK. */
+INLINE void encode_groups(moq_dtype dtype, const void *src, int64_t n, const float *steps,
+                          uint8_t *packed) {
+    for (int64_t i = 0; i < n; i += BLOCK) {
+        code_words words[2];
+        for (int w = 0; w < 2; w++) {
+            int64_t at = i + w * 2 * LANES;
+            const float *step = steps + at / MOQ_NVFP4_GROUP;
+            vec_f a = V(div_ps)(load(dtype, src, at), V(set1_ps)(step[0]));
+            vec_f b = V(div_ps)(load(dtype, src, at + LANES), V(set1_ps)(step[LANES / 16]));
+            words[w] = e2m1_words(a, b);
         }
-        vec_f x[4];
-        load_block(dtype, src, i, x);
-        for (int v = 0; v < 4; v++)
-            x[v] = V(div_ps)(x[v], V(set1_ps)(step[v * LANES / MOQ_NVFP4_GROUP]));
-        HALF_STORE((half_i *)(packed + i / 2), encode_e2m1_block(x));
+        HALF_STORE((half_i *)(packed + i / 2), pack_nibbles(words[0], words[1]));
+    }
+}
+
+/* At most GROUPS groups, in one go where all are plain, else by 8 groups. */
+INLINE void nvfp4_piece(moq_dtype dtype, const void *src, int64_t n, float scale_2, uint8_t *packed,
+                        uint8_t *block_scales) {
+    float steps[GROUPS];
+    int64_t groups = n / MOQ_NVFP4_GROUP;
+    unsigned plain = find_steps(dtype, src, groups, scale_2, block_scales, steps);
+    int64_t run = plain == (1u << (groups / 8)) - 1 ? groups : 8;
+    for (int64_t g = 0; g < groups; g += run) {
+        int64_t at = g * MOQ_NVFP4_GROUP, count = run * MOQ_NVFP4_GROUP;
+        if (plain >> (g / 8) & 1)
+            encode_groups(dtype, element(dtype, src, at), count, steps + g, packed + at / 2);
+        else
+            portable->nvfp4(dtype, element(dtype, src, at), count, scale_2, packed + at / 2,
+                            block_scales + g);
     }
 }
 
 INLINE int64_t nvfp4_from(moq_dtype dtype, const void *src, int64_t n, float scale_2,
                           uint8_t *packed, uint8_t *block_scales) {
-    int64_t whole = n - n % BLOCK;
-    for (int64_t at = 0; at < whole; at += GROUPS * MOQ_NVFP4_GROUP) {
-        int64_t groups = (whole - at) / MOQ_NVFP4_GROUP;
-        nvfp4_piece(dtype, element(dtype, src, at), groups < GROUPS ? groups : GROUPS, scale_2,
+    int64_t whole = n - n % (8 * MOQ_NVFP4_GROUP), most = GROUPS * MOQ_NVFP4_GROUP;
+    for (int64_t at = 0; at < whole; at += most) {
+        int64_t left = whole - at;
+        nvfp4_piece(dtype, element(dtype, src, at), left < most ? left : most, scale_2,
                     packed + at / 2, block_scales + at / MOQ_NVFP4_GROUP);
     }
     return whole;

@@ -59,47 +59,56 @@ static const void *take(source *s, int64_t *n, float *buffer) {
 }
 
 static float amax_of(source s, int64_t n) {
-    float buffer[PIECE], amax = 0.0f;
+    float buffer[PIECE], amax = 0.0f, most;
     for (int64_t count; n > 0; n -= count) {
         const void *piece = take(&s, (count = n, &count), buffer);
-        float most = s.kernels->amax(s.dtype, piece, count);
-        if (isnan(most))
-            return most;
-        amax = at_least(amax, most);
+        s.kernels->amax(s.dtype, piece, count, count, &most);
+        amax = most <= amax || isnan(amax) ? amax : most;
     }
     return amax;
 }
 
-/* `encode` is one of the two kernels for E4M3. */
-static void encode_e4m3(source s, int64_t n,
-                        void (*encode)(moq_dtype, const void *, int64_t, float, uint8_t *),
-                        float factor, uint8_t *codes) {
+static void multiply(source s, int64_t n, float factor, uint8_t *codes) {
     float buffer[PIECE];
-    if (isnan(factor)) {
-        memset(codes, 0x7f, (size_t)n);
-        return;
-    }
-    for (int64_t count; n > 0; n -= count) {
+    for (int64_t count; n > 0; n -= count, codes += count) {
         const void *piece = take(&s, (count = n, &count), buffer);
-        encode(s.dtype, piece, count, factor, codes);
-        codes += count;
+        s.kernels->multiply_e4m3(s.dtype, piece, count, factor, codes);
+    }
+}
+
+static void divide(source s, int64_t n, float scale, uint8_t *codes) {
+    float buffer[PIECE];
+    for (int64_t count; n > 0; n -= count, codes += count) {
+        const void *piece = take(&s, (count = n, &count), buffer);
+        s.kernels->divide_e4m3(s.dtype, piece, count, count, &scale, codes);
     }
 }
 
 static float quantize_token(source s, int64_t n, uint8_t *codes) {
     float scale = at_least(amax_of(s, n) / MOQ_E4M3_MAX, MOQ_FP8_TOKEN_MIN_SCALE);
-    encode_e4m3(s, n, s.kernels->divide_e4m3, scale, codes);
+    divide(s, n, scale, codes);
     return scale;
 }
 
+static float group_scale(float amax) {
+    return at_least(amax, MOQ_FP8_GROUP_MIN_AMAX) / MOQ_E4M3_MAX;
+}
+
 static void quantize_groups(source s, int64_t n, int64_t group, uint8_t *codes, float *scales) {
-    int64_t size = (int64_t)moq_dtype_size(s.dtype);
-    for (int64_t at = 0; at < n; at += group) {
-        int64_t length = n - at < group ? n - at : group;
-        float scale = at_least(amax_of(s, length), MOQ_FP8_GROUP_MIN_AMAX) / MOQ_E4M3_MAX;
-        encode_e4m3(s, length, s.kernels->divide_e4m3, scale, codes + at);
+    int64_t groups = n / group + (n % group != 0), size = (int64_t)moq_dtype_size(s.dtype);
+    if (s.stride == 1) {
+        s.kernels->amax(s.dtype, s.data, n, group, scales);
+        for (int64_t g = 0; g < groups; g++)
+            scales[g] = group_scale(scales[g]);
+        s.kernels->divide_e4m3(s.dtype, s.data, n, group, scales, codes);
+        return;
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t length = n < group ? n : group;
+        scales[g] = group_scale(amax_of(s, length));
+        divide(s, length, scales[g], codes + g * group);
         s.data += group * s.stride * size;
-        *scales++ = scale;
+        n -= group;
     }
 }
 
@@ -115,8 +124,7 @@ static void quantize_nvfp4(source s, int64_t n, float scale_2, uint8_t *packed,
 }
 
 void moq_quantize_row_fp8_static(const float *x, int64_t n, float inverse, uint8_t *codes) {
-    source s = from_floats(x);
-    encode_e4m3(s, n, s.kernels->multiply_e4m3, inverse, codes);
+    multiply(from_floats(x), n, inverse, codes);
 }
 
 float moq_quantize_row_fp8_token(const float *x, int64_t n, uint8_t *codes) {
@@ -214,8 +222,7 @@ static void tensor_work(void *context, int64_t begin, int64_t end) {
     const job *j = context;
     for (int64_t i = begin; i < end; i++) {
         span s = span_at(j, i);
-        encode_e4m3(s.values, s.n, j->kernels->multiply_e4m3, 1.0f / j->scale,
-                    j->codes + s.row * j->length + s.at);
+        multiply(s.values, s.n, 1.0f / j->scale, j->codes + s.row * j->length + s.at);
     }
 }
 

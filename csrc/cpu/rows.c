@@ -57,7 +57,9 @@ static float larger(float amax, float magnitude) {
 }
 
 float moq_row_amax(const float *x, int64_t n) {
-    return moq_cpu_row_kernels()->amax(MOQ_DT_F32, x, n);
+    float amax = 0.0f;
+    moq_cpu_row_kernels()->amax(MOQ_DT_F32, x, n, n, &amax);
+    return amax;
 }
 
 float moq_tensor_amax(const moq_tensor *t, float *row) {
