@@ -330,6 +330,12 @@ def extension():
     )
 
 
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    fail(
+        "free-threaded Python is not supported: the extension uses the stable ABI (abi3), which a build "
+        "without the GIL does not load; use the build with the GIL of the same version"
+    )
+
 setup(
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExt},

@@ -5,11 +5,19 @@ try:
 except ImportError as error:
     if error.path != __file__:
         raise  # it is there and cannot be loaded
-    raise ImportError(
-        f"moqext._C, the native part of moqext, is not built in {__path__[0]}: run "
-        "`python setup.py build_ext --inplace` there, or `pip install .` and start Python elsewhere",
-        name="moqext._C",
-    ) from None
+    import sysconfig
+
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        reason = (
+            "free-threaded Python is not supported: the native part of moqext uses the stable ABI, which a "
+            "build without the GIL does not load; use the build with the GIL of the same version"
+        )
+    else:
+        reason = (
+            f"moqext._C, the native part of moqext, is not built in {__path__[0]}: run "
+            "`python setup.py build_ext --inplace` there, or `pip install .` and start Python elsewhere"
+        )
+    raise ImportError(reason, name="moqext._C") from None
 
 from moqext import ops
 from moqext._C import ConfigError, UnsupportedQuantization, num_threads, set_num_threads

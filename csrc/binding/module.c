@@ -37,7 +37,21 @@ static int add_exceptions(PyObject *module, moq_state *state) {
     return PyModule_AddObjectRef(module, "UnsupportedQuantization", state->unsupported_error);
 }
 
+/* The slot below is enough for isolated interpreters of 3.12 and later. Others would get as far as
+ * NumPy's tables, which are one for the process. */
+static int refuse_subinterpreter(void) {
+    if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0)
+        return 0;
+    PyErr_SetString(
+        PyExc_ImportError,
+        "moqext does not support sub-interpreters, because NumPy does not: import it in "
+        "the main interpreter");
+    return -1;
+}
+
 static int execute(PyObject *module) {
+    if (refuse_subinterpreter() < 0)
+        return -1;
     moq_state *state = moq_module_state(module);
     for (int i = 0; i < KW_COUNT; i++) {
         state->keyword[i] = PyUnicode_InternFromString(KEYWORD_NAMES[i]);

@@ -1,0 +1,143 @@
+"""Processes: children after a fork, and an interruption."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import moqext
+
+PACKAGES = str(Path(moqext.__file__).parents[1])
+COMMON = """
+import os, signal, sys, threading
+import numpy as np
+import moqext
+
+signal.alarm(60)  # a child that hangs ends, and the test with it
+moqext.set_num_threads(4)
+rng = np.random.default_rng(int(sys.argv[1]))
+method = moqext.LinearMethod("NVFP4", 512, [512, 256], dtype="float32")
+params = method.prepare({
+    "weight": rng.integers(0, 256, (768, 256), dtype=np.uint8),
+    "weight_scale": rng.integers(0, 0x7F, (768, 32), dtype=np.uint8),
+    "weight_scale_2": np.float32([1, 2]),
+})
+large = rng.standard_normal((256, 4096)).astype(np.float32)  # enough to be worth several threads
+x = large[:64, :512]
+
+def work():
+    codes = moqext.ops.quantize(large, "fp8_token")[0]
+    return method(x, params).tobytes() + codes.tobytes()
+
+expected = work()
+"""
+
+FORK = """
+for generation in range(3):  # a child of a child, too
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        if work() != expected:
+            os._exit(3)
+        continue
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if work() != expected:
+        status = status or 4
+    os._exit(status) if generation else sys.exit(status)
+os._exit(0)
+"""
+
+# The parent's threads are inside kernels, or between them, when the process splits.
+FORK_AMONG_THREADS = """
+stop = threading.Event()
+def repeat():
+    while not stop.is_set():
+        work()
+threads = [threading.Thread(target=repeat) for _ in range(3)]
+for thread in threads:
+    thread.start()
+failed = 0
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if work() == expected else 3)
+    failed = failed or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+stop.set()
+for thread in threads:
+    thread.join()
+sys.exit(failed)
+"""
+
+POOL = """
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    results = [pool.apply_async(work) for _ in range(8)]
+    sys.exit(0 if all(result.get(60) == expected for result in results) else 3)
+"""
+
+
+@pytest.mark.parametrize("script", [FORK, FORK_AMONG_THREADS, POOL], ids=["fork", "among threads", "pool"])
+def test_children_after_a_fork(script: str) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    command = [sys.executable, "-W", "ignore", "-c", COMMON + script, str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (seed, done.stderr)
+
+
+def files_below(directory: Path) -> dict[Path, tuple[int, int]]:
+    return {
+        path: (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in directory.rglob("*")
+        if "__pycache__" not in path.parts
+    }
+
+
+def read_until(terminal: int, text: bytes, process: "subprocess.Popen[bytes]") -> bytes:
+    """What the process shows up to and with `text`, or until it ends."""
+    shown = b""
+    deadline = time.monotonic() + 60
+    while text not in shown and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 4096)
+            except OSError:  # the other end is closed
+                break
+        elif process.poll() is not None:
+            break
+    return shown
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_an_interrupted_verify_leaves_nothing(data: Path, tmp_path: Path, options: list[str]) -> None:
+    directory = data / "checkpoints" / "llama_nvfp4_kvfp8"
+    before = files_below(directory)
+    command = [sys.executable, "-m", "moqext", "verify", str(directory), "--tokens", "2000", *options]
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": PACKAGES},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = read_until(terminal, b"] 1/", process)
+    assert process.poll() is None, "it was over before it could be interrupted"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    shown += read_until(terminal, b"interrupted\r\n", process)
+    os.close(terminal)
+    assert process.returncode == 130
+    assert output == b""
+    assert shown.endswith(b"\r\x1b[Kmoqext: interrupted\r\n")  # the bar is gone
+    assert b"Traceback" not in shown
+    assert files_below(tmp_path) == {}
+    assert files_below(directory) == before
