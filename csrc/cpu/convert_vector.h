@@ -17,9 +17,12 @@
 #define BLOCK     (4 * LANES)
 #define MAGNITUDE V(set1_epi32)(0x7fffffff)
 #define INFINITE  V(set1_epi32)(0x7f800000)
+#define AND       V_BITS(and)
+#define OR        V_BITS(or)
+#define XOR       V_BITS(xor)
 #define INLINE    static inline __attribute__((always_inline))
 
-/* Pieces of a row of NVFP4 whose scales are found together. */
+/* Groups of NVFP4 whose scales are found together; a multiple of 8. */
 #define GROUPS 64
 
 static const moq_row_kernels *const portable = &moq_row_kernels_portable;
@@ -57,7 +60,7 @@ INLINE vec_f load(moq_dtype dtype, const void *src, int64_t i) {
  * the sum. */
 INLINE vec_i narrow(vec_i magnitude, int fraction, int bias) {
     vec_i lowest = V(set1_epi32)((128 - bias) << 23);
-    vec_i exponent = V(max_epi32)(V_BITS (and)(magnitude, INFINITE), lowest);
+    vec_i exponent = V(max_epi32)(AND(magnitude, INFINITE), lowest);
     vec_i grid = V(add_epi32)(exponent, V(set1_epi32)((23 - fraction) << 23));
     vec_i sum = BITS(V(add_ps)(FLOATS(magnitude), FLOATS(grid)));
     vec_i above = V(srli_epi32)(V(sub_epi32)(exponent, lowest), 23 - fraction);
@@ -65,7 +68,7 @@ INLINE vec_i narrow(vec_i magnitude, int fraction, int bias) {
 }
 
 INLINE vec_i magnitude_of(vec_f x) {
-    return V_BITS (and)(BITS(x), MAGNITUDE);
+    return AND(BITS(x), MAGNITUDE);
 }
 
 /* Codes of two vectors without their signs in words, and words with the signs of x, which
@@ -101,14 +104,14 @@ INLINE code_words e2m1_words(vec_f a, vec_f b) {
 INLINE vec_i pack_signed(code_words low, code_words high) {
     vec_i codes = V(packus_epi16)(low.codes, high.codes);
     vec_i signs = V(packs_epi16)(low.signs, high.signs);
-    return order_bytes(V_BITS(or)(codes, V_BITS (and)(signs, V(set1_epi8)((char)0x80))));
+    return order_bytes(OR(codes, AND(signs, V(set1_epi8)((char)0x80))));
 }
 
 /* Two values to a byte, the even one in the low nibble. */
 INLINE half_i pack_nibbles(code_words low, code_words high) {
     vec_i codes = V(min_epu8)(V(packus_epi16)(low.codes, high.codes), V(set1_epi8)(7));
     vec_i signs = V(srli_epi16)(V(packs_epi16)(low.signs, high.signs), 4);
-    vec_i nibbles = V_BITS(or)(codes, V_BITS (and)(signs, V(set1_epi8)(8)));
+    vec_i nibbles = OR(codes, AND(signs, V(set1_epi8)(8)));
     return narrow_words(V(maddubs_epi16)(order_bytes(nibbles), V(set1_epi16)(0x1001)));
 }
 
@@ -137,9 +140,8 @@ INLINE void store_words_as_floats(vec_i halves, float scale, float *dst) {
 static void decode_e4m3(const uint8_t *src, int64_t n, float *dst) {
     for (int64_t i = 0; i < n; i += 2 * LANES) {
         vec_i code = V(cvtepu8_epi16)(HALF_LOAD((const half_i *)(src + i)));
-        vec_i half =
-            V_BITS (and)(V(srai_epi16)(V(slli_epi16)(code, 8), 1), V(set1_epi16)((short)0xbf80));
-        vec_i magnitude = V_BITS (and)(half, V(set1_epi16)(0x7fff));
+        vec_i half = AND(V(srai_epi16)(V(slli_epi16)(code, 8), 1), V(set1_epi16)((short)0xbf80));
+        vec_i magnitude = AND(half, V(set1_epi16)(0x7fff));
         half = add_where_equal_16(half, magnitude, V(set1_epi16)(0x3f80), /* 0x7f: NaN */
                                   V(set1_epi16)(0x7e00 - 0x3f80));
         store_words_as_floats(half, 256.0f, dst + i);
@@ -161,10 +163,10 @@ static void decode_e2m1(const uint8_t *src, int64_t n, float *dst) {
 
 INLINE vec_i bf16_word(vec_f x) {
     vec_i bits = BITS(x), one = V(set1_epi32)(1);
-    vec_i odd = V_BITS (and)(V(srli_epi32)(bits, 16), one);
+    vec_i odd = AND(V(srli_epi32)(bits, 16), one);
     vec_i rounded = V(add_epi32)(V(add_epi32)(bits, V(set1_epi32)(0x7fff)), odd);
-    vec_i quiet = V_BITS(or)(bits, V(set1_epi32)(0x400000));
-    vec_i word = where_greater(V_BITS (and)(bits, MAGNITUDE), INFINITE, quiet, rounded);
+    vec_i quiet = OR(bits, V(set1_epi32)(0x400000));
+    vec_i word = where_greater(AND(bits, MAGNITUDE), INFINITE, quiet, rounded);
     return V(srli_epi32)(word, 16);
 }
 
@@ -195,10 +197,9 @@ static void encode_e4m3(const float *src, int64_t n, uint8_t *dst) {
 /* A NaN becomes +6, and what is greater may as well become 2^64. */
 INLINE vec_f load_for_e2m1(const float *src) {
     vec_i bits = V_BITS(loadu)((const vec_i *)src), most = V(set1_epi32)(0x5f800000);
-    vec_i magnitude = V_BITS (and)(bits, MAGNITUDE);
-    vec_i sign =
-        where_greater(magnitude, INFINITE, V_BITS(setzero)(), V_BITS(xor)(bits, magnitude));
-    return FLOATS(V_BITS(or)(V(min_epi32)(magnitude, most), sign));
+    vec_i magnitude = AND(bits, MAGNITUDE);
+    vec_i sign = where_greater(magnitude, INFINITE, V_BITS(setzero)(), XOR(bits, magnitude));
+    return FLOATS(OR(V(min_epi32)(magnitude, most), sign));
 }
 
 static void encode_e2m1(const float *src, int64_t n, uint8_t *dst) {
@@ -295,7 +296,7 @@ INLINE float amax_from(moq_dtype dtype, const void *src, int64_t n) {
     for (; i + 4 * step <= n; i += 4 * step) {
         for (int v = 0; v < 4; v++) {
             vec_i x = V_BITS(loadu)((const vec_i *)element(dtype, src, i + v * step));
-            most[v] = larger_of(dtype, most[v], V_BITS (and)(x, mask));
+            most[v] = larger_of(dtype, most[v], AND(x, mask));
         }
     }
     vec_i all =

@@ -14,9 +14,10 @@
 
 /* Values gathered at once; whole groups of NVFP4. */
 #define PIECE 512
-/* Values of a unit of work where rows can be cut, and of the least a thread is woken for. */
+/* Values of a unit of work where rows can be cut, and of the least a thread is woken for: about 10
+ * microseconds of work, where a team takes some 5 to start. */
 #define SPAN         4096
-#define THREAD_SHARE 65536
+#define THREAD_SHARE 32768
 
 /* The larger of a and b; a when it is NaN, which fmaxf would drop. */
 static float at_least(float a, float b) {
@@ -46,41 +47,50 @@ static source from_floats(const float *x) {
     return (source){moq_cpu_row_kernels(), (const char *)x, 1, MOQ_DT_F32};
 }
 
-/* The next at most n values; *n says how many. `buffer` has room for PIECE. */
-static const void *take(source *s, int64_t *n, float *buffer) {
+/* Finds the next at most n values and returns how many; `buffer` has room for PIECE. */
+static int64_t take(source *s, int64_t n, float *buffer, const void **piece) {
     int64_t size = (int64_t)moq_dtype_size(s->dtype);
-    const char *here = s->data;
+    *piece = s->data;
     if (s->stride != 1) {
-        *n = *n < PIECE ? *n : PIECE;
-        moq_gather(here, s->stride, (size_t)size, *n, buffer);
+        n = n < PIECE ? n : PIECE;
+        moq_gather(s->data, s->stride, (size_t)size, n, buffer);
+        *piece = buffer;
     }
-    s->data += *n * s->stride * size;
-    return s->stride != 1 ? (const void *)buffer : here;
+    s->data += n * s->stride * size;
+    return n;
 }
 
 static float amax_of(source s, int64_t n) {
     float buffer[PIECE], amax = 0.0f, most;
-    for (int64_t count; n > 0; n -= count) {
-        const void *piece = take(&s, (count = n, &count), buffer);
+    const void *piece;
+    while (n > 0) {
+        int64_t count = take(&s, n, buffer, &piece);
         s.kernels->amax(s.dtype, piece, count, count, &most);
         amax = most <= amax || isnan(amax) ? amax : most;
+        n -= count;
     }
     return amax;
 }
 
 static void multiply(source s, int64_t n, float factor, uint8_t *codes) {
     float buffer[PIECE];
-    for (int64_t count; n > 0; n -= count, codes += count) {
-        const void *piece = take(&s, (count = n, &count), buffer);
+    const void *piece;
+    while (n > 0) {
+        int64_t count = take(&s, n, buffer, &piece);
         s.kernels->multiply_e4m3(s.dtype, piece, count, factor, codes);
+        codes += count;
+        n -= count;
     }
 }
 
 static void divide(source s, int64_t n, float scale, uint8_t *codes) {
     float buffer[PIECE];
-    for (int64_t count; n > 0; n -= count, codes += count) {
-        const void *piece = take(&s, (count = n, &count), buffer);
+    const void *piece;
+    while (n > 0) {
+        int64_t count = take(&s, n, buffer, &piece);
         s.kernels->divide_e4m3(s.dtype, piece, count, count, &scale, codes);
+        codes += count;
+        n -= count;
     }
 }
 
@@ -115,11 +125,13 @@ static void quantize_groups(source s, int64_t n, int64_t group, uint8_t *codes, 
 static void quantize_nvfp4(source s, int64_t n, float scale_2, uint8_t *packed,
                            uint8_t *block_scales) {
     float buffer[PIECE];
-    for (int64_t count; n > 0; n -= count) {
-        const void *piece = take(&s, (count = n, &count), buffer);
+    const void *piece;
+    while (n > 0) {
+        int64_t count = take(&s, n, buffer, &piece);
         s.kernels->nvfp4(s.dtype, piece, count, scale_2, packed, block_scales);
         packed += count / 2;
         block_scales += count / MOQ_NVFP4_GROUP;
+        n -= count;
     }
 }
 

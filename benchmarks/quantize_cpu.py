@@ -1,0 +1,174 @@
+"""Quantization of activations on the CPU against the speed at which its memory copies.
+
+Bytes are those of the input and of the outputs, each counted once, as they are for the copy (numpy.copyto by
+as many threads), so that 100 % is a quantization that costs what moving its bytes costs. Buffers take turns,
+so that data come from memory, and so do schemes and copies. The best run is what the code costs, the median
+what this machine made of it.
+
+    python -m benchmarks.quantize_cpu [--json FILE] [--rounds N] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import moqext
+from benchmarks import record
+from moqext import _C, ops
+
+SHAPES = ((4096, 4096), (16, 14336))
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8_tensor, given scale": ("fp8_tensor", {"scale": 0.01}),
+    "fp8_tensor": ("fp8_tensor", {}),
+    "fp8_token": ("fp8_token", {}),
+    "fp8_group": ("fp8_group", {}),
+    "nvfp4, given scale": ("nvfp4", {"scale": 0.002}),
+    "nvfp4": ("nvfp4", {}),
+}
+GOAL = 0.6
+COPY_BYTES = 1 << 26
+"""Copied at once, half read and half written: about what the large shape moves."""
+BUFFER_BYTES = 1 << 28
+"""At least as much input takes turns: more than the last cache of most processors."""
+
+
+class Case(NamedTuple):
+    """A call that moves `bytes`; its number says which buffers it uses."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    bytes: int
+    run: Callable[[int], object]
+
+
+def typed(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers as a dtype; bfloat16 as raw words, cut off."""
+    if dtype == "bfloat16":
+        return (x.view(np.uint32) >> 16).astype(np.uint16)
+    return x.astype(dtype)
+
+
+def quantize_cases(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> list[Case]:
+    """Every scheme on inputs of one shape and dtype."""
+    first = typed(rng.standard_normal(shape, np.float32), dtype)
+    inputs = [first.copy() for _ in range(BUFFER_BYTES // first.nbytes)]
+    outputs = [np.zeros(first.size, np.uint8) for _ in inputs]
+    cases = []
+    for label, (scheme, options) in SCHEMES.items():
+        made = [np.asarray(result) for result in ops.quantize(first, scheme, **options)]
+        scales = made[1] if scheme == "nvfp4" or not options else None
+        outs = [out[: made[0].size].reshape(made[0].shape) for out in outputs]
+
+        def run(
+            turn: int,
+            outs: list[np.ndarray] = outs,
+            scheme: str = scheme,
+            options: dict[str, Any] = options,
+            scales: np.ndarray | None = scales,
+        ) -> object:
+            at = turn % len(inputs)
+            return ops.quantize(inputs[at], scheme, out=outs[at], scale_out=scales, **options)
+
+        moved = first.nbytes + made[0].nbytes + (0 if scales is None else scales.nbytes)
+        cases.append(Case(shape, dtype, label, moved, run))
+    return cases
+
+
+def copy_case(threads: int, pool: ThreadPoolExecutor) -> Case:
+    """A copy by `threads` threads; numpy.copyto runs without the GIL."""
+    sources = [np.ones(COPY_BYTES // 2, np.uint8) for _ in range(2 * BUFFER_BYTES // COPY_BYTES)]
+    pairs = [(np.zeros_like(source), source) for source in sources]
+    pieces = [
+        list(zip(np.array_split(to, threads), np.array_split(source, threads), strict=True))
+        for to, source in pairs
+    ]
+
+    def run(turn: int) -> object:
+        return list(pool.map(lambda piece: np.copyto(*piece), pieces[turn % len(pieces)]))
+
+    return Case((), "", "copy", COPY_BYTES, run)
+
+
+def measure(rounds: int, threads: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of the schemes, and the copy's bandwidth in GB/s: best and median."""
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    copies: list[float] = []
+    measured: list[tuple[Case, list[float]]] = []
+    with ThreadPoolExecutor(threads) as pool:
+        copy = copy_case(threads, pool)
+        for shape in SHAPES:
+            for dtype in ("bfloat16", "float16", "float32"):
+                cases = [copy, *quantize_cases(shape, dtype, rng)]
+                times: list[list[float]] = [[] for _ in cases]
+                for turn in range(-2, rounds):
+                    for case, seconds in zip(cases, times, strict=True):
+                        start = time.perf_counter()
+                        case.run(turn)
+                        if turn >= 0:
+                            seconds.append(time.perf_counter() - start)
+                copies += times[0]
+                measured += zip(cases[1:], times[1:], strict=True)
+    bandwidth = {
+        "best": COPY_BYTES / min(copies) / 1e9,
+        "median": COPY_BYTES / statistics.median(copies) / 1e9,
+    }
+    for case, seconds in measured:
+        best, median = (case.bytes / time_ / 1e9 for time_ in (min(seconds), statistics.median(seconds)))
+        rows.append(
+            {
+                "shape": case.shape,
+                "dtype": case.dtype,
+                "scheme": case.scheme,
+                "best_gb_per_s": round(best, 2),
+                "median_gb_per_s": round(median, 2),
+                "best_of_copy": round(best / bandwidth["best"], 3),
+                "median_of_copy": round(median / bandwidth["median"], 3),
+            }
+        )
+    return rows, {name: round(value, 2) for name, value in bandwidth.items()}
+
+
+def main() -> None:
+    """Measures, prints a table and, if asked, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--rounds", type=int, default=40, help="runs of each row")
+    parser.add_argument("--threads", type=int, default=moqext.num_threads(), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
+    options = parser.parse_args()
+    moqext.set_num_threads(options.threads)
+    rows, copy = measure(options.rounds, options.threads, options.seed)
+    print(f"{_C.cpu_isa()}, {options.threads} threads; copy {copy['best']} GB/s, median {copy['median']}")
+    print(f"{'':44} {'GB/s':>6} {'median':>6} {'of copy':>8} {'median':>7}")
+    for row in rows:
+        shape = "x".join(map(str, row["shape"]))
+        print(
+            f"{shape:10} {row['dtype']:9} {row['scheme']:23} {row['best_gb_per_s']:6.1f} "
+            f"{row['median_gb_per_s']:6.1f} {row['best_of_copy']:8.0%} {row['median_of_copy']:7.0%}"
+        )
+    if options.json:
+        record.write(
+            "quantize_cpu",
+            rows,
+            options.json,
+            isa=_C.cpu_isa(),
+            threads=options.threads,
+            copy_gb_per_s=copy,
+            goal_of_copy=GOAL,
+            rounds=options.rounds,
+            seed=options.seed,
+        )
+
+
+if __name__ == "__main__":
+    main()
