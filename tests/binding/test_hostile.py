@@ -432,6 +432,26 @@ def test_parameters_of_another_layer(algo: str, rng: np.random.Generator) -> Non
         assert prepare.results() == before
 
 
+@pytest.mark.parametrize("algo", LAYERS)
+def test_prepare_into_tensors_that_are_too_small(algo: str, rng: np.random.Generator) -> None:
+    """It once wrote beyond them."""
+    operation = OPERATIONS[f"prepare {algo}"](rng)
+    for name, array in operation.arguments["out"].items():
+        memory = array.copy()
+        small = memory[: len(memory) // 2] if memory.ndim == 2 else memory[:-1]
+        arguments = operation.arguments | {"out": operation.arguments["out"] | {name: small}}
+        with pytest.raises(ValueError, match=rf'^out\["{name}"\]: expected .* of shape'):
+            operation.call(arguments)
+        assert np.array_equal(memory, array)
+
+
+@pytest.mark.parametrize("value", [np.float32([1, 2, 3]), np.float32([0, 1]), np.float32([np.nan, 1])])
+def test_an_input_scale_that_is_not_used_has_to_be_right(value: np.ndarray, rng: np.random.Generator) -> None:
+    method, params = layer(rng, "NVFP4")
+    with pytest.raises(ValueError, match=r"^input_scale: "):
+        method.prepare(params | {"input_scale": value})
+
+
 @pytest.mark.parametrize("thing", [None, 3, "weight", [("weight", TENSOR)], TENSOR, object()])
 def test_params_that_are_no_mapping(thing: Any, rng: np.random.Generator) -> None:
     method, params = layer(rng, "NVFP4")
