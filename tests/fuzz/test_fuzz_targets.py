@@ -41,10 +41,11 @@ def changed(case: bytes, generator: random.Random) -> bytes:
     return bytes(content)
 
 
-def replay(program, files):
+def replay(program, files, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         [program, *files],
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+        env={**clean, **environment},
         capture_output=True,
         text=True,
     )
@@ -66,6 +67,8 @@ def test_genuine_cases_and_changes_of_them(programs, cases, target, tmp_path, rn
         files.append(tmp_path / f"{number}")
         files[-1].write_bytes(changed(path.read_bytes(), generator))
     replay(programs[target], files)
+    if target in ("formats", "quantize", "linear"):
+        replay(programs[target], files, MOQEXT_ISA="portable")
 
 
 @pytest.mark.parametrize(
