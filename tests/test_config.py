@@ -683,3 +683,21 @@ def test_twenty_thousand_layers_are_read_quickly():
     assert all(config.layer_algo(name) == "NVFP4" for name in layers)
     assert config.layer_algo(f"{stem}.59.block_sparse_moe.experts") == "NVFP4"
     assert time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize(
+    "field, item",
+    [
+        ("quantized_layers", {"quant_algo": "FP8"}),
+        ("config_groups", {"weights": {"type": "float", "num_bits": 4, "group_size": 16}}),
+        ("nobody_knows", 1),
+    ],
+)
+def test_objects_of_many_members_are_read_in_linear_time(field, item):
+    """Looking up each of 10^5 names among the others one by one would be 10^10 comparisons."""
+    members = {f"model.layers.{i}.experts.{i}.w": item for i in range(100_000)}
+    start = time.perf_counter()
+    config = read(flat(quant_algo="NVFP4", **{field: members}))
+    expected = "FP8" if field == "quantized_layers" else "NVFP4"
+    assert config.layer_algo("model.layers.7.experts.7.w") == expected
+    assert time.perf_counter() - start < 10  # 0.4 s on a quiet machine
