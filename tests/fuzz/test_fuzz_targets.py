@@ -18,7 +18,7 @@ COMPILER = next((name for name in (os.environ.get("CC", ""), "cc", "gcc", "clang
 REGRESSIONS = Path(__file__).parent / "regressions"
 CASES = 24  # of each target; all of them take half a minute
 
-pytestmark = pytest.mark.skipif(not COMPILER, reason="no C compiler")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,13 @@ def changed(case: bytes, generator: random.Random) -> bytes:
     return bytes(content)
 
 
-def replay(program, files, **environment):
+def execute(program, files, **environment):
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(
-        [program, *files],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-    )
+    return subprocess.run([program, *files], env={**clean, **environment}, capture_output=True, text=True)
+
+
+def replay(program, files, **environment):
+    done = execute(program, files, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) == len(files) + 1
 
@@ -58,6 +57,7 @@ def test_every_target_has_seeds():
     assert {path.name for path in REGRESSIONS.iterdir()} <= set(builder.TARGETS)
 
 
+@needs_compiler
 @pytest.mark.parametrize("target", builder.TARGETS)
 def test_genuine_cases_and_changes_of_them(programs, cases, target, tmp_path, rng):
     chosen = cases[target][:: max(len(cases[target]) // CASES, 1)]
@@ -71,6 +71,7 @@ def test_genuine_cases_and_changes_of_them(programs, cases, target, tmp_path, rn
         replay(programs[target], files, MOQEXT_ISA="portable")
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "path", sorted(REGRESSIONS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name}"
 )
@@ -78,6 +79,7 @@ def test_cases_once_found(programs, path):
     replay(programs[path.parent.name], [path])
 
 
+@needs_compiler
 def test_a_broken_promise_ends_the_process(tmp_path, programs):
     """The harness sees what goes wrong: a target that checks nothing would pass everything."""
     source = tmp_path / "broken.c"
@@ -94,7 +96,7 @@ def test_a_broken_promise_ends_the_process(tmp_path, programs):
         [COMPILER, *flags, *include, str(source), *map(str, shared), "-lm", "-o", str(tmp_path / "x")]
     )
     (tmp_path / "case").write_bytes(b"\x2a\x00")
-    done = subprocess.run([tmp_path / "x", tmp_path / "case"], capture_output=True, text=True)
+    done = execute(tmp_path / "x", [tmp_path / "case"])
     assert done.returncode < 0
     assert "2 bytes, the first 42" in done.stderr
 
