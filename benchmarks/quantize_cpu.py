@@ -3,7 +3,7 @@
 Bytes are those of the input and of the outputs, each counted once, as they are for the copy (numpy.copyto by
 as many threads), so that 100 % is a quantization that costs what moving its bytes costs. Buffers take turns,
 so that data come from memory, and so do schemes and copies. The best run is what the code costs, the median
-what this machine made of it.
+what this machine made of it: where other programs use the processors, compare the best ones only.
 
     python -m benchmarks.quantize_cpu [--json FILE] [--rounds N] [--threads N]
 """
@@ -11,6 +11,7 @@ what this machine made of it.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -111,11 +112,11 @@ def measure(rounds: int, threads: int, seed: int) -> tuple[list[dict[str, Any]],
                 cases = [copy, *quantize_cases(shape, dtype, rng)]
                 times: list[list[float]] = [[] for _ in cases]
                 for turn in range(-2, rounds):
-                    for case, seconds in zip(cases, times, strict=True):
+                    for i in rng.permutation(len(cases)):  # so that nobody always follows the copy
                         start = time.perf_counter()
-                        case.run(turn)
+                        cases[i].run(turn)
                         if turn >= 0:
-                            seconds.append(time.perf_counter() - start)
+                            times[i].append(time.perf_counter() - start)
                 copies += times[0]
                 measured += zip(cases[1:], times[1:], strict=True)
     bandwidth = {
@@ -167,6 +168,7 @@ def main() -> None:
             goal_of_copy=GOAL,
             rounds=options.rounds,
             seed=options.seed,
+            load_average=os.getloadavg(),
         )
 
 
