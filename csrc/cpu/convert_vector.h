@@ -53,17 +53,20 @@ INLINE vec_f load(moq_dtype dtype, const void *src, int64_t i) {
 
 /* ------------------------------------------------------------------------------------- rounding */
 
+/* What narrow() leaves in a code: the exponent of the smallest normal number, in its place. */
+#define CODE_OFFSET(fraction, bias) ((128 - (bias)) << (fraction))
+
 /* The code of a magnitude below 2^100 in a format with `fraction` bits of significand and the given
- * bias, not saturated; see narrow() of core/formats.c, which this must equal. The last place of the
- * code is worth 2^(e - fraction), e being the exponent of the magnitude or, below it, that of the
- * smallest normal number; adding 2^23 times as much leaves the rounded multiple in the last bits of
- * the sum. */
+ * bias, not saturated and CODE_OFFSET too large; see narrow() of core/formats.c, which this must
+ * equal. The last place of the code is worth 2^(e - fraction), e being the exponent of the
+ * magnitude or, below it, that of the smallest normal number; adding 2^23 times as much leaves the
+ * rounded multiple in the last bits of the sum. */
 INLINE vec_i narrow(vec_i magnitude, int fraction, int bias) {
     vec_i lowest = V(set1_epi32)((128 - bias) << 23);
     vec_i exponent = V(max_epi32)(AND(magnitude, INFINITE), lowest);
     vec_i grid = V(add_epi32)(exponent, V(set1_epi32)((23 - fraction) << 23));
     vec_i sum = BITS(V(add_ps)(FLOATS(magnitude), FLOATS(grid)));
-    vec_i above = V(srli_epi32)(V(sub_epi32)(exponent, lowest), 23 - fraction);
+    vec_i above = V(srli_epi32)(exponent, 23 - fraction);
     return V(add_epi32)(V(sub_epi32)(sum, grid), above);
 }
 
@@ -77,13 +80,16 @@ typedef struct {
     vec_i codes, signs;
 } code_words;
 
-INLINE code_words make_words(vec_i code_a, vec_i code_b, vec_f a, vec_f b) {
-    return (code_words){V(packus_epi32)(code_a, code_b), V(packs_epi32)(BITS(a), BITS(b))};
+INLINE code_words make_words(vec_i code_a, vec_i code_b, int offset, vec_f a, vec_f b) {
+    vec_i codes = V(packus_epi32)(code_a, code_b);
+    return (code_words){V(sub_epi16)(codes, V(set1_epi16)((short)offset)),
+                        V(packs_epi32)(BITS(a), BITS(b))};
 }
 
 /* Magnitudes of at most 448. */
 INLINE code_words e4m3_words_in_range(vec_f a, vec_f b) {
-    return make_words(narrow(magnitude_of(a), 3, 7), narrow(magnitude_of(b), 3, 7), a, b);
+    vec_i code_a = narrow(magnitude_of(a), 3, 7), code_b = narrow(magnitude_of(b), 3, 7);
+    return make_words(code_a, code_b, CODE_OFFSET(3, 7), a, b);
 }
 
 INLINE vec_i e4m3_saturated(vec_f x) {
@@ -92,12 +98,13 @@ INLINE vec_i e4m3_saturated(vec_f x) {
 }
 
 INLINE code_words e4m3_words(vec_f a, vec_f b) {
-    return make_words(e4m3_saturated(a), e4m3_saturated(b), a, b);
+    return make_words(e4m3_saturated(a), e4m3_saturated(b), CODE_OFFSET(3, 7), a, b);
 }
 
 /* Magnitudes below 2^100; codes above 7 are left to pack_nibbles. */
 INLINE code_words e2m1_words(vec_f a, vec_f b) {
-    return make_words(narrow(magnitude_of(a), 1, 1), narrow(magnitude_of(b), 1, 1), a, b);
+    vec_i code_a = narrow(magnitude_of(a), 1, 1), code_b = narrow(magnitude_of(b), 1, 1);
+    return make_words(code_a, code_b, CODE_OFFSET(1, 1), a, b);
 }
 
 /* Bytes of a block: codes with the sign in the highest bit. */

@@ -14,7 +14,7 @@
 
 /* Values gathered at once; whole groups of NVFP4. */
 #define PIECE 512
-/* Values of a unit of work where rows can be cut, and of the least a thread is woken for: about 10
+/* Values of a unit of work where rows can be cut, and the least a thread is woken for: about 10
  * microseconds of work, where a team takes some 5 to start. */
 #define SPAN         4096
 #define THREAD_SHARE 32768
@@ -202,9 +202,13 @@ static span span_at(const job *j, int64_t index) {
     return s;
 }
 
+/* Equal shares for as many threads as have enough to do. */
 static void run(job *j, void (*work)(void *, int64_t, int64_t)) {
-    int64_t grain = j->span < THREAD_SHARE ? THREAD_SHARE / (j->span > 0 ? j->span : 1) : 1;
-    moq_parallel_for(moq_row_count(&j->x) * j->per_row, grain, work, j);
+    int64_t spans = moq_row_count(&j->x) * j->per_row, all = moq_num_threads();
+    int64_t worth = moq_tensor_numel(&j->x) / THREAD_SHARE;
+    int64_t threads = worth < 1 ? 1 : worth < all ? worth : all;
+    if (spans > 0)
+        moq_parallel_for(spans, (spans + threads - 1) / threads, work, j);
 }
 
 static void amax_work(void *context, int64_t begin, int64_t end) {
