@@ -57,4 +57,4 @@ def spread(values: Float32) -> float:
     """Largest over smallest of some scales; 1 when there are none, or one is not positive or not finite."""
     if values.size == 0 or not np.isfinite(values).all() or values.min() <= 0:
         return 1.0
-    return float(values.max() / values.min())
+    return float(values.max()) / float(values.min())

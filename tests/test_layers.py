@@ -1,6 +1,7 @@
 """The layers found in every genuine checkpoint, export and manifest, and in layouts that few write."""
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -770,3 +771,13 @@ def test_any_tensors_make_records_and_problems(tensors, algo, fill):
         named = parse_tensor_name(name)
         if info.dtype in ("U8", "I8", "F8_E4M3") and (named is None or named.role == "weight"):
             assert name in placed, "a tensor of codes that no record and no problem tells of"
+
+
+def test_scales_further_apart_than_float32_counts_are_compared_in_silence() -> None:
+    """Their quotient overflowed float32, and whoever read the file got a warning of NumPy's."""
+    from moqext.fused import spread
+
+    far = np.array([np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert spread(far) == float(far[0]) / float(far[1])

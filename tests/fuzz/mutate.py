@@ -19,6 +19,7 @@ import struct
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -302,7 +303,9 @@ def run(
     while number < first + runs and time.monotonic() < end:
         try:
             case = target.case(random.Random(f"{seed}.{number}"), genuine, directory)
-            target.read(case)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # a file is no reason to warn its reader of arithmetic
+                target.read(case)
         except REFUSALS:
             pass
         except Exception as error:
