@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moqext import LinearMethod, UnsupportedQuantization, ops, reference
+from moqext import _C, LinearMethod, UnsupportedQuantization, ops, reference
 
 from .linear_cases import (
     ALGOS,
@@ -212,14 +212,18 @@ def test_fp8_noise_of_nvfp4_is_bounded(rng):
 
 
 def test_result_does_not_depend_on_the_other_rows(rng):
-    case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 256, [40])
+    """As many rows, but others: a row with a scale of its own keeps its result to the bit."""
+    case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 1100, [40])
     method = case.method(dtype="bfloat16")
     params = method.prepare(case.listed())
-    x = random_x(rng, (70, 256), "bfloat16")
-    whole = method(x, params)
-    np.testing.assert_array_equal(whole, method(x, params))
-    for row in (0, 31, 32, 69):
-        np.testing.assert_array_equal(method(x[row : row + 1], params)[0], whole[row])
+    for tokens in (3, 70):
+        x = random_x(rng, (tokens, 1100), "bfloat16")
+        whole = method(x, params)
+        np.testing.assert_array_equal(whole, method(x, params))
+        for row in (0, tokens - 1):
+            other = random_x(rng, (tokens, 1100), "bfloat16")
+            other[row] = x[row]
+            np.testing.assert_array_equal(method(other, params)[row], whole[row])
 
 
 def test_reload_in_place(rng):
@@ -374,9 +378,12 @@ def test_any_spelling_of_an_algorithm():
 
 def test_kernel_choice_is_explained(monkeypatch):
     method = LinearMethod("NVFP4", 32, [8])
-    assert method.backend == "cpu:portable"
-    assert method.backend in method.explain()
-    with pytest.raises(UnsupportedQuantization, match=r"cpu:portable runs on the CPU"):
+    lines = dict(line.split(maxsplit=1) for line in method.explain().splitlines())
+    assert lines[method.backend] == "chosen"
+    assert list(lines) == _C.kernels()
+    with pytest.raises(
+        UnsupportedQuantization, match=r"cpu:portable runs on the CPU, the layer is on cuda:1"
+    ):
         LinearMethod("NVFP4", 32, [8], device="cuda:1")
     monkeypatch.setenv("MOQEXT_KERNEL", "cpu:portable")
     assert LinearMethod("NVFP4", 32, [8]).backend == "cpu:portable"

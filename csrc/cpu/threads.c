@@ -42,16 +42,19 @@ static void register_fork_handler(void) {
     pthread_atfork(NULL, NULL, after_fork);
 }
 
-static void run_team(int threads, int64_t grains, int64_t count, int64_t grain,
+/* The team is always of the same size and members without work stay idle: libgomp ends the threads
+ * that a smaller team leaves over and makes them anew for the next, 20 us each. */
+static void run_team(int team, int64_t threads, int64_t grains, int64_t count, int64_t grain,
                      void (*work)(void *, int64_t, int64_t), void *context) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, register_fork_handler);
     atomic_store(&started, 1);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(team)
     {
-        int64_t team = omp_get_num_threads(), id = omp_get_thread_num();
-        int64_t begin = grains * id / team * grain, end = grains * (id + 1) / team * grain;
-        if (begin < end)
+        int64_t members = omp_get_num_threads(), id = omp_get_thread_num();
+        int64_t active = members < threads ? members : threads;
+        int64_t begin = grains * id / active * grain, end = grains * (id + 1) / active * grain;
+        if (id < active && begin < end)
             work(context, begin, end < count ? end : count);
     }
 }
@@ -60,17 +63,17 @@ static void run_team(int threads, int64_t grains, int64_t count, int64_t grain,
 void moq_parallel_for(int64_t count, int64_t grain,
                       void (*work)(void *context, int64_t begin, int64_t end), void *context) {
     int64_t grains = (count + grain - 1) / grain;
-    int64_t threads = moq_num_threads();
-    if (threads > grains)
-        threads = grains;
+    int team = moq_num_threads();
+    int64_t threads = team < grains ? team : grains;
     if (count <= 0)
         return;
 #ifdef _OPENMP
     if (threads > 1) {
-        run_team((int)threads, grains, count, grain, work, context);
+        run_team(team, threads, grains, count, grain, work, context);
         return;
     }
 #else
+    (void)threads;
     (void)after_fork;
     (void)started;
 #endif

@@ -1,0 +1,187 @@
+/* Linear kernel for AVX512-BF16: dot products of bfloat16 pairs summed in float32. See
+ * cpu/linear.h.
+ *
+ * For activations that bfloat16 holds exactly: bfloat16 itself, and everything quantized. Up to
+ * four rows of x are multiplied with the codes as they come from memory, which bounds that. */
+#include "cpu/linear.h"
+
+#include "cpu/decode_bf16.h"
+#include "cpu/store_avx512.h"
+
+#define unit_t uint16_t
+#define vec_t  __m512bh
+#define acc_t  __m512
+#define STEP   32
+#define WIDE   6
+#define NARROW 3
+#define TALL   8
+
+static inline __m512 acc_zero(void) {
+    return _mm512_setzero_ps();
+}
+
+static inline __m512bh load(const uint16_t *p) {
+    return (__m512bh)_mm512_loadu_si512(p);
+}
+
+static inline __m512 muladd(__m512 acc, __m512bh a, __m512bh b) {
+    return _mm512_dpbf16_ps(acc, a, b);
+}
+
+static inline float reduce(__m512 v) {
+    return _mm512_reduce_add_ps(v);
+}
+
+#include "cpu/linear_tile.h"
+
+/* ---- a few rows of x ---- */
+
+/* R rows of the weight and M rows of x at a time: one row is one stream from memory, and several
+ * streams hide its latency. `acc` holds their R * M sums. */
+#define FEW_SUMS 4
+/* Bytes of a row that are asked for before they are needed; rows that share a page confuse the
+ * hardware's own prefetching. */
+#define AHEAD  1024
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE __m512 dot_64(__m512 acc, __m512i first, __m512i second, const uint16_t *x) {
+    return _mm512_dpbf16_ps(_mm512_dpbf16_ps(acc, (__m512bh)first, load(x)), (__m512bh)second,
+                            load(x + 32));
+}
+
+/* Four groups of 16, 32 bytes: their nibbles index a table, the products are summed in four lanes a
+ * group, and the block scales, numbers i to i + 3 of 16, multiply those. 64 weights take 5
+ * instructions and 3 for each row of x. */
+INLINE void add_quad(__m512 *acc, __m256i bytes, __m512 scales, int i, const moq_few *job,
+                     const uint16_t *x, const int m) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00,
+        (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
+    const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m512i words = _mm512_cvtepu8_epi16(bytes);
+    __m512i even = _mm512_permutexvar_epi16(words, table);
+    __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+    __m512 scale = _mm512_permutexvar_ps(_mm512_add_epi32(fours, _mm512_set1_epi32(i)), scales);
+#pragma GCC unroll 4
+    for (int j = 0; j < m; j++) {
+        __m512 sum = dot_64(_mm512_setzero_ps(), even, odd, x + j * job->panel_stride);
+        acc[j] = _mm512_fmadd_ps(sum, scale, acc[j]);
+    }
+}
+
+INLINE void few_e2m1(const moq_few *job, int64_t row, __m512 *acc, const int rows, const int m) {
+    int64_t half = job->k / 2, in_row = job->k / job->group, repeat = job->group / 16;
+    const uint8_t *codes = job->codes + row * half, *scales = job->scales + row * in_row;
+    const uint16_t *x = job->panel;
+    int64_t groups = job->k / 16, first = 0;
+    for (; first + 16 <= groups; first += 16) {
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            _mm_prefetch(codes + r * half + 8 * first + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(codes + r * half + 8 * first + AHEAD + 64, _MM_HINT_T0);
+            __m512 scale = group_scales(scales + r * in_row, first, groups, repeat);
+#pragma GCC unroll 4
+            for (int i = 0; i < 16; i += 4) {
+                const uint8_t *at = codes + r * half + 8 * (first + i);
+                add_quad(acc + r * m, _mm256_loadu_si256((const __m256i *)at), scale, i, job,
+                         x + 16 * (first + i), m);
+            }
+        }
+    }
+    for (int r = 0; r < rows && first < groups; r++) {
+        __m512 scale = group_scales(scales + r * in_row, first, groups, repeat);
+        for (int i = 0; first + i < groups; i += 4) {
+            int64_t left = groups - first - i;
+            __mmask32 mask = left >= 4 ? ~0u : (1u << (8 * left)) - 1;
+            __m256i bytes = _mm256_maskz_loadu_epi8(mask, codes + r * half + 8 * (first + i));
+            add_quad(acc + r * m, bytes, scale, i, job, x + 16 * (first + i), m);
+        }
+    }
+}
+
+/* Columns [first, end), added to acc. */
+INLINE void few_e4m3(const moq_few *job, int64_t row, int64_t first, int64_t end, __m512 *acc,
+                     const int rows, const int m) {
+    const e4m3_tables tables = load_e4m3_tables();
+    const uint8_t *codes = job->codes + row * job->k;
+    const uint16_t *x = job->panel;
+    for (int64_t k = first; k < end; k += 64) {
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m512i low, high;
+            _mm_prefetch(codes + r * job->k + k + AHEAD, _MM_HINT_T0);
+            decode_64(&tables, load_codes(codes + r * job->k + k, end - k), &low, &high);
+#pragma GCC unroll 4
+            for (int j = 0; j < m; j++)
+                acc[r * m + j] = dot_64(acc[r * m + j], low, high, x + j * job->panel_stride + k);
+        }
+    }
+}
+
+INLINE void few_blocks(const moq_few *job, int64_t row, __m512 *acc, const int rows, const int m) {
+    for (int64_t k = 0, g = 0; k < job->k; k += 128, g++) {
+        __m512 sum[FEW_SUMS];
+        for (int i = 0; i < rows * m; i++)
+            sum[i] = _mm512_setzero_ps();
+        few_e4m3(job, row, k, job->k - k < 128 ? job->k : k + 128, sum, rows, m);
+        for (int i = 0; i < rows * m; i++) {
+            const float *of_x = job->column_scales + g * job->column_stride + i % m;
+            acc[i] = _mm512_fmadd_ps(sum[i], _mm512_set1_ps(job->block_scales[g] * *of_x), acc[i]);
+        }
+    }
+}
+
+INLINE void few_rows(const moq_few *job, int64_t row, const int rows, const int m) {
+    __m512 acc[FEW_SUMS];
+    for (int i = 0; i < rows * m; i++)
+        acc[i] = _mm512_setzero_ps();
+    if (job->layout == MOQ_WEIGHT_E2M1)
+        few_e2m1(job, row, acc, rows, m);
+    else if (job->layout == MOQ_WEIGHT_E4M3_BLOCK)
+        few_blocks(job, row, acc, rows, m);
+    else
+        few_e4m3(job, row, 0, job->k, acc, rows, m);
+    for (int i = 0; i < rows * m; i++)
+        job->sums[(row + i / m) * job->sums_stride + i % m] = _mm512_reduce_add_ps(acc[i]);
+}
+
+INLINE void few_all(const moq_few *job, const int rows, const int m) {
+    int64_t row = 0;
+    for (; row + rows <= job->rows; row += rows)
+        few_rows(job, row, rows, m);
+    for (; row < job->rows; row++)
+        few_rows(job, row, 1, m);
+}
+
+static void multiply_few(const moq_few *job) {
+    switch (job->m) {
+    case 1:
+        few_all(job, 4, 1);
+        break;
+    case 2:
+        few_all(job, 2, 2);
+        break;
+    case 3:
+        few_all(job, 1, 3);
+        break;
+    default:
+        few_all(job, 1, 4);
+    }
+}
+
+const moq_linear_tiles moq_linear_avx512bf16 = {
+    .name = "avx512bf16",
+    .isa = MOQ_ISA_AVX512BF16,
+    .unit = sizeof(uint16_t),
+    .e4m3_unit = 1.0f,
+    .e2m1_unit = 0x1p8f,
+    .pad_rows = 1,
+    .decode_e4m3 = decode_e4m3,
+    .decode_e2m1 = decode_e2m1,
+    .convert = convert,
+    .multiply = multiply,
+    .add_scaled = add_scaled_avx512,
+    .store = store_avx512,
+    .multiply_few = multiply_few,
+    .few = FEW_SUMS,
+};

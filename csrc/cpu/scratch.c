@@ -1,0 +1,49 @@
+/* Memory a thread keeps: see scratch.h. It is freed when the thread ends. */
+#include "cpu/scratch.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+typedef struct {
+    void *memory[MOQ_SCRATCH_COUNT];
+    size_t bytes[MOQ_SCRATCH_COUNT];
+} scratch_set;
+
+static pthread_key_t key;
+
+static void release(void *set) {
+    for (int i = 0; i < MOQ_SCRATCH_COUNT; i++)
+        free(((scratch_set *)set)->memory[i]);
+    free(set);
+}
+
+static void make_key(void) {
+    pthread_key_create(&key, release);
+}
+
+static scratch_set *own_set(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_key);
+    scratch_set *set = pthread_getspecific(key);
+    if (!set) {
+        set = calloc(1, sizeof *set);
+        if (set && pthread_setspecific(key, set) != 0) {
+            free(set);
+            set = NULL;
+        }
+    }
+    return set;
+}
+
+void *moq_take_scratch(moq_scratch purpose, size_t bytes) {
+    scratch_set *set = own_set();
+    if (!set)
+        return NULL;
+    if (set->bytes[purpose] < bytes) {
+        size_t rounded = (bytes + 4095) / 4096 * 4096;
+        free(set->memory[purpose]);
+        set->memory[purpose] = aligned_alloc(64, rounded);
+        set->bytes[purpose] = set->memory[purpose] ? rounded : 0;
+    }
+    return set->memory[purpose];
+}
