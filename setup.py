@@ -14,6 +14,7 @@ Environment:
 """
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -42,6 +43,7 @@ FILE_OPTIONS = {
     "threads": ["-fopenmp"],
     "_amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
+X86_ENDS = ("_avx2", "_avx512", "_avx512bf16", "_amx")  # files for processors of one architecture
 PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
 
 
@@ -321,6 +323,8 @@ def extension():
         compile_args += ["-O1", "-g", *sanitize]
         link_args += sanitize
     sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).glob("*.c"))]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        sources = [path for path in sources if not path.stem.endswith(X86_ENDS)]
     return Extension(
         "moqext._C",
         sources=[str(path) for path in sources] + ["csrc/cuda/absent.c"],

@@ -77,13 +77,3 @@ float moq_row_amax(const float *x, int64_t n) {
     moq_cpu_row_kernels()->amax(MOQ_DT_F32, x, n, n, &amax);
     return amax;
 }
-
-float moq_tensor_amax(const moq_tensor *t, float *row) {
-    int64_t rows = moq_row_count(t), n = moq_row_length(t);
-    float amax = 0.0f;
-    for (int64_t r = 0; r < rows; r++) {
-        moq_load_row(t, r, row);
-        amax = larger(amax, moq_row_amax(row, n));
-    }
-    return amax;
-}

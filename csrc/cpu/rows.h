@@ -18,7 +18,5 @@ void moq_gather(const void *src, int64_t stride, size_t size, int64_t n, void *d
 void moq_load_row(const moq_tensor *t, int64_t row, float *dst);
 /* Largest magnitude of n values, 0 for none; NaN when one of them is. */
 float moq_row_amax(const float *x, int64_t n);
-/* Largest magnitude in a tensor; `row` is scratch for one row. */
-float moq_tensor_amax(const moq_tensor *t, float *row);
 
 #endif
