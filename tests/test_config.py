@@ -678,11 +678,11 @@ def test_twenty_thousand_layers_are_read_quickly():
         for expert in range(128)
         for name in ("w1", "w2", "w3")
     }
-    start = time.perf_counter()
+    start = time.process_time()
     config = mixed(layers)
     assert all(config.layer_algo(name) == "NVFP4" for name in layers)
     assert config.layer_algo(f"{stem}.59.block_sparse_moe.experts") == "NVFP4"
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize(
@@ -696,9 +696,9 @@ def test_twenty_thousand_layers_are_read_quickly():
 def test_objects_of_many_members_are_read_in_linear_time(field, item):
     """Looking up each of 10^5 names among the others one by one would be 10^10 comparisons."""
     members = {f"model.layers.{i}.experts.{i}.w": item for i in range(100_000)}
-    start = time.perf_counter()
+    start = time.process_time()
     config = read(flat(quant_algo="NVFP4", **{field: members}))
     # groups that quantize no activations make it weight-only
     expected = {"quantized_layers": "FP8", "config_groups": "W4A16_NVFP4", "nobody_knows": "NVFP4"}[field]
     assert config.layer_algo("model.layers.7.experts.7.w") == expected
-    assert time.perf_counter() - start < 10  # 0.4 s on a quiet machine
+    assert time.process_time() - start < 10  # 0.4 s on a quiet machine

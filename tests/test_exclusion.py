@@ -378,19 +378,19 @@ def benchmark_case(rng, names=60_000, patterns=500):
 def test_sixty_thousand_names_take_well_under_a_second(rng, semantics, leading):
     modules, entries = benchmark_case(rng)
     read = config(*(leading + entry for entry in entries))
-    start = time.perf_counter()
+    start = time.process_time()
     count = sum(read.is_excluded(module, semantics=semantics) for module in modules)
-    assert time.perf_counter() - start < 2  # 0.1 s on a quiet machine; this one may be neither quiet nor fast
+    assert time.process_time() - start < 2  # 0.1 s on a quiet machine; this one may be neither quiet nor fast
     assert 3 <= count <= 3 * 377
 
 
 def test_a_million_entries_are_read_in_linear_time():
     entries = [f"model.layers.{i}.mlp.up_proj" for i in range(1_000_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     read = config(*entries)
     assert read.is_excluded("model.layers.999999.mlp.up_proj")
     assert not read.is_excluded("model.layers.1000000.mlp.up_proj")
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
@@ -398,16 +398,16 @@ def test_a_million_entries_are_read_in_linear_time():
 def test_many_entries_of_one_hostile_kind_are_linear(entry, semantics):
     """Reading, and a name against each entry once, not entries against entries: that would be 10^10 steps."""
     read = config(*(entry.format(i) for i in range(100_000)))
-    start = time.perf_counter()
+    start = time.process_time()
     assert not read.is_excluded("model.layers.3.mlp.experts_x", semantics=semantics)
     assert read.is_excluded("a" * 40 + "99999", semantics=semantics) is entry.startswith("*")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_hostile_patterns_are_linear():
     read = config(*("*a" * i + "*b" * 5 + "*" for i in range(1, 200)))
     name = "ab" * 2 + "a" * 2000
-    start = time.perf_counter()
+    start = time.process_time()
     assert not read.is_excluded(name + "x")
     assert not read.is_excluded(name + "x", semantics="vllm")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

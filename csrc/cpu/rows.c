@@ -3,7 +3,6 @@
 
 #include "cpu/convert.h"
 
-#include <math.h>
 #include <string.h>
 
 /* Values gathered at once. */
@@ -65,11 +64,6 @@ void moq_load_row(const moq_tensor *t, int64_t row, float *dst) {
         moq_gather(src + at * stride * (int64_t)size, stride, size, count, buffer);
         kernels->decode(t->dtype, buffer, count, dst + at);
     }
-}
-
-/* The larger of two magnitudes; a NaN stays. */
-static float larger(float amax, float magnitude) {
-    return magnitude <= amax || isnan(amax) ? amax : magnitude;
 }
 
 float moq_row_amax(const float *x, int64_t n) {

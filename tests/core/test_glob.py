@@ -67,9 +67,9 @@ def test_nul_bytes_are_characters():
 )
 @pytest.mark.parametrize("fnmatch_rules", [False, True])
 def test_no_pattern_takes_exponential_time(pattern, fnmatch_rules):
-    start = time.perf_counter()
+    start = time.process_time()
     assert not _C.glob_match(pattern, "a" * 4000 + "d", fnmatch=fnmatch_rules)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_arguments_are_checked():
