@@ -65,7 +65,8 @@ def decide(module: str, stored: Stored, config: QuantConfig | None) -> tuple[Dec
     elif configured is not None and algo != configured:
         message = f"configured as {configured} ({rule}), stored as {' or '.join(stored.algos)}"
         problems.append(make_problem("algo_conflict", message, layer=module))
-    group_size = BLOCK if algo == "FP8_PB_WO" else stored.group_size
+    # One scale [1, 1] for a weight of at most one block is told apart by the configuration alone.
+    group_size = {"FP8_PB_WO": BLOCK, "FP8": None}.get(algo, stored.group_size)
     if algo == configured and group_size is not None and wanted not in (None, group_size):
         message = f"configured with group size {wanted}, stored with {group_size}; the stored one holds"
         problems.append(make_problem("group_size_conflict", message, layer=module))

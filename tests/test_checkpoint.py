@@ -157,6 +157,19 @@ class TestDequantize:
             ckpt.dequantize("model.layers.0.mlp.up_proj")
         assert any(problem.severity == "error" for problem in ckpt.problems)
 
+    def test_fp8_with_one_scale_of_two_axes_has_no_groups(self, data: Path, tmp_path: Path) -> None:
+        """[1, 1] is also what FP8_PB_WO writes for one block: the record had its groups, and load failed."""
+        name = "model.layers.0.self_attn.k_proj"
+
+        def two_axes(tensors: Tensors) -> None:
+            dtype, _, content = tensors[f"{name}.weight_scale"]
+            tensors[f"{name}.weight_scale"] = (dtype, [1, 1], content)
+
+        with changed(data / "checkpoints" / "llama_fp8_kvfp8", tmp_path / "copy", two_axes) as ckpt:
+            record = ckpt.layer(name)
+            assert (record.quant_algo, record.group_size, max(record.shape)) == ("FP8", None, 128)
+            assert ckpt.load(name).out_features == record.shape[0]
+
     @pytest.mark.parametrize("role", ["weight", "weight_scale"])
     def test_signed_bytes_are_no_codes(self, nvfp4: Path, tmp_path: Path, role: str) -> None:
         def change_type(tensors: Tensors) -> None:
