@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{library: version for library in LIBRARIES if (version := installed(library))},
         "moqext": moqext._C.build_info(),
