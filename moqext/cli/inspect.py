@@ -35,12 +35,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="what is in a checkpoint, and what is wrong with it",
         description="Prints the quantized layers of a ModelOpt checkpoint by kind, its cache scales, and its "
         "problems. A directory with only the JSON files will do: then it prints what the configuration says. "
-        "Exit status: 0, 1 with --strict and an error or warning, 2 when the directory cannot be read.",
+        "Exit status: 0, 1 with --strict or --fail-on and such a problem, 2 for an unreadable directory.",
     )
     parser.add_argument("directory", help="a ModelOpt checkpoint")
     parser.add_argument("--layers", metavar="GLOB", help="list each layer whose name matches; * crosses dots")
     parser.add_argument("--problems", action="store_true", help="list every problem, not only the first ones")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on any error or warning")
+    fail = parser.add_mutually_exclusive_group()
+    fail.add_argument("--strict", action="store_true", help="exit with 1 on any problem, notes included")
+    fail.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 on a problem at least so severe")
     parser.add_argument("--deep", action="store_true", help="check all block scales, however large")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -57,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             for line in as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems):
                 print(text.printable(line))
-    return int(args.strict and worst_severity(problems) in ("error", "warning"))
+    least = "note" if args.strict else args.fail_on
+    worst = worst_severity(problems)
+    return int(bool(least and worst) and SEVERITIES.index(worst) <= SEVERITIES.index(least))
 
 
 def select(layers: Iterable[LayerRecord], glob: str | None) -> Iterator[LayerRecord]:

@@ -151,7 +151,11 @@ def test_layers_option_lists_layers_and_members(inspect, data):
 
 def test_strict(inspect, data, export):
     assert inspect(data / "exports" / "nvfp4_sharded", "--strict")[0] == 0
-    assert inspect(data / "exports" / "fp8_uncalibrated", "--strict")[0] == 0, "notes are no fault"
+    assert inspect(data / "exports" / "fp8_uncalibrated", "--strict")[0] == 1, "a note"
+    assert inspect(data / "exports" / "fp8_uncalibrated", "--fail-on", "note")[0] == 1
+    assert inspect(data / "exports" / "fp8_uncalibrated", "--fail-on", "warning")[0] == 0
+    assert inspect(data / "exports" / "mixed_in_qkv", "--fail-on", "warning")[0] == 1
+    assert inspect(data / "exports" / "mixed_in_qkv", "--fail-on", "error")[0] == 0
     assert inspect(data / "exports" / "mixed_in_qkv")[0] == 0
     assert inspect(data / "exports" / "mixed_in_qkv", "--strict")[0] == 1, "a warning"
     assert inspect(data / "exports" / "mixed_in_qkv", "--strict", "--json")[0] == 1
@@ -245,7 +249,7 @@ def test_index_without_weights(inspect, export):
 def test_configuration_alone(inspect, export, data, tmp_path):
     directory = export("mixed_three")
     only_json(directory)
-    status, out, _ = inspect(directory, "--strict")
+    status, out, _ = inspect(directory, "--fail-on", "warning")
     assert status == 0
     assert row(out, "model.layers.*.self_attn.q_proj") == ["model.layers.*.self_attn.q_proj", "× 2", "FP8"]
     assert "no weights" in out
@@ -317,7 +321,7 @@ def test_a_thousand_shards_in_seconds(inspect, tmp_path):
     }
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     start = time.process_time()
-    status, out, _ = inspect(tmp_path, "--strict")
+    status, out, _ = inspect(tmp_path, "--fail-on", "warning")
     assert time.process_time() - start < 10
     assert status == 0
     assert row(out, "model.layers.*.mlp.experts")[:4] == [
