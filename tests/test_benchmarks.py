@@ -1,8 +1,10 @@
 """The benchmarks run, and what a call costs has not grown several times over."""
 
+import importlib
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")
 
 
-def run(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
+def run(tmp_path: Path, name: str, *options: str, keep: str = "--json") -> dict[str, Any]:
     """The JSON record that a benchmark writes."""
     path = tmp_path / "deeper" / "result.json"
     # The tree comes last, so that the package under test is the one the tests found.
     code = f"import runpy, sys; sys.path.append('.'); runpy.run_module('benchmarks.{name}', None, '__main__')"
-    command = [sys.executable, "-c", code, "--json", str(path), *options]
+    command = [sys.executable, "-c", code, keep, str(path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -39,3 +41,55 @@ def test_exclusion(tmp_path: Path) -> None:
     record = run(tmp_path, "exclusion", "--runs", "1")
     assert {row["what"] for row in record["rows"]} == {"read", "modelopt", "vllm"}
     assert record["names"] == 60_000
+
+
+@pytest.fixture
+def cpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that writes docs/cpu.md."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.cpu_page")
+
+
+def test_the_page_of_the_cpu_is_what_its_results_make(cpu_page: Any) -> None:
+    """Else: python -m benchmarks.cpu_page."""
+    files = cpu_page.render(cpu_page.PAGE.read_text(), cpu_page.read_results())
+    for name, text in files.items():
+        assert (ROOT / "docs" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs").glob("cpu.*")} == set(files)
+
+
+def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
+    def row(algo: str, tokens: int, seconds: float, ratio: float, goal: float | None) -> dict[str, Any]:
+        about = {"shape": [64, 32], "tokens": tokens, "quant_algo": algo, "goal": goal, "torch_ratio": ratio}
+        return about | {"seconds": seconds, "floor_seconds": 1e-6, "flop": 4096 * tokens}
+
+    rows = [
+        row("bfloat16", 1, 6e-6, 1.0, None),
+        row("NVFP4", 1, 2e-6, 3.0, 2.8),
+        row("bfloat16", 16, 6e-6, 1.0, None),
+        row("NVFP4", 16, 5e-6, 1.2, 1.5),
+    ]
+    environment = {"cpu": "Chip", "isa": "amx", "python": "3.12", "numpy": "2", "date": "2026-01-02T03:04"}
+    result = {"environment": environment | {"moqext": {"commit": "abc"}}, "rows": rows, "threads": 16}
+    result |= {"bytes_per_second": 2e11, "flop_per_second": 1e12}
+    page = f"Before.\n{cpu_page.BEGIN}\nold\n{cpu_page.END}\nAfter.\n"
+    files = cpu_page.render(page, {"chip": result})
+    lines = files["cpu.md"].splitlines()
+    assert (lines[0], lines[-1]) == ("Before.", "After.")
+    assert "old" not in lines
+    assert "### Chip, amx, 16 threads" in lines
+    assert "| 64 × 32 | 1 | 6.00 µs, 17% | 2.00 µs, 50%, **3.00×** |" in lines
+    assert "| `NVFP4` | 1 | 2.8 | 3.00 to 3.00 | met |" in lines
+    assert "| `NVFP4` | 16 | 1.5 | 1.20 to 1.20 | missed |" in lines
+    assert ElementTree.fromstring(files["cpu.chip.svg"]).tag.endswith("svg")
+    again = cpu_page.render(files["cpu.md"], {"chip": result})
+    assert again == files
+
+
+@pytest.mark.slow
+def test_linear_cpu(tmp_path: Path) -> None:
+    record = run(tmp_path, "linear_cpu", "--seconds", "0.01", "--rotate", "1", keep="--output")
+    goals = {(row["quant_algo"], row["tokens"]): row["goal"] for row in record["rows"]}
+    assert goals["W4A16_NVFP4", 1] == goals["NVFP4", 1] == 2.8
+    assert goals["FP8_PB_WO", 16] == 1.2
+    assert goals.get(("bfloat16", 1)) is None

@@ -1,0 +1,71 @@
+"""The machine and the software that a measurement belongs to."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from moqext import _C
+
+_LIBRARIES = ("numpy", "torch", "ml_dtypes")
+_CACHES = Path("/sys/devices/system/cpu")
+
+
+def environment() -> dict[str, Any]:
+    """Plain data for JSON: date, processor, system, versions, how the extension was built."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "cpu": cpu_model(),
+        "cpus": len(processors()),
+        "isa": _C.cpu_isa(),
+        "last_level_cache": last_level_cache(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{library: version for library in _LIBRARIES if (version := _installed(library))},
+        "moqext": _C.build_info(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor as the system names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def processors() -> set[int]:
+    """Numbers of the processors that this process may use."""
+    return os.sched_getaffinity(0)
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the last caches of all processors that may be used, None where the system does not tell."""
+    caches: dict[str, tuple[int, int]] = {}  # processors that share it -> (level, bytes)
+    for processor in processors():
+        found = [_cache(index) for index in (_CACHES / f"cpu{processor}" / "cache").glob("index*")]
+        if not found:
+            return None
+        level, size, shared = max(found)
+        caches[shared] = (level, size)
+    last = max(level for level, _ in caches.values())
+    return sum(size for level, size in caches.values() if level == last)
+
+
+def _cache(index: Path) -> tuple[int, int, str]:
+    names = ("level", "size", "shared_cpu_list")
+    level, size, shared = ((index / name).read_text().strip() for name in names)
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    bytes_ = int(size[:-1]) * unit[size[-1]] if size[-1] in unit else int(size)
+    return int(level), bytes_, shared
+
+
+def _installed(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
