@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import resource
 import sys
 import threading
@@ -192,7 +193,8 @@ def check_for_leaks(rng: np.random.Generator, calls: int) -> None:
     assert max(abs(new - old) for new, old in zip(after, before, strict=True)) < 20
     assert sys.getallocatedblocks() - blocks < 300
     assert allocated() - bytes_before < 1 << 17
-    assert resident() - resident_before < 4 << 20
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # which keeps freed memory resident, to watch it
+        assert resident() - resident_before < 4 << 20
 
 
 def test_threads_leave_nothing_behind(rng: np.random.Generator) -> None:
