@@ -1,9 +1,11 @@
 /* Threads of the CPU kernels: one OpenMP team a call, as many threads as the work is worth.
  *
  * The number is, in this order: what moq_set_num_threads said, MOQEXT_NUM_THREADS, OMP_NUM_THREADS,
- * the processors this process may use. The calling thread is one of them and the others sleep
- * between calls, so a framework whose own threads run between our calls is not slowed down. After a
- * fork the child runs on one thread: OpenMP's team does not survive it. */
+ * the processors this process may use. The calling thread is one of them. The others spin for some
+ * milliseconds after a call before they sleep, as the OpenMP runtime has it: what a framework runs
+ * on other threads right after a call competes with them, and the reverse. OMP_WAIT_POLICY=passive
+ * lets them sleep at once. After a fork the child runs on one thread: OpenMP's team does not
+ * survive it. */
 #ifndef MOQ_CPU_THREADS_H
 #define MOQ_CPU_THREADS_H
 
