@@ -46,6 +46,12 @@ ROUNDS = 3
 LEAST_ROTATION = 400_000_000
 """Bytes of weights that take turns at least, four times the last cache of most processors."""
 
+PRODUCT_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+"""Rows and columns of the square matrices by whose products the speed of multiplying is found."""
+
+LONG_PRODUCT = 0.02
+"""Seconds of a product that keeps every thread busy for long enough: larger matrices gain nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -206,20 +212,30 @@ def measure_ceilings(threads: int, rotate: int, torch: Any = None) -> Ceilings:
     if torch is None:
         return Ceilings(read, None)
     with _threads(threads, torch):
-        speeds = [_product_speed(torch, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        speeds = [
+            product_speed(partial(_product_seconds, torch, dtype)) for dtype in (torch.float32, torch.bfloat16)
+        ]
     return Ceilings(read, max(speeds))
 
 
-def _product_speed(torch: Any, dtype: Any) -> float:
-    """Operations a second at the best of growing sizes, up to those that take long."""
+def product_speed(seconds_of: Callable[[int], float]) -> float:
+    """Operations a second at the best of `PRODUCT_SIZES`, up to the first that takes long.
+
+    Args:
+        seconds_of: Seconds of a product of two square matrices of so many rows.
+    """
     speed = 0.0
-    for size in (256, 512, 1024, 2048):
-        matrix = torch.ones(size, size, dtype=dtype)
-        seconds = _best(partial(torch.matmul, matrix, matrix), calls=4)
+    for size in PRODUCT_SIZES:
+        seconds = seconds_of(size)
         speed = max(speed, 2 * size**3 / seconds)
-        if seconds > 0.05:
+        if seconds > LONG_PRODUCT:
             break
     return speed
+
+
+def _product_seconds(torch: Any, dtype: Any, size: int) -> float:
+    matrix = torch.ones(size, size, dtype=dtype)
+    return _best(partial(torch.matmul, matrix, matrix), calls=4)
 
 
 def measure_layer(

@@ -195,6 +195,26 @@ def test_long_calls_are_not_repeated(rng, monkeypatch):
     assert bench._take_turns([contestant], np.zeros((1, 16), np.float32), 0.5) == [[1.0]]
 
 
+def test_speed_of_products_is_sought_where_it_is_highest():
+    """Many processors need large matrices: here the speed doubles with the size, and is found at the last."""
+    sizes = []
+
+    def quick(size):
+        sizes.append(size)
+        return 2 * size**3 / (1e12 * size)
+
+    assert bench.product_speed(quick) == pytest.approx(8192e12)
+    assert tuple(sizes) == bench.PRODUCT_SIZES == (256, 512, 1024, 2048, 4096, 8192)
+
+
+def test_speed_of_products_stops_at_a_long_one():
+    """A slow machine is not kept busy for minutes, and the best of the sizes before counts too."""
+    seconds = {256: 1e-3, 512: 0.9 * bench.LONG_PRODUCT, 1024: 1.1 * bench.LONG_PRODUCT}
+    assert bench.product_speed(seconds.__getitem__) == 2 * 1024**3 / seconds[1024]
+    seconds[256] = 1e-5
+    assert bench.product_speed(seconds.__getitem__) == 2 * 256**3 / 1e-5
+
+
 def test_environment_is_json():
     assert json.loads(json.dumps(environment()))["cpus"] >= 1
     assert last_level_cache() is None or last_level_cache() >= 1 << 15
