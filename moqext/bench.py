@@ -212,10 +212,9 @@ def measure_ceilings(threads: int, rotate: int, torch: Any = None) -> Ceilings:
     if torch is None:
         return Ceilings(read, None)
     with _threads(threads, torch):
-        speeds = [
-            product_speed(partial(_product_seconds, torch, dtype)) for dtype in (torch.float32, torch.bfloat16)
-        ]
-    return Ceilings(read, max(speeds))
+        dtypes = (torch.float32, torch.bfloat16)
+        multiply = max(product_speed(partial(_product_seconds, torch, dtype)) for dtype in dtypes)
+    return Ceilings(read, multiply)
 
 
 def product_speed(seconds_of: Callable[[int], float]) -> float:
