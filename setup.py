@@ -40,10 +40,10 @@ FILE_OPTIONS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": AVX512,
     "_avx512bf16": [*AVX512, "-mavx512bf16"],
-    "threads": ["-fopenmp"],
     "_amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 X86_ENDS = ("_avx2", "_avx512", "_avx512bf16", "_amx")  # files for processors of one architecture
+SYSTEM_LIBRARIES = ["dl", "pthread"]  # parts of libc since glibc 2.34; OpenMP is found at run time
 PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
 
 
@@ -244,7 +244,7 @@ class BuildExt(build_ext):
             [str(unit.target) for unit in units],
             self.get_ext_fullpath(ext.name),
             library_dirs=[str(path) for path in toolkit.library] if toolkit else [],
-            libraries=["cudart_static", "dl", "rt", "pthread"] if toolkit else [],
+            libraries=["cudart_static", "rt", *SYSTEM_LIBRARIES] if toolkit else SYSTEM_LIBRARIES,
             extra_postargs=ext.extra_link_args,
         )
         built = f"CUDA ({archs}; {toolkit.nvcc})" if toolkit else "CPU only"
@@ -311,7 +311,7 @@ def numpy_include():
 def extension():
     """Describes `moqext._C`; the CUDA part is added when the build knows whether there is nvcc."""
     compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS]
-    link_args = ["-Wl,--exclude-libs,ALL", "-fopenmp"]
+    link_args = ["-Wl,--exclude-libs,ALL"]
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):

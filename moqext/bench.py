@@ -170,9 +170,9 @@ def measure(
         UnsupportedQuantization, ValueError: as `LinearMethod`, before anything is measured.
     """
     check(shapes, algos)
-    threads = threads or _C.num_threads()
     rotate = rotate or rotation()
     torch = find_torch()
+    threads = threads or _C.num_threads()  # after torch is loaded: its OpenMP runtime is asked
     rng = np.random.default_rng(seed)
     ceilings = measure_ceilings(threads, rotate, torch)
     measured = []

@@ -126,6 +126,7 @@ def test_framework_packages_use_public_names():
 
 PROCESS_WIDE = {
     "csrc/cpu/isa.c",
+    "csrc/cpu/openmp.c",
     "csrc/cpu/scratch.c",
     "csrc/cpu/threads.c",
 }  # facts of the machine and of the process

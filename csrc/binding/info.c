@@ -2,6 +2,7 @@
 #include "binding/args.h"
 
 #include "cpu/isa.h"
+#include "cpu/openmp.h"
 #include "cpu/threads.h"
 #include "cuda/cuda.h"
 #include "ops/plan.h"
@@ -53,6 +54,14 @@ static PyObject *set_num_threads(PyObject *module, PyObject *value) {
     Py_RETURN_NONE;
 }
 
+static PyObject *openmp(PyObject *module, PyObject *unused) {
+    const char *reason;
+    (void)module;
+    (void)unused;
+    const moq_openmp *omp = moq_find_openmp(&reason);
+    return Py_BuildValue("zz", omp ? omp->path : NULL, reason);
+}
+
 static PyObject *kernels(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);
     const moq_linear_kernel *kernel;
@@ -94,6 +103,8 @@ static PyMethodDef METHODS[] = {
     {"cpu_isa", cpu_isa, METH_NOARGS, "cpu_isa() -> str: level of vector extensions in use"},
     {"num_threads", num_threads, METH_NOARGS, "num_threads() -> int: threads of a large call"},
     {"set_num_threads", set_num_threads, METH_O, "set_num_threads(count): 0 is the default"},
+    {"openmp", openmp, METH_NOARGS,
+     "openmp() -> (path of the OpenMP runtime or None, reason why there is none or None)"},
     {"kernels", kernels, METH_NOARGS,
      "kernels() -> list of str: family:name of every linear kernel"},
     {"cuda_devices", cuda_devices, METH_NOARGS,

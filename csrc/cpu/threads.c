@@ -1,81 +1,92 @@
 /* Threads of the CPU kernels: see threads.h. */
 #include "cpu/threads.h"
 
+#include "cpu/openmp.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
-static atomic_int wanted;  /* 0: the default */
-static atomic_int started; /* a team was made in this process */
-static atomic_int forked;  /* this is a child of a process that had one */
+static atomic_int wanted;   /* 0: the default */
+static atomic_bool at_fork; /* a runtime was loaded when the process last forked */
+static atomic_bool forked;  /* this is a child of a process that had one */
 
-static void after_fork(void) {
-    if (atomic_load(&started))
-        atomic_store(&forked, 1);
+/* ---- forks ---- */
+
+/* Asked in the parent: in the child the loader's lock may be held by a thread that is no more.
+ * Which thread has a team, and whose work it did, cannot be asked. */
+static void before_fork(void) {
+    atomic_store(&at_fork, moq_openmp_is_loaded());
 }
 
-static int default_threads(void) {
+static void after_fork(void) {
+    if (atomic_load(&at_fork))
+        atomic_store(&forked, true);
+}
+
+/* When moqext is loaded, since a framework may have teams before moqext has. */
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(before_fork, NULL, after_fork);
+}
+
+/* ---- the number ---- */
+
+static int default_threads(const moq_openmp *omp) {
     const char *text = getenv("MOQEXT_NUM_THREADS");
     long count = text ? strtol(text, NULL, 10) : 0;
-#ifdef _OPENMP
-    if (count < 1)
-        count = omp_get_max_threads() < omp_get_num_procs() ? omp_get_max_threads()
-                                                            : omp_get_num_procs();
-#endif
+    if (count < 1) {
+        int most = omp->max_threads(), processors = omp->num_procs();
+        count = most < processors ? most : processors;
+    }
     return count < 1 ? 1 : count > MOQ_MAX_THREADS ? MOQ_MAX_THREADS : (int)count;
 }
 
 int moq_num_threads(void) {
     int count = atomic_load(&wanted);
-    return atomic_load(&forked) ? 1 : count > 0 ? count : default_threads();
+    if (count == 1 || atomic_load(&forked)) /* without a look for a runtime, which may load one */
+        return 1;
+    const moq_openmp *omp = moq_find_openmp(NULL);
+    if (!omp || omp->in_parallel())
+        return 1;
+    return count > 0 ? count : default_threads(omp);
 }
 
 void moq_set_num_threads(int count) {
     atomic_store(&wanted, count);
 }
 
-#ifdef _OPENMP
-static void register_fork_handler(void) {
-    pthread_atfork(NULL, NULL, after_fork);
+/* ---- the team ---- */
+
+typedef struct {
+    void (*work)(void *context, int64_t begin, int64_t end);
+    void *context;
+    int64_t count, grain, grains;
+    const moq_openmp *omp;
+} region;
+
+static void run_member(void *data) {
+    const region *r = data;
+    int64_t members = r->omp->num_threads(), id = r->omp->thread_num();
+    int64_t active = members < r->grains ? members : r->grains;
+    if (id >= active)
+        return;
+    int64_t begin = r->grains * id / active * r->grain;
+    int64_t end = r->grains * (id + 1) / active * r->grain;
+    r->work(r->context, begin, end < r->count ? end : r->count);
 }
 
 /* The team is always of the same size and members without work stay idle: libgomp ends the threads
  * that a smaller team leaves over and makes them anew for the next, 20 us each. */
-static void run_team(int team, int64_t threads, int64_t grains, int64_t count, int64_t grain,
-                     void (*work)(void *, int64_t, int64_t), void *context) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, register_fork_handler);
-    atomic_store(&started, 1);
-#pragma omp parallel num_threads(team)
-    {
-        int64_t members = omp_get_num_threads(), id = omp_get_thread_num();
-        int64_t active = members < threads ? members : threads;
-        int64_t begin = grains * id / active * grain, end = grains * (id + 1) / active * grain;
-        if (id < active && begin < end)
-            work(context, begin, end < count ? end : count);
-    }
-}
-#endif
-
 void moq_parallel_for(int64_t count, int64_t grain,
                       void (*work)(void *context, int64_t begin, int64_t end), void *context) {
     int64_t grains = (count + grain - 1) / grain;
-    int team = moq_num_threads();
-    int64_t threads = team < grains ? team : grains;
+    int team = grains > 1 ? moq_num_threads() : 1;
     if (count <= 0)
         return;
-#ifdef _OPENMP
-    if (threads > 1) {
-        run_team(team, threads, grains, count, grain, work, context);
+    if (team == 1) {
+        work(context, 0, count);
         return;
     }
-#else
-    (void)threads;
-    (void)after_fork;
-    (void)started;
-#endif
-    work(context, 0, count);
+    region r = {work, context, count, grain, grains, moq_find_openmp(NULL)};
+    r.omp->parallel(run_member, &r, (unsigned)team, 0);
 }

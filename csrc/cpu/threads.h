@@ -1,11 +1,16 @@
 /* Threads of the CPU kernels: one OpenMP team a call, as many threads as the work is worth.
  *
- * The number is, in this order: what moq_set_num_threads said, MOQEXT_NUM_THREADS, OMP_NUM_THREADS,
- * the processors this process may use. The calling thread is one of them. The others spin for some
- * milliseconds after a call before they sleep, as the OpenMP runtime has it: what a framework runs
- * on other threads right after a call competes with them, and the reverse. OMP_WAIT_POLICY=passive
- * lets them sleep at once. After a fork the child runs on one thread: OpenMP's team does not
- * survive it. */
+ * The number is, in this order: what moq_set_num_threads said, MOQEXT_NUM_THREADS, what the OpenMP
+ * runtime gives the calling thread (OMP_NUM_THREADS, what a framework has set, the processors), but
+ * no more than the processors it may use. The calling thread is one of them. The others are the
+ * runtime's, which keeps them for the calling thread and for whoever uses the same runtime, a
+ * framework too: see openmp.h. They spin for some milliseconds after a call before they sleep;
+ * OMP_WAIT_POLICY=passive lets them sleep at once.
+ *
+ * A call inside a parallel region of the same runtime has one thread. Calls from several threads
+ * have a team each, as OpenMP has it; taking turns was tried and is slower (docs/lab.md). After a
+ * fork the child runs on one thread if the process had an OpenMP runtime: libgomp's team does not
+ * survive it, and the child would wait for it for ever. */
 #ifndef MOQ_CPU_THREADS_H
 #define MOQ_CPU_THREADS_H
 
@@ -13,7 +18,7 @@
 
 #define MOQ_MAX_THREADS 1024
 
-/* Threads a large enough call uses, at least 1. */
+/* Threads a large enough call of this thread uses, at least 1. */
 int moq_num_threads(void);
 /* 1 to MOQ_MAX_THREADS; 0 goes back to the default. */
 void moq_set_num_threads(int count);

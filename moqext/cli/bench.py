@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moqext import _C, bench
+from moqext import bench
 from moqext.bench_plot import roofline
 from moqext.cli import text
 from moqext.environment import environment
@@ -43,9 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--tokens", type=_tokens, default=(1, 16, 256), metavar="M,...", help="rows of x (1,16,256)"
     )
     parser.add_argument("--algos", type=_names, default=bench.ALGOS, metavar="NAME,...", help="default: all")
-    parser.add_argument(
-        "--threads", type=_threads, default=_C.num_threads(), metavar="T", help="default: all"
-    )
+    parser.add_argument("--threads", type=_threads, metavar="T", help="default: all")
     parser.add_argument(
         "--seconds", type=_seconds, default=5.0, help="to spend on a shape and number of tokens (5)"
     )

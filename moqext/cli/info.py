@@ -17,8 +17,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "info",
         help="version, build, CPU and CUDA",
-        description="Prints the version, how the extension was built, the vector extensions of the CPU, and "
-        "the CUDA devices or the reason why there are none.",
+        description="Prints the version, how the extension was built, the vector extensions of the CPU, the "
+        "OpenMP runtime, and the CUDA devices, or the reasons why there are none.",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -31,6 +31,7 @@ def collect() -> dict[str, Any]:
         devices, reason = _C.cuda_devices(), None
     except RuntimeError as error:
         devices, reason = [], str(error)
+    openmp, openmp_reason = _C.openmp()
     return {
         "version": build["version"],
         "commit": build["commit"],
@@ -41,6 +42,8 @@ def collect() -> dict[str, Any]:
         "machine": platform.machine(),
         "isa": _C.cpu_isa(),
         "threads": _C.num_threads(),
+        "openmp": openmp,
+        "openmp_reason": openmp_reason,
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
         "cuda_built": build["cuda"],
         "cublaslt_built": build["cublaslt"],
@@ -67,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         ("flags", facts["flags"]),
         ("python", f"{facts['python']}, NumPy {facts['numpy']}"),
         ("cpu", f"{facts['machine']}, level {facts['isa']}, {text.plural(facts['threads'], 'thread')}"),
+        ("openmp", facts["openmp"] or facts["openmp_reason"]),
         ("kernels", " ".join(facts["cpu_kernels"])),
         ("cuda", facts["cuda_reason"] or text.plural(len(facts["cuda_devices"]), "device")),
     ]

@@ -13,6 +13,7 @@ def test_json_names_the_build_and_the_machine(capsys):
     assert facts["cpu_kernels"][0] == "cpu:portable"
     assert f"cpu:{facts['isa']}" in facts["cpu_kernels"]
     assert facts["threads"] >= 1
+    assert bool(facts["openmp"]) != bool(facts["openmp_reason"])
     assert bool(facts["cuda_devices"]) != bool(facts["cuda_reason"])
     assert bool(facts["cuda_archs"]) == facts["cuda_built"]
 
@@ -21,5 +22,5 @@ def test_text_has_a_line_for_each_fact(capsys):
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
     keys = [line.split()[0] for line in lines]
-    assert keys[:7] == ["moqext", "build", "flags", "python", "cpu", "kernels", "cuda"]
+    assert keys[:8] == ["moqext", "build", "flags", "python", "cpu", "openmp", "kernels", "cuda"]
     assert all(len(line.split()) > 1 for line in lines)

@@ -2,11 +2,17 @@
 #include "fuzz.h"
 
 #include "core/formats.h"
+#include "cpu/threads.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* One thread: coverage of a team's threads does not depend on the case alone. */
+__attribute__((constructor)) static void use_one_thread(void) {
+    moq_set_num_threads(1);
+}
 
 _Noreturn void fuzz_fail(const char *file, int line, const char *condition, const char *format,
                          ...) {

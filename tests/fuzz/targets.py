@@ -70,16 +70,12 @@ def find_fuzzer() -> str:
 
 
 def file_options() -> dict[str, list[str]]:
-    """What setup.py compiles files of some names with, by the end of their stem; without OpenMP, since a
-    target runs on one thread."""
+    """What setup.py compiles files of some names with, by the end of their stem."""
     found: dict[str, dict[str, list[str]]] = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("AVX512", "FILE_OPTIONS"):
             exec(ast.unparse(node), found)
-    return {
-        end: [option for option in options if option != "-fopenmp"]
-        for end, options in found["FILE_OPTIONS"].items()
-    }
+    return found["FILE_OPTIONS"]
 
 
 def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str, Path]:
@@ -106,7 +102,19 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
     def link(name: str) -> Path:
         program = out / name
         parts = [str(objects[path]) for path in [*sources, targets[name]]]
-        run([compiler, *flags, *(["-fsanitize=fuzzer"] if fuzzer else []), *parts, "-lm", "-o", str(program)])
+        run(
+            [
+                compiler,
+                *flags,
+                *(["-fsanitize=fuzzer"] if fuzzer else []),
+                *parts,
+                "-lm",
+                "-ldl",
+                "-pthread",
+                "-o",
+                str(program),
+            ]
+        )
         return program
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
