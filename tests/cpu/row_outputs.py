@@ -30,6 +30,9 @@ SCHEMES = (
     ("nvfp4", {}),
 )
 
+SCALES = (1e-38, 1e-36, 1e-30, 1e-3, 3e3, 2e4, 1e30, 2e37)
+"""Tensor scales of NVFP4 that lead out of the reach of 16-bit floats, and to their ends."""
+
 
 def raw(array):
     """Bytes, so that NaN compare by their bits."""
@@ -77,6 +80,21 @@ def as_dtypes(x):
         yield "f16", x.astype(np.float16)
 
 
+def near_middles(rng, dtype, scale):
+    """Groups of NVFP4 of 16-bit values: the largest makes a block scale, the others lie next to the least
+    value of a code under it; ties where the scale is a power of two."""
+    block_scales = ops.decode(rng.choice([56, 48, *range(1, 127)], 1024).astype(np.uint8), "e4m3")  # 1, 0.5
+    steps = (block_scales * np.float32(scale))[:, None]
+    middles = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (1024, 1)).astype(np.float32)
+    format = {"bf16": "bf16", "f16": "fp16"}[dtype]
+    largest = ops.encode(np.float32(6) * steps, format).astype(np.int32)
+    near = ops.encode(middles * steps, format).astype(np.int32)
+    words = np.clip(near + np.arange(-8, 8), 0, largest)
+    words[:, 0] = largest[:, 0]
+    words = (words | rng.integers(0, 2, words.shape) << 15).astype(np.uint16).reshape(-1)
+    return words if dtype == "bf16" else words.view(np.float16)
+
+
 def outputs(seed):
     """Arrays of bytes by what they are."""
     rng = np.random.default_rng(seed)
@@ -93,6 +111,15 @@ def outputs(seed):
             found[f"encode {format} {start} {length}"] = raw(ops.encode(some, format))
             some = rng.integers(0, 1 << 16, length).astype(dtype)
             found[f"decode {format} {start} {length}"] = raw(ops.decode(some, format))
+    # Steps under which a middle is next to a number of 8 bits, on either side.
+    edges = np.divide.outer(np.arange(192, 256), np.array([0.75, 1.25, 1.75], np.float32)).astype(np.float32)
+    edges = edges.reshape(-1) * np.float32(2.0**-16)
+    scales = [2.0**-10, 2.0**-7 * 1.5, *np.exp2(rng.uniform(-20, 5, 20)), *edges, *SCALES]
+    scales += [*np.nextafter(edges, np.float32(0)), *np.nextafter(edges, np.float32(1))]
+    for dtype in ("bf16", "f16"):
+        for scale in map(float, map(np.float32, scales)):
+            for i, result in enumerate(ops.quantize(near_middles(rng, dtype, scale), "nvfp4", scale=scale)):
+                found[f"middles {dtype} {scale} [{i}]"] = raw(result)
     for shape in ((3, 1024), (5, 48), (2, 3, 4112), (70, 16), (1, 1), (2, 203), (9, 2064)):
         for kind, x in inputs(rng, shape):
             for dtype, typed in as_dtypes(x):
