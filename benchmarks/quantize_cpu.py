@@ -2,8 +2,9 @@
 
 Bytes are those of the input and of the outputs, each counted once, as they are for the copy (numpy.copyto by
 as many threads), so that 100 % is a quantization that costs what moving its bytes costs. Buffers take turns,
-so that data come from memory, and so do schemes and copies. The best run is what the code costs, the median
-what this machine made of it: where other programs use the processors, compare the best ones only.
+so that data come from memory, and so do schemes and copies: each turn is a pause, in which the threads of the
+one before go to sleep, a call that wakes its own, and calls that count. The best run is what the code costs,
+the median what this machine made of it: where other programs use the processors, compare the best ones only.
 
     python -m benchmarks.quantize_cpu [--json FILE] [--rounds N] [--threads N]
 """
@@ -24,6 +25,7 @@ import numpy as np
 import moqext
 from benchmarks import record
 from moqext import _C, ops
+from moqext.bench import CALLS, PAUSE
 
 SHAPES = ((4096, 4096), (16, 14336))
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,6 +101,16 @@ def copy_case(threads: int, pool: ThreadPoolExecutor) -> Case:
     return Case((), "", "copy", COPY_BYTES, run)
 
 
+def timed_calls(case: Case, first: int) -> list[float]:
+    """Seconds of `CALLS` calls after one that wakes the threads; buffers from number `first` on."""
+    times = []
+    for number in range(first, first + 1 + CALLS):
+        start = time.perf_counter()
+        case.run(number)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
 def measure(rounds: int, threads: int, seed: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows of the schemes, and the copy's bandwidth in GB/s: best and median."""
     rng = np.random.default_rng(seed)
@@ -111,12 +123,10 @@ def measure(rounds: int, threads: int, seed: int) -> tuple[list[dict[str, Any]],
             for dtype in ("bfloat16", "float16", "float32"):
                 cases = [copy, *quantize_cases(shape, dtype, rng)]
                 times: list[list[float]] = [[] for _ in cases]
-                for turn in range(-2, rounds):
+                for turn in range(rounds):
                     for i in rng.permutation(len(cases)):  # so that nobody always follows the copy
-                        start = time.perf_counter()
-                        cases[i].run(turn)
-                        if turn >= 0:
-                            times[i].append(time.perf_counter() - start)
+                        time.sleep(PAUSE)
+                        times[i] += timed_calls(cases[i], turn * (1 + CALLS))
                 copies += times[0]
                 measured += zip(cases[1:], times[1:], strict=True)
     bandwidth = {
@@ -143,7 +153,7 @@ def main() -> None:
     """Measures, prints a table and, if asked, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    parser.add_argument("--rounds", type=int, default=40, help="runs of each row")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each row")
     parser.add_argument("--threads", type=int, default=moqext.num_threads(), help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
     options = parser.parse_args()
