@@ -34,10 +34,10 @@ def goal(algo: str, tokens: int) -> float | None:
     return GOALS.get(("FP8" if algo.startswith("FP8") else algo.removeprefix("W4A16_"), tokens))
 
 
-def default_output() -> Path:
+def default_output(benchmark: str = "linear_cpu") -> Path:
     """Named after the processor, so that results of several machines lie beside each other."""
     name = re.sub(r"\W+", "_", re.sub(r"\((R|TM)\)|CPU|@.*", "", cpu_model())).strip("_").lower()
-    return record.RESULTS / f"linear_cpu.{name}.json"
+    return record.RESULTS / f"{benchmark}.{name}.json"
 
 
 def main() -> None:

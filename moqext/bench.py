@@ -106,8 +106,18 @@ class Row:
         return asdict(self)
 
 
-class _Contestant(NamedTuple):
-    """A layer ready to run: `call` takes x of `activations` and one of `weights`."""
+class Contestant(NamedTuple):
+    """A layer ready to run.
+
+    Attributes:
+        quant_algo: Canonical algorithm, or what stands for it.
+        kernel: Its name for a number of tokens.
+        weights: Copies that take turns.
+        weight_bytes: Of one copy, with its scales.
+        activations: From float32 (tokens, in_features) to what `call` takes.
+        call: Runs activations through one of `weights`.
+        value_bytes: Of an element of x and of y.
+    """
 
     quant_algo: str
     kernel: Callable[[int], str]
@@ -115,6 +125,7 @@ class _Contestant(NamedTuple):
     weight_bytes: int
     activations: Callable[[NDArray[np.float32]], Any]
     call: Callable[[Any, Any], Any]
+    value_bytes: int = 2
 
 
 def find_torch() -> Any:
@@ -152,6 +163,7 @@ def measure(
     seconds: float = 5.0,
     rotate: int | None = None,
     seed: int = 0,
+    peers: Callable[[tuple[int, int], np.random.Generator], Sequence[Contestant]] = lambda shape, rng: (),
     report: Callable[[Row], object] = lambda row: None,
 ) -> Measurement:
     """Measures every algorithm on every shape and number of tokens, beside torch where it is installed.
@@ -164,6 +176,7 @@ def measure(
         seconds: As for `measure_layer`.
         rotate: As for `measure_layer`; None is `rotation()`.
         seed: Of all data.
+        peers: More contestants of a layer, from its shape and a source of data; on `threads` too.
         report: Called with each row as soon as there is one.
 
     Raises:
@@ -177,8 +190,11 @@ def measure(
     ceilings = measure_ceilings(threads, rotate, torch)
     measured = []
     for shape in shapes:
+        contestants = [_torch_contestant(torch, shape, rng, rotate)] if torch else []
+        contestants += peers(shape, rng)
+        contestants += [_contestant(algo, shape, rng, rotate) for algo in algos]
         for row in measure_layer(
-            shape, tokens, algos, ceilings, rng, threads=threads, seconds=seconds, rotate=rotate, torch=torch
+            shape, tokens, contestants, ceilings, rng, threads=threads, seconds=seconds, torch=torch
         ):
             measured.append(row)
             report(row)
@@ -240,40 +256,33 @@ def _product_seconds(torch: Any, dtype: Any, size: int) -> float:
 def measure_layer(
     shape: tuple[int, int],
     tokens: Sequence[int],
-    algos: Sequence[str],
+    contestants: Sequence[Contestant],
     ceilings: Ceilings,
     rng: np.random.Generator,
     *,
     threads: int,
     seconds: float,
-    rotate: int,
     torch: Any = None,
 ) -> Iterator[Row]:
-    """Rows of one layer, torch first, for each number of tokens.
+    """Rows of one layer for each number of tokens.
 
     Args:
         shape: (out_features, in_features).
         tokens: Rows of x, one measurement each.
-        algos: As for `LinearMethod`.
+        contestants: They take turns; torch is the first where it is given.
         ceilings: Of `measure_ceilings` with as many threads.
-        rng: Source of all data.
-        threads: Of every contestant, set for the time of each measurement.
+        rng: Source of the activations.
+        threads: Of moqext and torch, set for the time of each measurement.
         seconds: To spend on one number of tokens, all contestants together; each gets one turn anyway.
-        rotate: Bytes of weights of each contestant that take turns.
-        torch: The module, to have it among the contestants.
-
-    Raises:
-        UnsupportedQuantization, ValueError: as `LinearMethod`.
+        torch: The module, where it is among the contestants.
     """
-    contestants = [_torch_contestant(torch, shape, rng, rotate)] if torch else []
-    contestants += [_contestant(algo, shape, rng, rotate) for algo in algos]
     for count in tokens:
         values = rng.standard_normal((count, shape[1]), dtype=np.float32)
         with _threads(threads, torch):
             times = _take_turns(contestants, values, seconds)
         medians = [statistics.median(calls) for calls in times]
         for contestant, calls, median in zip(contestants, times, medians, strict=True):
-            bytes_ = contestant.weight_bytes + 2 * count * sum(shape)
+            bytes_ = contestant.weight_bytes + contestant.value_bytes * count * sum(shape)
             flop = 2 * count * shape[0] * shape[1]
             yield Row(
                 shape,
@@ -291,7 +300,7 @@ def measure_layer(
 
 
 def _take_turns(
-    contestants: Sequence[_Contestant], values: NDArray[np.float32], seconds: float
+    contestants: Sequence[Contestant], values: NDArray[np.float32], seconds: float
 ) -> list[list[float]]:
     """Times of the calls of each contestant."""
     inputs = [contestant.activations(values) for contestant in contestants]
@@ -305,7 +314,7 @@ def _take_turns(
     return times
 
 
-def _turn(contestant: _Contestant, x: Any, first: int, most: float) -> list[float]:
+def _turn(contestant: Contestant, x: Any, first: int, most: float) -> list[float]:
     """Times of up to `CALLS` calls, fewer where they take longer than `most` seconds."""
     times: list[float] = []
     for number in range(first, first + 1 + CALLS):
@@ -318,7 +327,7 @@ def _turn(contestant: _Contestant, x: Any, first: int, most: float) -> list[floa
     return times[1:] or times  # the first wakes the threads, which nobody notices in a long one
 
 
-def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rotate: int) -> _Contestant:
+def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rotate: int) -> Contestant:
     rows, columns = shape
     method = LinearMethod(algo, columns, [rows])
     params = {name: _random_tensor(spec, rng) for name, spec in method.checkpoint_params.items()}
@@ -327,9 +336,9 @@ def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rot
     weights = [prepared]
     weights += [
         {name: np.array(tensor) for name, tensor in prepared.items()}
-        for _ in range(_copies(weight_bytes, rotate) - 1)
+        for _ in range(copies(weight_bytes, rotate) - 1)
     ]
-    return _Contestant(
+    return Contestant(
         method.quant_algo,
         method._plan.backend,
         weights,
@@ -341,10 +350,10 @@ def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rot
 
 def _torch_contestant(
     torch: Any, shape: tuple[int, int], rng: np.random.Generator, rotate: int
-) -> _Contestant:
+) -> Contestant:
     weight = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).bfloat16()
-    weights = [weight] + [weight.clone() for _ in range(_copies(weight.nbytes, rotate) - 1)]
-    return _Contestant(
+    weights = [weight] + [weight.clone() for _ in range(copies(weight.nbytes, rotate) - 1)]
+    return Contestant(
         PEER,
         lambda tokens: "torch",
         weights,
@@ -354,7 +363,8 @@ def _torch_contestant(
     )
 
 
-def _copies(weight_bytes: int, rotate: int) -> int:
+def copies(weight_bytes: int, rotate: int) -> int:
+    """How many weights of so many bytes have to take turns."""
     return max(2, -(-rotate // weight_bytes))
 
 
