@@ -17,8 +17,9 @@
 #include <string.h>
 
 /* Tiles for few rows of x fit a first-level cache (8 x 512 floats are 16 KB); for many they are
- * large, so that the sums of a tile are gathered seldom. */
-enum { SMALL_M = 8, SMALL_ROWS = 8, SMALL_COLUMNS = 512, LARGE_ROWS = 32, LARGE_COLUMNS = 512 };
+ * large, so that the sums of a tile are gathered seldom. In between, reading the weight is what
+ * takes the time, and so many bytes of a row at once are read best. */
+enum { SMALL_M = 8, SMALL_ROWS = 8, SMALL_COLUMNS = 512, LARGE_ROWS = 32, READ_BYTES = 512 };
 
 /* A panel of more rows than this does not stay in a cache: its columns are used for a strip of
  * tiles at a time, whose sums (8 x 32 x 256 floats are 256 KB) do. */
@@ -27,7 +28,7 @@ enum { STRIP_M = 32, STRIP = 8 };
 /* Rows of the weight a thread takes at least: below, starting it costs more than it does. */
 enum { ROWS_PER_THREAD = 32 };
 /* The same for values of x. */
-enum { VALUES_PER_THREAD = 8192 };
+enum { VALUES_PER_THREAD = 2048 };
 
 typedef struct {
     const moq_linear_tiles *tiles;
@@ -36,6 +37,7 @@ typedef struct {
     int64_t tile_rows, tile_columns;
     int64_t tile_stride; /* a line more than the columns, so that rows fall into different sets */
     int64_t first, rows; /* of x: the panel */
+    moq_arranging arranging;
     float input_scale;
     void *panel;   /* what is multiplied */
     void *decoded; /* rows of x in the kernel's unit; the panel itself where nothing is arranged */
@@ -45,6 +47,7 @@ typedef struct {
     int64_t groups;
     int64_t start; /* first row of the weight in this pass */
     int64_t strip; /* tiles that share the panel's columns in the cache */
+    bool together; /* rows are arranged by the thread that decodes them */
     bool few;      /* codes are multiplied without being decoded first */
     int failed;    /* a thread had no memory */
 } pass;
@@ -119,18 +122,28 @@ static void load_rows(void *context, int64_t begin, int64_t end) {
         moq_load_row(p->call->x, p->first + m, r.row);
         p->factor[m] = decode_x(p, &r, m, (char *)p->decoded + (size_t)m * bytes);
     }
+    if (p->together)
+        p->tiles->arrange(&p->arranging, begin, end, 0, p->padded);
 }
 
 /* Ranges are counted in steps of columns. */
 static void arrange_columns(void *context, int64_t begin, int64_t end) {
     pass *p = context;
-    p->tiles->arrange(p->decoded, p->padded, p->rows, begin * MOQ_TILE_STEP, end * MOQ_TILE_STEP,
-                      p->panel);
+    p->tiles->arrange(&p->arranging, 0, p->rows, begin * MOQ_TILE_STEP, end * MOQ_TILE_STEP);
 }
 
 static void load_panel(pass *p) {
-    moq_parallel_for(p->rows, 1 + VALUES_PER_THREAD / p->padded, load_rows, p);
-    if (p->tiles->arrange)
+    const moq_linear_tiles *tiles = p->tiles;
+    p->arranging = (moq_arranging){.rows = p->decoded,
+                                   .padded = p->padded,
+                                   .panel_rows = round_up(p->rows, tiles->pad_rows),
+                                   .columns = p->tile_columns,
+                                   .panel = p->panel};
+    /* Where every thread gets rows enough, it arranges what it has decoded. */
+    p->together = tiles->arrange && p->rows >= moq_num_threads() * tiles->arrange_rows;
+    int64_t grain = p->together ? tiles->arrange_rows : 1 + VALUES_PER_THREAD / p->padded;
+    moq_parallel_for(p->rows, grain, load_rows, p);
+    if (tiles->arrange && !p->together)
         moq_parallel_for(p->padded / MOQ_TILE_STEP,
                          1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP), arrange_columns, p);
 }
@@ -217,26 +230,42 @@ static tile_memory memory_of(const pass *p, const tile_memory *memory, int64_t i
     return own;
 }
 
+/* A tile times the panel by a kernel that applies block scales itself. */
+static void sum_blocks(const pass *p, const tile_place *place, const moq_tile *tile) {
+    int64_t group = tile->first / MOQ_FP8_BLOCK;
+    const float *weight = p->call->weight_scale;
+    moq_tile_scales scales = {.x = p->group_scales + group * p->rows,
+                              .stride = p->rows,
+                              .weight = weight + place->block * p->groups + group};
+    p->tiles->multiply_blocks(tile, &scales);
+}
+
 /* Columns [first, first + k) of a tile with the whole panel, added to its sums. */
 static void sum_columns(const pass *p, const tile_memory *memory, const tile_place *place,
                         int64_t first, int64_t k) {
     bool blocks = p->call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    bool apart = blocks && !p->tiles->multiply_blocks;
     moq_tile tile = {.weight = memory->weight,
                      .weight_stride = p->tile_stride,
                      .rows = place->count,
                      .panel = p->panel,
                      .panel_stride = p->padded,
+                     .panel_rows = p->arranging.panel_rows,
                      .first = first,
                      .m = p->rows,
                      .k = round_up(k, MOQ_TILE_STEP),
-                     .sums = blocks ? memory->part : memory->sums,
+                     .sums = apart ? memory->part : memory->sums,
                      .sums_stride = memory->stride,
-                     .fresh = blocks || first == 0};
+                     .fresh = apart || first == 0};
     decode_tile(p, place->n, place->count, first, k, memory->weight);
-    if (blocks && first == 0)
+    if (blocks && !apart) {
+        sum_blocks(p, place, &tile);
+        return;
+    }
+    if (apart && first == 0)
         memset(memory->sums, 0, (size_t)(place->count * memory->stride) * sizeof(float));
     p->tiles->multiply(&tile);
-    if (blocks)
+    if (apart)
         add_scaled(p, memory, place->count, place->block, first / MOQ_FP8_BLOCK);
 }
 
@@ -350,6 +379,8 @@ static tile_place place_tile(const pass *p, int64_t n, int64_t last) {
 static bool take_tile_memory(const pass *p, tile_memory *memory) {
     int64_t rows = round_up(p->tile_rows, p->tiles->pad_rows);
     memory->stride = round_up(p->rows, p->tiles->pad_rows);
+    if (memory->stride > STRIP_M)
+        memory->stride += 16; /* a line, so that rows fall into different sets */
     size_t weight = (size_t)(rows * p->tile_stride) * p->tiles->unit;
     size_t sums = (size_t)(rows * memory->stride) * sizeof(float);
     size_t bytes = weight + (size_t)(p->strip + 1) * sums + (size_t)p->rows * sizeof(char *);
@@ -458,18 +489,24 @@ static moq_status allocate_panel(pass *p, moq_err *err) {
     return MOQ_OK;
 }
 
+static int64_t columns_of_tiles(const moq_linear_tiles *tiles, const moq_linear_call *call) {
+    if (call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK && !tiles->multiply_blocks)
+        return MOQ_FP8_BLOCK;
+    if (call->m <= SMALL_M)
+        return SMALL_COLUMNS;
+    int64_t read = call->spec->weight == MOQ_WEIGHT_E2M1 ? 2 * READ_BYTES : READ_BYTES;
+    return call->m <= STRIP_M && read < tiles->tile_columns ? read : tiles->tile_columns;
+}
+
 moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *call,
                           moq_err *err) {
-    bool blocks = call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK, small = call->m <= SMALL_M;
     int64_t k = call->spec->in_features;
     pass p = {.tiles = tiles,
               .call = call,
               .k = k,
               .padded = round_up(k, MOQ_TILE_STEP),
-              .tile_rows = small ? SMALL_ROWS : LARGE_ROWS,
-              .tile_columns = blocks  ? MOQ_FP8_BLOCK
-                              : small ? SMALL_COLUMNS
-                                      : LARGE_COLUMNS,
+              .tile_rows = call->m <= SMALL_M ? SMALL_ROWS : LARGE_ROWS,
+              .tile_columns = columns_of_tiles(tiles, call),
               .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK};
     p.tile_stride = p.tile_columns + 64 / (int64_t)tiles->unit;
     MOQ_TRY(allocate_panel(&p, err));

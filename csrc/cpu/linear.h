@@ -27,6 +27,7 @@ typedef struct {
     int64_t rows;
     const void *panel; /* all of it */
     int64_t panel_stride;
+    int64_t panel_rows; /* m, padded */
     int64_t first;
     int64_t m;
     int64_t k;
@@ -34,6 +35,22 @@ typedef struct {
     int64_t sums_stride;
     bool fresh;
 } moq_tile;
+
+/* Decoded rows of x, and the panel that a kernel makes of them. */
+typedef struct {
+    const void *rows; /* [panel_rows, padded] */
+    int64_t padded;
+    int64_t panel_rows;
+    int64_t columns; /* of a tile; the last one has what is left */
+    void *panel;
+} moq_arranging;
+
+/* Scales of a tile in e4m3 blocks: x[group * stride + m] * weight[group], for each 128 columns. */
+typedef struct {
+    const float *x;
+    int64_t stride;
+    const float *weight;
+} moq_tile_scales;
 
 /* A few rows of x with some rows of the weight, straight from its codes:
  * sums[r * sums_stride + m] = the sum over k, block scales included. */
@@ -91,7 +108,8 @@ typedef struct {
     size_t unit;     /* bytes of a decoded value: 4 float32, 2 bfloat16 */
     float e4m3_unit; /* powers of two that decode_e4m3 and decode_e2m1 leave out */
     float e2m1_unit;
-    int64_t pad_rows; /* rows of tiles and of panels are padded to a multiple of this */
+    int64_t pad_rows;     /* rows of tiles and of panels are padded to a multiple of this */
+    int64_t tile_columns; /* of a tile that many rows of x share */
     /* n codes to values in the kernel's unit and order of columns, and zeros up to the next
      * multiple of MOQ_TILE_STEP. */
     void (*decode_e4m3)(const uint8_t *codes, int64_t n, void *out);
@@ -99,10 +117,14 @@ typedef struct {
                         void *out);
     /* Activations that are not quantized, in the same unit and order. */
     void (*convert)(const float *row, int64_t padded, moq_order order, void *out);
-    /* Lays out columns [first, end) of m decoded rows as a panel; NULL: rows are the panel. */
-    void (*arrange)(const void *rows, int64_t padded, int64_t m, int64_t first, int64_t end,
-                    void *panel);
+    /* Lays out rows [begin, end) and columns [first, last) as a panel, from a multiple of
+     * arrange_rows on; NULL: rows are the panel. */
+    void (*arrange)(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
+                    int64_t last);
+    int64_t arrange_rows;
     void (*multiply)(const moq_tile *tile);
+    /* The same in e4m3 blocks; NULL: tiles have 128 columns, whose sums go through add_scaled. */
+    void (*multiply_blocks)(const moq_tile *tile, const moq_tile_scales *scales);
     /* NULL: the portable ones. */
     void (*add_scaled)(const moq_scaled *scaled);
     void (*store)(const moq_store *store);

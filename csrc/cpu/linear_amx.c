@@ -4,13 +4,22 @@
  * The weight is the left operand, 16 decoded rows as they lie; the panel is the right one, laid out
  * in blocks of 16 rows of x in which every pair of columns stands side by side for the 16 rows, as
  * the instruction reads it. 2 x 2 tiles of sums use each operand twice: 4 products of 16 cycles for
- * 4 loads of 8. From about 16 rows of x on, decoding and products cost the same. */
+ * 4 loads of 8. From about 16 rows of x on, decoding and products cost the same; with 256 the rate
+ * of the loads bounds it, which come from the second-level cache for one operand or both.
+ *
+ * Block scales of e4m3: sums of 128 columns leave the tiles through a buffer in the first-level
+ * cache, and vector instructions scale and add them while the next 128 columns are multiplied. */
 #include "cpu/linear.h"
 
 #include "cpu/decode_bf16.h"
 #include "cpu/store_avx512.h"
 
 enum { TILE = 16, DEPTH = 32 }; /* rows and columns of sums, values of one product */
+enum { AHEAD = 2 };             /* products for which the panel is asked for ahead of time */
+
+#define INLINE static inline __attribute__((always_inline))
+/* GCC's tile loads do not say that they read memory. */
+#define ORDER() __asm__ volatile("" ::: "memory")
 
 /* Palette 1 of the architecture: 8 tiles of 16 rows of 64 bytes. */
 typedef struct {
@@ -28,89 +37,193 @@ static void configure(void) {
     _tile_loadconfig(&config);
 }
 
-/* Pair (k, k + 1) of row m goes to block m / 16, pair k / 2, place m % 16: 16 x 16 pairs at a time
- * are transposed. `rows` is row-major, with rows of zeros up to a multiple of 16. */
-static void arrange(const void *rows, int64_t padded, int64_t m, int64_t first, int64_t end,
-                    void *panel) {
-    for (int64_t block = 0; block < m; block += TILE) {
-        const uint16_t *in = (const uint16_t *)rows + block * padded;
-        uint16_t *out = (uint16_t *)panel + block * padded;
-        for (int64_t k = first; k < end; k += DEPTH) {
+/* The columns of a tile lie together, in blocks of 16 rows, so that a tile reads one piece of
+ * memory; within a block pair (k, k + 1) of row m is place m % 16 of pair k / 2. 16 x 16 pairs at a
+ * time are transposed. Rows come row-major, with rows of zeros up to a multiple of 16. */
+static void arrange(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
+                    int64_t last) {
+    for (int64_t m = begin; m < end; m += TILE) {
+        const uint16_t *in = (const uint16_t *)a->rows + m * a->padded;
+        for (int64_t k = first; k < last; k += DEPTH) {
+            int64_t start = k / a->columns * a->columns, left = a->padded - start;
+            uint16_t *out = (uint16_t *)a->panel + start * a->panel_rows +
+                            m * (left < a->columns ? left : a->columns) + (k - start) * TILE;
             __m512 tile[TILE];
             for (int i = 0; i < TILE; i++)
-                tile[i] = _mm512_loadu_ps((const float *)(in + i * padded + k));
+                tile[i] = _mm512_loadu_ps((const float *)(in + i * a->padded + k));
             transpose_16x16(tile);
             for (int i = 0; i < TILE; i++)
-                _mm512_storeu_ps((float *)(out + k * TILE + i * DEPTH), tile[i]);
+                _mm512_storeu_ps((float *)(out + i * DEPTH), tile[i]);
         }
     }
 }
 
-static void multiply_2x2(const moq_tile *t, const uint16_t *w, const uint16_t *x, float *sums) {
-    const int64_t w_bytes = t->weight_stride * 2, s_bytes = t->sums_stride * 4;
-    const int64_t block = TILE * t->panel_stride;
-    float *below = sums + TILE * t->sums_stride;
-    if (t->fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, s_bytes);
-        _tile_loadd(1, sums + TILE, s_bytes);
-        _tile_loadd(2, below, s_bytes);
-        _tile_loadd(3, below + TILE, s_bytes);
-    }
-    for (int64_t k = 0; k < t->k; k += DEPTH) {
-        _tile_loadd(4, w + k, w_bytes);
-        _tile_loadd(5, w + TILE * t->weight_stride + k, w_bytes);
-        _tile_loadd(6, x + k * TILE, 64);
-        _tile_loadd(7, x + block + k * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, sums, s_bytes);
-    _tile_stored(1, sums + TILE, s_bytes);
-    _tile_stored(2, below, s_bytes);
-    _tile_stored(3, below + TILE, s_bytes);
+/* 32 rows of the weight with 16 or 32 of x: where the operands and the sums lie. */
+typedef struct {
+    const uint16_t *w, *w_below; /* 16 rows, and the next 16 */
+    int64_t w_bytes;             /* from row to row */
+    const uint16_t *x, *x_right; /* blocks of 16 rows */
+    float *sums;
+    int64_t stride;
+} operands;
+
+/* Asks for 32 columns of a block of the panel, which lies in the second-level cache. */
+INLINE void ask_for(const uint16_t *x) {
+    for (int i = 0; i < TILE; i++)
+        _mm_prefetch((const char *)(x + i * DEPTH), _MM_HINT_T0);
 }
 
-static void multiply_2x1(const moq_tile *t, const uint16_t *w, const uint16_t *x, float *sums) {
-    const int64_t w_bytes = t->weight_stride * 2, s_bytes = t->sums_stride * 4;
-    float *below = sums + TILE * t->sums_stride;
-    if (t->fresh) {
-        _tile_zero(0);
-        _tile_zero(2);
-    } else {
-        _tile_loadd(0, sums, s_bytes);
-        _tile_loadd(2, below, s_bytes);
+INLINE void multiply_depth(const operands *o, int64_t k, const int columns) {
+    const uint16_t *x = o->x + k * TILE, *right = o->x_right + k * TILE;
+    const int64_t ahead = AHEAD * TILE * DEPTH;
+    _tile_loadd(4, o->w + k, o->w_bytes);
+    _tile_loadd(6, x, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, o->w_below + k, o->w_bytes);
+    ask_for(x + ahead);
+    if (columns == 2) {
+        _tile_loadd(7, right, 64);
+        _tile_dpbf16ps(1, 4, 7);
     }
-    for (int64_t k = 0; k < t->k; k += DEPTH) {
-        _tile_loadd(4, w + k, w_bytes);
-        _tile_loadd(5, w + TILE * t->weight_stride + k, w_bytes);
-        _tile_loadd(6, x + k * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    if (columns == 2) {
+        ask_for(right + ahead);
+        _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, s_bytes);
-    _tile_stored(2, below, s_bytes);
+}
+
+INLINE void zero_sums(const int columns) {
+    _tile_zero(0);
+    _tile_zero(2);
+    if (columns == 2) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+}
+
+INLINE void load_sums(const float *sums, int64_t stride, const int columns) {
+    const float *below = sums + TILE * stride;
+    _tile_loadd(0, sums, stride * 4);
+    _tile_loadd(2, below, stride * 4);
+    if (columns == 2) {
+        _tile_loadd(1, sums + TILE, stride * 4);
+        _tile_loadd(3, below + TILE, stride * 4);
+    }
+}
+
+INLINE void store_sums(float *sums, int64_t stride, const int columns) {
+    float *below = sums + TILE * stride;
+    _tile_stored(0, sums, stride * 4);
+    _tile_stored(2, below, stride * 4);
+    if (columns == 2) {
+        _tile_stored(1, sums + TILE, stride * 4);
+        _tile_stored(3, below + TILE, stride * 4);
+    }
+}
+
+INLINE void multiply_columns(const operands *o, int64_t depth, bool fresh, const int columns) {
+    if (fresh)
+        zero_sums(columns);
+    else
+        load_sums(o->sums, o->stride, columns);
+    for (int64_t k = 0; k < depth; k += DEPTH)
+        multiply_depth(o, k, columns);
+    store_sums(o->sums, o->stride, columns);
+}
+
+/* ---- block scales ---- */
+
+enum { BLOCK_DEPTHS = 128 / DEPTH, PART_STRIDE = 2 * TILE };
+
+/* The products of 128 columns, whose scales are applied while the next ones are made. */
+typedef struct {
+    const float *part; /* [32, PART_STRIDE] */
+    __m512 scale[2];
+    bool fresh;
+} unscaled;
+
+static inline __m512 scale_of(const moq_tile_scales *s, int64_t group, int64_t m, int64_t end) {
+    __mmask16 mask = end - m >= TILE ? 0xffff : m >= end ? 0 : (__mmask16)((1u << (end - m)) - 1);
+    return _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, s->x + group * s->stride + m),
+                         _mm512_set1_ps(s->weight[group]));
+}
+
+/* A quarter of the rows, scaled and added to the sums. */
+INLINE void add_quarter(const operands *o, const unscaled *u, int64_t quarter, const int columns) {
+#pragma GCC unroll 8
+    for (int64_t i = quarter * 8; i < quarter * 8 + 8; i++) {
+#pragma GCC unroll 2
+        for (int j = 0; j < columns; j++) {
+            float *sum = o->sums + i * o->stride + j * TILE;
+            __m512 old = u->fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(sum);
+            __m512 part = _mm512_load_ps(u->part + i * PART_STRIDE + j * TILE);
+            _mm512_storeu_ps(sum, _mm512_fmadd_ps(part, u->scale[j], old));
+        }
+    }
+}
+
+INLINE void multiply_columns_scaled(const moq_tile *t, const moq_tile_scales *s, int64_t m,
+                                    const operands *o, const int columns) {
+    _Alignas(64) float parts[2][2 * TILE * PART_STRIDE];
+    unscaled before = {NULL};
+    for (int64_t first = 0, group = 0; first < t->k; first += 128, group++) {
+        float *part = parts[group % 2];
+        zero_sums(columns);
+        for (int64_t i = 0; i < BLOCK_DEPTHS; i++) {
+            if (first + i * DEPTH < t->k)
+                multiply_depth(o, first + i * DEPTH, columns);
+            if (before.part)
+                add_quarter(o, &before, i, columns);
+            ORDER();
+        }
+        store_sums(part, PART_STRIDE, columns);
+        before =
+            (unscaled){.part = part,
+                       .scale = {scale_of(s, group, m, t->m), scale_of(s, group, m + TILE, t->m)},
+                       .fresh = t->fresh && group == 0};
+    }
+    for (int64_t i = 0; i < BLOCK_DEPTHS; i++)
+        add_quarter(o, &before, i, columns);
+}
+
+/* ---- all rows ---- */
+
+INLINE void multiply_all(const moq_tile *t, const moq_tile_scales *scales) {
+    const uint16_t *panel = (const uint16_t *)t->panel + t->first * t->panel_rows;
+    configure();
+    ORDER();
+    for (int64_t n = 0; n < t->rows; n += 2 * TILE) {
+        const uint16_t *w = (const uint16_t *)t->weight + n * t->weight_stride;
+        for (int64_t m = 0; m < t->m; m += 2 * TILE) {
+            const uint16_t *x = panel + m * t->k;
+            const operands o = {.w = w,
+                                .w_below = w + TILE * t->weight_stride,
+                                .w_bytes = t->weight_stride * 2,
+                                .x = x,
+                                .x_right = x + TILE * t->k,
+                                .sums = t->sums + n * t->sums_stride + m,
+                                .stride = t->sums_stride};
+            bool two = t->m - m > TILE;
+            if (scales && two)
+                multiply_columns_scaled(t, scales, m, &o, 2);
+            else if (scales)
+                multiply_columns_scaled(t, scales, m, &o, 1);
+            else if (two)
+                multiply_columns(&o, t->k, t->fresh, 2);
+            else
+                multiply_columns(&o, t->k, t->fresh, 1);
+        }
+    }
+    ORDER();
+    _tile_release();
 }
 
 static void multiply(const moq_tile *t) {
-    const uint16_t *weight = t->weight;
-    const uint16_t *panel = (const uint16_t *)t->panel + t->first * TILE;
-    configure();
-    for (int64_t n = 0; n < t->rows; n += 2 * TILE) {
-        const uint16_t *w = weight + n * t->weight_stride;
-        int64_t m = 0;
-        for (; m + TILE < t->m; m += 2 * TILE)
-            multiply_2x2(t, w, panel + m * t->panel_stride, t->sums + n * t->sums_stride + m);
-        if (m < t->m)
-            multiply_2x1(t, w, panel + m * t->panel_stride, t->sums + n * t->sums_stride + m);
-    }
-    _tile_release();
+    multiply_all(t, NULL);
+}
+
+static void multiply_blocks(const moq_tile *t, const moq_tile_scales *scales) {
+    multiply_all(t, scales);
 }
 
 const moq_linear_tiles moq_linear_amx = {
@@ -120,11 +233,13 @@ const moq_linear_tiles moq_linear_amx = {
     .e4m3_unit = 1.0f,
     .e2m1_unit = 0x1p8f,
     .pad_rows = 2 * TILE,
+    .tile_columns = 1024,
     .decode_e4m3 = decode_e4m3,
     .decode_e2m1 = decode_e2m1,
     .convert = convert,
     .arrange = arrange,
+    .arrange_rows = TILE,
     .multiply = multiply,
-    .add_scaled = add_scaled_avx512,
+    .multiply_blocks = multiply_blocks,
     .store = store_avx512,
 };

@@ -81,6 +81,7 @@ const moq_linear_tiles moq_linear_avx512 = {
     .e4m3_unit = 0x1p8f,
     .e2m1_unit = 0x1p8f,
     .pad_rows = 1,
+    .tile_columns = 512,
     .decode_e4m3 = decode_e4m3,
     .decode_e2m1 = decode_e2m1,
     .convert = convert,

@@ -64,6 +64,7 @@ const moq_linear_tiles moq_linear_portable = {
     .e4m3_unit = 1.0f,
     .e2m1_unit = 1.0f,
     .pad_rows = 1,
+    .tile_columns = 512,
     .decode_e4m3 = decode_e4m3,
     .decode_e2m1 = decode_e2m1,
     .convert = convert,

@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-static void add_scaled_avx512(const moq_scaled *s) {
+static inline void add_scaled_avx512(const moq_scaled *s) {
     const __m512 scale = _mm512_set1_ps(s->scale);
     for (int64_t m = 0; m < s->m; m += 16) {
         __mmask16 mask = s->m - m >= 16 ? 0xffff : (__mmask16)((1u << (s->m - m)) - 1);
