@@ -1,4 +1,4 @@
-"""Quantization of activations on the CPU against the speed at which its memory copies.
+"""Quantization of activations, and dequantization of weights, on the CPU against the speed of copying.
 
 Bytes are those of the input and of the outputs, each counted once, as they are for the copy (numpy.copyto by
 as many threads), so that 100 % is a quantization that costs what moving its bytes costs. Buffers take turns,
@@ -36,6 +36,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4, given scale": ("nvfp4", {"scale": 0.002}),
     "nvfp4": ("nvfp4", {}),
 }
+WEIGHTS = ("FP8", "NVFP4")
 GOAL = 0.6
 COPY_BYTES = 1 << 26
 """Copied at once, half read and half written: about what the large shape moves."""
@@ -86,6 +87,30 @@ def quantize_cases(shape: tuple[int, ...], dtype: str, rng: np.random.Generator)
     return cases
 
 
+def dequantize_cases(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> list[Case]:
+    """Weights of random codes to one dtype; only quantization has a goal."""
+    codes = rng.integers(0, 256, (BUFFER_BYTES // shape[1] // shape[0], *shape), np.uint8)
+    outs = [np.zeros(shape, np.float32 if dtype == "float32" else np.uint16) for _ in range(4)]
+    cases = []
+    for algo in WEIGHTS:
+        half = algo == "NVFP4"
+        weights = codes[..., : shape[1] // 2] if half else codes
+        scales: dict[str, np.ndarray] = {"weight_scale": np.float32(0.01).reshape(())}
+        if half:
+            blocks = rng.integers(0x30, 0x48, (shape[0], shape[1] // 16), np.uint8)
+            scales = {"weight_scale": blocks, "weight_scale_2": np.float32(0.01).reshape(())}
+
+        def run(
+            turn: int, algo: str = algo, weights: np.ndarray = weights, scales: dict[str, np.ndarray] = scales
+        ) -> object:
+            weight, out = weights[turn % len(weights)], outs[turn % len(outs)]
+            return ops.dequantize(weight, algo, dtype=dtype, out=out, **scales)
+
+        moved = weights[0].nbytes + outs[0].nbytes + sum(scale.nbytes for scale in scales.values())
+        cases.append(Case(shape, dtype, f"dequantize {algo}", moved, run))
+    return cases
+
+
 def copy_case(threads: int, pool: ThreadPoolExecutor) -> Case:
     """A copy by `threads` threads; numpy.copyto runs without the GIL."""
     sources = [np.ones(COPY_BYTES // 2, np.uint8) for _ in range(2 * BUFFER_BYTES // COPY_BYTES)]
@@ -122,6 +147,8 @@ def measure(rounds: int, threads: int, seed: int) -> tuple[list[dict[str, Any]],
         for shape in SHAPES:
             for dtype in ("bfloat16", "float16", "float32"):
                 cases = [copy, *quantize_cases(shape, dtype, rng)]
+                if shape == SHAPES[0]:
+                    cases += dequantize_cases(shape, dtype, rng)
                 times: list[list[float]] = [[] for _ in cases]
                 for turn in range(rounds):
                     for i in rng.permutation(len(cases)):  # so that nobody always follows the copy

@@ -4,6 +4,7 @@
 
 #include "core/formats.h"
 #include "cpu/isa.h"
+#include "cpu/scale_row.h"
 
 #include <math.h>
 #include <string.h>
@@ -104,7 +105,7 @@ static void nvfp4(moq_dtype dtype, const void *src, int64_t n, float scale_2, ui
 }
 
 const moq_row_kernels moq_row_kernels_portable = {
-    moq_decode_row, moq_encode_row, amax, multiply_e4m3, divide_e4m3, nvfp4,
+    moq_decode_row, moq_encode_row, scale, amax, multiply_e4m3, divide_e4m3, nvfp4,
 };
 
 const moq_row_kernels *moq_cpu_row_kernels(void) {

@@ -13,6 +13,11 @@ typedef struct {
     /* As moq_decode_row and moq_encode_row. */
     void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
     void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
+    /* out = values * a * b, the exact product of numbers with at most 53 bits in all, rounded once;
+     * +0 where a or b is 0. If `odd`, ready to be encoded: what the product rounded at once to a
+     * type of at most 22 bits of precision is, encode makes of it. */
+    void (*scale)(const float *restrict values, const float *restrict a, const float *restrict b,
+                  int64_t n, bool odd, float *restrict out);
 
     /* The others read F32, BF16 or F16. */
 

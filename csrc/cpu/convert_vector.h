@@ -9,6 +9,7 @@
  * division stays one: a product with the reciprocal would round differently. */
 #include "core/formats.h"
 #include "cpu/convert.h"
+#include "cpu/scale_row.h"
 
 #include <float.h>
 #include <math.h>
@@ -406,4 +407,4 @@ static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, int64_t gro
 
 #include "cpu/nvfp4_vector.h"
 
-const moq_row_kernels KERNELS = {decode, encode, amax, multiply_e4m3, divide_e4m3, nvfp4};
+const moq_row_kernels KERNELS = {decode, encode, scale, amax, multiply_e4m3, divide_e4m3, nvfp4};

@@ -1,121 +1,119 @@
-/* Dequantization on the CPU: see dequantize.h. */
+/* Dequantization on the CPU: see dequantize.h. Threads share pieces of rows, which go through the
+ * stack: codes and scales to float32, the products, and those to the output type, all by the row
+ * kernels. Bound by their arithmetic. */
 #include "cpu/dequantize.h"
 
 #include "core/formats.h"
+#include "cpu/convert.h"
 #include "cpu/rows.h"
+#include "cpu/threads.h"
 
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
+/* Values of a piece; even, so that a byte of two columns is in one. */
+#define PIECE 512
+/* Values that a thread is woken for at least: some 20 microseconds of work. */
+#define THREAD_SHARE 16384
 
-/* Scratch for one row. */
+/* Columns [at, at + n) of a row. */
 typedef struct {
-    double *product;
-    float *scale[2];
-    float *values; /* codes, at last the result */
-    uint8_t *bytes;
+    int64_t expert, row, at, n;
+} piece;
+
+typedef struct {
+    float scale[2][PIECE], values[PIECE], result[PIECE];
+    uint8_t bytes[4 * PIECE]; /* codes or scales next to each other */
 } scratch;
 
-static void decode_codes(const moq_dequantize_job *job, int64_t expert, int64_t row,
-                         const scratch *tmp) {
+typedef struct {
+    const moq_dequantize_job *job;
+    const moq_row_kernels *kernels;
+    moq_dtype dtype;
+    char *out;
+    int64_t per_row; /* pieces */
+} task;
+
+/* One nibble of each byte. */
+static void decode_nibbles(const uint8_t *bytes, int64_t n, int shift, const float table[16],
+                           float *values) {
+    for (int64_t i = 0; i < n; i++)
+        values[i] = table[bytes[i] >> shift & 15];
+}
+
+static void decode_codes(const task *t, const piece *p, scratch *tmp) {
+    static const float e2m1[] = {0,     .5f,  1,  1.5f,  2,  3,  4,  6,
+                                 -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    static const float int4[] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+    const moq_dequantize_job *job = t->job;
     bool paired_rows = job->kind == MOQ_CODE_E2M1_ROWS || job->kind == MOQ_CODE_INT4_ROWS;
-    int64_t n = job->shape[2];
-    int64_t stored = job->kind == MOQ_CODE_E2M1_COLUMNS ? n / 2 : n;
-    const uint8_t *src = (const uint8_t *)job->codes + expert * job->code_stride[0] +
-                         (paired_rows ? row / 2 : row) * job->code_stride[1];
-    int shift = row % 2 ? 4 : 0;
-    moq_gather(src, job->code_stride[2], 1, stored, tmp->bytes);
+    bool paired_columns = job->kind == MOQ_CODE_E2M1_COLUMNS;
+    const uint8_t *src = (const uint8_t *)job->codes + p->expert * job->code_stride[0] +
+                         (paired_rows ? p->row / 2 : p->row) * job->code_stride[1] +
+                         (paired_columns ? p->at / 2 : p->at) * job->code_stride[2];
+    int shift = p->row % 2 ? 4 : 0;
+    moq_gather(src, job->code_stride[2], 1, paired_columns ? p->n / 2 : p->n, tmp->bytes);
     switch (job->kind) {
     case MOQ_CODE_E4M3:
-        moq_decode_row(MOQ_DT_E4M3, tmp->bytes, n, tmp->values);
+        t->kernels->decode(MOQ_DT_E4M3, tmp->bytes, p->n, tmp->values);
         break;
     case MOQ_CODE_INT8:
-        for (int64_t i = 0; i < n; i++)
+        for (int64_t i = 0; i < p->n; i++)
             tmp->values[i] = (float)(int8_t)tmp->bytes[i];
         break;
     case MOQ_CODE_E2M1_COLUMNS:
-        moq_decode_row(MOQ_DT_E2M1X2, tmp->bytes, n, tmp->values);
+        t->kernels->decode(MOQ_DT_E2M1X2, tmp->bytes, p->n, tmp->values);
         break;
     case MOQ_CODE_E2M1_ROWS:
-        for (int64_t i = 0; i < n; i++)
-            tmp->values[i] = moq_e2m1_decode((uint8_t)(tmp->bytes[i] >> shift));
+        decode_nibbles(tmp->bytes, p->n, shift, e2m1, tmp->values);
         break;
     case MOQ_CODE_INT4_ROWS:
-        for (int64_t i = 0; i < n; i++) {
-            int nibble = tmp->bytes[i] >> shift & 15;
-            tmp->values[i] = (float)(nibble < 8 ? nibble : nibble - 16);
-        }
+        decode_nibbles(tmp->bytes, p->n, shift, int4, tmp->values);
         break;
     }
 }
 
-static void spread_scale(const moq_block_scale *s, int64_t expert, int64_t row, int64_t n,
+/* The scale of every value of a piece. */
+static void spread_scale(const task *t, const moq_block_scale *s, const piece *p, scratch *tmp,
                          float *out) {
     int64_t size = (int64_t)moq_dtype_size(s->dtype);
+    int64_t first = p->at / s->block[2], end = p->at + p->n;
+    int64_t blocks = s->stride[2] == 0 ? 1 : (end - 1) / s->block[2] + 1 - first;
     const char *src =
-        (const char *)s->data +
-        (expert / s->block[0] * s->stride[0] + row / s->block[1] * s->stride[1]) * size;
-    for (int64_t at = 0; at < n; at += s->block[2]) {
-        int64_t end = n - at < s->block[2] ? n : at + s->block[2];
-        float value;
-        moq_decode_row(s->dtype, src, 1, &value);
-        for (int64_t i = at; i < end; i++)
-            out[i] = value;
-        src += s->stride[2] * size;
+        (const char *)s->data + (p->expert / s->block[0] * s->stride[0] +
+                                 p->row / s->block[1] * s->stride[1] + first * s->stride[2]) *
+                                    size;
+    float values[PIECE];
+    moq_gather(src, s->stride[2], (size_t)size, blocks, tmp->bytes);
+    t->kernels->decode(s->dtype, tmp->bytes, blocks, values);
+    for (int64_t b = 0, at = p->at; b < blocks; b++) {
+        int64_t next = b + 1 < blocks ? (first + b + 1) * s->block[2] : end;
+        for (; at < next; at++)
+            *out++ = values[b];
     }
 }
 
-static void apply_scales(const scratch *tmp, int64_t n) {
-    const float *a = tmp->scale[0], *b = tmp->scale[1];
-    for (int64_t i = 0; i < n; i++) {
-        bool zero = a[i] == 0.0f || b[i] == 0.0f;
-        tmp->product[i] = zero ? 0.0 : (double)tmp->values[i] * (double)a[i] * (double)b[i];
+static void work(void *context, int64_t begin, int64_t end) {
+    const task *t = context;
+    const int64_t *shape = t->job->shape;
+    scratch tmp;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row = i / t->per_row, at = i % t->per_row * PIECE;
+        piece p = {row / shape[1], row % shape[1], at,
+                   shape[2] - at < PIECE ? shape[2] - at : PIECE};
+        decode_codes(t, &p, &tmp);
+        spread_scale(t, &t->job->scale[0], &p, &tmp, tmp.scale[0]);
+        spread_scale(t, &t->job->scale[1], &p, &tmp, tmp.scale[1]);
+        void *out = t->out + (row * shape[2] + at) * (int64_t)moq_dtype_size(t->dtype);
+        t->kernels->scale(tmp.values, tmp.scale[0], tmp.scale[1], p.n, t->dtype != MOQ_DT_F32,
+                          tmp.result);
+        t->kernels->encode(t->dtype, tmp.result, p.n, out);
     }
 }
 
-/* To float32 with the last bit set where anything was cut off ("round to odd"), so that rounding
- * the result to a type of at most 22 bits of precision is as good as rounding the double itself. */
-static float round_to_odd(double value) {
-    float rounded = (float)value;
-    uint32_t bits;
-    if (isnan(value) || (double)rounded == value)
-        return rounded;
-    memcpy(&bits, &rounded, sizeof bits);
-    bits -= fabs((double)rounded) > fabs(value); /* to the neighbour towards zero */
-    bits |= 1;
-    memcpy(&rounded, &bits, sizeof bits);
-    return rounded;
-}
-
-static void store(const scratch *tmp, int64_t n, moq_dtype dtype, void *out) {
-    for (int64_t i = 0; i < n; i++)
-        tmp->values[i] =
-            dtype == MOQ_DT_F32 ? (float)tmp->product[i] : round_to_odd(tmp->product[i]);
-    moq_encode_row(dtype, tmp->values, n, out);
-}
-
-moq_status moq_cpu_dequantize(const moq_dequantize_job *job, moq_dtype dtype, void *out,
-                              moq_err *err) {
-    int64_t n = job->shape[2];
-    if (job->shape[0] == 0 || job->shape[1] == 0 || n == 0)
-        return MOQ_OK;
-    double *memory = malloc((size_t)n * (sizeof(double) + 3 * sizeof(float) + 1));
-    if (memory == NULL)
-        return moq_fail(err, MOQ_ERR_MEMORY, "dequantize: no memory for a row of %lld values",
-                        (long long)n);
-    float *floats = (float *)(memory + n);
-    scratch tmp = {memory, {floats, floats + n}, floats + 2 * n, (uint8_t *)(floats + 3 * n)};
-    char *dst = out;
-    for (int64_t e = 0; e < job->shape[0]; e++) {
-        for (int64_t r = 0; r < job->shape[1]; r++) {
-            decode_codes(job, e, r, &tmp);
-            spread_scale(&job->scale[0], e, r, n, tmp.scale[0]);
-            spread_scale(&job->scale[1], e, r, n, tmp.scale[1]);
-            apply_scales(&tmp, n);
-            store(&tmp, n, dtype, dst);
-            dst += n * (int64_t)moq_dtype_size(dtype);
-        }
-    }
-    free(memory);
-    return MOQ_OK;
+void moq_cpu_dequantize(const moq_dequantize_job *job, moq_dtype dtype, void *out) {
+    const int64_t *shape = job->shape;
+    task t = {job, moq_cpu_row_kernels(), dtype, out, (shape[2] + PIECE - 1) / PIECE};
+    int64_t pieces = shape[0] * shape[1] * t.per_row;
+    if (pieces == 0)
+        return;
+    int64_t values = shape[0] * shape[1] * shape[2] / pieces; /* of a piece, on average */
+    moq_parallel_for(pieces, THREAD_SHARE / (values > 0 ? values : 1), work, &t);
 }

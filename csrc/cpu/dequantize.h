@@ -36,7 +36,6 @@ typedef struct {
 } moq_dequantize_job;
 
 /* Writes shape[0] * shape[1] * shape[2] values, row-major, as `dtype` (F32, BF16 or F16). */
-moq_status moq_cpu_dequantize(const moq_dequantize_job *job, moq_dtype dtype, void *out,
-                              moq_err *err);
+void moq_cpu_dequantize(const moq_dequantize_job *job, moq_dtype dtype, void *out);
 
 #endif

@@ -95,6 +95,25 @@ def near_middles(rng, dtype, scale):
     return words if dtype == "bf16" else words.view(np.float16)
 
 
+def weights(rng):
+    """(algorithm, tensors) of each kind of codes and scales, zero scales and NaN codes among them."""
+    n, k = 38, 1040
+    codes = rng.integers(0, 256, (n, k), dtype=np.uint8)
+    floats = np.exp2(rng.uniform(-40, 40, (n, k // 16))).astype(np.float32)
+    floats[rng.random(floats.shape) < 0.1] = 0
+    small = rng.integers(0, 128, (n, k // 16), dtype=np.uint8)
+    second = np.float32(2.0**-9 / 3).reshape(())
+    yield "FP8", {"weight": codes, "weight_scale": second}
+    yield "FP8_PER_CHANNEL_PER_TOKEN", {"weight": codes, "weight_scale": floats[:, 0].copy()}
+    yield "FP8_PB_WO", {"weight": codes, "weight_scale": floats[:1, :9].copy()}
+    yield "W8A16", {"weight": codes, "weight_scale": floats[:, 0].copy()}
+    yield "NVFP4", {"weight": codes[:, : k // 2], "weight_scale": small, "weight_scale_2": second}
+    halves = codes.reshape(2, n // 2, k)
+    stacked = {"weight": halves[:, :16], "weight_scale": halves[:, :2] & 127, "weight_scale_2": second}
+    yield "NVFP4", stacked
+    yield "W4A16_AWQ", {"weight": codes[:, :1024], "weight_scale": floats[:, :8].repeat(2, 0)}
+
+
 def outputs(seed):
     """Arrays of bytes by what they are."""
     rng = np.random.default_rng(seed)
@@ -120,6 +139,10 @@ def outputs(seed):
         for scale in map(float, map(np.float32, scales)):
             for i, result in enumerate(ops.quantize(near_middles(rng, dtype, scale), "nvfp4", scale=scale)):
                 found[f"middles {dtype} {scale} [{i}]"] = raw(result)
+    for number, (algo, tensors) in enumerate(weights(rng)):
+        for dtype in ("float32", "bfloat16", "float16"):
+            values = ops.dequantize(**tensors, quant_algo=algo, dtype=dtype)
+            found[f"dequantize {number} {algo} {dtype}"] = raw(values)
     for shape in ((3, 1024), (5, 48), (2, 3, 4112), (70, 16), (1, 1), (2, 203), (9, 2064)):
         for kind, x in inputs(rng, shape):
             for dtype, typed in as_dtypes(x):

@@ -15,6 +15,11 @@ OUTPUTS = Path(__file__).parent / "row_outputs.py"
 LEVELS = ("avx2", "avx512")  # those with row kernels of their own
 
 
+def raw(array):
+    """Its bytes, so that NaN compare too."""
+    return np.asarray(array).tobytes()
+
+
 def run(level, *arguments):
     """The lines that row_outputs.py prints at a level; skips where this machine runs another."""
     done = subprocess.run(
@@ -83,3 +88,22 @@ def test_any_number_of_threads_gives_the_same_bits(shape, rng):
                 moqext.set_num_threads(threads)
                 for one, other in zip(ops.quantize(tensor, scheme), expected, strict=True):
                     assert one.tobytes() == other.tobytes(), f"{scheme}, {threads} threads"
+
+
+@pytest.mark.usefixtures("default_threads")
+def test_any_number_of_threads_dequantizes_to_the_same_bits(rng):
+    codes = rng.integers(0, 256, (3, 200, 1040), dtype=np.uint8)
+    second = np.float32(0.3).reshape(())
+    for algo, scale, rest in (
+        ("FP8", rng.random((3, 200, 1), np.float32), {}),
+        ("NVFP4", codes[..., :130] & 127, {"weight_scale_2": second}),
+    ):
+        for dtype in ("float32", "float16"):
+            moqext.set_num_threads(1)
+            expected = ops.dequantize(codes, algo, weight_scale=scale, dtype=dtype, **rest)
+            for threads in (2, 3, 7):
+                moqext.set_num_threads(threads)
+                actual = ops.dequantize(codes, algo, weight_scale=scale, dtype=dtype, **rest)
+                assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes(), (
+                    f"{algo}, {threads} threads"
+                )
