@@ -5,7 +5,9 @@
 #include "ops/linear.h"
 #include "binding/args.h"
 #include "binding/numpy.h"
+#include "binding/stream.h"
 #include "binding/tensor.h"
+#include "ops/target.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -113,8 +115,12 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
         return NULL;
     if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
-                           &spec, &err) != MOQ_OK ||
-        moq_linear_make_plan(&spec, getenv("MOQEXT_KERNEL"), &plan, &err) != MOQ_OK)
+                           &spec, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
+    spec.target = moq_find_target(device);
+    Py_END_ALLOW_THREADS
+    if (moq_linear_make_plan(&spec, getenv("MOQEXT_KERNEL"), &plan, &err) != MOQ_OK)
         return moq_raise(state, &err);
     return new_plan(state, &spec, &plan);
 }
@@ -543,6 +549,16 @@ static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *ob
     return arg->view.dtype == MOQ_DT_F32 ? 0 : moq_arg_reinterpret(arg, spec->dtype);
 }
 
+/* Memory of x's framework for a call to work in, or None where it needs none. Frameworks order its
+ * reuse after the call on the current stream. */
+static PyObject *open_workspace(moq_state *state, const plan_object *self, const moq_arg *x,
+                                moq_arg *workspace) {
+    int64_t bytes = moq_linear_workspace(&self->spec, &self->plan, &x->view);
+    if (bytes == 0)
+        return Py_NewRef(Py_None);
+    return moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, workspace);
+}
+
 static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **v, run_args *a) {
     const moq_linear_spec *spec = &self->spec;
     const moq_tensor *bias;
@@ -553,12 +569,22 @@ static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **
         take_params(state, self, v[1], a, &params) < 0 ||
         take_bias(state, spec, v[2], a, &bias) < 0)
         return NULL;
+    void *stream;
+    if (moq_stream_take(v[4], &a->in[0], &stream) < 0)
+        return NULL;
     PyObject *result = open_y(state, spec, v[3], a);
     if (!result)
         return NULL;
+    moq_arg workspace = {0};
+    PyObject *memory = open_workspace(state, self, &a->in[0], &workspace);
+    if (!memory)
+        return moq_arg_finish(state, result, &a->y, -1);
     Py_BEGIN_ALLOW_THREADS
-    status = moq_linear_run(spec, &self->plan, &params, &a->in[0].view, bias, &a->y.view, &err);
+    status = moq_linear_run(spec, &self->plan, &params, &a->in[0].view, bias, &a->y.view, stream,
+                            workspace.view.data, &err);
     Py_END_ALLOW_THREADS
+    moq_arg_release(&workspace);
+    Py_DECREF(memory);
     if (status != MOQ_OK)
         moq_raise(state, &err);
     return moq_arg_finish(state, result, &a->y, status == MOQ_OK ? 0 : -1);
@@ -593,10 +619,6 @@ static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, 
     if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0 ||
         refuse_gradient(state, v[0]) < 0)
         return NULL;
-    if (!moq_arg_absent(v[4])) {
-        PyErr_SetString(PyExc_ValueError, "stream: expected None for a layer on the CPU");
-        return NULL;
-    }
     PyObject *result = run_with(state, (plan_object *)self, v, &a);
     release_run(&a);
     return result;

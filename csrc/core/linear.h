@@ -12,6 +12,10 @@
 
 #include "core/tensor.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define MOQ_MAX_PARTITIONS 64
 #define MOQ_MAX_PARAMS     4
 
@@ -31,11 +35,19 @@ typedef enum {
     MOQ_INPUT_NVFP4        /* e2m1 codes, e4m3 scale per 16 columns, second-level input_scale */
 } moq_input_mode;
 
+/* The chip a layer runs on, as far as the choice of a kernel depends on it. */
+typedef struct {
+    int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU, or where there is none */
+    int32_t sm_count;
+    char missing[160]; /* why no CUDA kernel can run on it; empty if one can */
+} moq_target;
+
 typedef struct {
     const char *algo; /* canonical name, static storage */
     moq_compute compute;
     moq_dtype dtype; /* of x and y: bfloat16, float16 or float32 */
     moq_device device;
+    moq_target target;
     moq_weight_layout checkpoint; /* as the checkpoint stores the weight */
     moq_weight_layout weight;     /* as the kernel gets it */
     moq_input_mode input;
@@ -103,6 +115,11 @@ typedef struct {
     const float *input_scale;  /* [partitions], or NULL: dynamic */
     const void *bias;          /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
+    void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
+    void *workspace; /* of the bytes that the kernel's row of the plan table asks for, or NULL */
 } moq_linear_call;
 
+#ifdef __cplusplus
+}
+#endif
 #endif

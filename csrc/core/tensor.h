@@ -11,6 +11,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define MOQ_MAX_NDIM 8
 
 typedef enum {
@@ -72,4 +76,7 @@ const char *moq_device_text(moq_device device, char *buffer, size_t size);
 /* Writes "[2, 128]" for messages; always NUL-terminated. Returns `buffer`. */
 const char *moq_shape_text(const moq_tensor *t, char *buffer, size_t size);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -1,9 +1,12 @@
 /* The whole surface of the CUDA floor, in C: what ops and binding may call.
  *
- * With a build without nvcc the same functions exist (absent.c) and fail with that reason. */
+ * With a build without nvcc the same functions exist (absent.c) and fail with that reason. Streams
+ * are cudaStream_t as `void *`; NULL is the legacy default stream. Nothing here synchronises unless
+ * it says so. */
 #ifndef MOQ_CUDA_CUDA_H
 #define MOQ_CUDA_CUDA_H
 
+#include "core/linear.h"
 #include "core/status.h"
 
 #include <stdbool.h>
@@ -18,6 +21,8 @@ typedef struct {
     int major; /* compute capability */
     int minor;
     int sm_count;
+    int shared_per_block; /* bytes a block may have, opted in */
+    int l2_bytes;
     uint64_t memory; /* bytes */
 } moq_cuda_device;
 
@@ -25,7 +30,13 @@ typedef struct {
 bool moq_cuda_built(void);
 /* Number of usable devices. MOQ_ERR_INTERNAL with the reason where there is no driver, or none. */
 moq_status moq_cuda_device_count(int *count, moq_err *err);
+/* What a device is. Asked once a device and process, then remembered; any thread may ask. */
 moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err);
+/* Makes a device current; moq_cuda_leave restores what was. */
+moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err);
+void moq_cuda_leave(int32_t device, int32_t previous);
+/* Whether the stream, of the current device, is being captured into a graph. */
+bool moq_cuda_is_capturing(void *stream);
 
 #ifdef __cplusplus
 }

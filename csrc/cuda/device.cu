@@ -1,10 +1,19 @@
-/* Device query: how many devices the driver offers and what each is. See cuda.h.
+/* The devices: how many the driver offers and what each is. See cuda.h.
  *
  * The runtime is linked statically, so this works, and fails with a reason, without a driver. */
 #include "cuda/cuda.h"
 
 #include <cuda_runtime.h>
+#include <pthread.h>
 #include <stdio.h>
+
+#define MAX_DEVICES 64
+
+static struct {
+    pthread_mutex_t lock;
+    bool known[MAX_DEVICES];
+    moq_cuda_device device[MAX_DEVICES];
+} table = {PTHREAD_MUTEX_INITIALIZER, {false}, {}};
 
 extern "C" bool moq_cuda_built(void) {
     return true;
@@ -19,16 +28,57 @@ extern "C" moq_status moq_cuda_device_count(int *count, moq_err *err) {
                     status == cudaSuccess ? "the driver reports none" : cudaGetErrorString(status));
 }
 
-extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err) {
+static cudaError_t ask(int index, moq_cuda_device *out) {
     cudaDeviceProp prop;
     cudaError_t status = cudaGetDeviceProperties(&prop, index);
     if (status != cudaSuccess)
-        return moq_fail(err, MOQ_ERR_INTERNAL, "CUDA device %d cannot be queried: %s", index,
-                        cudaGetErrorString(status));
+        return status;
     snprintf(out->name, sizeof out->name, "%s", prop.name);
     out->major = prop.major;
     out->minor = prop.minor;
     out->sm_count = prop.multiProcessorCount;
+    out->shared_per_block = (int)prop.sharedMemPerBlockOptin;
+    out->l2_bytes = prop.l2CacheSize;
     out->memory = prop.totalGlobalMem;
-    return MOQ_OK;
+    return cudaSuccess;
+}
+
+extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err) {
+    int count;
+    MOQ_TRY(moq_cuda_device_count(&count, err));
+    if (index < 0 || index >= count || index >= MAX_DEVICES)
+        return moq_fail(err, MOQ_ERR_VALUE, "device: there is no cuda:%d, the driver offers %d",
+                        index, count);
+    pthread_mutex_lock(&table.lock);
+    cudaError_t status = table.known[index] ? cudaSuccess : ask(index, &table.device[index]);
+    table.known[index] = status == cudaSuccess;
+    if (table.known[index])
+        *out = table.device[index];
+    pthread_mutex_unlock(&table.lock);
+    if (status == cudaSuccess)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_INTERNAL, "CUDA device %d cannot be queried: %s", index,
+                    cudaGetErrorString(status));
+}
+
+extern "C" bool moq_cuda_is_capturing(void *stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing((cudaStream_t)stream, &status) == cudaSuccess &&
+           status != cudaStreamCaptureStatusNone;
+}
+
+static moq_status check(cudaError_t status, const char *what, moq_err *err) {
+    if (status == cudaSuccess)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_INTERNAL, "%s: %s", what, cudaGetErrorString(status));
+}
+
+extern "C" moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err) {
+    MOQ_TRY(check(cudaGetDevice(previous), "cudaGetDevice", err));
+    return *previous == device ? MOQ_OK : check(cudaSetDevice(device), "cudaSetDevice", err);
+}
+
+extern "C" void moq_cuda_leave(int32_t device, int32_t previous) {
+    if (previous != device)
+        cudaSetDevice(previous);
 }

@@ -1,6 +1,8 @@
 /* The call of a linear: shapes and layouts checked, a kernel picked, launched. See ops/linear.h. */
 #include "ops/linear.h"
 
+#include "cuda/cuda.h"
+
 #include <string.h>
 
 static moq_status check_x(const moq_linear_spec *spec, const moq_tensor *x, moq_err *err) {
@@ -106,9 +108,29 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
     return MOQ_OK;
 }
 
+int64_t moq_linear_workspace(const moq_linear_spec *spec, const moq_linear_plan *plan,
+                             const moq_tensor *x) {
+    int64_t m = moq_tensor_numel(x) / spec->in_features;
+    const moq_linear_kernel *kernel = moq_linear_pick(plan, spec, m);
+    return kernel->workspace && m > 0 ? kernel->workspace(spec, m) : 0;
+}
+
+/* Runs with the layer's device current, and gives the caller's back. */
+static moq_status run_on_device(const moq_linear_kernel *kernel, const moq_linear_call *call,
+                                moq_err *err) {
+    int32_t previous, index = call->spec->device.index;
+    if (call->spec->device.kind != MOQ_CUDA)
+        return kernel->run(call, err);
+    MOQ_TRY(moq_cuda_enter(index, &previous, err));
+    moq_status status = kernel->run(call, err);
+    moq_cuda_leave(index, previous);
+    return status;
+}
+
 moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *plan,
                           const moq_linear_params *params, const moq_tensor *x,
-                          const moq_tensor *bias, const moq_tensor *y, moq_err *err) {
+                          const moq_tensor *bias, const moq_tensor *y, void *stream,
+                          void *workspace, moq_err *err) {
     MOQ_TRY(check_x(spec, x, err));
     MOQ_TRY(check_y(spec, x, y, err));
     MOQ_TRY(check_bias(spec, bias, err));
@@ -124,8 +146,10 @@ moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *pl
         .input_scale = params->input_scale.data,
         .bias = bias ? bias->data : NULL,
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
+        .stream = stream,
+        .workspace = workspace,
     };
     if (call.m == 0)
         return MOQ_OK;
-    return moq_linear_pick(plan, spec, call.m)->run(&call, err);
+    return run_on_device(moq_linear_pick(plan, spec, call.m), &call, err);
 }

@@ -1,8 +1,11 @@
 /* The table of linear kernels and the choice among them: see plan.h. */
 #include "ops/plan.h"
 
+#include "core/formats.h"
 #include "cpu/linear.h"
+#include "cuda/linear.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -51,7 +54,8 @@ static double cpu_cost(const moq_linear_spec *spec, int64_t m, double decode, do
         return moq_cpu_linear(moq_linear_tiles_of(level), call, err);                              \
     }
 
-#define CPU_ROW(isa_name) {"cpu", #isa_name, can_run_##isa_name, cost_##isa_name, run_##isa_name}
+#define CPU_ROW(isa_name)                                                                          \
+    {"cpu", #isa_name, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE, on_cpu, 1e-9, 1e-10, 1)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2, on_cpu, 1e-10, 2.5e-11, 1)
@@ -59,8 +63,56 @@ CPU_KERNEL(avx512, MOQ_ISA_AVX512, on_cpu, 5e-11, 1.3e-11, 1)
 CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16, on_bf16, 4e-11, 7e-12, 1)
 CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16, 5e-11, 1e-12, 32)
 
+/* ---- CUDA ---- */
+
+/* Code for sm_90a runs on compute capability 9.0 and no other. */
+static bool on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+    char device[32];
+    if (spec->device.kind != MOQ_CUDA)
+        snprintf(reason, size, "runs on a CUDA device, the layer is on %s",
+                 moq_device_text(spec->device, device, sizeof device));
+    else if (spec->target.missing[0])
+        snprintf(reason, size, "%s", spec->target.missing);
+    else if (spec->target.capability != 90)
+        snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d",
+                 (int)spec->target.capability / 10, (int)spec->target.capability % 10);
+    else
+        return true;
+    return false;
+}
+
+static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_E4M3_ROW || spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
+        return true;
+    snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->algo,
+             moq_compute_name(spec->compute));
+    return false;
+}
+
+static bool can_run_fp8_decode(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !is_fp8(spec, reason, size))
+        return false;
+    if (spec->in_features % MOQ_FP8_BLOCK == 0)
+        return true;
+    snprintf(reason, size, "needs in_features to be a multiple of 128, got %lld",
+             (long long)spec->in_features);
+    return false;
+}
+
+/* Seconds, with the bytes of the weight at 4.2 TB/s; beyond its tokens another kernel has to do it.
+ */
+static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
+    double bytes = (double)spec->in_features * (double)spec->out_features;
+    return m > MOQ_FP8_DECODE_TOKENS ? INFINITY : 2e-6 + bytes / 4.2e12 * (1 + 0.02 * (double)m);
+}
+
 static const moq_linear_kernel KERNELS[] = {
-    CPU_ROW(portable), CPU_ROW(avx2), CPU_ROW(avx512), CPU_ROW(avx512bf16), CPU_ROW(amx),
+    CPU_ROW(portable),
+    CPU_ROW(avx2),
+    CPU_ROW(avx512),
+    CPU_ROW(avx512bf16),
+    CPU_ROW(amx),
+    {"cuda", "sm90_fp8_decode", can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -1,0 +1,219 @@
+/* What kernels of linears share on the device: rows of activations 16 values at a time, their FP8
+ * codes and scales, outputs with their bias, and the partitions of a layer.
+ *
+ * The arithmetic is that of cpu/quantize.h, operation for operation, so that codes and scales are
+ * the same bits on both. */
+#ifndef MOQ_CUDA_LOAD_H
+#define MOQ_CUDA_LOAD_H
+
+#include "core/linear.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+#include <string.h>
+
+/* ---- activations ---- */
+
+typedef struct {
+    const void *data;
+    int64_t stride; /* elements from row to row; values of a row follow each other */
+    moq_dtype dtype;
+} moq_rows;
+
+/* 16 values as they are in memory; 16-bit ones fill half of it. */
+typedef struct {
+    uint4 word[4];
+} moq_chunk;
+
+/* Values column to column + 15 of a row, at an address that is a multiple of 16. */
+static __device__ __forceinline__ moq_chunk moq_load_chunk(const moq_rows *x, int64_t row,
+                                                           int column) {
+    moq_chunk chunk;
+    int64_t at = row * x->stride + column;
+    bool wide = x->dtype == MOQ_DT_F32;
+    const uint4 *from = (const uint4 *)((const uint8_t *)x->data + at * (wide ? 4 : 2));
+    chunk.word[0] = from[0];
+    chunk.word[1] = from[1];
+    if (wide) {
+        chunk.word[2] = from[2];
+        chunk.word[3] = from[3];
+    }
+    return chunk;
+}
+
+static __device__ __forceinline__ float2 moq_widen_pair(uint32_t pair, moq_dtype dtype) {
+    if (dtype == MOQ_DT_BF16)
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    __half2 h;
+    memcpy(&h, &pair, sizeof h);
+    return __half22float2(h);
+}
+
+static __device__ __forceinline__ void moq_widen(const moq_rows *x, const moq_chunk *chunk,
+                                                 float (&value)[16]) {
+    if (x->dtype == MOQ_DT_F32) {
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            value[i] = __uint_as_float((&chunk->word[i / 4].x)[i % 4]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float2 pair = moq_widen_pair((&chunk->word[i / 4].x)[i % 4], x->dtype);
+        value[2 * i] = pair.x;
+        value[2 * i + 1] = pair.y;
+    }
+}
+
+/* ---- amax and scales ---- */
+
+/* The largest magnitude's bits; NaN is above all others. */
+static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[16]) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        most = max(most, __float_as_uint(value[i]) & 0x7fffffffu);
+    return most;
+}
+
+/* The largest of the bits of `lanes` neighbours, a power of two. */
+static __device__ __forceinline__ uint32_t moq_max_of_lanes(uint32_t bits, int lanes) {
+    for (int i = 1; i < lanes; i *= 2)
+        bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, i));
+    return bits;
+}
+
+/* a, or `least` where a is smaller; NaN stays. */
+static __device__ __forceinline__ float moq_at_least(float a, float least) {
+    return a < least ? least : a;
+}
+
+static __device__ __forceinline__ float moq_token_scale(float amax) {
+    return moq_at_least(__fdiv_rn(amax, 448.0f), 1.0f / (448.0f * 512.0f));
+}
+
+static __device__ __forceinline__ float moq_group_scale(float amax) {
+    return __fdiv_rn(moq_at_least(amax, 1e-10f), 448.0f);
+}
+
+static __device__ __forceinline__ float moq_tensor_scale(float amax) {
+    float scale = __fdiv_rn(amax, 448.0f);
+    return scale < 1.17549435e-38f ? 1.0f : scale; /* FLT_MIN */
+}
+
+/* ---- codes ---- */
+
+static __device__ __forceinline__ uint32_t moq_e4m3_pair(float low, float high) {
+    uint16_t code;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(high), "f"(low));
+    return code;
+}
+
+static __device__ __forceinline__ uint32_t moq_e4m3_word(const float *value) {
+    return moq_e4m3_pair(value[0], value[1]) | moq_e4m3_pair(value[2], value[3]) << 16;
+}
+
+static __device__ __forceinline__ uint4 moq_e4m3_codes(const float (&value)[16]) {
+    return make_uint4(moq_e4m3_word(value), moq_e4m3_word(value + 4), moq_e4m3_word(value + 8),
+                      moq_e4m3_word(value + 12));
+}
+
+/* e4m3(value * factor) */
+static __device__ __forceinline__ uint4 moq_codes_multiplied(float (&value)[16], float factor) {
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] = __fmul_rn(value[i], factor);
+    return moq_e4m3_codes(value);
+}
+
+/* e4m3(value / scale), for scales of moq_token_scale and moq_group_scale. The quotient is the
+ * rounded one: a product with the reciprocal and one correction by the exact remainder. Where a
+ * scale is not an ordinary number, or so small that the remainder could be, it is divided. */
+static __device__ __forceinline__ uint4 moq_codes_divided(float (&value)[16], float scale) {
+    bool ordinary = scale > 1e-12f && scale < 1e30f;
+    float inverse = __frcp_rn(scale);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        float q = __fmul_rn(value[i], inverse);
+        float corrected = __fmaf_rn(__fmaf_rn(-q, scale, value[i]), inverse, q);
+        value[i] = ordinary ? corrected : __fdiv_rn(value[i], scale);
+    }
+    return moq_e4m3_codes(value);
+}
+
+/* ---- outputs ---- */
+
+typedef struct {
+    void *data;
+    int64_t stride; /* elements from row to row */
+    moq_dtype dtype;
+    moq_dtype bias_dtype;
+    const void *bias; /* [N], or NULL */
+} moq_output;
+
+static __device__ __forceinline__ float moq_load_one(const void *data, int64_t at,
+                                                     moq_dtype dtype) {
+    if (dtype == MOQ_DT_F32)
+        return ((const float *)data)[at];
+    if (dtype == MOQ_DT_BF16)
+        return __bfloat162float(((const __nv_bfloat16 *)data)[at]);
+    return __half2float(((const __half *)data)[at]);
+}
+
+/* y[m, n] = round(value + bias[n]) */
+static __device__ __forceinline__ void moq_store_output(const moq_output *out, int64_t m, int n,
+                                                        float value) {
+    int64_t at = m * out->stride + n;
+    if (out->bias)
+        value = __fadd_rn(value, moq_load_one(out->bias, n, out->bias_dtype));
+    if (out->dtype == MOQ_DT_F32)
+        ((float *)out->data)[at] = value;
+    else if (out->dtype == MOQ_DT_BF16)
+        ((__nv_bfloat16 *)out->data)[at] = __float2bfloat16_rn(value);
+    else
+        ((__half *)out->data)[at] = __float2half_rn(value);
+}
+
+/* ---- what a call has, for kernels ---- */
+
+/* x and y of a call as rows: leading dimensions of x are one with a constant stride. */
+static inline moq_rows moq_rows_of(const moq_tensor *x) {
+    moq_rows rows = {x->data, x->ndim > 1 ? x->stride[x->ndim - 2] : 0, x->dtype};
+    return rows;
+}
+
+static inline moq_output moq_output_of(const moq_linear_call *call) {
+    const moq_tensor *y = call->y;
+    moq_output out = {y->data, y->ndim > 1 ? y->stride[y->ndim - 2] : 0, y->dtype, call->bias_dtype,
+                      call->bias};
+    return out;
+}
+
+/* ---- partitions ---- */
+
+/* Where the fused layers end, and at which row of 128 x 128 block scales each begins. */
+typedef struct {
+    int end[MOQ_MAX_PARTITIONS];
+    int first_block[MOQ_MAX_PARTITIONS];
+} moq_partitions;
+
+static __device__ __forceinline__ int moq_block_row(const moq_partitions *p, int partition,
+                                                    int row) {
+    int begin = partition ? p->end[partition - 1] : 0;
+    return p->first_block[partition] + (row - begin) / 128;
+}
+
+static inline moq_partitions moq_partitions_of(const moq_linear_spec *spec) {
+    moq_partitions p;
+    int row = 0, block = 0;
+    for (int i = 0; i < spec->partition_count; i++) {
+        p.first_block[i] = block;
+        p.end[i] = row += (int)spec->partition[i];
+        block += ((int)spec->partition[i] + 127) / 128;
+    }
+    return p;
+}
+
+#endif

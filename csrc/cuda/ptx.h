@@ -1,0 +1,129 @@
+/* PTX that CUDA C has no words for, one function an instruction: barriers in shared memory, the
+ * bulk tensor copy engine, warpgroup matrix products, dependent launch. Names follow the PTX
+ * manual. */
+#ifndef MOQ_CUDA_PTX_H
+#define MOQ_CUDA_PTX_H
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+static __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* ---- dependent launch ---- */
+
+/* The next kernel of the stream may start, as far as this block is concerned. */
+static __device__ __forceinline__ void launch_dependents(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* Waits until every earlier kernel has ended and what it wrote can be read. */
+static __device__ __forceinline__ void wait_for_predecessor(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* ---- barriers ---- */
+
+static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+/* Makes initialised barriers visible to the copy engine. */
+static __device__ __forceinline__ void mbarrier_init_fence(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/* One arrival, and `bytes` of copies to wait for. */
+static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+/* Waits for the end of the phase of that parity. A fresh barrier is in phase 0, so that waiting for
+ * parity 1 returns at once; whoever skips a phase may be let through one that has not ended. */
+static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "AGAIN:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra END;\n"
+                 "bra AGAIN;\n"
+                 "END:\n"
+                 "}" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* Barrier `id` of `threads` threads of the block. */
+static __device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* What this thread stored to shared memory may be read by products and the copy engine, after the
+ * next barrier. */
+static __device__ __forceinline__ void fence_async_proxy(void) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* ---- the copy engine ---- */
+
+/* An L2 policy for bytes that are read once. */
+static __device__ __forceinline__ uint64_t policy_evict_first(void) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/* Copies the box of `map` at (c0, c1, c2) to shared memory and counts its bytes at `barrier`. */
+static __device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMap *map, int c0,
+                                                   int c1, int c2, uint32_t barrier,
+                                                   uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
+/* ---- shared memory ---- */
+
+static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+
+/* ---- warpgroup matrix products ---- */
+
+/* A K-major operand of 128-byte rows in the 128-byte swizzle, whose groups of 8 rows follow each
+ * other; the address is a multiple of 1024. Advancing K by 32 bytes adds 2. */
+static __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62;
+}
+
+/* Registers are ready to be accumulated to. */
+static __device__ __forceinline__ void wgmma_fence(void) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void wgmma_commit(void) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Waits until at most `pending` groups of this warp are unfinished. */
+template <int pending> static __device__ __forceinline__ void wgmma_wait(void) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#endif

@@ -1,0 +1,504 @@
+/* FP8 linear for a few tokens on Hopper: y[m, n] = round(sx * wx[n] * sum_k X[m, k] W[n, k] +
+ * bias[n]).
+ *
+ * W is e4m3 [N, K] as the checkpoint has it, X the activations of at most 16 tokens, quantized here
+ * to e4m3 as the layer prescribes (one scale, one a token, or one for 128 columns). What bounds it
+ * is the time to read W once, so everything serves to keep the memory busy: one block a
+ * multiprocessor, a producer warp that copies W through a ring of stages and never looks at x, 16
+ * warps that multiply.
+ *
+ * - A tile is 16 rows of W, a step 512 columns of it: 8 boxes of 8 rows x 128 bytes in the 128-byte
+ *   swizzle, [half of the rows][128 columns][8][128]. To wgmma these are 64 "rows" of one operand:
+ * the 16 rows four times, each time with other 128 columns. The other operand has the tokens four
+ * times likewise. Of the product only the blocks where both columns agree are meant; the rest costs
+ * nothing, the tensor cores idle here. So a tile is small enough for 132 blocks to share any N
+ * evenly, K is split within the block, and no weight passes through a register.
+ * - FP8 wgmma keeps about 14 bits of its sums, so every 128 columns they are added to float32 ones.
+ * Block scales are applied there.
+ * - Warpgroup i takes the steps i, i + 4, ...; their sums meet in shared memory, in one order,
+ * whatever the timing. A stage belongs to one warpgroup for good, since the stages are a multiple
+ * of four: a group that skipped a phase of a barrier could not tell it from the next.
+ * - x must fit beside the ring. Where it does not, K is done in passes, with the sums kept
+ * meanwhile.
+ * - W is constant, so the ring is filled before the preceding kernel has ended (dependent launch).
+ *
+ * Measured (H200, in a graph, docs/lab.md): 4096 x 4096 5.9 us for one token, floor 3.9. */
+#include "cuda/launch.h"
+#include "cuda/linear.h"
+#include "cuda/load.h"
+#include "cuda/ptx.h"
+#include "cuda/tensor_map.h"
+
+#define GROUPS    4              /* warpgroups that multiply */
+#define CONSUMERS (128 * GROUPS) /* their threads */
+#define THREADS   (CONSUMERS + 32)
+#define TILE      16  /* rows of W */
+#define UNIT      8   /* rows that blocks share N by */
+#define STEP      512 /* columns of W */
+#define SLICES    4   /* of 128 columns in a step */
+#define STAGE     (TILE * STEP)
+#define MAX_STAGE 28
+#define RED_FLOATS(MT)                                                                             \
+    (4 * GROUPS * 2 * (MT) * 32) /* the sums of a tile, by warp, register and lane */
+
+typedef struct {
+    int m, n, k;
+    int passes, pass_steps; /* over K, and steps of each but the last */
+    int stages;
+    int codes_at, red_at; /* offsets in shared memory */
+    int scales_at;        /* by groups: [steps of a pass][4][16] floats */
+    int kept_at;          /* more than one pass: [tiles][8 * MT][16] floats */
+    moq_rows x;
+    moq_output out;
+    const float *input_scale;  /* one a partition, or NULL */
+    const float *output_scale; /* [N] */
+    const float *block_scale;  /* [block rows, K / 128] */
+    moq_partitions partitions;
+} decode_args;
+
+/* The rows of this block that belong to one partition: [begin, end). */
+typedef struct {
+    int begin, end, partition;
+} segment;
+
+static __device__ __forceinline__ segment block_rows(const decode_args *a) {
+    int64_t units = (a->n + UNIT - 1) / UNIT;
+    segment s = {(int)(units * blockIdx.x / gridDim.x) * UNIT,
+                 (int)(units * (blockIdx.x + 1) / gridDim.x) * UNIT, 0};
+    s.end = min(s.end, a->n);
+    return s;
+}
+
+/* The part of `rest` in the partition of its first row. */
+static __device__ __forceinline__ segment first_segment(const decode_args *a, segment rest) {
+    while (a->partitions.end[rest.partition] <= rest.begin)
+        rest.partition++;
+    rest.end = min(rest.end, a->partitions.end[rest.partition]);
+    return rest;
+}
+
+static __device__ __forceinline__ int steps_of(const decode_args *a, int pass) {
+    int all = (a->k + STEP - 1) / STEP;
+    return min(a->pass_steps, all - pass * a->pass_steps);
+}
+
+typedef struct {
+    int index, parity;
+} ring_place;
+
+static __device__ __forceinline__ void advance(ring_place *place, int stages) {
+    if (++place->index == stages) {
+        place->index = 0;
+        place->parity ^= 1;
+    }
+}
+
+/* ---- the producer ---- */
+
+static __device__ void produce_tile(const decode_args *a, const CUtensorMap *map, uint32_t ring,
+                                    uint32_t full, uint32_t empty, int row, int end, int pass,
+                                    ring_place *place) {
+    uint64_t policy = policy_evict_first();
+    int steps = steps_of(a, pass), halves = end - row > UNIT ? 2 : 1;
+    for (int step = 0; step < steps; step++) {
+        uint32_t stage = ring + (uint32_t)(place->index * STAGE), bar = full + 8u * place->index;
+        int block = (pass * a->pass_steps + step) * SLICES;
+        mbarrier_wait(empty + 8u * place->index, place->parity ^ 1);
+        mbarrier_expect(bar, (uint32_t)(halves * STAGE / 2));
+        copy_box_3d(stage, map, 0, row, block, bar, policy);
+        if (halves == 2)
+            copy_box_3d(stage + STAGE / 2, map, 0, row + UNIT, block, bar, policy);
+        advance(place, a->stages);
+    }
+}
+
+static __device__ void produce(const decode_args *a, const CUtensorMap *map, uint32_t ring,
+                               uint32_t full, uint32_t empty) {
+    ring_place place = {0, 0};
+    segment rest = block_rows(a);
+    while (rest.begin < rest.end) {
+        segment s = first_segment(a, rest);
+        for (int pass = 0; pass < a->passes; pass++) {
+            for (int row = s.begin; row < s.end; row += TILE)
+                produce_tile(a, map, ring, full, empty, row, s.end, pass, &place);
+        }
+        rest.begin = s.end;
+        rest.partition = s.partition;
+    }
+}
+
+/* ---- x ---- */
+
+/* Where 16 codes of token `m` from column 16 * chunk of the pass on lie: the operand of a step is
+ * [4 slices][8 * MT tokens][128], in groups of 8 rows, the 16-byte pieces of a row xored with it.
+ */
+template <int MT> static __device__ __forceinline__ uint32_t code_at(int m, int chunk) {
+    int row = chunk / 8 % SLICES * 8 * MT + m;
+    return (uint32_t)(chunk / 32 * (SLICES * MT * 1024) + row * 128 + (chunk % 8 ^ row % 8) * 16);
+}
+
+/* Scales of the tokens of this block: one for all of them or one each, at `scale`; by groups they
+ * are [K / 128 of the pass][16]. */
+template <int MT, int MODE>
+static __device__ void quantize_pass(const decode_args *a, int pass, uint32_t codes, float *scale) {
+    int first = pass * a->pass_steps * STEP, columns = min(a->pass_steps * STEP, a->k - first);
+    int chunks = columns / 16;
+    for (int base = threadIdx.x; base < a->m * chunks; base += 2 * CONSUMERS) {
+        moq_chunk v[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int i = base + j * CONSUMERS;
+            if (i < a->m * chunks)
+                v[j] = moq_load_chunk(&a->x, i / chunks, first + i % chunks * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int i = base + j * CONSUMERS, m = i / chunks, chunk = i % chunks;
+            if (i >= a->m * chunks)
+                continue;
+            float value[16];
+            uint4 code;
+            moq_widen(&a->x, &v[j], value);
+            if (MODE == MOQ_INPUT_E4M3_TENSOR) {
+                code = moq_codes_multiplied(value, 1.0f / scale[0]);
+            } else if (MODE == MOQ_INPUT_E4M3_TOKEN) {
+                code = moq_codes_divided(value, scale[m]);
+            } else { /* eight lanes have a group: columns is a multiple of 128 */
+                float s =
+                    moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
+                code = moq_codes_divided(value, s);
+                if (chunk % 8 == 0)
+                    scale[chunk / 8 * 16 + m] = s;
+            }
+            store_shared(codes + code_at<MT>(m, chunk), code);
+        }
+    }
+}
+
+/* amax of each token's whole row, as bits, which order as the magnitudes do, with NaN above all. */
+static __device__ void find_amax(const decode_args *a, uint32_t *amax) {
+    int chunks = a->k / 16;
+    for (int i = threadIdx.x; i < a->m * chunks; i += CONSUMERS) {
+        moq_chunk v = moq_load_chunk(&a->x, i / chunks, i % chunks * 16);
+        float value[16];
+        moq_widen(&a->x, &v, value);
+        atomicMax(&amax[i / chunks], moq_amax_bits(value));
+    }
+}
+
+/* The scales that hold for all of K: given, or from the amax of the tensor or of its rows. */
+template <int MODE>
+static __device__ void find_scales(const decode_args *a, int partition, uint32_t *amax,
+                                   float *scale) {
+    if (MODE == MOQ_INPUT_E4M3_GROUP)
+        return;
+    if (MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale) {
+        if (threadIdx.x == 0)
+            scale[0] = a->input_scale[partition];
+        barrier_sync(1, CONSUMERS);
+        return;
+    }
+    if (threadIdx.x < 16)
+        amax[threadIdx.x] = 0;
+    barrier_sync(1, CONSUMERS);
+    find_amax(a, amax);
+    barrier_sync(1, CONSUMERS);
+    if (MODE == MOQ_INPUT_E4M3_TOKEN && threadIdx.x < 16) {
+        scale[threadIdx.x] = moq_token_scale(__uint_as_float(amax[threadIdx.x]));
+    } else if (MODE == MOQ_INPUT_E4M3_TENSOR && threadIdx.x == 0) {
+        uint32_t most = 0;
+        for (int i = 0; i < 16; i++)
+            most = max(most, amax[i]);
+        scale[0] = moq_tensor_scale(__uint_as_float(most));
+    }
+    barrier_sync(1, CONSUMERS);
+}
+
+/* ---- products ---- */
+
+template <int MT> struct product {
+    float d[16 * MT]; /* m64 x n(32 * MT): [slice of the column][8 tokens][4] */
+};
+
+/* d = A B over 32 columns, or d += A B. */
+static __device__ __forceinline__ void multiply(product<1> &c, uint64_t a, uint64_t b, int add) {
+    float *d = c.d;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, p, 1, 1;\n"
+                 "}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+static __device__ __forceinline__ void multiply(product<2> &c, uint64_t a, uint64_t b, int add) {
+    float *d = c.d;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, p, 1, 1;\n"
+                 "}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+                   "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
+                   "+f"(d[30]), "+f"(d[31])
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+/* Adds the meant blocks of a step to the warp's sums, [8 tokens][2]. A warp has rows g and g + 8 of
+ * the operand: one row of W, in slices 2 * odd and 2 * odd + 1. */
+template <int MT>
+static __device__ __forceinline__ void add_meant(float (&sum)[2 * MT], const product<MT> &c,
+                                                 bool odd) {
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float even = c.d[4 * m + i] + c.d[4 * MT + 4 * m + 2 + i];
+            float other = c.d[8 * MT + 4 * m + i] + c.d[12 * MT + 4 * m + 2 + i];
+            sum[2 * m + i] += odd ? other : even;
+        }
+    }
+}
+
+/* The same under block scales: `x` points to those of the tokens in the warp's first slice, `w` are
+ * those of W in its two. */
+template <int MT>
+static __device__ __forceinline__ void add_scaled(float (&sum)[2 * MT], const product<MT> &c,
+                                                  bool odd, const float *x, float w0, float w1) {
+    int t = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float first = odd ? c.d[8 * MT + 4 * m + i] : c.d[4 * m + i];
+            float second = odd ? c.d[12 * MT + 4 * m + 2 + i] : c.d[4 * MT + 4 * m + 2 + i];
+            sum[2 * m + i] += first * (x[8 * m + t + i] * w0);
+            sum[2 * m + i] += second * (x[16 + 8 * m + t + i] * w1);
+        }
+    }
+}
+
+/* The warp's sums of one tile in one pass, [8 tokens][2]; takes this warpgroup's steps from the
+ * ring. */
+template <int MT, int MODE>
+static __device__ void sum_tile(const decode_args *a, uint32_t ring, uint32_t codes, uint32_t full,
+                                uint32_t empty, const float *scale, segment s, int row, int pass,
+                                ring_place *place, float (&sum)[2 * MT]) {
+    int warp = threadIdx.x / 32, group = warp / 4, half = warp % 4 / 2;
+    bool odd = warp & 1;
+    const float *block = NULL;
+    if (MODE == MOQ_INPUT_E4M3_GROUP)
+        block = a->block_scale + (int64_t)moq_block_row(&a->partitions, s.partition,
+                                                        min(row + half * UNIT, s.end - 1)) *
+                                     (a->k / 128);
+    for (int step = 0, steps = steps_of(a, pass); step < steps; step++, advance(place, a->stages)) {
+        if (step % GROUPS != group)
+            continue;
+        product<MT> c;
+        int slice = step * SLICES + 2 * odd, all = pass * a->pass_steps * SLICES + slice;
+        float w0 = 0, w1 = 0;
+        if (MODE == MOQ_INPUT_E4M3_GROUP) {
+            w0 = all < a->k / 128 ? block[all] : 0.0f;
+            w1 = all + 1 < a->k / 128 ? block[all + 1] : 0.0f;
+        }
+        mbarrier_wait(full + 8u * place->index, place->parity);
+        uint64_t w = wgmma_operand(ring + (uint32_t)(place->index * STAGE));
+        uint64_t x = wgmma_operand(codes + (uint32_t)(step * SLICES * MT * 1024));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            multiply(c, w + 2 * i, x + 2 * i, i);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(empty + 8u * place->index);
+        if (MODE == MOQ_INPUT_E4M3_GROUP)
+            add_scaled<MT>(sum, c, odd, scale + slice * 16, w0, w1);
+        else
+            add_meant<MT>(sum, c, odd);
+    }
+}
+
+/* Adds up what the warps have of output (token, row % 16) of a tile. */
+template <int MT> static __device__ float gather_sum(const float *red, int token, int row) {
+    const float *from = red + row / 8 * 2 * (2 * MT * 32) + (token / 8 * 2 + token % 2) * 32 +
+                        row % 8 * 4 + token / 2 % 4;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; i++)
+        sum += from[(i / 2 * 4 + i % 2) * (2 * MT * 32)];
+    return sum;
+}
+
+/* Brings the warps' sums of a tile together; in the last pass writes the outputs. */
+template <int MT, int MODE>
+static __device__ void finish_tile(const decode_args *a, float *red, float *kept,
+                                   const float *scale, segment s, int row, int pass,
+                                   const float (&sum)[2 * MT]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++)
+        red[(warp * 2 * MT + i) * 32 + lane] = sum[i];
+    barrier_sync(1, CONSUMERS);
+    if (threadIdx.x >= TILE * 8 * MT)
+        return;
+    int token = threadIdx.x / TILE, n = row + threadIdx.x % TILE;
+    float value = gather_sum<MT>(red, token, threadIdx.x % TILE);
+    if (pass > 0)
+        value += kept[threadIdx.x];
+    if (pass + 1 < a->passes) {
+        kept[threadIdx.x] = value;
+    } else if (token < a->m && n < s.end) {
+        if (MODE != MOQ_INPUT_E4M3_GROUP)
+            value *= scale[MODE == MOQ_INPUT_E4M3_TOKEN ? token : 0] * a->output_scale[n];
+        moq_store_output(&a->out, token, n, value);
+    }
+}
+
+template <int MT, int MODE>
+static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t full, uint32_t empty,
+                               float *scale, uint32_t *amax) {
+    uint32_t ring = shared_address(smem), codes = ring + (uint32_t)a->codes_at;
+    float *red = (float *)(smem + a->red_at), *kept = (float *)(smem + a->kept_at);
+    ring_place place = {0, 0};
+    segment rest = block_rows(a);
+    int buffer = 0;
+    for (int i = threadIdx.x; i < a->pass_steps * SLICES * MT * 64; i += CONSUMERS)
+        store_shared(codes + 16u * i,
+                     make_uint4(0, 0, 0, 0)); /* tokens and columns there are not */
+    if (MODE == MOQ_INPUT_E4M3_GROUP) {
+        for (int i = threadIdx.x; i < a->pass_steps * SLICES * 16; i += CONSUMERS)
+            scale[i] = 0;
+    }
+    barrier_sync(1, CONSUMERS);
+    wait_for_predecessor();
+    for (bool fresh = true; rest.begin < rest.end; fresh = false) {
+        segment s = first_segment(a, rest);
+        bool scaled = fresh || (MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale);
+        if (scaled)
+            find_scales<MODE>(a, s.partition, amax, scale);
+        for (int pass = 0; pass < a->passes; pass++) {
+            if (scaled || a->passes > 1) {
+                quantize_pass<MT, MODE>(a, pass, codes, scale);
+                fence_async_proxy();
+                barrier_sync(1, CONSUMERS);
+            }
+            for (int row = s.begin; row < s.end; row += TILE, buffer ^= 1) {
+                float sum[2 * MT] = {};
+                sum_tile<MT, MODE>(a, ring, codes, full, empty, scale, s, row, pass, &place, sum);
+                finish_tile<MT, MODE>(a, red + buffer * RED_FLOATS(MT),
+                                      kept + (row - s.begin) / TILE * (TILE * 8 * MT), scale, s,
+                                      row, pass, sum);
+            }
+        }
+        rest.begin = s.end;
+        rest.partition = s.partition;
+    }
+}
+
+template <int MT, int MODE>
+static __global__ void __launch_bounds__(THREADS, 1)
+    fp8_decode(const __grid_constant__ CUtensorMap map, const __grid_constant__ decode_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGE];
+    __shared__ float scale[16];
+    __shared__ uint32_t amax[16];
+    uint32_t full = shared_address(barrier), empty = full + 8 * MAX_STAGE;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < args.stages; i++) {
+            mbarrier_init(full + 8u * i, 1);
+            mbarrier_init(empty + 8u * i, 4); /* the warps of a group */
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x < CONSUMERS)
+        consume<MT, MODE>(&args, smem, full, empty,
+                          MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + args.scales_at) : scale,
+                          amax);
+    else if (threadIdx.x == CONSUMERS)
+        produce(&args, &map, shared_address(smem), full, empty);
+}
+
+/* ---- launch ---- */
+
+/* Shared memory of a call: the ring, then x, then the rest. Passes until x leaves most of it to the
+ * ring, which needs about 64 KB to keep its share of the memory busy. */
+static size_t lay_out(decode_args *a, int tokens, bool groups, int blocks, int limit) {
+    int mt = (tokens + 7) / 8, steps = (a->k + STEP - 1) / STEP,
+        rows = (a->n + blocks - 1) / blocks;
+    int most = limit - 2048 - MAX_STAGE * 16; /* what is declared in the kernel, and alignment */
+    for (a->passes = 1;; a->passes++) {
+        a->pass_steps = (steps + a->passes - 1) / a->passes;
+        int codes = a->pass_steps * SLICES * mt * 1024;
+        int red = 2 * RED_FLOATS(mt) * 4, scales = groups ? a->pass_steps * SLICES * 64 : 0;
+        int kept = a->passes > 1 ? (rows / TILE + 2) * TILE * 8 * mt * 4 : 0;
+        int rest = codes + red + scales + kept;
+        a->stages = (most - rest) / STAGE / GROUPS * GROUPS;
+        if (a->stages > MAX_STAGE)
+            a->stages = MAX_STAGE;
+        a->codes_at = a->stages * STAGE;
+        a->red_at = a->codes_at + codes;
+        a->scales_at = a->red_at + red;
+        a->kept_at = a->scales_at + scales;
+        if (a->stages >= 2 * GROUPS || a->pass_steps == 1)
+            return (size_t)(a->codes_at + rest);
+    }
+}
+
+static const void *kernel_for(int tokens, moq_input_mode mode) {
+    bool few = tokens <= 8;
+    switch (mode) {
+    case MOQ_INPUT_E4M3_TENSOR:
+        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_TENSOR>
+                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_TENSOR>;
+    case MOQ_INPUT_E4M3_TOKEN:
+        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_TOKEN>
+                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_TOKEN>;
+    default:
+        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_GROUP>
+                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_GROUP>;
+    }
+}
+
+extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    moq_cuda_device device;
+    CUtensorMap map;
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    int units = (int)((spec->out_features + UNIT - 1) / UNIT);
+    int blocks = units < device.sm_count ? units : device.sm_count;
+    decode_args args = {.m = (int)call->m,
+                        .n = (int)spec->out_features,
+                        .k = (int)spec->in_features,
+                        .x = moq_rows_of(call->x),
+                        .out = moq_output_of(call),
+                        .input_scale = call->input_scale,
+                        .output_scale = call->output_scale,
+                        .block_scale = (const float *)call->weight_scale,
+                        .partitions = moq_partitions_of(spec)};
+    size_t shared = lay_out(&args, args.m, spec->input == MOQ_INPUT_E4M3_GROUP, blocks,
+                            device.shared_per_block);
+    MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
+    moq_launch launch = {.what = "FP8 linear",
+                         .kernel = kernel_for(args.m, spec->input),
+                         .grid = dim3((unsigned)blocks),
+                         .block = dim3(THREADS),
+                         .shared = shared,
+                         .stream = (cudaStream_t)call->stream,
+                         .overlap = true};
+    void *parameters[] = {&map, &args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
