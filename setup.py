@@ -281,7 +281,7 @@ class BuildExt(build_ext):
         """The part of nvcc: device code for every arch, and the launchers' host code."""
         target = self.target(source)
         include = [f"-I{path}" for path in ("csrc", *toolkit.include)]
-        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti"]
+        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
         options = [
             "-O3",
             "-std=c++17",

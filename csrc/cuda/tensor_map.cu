@@ -4,8 +4,9 @@
 #include <cuda_runtime.h>
 #include <cudaTypedefs.h>
 
+static PFN_cuTensorMapEncodeTiled_v12000 found; /* the same for every thread that looks */
+
 static PFN_cuTensorMapEncodeTiled_v12000 encoder(void) {
-    static PFN_cuTensorMapEncodeTiled_v12000 found; /* the same for every thread that looks */
     void *entry = NULL;
     cudaDriverEntryPointQueryResult result;
     PFN_cuTensorMapEncodeTiled_v12000 encode = __atomic_load_n(&found, __ATOMIC_ACQUIRE);
