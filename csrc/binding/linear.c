@@ -551,20 +551,38 @@ static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *ob
 
 /* Memory of x's framework for a call to work in, or None where it needs none. Frameworks order its
  * reuse after the call on the current stream. */
-static PyObject *open_workspace(moq_state *state, const plan_object *self, const moq_arg *x,
+static PyObject *open_workspace(moq_state *state, const moq_linear_job *job, const moq_arg *x,
                                 moq_arg *workspace) {
-    int64_t bytes = moq_linear_workspace(&self->spec, &self->plan, &x->view);
+    int64_t bytes = moq_linear_workspace(job);
     if (bytes == 0)
         return Py_NewRef(Py_None);
     return moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, workspace);
+}
+
+static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *x) {
+    moq_arg workspace = {0};
+    moq_err err;
+    moq_status status;
+    PyObject *memory = open_workspace(state, job, x, &workspace);
+    if (!memory)
+        return -1;
+    job->call.workspace = workspace.view.data;
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_linear_run(job, &err);
+    Py_END_ALLOW_THREADS
+    moq_arg_release(&workspace);
+    Py_DECREF(memory);
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return status == MOQ_OK ? 0 : -1;
 }
 
 static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **v, run_args *a) {
     const moq_linear_spec *spec = &self->spec;
     const moq_tensor *bias;
     moq_linear_params params = {0};
+    moq_linear_job job;
     moq_err err;
-    moq_status status;
     if (!take_next(state, spec, v[0], "x", spec->dtype, a) ||
         take_params(state, self, v[1], a, &params) < 0 ||
         take_bias(state, spec, v[2], a, &bias) < 0)
@@ -575,19 +593,15 @@ static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **
     PyObject *result = open_y(state, spec, v[3], a);
     if (!result)
         return NULL;
-    moq_arg workspace = {0};
-    PyObject *memory = open_workspace(state, self, &a->in[0], &workspace);
-    if (!memory)
-        return moq_arg_finish(state, result, &a->y, -1);
-    Py_BEGIN_ALLOW_THREADS
-    status = moq_linear_run(spec, &self->plan, &params, &a->in[0].view, bias, &a->y.view, stream,
-                            workspace.view.data, &err);
-    Py_END_ALLOW_THREADS
-    moq_arg_release(&workspace);
-    Py_DECREF(memory);
-    if (status != MOQ_OK)
+    int status = -1;
+    if (moq_linear_open(spec, &self->plan, &params, &a->in[0].view, bias, &a->y.view, &job, &err) !=
+        MOQ_OK) {
         moq_raise(state, &err);
-    return moq_arg_finish(state, result, &a->y, status == MOQ_OK ? 0 : -1);
+    } else {
+        job.call.stream = stream;
+        status = run_job(state, &job, &a->in[0]);
+    }
+    return moq_arg_finish(state, result, &a->y, status);
 }
 
 /* Results carry no history, so a tensor that wants one must not be multiplied without notice. */

@@ -108,11 +108,33 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
     return MOQ_OK;
 }
 
-int64_t moq_linear_workspace(const moq_linear_spec *spec, const moq_linear_plan *plan,
-                             const moq_tensor *x) {
-    int64_t m = moq_tensor_numel(x) / spec->in_features;
-    const moq_linear_kernel *kernel = moq_linear_pick(plan, spec, m);
-    return kernel->workspace && m > 0 ? kernel->workspace(spec, m) : 0;
+moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
+                           const moq_linear_params *params, const moq_tensor *x,
+                           const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
+                           moq_err *err) {
+    MOQ_TRY(check_x(spec, x, err));
+    MOQ_TRY(check_y(spec, x, y, err));
+    MOQ_TRY(check_bias(spec, bias, err));
+    MOQ_TRY(moq_linear_check_params(spec, params, "params", err));
+    job->call = (moq_linear_call){
+        .spec = spec,
+        .m = moq_tensor_numel(x) / spec->in_features,
+        .x = x,
+        .y = y,
+        .weight = params->weight.data,
+        .weight_scale = params->weight_scale.data,
+        .output_scale = params->output_scale.data,
+        .input_scale = params->input_scale.data,
+        .bias = bias ? bias->data : NULL,
+        .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
+    };
+    job->kernel = moq_linear_pick(plan, spec, job->call.m);
+    return MOQ_OK;
+}
+
+int64_t moq_linear_workspace(const moq_linear_job *job) {
+    bool none = !job->kernel->workspace || job->call.m == 0;
+    return none ? 0 : job->kernel->workspace(&job->call);
 }
 
 /* Runs with the layer's device current, and gives the caller's back. */
@@ -127,29 +149,6 @@ static moq_status run_on_device(const moq_linear_kernel *kernel, const moq_linea
     return status;
 }
 
-moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *plan,
-                          const moq_linear_params *params, const moq_tensor *x,
-                          const moq_tensor *bias, const moq_tensor *y, void *stream,
-                          void *workspace, moq_err *err) {
-    MOQ_TRY(check_x(spec, x, err));
-    MOQ_TRY(check_y(spec, x, y, err));
-    MOQ_TRY(check_bias(spec, bias, err));
-    MOQ_TRY(moq_linear_check_params(spec, params, "params", err));
-    moq_linear_call call = {
-        .spec = spec,
-        .m = moq_tensor_numel(x) / spec->in_features,
-        .x = x,
-        .y = y,
-        .weight = params->weight.data,
-        .weight_scale = params->weight_scale.data,
-        .output_scale = params->output_scale.data,
-        .input_scale = params->input_scale.data,
-        .bias = bias ? bias->data : NULL,
-        .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
-        .stream = stream,
-        .workspace = workspace,
-    };
-    if (call.m == 0)
-        return MOQ_OK;
-    return run_on_device(moq_linear_pick(plan, spec, call.m), &call, err);
+moq_status moq_linear_run(const moq_linear_job *job, moq_err *err) {
+    return job->call.m == 0 ? MOQ_OK : run_on_device(job->kernel, &job->call, err);
 }

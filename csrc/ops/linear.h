@@ -40,17 +40,26 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               moq_linear_params *params, moq_err *err);
 
-/* Bytes of memory on x's device that a call works in; 0 for none. */
-int64_t moq_linear_workspace(const moq_linear_spec *spec, const moq_linear_plan *plan,
-                             const moq_tensor *x);
+/* A call and the kernel that is to run it. */
+typedef struct {
+    moq_linear_call call;
+    const moq_linear_kernel *kernel;
+} moq_linear_job;
 
-/* y = x W^T + bias. x is [..., in_features] with any strides, y [..., out_features] with contiguous
- * rows; bias, of x's dtype or float32, may be NULL. On CUDA the work is queued on `stream`, and
- * `workspace` has the bytes that moq_linear_workspace asks for. */
-moq_status moq_linear_run(const moq_linear_spec *spec, const moq_linear_plan *plan,
-                          const moq_linear_params *params, const moq_tensor *x,
-                          const moq_tensor *bias, const moq_tensor *y, void *stream,
-                          void *workspace, moq_err *err);
+/* Checks y = x W^T + bias and picks the kernel. x is [..., in_features] with any strides, y [...,
+ * out_features] with contiguous rows; bias, of x's dtype or float32, may be NULL. The job refers to
+ * spec, x and y. */
+moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
+                           const moq_linear_params *params, const moq_tensor *x,
+                           const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
+                           moq_err *err);
+
+/* Bytes of memory on x's device that the job works in; 0 for none. */
+int64_t moq_linear_workspace(const moq_linear_job *job);
+
+/* Runs it. On CUDA the work is queued on call.stream; call.workspace has the bytes that
+ * moq_linear_workspace asks for. Both are the caller's to set. */
+moq_status moq_linear_run(const moq_linear_job *job, moq_err *err);
 
 /* The shape of y for an x; fails as moq_linear_run would. */
 moq_status moq_linear_output_shape(const moq_linear_spec *spec, const moq_tensor *x, int64_t *shape,

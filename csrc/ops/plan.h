@@ -17,8 +17,8 @@ typedef struct {
     bool (*can_run)(const moq_linear_spec *spec, char *reason, size_t size);
     /* Estimated seconds for m rows; only the order between kernels matters. */
     double (*cost)(const moq_linear_spec *spec, int64_t m);
-    /* Bytes of device memory a call of m rows works in; NULL for none. */
-    int64_t (*workspace)(const moq_linear_spec *spec, int64_t m);
+    /* Bytes of device memory the call works in; NULL for none. */
+    int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
 } moq_linear_kernel;
 

@@ -290,8 +290,11 @@ static void run(fuzz_input *in, const layer *l, const moq_linear_params *params)
         snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
         FUZZ_CHECK(moq_linear_make_plan(spec, name, &plan, &err) == MOQ_OK, "%s", err.message);
         fuzz_tensor y = fuzz_result(&wanted, 0xff);
-        const moq_status status =
-            moq_linear_run(spec, &plan, params, &x.view, used, &y.view, NULL, NULL, &err);
+        moq_linear_job job;
+        moq_status status =
+            moq_linear_open(spec, &plan, params, &x.view, used, &y.view, &job, &err);
+        if (status == MOQ_OK)
+            status = moq_linear_run(&job, &err);
         FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.message);
         if (judged)
             check_output(spec, name, expected, &y.view);
