@@ -237,12 +237,14 @@ static int check_device(const moq_linear_spec *spec, const moq_arg *arg) {
     return -1;
 }
 
+/* A tensor of the layer's device, or of the host where `host` says that it may be there. */
 static int take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
-                moq_dtype dtype, moq_arg *arg) {
+                moq_dtype dtype, bool host, moq_arg *arg) {
     if (moq_arg_take(state, object, name, arg) < 0)
         return -1;
+    bool anywhere = host && arg->view.device.kind == MOQ_CPU;
     if ((dtype != MOQ_DT_NONE && moq_arg_reinterpret(arg, dtype) < 0) ||
-        check_device(spec, arg) < 0) {
+        (!anywhere && check_device(spec, arg) < 0)) {
         moq_arg_release(arg);
         return -1;
     }
@@ -290,7 +292,8 @@ static moq_dtype source_dtype(const moq_linear_spec *spec, int which) {
 static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
                      source_args *source) {
     moq_arg *arg = &source->arg[source->count];
-    if (take(state, spec, object, SOURCE_NAME[which], source_dtype(spec, which), arg) < 0)
+    moq_dtype dtype = source_dtype(spec, which);
+    if (take(state, spec, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE, arg) < 0)
         return -1;
     /* bfloat16 scales arrive as uint16 where NumPy has no bfloat16. */
     if (arg->view.dtype == MOQ_DT_U16)
@@ -366,9 +369,13 @@ static bool is_wanted(const prepare_args *p, const moq_param_spec *param) {
     return param->required || p->source[SOURCE_INPUT_SCALE].count > 0;
 }
 
+/* What a result is made like: block scales like those given, if they are where the weight is. */
 static const moq_arg *model_for(const prepare_args *p, moq_param id) {
-    bool scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].count;
-    return &p->source[scale ? SOURCE_SCALE : SOURCE_WEIGHT].arg[0];
+    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
+    const moq_arg *scale = &p->source[SOURCE_SCALE].arg[0];
+    bool like_scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].count &&
+                      scale->view.device.kind == weight->view.device.kind;
+    return like_scale ? scale : weight;
 }
 
 static int refuse_overlaps(const prepare_args *p, const moq_arg *out) {
@@ -421,16 +428,19 @@ static int open_outputs(moq_state *state, const plan_object *self, PyObject *out
 }
 
 static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
-                          moq_linear_params *params) {
+                          bool fresh, moq_linear_params *params) {
     moq_source source[SOURCES];
     moq_status status;
     moq_err err;
+    void *stream;
+    if (moq_stream_take(NULL, &p->source[SOURCE_WEIGHT].arg[0], &stream) < 0)
+        return -1;
     for (int s = 0; s < SOURCES; s++)
         source[s] = (moq_source){p->source[s].count, p->source[s].view};
     moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
                                   source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
     Py_BEGIN_ALLOW_THREADS
-    status = moq_linear_prepare(spec, &sources, params, &err);
+    status = moq_linear_prepare(spec, &sources, fresh, stream, params, &err);
     Py_END_ALLOW_THREADS
     if (status == MOQ_OK)
         return 0;
@@ -457,7 +467,7 @@ static PyObject *prepare_with(moq_state *state, plan_object *self, PyObject *sou
     int status = -1;
     if (take_sources(state, &self->spec, sources, p) == 0 &&
         open_outputs(state, self, out, p, &params) == 0)
-        status = prepare_values(state, &self->spec, p, &params);
+        status = prepare_values(state, &self->spec, p, moq_arg_absent(out), &params);
     return close_outputs(state, out, p, status);
 }
 
@@ -494,7 +504,7 @@ static void release_run(run_args *a) {
 /* The next input, or NULL with an exception. */
 static moq_arg *take_next(moq_state *state, const moq_linear_spec *spec, PyObject *object,
                           const char *name, moq_dtype dtype, run_args *a) {
-    if (take(state, spec, object, name, dtype, &a->in[a->count]) < 0)
+    if (take(state, spec, object, name, dtype, false, &a->in[a->count]) < 0)
         return NULL;
     return &a->in[a->count++];
 }

@@ -1,6 +1,7 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
 #include "cuda/cuda.h"
 #include "cuda/linear.h"
+#include "cuda/prepare.h"
 
 static moq_status absent(moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT);
@@ -39,5 +40,62 @@ bool moq_cuda_is_capturing(void *stream) {
 
 moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
     (void)call;
+    return absent(err);
+}
+
+moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {
+    (void)bytes;
+    (void)stream;
+    (void)out;
+    return absent(err);
+}
+
+void moq_cuda_release(void *memory, void *stream) {
+    (void)memory;
+    (void)stream;
+}
+
+moq_status moq_cuda_upload(void *out, const void *host, size_t bytes, void *stream, moq_err *err) {
+    (void)out;
+    (void)host;
+    (void)bytes;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_download(void *host, const void *memory, size_t bytes, void *stream,
+                             moq_err *err) {
+    (void)host;
+    (void)memory;
+    (void)bytes;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream, moq_err *err) {
+    (void)out;
+    (void)memory;
+    (void)bytes;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *stream, moq_err *err) {
+    (void)out;
+    (void)byte;
+    (void)bytes;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err) {
+    (void)copy;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err) {
+    (void)fold;
+    (void)stream;
     return absent(err);
 }

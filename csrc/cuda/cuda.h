@@ -10,6 +10,7 @@
 #include "core/status.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -37,6 +38,18 @@ moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err);
 void moq_cuda_leave(int32_t device, int32_t previous);
 /* Whether the stream, of the current device, is being captured into a graph. */
 bool moq_cuda_is_capturing(void *stream);
+
+/* Memory of the current device that a call works in, ordered as the stream is; not within a
+ * capture. Releasing NULL is nothing. */
+moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err);
+void moq_cuda_release(void *memory, void *stream);
+/* Copies in the stream's order. `host` may be reused at once after an upload; a download waits for
+ * the stream. */
+moq_status moq_cuda_upload(void *out, const void *host, size_t bytes, void *stream, moq_err *err);
+moq_status moq_cuda_download(void *host, const void *memory, size_t bytes, void *stream,
+                             moq_err *err);
+moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream, moq_err *err);
+moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *stream, moq_err *err);
 
 #ifdef __cplusplus
 }

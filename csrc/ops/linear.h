@@ -36,9 +36,12 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id);
 moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
                                    const char *mapping, moq_err *err);
 
-/* Turns checkpoint tensors into prepared ones. */
+/* Turns checkpoint tensors into prepared ones. On CUDA, codes are on the layer's device, scales of
+ * any other kind there or on the host, and the work is queued on `stream`, which is waited for,
+ * since scales are read back: not within a capture. `fresh` outputs, which nobody else has seen,
+ * may have been written when it fails; others are not. */
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              moq_linear_params *params, moq_err *err);
+                              bool fresh, void *stream, moq_linear_params *params, moq_err *err);
 
 /* A call and the kernel that is to run it. */
 typedef struct {

@@ -1,0 +1,202 @@
+/* Weight processing on the device: see prepare.h.
+ *
+ * Codes: out[row, column] = codes[row, column], or 0 where factor[row] is 0, and bad = the least
+ * position of a code that the rule forbids. Bound by memory: a thread moves four pieces of 16
+ * bytes, which lie a block's width apart, and looks at them in between. Rows without gaps are one
+ * long row, so that only its end is uneven. What is not aligned to 16 bytes goes byte by byte.
+ *
+ * Folding: a block has a row. It finds the row's largest value, and from it the power of two, then
+ * reads the row, in the cache by now, once more: 9/16 byte in and 1 byte out for each weight. */
+#include "cuda/prepare.h"
+
+#include "cuda/launch.h"
+#include "cuda/load.h"
+
+#define THREADS 256
+#define PIECES  4 /* of a thread, loaded before any is looked at */
+
+/* ---- copies ---- */
+
+/* 0xff in each byte of four codes that is bad. */
+static __device__ __forceinline__ uint32_t bad_bytes(uint32_t codes, moq_code_rule rule) {
+    if (rule == MOQ_CODES_E4M3)
+        return __vcmpeq4(codes & 0x7f7f7f7fu, 0x7f7f7f7fu);
+    if (rule == MOQ_CODES_BLOCK_SCALE)
+        return __vcmpgeu4(codes, 0x7f7f7f7fu) & ~__vcmpeq4(codes, 0x80808080u);
+    return 0;
+}
+
+/* The byte of the first bad code in a piece, or -1. */
+static __device__ __forceinline__ int first_bad(uint8_t code, moq_code_rule rule) {
+    return bad_bytes(code, rule) & 0xff ? 0 : -1;
+}
+
+static __device__ __forceinline__ int first_bad(const uint4 &codes, moq_code_rule rule) {
+    uint32_t x = bad_bytes(codes.x, rule), y = bad_bytes(codes.y, rule);
+    uint32_t z = bad_bytes(codes.z, rule), w = bad_bytes(codes.w, rule);
+    if (!(x | y | z | w))
+        return -1;
+    uint32_t word = x ? x : y ? y : z ? z : w;
+    return (x ? 0 : y ? 4 : z ? 8 : 12) + (__ffs((int)word) - 1) / 8;
+}
+
+static __device__ __forceinline__ void set_zero(uint8_t &piece) {
+    piece = 0;
+}
+
+static __device__ __forceinline__ void set_zero(uint4 &piece) {
+    piece = make_uint4(0, 0, 0, 0);
+}
+
+/* `chunks` blocks have a row. */
+template <typename Piece>
+static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, unsigned chunks) {
+    unsigned row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+    int64_t pieces = c.columns / (int64_t)sizeof(Piece);
+    int64_t begin = (int64_t)chunk * THREADS * PIECES + threadIdx.x;
+    const Piece *from = (const Piece *)(c.codes + row * c.stride);
+    bool zero = c.factor && c.factor[row] == 0;
+    Piece piece[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        set_zero(piece[i]);
+        if (begin + i * THREADS < pieces && !zero)
+            piece[i] = __ldcs(from + begin + i * THREADS);
+    }
+#pragma unroll
+    for (int i = PIECES; i-- > 0;) {
+        int at = first_bad(piece[i], c.rule);
+        int64_t column = (begin + i * THREADS) * (int64_t)sizeof(Piece) + at;
+        if (at >= 0)
+            atomicMin((unsigned long long *)c.bad,
+                      (unsigned long long)(c.first + row * c.columns + column));
+    }
+    if (!c.out)
+        return;
+    Piece *to = (Piece *)(c.out + row * c.columns);
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        if (begin + i * THREADS < pieces)
+            __stcs(to + begin + i * THREADS, piece[i]);
+    }
+}
+
+static bool is_aligned(const void *pointer, int64_t bytes) {
+    return (uintptr_t)pointer % (uintptr_t)bytes == 0;
+}
+
+extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err) {
+    moq_code_copy c = *copy;
+    if (!c.factor && (c.stride == c.columns || c.rows == 1)) {
+        c.columns *= c.rows;
+        c.rows = 1;
+        c.stride = 0;
+    }
+    bool wide = c.columns % 16 == 0 && c.stride % 16 == 0 && is_aligned(c.codes, 16) &&
+                is_aligned(c.out, 16);
+    int64_t per_block = THREADS * PIECES * (wide ? 16 : 1);
+    unsigned chunks = (unsigned)((c.columns + per_block - 1) / per_block);
+    moq_launch launch = {.what = "prepare: copying codes",
+                         .kernel = wide ? (const void *)copy_codes<uint4>
+                                        : (const void *)copy_codes<uint8_t>,
+                         .grid = dim3(chunks * (unsigned)c.rows),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)stream};
+    void *args[] = {&c, &chunks};
+    return moq_cuda_launch(&launch, args, err);
+}
+
+/* ---- folding ---- */
+
+/* Both formats are the upper part of a half with another bias. */
+static __device__ __forceinline__ float decode_e2m1(uint32_t nibble) {
+    return __half2float(
+               __ushort_as_half((unsigned short)((nibble & 7) << 9 | (nibble & 8) << 12))) *
+           0x1p14f;
+}
+
+static __device__ __forceinline__ float decode_e4m3(uint32_t code) {
+    return __half2float(
+               __ushort_as_half((unsigned short)((code & 0x7f) << 7 | (code & 0x80) << 8))) *
+           0x1p8f;
+}
+
+/* 16 codes, the first in the lowest nibble. */
+template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
+    if (ALIGNED)
+        return *(const uint2 *)from;
+    uint2 codes = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        codes.x |= (uint32_t)from[i] << 8 * i;
+        codes.y |= (uint32_t)from[4 + i] << 8 * i;
+    }
+    return codes;
+}
+
+/* Values 16 * unit and on of a row, exactly. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void load_values(const moq_fold *f, int64_t row, int unit,
+                                                   float (&value)[16]) {
+    uint2 codes = load_codes<ALIGNED>(f->codes + row * f->code_stride + unit * 8);
+    float scale = decode_e4m3(f->scales[row * f->scale_stride + unit * 16 / f->group]);
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] = decode_e2m1((i < 8 ? codes.x : codes.y) >> 4 * (i % 8)) * scale;
+}
+
+/* 2^ceil(log2(largest / 448)), 1 for a row of zeros. */
+static __device__ __forceinline__ float power_of_two(float largest) {
+    uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
+    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
+    return largest > 0 ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
+}
+
+static __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
+    __shared__ uint32_t warp_max[THREADS / 32];
+    bits = __reduce_max_sync(0xffffffffu, bits);
+    if (threadIdx.x % 32 == 0)
+        warp_max[threadIdx.x / 32] = bits;
+    __syncthreads();
+    bits = 0;
+    for (int i = 0; i < THREADS / 32; i++)
+        bits = max(bits, warp_max[i]);
+    return bits;
+}
+
+template <bool ALIGNED> static __global__ void __launch_bounds__(THREADS) fold_e2m1(moq_fold f) {
+    int64_t row = blockIdx.x;
+    int units = (int)(f.columns / 16);
+    float value[16];
+    uint32_t most = 0;
+    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+        load_values<ALIGNED>(&f, row, unit, value);
+        most = max(most, moq_amax_bits(value));
+    }
+    float r = power_of_two(__uint_as_float(block_max(most)));
+    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+        load_values<ALIGNED>(&f, row, unit, value);
+        uint4 codes = moq_codes_multiplied(value, 1.0f / r);
+        uint8_t *to = f.out + row * f.columns + unit * 16;
+        if (ALIGNED)
+            *(uint4 *)to = codes;
+        else
+            for (int i = 0; i < 16; i++)
+                to[i] = (uint8_t)((&codes.x)[i / 4] >> 8 * (i % 4));
+    }
+    if (threadIdx.x == 0)
+        f.out_factor[row] = f.factor[row] * r;
+}
+
+extern "C" moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err) {
+    moq_fold f = *fold;
+    bool aligned = is_aligned(f.codes, 8) && f.code_stride % 8 == 0 && is_aligned(f.out, 16);
+    moq_launch launch = {.what = "prepare: folding block scales",
+                         .kernel = aligned ? (const void *)fold_e2m1<true>
+                                           : (const void *)fold_e2m1<false>,
+                         .grid = dim3((unsigned)f.rows),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)stream};
+    void *args[] = {&f};
+    return moq_cuda_launch(&launch, args, err);
+}

@@ -1,0 +1,57 @@
+/* Weight processing on the device: copies that check what they copy, and the folding of NVFP4 block
+ * scales into e4m3 codes; the device's form of cpu/prepare.h, with the same bits. Callers have
+ * validated shapes. */
+#ifndef MOQ_CUDA_PREPARE_H
+#define MOQ_CUDA_PREPARE_H
+
+#include "core/status.h"
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Which codes no intact checkpoint holds. */
+typedef enum {
+    MOQ_CODES_ANY,        /* none */
+    MOQ_CODES_E4M3,       /* NaN */
+    MOQ_CODES_BLOCK_SCALE /* NaN, and negative but for minus zero */
+} moq_code_rule;
+
+/* Rows of one-byte codes on the device, contiguous each, and what becomes of them. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t stride; /* bytes from row to row */
+    int64_t rows, columns;
+    moq_code_rule rule;
+    const float
+        *factor;   /* [rows]; rows of factor 0 become zeros, unchecked. NULL: there are none */
+    uint8_t *out;  /* [rows, columns] without gaps, apart from codes; NULL: only to check */
+    int64_t first; /* position of the first code, for `bad` */
+    uint64_t *bad; /* where the least position of a bad code is kept; NULL with MOQ_CODES_ANY */
+} moq_code_copy;
+
+moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err);
+
+/* e2m1 [rows, columns] with a block scale per `group` columns to e4m3 [rows, columns], each row by
+ * its own power of two r, as moq_cpu_fold_e2m1_row; out_factor[row] = factor[row] * r. columns is a
+ * multiple of 16. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t code_stride;
+    const uint8_t *scales;
+    int64_t scale_stride;
+    int64_t rows, columns;
+    int32_t group; /* 16 or 32 */
+    const float *factor;
+    uint8_t *out;
+    float *out_factor;
+} moq_fold;
+
+moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
