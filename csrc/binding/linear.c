@@ -559,21 +559,21 @@ static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *ob
     return arg->view.dtype == MOQ_DT_F32 ? 0 : moq_arg_reinterpret(arg, spec->dtype);
 }
 
-/* Memory of x's framework for a call to work in, or None where it needs none. Frameworks order its
+/* Memory of y's framework for a call to work in, or None where it needs none. Frameworks order its
  * reuse after the call on the current stream. */
-static PyObject *open_workspace(moq_state *state, const moq_linear_job *job, const moq_arg *x,
+static PyObject *open_workspace(moq_state *state, const moq_linear_job *job, const moq_arg *y,
                                 moq_arg *workspace) {
     int64_t bytes = moq_linear_workspace(job);
     if (bytes == 0)
         return Py_NewRef(Py_None);
-    return moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, workspace);
+    return moq_arg_new_like(state, y, MOQ_DT_U8, 1, &bytes, workspace);
 }
 
-static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *x) {
+static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *y) {
     moq_arg workspace = {0};
     moq_err err;
     moq_status status;
-    PyObject *memory = open_workspace(state, job, x, &workspace);
+    PyObject *memory = open_workspace(state, job, y, &workspace);
     if (!memory)
         return -1;
     job->call.workspace = workspace.view.data;
@@ -609,7 +609,7 @@ static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **
         moq_raise(state, &err);
     } else {
         job.call.stream = stream;
-        status = run_job(state, &job, &a->in[0]);
+        status = run_job(state, &job, &a->y);
     }
     return moq_arg_finish(state, result, &a->y, status);
 }

@@ -37,7 +37,8 @@ typedef enum {
 
 /* The chip a layer runs on, as far as the choice of a kernel depends on it. */
 typedef struct {
-    int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU, or where there is none */
+    int32_t
+        capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU, or where there is none */
     int32_t sm_count;
     char missing[160]; /* why no CUDA kernel can run on it; empty if one can */
 } moq_target;
@@ -102,13 +103,14 @@ int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *para
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size);
 const char *moq_compute_name(moq_compute compute);
 
-/* One call of a prepared linear: everything a kernel reads and writes, already checked. The rows of
- * x may have any strides, those of y are contiguous. */
+/* One call of a prepared linear: everything a kernel reads and writes, already checked. On the CPU
+ * x may have any strides, and the rows of y are contiguous. On CUDA both are matrices of contiguous
+ * rows, and those of x, like the weight, begin at addresses that are multiples of 16. */
 typedef struct {
     const moq_linear_spec *spec;
     int64_t m;                 /* rows of x and y */
-    const moq_tensor *x;       /* [..., K] */
-    const moq_tensor *y;       /* [..., N] */
+    const moq_tensor *x;       /* [..., K]; [m, K] on CUDA */
+    const moq_tensor *y;       /* [..., N]; [m, N] on CUDA */
     const uint8_t *weight;     /* [N, K] or [N, K / 2] */
     const void *weight_scale;  /* e4m3 [N, K / group], float32 [block rows, K blocks], or NULL */
     const float *output_scale; /* [N], or NULL for blocks */

@@ -83,6 +83,27 @@ void moq_tensor_set_contiguous(moq_tensor *t) {
     }
 }
 
+bool moq_tensor_as_rows(const moq_tensor *t, moq_tensor *rows) {
+    int64_t columns = t->ndim > 0 ? t->shape[t->ndim - 1] : 1, count = 1, stride = columns;
+    for (int i = t->ndim - 2; i >= 0; i--) {
+        if (t->shape[i] == 1)
+            continue;
+        if (count == 1)
+            stride = t->stride[i];
+        else if (t->stride[i] != stride * count)
+            return false;
+        count *= t->shape[i];
+    }
+    *rows = (moq_tensor){.data = t->data,
+                         .dtype = t->dtype,
+                         .device = t->device,
+                         .ndim = 2,
+                         .readonly = t->readonly,
+                         .shape = {count, columns},
+                         .stride = {stride, t->ndim > 0 ? t->stride[t->ndim - 1] : 1}};
+    return true;
+}
+
 void moq_tensor_extent(const moq_tensor *t, uintptr_t *first, uintptr_t *end) {
     uintptr_t base = (uintptr_t)t->data;
     uintptr_t size = (uintptr_t)moq_dtype_size(t->dtype);

@@ -67,6 +67,9 @@ int64_t moq_tensor_numel(const moq_tensor *t);
 bool moq_tensor_is_contiguous(const moq_tensor *t);
 /* Gives a view the strides of a row-major tensor of its own shape. */
 void moq_tensor_set_contiguous(moq_tensor *t);
+/* The tensor as a matrix of its rows: leading dimensions become one. False where they do not step
+ * through memory as one would. With a single row, the stride is that of rows without gaps. */
+bool moq_tensor_as_rows(const moq_tensor *t, moq_tensor *rows);
 /* First and one-past-last byte a view can touch; equal when it is empty. */
 void moq_tensor_extent(const moq_tensor *t, uintptr_t *first, uintptr_t *end);
 /* True when the byte ranges of two views on the same device intersect. */

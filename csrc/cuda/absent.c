@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 #include "cuda/linear.h"
 #include "cuda/prepare.h"
+#include "cuda/rows.h"
 
 static moq_status absent(moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT);
@@ -96,6 +97,22 @@ moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err 
 
 moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err) {
     (void)fold;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_gather_rows(const moq_tensor *tensor, const moq_tensor *rows, void *stream,
+                                moq_err *err) {
+    (void)tensor;
+    (void)rows;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_scatter_rows(const moq_tensor *rows, const moq_tensor *tensor, void *stream,
+                                 moq_err *err) {
+    (void)rows;
+    (void)tensor;
     (void)stream;
     return absent(err);
 }

@@ -178,16 +178,14 @@ static __device__ __forceinline__ void moq_store_output(const moq_output *out, i
 
 /* ---- what a call has, for kernels ---- */
 
-/* x and y of a call as rows: leading dimensions of x are one with a constant stride. */
 static inline moq_rows moq_rows_of(const moq_tensor *x) {
-    moq_rows rows = {x->data, x->ndim > 1 ? x->stride[x->ndim - 2] : 0, x->dtype};
+    moq_rows rows = {x->data, x->stride[0], x->dtype};
     return rows;
 }
 
 static inline moq_output moq_output_of(const moq_linear_call *call) {
     const moq_tensor *y = call->y;
-    moq_output out = {y->data, y->ndim > 1 ? y->stride[y->ndim - 2] : 0, y->dtype, call->bias_dtype,
-                      call->bias};
+    moq_output out = {y->data, y->stride[0], y->dtype, call->bias_dtype, call->bias};
     return out;
 }
 

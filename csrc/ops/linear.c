@@ -2,6 +2,7 @@
 #include "ops/linear.h"
 
 #include "cuda/cuda.h"
+#include "cuda/rows.h"
 
 #include <string.h>
 
@@ -108,6 +109,101 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
     return MOQ_OK;
 }
 
+/* ---- CUDA: x and y as its kernels want them ---- */
+
+/* Kernels read rows of x 16 bytes at a time. */
+#define ROW_ALIGNMENT 16
+/* Parts of the workspace begin at multiples of this. */
+#define PART_ALIGNMENT 256
+
+static int64_t round_up(int64_t value, int64_t step) {
+    return (value + step - 1) / step * step;
+}
+
+/* One row after the other, each contiguous and at an aligned address. */
+static bool kernels_read(const moq_tensor *rows) {
+    int64_t size = (int64_t)moq_dtype_size(rows->dtype);
+    bool contiguous = rows->shape[1] == 1 || rows->stride[1] == 1;
+    bool apart = rows->shape[0] == 1 ||
+                 (rows->stride[0] >= rows->shape[1] && rows->stride[0] * size % ROW_ALIGNMENT == 0);
+    return contiguous && apart && (uintptr_t)rows->data % ROW_ALIGNMENT == 0;
+}
+
+/* A matrix [m, columns] to be in the workspace. */
+static moq_tensor make_rows(const moq_tensor *like, int64_t m) {
+    int64_t columns = like->shape[like->ndim - 1], size = (int64_t)moq_dtype_size(like->dtype);
+    int64_t stride = round_up(columns * size, ROW_ALIGNMENT) / size;
+    return (moq_tensor){.dtype = like->dtype,
+                        .device = like->device,
+                        .ndim = 2,
+                        .shape = {m, columns},
+                        .stride = {stride, 1}};
+}
+
+static int64_t reserve(moq_linear_job *job, int64_t bytes) {
+    int64_t at = job->workspace;
+    job->workspace += round_up(bytes, PART_ALIGNMENT);
+    return at;
+}
+
+static int64_t reserve_rows(moq_linear_job *job, const moq_tensor *rows) {
+    return reserve(job, rows->shape[0] * rows->stride[0] * (int64_t)moq_dtype_size(rows->dtype));
+}
+
+/* Finds the matrices and what the job works in: first the kernel's part, then copies. */
+static void place(moq_linear_job *job) {
+    int64_t m = job->call.m;
+    job->x = job->call.x;
+    job->y = job->call.y;
+    job->copies_x = !moq_tensor_as_rows(job->x, &job->x_rows) || !kernels_read(&job->x_rows);
+    job->copies_y = !moq_tensor_as_rows(job->y, &job->y_rows); /* contiguous rows were demanded */
+    if (job->copies_x)
+        job->x_rows = make_rows(job->x, m);
+    if (job->copies_y)
+        job->y_rows = make_rows(job->y, m);
+    job->call.x = &job->x_rows;
+    job->call.y = &job->y_rows;
+    if (job->kernel->workspace)
+        reserve(job, job->kernel->workspace(&job->call));
+    if (job->copies_x)
+        job->x_at = reserve_rows(job, &job->x_rows);
+    if (job->copies_y)
+        job->y_at = reserve_rows(job, &job->y_rows);
+}
+
+static moq_status check_weight_address(const moq_linear_call *call, moq_err *err) {
+    if ((uintptr_t)call->weight % ROW_ALIGNMENT == 0)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_BUFFER,
+                    "params[\"weight\"]: expected an address that is a multiple of %d, got %p",
+                    ROW_ALIGNMENT, (const void *)call->weight);
+}
+
+/* On the current device. */
+static moq_status run_on_rows(moq_linear_job *job, moq_err *err) {
+    char *workspace = job->call.workspace;
+    void *stream = job->call.stream;
+    if (job->copies_y)
+        job->y_rows.data = workspace + job->y_at;
+    if (job->copies_x) {
+        job->x_rows.data = workspace + job->x_at;
+        MOQ_TRY(moq_cuda_gather_rows(job->x, &job->x_rows, stream, err));
+    }
+    MOQ_TRY(job->kernel->run(&job->call, err));
+    return job->copies_y ? moq_cuda_scatter_rows(&job->y_rows, job->y, stream, err) : MOQ_OK;
+}
+
+/* Runs with the layer's device current, and gives the caller's back. */
+static moq_status run_on_device(moq_linear_job *job, moq_err *err) {
+    int32_t previous, index = job->call.spec->device.index;
+    MOQ_TRY(moq_cuda_enter(index, &previous, err));
+    moq_status status = run_on_rows(job, err);
+    moq_cuda_leave(index, previous);
+    return status;
+}
+
+/* ---- the call ---- */
+
 moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
                            const moq_linear_params *params, const moq_tensor *x,
                            const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
@@ -129,26 +225,21 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
     };
     job->kernel = moq_linear_pick(plan, spec, job->call.m);
+    job->workspace = 0;
+    if (spec->device.kind != MOQ_CUDA || job->call.m == 0)
+        return MOQ_OK;
+    MOQ_TRY(check_weight_address(&job->call, err));
+    place(job);
     return MOQ_OK;
 }
 
 int64_t moq_linear_workspace(const moq_linear_job *job) {
-    bool none = !job->kernel->workspace || job->call.m == 0;
-    return none ? 0 : job->kernel->workspace(&job->call);
+    return job->workspace;
 }
 
-/* Runs with the layer's device current, and gives the caller's back. */
-static moq_status run_on_device(const moq_linear_kernel *kernel, const moq_linear_call *call,
-                                moq_err *err) {
-    int32_t previous, index = call->spec->device.index;
-    if (call->spec->device.kind != MOQ_CUDA)
-        return kernel->run(call, err);
-    MOQ_TRY(moq_cuda_enter(index, &previous, err));
-    moq_status status = kernel->run(call, err);
-    moq_cuda_leave(index, previous);
-    return status;
-}
-
-moq_status moq_linear_run(const moq_linear_job *job, moq_err *err) {
-    return job->call.m == 0 ? MOQ_OK : run_on_device(job->kernel, &job->call, err);
+moq_status moq_linear_run(moq_linear_job *job, moq_err *err) {
+    if (job->call.m == 0)
+        return MOQ_OK;
+    return job->call.spec->device.kind == MOQ_CUDA ? run_on_device(job, err)
+                                                   : job->kernel->run(&job->call, err);
 }

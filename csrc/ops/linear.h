@@ -43,10 +43,16 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               bool fresh, void *stream, moq_linear_params *params, moq_err *err);
 
-/* A call and the kernel that is to run it. */
+/* A call and the kernel that is to run it. Points into itself: not to be copied. */
 typedef struct {
     moq_linear_call call;
     const moq_linear_kernel *kernel;
+    /* CUDA: x and y as matrices. One that is not of the caller's memory lies in the workspace, at
+     * x_at or y_at. */
+    const moq_tensor *x, *y;
+    moq_tensor x_rows, y_rows;
+    bool copies_x, copies_y;
+    int64_t x_at, y_at, workspace;
 } moq_linear_job;
 
 /* Checks y = x W^T + bias and picks the kernel. x is [..., in_features] with any strides, y [...,
@@ -57,12 +63,12 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
                            const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
                            moq_err *err);
 
-/* Bytes of memory on x's device that the job works in; 0 for none. */
+/* Bytes of memory on the layer's device that the job works in; 0 for none. */
 int64_t moq_linear_workspace(const moq_linear_job *job);
 
 /* Runs it. On CUDA the work is queued on call.stream; call.workspace has the bytes that
  * moq_linear_workspace asks for. Both are the caller's to set. */
-moq_status moq_linear_run(const moq_linear_job *job, moq_err *err);
+moq_status moq_linear_run(moq_linear_job *job, moq_err *err);
 
 /* The shape of y for an x; fails as moq_linear_run would. */
 moq_status moq_linear_output_shape(const moq_linear_spec *spec, const moq_tensor *x, int64_t *shape,
