@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 #include "cuda/linear.h"
 #include "cuda/prepare.h"
+#include "cuda/quantize.h"
 #include "cuda/rows.h"
 
 static moq_status absent(moq_err *err) {
@@ -114,5 +115,15 @@ moq_status moq_cuda_scatter_rows(const moq_tensor *rows, const moq_tensor *tenso
     (void)rows;
     (void)tensor;
     (void)stream;
+    return absent(err);
+}
+
+int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q) {
+    (void)q;
+    return 0;
+}
+
+moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err) {
+    (void)q;
     return absent(err);
 }

@@ -10,6 +10,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 #include <string.h>
@@ -128,18 +129,28 @@ static __device__ __forceinline__ uint4 moq_codes_multiplied(float (&value)[16],
     return moq_e4m3_codes(value);
 }
 
-/* e4m3(value / scale), for scales of moq_token_scale and moq_group_scale. The quotient is the
- * rounded one: a product with the reciprocal and one correction by the exact remainder. Where a
- * scale is not an ordinary number, or so small that the remainder could be, it is divided. */
-static __device__ __forceinline__ uint4 moq_codes_divided(float (&value)[16], float scale) {
-    bool ordinary = scale > 1e-12f && scale < 1e30f;
-    float inverse = __frcp_rn(scale);
+/* value / scale, rounded as by division. Where both are ordinary numbers it is a product with the
+ * reciprocal, corrected once by the exact remainder (signs such that a zero keeps its own);
+ * `ordinary` says so, and that no quotient is beyond 1e38. */
+static __device__ __forceinline__ void moq_divide(float (&value)[16], float scale, bool ordinary) {
+    if (ordinary) {
+        float inverse = __frcp_rn(scale);
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        float q = __fmul_rn(value[i], inverse);
-        float corrected = __fmaf_rn(__fmaf_rn(-q, scale, value[i]), inverse, q);
-        value[i] = ordinary ? corrected : __fdiv_rn(value[i], scale);
+        for (int i = 0; i < 16; i++) {
+            float q = __fmul_rn(value[i], inverse);
+            value[i] = __fmaf_rn(__fmaf_rn(q, scale, -value[i]), -inverse, q);
+        }
+        return;
     }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] = __fdiv_rn(value[i], scale);
+}
+
+/* e4m3(value / scale), for scales of moq_token_scale and moq_group_scale: no quotient is far beyond
+ * 448 then. */
+static __device__ __forceinline__ uint4 moq_codes_divided(float (&value)[16], float scale) {
+    moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
     return moq_e4m3_codes(value);
 }
 

@@ -1,0 +1,207 @@
+/* FP8 and NVFP4 codes of activations; the formulas are those of cpu/quantize.h, the layouts those
+ * of quantize.h, the kernels in quantize_rows.h. What bounds it is memory: 2 bytes read and one
+ * written a value. */
+#include "cuda/quantize.h"
+
+#include "cuda/launch.h"
+#include "cuda/quantize_rows.h"
+
+#define MAX_BLOCKS 0x7fffffff
+/* Partial maxima of a tensor: enough for all warps of the largest chip, few enough for one warp. */
+#define MAX_PARTS 1024
+
+/* x as it is in memory. */
+typedef struct {
+    template <int DT>
+    __device__ __forceinline__ moq_chunk load(const quantize_args *a, int64_t row,
+                                              int64_t column) const {
+        return load_chunk<DT>(&a->x, row, column, a->k);
+    }
+} memory_source;
+
+/* ---- groups of any size ---- */
+
+template <int DT>
+static __device__ __forceinline__ float value_at(const quantize_args *a, int64_t offset,
+                                                 int64_t column) {
+    return moq_load_one(a->x.data, offset + column * a->x.inner, (moq_dtype)DT);
+}
+
+/* A warp a group, a value a lane. */
+template <int DT>
+static __global__ void __launch_bounds__(256)
+    quantize_any_groups(const __grid_constant__ quantize_args a, int group) {
+    launch_dependents();
+    wait_for_predecessor();
+    int lane = threadIdx.x % 32;
+    int64_t groups = (a.k + group - 1) / group;
+    int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    for (; warp < a.m * groups; warp += (int64_t)gridDim.x * blockDim.x / 32) {
+        int64_t row = warp / groups, first = warp % groups * group;
+        int64_t end = min(first + group, a.k), offset = row_offset(&a.x, row);
+        uint32_t most = 0;
+        for (int64_t i = first + lane; i < end; i += 32)
+            most = max(most, __float_as_uint(value_at<DT>(&a, offset, i)) & 0x7fffffffu);
+        float scale = moq_group_scale(__uint_as_float(__reduce_max_sync(0xffffffffu, most)));
+        for (int64_t i = first + lane; i < end; i += 32)
+            a.codes[row * a.code_stride + i] =
+                (uint8_t)moq_e4m3_pair(__fdiv_rn(value_at<DT>(&a, offset, i), scale), 0.0f);
+        for (int64_t i = a.k + lane; end == a.k && i < a.code_columns; i += 32)
+            a.codes[row * a.code_stride + i] = 0;
+        if (lane == 0)
+            ((float *)a.scales)[row * a.scale_row + first / group * a.scale_group] = scale;
+    }
+}
+
+/* ---- launch ---- */
+
+#define BY_DTYPE(dtype, kernel, ...)                                                               \
+    ((dtype) == MOQ_DT_BF16  ? (const void *)kernel<MOQ_DT_BF16, ##__VA_ARGS__>                    \
+     : (dtype) == MOQ_DT_F16 ? (const void *)kernel<MOQ_DT_F16, ##__VA_ARGS__>                     \
+                             : (const void *)kernel<MOQ_DT_F32, ##__VA_ARGS__>)
+
+static const void *kernel_for(moq_dtype dtype, moq_input_mode mode) {
+    switch (mode) {
+    case MOQ_FIND_AMAX:
+        return BY_DTYPE(dtype, quantize_spans, MOQ_FIND_AMAX, memory_source);
+    case MOQ_INPUT_E4M3_TENSOR:
+        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_E4M3_TENSOR, memory_source);
+    case MOQ_INPUT_E4M3_TOKEN:
+        return BY_DTYPE(dtype, quantize_tokens, memory_source);
+    case MOQ_INPUT_E4M3_GROUP:
+        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_E4M3_GROUP, memory_source);
+    default:
+        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_NVFP4, memory_source);
+    }
+}
+
+static bool is_aligned(const void *data, int64_t stride_bytes, int64_t rows, int to) {
+    return (uintptr_t)data % to == 0 && (rows < 2 || stride_bytes % to == 0);
+}
+
+static int64_t row_count(const moq_tensor *x) {
+    int64_t rows = 1;
+    for (int i = 0; i + 1 < x->ndim; i++)
+        rows *= x->shape[i];
+    return rows;
+}
+
+/* The rows of x: one stride for all of them where its leading axes allow it. */
+static quantize_input input_of(const moq_tensor *x) {
+    int64_t size = (int64_t)moq_dtype_size(x->dtype), rows = 1;
+    quantize_input in = {.data = x->data, .inner = 1, .outer = x->ndim - 1};
+    if (x->ndim > 0 && x->shape[x->ndim - 1] > 1)
+        in.inner = x->stride[x->ndim - 1];
+    bool one = true;
+    for (int i = x->ndim - 2; i >= 0; i--) {
+        in.shape[i] = x->shape[i];
+        in.step[i] = x->stride[i];
+        if (x->shape[i] == 1)
+            continue;
+        one = one && (rows == 1 || x->stride[i] == rows * in.stride);
+        in.stride = rows == 1 ? x->stride[i] : in.stride;
+        rows *= x->shape[i];
+    }
+    if (one || rows == 0)
+        in.outer = 0;
+    in.aligned = one && in.inner == 1 && is_aligned(x->data, in.stride * size, rows, 16);
+    return in;
+}
+
+/* Threads of a row or span that hold all its chunks, at most `most`; with few, rows share a block.
+ */
+static dim3 block_for(int64_t chunks, int held, int most) {
+    int64_t spans = (chunks + held * most - 1) / (held * most);
+    int64_t threads = (chunks + held * spans - 1) / (held * spans);
+    int warps = (int)((threads + 31) / 32);
+    return warps <= 1 ? dim3(32, 8) : dim3((unsigned)warps * 32);
+}
+
+typedef struct {
+    dim3 grid, block;
+} shape;
+
+/* Blocks for a count, which may be 0: there is always one, which writes a scale of the tensor. */
+static unsigned at_most(int64_t count, int64_t limit) {
+    return (unsigned)(count < 1 ? 1 : count < limit ? count : limit);
+}
+
+static shape shape_for(const quantize_args *a, moq_dtype dtype, moq_input_mode mode) {
+    bool rows = mode == MOQ_INPUT_E4M3_TOKEN;
+    int held = dtype == MOQ_DT_F32 ? held_chunks<MOQ_DT_F32>() : held_chunks<MOQ_DT_BF16>();
+    int64_t chunks = (a->k + 15) / 16;
+    shape s = {.block = block_for(chunks, held, rows ? 1024 : 256)};
+    int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)held * s.block.x;
+    s.grid =
+        dim3(at_most(blocks, MAX_BLOCKS), rows ? 1 : at_most((chunks + span - 1) / span, 65535));
+    if (mode == MOQ_FIND_AMAX) { /* as many warps as there is room for, rows before spans */
+        int64_t room = MAX_PARTS / (s.block.x * s.block.y / 32);
+        s.grid.x = at_most(s.grid.x, room);
+        s.grid.y = at_most(s.grid.y, room / s.grid.x);
+    }
+    return s;
+}
+
+static bool is_dynamic(const moq_cuda_quantize *q) {
+    return (q->mode == MOQ_INPUT_E4M3_TENSOR || q->mode == MOQ_INPUT_NVFP4) && !q->given &&
+           q->scale == 0.0f;
+}
+
+extern "C" int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q) {
+    return is_dynamic(q) ? MAX_PARTS * (int64_t)sizeof(uint32_t) : 0;
+}
+
+static moq_status launch(const quantize_args *a, const moq_cuda_quantize *q, moq_input_mode mode,
+                         moq_err *err) {
+    memory_source source;
+    shape s = shape_for(a, q->x->dtype, mode);
+    moq_launch launch = {.what = "quantize",
+                         .kernel = kernel_for(q->x->dtype, mode),
+                         .grid = s.grid,
+                         .block = s.block,
+                         .stream = (cudaStream_t)q->stream,
+                         .overlap = true};
+    void *parameters[] = {(void *)a, &source};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+static moq_status launch_any_groups(const quantize_args *a, const moq_cuda_quantize *q,
+                                    moq_err *err) {
+    int group = q->group;
+    int64_t warps = a->m * ((a->k + group - 1) / group);
+    moq_launch launch = {.what = "quantize",
+                         .kernel = BY_DTYPE(q->x->dtype, quantize_any_groups),
+                         .grid = dim3(at_most((warps + 7) / 8, MAX_BLOCKS)),
+                         .block = dim3(256),
+                         .stream = (cudaStream_t)q->stream,
+                         .overlap = true};
+    void *parameters[] = {(void *)a, &group};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err) {
+    int64_t k = q->x->ndim > 0 ? q->x->shape[q->x->ndim - 1] : 1;
+    quantize_args a = {.x = input_of(q->x),
+                       .m = row_count(q->x),
+                       .k = k,
+                       .given = q->given,
+                       .scale = q->scale,
+                       .codes = q->codes,
+                       .code_stride = q->code_stride,
+                       .code_columns = q->code_columns,
+                       .scales = q->scales,
+                       .scale_row = q->scale_row,
+                       .scale_group = q->scale_group};
+    a.aligned_codes = is_aligned(a.codes, a.code_stride, a.m, q->mode == MOQ_INPUT_NVFP4 ? 8 : 16);
+    if (q->mode == MOQ_INPUT_E4M3_GROUP && q->group != 128)
+        return launch_any_groups(&a, q, err);
+    if (is_dynamic(q)) {
+        shape s = shape_for(&a, q->x->dtype, MOQ_FIND_AMAX);
+        a.parts_out = (uint32_t *)q->workspace;
+        MOQ_TRY(launch(&a, q, MOQ_FIND_AMAX, err));
+        a.parts = a.parts_out;
+        a.part_count = (int)(s.grid.x * s.grid.y * (s.block.x * s.block.y / 32));
+        a.found = q->mode == MOQ_INPUT_NVFP4 ? q->scale_2 : (float *)q->scales;
+    }
+    return launch(&a, q, q->mode, err);
+}

@@ -1,0 +1,49 @@
+/* Quantization of activations on the device, with the formulas of cpu/quantize.h and the same bits.
+ *
+ * Nothing is read back: a scale given on the device is used unseen, whatever it is. Results are
+ * the same in every run, and calls can be captured into graphs. */
+#ifndef MOQ_CUDA_QUANTIZE_H
+#define MOQ_CUDA_QUANTIZE_H
+
+#include "core/linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* x [..., K] of 16 or 32-bit floats with any strides; fastest where its rows are a constant stride
+ * apart, the values of a row next to each other, and every row begins at a multiple of 16 bytes.
+ * M is the number of rows. */
+typedef struct {
+    const moq_tensor *x;
+    moq_input_mode mode; /* not AS_IS */
+    /* E4M3_TENSOR and NVFP4: the scale on the device, or, where `given` is NULL and `scale` not 0,
+     * as a number, or else the one that the amax of x asks for. */
+    const float *given;
+    float scale;
+    int group; /* E4M3_GROUP: values to a scale, 128 for the fast kernel */
+    /* [M, K] e4m3, or for NVFP4 [M, K / 2]. Rows are code_stride bytes apart, a multiple of 16 for
+     * speed; the bytes of a row from its codes up to code_columns, where that is more, become 0. */
+    uint8_t *codes;
+    int64_t code_stride;
+    int64_t code_columns;
+    /* E4M3_TOKEN: [M]; E4M3_GROUP: that of row m and group g at m * scale_row + g * scale_group, so
+     * that either may be the dense axis; NVFP4 the same with e4m3. E4M3_TENSOR, dynamic: one. */
+    void *scales;
+    int64_t scale_row;
+    int64_t scale_group;
+    float *scale_2;  /* NVFP4, dynamic: the second-level scale */
+    void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
+    void *stream;    /* cudaStream_t */
+} moq_cuda_quantize;
+
+/* Bytes that a call needs beside its results: for one scale of a whole tensor, found from it. */
+int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q);
+/* Launches on the current device, that of x, one kernel, two for a scale of the whole tensor. They
+ * may overlap with their predecessor and successor in the stream (programmatic launch). */
+moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
