@@ -6,7 +6,7 @@ the one shared library; nvcc never links.
 
 Environment:
   MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it
-  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f"
+  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f"; sm90_*.cu are compiled for 90a alone
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
@@ -15,6 +15,7 @@ Environment:
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -157,6 +158,15 @@ def find_cuda():
     return None, "nvcc not found"
 
 
+def archs_of(source, archs):
+    """What a file is compiled for: one named for an architecture, as sm90_*.cu, for that one alone."""
+    named = re.match(r"sm(\d+)_", source.name)
+    if not named:
+        return archs
+    own = [arch for arch in archs.split(";") if arch.rstrip("af") == named[1]]
+    return ";".join(own) or f"{named[1]}a"
+
+
 def gencode(archs):
     """Turns "80;90a;120f" into nvcc's long-form -gencode options."""
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";") if arch]
@@ -230,7 +240,6 @@ class BuildExt(build_ext):
                 define("MOQ_VERSION", VERSION),
                 define("MOQ_COMMIT", commit()),
                 define("MOQ_FLAGS", " ".join(ext.extra_compile_args)),
-                define("MOQ_CUDA_ARCHS", archs),
                 define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
             ],
             "absent.c": [define("MOQ_CUDA_WHY_NOT", why_not)],
@@ -288,9 +297,10 @@ class BuildExt(build_ext):
             "-t0",
             "--compress-mode=size",
             define("MOQ_CUBLASLT", int(toolkit.cublaslt)),
+            *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "device.cu" else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
-        return Unit(source, target, [str(toolkit.nvcc), *include, *gencode(archs), *options, *host, *output])
+        return Unit(source, target, [str(toolkit.nvcc), *include, *gencode(archs_of(source, archs)), *options, *host, *output])
 
     def target(self, source):
         """The object of `source`; its suffix keeps device.c and device.cu apart."""

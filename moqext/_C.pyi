@@ -93,4 +93,5 @@ def linear_plan(
     dtype: str,
     device: str,
     compute: str,
+    capability: str | None = None,
 ) -> LinearPlan: ...

@@ -22,7 +22,7 @@ static PyObject *build_info(PyObject *module, PyObject *unused) {
     (void)unused;
     return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s,s:O}", "version", MOQ_VERSION, "commit",
                          MOQ_COMMIT, "compiler", COMPILER, "flags", MOQ_FLAGS, "cuda",
-                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", MOQ_CUDA_ARCHS,
+                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", moq_cuda_archs(),
                          "cublaslt", MOQ_CUBLASLT ? Py_True : Py_False);
 }
 

@@ -5,6 +5,7 @@
 
 #define MOQ_KEYWORDS(X)                                                                            \
     X(bias)                                                                                        \
+    X(capability)                                                                                  \
     X(codes)                                                                                       \
     X(compute)                                                                                     \
     X(device)                                                                                      \

@@ -87,16 +87,35 @@ static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
 }
 
 static const moq_signature LINEAR_PLAN = {"linear_plan",
+                                          8,
                                           7,
-                                          7,
-                                          7,
+                                          8,
                                           {KW_quant_algo, KW_in_features, KW_out_partitions,
-                                           KW_group_size, KW_dtype, KW_device, KW_compute}};
+                                           KW_group_size, KW_dtype, KW_device, KW_compute,
+                                           KW_capability}};
+
+/* What the layer's device is, or what `capability` says it is. */
+static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *spec) {
+    moq_err err;
+    if (moq_arg_absent(capability)) {
+        Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
+        spec->target = moq_find_target(spec->device);
+        Py_END_ALLOW_THREADS
+        return 0;
+    }
+    const char *text = moq_arg_text(capability, "capability");
+    if (!text)
+        return -1;
+    if (moq_assume_target(spec->device, text, &spec->target, &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
 
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[7];
+    PyObject *v[8];
     int64_t in_features, partitions[MOQ_MAX_PARTITIONS], group = 0;
     moq_device device;
     moq_linear_spec spec;
@@ -117,9 +136,8 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
                            &spec, &err) != MOQ_OK)
         return moq_raise(state, &err);
-    Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
-    spec.target = moq_find_target(device);
-    Py_END_ALLOW_THREADS
+    if (find_target(state, v[7], &spec) < 0)
+        return NULL;
     if (moq_linear_make_plan(&spec, getenv("MOQEXT_KERNEL"), &plan, &err) != MOQ_OK)
         return moq_raise(state, &err);
     return new_plan(state, &spec, &plan);
@@ -697,8 +715,8 @@ static PyType_Spec PLAN_TYPE = {
 
 static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
-     "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute) -> "
-     "LinearPlan"},
+     "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
+     "capability=None) -> LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -37,9 +37,9 @@ typedef enum {
 
 /* The chip a layer runs on, as far as the choice of a kernel depends on it. */
 typedef struct {
-    int32_t
-        capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU, or where there is none */
+    int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU or no device */
     int32_t sm_count;
+    bool assumed;      /* named by the caller; nobody looked whether it is there */
     char missing[160]; /* why no CUDA kernel can run on it; empty if one can */
 } moq_target;
 

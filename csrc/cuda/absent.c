@@ -13,6 +13,10 @@ bool moq_cuda_built(void) {
     return false;
 }
 
+const char *moq_cuda_archs(void) {
+    return "";
+}
+
 moq_status moq_cuda_device_count(int *count, moq_err *err) {
     *count = 0;
     return absent(err);
@@ -43,6 +47,16 @@ bool moq_cuda_is_capturing(void *stream) {
 moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
+}
+
+moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_simt_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
 }
 
 moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {

@@ -29,6 +29,8 @@ typedef struct {
 
 /* True when the extension was compiled with nvcc. */
 bool moq_cuda_built(void);
+/* What it has code for, "80;90a;100f"; "" without nvcc. */
+const char *moq_cuda_archs(void);
 /* Number of usable devices. MOQ_ERR_INTERNAL with the reason where there is no driver, or none. */
 moq_status moq_cuda_device_count(int *count, moq_err *err);
 /* What a device is. Asked once a device and process, then remembered; any thread may ask. */

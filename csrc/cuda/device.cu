@@ -19,6 +19,10 @@ extern "C" bool moq_cuda_built(void) {
     return true;
 }
 
+extern "C" const char *moq_cuda_archs(void) {
+    return MOQ_CUDA_ARCHS;
+}
+
 extern "C" moq_status moq_cuda_device_count(int *count, moq_err *err) {
     cudaError_t status = cudaGetDeviceCount(count);
     if (status == cudaSuccess && *count > 0)

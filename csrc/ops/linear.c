@@ -3,7 +3,9 @@
 
 #include "cuda/cuda.h"
 #include "cuda/rows.h"
+#include "ops/target.h"
 
+#include <math.h>
 #include <string.h>
 
 static moq_status check_x(const moq_linear_spec *spec, const moq_tensor *x, moq_err *err) {
@@ -204,6 +206,17 @@ static moq_status run_on_device(moq_linear_job *job, moq_err *err) {
 
 /* ---- the call ---- */
 
+/* A plan of one kernel, asked for by name, may be left without one for this many rows. */
+static moq_status check_kernel(const moq_linear_job *job, moq_err *err) {
+    const moq_linear_kernel *kernel = job->kernel;
+    if (isfinite(kernel->cost(job->call.spec, job->call.m)))
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                    "%s:%s does not run %lld rows of x; unset "
+                    "MOQEXT_KERNEL when the layer is made",
+                    kernel->family, kernel->name, (long long)job->call.m);
+}
+
 moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
                            const moq_linear_params *params, const moq_tensor *x,
                            const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
@@ -224,10 +237,14 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
         .bias = bias ? bias->data : NULL,
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
     };
-    job->kernel = moq_linear_pick(plan, spec, job->call.m);
     job->workspace = 0;
-    if (spec->device.kind != MOQ_CUDA || job->call.m == 0)
+    if (job->call.m == 0)
         return MOQ_OK;
+    job->kernel = moq_linear_pick(plan, spec, job->call.m);
+    MOQ_TRY(check_kernel(job, err));
+    if (spec->device.kind != MOQ_CUDA)
+        return MOQ_OK;
+    MOQ_TRY(moq_check_target(spec->device, &spec->target, err));
     MOQ_TRY(check_weight_address(&job->call, err));
     place(job);
     return MOQ_OK;

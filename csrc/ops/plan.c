@@ -65,19 +65,26 @@ CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16, 5e-11, 1e-12, 32)
 
 /* ---- CUDA ---- */
 
-/* Code for sm_90a runs on compute capability 9.0 and no other. */
-static bool on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+static bool on_cuda(const moq_linear_spec *spec, char *reason, size_t size) {
     char device[32];
     if (spec->device.kind != MOQ_CUDA)
         snprintf(reason, size, "runs on a CUDA device, the layer is on %s",
                  moq_device_text(spec->device, device, sizeof device));
     else if (spec->target.missing[0])
         snprintf(reason, size, "%s", spec->target.missing);
-    else if (spec->target.capability != 90)
-        snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d",
-                 (int)spec->target.capability / 10, (int)spec->target.capability % 10);
     else
         return true;
+    return false;
+}
+
+/* Code for sm_90a runs on compute capability 9.0 and no other. */
+static bool on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_cuda(spec, reason, size))
+        return false;
+    if (spec->target.capability == 90)
+        return true;
+    snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d",
+             (int)spec->target.capability / 10, (int)spec->target.capability % 10);
     return false;
 }
 
@@ -106,6 +113,27 @@ static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
     return m > MOQ_FP8_DECODE_TOKENS ? INFINITY : 2e-6 + bytes / 4.2e12 * (1 + 0.02 * (double)m);
 }
 
+static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_cuda(spec, reason, size))
+        return false;
+    if (spec->target.capability < 80)
+        snprintf(reason, size, "needs compute capability 8.0 or later, this device has %d.%d",
+                 (int)spec->target.capability / 10, (int)spec->target.capability % 10);
+    else if (spec->out_features > INT32_MAX)
+        snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
+                 (long long)spec->out_features);
+    else
+        return true;
+    return false;
+}
+
+/* Seconds: the steps of a block one after the other, bytes at 1 TB/s, products at 20 TFLOP/s. */
+static double cost_simt(const moq_linear_spec *spec, int64_t m) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double steps = (double)spec->in_features / 512;
+    return 5e-6 + 1e-6 * steps + weights / 1e12 + weights * (double)m / 1e13;
+}
+
 static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -113,6 +141,7 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
     {"cuda", "sm90_fp8_decode", can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
+    {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -145,25 +174,39 @@ static moq_status plan_forced(const moq_linear_spec *spec, const char *forced,
                     forced, KERNELS[0].family, KERNELS[0].name);
 }
 
+/* Whether a kernel's family could run a layer there at all. */
+static bool is_for(const moq_linear_kernel *kernel, moq_device device) {
+    return (strcmp(kernel->family, "cpu") == 0) == (device.kind == MOQ_CPU);
+}
+
+/* Why none of the kernels for the layer's device can run it. */
+static moq_status refuse(const moq_linear_spec *spec, moq_err *err) {
+    char text[160], reason[256], reasons[640] = "";
+    size_t used = 0;
+    for (int i = 0; i < KERNEL_COUNT && used < sizeof reasons; i++) {
+        const moq_linear_kernel *kernel = &KERNELS[i];
+        if (!is_for(kernel, spec->device))
+            continue;
+        kernel->can_run(spec, reason, sizeof reason);
+        used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s:%s %s",
+                                 used ? "; " : "", kernel->family, kernel->name, reason);
+    }
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "no kernel can run %s: %s",
+                    moq_linear_text(spec, text, sizeof text),
+                    spec->target.missing[0] ? spec->target.missing : reasons);
+}
+
 moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err) {
-    char text[160], reason[256], reasons[512] = "";
-    size_t used = 0;
+    char reason[256];
     plan->count = 0;
     if (forced && *forced)
         return plan_forced(spec, forced, plan, err);
     for (int i = 0; i < KERNEL_COUNT; i++) {
-        const moq_linear_kernel *kernel = &KERNELS[i];
-        if (kernel->can_run(spec, reason, sizeof reason))
-            plan->kernel[plan->count++] = kernel;
-        else if (used < sizeof reasons)
-            used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s:%s %s",
-                                     used ? "; " : "", kernel->family, kernel->name, reason);
+        if (KERNELS[i].can_run(spec, reason, sizeof reason))
+            plan->kernel[plan->count++] = &KERNELS[i];
     }
-    if (plan->count)
-        return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "no kernel can run %s: %s",
-                    moq_linear_text(spec, text, sizeof text), reasons);
+    return plan->count ? MOQ_OK : refuse(spec, err);
 }
 
 const moq_linear_kernel *moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,

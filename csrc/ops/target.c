@@ -4,6 +4,32 @@
 #include "cuda/cuda.h"
 
 #include <stdio.h>
+#include <stdlib.h>
+
+/* Multiprocessors of a chip that is not here: those of an H100 or H200. */
+#define USUAL_SM_COUNT 132
+
+/* Code of 9.0a runs on 9.0 alone; that of 10.0f and of 8.0 also on later minor versions. */
+static bool arch_runs_on(int32_t arch, char suffix, int32_t capability) {
+    if (suffix == 'a')
+        return arch == capability;
+    return arch / 10 == capability / 10 && arch <= capability;
+}
+
+bool moq_archs_run_on(const char *archs, int32_t capability) {
+    while (*archs) {
+        char *end;
+        int32_t arch = (int32_t)strtol(archs, &end, 10);
+        if (end == archs)
+            return false;
+        if (arch_runs_on(arch, *end, capability))
+            return true;
+        while (*end && *end != ';')
+            end++;
+        archs = *end ? end + 1 : end;
+    }
+    return false;
+}
 
 moq_target moq_find_target(moq_device device) {
     moq_target target = {0};
@@ -11,11 +37,47 @@ moq_target moq_find_target(moq_device device) {
     moq_err err;
     if (device.kind != MOQ_CUDA)
         return target;
-    if (moq_cuda_query_device(device.index, &found, &err) == MOQ_OK) {
-        target.capability = 10 * found.major + found.minor;
-        target.sm_count = found.sm_count;
-    } else {
+    if (moq_cuda_query_device(device.index, &found, &err) != MOQ_OK) {
         snprintf(target.missing, sizeof target.missing, "%.150s", err.message);
+        return target;
     }
+    target.capability = 10 * found.major + found.minor;
+    target.sm_count = found.sm_count;
+    if (!moq_archs_run_on(moq_cuda_archs(), target.capability))
+        snprintf(target.missing, sizeof target.missing,
+                 "this build has code for %.64s, none for compute capability %d.%d",
+                 moq_cuda_archs(), found.major, found.minor);
     return target;
+}
+
+moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
+                             moq_err *err) {
+    int major = 0, minor = 0;
+    char tail = 0;
+    *target = (moq_target){0};
+    if (device.kind != MOQ_CUDA)
+        return moq_fail(err, MOQ_ERR_VALUE, "capability: expected None for a layer on the CPU");
+    if (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "capability: expected a compute capability as in \"9.0\", got \"%.32s\"",
+                        capability);
+    *target =
+        (moq_target){.capability = 10 * major + minor, .sm_count = USUAL_SM_COUNT, .assumed = true};
+    return MOQ_OK;
+}
+
+moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err) {
+    char text[32];
+    if (!target->assumed)
+        return MOQ_OK;
+    moq_target found = moq_find_target(device);
+    if (found.missing[0])
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s", found.missing);
+    if (found.capability == target->capability)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                    "the layer was planned for compute capability %d.%d, %s has %d.%d",
+                    (int)target->capability / 10, (int)target->capability % 10,
+                    moq_device_text(device, text, sizeof text), (int)found.capability / 10,
+                    (int)found.capability % 10);
 }

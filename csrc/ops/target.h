@@ -4,7 +4,19 @@
 
 #include "core/linear.h"
 
-/* What `device` is. Never fails: where there is no such device, `missing` says why. */
+/* What `device` is. Never fails: where there is no such device, or this build has no code for it,
+ * `missing` says so. */
 moq_target moq_find_target(moq_device device);
+
+/* A chip that need not be here, in a build with code for it: what a plan would be there.
+ * `capability` is "9.0". */
+moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
+                             moq_err *err);
+
+/* MOQ_ERR_UNSUPPORTED where an assumed target is not what `device` is. */
+moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err);
+
+/* Whether code compiled for `archs`, as in "80;90a;100f", runs on a compute capability. */
+bool moq_archs_run_on(const char *archs, int32_t capability);
 
 #endif
