@@ -1,0 +1,236 @@
+"""Writes the tables of docs/cuda.md, and a plot for each, from benchmarks/results/linear_cuda.*.json.
+
+python -m benchmarks.cuda_page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.goals import Cell, Goal, Row, cells, geomean, goals, read_published
+from moqext.bench import PEER
+from moqext.bench_plot import roofline
+from moqext.cli.bench import duration
+
+DOCS = record.RESULTS.parent.parent / "docs"
+PAGE = DOCS / "cuda.md"
+BEGIN, END = "<!-- results: python -m benchmarks.cuda_page -->", "<!-- end of results -->"
+
+RANGES = ((1, 16), (17, 64), (65, 1023), (1024, 1 << 20))
+"""Tokens whose cells are summed up together."""
+
+PLOTTED = ((4096, 4096), (8192, 8192), (28672, 4096))
+
+
+def render(page: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """File name -> text of the page with its tables, and of the plots.
+
+    Args:
+        page: The page as it is; what stands between the markers is replaced.
+        results: By the name of the chip, what benchmarks.linear wrote.
+    """
+    head, rest = page.split(BEGIN)
+    _, tail = rest.split(END)
+    files, sections = {}, []
+    for name, result in results.items():
+        measured = cells(result["rows"], read_published())
+        plot = f"cuda.{name}.svg"
+        files[plot] = roofline(plotted(result["rows"]), result["environment"]["gpu"])
+        parts = [
+            f"### {result['environment']['gpu']}",
+            facts(result),
+            summary(measured),
+            f"![Roofline: operations a second over tokens]({plot})",
+            host(result["host"]),
+            sustained(result["rows"]),
+            *(algorithm(algo, measured) for algo in dict.fromkeys(cell.key[2] for cell in measured)),
+        ]
+        sections.append("\n\n".join(part for part in parts if part))
+    text = "\n\n".join(sections) or "No result is recorded yet."
+    files[PAGE.name] = f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}"
+    return files
+
+
+def facts(result: Mapping[str, Any]) -> str:
+    """What the figures depend on, in a paragraph."""
+    about, ceilings = result["environment"], result["ceilings"]
+    versions = f"driver {about['driver']}, torch {about['torch']} (CUDA {about['cuda']})"
+    versions += f", Triton {about['triton']}" if "triton" in about else ""
+    rates = (
+        f"copies run at {ceilings['fp8']['bytes_per_second'] / 1e12:.2f} TB/s, bfloat16 products at "
+        f"{ceilings['bfloat16']['flop_per_second'] / 1e12:.0f} and FP8 products at "
+        f"{ceilings['fp8']['flop_per_second'] / 1e12:.0f} Tflop/s"
+    )
+    return f"{versions}, moqext {about['moqext']['commit']}, {about['date'][:10]}; {rates}."
+
+
+def plotted(rows: Sequence[Row]) -> list[Row]:
+    """moqext's rows and torch's bfloat16 ones on the shapes of `PLOTTED`, or on the first three."""
+    chosen = [row for row in rows if row["peer"] == "moqext" or row["quant_algo"] == PEER]
+    chosen = [row for row in chosen if row["protocol"] != "sustained"]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in chosen))
+    shapes = [shape for shape in PLOTTED if shape in shapes] or shapes[:3]
+    return [row for row in chosen if tuple(row["shape"]) in shapes]
+
+
+def lines(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table; the first `left` columns are text."""
+    rule = ["---" if number < left else "---:" for number in range(len(head))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *body])
+
+
+def summary(measured: Sequence[Cell]) -> str:
+    """A line for each algorithm and range of tokens: speed over the best path, and goals met."""
+    body = []
+    for algo in dict.fromkeys(cell.key[2] for cell in measured):
+        for low, high in RANGES:
+            group = [cell for cell in measured if cell.key[2] == algo and low <= cell.key[1] <= high]
+            ratios = [cell.ratio for cell in group if cell.ratio is not None]
+            if not ratios:
+                continue
+            mine = [goal for cell in group for goal in goals(cell)]
+            names = ("time", "no slower than any", "without PDL", "torch blockwise", "rate")
+            counts = [count_met([goal for goal in mine if goal.name == name]) for name in names]
+            tokens = f"{low} to {high}" if high < RANGES[-1][1] else f"{low} and more"
+            body.append(
+                [
+                    f"`{algo}`",
+                    tokens,
+                    str(len(group)),
+                    f"{geomean(ratios):.2f}×",
+                    f"{min(ratios):.2f}×",
+                    *counts,
+                ]
+            )
+    head = ["algorithm", "M", "cells", "geomean", "slowest", "time", "≥ 1.0×", "no PDL ≥ 1.0×"]
+    head += ["≥ 1.5× torch by blocks", "≥ 1250 Tflop/s"]
+    note = "How fast against the best path of the run or published, and in how many cells each goal is met:"
+    return f"{note}\n\n{lines(head, body, 2)}"
+
+
+def count_met(found: Sequence[Goal]) -> str:
+    """How many of how many; nothing where there is no such goal."""
+    return f"{sum(goal.met for goal in found)} of {len(found)}" if found else ""
+
+
+def host(rows: Sequence[Row]) -> str:
+    """What an eager call costs the host."""
+    if not rows:
+        return ""
+    body = [
+        [
+            f"`{row['quant_algo']}`",
+            row["peer"],
+            f"{row['seconds'] * 1e6:.2f}",
+            f"{row['best_seconds'] * 1e6:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["quant_algo"], row["seconds"]))
+    ]
+    note = "Microseconds that a call costs the host outside of a graph, one token, result given:"
+    return f"{note}\n\n{lines(['algorithm', 'peer', 'median', 'best'], body, 2)}"
+
+
+def sustained(rows: Sequence[Row]) -> str:
+    """The long runs beside the bursts."""
+    bursts = {row_key(row): row for row in rows if row["protocol"] == "alone"}
+    body = []
+    for row in rows:
+        if row["protocol"] != "sustained":
+            continue
+        burst = bursts[row_key(row)]
+        shape = f"{row['shape'][0]} × {row['shape'][1]}"
+        body.append(
+            [
+                shape,
+                f"`{row['quant_algo']}`",
+                row["peer"],
+                str(row["tokens"]),
+                duration(burst["seconds"]),
+                duration(row["seconds"]),
+                f"{row['flop'] / row['seconds'] / 1e12:.0f}",
+                f"{row['clock_mhz']:.0f}",
+                f"{row['watts']:.0f}" if "watts" in row else "",
+            ]
+        )
+    if not body:
+        return ""
+    head = ["N × K", "algorithm", "peer", "M", "burst", "sustained", "Tflop/s", "MHz", "W"]
+    return f"Bursts, and after a second of the same:\n\n{lines(head, body, 3)}"
+
+
+def row_key(row: Row) -> tuple[Any, ...]:
+    """Peer and cell."""
+    return (*row["shape"], row["tokens"], row["quant_algo"], row["peer"])
+
+
+def algorithm(algo: str, measured: Sequence[Cell]) -> str:
+    """All cells of an algorithm."""
+    head = [
+        "N × K",
+        "M",
+        "moqext",
+        "of floor",
+        "kernel",
+        "no PDL",
+        "best peer of the run",
+        "×",
+        "published",
+        "×",
+    ]
+    body = [line(cell) for cell in measured if cell.key[2] == algo]
+    return f"#### `{algo}`\n\n{lines([*head, 'missed'], body)}"
+
+
+def line(cell: Cell) -> list[str]:
+    """A cell's texts."""
+    (shape, tokens, _), own = cell.key, cell.own
+    seconds = own["seconds"]
+    texts = [
+        f"{shape[0]} × {shape[1]}",
+        str(tokens),
+        f"**{duration(seconds)}**",
+        f"{own['floor_seconds'] / seconds:.0%}",
+        own["kernel"].partition(":")[2],
+        duration(cell.without["seconds"]) if cell.without else "",
+    ]
+    if cell.best:
+        peer = cell.best
+        texts += [f"{duration(peer['seconds'])} {peer['peer']}", f"{peer['seconds'] / seconds:.2f}"]
+    else:
+        texts += ["", ""]
+    if cell.published:
+        figure = cell.published
+        texts += [f"{duration(figure.seconds)} {figure.peer}", f"{figure.seconds / seconds:.2f}"]
+    else:
+        texts += ["", ""]
+    return [*texts, ", ".join(missed(goal) for goal in goals(cell) if not goal.met)]
+
+
+def missed(goal: Goal) -> str:
+    """A goal that was not reached, with what it asks for."""
+    if goal.name == "time":
+        return f"time ({duration(goal.target)})"
+    if goal.name == "rate":
+        return f"rate ({goal.reached / 1e12:.0f} Tflop/s)"
+    return f"{goal.name} ({goal.reached:.2f})"
+
+
+def read_results(folder: Path = record.RESULTS) -> dict[str, dict[str, Any]]:
+    """Name of the chip -> result, in order of names."""
+    files = sorted(folder.glob("linear_cuda.*.json"))
+    return {path.name.split(".")[1]: json.loads(path.read_text()) for path in files}
+
+
+def main() -> None:
+    """Writes the page and the plots."""
+    for name, text in render(PAGE.read_text(), read_results()).items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+        print(f"written: docs/{name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What the CUDA linears have to reach, and whether they did: the logic of docs/cuda.md, without a GPU.
+
+The least time of a few tokens is a start and the floor at nearly the full rate of memory; beyond, no peer of
+the same run may be faster. Published figures come from benchmarks/published_h200.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moqext.bench import PEER
+
+PUBLISHED = Path(__file__).parent / "published_h200.json"
+OWN = "moqext"
+
+FEW_TOKENS = ((16, 1.6e-6, 0.97), (64, 2.0e-6, 0.95))
+"""(tokens up to, seconds to start, part of the floor's rate)."""
+
+GEOMEAN = 1.3
+"""Over the best public path, 64 tokens and fewer, of all shapes together."""
+
+BLOCKWISE = 1.5
+"""FP8_PB_WO over torch's product by blocks, 64 tokens and fewer."""
+
+BLOCK_RATE = 1250e12
+LARGE_FLOP = 2 * 4096 * 7168 * 16384
+"""FP8_PB_WO reaches that many operations a second on products of so many and more."""
+
+ALONE_FROM = 1024
+
+Row = Mapping[str, Any]
+Key = tuple[tuple[int, int], int, str]
+"""(shape, tokens, quant_algo)"""
+
+
+class Figure(NamedTuple):
+    """A published time."""
+
+    peer: str
+    protocol: str
+    seconds: float
+
+
+class Goal(NamedTuple):
+    """One thing to reach in a cell; `reached` and `target` have the same unit."""
+
+    name: str
+    reached: float
+    target: float
+    met: bool
+
+
+class Cell(NamedTuple):
+    """One algorithm on one shape and number of tokens.
+
+    Attributes:
+        key: Which.
+        own: The row of moqext as its plan chose.
+        without: The row without dependent launch, None where it was not measured.
+        peers: Rows of all others that compute the same, fastest first; torch in bfloat16 is among them.
+        published: The fastest published figure, None where there is none.
+    """
+
+    key: Key
+    own: Row
+    without: Row | None
+    peers: Sequence[Row]
+    published: Figure | None
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest peer of the run."""
+        return self.peers[0] if self.peers else None
+
+    @property
+    def least(self) -> float | None:
+        """Seconds of the fastest of the run's peers and the published ones."""
+        seconds = [row["seconds"] for row in self.peers[:1]]
+        seconds += [self.published.seconds] if self.published else []
+        return min(seconds, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the best known path; more than 1 is faster."""
+        return None if self.least is None else self.least / self.own["seconds"]
+
+
+def read_published(path: Path = PUBLISHED) -> dict[Key, list[Figure]]:
+    """All figures by cell."""
+    figures: dict[Key, list[Figure]] = {}
+    for outs, ins, tokens, algo, peer, protocol, microseconds in json.loads(path.read_text())["cells"]:
+        figure = Figure(peer, protocol, microseconds * 1e-6)
+        figures.setdefault(((outs, ins), tokens, algo), []).append(figure)
+    return figures
+
+
+def best_published(figures: Sequence[Figure], tokens: int) -> Figure | None:
+    """The fastest; figures of peers in turn count at many tokens only where none was alone."""
+    fair = [figure for figure in figures if tokens < ALONE_FROM or figure.protocol != "interleaved"]
+    return min(fair or figures, key=lambda figure: figure.seconds, default=None)
+
+
+def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> list[Cell]:
+    """Those in which moqext was measured, in order of the rows. Sustained runs are not among them."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        if row["protocol"] != "sustained":
+            key = (tuple(row["shape"]), row["tokens"], row["quant_algo"])
+            groups.setdefault(key, []).append(row)
+    made = []
+    for key, group in groups.items():
+        own = [row for row in group if row["peer"] == OWN]
+        if not own:
+            continue
+        without = next((row for row in group if row["peer"] == f"{OWN}, no PDL"), None)
+        others = [row for row in group if not row["peer"].startswith(OWN)]
+        others += groups.get((key[0], key[1], PEER), []) if key[2] != PEER else []
+        others.sort(key=lambda row: row["seconds"])
+        figure = best_published(published.get(key, []), key[1])
+        made.append(Cell(key, own[0], without, others, figure))
+    return made
+
+
+def goals(cell: Cell) -> list[Goal]:
+    """What holds for a cell."""
+    (_, tokens, algo), own = cell.key, cell.own
+    found = []
+    limit = time_limit(tokens, own["floor_seconds"])
+    if limit is not None:
+        found.append(Goal("time", own["seconds"], limit, own["seconds"] <= limit))
+    if cell.ratio is not None:
+        found.append(Goal("no slower than any", cell.ratio, 1.0, cell.ratio >= 1.0))
+    if cell.without and cell.best:
+        ratio = cell.best["seconds"] / cell.without["seconds"]
+        found.append(Goal("without PDL", ratio, 1.0, ratio >= 1.0))
+    if algo == "FP8_PB_WO":
+        found += block_goals(cell)
+    return found
+
+
+def time_limit(tokens: int, floor: float) -> float | None:
+    """Seconds that a call of a few tokens may take."""
+    for most, start, part in FEW_TOKENS:
+        if tokens <= most:
+            return start + floor / part
+    return None
+
+
+def block_goals(cell: Cell) -> list[Goal]:
+    """What holds for products by blocks only."""
+    tokens, own = cell.key[1], cell.own
+    torch = next((row for row in cell.peers if row["peer"] == "torch blockwise"), None)
+    found = []
+    if torch and tokens <= FEW_TOKENS[-1][0]:
+        ratio = torch["seconds"] / own["seconds"]
+        found.append(Goal("torch blockwise", ratio, BLOCKWISE, ratio >= BLOCKWISE))
+    if own["flop"] >= LARGE_FLOP:
+        rate = own["flop"] / own["seconds"]
+        found.append(Goal("rate", rate, BLOCK_RATE, rate >= BLOCK_RATE))
+    return found
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean.
+
+    Raises:
+        ValueError: No values.
+    """
+    if not values:
+        raise ValueError("geomean: expected at least one value")
+    return math.exp(sum(map(math.log, values)) / len(values))

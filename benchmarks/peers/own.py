@@ -1,0 +1,52 @@
+"""moqext itself, through its public methods: as its plan chooses, without dependent launch, or one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.layers import ALGOS, Layer
+from benchmarks.peers import Bound
+from moqext.linear import LinearMethod
+
+NAME = "moqext"
+WITHOUT_PDL = "moqext, no PDL"
+
+
+@dataclass(frozen=True)
+class Own:
+    """`LinearMethod` on the device of x."""
+
+    name: str
+    quant_algo: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def missing(self) -> str | None:
+        try:
+            LinearMethod(self.quant_algo, 4096, [4096], device="cuda:0")
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    def method(self, layer: Layer) -> LinearMethod:
+        """For a layer of one partition."""
+        rows, columns = layer.shape
+        return LinearMethod(self.quant_algo, columns, [rows], device=str(layer.codes[0].device))
+
+    def weights(self, layer: Layer) -> Sequence[Any]:
+        method = self.method(layer)
+        return [method.prepare(layer.checkpoint(copy)) for copy in range(len(layer.codes))]
+
+    def bind(self, layer: Layer, weights: Sequence[Any], x: Any) -> Bound:
+        method = self.method(layer)
+        out = x.new_empty(len(x), layer.shape[0])
+        return Bound(lambda weight: method(x, weight, None, out), out, method._plan.backend(len(x)))
+
+
+def forced(kernel: str) -> list[Own]:
+    """One kernel by its name, "family:name", for every algorithm."""
+    return [Own(f"{NAME}, {kernel}", algo, {"MOQEXT_KERNEL": kernel}) for algo in ALGOS]
+
+
+PEERS = [Own(NAME, algo) for algo in ALGOS] + [Own(WITHOUT_PDL, algo, {"MOQEXT_PDL": "0"}) for algo in ALGOS]

@@ -1,0 +1,319 @@
+"""The CUDA benchmark without a GPU: what it measures and checks against, and what it makes of results."""
+
+import argparse
+import json
+import math
+import os
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import ops
+from moqext.bench import PEER, Ceilings
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return pytest.importorskip(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("linear", monkeypatch)
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("layers", monkeypatch)
+
+
+@pytest.fixture
+def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("goals", monkeypatch)
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load("cuda_page", monkeypatch)
+
+
+def row(peer: str, seconds: float, **other: Any) -> dict[str, Any]:
+    about = {"shape": [4096, 4096], "tokens": 1, "quant_algo": "FP8", "peer": peer, "kernel": "cuda:one"}
+    about |= {
+        "protocol": "interleaved",
+        "seconds": seconds,
+        "best_seconds": seconds,
+        "worst_seconds": seconds,
+    }
+    about |= {"calls": 20, "error": 1e-3, "bytes": 16_800_000, "flop": 1 << 25, "floor_seconds": 4e-6}
+    return about | other
+
+
+# ---- what runs ----
+
+
+def test_parts_deal_every_shape_once(linear: Any, layers: Any) -> None:
+    for count in (1, 2, 3, 5, 16):
+        dealt = [linear.part_of(layers.SHAPES, (index, count)) for index in range(1, count + 1)]
+        assert sorted(shape for part in dealt for shape in part) == sorted(layers.SHAPES)
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_quick_shapes_are_usual_ones_that_every_kernel_takes(layers: Any) -> None:
+    published = {
+        (*cell[:2],) for cell in json.loads((ROOT / "benchmarks/published_h200.json").read_text())["cells"]
+    }
+    assert set(layers.QUICK_SHAPES) <= set(layers.SHAPES)
+    assert set(layers.QUICK_SHAPES) <= published
+    assert all(columns % 128 == 0 for _, columns in layers.SHAPES)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2"])
+def test_a_part_that_is_none(linear: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected i/n"):
+        linear._part(text)
+
+
+@pytest.mark.parametrize("text", ["4096", "4096x", "0x4096", "axb", "1x2x3"])
+def test_a_shape_that_is_none(linear: Any, text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected OUTxIN"):
+        linear._shape(text)
+
+
+def test_options(linear: Any, layers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert linear.parse(["--quick"]).shapes == layers.QUICK_SHAPES
+    assert linear.parse([]).shapes == layers.SHAPES
+    given = linear.parse(["--shapes", "64x128", "128x64", "--part", "2/3", "--tokens", "1", "7"])
+    assert (given.shapes, given.part, given.tokens) == ([(64, 128), (128, 64)], (2, 3), [1, 7])
+    with pytest.raises(SystemExit):
+        linear.parse(["--merge", "a.json"])
+    assert "--merge needs --json" in capsys.readouterr().err
+
+
+def test_variables_hold_for_a_while(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOQEXT_PDL", "1")
+    monkeypatch.delenv("MOQEXT_KERNEL", raising=False)
+    with linear.variables({"MOQEXT_PDL": "0", "MOQEXT_KERNEL": "cuda:x"}):
+        assert (os.environ["MOQEXT_PDL"], os.environ["MOQEXT_KERNEL"]) == ("0", "cuda:x")
+    assert os.environ["MOQEXT_PDL"] == "1"
+    assert "MOQEXT_KERNEL" not in os.environ
+    with pytest.raises(KeyError), linear.variables({"MOQEXT_PDL": "0"}):
+        os.environ["MOQEXT_IS_NOT_SET"]
+    assert os.environ["MOQEXT_PDL"] == "1"
+
+
+def test_everyone_is_told_apart_and_says_why_it_cannot_run(linear: Any) -> None:
+    peers = linear.all_peers()
+    assert len({(peer.quant_algo, peer.name) for peer in peers}) == len(peers)
+    reasons = {peer.name: peer.missing() for peer in peers}
+    assert reasons["DeepGEMM"] == "triton and deep_gemm not installed" or "deep_gemm" not in str(
+        reasons["DeepGEMM"]
+    )
+    assert all(reason is None or reason for reason in reasons.values())
+    assert {peer.name for peer in linear.select(peers, ["rowwise"])} == {
+        "torch rowwise",
+        "torch rowwise, fast",
+    }
+    with pytest.raises(ValueError, match="torch bfloat16"):
+        linear.select(peers, ["nobody"])
+
+
+@pytest.mark.parametrize("seconds, calls", [(1e-6, 160), (10e-6, 100), (60e-6, 20), (5e-4, 8), (4e-3, 4)])
+def test_calls_of_a_graph(monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int) -> None:
+    assert load("device", monkeypatch).calls_for(seconds) == calls
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", PEER])
+def test_a_layer_means_what_moqext_computes(layers: Any, algo: str, rng: np.random.Generator) -> None:
+    """Data, references and moqext's CPU path agree, so that a peer is measured against the right thing."""
+    torch = pytest.importorskip("torch")
+    problem = layers.Problem.random(torch, (96, 256), 9, "cpu", int(rng.integers(1 << 30)), rotate=1)
+    layer = problem.layer(algo)
+    rows = layers.checked_rows(torch, 9, "cpu")
+    expected = problem.expected(algo, rows)
+    assert expected.shape == (9, 96)
+    if algo == PEER:
+        got = problem.x @ layer.codes[0].T
+    else:
+        method = pytest.importorskip("moqext").LinearMethod(algo, 256, [96])
+        got = method(problem.x, method.prepare(layer.checkpoint(1)))
+    assert layers.relative_error(torch, got, expected) < 2.5e-3
+    assert math.isnan(layers.relative_error(torch, got * float("nan"), expected))
+    plain = problem.x.double() @ problem.weight.double().T
+    error = layers.relative_error(torch, got, plain)
+    assert 1e-4 < error < (0.01 if algo == PEER else 0.06)  # what the format costs
+
+
+@pytest.mark.parametrize(
+    "algo, scheme", [("FP8_PER_CHANNEL_PER_TOKEN", "fp8_token"), ("FP8_PB_WO", "fp8_group")]
+)
+def test_activations_are_quantized_bit_for_bit(
+    layers: Any, algo: str, scheme: str, rng: np.random.Generator
+) -> None:
+    torch = pytest.importorskip("torch")
+    problem = layers.Problem.random(torch, (128, 384), 5, "cpu", int(rng.integers(1 << 30)), rotate=1)
+    codes, scales = layers.quantize_activations(torch, problem.x, problem.layer(algo))
+    wanted, wanted_scales = ops.quantize(problem.x, scheme)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales, wanted_scales)
+
+
+def test_rows_that_are_checked(layers: Any) -> None:
+    torch = pytest.importorskip("torch")
+    assert layers.checked_rows(torch, 64, "cpu").tolist() == list(range(64))
+    few = layers.checked_rows(torch, 1000, "cpu").tolist()
+    assert few == [*range(32), *range(968, 1000)]
+
+
+# ---- what is made of results ----
+
+
+def record(rows: list[dict[str, Any]], bandwidth: float = 4e12, **environment: Any) -> dict[str, Any]:
+    ceilings = {"bytes_per_second": bandwidth, "flop_per_second": 1e15}
+    about = {"gpu": "Chip", "driver": "1", "torch": "2", "cuda": "13", "date": "2026-01-02T03:04"}
+    about |= {"moqext": {"commit": "abc"}, **environment}
+    result = {"environment": about, "ceilings": {"bfloat16": dict(ceilings), "fp8": dict(ceilings)}}
+    return result | {"rows": rows, "host": [], "skipped": []}
+
+
+def test_parts_are_joined_over_the_best_ceilings(linear: Any) -> None:
+    first = record([row("moqext", 5e-6)], 4.0e12, date="2026-01-01")
+    second = record([row("moqext", 6e-6, shape=[64, 64])], 4.2e12, date="2026-01-02")
+    both = linear.merge([first, second])
+    assert [tuple(one["shape"]) for one in both["rows"]] == [(4096, 4096), (64, 64)]
+    assert both["ceilings"]["fp8"]["bytes_per_second"] == 4.2e12
+    floor = Ceilings(4.2e12, 1e15).floor(16_800_000, 1 << 25)
+    assert [one["floor_seconds"] for one in both["rows"]] == [floor, floor]
+    assert first["rows"][0]["floor_seconds"] == 4e-6, "parts stay as they are"
+    with pytest.raises(ValueError, match="driver is '1' here, '2' there"):
+        linear.merge([first, record([], driver="2")])
+
+
+def test_a_time_limit_is_a_start_and_the_floor(goals: Any) -> None:
+    assert goals.time_limit(1, 9.7e-6) == pytest.approx(11.6e-6)
+    assert goals.time_limit(16, 9.7e-6) == goals.time_limit(1, 9.7e-6)
+    assert goals.time_limit(17, 9.5e-6) == pytest.approx(12.0e-6)
+    assert goals.time_limit(65, 9.5e-6) is None
+
+
+def test_a_cell_knows_its_best_path(goals: Any) -> None:
+    rows = [
+        row("moqext", 5e-6),
+        row("moqext, no PDL", 8.1e-6),
+        row("slow", 9e-6),
+        row("fast", 8e-6),
+        row("other algorithm", 1e-6, quant_algo="FP8_PB_WO"),
+        row("torch bfloat16", 8.5e-6, quant_algo=PEER),
+        row("moqext", 1e-6, protocol="sustained"),
+    ]
+    published = {((4096, 4096), 1, "FP8"): [goals.Figure("theirs", "interleaved", 7.5e-6)]}
+    (cell,) = goals.cells(rows, published)
+    assert [one["peer"] for one in cell.peers] == ["fast", "torch bfloat16", "slow"]
+    assert cell.published.peer == "theirs"
+    assert cell.ratio == pytest.approx(1.5)
+    verdicts = {goal.name: (goal.met, goal.reached) for goal in goals.goals(cell)}
+    assert verdicts["time"] == (True, 5e-6)
+    assert verdicts["no slower than any"] == (True, pytest.approx(1.5))
+    assert verdicts["without PDL"] == (False, pytest.approx(8 / 8.1))
+    (bare,) = goals.cells([row("moqext", 5e-6)], {})
+    assert (bare.best, bare.published, bare.ratio) == (None, None, None)
+    assert [goal.name for goal in goals.goals(bare)] == ["time"]
+
+
+def test_goals_of_blocks(goals: Any) -> None:
+    def verdicts(own: float, torch: float, tokens: int, flop: int) -> dict[str, bool]:
+        about = {"quant_algo": "FP8_PB_WO", "tokens": tokens, "flop": flop}
+        found = goals.cells([row("moqext", own, **about), row("torch blockwise", torch, **about)], {})
+        return {goal.name: goal.met for goal in goals.goals(found[0])}
+
+    assert verdicts(5e-6, 7.4e-6, 64, 1)["torch blockwise"] is False
+    assert verdicts(5e-6, 7.5e-6, 64, 1)["torch blockwise"] is True
+    assert "torch blockwise" not in verdicts(5e-6, 7.5e-6, 65, 1)
+    assert verdicts(1e-3, 2e-3, 8192, goals.LARGE_FLOP)["rate"] is False
+    assert verdicts(0.7e-3, 2e-3, 8192, goals.LARGE_FLOP)["rate"] is True
+
+
+def test_published_figures_are_those_of_the_fair_protocol(goals: Any) -> None:
+    published = goals.read_published()
+    large = published[(8192, 8192), 8192, "FP8"]
+    assert {figure.protocol for figure in large} == {"alone", "interleaved"}
+    best = goals.best_published(large, 8192)
+    assert (best.peer, best.protocol) == ("vLLM CUTLASS, per tensor", "alone")
+    assert best.seconds == pytest.approx(813e-6)
+    small = published[(4096, 4096), 1, "FP8"]
+    assert goals.best_published(small, 1).seconds == pytest.approx(8.9e-6)
+    assert goals.best_published([], 1) is None
+    unfair = [goals.Figure("a", "interleaved", 1.0), goals.Figure("b", "alone", 2.0)]
+    assert goals.best_published(unfair, 1023).peer == "a"
+    assert goals.best_published(unfair, 1024).peer == "b"
+    assert goals.best_published(unfair[:1], 1024).peer == "a"
+
+
+def test_published_figures_have_a_meaning(goals: Any, layers: Any) -> None:
+    data = json.loads(goals.PUBLISHED.read_text())
+    assert len(data["cells"]) > 500
+    for outs, ins, tokens, algo, peer, protocol, microseconds in data["cells"]:
+        assert protocol in data["about"]["protocols"]
+        assert algo in (*layers.ALGOS, PEER)
+        assert peer
+        # None beats reading the weight once at the memory's datasheet rate, or the chip's peak.
+        values = 1 if algo != PEER else 2
+        peak = 1979e12 if algo != PEER else 989e12
+        assert microseconds * 1e-6 > max(values * outs * ins / 4.8e12, 2 * outs * ins * tokens / peak)
+
+
+def test_geomean(goals: Any) -> None:
+    assert goals.geomean([1.0, 4.0]) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="at least one"):
+        goals.geomean([])
+
+
+def test_tables_and_plot_of_a_result(page: Any) -> None:
+    rows = [
+        row("moqext", 5e-6),
+        row("moqext, no PDL", 6e-6),
+        row("torch tensorwise", 8e-6),
+        row("torch bfloat16", 12e-6, quant_algo=PEER),
+        row("moqext", 2e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
+        row("torch tensorwise", 1.5e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
+        row("moqext", 3e-3, tokens=8192, protocol="sustained", clock_mhz=1500.0, watts=690.0),
+    ]
+    result = record(rows) | {
+        "host": [{"peer": "moqext", "quant_algo": "FP8", "seconds": 3e-6, "best_seconds": 2e-6}]
+    }
+    text = f"Before.\n{page.BEGIN}\nold\n{page.END}\nAfter.\n"
+    files = page.render(text, {"chip": result})
+    lines = files["cuda.md"].splitlines()
+    assert (lines[0], lines[-1]) == ("Before.", "After.")
+    assert "old" not in lines
+    assert "### Chip" in lines
+    few = "| 4096 × 4096 | 1 | **5.00 µs** | 80% | one | 6.00 µs | 8.00 µs torch tensorwise | 1.60 | 8.90 µs "
+    assert any(line.startswith(few) and line.endswith("| 1.78 |  |") for line in lines)
+    many = [line for line in lines if line.startswith("| 4096 × 4096 | 8192 | **2.00 ms**")]
+    assert len(many) == 1
+    assert many[0].endswith("| no slower than any (0.10) |")
+    assert "| `FP8` | 1 to 16 | 1 | 1.60× | 1.60× | 1 of 1 | 1 of 1 | 1 of 1 |  |  |" in lines
+    assert any(
+        line.startswith("| 4096 × 4096 | `FP8` | moqext | 8192 | 2.00 ms | 3.00 ms |") for line in lines
+    )
+    assert "| `FP8` | moqext | 3.00 | 2.00 |" in lines
+    assert ElementTree.fromstring(files["cuda.chip.svg"]).tag.endswith("svg")
+    assert page.render(files["cuda.md"], {"chip": result}) == files
+
+
+def test_the_page_of_cuda_is_what_its_results_make(page: Any) -> None:
+    """Else: python -m benchmarks.cuda_page."""
+    files = page.render(page.PAGE.read_text(), page.read_results())
+    for name, text in files.items():
+        assert (ROOT / "docs" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs").glob("cuda.*")} == set(files)
