@@ -300,7 +300,8 @@ class BuildExt(build_ext):
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "device.cu" else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
-        return Unit(source, target, [str(toolkit.nvcc), *include, *gencode(archs_of(source, archs)), *options, *host, *output])
+        archs = gencode(archs_of(source, archs))
+        return Unit(source, target, [str(toolkit.nvcc), *include, *archs, *options, *host, *output])
 
     def target(self, source):
         """The object of `source`; its suffix keeps device.c and device.cu apart."""

@@ -1,0 +1,55 @@
+"""Layers of `linear_cases` on the device: tensors moved there, and calls beside those of the CPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import LinearMethod
+
+torch = pytest.importorskip("torch")
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def to_cuda(array: np.ndarray, dtype: str | None = None) -> Any:
+    """The array on the device; 16-bit patterns become bfloat16 where `dtype` says so."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).cuda()
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """What the reference takes: bfloat16 as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+def poisoned(*shape: int, dtype: str) -> Any:
+    """An output on the device that shows every element that was not written."""
+    return torch.full(shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
+
+
+class OnDevice:
+    """A layer with its prepared tensors on the device."""
+
+    def __init__(self, case: Any, dtype: str, compute: str = "exact") -> None:
+        self.dtype = dtype
+        self.method = case.method(dtype=dtype, device="cuda:0", compute=compute)
+        host = case.method(dtype=dtype, compute=compute)
+        self.params = {name: to_cuda(value) for name, value in host.prepare(case.listed()).items()}
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """`x` is a NumPy array as `random_x` makes it, or a tensor on the device."""
+        if isinstance(x, np.ndarray):
+            x = to_cuda(x, self.dtype)
+        shape = (*x.shape[:-1], self.method.out_features)
+        options.setdefault("out", poisoned(*shape, dtype=self.dtype))
+        return self.method(x, self.params, **options)
+
+
+def runnable(algo: str, columns: int, rows: list[int], **options: str) -> list[str]:
+    """The CUDA kernels of the plan table that can run such a layer here; none without a device."""
+    try:
+        plan = LinearMethod(algo, columns, rows, device="cuda:0", **options)._plan
+    except Exception:
+        return []
+    return [name for name, reason in plan.explain() if reason is None]

@@ -1,0 +1,101 @@
+"""The CUDA rows of the plan table, on any machine: what they need, and what an error says of them."""
+
+import pytest
+
+from moqext import _C, LinearMethod, UnsupportedQuantization
+
+
+def reasons(algo="FP8", columns=4096, rows=(4096,), compute="exact", capability="9.0", dtype="bfloat16"):
+    """Reasons by kernel, None where it can run, on a chip that need not be here."""
+    plan = _C.linear_plan(algo, columns, rows, None, dtype, "cuda:0", compute, capability=capability)
+    return dict(plan.explain())
+
+
+def no_devices():
+    """Why there are none, or None."""
+    try:
+        _C.cuda_devices()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def refusal(**options):
+    with pytest.raises(UnsupportedQuantization) as caught:
+        reasons(**options)
+    return str(caught.value)
+
+
+def test_cpu_kernels_run_elsewhere():
+    found = reasons()
+    assert all("runs on the CPU" in found[name] for name in found if name.startswith("cpu:"))
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.1"])
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4"])
+def test_every_layer_has_a_kernel_from_ampere_on(algo, capability):
+    assert reasons(algo, columns=4112, capability=capability)["cuda:simt"] is None
+
+
+def test_older_chips_have_none():
+    text = refusal(capability="7.5")
+    assert "cuda:simt needs compute capability 8.0 or later, this device has 7.5" in text
+    assert "cpu:" not in text
+
+
+def test_kernels_of_sm90_run_there_alone():
+    names = [name for name in reasons() if name.startswith("cuda:sm90_")]
+    assert names
+    for capability in ("8.9", "10.0", "12.0"):
+        found = reasons(capability=capability)
+        for name in names:
+            assert "needs compute capability 9.0, this device has" in found[name]
+
+
+def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
+    name = "cuda:sm90_fp8_decode"
+    assert reasons(columns=4096)[name] is None
+    assert "in_features to be a multiple of 128, got 4104" in reasons(columns=4104)[name]
+    assert "FP8 weights" in reasons("NVFP4")[name]
+    assert reasons("NVFP4", compute="fp8")[name] is None
+
+
+def test_a_layer_on_the_cpu_needs_no_chip():
+    with pytest.raises(ValueError, match="capability: expected None for a layer on the CPU"):
+        _C.linear_plan("FP8", 16, [16], None, "bfloat16", "cpu", "exact", "9.0")
+    found = dict(_C.linear_plan("FP8", 16, [16], None, "bfloat16", "cpu", "exact").explain())
+    assert all("the layer is on cpu" in found[name] for name in found if name.startswith("cuda:"))
+
+
+@pytest.mark.parametrize("text", ["", "9", "90", "sm_90", "9.0a", "9.", "-1.0", "0.0"])
+def test_a_capability_has_one_form(text):
+    with pytest.raises(ValueError, match=r'capability: expected a compute capability as in "9\.0"'):
+        reasons(capability=text)
+
+
+def test_a_forced_kernel_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_fp8_decode")
+    with pytest.raises(UnsupportedQuantization, match=r"MOQEXT_KERNEL=cuda:sm90_fp8_decode .* got 4104"):
+        reasons(columns=4104)
+    with pytest.raises(UnsupportedQuantization, match="runs on a CUDA device, the layer is on cpu"):
+        LinearMethod("FP8", 4096, [16])
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:nothing")
+    with pytest.raises(ValueError, match='no kernel named "cuda:nothing"'):
+        reasons()
+
+
+def test_without_a_device_the_reason_is_given_once():
+    """A build without CUDA, no driver, an old one: what cuda_devices() says."""
+    reason = no_devices()
+    if not reason:
+        pytest.skip("there is a device")
+    with pytest.raises(UnsupportedQuantization) as caught:
+        LinearMethod("FP8", 4096, [4096], device="cuda:0")
+    assert str(caught.value).startswith("no kernel can run FP8 4096x4096")
+    assert str(caught.value).count(reason) == 1
+    assert "cpu:" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    with pytest.raises(UnsupportedQuantization, match=r"no CUDA device|there is no cuda:63|without CUDA"):
+        LinearMethod("FP8", 4096, [4096], device="cuda:63")
