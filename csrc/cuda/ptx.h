@@ -95,6 +95,16 @@ static __device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
+/* ---- registers, of a whole warpgroup: the kernel is compiled with launch bounds ---- */
+
+template <int count> static __device__ __forceinline__ void more_registers(void) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count> static __device__ __forceinline__ void fewer_registers(void) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
 /* ---- shared memory ---- */
 
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {

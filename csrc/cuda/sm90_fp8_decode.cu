@@ -29,13 +29,13 @@
 #include "cuda/ptx.h"
 #include "cuda/tensor_map.h"
 
-#define GROUPS    4              /* warpgroups that multiply */
-#define CONSUMERS (128 * GROUPS) /* their threads */
-#define THREADS   (CONSUMERS + 32)
-#define TILE      16  /* rows of W */
-#define UNIT      8   /* rows that blocks share N by */
-#define STEP      512 /* columns of W */
-#define SLICES    4   /* of 128 columns in a step */
+#define GROUPS    4                 /* warpgroups that multiply */
+#define CONSUMERS (128 * GROUPS)    /* their threads */
+#define THREADS   (CONSUMERS + 128) /* the producer's warpgroup gives its registers away */
+#define TILE      16                /* rows of W */
+#define UNIT      8                 /* rows that blocks share N by */
+#define STEP      512               /* columns of W */
+#define SLICES    4                 /* of 128 columns in a step */
 #define STAGE     (TILE * STEP)
 #define MAX_STAGE 28
 #define RED_FLOATS(MT)                                                                             \
@@ -129,89 +129,149 @@ static __device__ void produce(const decode_args *a, const CUtensorMap *map, uin
 
 /* ---- x ---- */
 
-/* Where 16 codes of token `m` from column 16 * chunk of the pass on lie: the operand of a step is
+/* Who quantizes what: a token has `warps` warps, which take 32 chunks of 16 values in turn. Blocks
+ * begin at different places of a row, so that they do not all ask the L2 for the same line. */
+typedef struct {
+    int token, warps, sub; /* sub: index of this warp among those of the token */
+    int chunks, turns;     /* of the row in this pass, and of this warp */
+    int shift;
+} row_share;
+
+static __device__ __forceinline__ row_share share_of(int m, int columns) {
+    row_share r;
+    int warp = threadIdx.x / 32, rows = m > 8 ? 16 : m > 4 ? 8 : m > 2 ? 4 : m;
+    r.warps = CONSUMERS / 32 / rows;
+    r.token = warp / r.warps;
+    r.sub = warp % r.warps;
+    r.chunks = r.token < m ? columns / 16 : 0;
+    r.turns = (r.chunks + 32 * r.warps - 1) / (32 * r.warps);
+    r.shift = r.turns ? (int)blockIdx.x % r.turns : 0;
+    return r;
+}
+
+/* The chunk of this lane in a turn; it may lie beyond the row. */
+static __device__ __forceinline__ int chunk_of(const row_share *r, int turn) {
+    int turned = turn + r->shift < r->turns ? turn + r->shift : turn + r->shift - r->turns;
+    return (turned * r->warps + r->sub) * 32 + threadIdx.x % 32;
+}
+
+/* Where 16 codes of a token from column 16 * chunk of the pass on lie: the operand of a step is
  * [4 slices][8 * MT tokens][128], in groups of 8 rows, the 16-byte pieces of a row xored with it.
  */
-template <int MT> static __device__ __forceinline__ uint32_t code_at(int m, int chunk) {
-    int row = chunk / 8 % SLICES * 8 * MT + m;
+template <int MT> static __device__ __forceinline__ uint32_t code_at(int token, int chunk) {
+    int row = chunk / 8 % SLICES * 8 * MT + token;
     return (uint32_t)(chunk / 32 * (SLICES * MT * 1024) + row * 128 + (chunk % 8 ^ row % 8) * 16);
 }
 
-/* Scales of the tokens of this block: one for all of them or one each, at `scale`; by groups they
- * are [K / 128 of the pass][16]. */
-template <int MT, int MODE>
-static __device__ void quantize_pass(const decode_args *a, int pass, uint32_t codes, float *scale) {
-    int first = pass * a->pass_steps * STEP, columns = min(a->pass_steps * STEP, a->k - first);
-    int chunks = columns / 16;
-    for (int base = threadIdx.x; base < a->m * chunks; base += 2 * CONSUMERS) {
-        moq_chunk v[2];
+/* Turns a lane loads before it uses the first: their latency is paid once. */
+template <bool WIDE> static __device__ __forceinline__ constexpr int batch(void) {
+    return WIDE ? 4 : 8;
+}
+
+template <bool WIDE>
+static __device__ __forceinline__ void load_turns(const decode_args *a, const row_share *r,
+                                                  int first, int turn,
+                                                  moq_chunk<WIDE> (&v)[batch<WIDE>()]) {
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            int i = base + j * CONSUMERS;
-            if (i < a->m * chunks)
-                v[j] = moq_load_chunk(&a->x, i / chunks, first + i % chunks * 16);
-        }
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            int i = base + j * CONSUMERS, m = i / chunks, chunk = i % chunks;
-            if (i >= a->m * chunks)
-                continue;
-            float value[16];
-            uint4 code;
-            moq_widen(&a->x, &v[j], value);
-            if (MODE == MOQ_INPUT_E4M3_TENSOR) {
-                code = moq_codes_multiplied(value, 1.0f / scale[0]);
-            } else if (MODE == MOQ_INPUT_E4M3_TOKEN) {
-                code = moq_codes_divided(value, scale[m]);
-            } else { /* eight lanes have a group: columns is a multiple of 128 */
-                float s =
-                    moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
-                code = moq_codes_divided(value, s);
-                if (chunk % 8 == 0)
-                    scale[chunk / 8 * 16 + m] = s;
-            }
-            store_shared(codes + code_at<MT>(m, chunk), code);
-        }
+    for (int i = 0; i < batch<WIDE>(); i++) {
+        int chunk = chunk_of(r, turn + i);
+        v[i] = moq_chunk<WIDE>();
+        if (turn + i < r->turns && chunk < r->chunks)
+            v[i] = moq_load_chunk<WIDE>(&a->x, r->token, first + chunk * 16);
     }
 }
 
-/* amax of each token's whole row, as bits, which order as the magnitudes do, with NaN above all. */
-static __device__ void find_amax(const decode_args *a, uint32_t *amax) {
-    int chunks = a->k / 16;
-    for (int i = threadIdx.x; i < a->m * chunks; i += CONSUMERS) {
-        moq_chunk v = moq_load_chunk(&a->x, i / chunks, i % chunks * 16);
+/* Codes of what was loaded. By groups `scale` is [K / 128 of the pass][16], and eight lanes have a
+ * group: rows are multiples of 128. */
+template <int MT, int MODE, bool WIDE>
+static __device__ __forceinline__ void
+store_turns(const decode_args *a, const row_share *r, int turn,
+            const moq_chunk<WIDE> (&v)[batch<WIDE>()], uint32_t codes, float *scale, float own) {
+    float inverse = MODE == MOQ_INPUT_E4M3_TENSOR ? __frcp_rn(own) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < batch<WIDE>(); i++) {
+        int chunk = chunk_of(r, turn + i);
+        if (turn + i >= r->turns)
+            break;
         float value[16];
-        moq_widen(&a->x, &v, value);
-        atomicMax(&amax[i / chunks], moq_amax_bits(value));
+        uint4 code;
+        moq_widen<WIDE>(&v[i], a->x.dtype, value);
+        if (MODE == MOQ_INPUT_E4M3_TENSOR) {
+            code = moq_codes_multiplied(value, inverse);
+        } else if (MODE == MOQ_INPUT_E4M3_TOKEN) {
+            code = moq_codes_divided(value, own);
+        } else {
+            float s = moq_group_scale(
+                __uint_as_float(moq_max_of_lanes(moq_chunk_amax<WIDE>(&v[i], a->x.dtype), 8)));
+            code = moq_codes_divided(value, s);
+            if (chunk % 8 == 0 && chunk < r->chunks)
+                scale[chunk / 8 * 16 + r->token] = s;
+        }
+        if (chunk < r->chunks)
+            store_shared(codes + code_at<MT>(r->token, chunk), code);
     }
 }
 
-/* The scales that hold for all of K: given, or from the amax of the tensor or of its rows. */
+/* This lane's part of the amax of its token over all of K. */
+template <bool WIDE> static __device__ uint32_t lane_amax(const decode_args *a) {
+    row_share r = share_of(a->m, a->k);
+    uint32_t most = 0;
+    for (int turn = 0; turn < r.turns; turn += batch<WIDE>()) {
+        moq_chunk<WIDE> v[batch<WIDE>()];
+        load_turns<WIDE>(a, &r, 0, turn, v);
+#pragma unroll
+        for (int i = 0; i < batch<WIDE>(); i++)
+            most = max(most, moq_chunk_amax<WIDE>(&v[i], a->x.dtype));
+    }
+    return most;
+}
+
+/* The scale of this thread's token, from the parts of its lanes; every consumer calls it. */
 template <int MODE>
-static __device__ void find_scales(const decode_args *a, int partition, uint32_t *amax,
+static __device__ float scale_from(const decode_args *a, uint32_t part, uint32_t *amax,
                                    float *scale) {
-    if (MODE == MOQ_INPUT_E4M3_GROUP)
-        return;
-    if (MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale) {
-        if (threadIdx.x == 0)
-            scale[0] = a->input_scale[partition];
-        barrier_sync(1, CONSUMERS);
-        return;
+    row_share r = share_of(a->m, a->k);
+    part = moq_max_of_lanes(part, 32);
+    if (threadIdx.x % 32 == 0)
+        amax[threadIdx.x / 32] = part;
+    barrier_sync(1, CONSUMERS);
+    uint32_t most = 0;
+    int from = MODE == MOQ_INPUT_E4M3_TOKEN ? r.token * r.warps : 0;
+    int count = MODE == MOQ_INPUT_E4M3_TOKEN ? r.warps : CONSUMERS / 32;
+    for (int i = 0; i < count; i++)
+        most = max(most, amax[from + i]);
+    float own = MODE == MOQ_INPUT_E4M3_TOKEN ? moq_token_scale(__uint_as_float(most))
+                                             : moq_tensor_scale(__uint_as_float(most));
+    if (threadIdx.x % 32 == 0)
+        scale[MODE == MOQ_INPUT_E4M3_TOKEN ? r.token : 0] = own;
+    return own;
+}
+
+/* Quantizes the columns of a pass. `own`, the scale of this thread's token, is found first where
+ * `find` says so; what was loaded for that is kept where it is all there is. */
+template <int MT, int MODE, bool WIDE>
+static __device__ void quantize_pass(const decode_args *a, int pass, bool find, uint32_t codes,
+                                     uint32_t *amax, float *scale, float *own) {
+    int first = pass * a->pass_steps * STEP, columns = min(a->pass_steps * STEP, a->k - first);
+    row_share r = share_of(a->m, columns);
+    moq_chunk<WIDE> v[batch<WIDE>()];
+    load_turns<WIDE>(a, &r, first, 0, v);
+    if (find) {
+        uint32_t part = 0;
+        if (a->passes == 1 && (a->k + 511) / 512 * a->m <= CONSUMERS / 32 * batch<WIDE>()) {
+#pragma unroll
+            for (int i = 0; i < batch<WIDE>(); i++)
+                part = max(part, moq_chunk_amax<WIDE>(&v[i], a->x.dtype));
+        } else {
+            part = lane_amax<WIDE>(a);
+        }
+        *own = scale_from<MODE>(a, part, amax, scale);
     }
-    if (threadIdx.x < 16)
-        amax[threadIdx.x] = 0;
-    barrier_sync(1, CONSUMERS);
-    find_amax(a, amax);
-    barrier_sync(1, CONSUMERS);
-    if (MODE == MOQ_INPUT_E4M3_TOKEN && threadIdx.x < 16) {
-        scale[threadIdx.x] = moq_token_scale(__uint_as_float(amax[threadIdx.x]));
-    } else if (MODE == MOQ_INPUT_E4M3_TENSOR && threadIdx.x == 0) {
-        uint32_t most = 0;
-        for (int i = 0; i < 16; i++)
-            most = max(most, amax[i]);
-        scale[0] = moq_tensor_scale(__uint_as_float(most));
+    for (int turn = 0; turn < r.turns; turn += batch<WIDE>()) {
+        if (turn > 0)
+            load_turns<WIDE>(a, &r, first, turn, v);
+        store_turns<MT, MODE, WIDE>(a, &r, turn, v, codes, scale, *own);
     }
-    barrier_sync(1, CONSUMERS);
 }
 
 /* ---- products ---- */
@@ -289,6 +349,14 @@ static __device__ __forceinline__ void add_scaled(float (&sum)[2 * MT], const pr
     }
 }
 
+/* The scales of W in two slices from `slice` on; 0 beyond K. */
+static __device__ __forceinline__ float2 block_scales(const decode_args *a, const float *block,
+                                                      int slice) {
+    int all = a->k / 128;
+    return make_float2(slice < all ? block[slice] : 0.0f,
+                       slice + 1 < all ? block[slice + 1] : 0.0f);
+}
+
 /* The warp's sums of one tile in one pass, [8 tokens][2]; takes this warpgroup's steps from the
  * ring. */
 template <int MT, int MODE>
@@ -302,16 +370,17 @@ static __device__ void sum_tile(const decode_args *a, uint32_t ring, uint32_t co
         block = a->block_scale + (int64_t)moq_block_row(&a->partitions, s.partition,
                                                         min(row + half * UNIT, s.end - 1)) *
                                      (a->k / 128);
+    float2 next = {0, 0};
+    if (MODE == MOQ_INPUT_E4M3_GROUP)
+        next = block_scales(a, block, (pass * a->pass_steps + group) * SLICES + 2 * odd);
     for (int step = 0, steps = steps_of(a, pass); step < steps; step++, advance(place, a->stages)) {
         if (step % GROUPS != group)
             continue;
         product<MT> c;
-        int slice = step * SLICES + 2 * odd, all = pass * a->pass_steps * SLICES + slice;
-        float w0 = 0, w1 = 0;
-        if (MODE == MOQ_INPUT_E4M3_GROUP) {
-            w0 = all < a->k / 128 ? block[all] : 0.0f;
-            w1 = all + 1 < a->k / 128 ? block[all + 1] : 0.0f;
-        }
+        int slice = step * SLICES + 2 * odd;
+        float2 of_w = next;
+        if (MODE == MOQ_INPUT_E4M3_GROUP) /* of this group's next step */
+            next = block_scales(a, block, pass * a->pass_steps * SLICES + slice + GROUPS * SLICES);
         mbarrier_wait(full + 8u * place->index, place->parity);
         uint64_t w = wgmma_operand(ring + (uint32_t)(place->index * STAGE));
         uint64_t x = wgmma_operand(codes + (uint32_t)(step * SLICES * MT * 1024));
@@ -324,7 +393,7 @@ static __device__ void sum_tile(const decode_args *a, uint32_t ring, uint32_t co
         if (threadIdx.x % 32 == 0)
             mbarrier_arrive(empty + 8u * place->index);
         if (MODE == MOQ_INPUT_E4M3_GROUP)
-            add_scaled<MT>(sum, c, odd, scale + slice * 16, w0, w1);
+            add_scaled<MT>(sum, c, odd, scale + slice * 16, of_w.x, of_w.y);
         else
             add_meant<MT>(sum, c, odd);
     }
@@ -341,10 +410,28 @@ template <int MT> static __device__ float gather_sum(const float *red, int token
     return sum;
 }
 
+/* What this thread's output of a tile is multiplied by and added to, without the scale of x. */
+typedef struct {
+    int token, n;
+    bool meant;
+    float factor, bias;
+} output_terms;
+
+template <int MODE>
+static __device__ __forceinline__ output_terms terms_of(const decode_args *a, segment s, int row) {
+    output_terms t = {(int)threadIdx.x / TILE, row + (int)threadIdx.x % TILE, false, 1, 0};
+    t.meant = t.token < a->m && t.n < s.end;
+    if (t.meant && MODE != MOQ_INPUT_E4M3_GROUP)
+        t.factor = a->output_scale[t.n];
+    if (t.meant && a->out.bias)
+        t.bias = moq_load_one(a->out.bias, t.n, a->out.bias_dtype);
+    return t;
+}
+
 /* Brings the warps' sums of a tile together; in the last pass writes the outputs. */
 template <int MT, int MODE>
 static __device__ void finish_tile(const decode_args *a, float *red, float *kept,
-                                   const float *scale, segment s, int row, int pass,
+                                   const float *scale, const output_terms *t, int pass,
                                    const float (&sum)[2 * MT]) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -353,20 +440,19 @@ static __device__ void finish_tile(const decode_args *a, float *red, float *kept
     barrier_sync(1, CONSUMERS);
     if (threadIdx.x >= TILE * 8 * MT)
         return;
-    int token = threadIdx.x / TILE, n = row + threadIdx.x % TILE;
-    float value = gather_sum<MT>(red, token, threadIdx.x % TILE);
+    float value = gather_sum<MT>(red, t->token, threadIdx.x % TILE);
     if (pass > 0)
         value += kept[threadIdx.x];
     if (pass + 1 < a->passes) {
         kept[threadIdx.x] = value;
-    } else if (token < a->m && n < s.end) {
+    } else if (t->meant) {
         if (MODE != MOQ_INPUT_E4M3_GROUP)
-            value *= scale[MODE == MOQ_INPUT_E4M3_TOKEN ? token : 0] * a->output_scale[n];
-        moq_store_output(&a->out, token, n, value);
+            value *= scale[MODE == MOQ_INPUT_E4M3_TOKEN ? t->token : 0] * t->factor;
+        moq_store_output(&a->out, t->token, t->n, value, t->bias);
     }
 }
 
-template <int MT, int MODE>
+template <int MT, int MODE, bool WIDE>
 static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t full, uint32_t empty,
                                float *scale, uint32_t *amax) {
     uint32_t ring = shared_address(smem), codes = ring + (uint32_t)a->codes_at;
@@ -381,33 +467,41 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
         for (int i = threadIdx.x; i < a->pass_steps * SLICES * 16; i += CONSUMERS)
             scale[i] = 0;
     }
+    float own = 1; /* input_scale belongs to the weights: no one is waited for */
+    bool given = MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale;
+    if (given)
+        own = a->input_scale[rest.begin < rest.end ? first_segment(a, rest).partition : 0];
     barrier_sync(1, CONSUMERS);
     wait_for_predecessor();
     for (bool fresh = true; rest.begin < rest.end; fresh = false) {
         segment s = first_segment(a, rest);
-        bool scaled = fresh || (MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale);
-        if (scaled)
-            find_scales<MODE>(a, s.partition, amax, scale);
+        if (given) {
+            own = a->input_scale[s.partition];
+            scale[0] = own; /* by all, the same */
+        }
         for (int pass = 0; pass < a->passes; pass++) {
-            if (scaled || a->passes > 1) {
-                quantize_pass<MT, MODE>(a, pass, codes, scale);
+            if (fresh || given || a->passes > 1) {
+                bool find = fresh && pass == 0 && !given && MODE != MOQ_INPUT_E4M3_GROUP;
+                quantize_pass<MT, MODE, WIDE>(a, pass, find, codes, amax, scale, &own);
                 fence_async_proxy();
                 barrier_sync(1, CONSUMERS);
             }
             for (int row = s.begin; row < s.end; row += TILE, buffer ^= 1) {
                 float sum[2 * MT] = {};
+                output_terms terms = terms_of<MODE>(a, s, row);
                 sum_tile<MT, MODE>(a, ring, codes, full, empty, scale, s, row, pass, &place, sum);
                 finish_tile<MT, MODE>(a, red + buffer * RED_FLOATS(MT),
-                                      kept + (row - s.begin) / TILE * (TILE * 8 * MT), scale, s,
-                                      row, pass, sum);
+                                      kept + (row - s.begin) / TILE * (TILE * 8 * MT), scale,
+                                      &terms, pass, sum);
             }
         }
+        barrier_sync(1, CONSUMERS); /* the last outputs used this segment's scale */
         rest.begin = s.end;
         rest.partition = s.partition;
     }
 }
 
-template <int MT, int MODE>
+template <int MT, int MODE, bool WIDE>
 static __global__ void __launch_bounds__(THREADS, 1)
     fp8_decode(const __grid_constant__ CUtensorMap map, const __grid_constant__ decode_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -424,12 +518,16 @@ static __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x < CONSUMERS)
-        consume<MT, MODE>(&args, smem, full, empty,
-                          MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + args.scales_at) : scale,
-                          amax);
-    else if (threadIdx.x == CONSUMERS)
-        produce(&args, &map, shared_address(smem), full, empty);
+    if (threadIdx.x < CONSUMERS) {
+        more_registers<112>();
+        consume<MT, MODE, WIDE>(
+            &args, smem, full, empty,
+            MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + args.scales_at) : scale, amax);
+    } else {
+        fewer_registers<24>();
+        if (threadIdx.x == CONSUMERS)
+            produce(&args, &map, shared_address(smem), full, empty);
+    }
 }
 
 /* ---- launch ---- */
@@ -458,19 +556,22 @@ static size_t lay_out(decode_args *a, int tokens, bool groups, int blocks, int l
     }
 }
 
-static const void *kernel_for(int tokens, moq_input_mode mode) {
-    bool few = tokens <= 8;
+template <int MT, bool WIDE> static const void *kernel_of(moq_input_mode mode) {
     switch (mode) {
     case MOQ_INPUT_E4M3_TENSOR:
-        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_TENSOR>
-                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_TENSOR>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TENSOR, WIDE>;
     case MOQ_INPUT_E4M3_TOKEN:
-        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_TOKEN>
-                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_TOKEN>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TOKEN, WIDE>;
     default:
-        return few ? (const void *)fp8_decode<1, MOQ_INPUT_E4M3_GROUP>
-                   : (const void *)fp8_decode<2, MOQ_INPUT_E4M3_GROUP>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_GROUP, WIDE>;
     }
+}
+
+static const void *kernel_for(const moq_linear_call *call) {
+    moq_input_mode mode = call->spec->input;
+    if (call->spec->dtype == MOQ_DT_F32)
+        return call->m <= 8 ? kernel_of<1, true>(mode) : kernel_of<2, true>(mode);
+    return call->m <= 8 ? kernel_of<1, false>(mode) : kernel_of<2, false>(mode);
 }
 
 extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
@@ -493,7 +594,7 @@ extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *
                             device.shared_per_block);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",
-                         .kernel = kernel_for(args.m, spec->input),
+                         .kernel = kernel_for(call),
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
                          .shared = shared,
