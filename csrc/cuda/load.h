@@ -65,6 +65,18 @@ static __device__ __forceinline__ void moq_widen(const moq_chunk<WIDE> *chunk, m
     }
 }
 
+/* The values of a chunk, of either width. */
+static __device__ __forceinline__ void moq_load_values(const moq_rows *x, int64_t row, int column,
+                                                       float (&value)[16]) {
+    if (x->dtype == MOQ_DT_F32) {
+        moq_chunk<true> chunk = moq_load_chunk<true>(x, row, column);
+        moq_widen<true>(&chunk, x->dtype, value);
+    } else {
+        moq_chunk<false> chunk = moq_load_chunk<false>(x, row, column);
+        moq_widen<false>(&chunk, x->dtype, value);
+    }
+}
+
 /* ---- amax and scales ---- */
 
 /* The largest magnitude of a chunk as it is stored, sign off; NaN is above all others. */
@@ -85,6 +97,15 @@ static __device__ __forceinline__ uint32_t moq_chunk_amax(const moq_chunk<WIDE> 
                                                           moq_dtype dtype) {
     uint32_t bits = moq_chunk_bits<WIDE>(chunk);
     return WIDE ? bits : __float_as_uint(moq_widen_pair(bits, dtype).x);
+}
+
+/* The bits of the largest magnitude of 16 values. */
+static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[16]) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        most = max(most, __float_as_uint(value[i]) & 0x7fffffffu);
+    return most;
 }
 
 /* The largest of the bits of `lanes` neighbours, a power of two. */

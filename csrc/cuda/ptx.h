@@ -85,6 +85,11 @@ static __device__ __forceinline__ uint64_t policy_evict_first(void) {
     return policy;
 }
 
+/* Brings the line of an address near. */
+static __device__ __forceinline__ void prefetch_l2(const void *address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 /* Copies the box of `map` at (c0, c1, c2) to shared memory and counts its bytes at `barrier`. */
 static __device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMap *map, int c0,
                                                    int c1, int c2, uint32_t barrier,

@@ -77,8 +77,7 @@ static __device__ __forceinline__ float round_e2m1(float value) {
 static __device__ __forceinline__ void load_values(const moq_rows *x, int64_t row, int64_t column,
                                                    int64_t k, float (&value)[LANE_K]) {
     if (column + LANE_K <= k) {
-        moq_chunk chunk = moq_load_chunk(x, row, (int)column);
-        moq_widen(x, &chunk, value);
+        moq_load_values(x, row, (int)column, value);
         return;
     }
 #pragma unroll

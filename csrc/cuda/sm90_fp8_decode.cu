@@ -39,7 +39,9 @@
 #define STAGE     (TILE * STEP)
 #define MAX_STAGE 28
 #define RED_FLOATS(MT)                                                                             \
-    (4 * GROUPS * 2 * (MT) * 32) /* the sums of a tile, by warp, register and lane */
+    (4 * GROUPS * 2 * (MT) * 32) /* the sums of a tile, by warp, register, lane */
+#define AT_ONCE(MT)                                                                                \
+    (4 / (MT)) /* tiles whose sums are brought together at once: an output a thread */
 
 typedef struct {
     int m, n, k;
@@ -91,6 +93,23 @@ static __device__ __forceinline__ void advance(ring_place *place, int stages) {
         place->index = 0;
         place->parity ^= 1;
     }
+}
+
+/* How far a warpgroup is: its next stage, and the first step of the next tile, modulo GROUPS. Steps
+ * are dealt out over tiles and passes, so that a stage always comes to the same group. */
+typedef struct {
+    ring_place next;
+    int dealt;
+} group_place;
+
+static __device__ __forceinline__ ring_place take_stage(group_place *place, int stages) {
+    ring_place taken = place->next;
+    place->next.index += GROUPS;
+    if (place->next.index >= stages) {
+        place->next.index -= stages;
+        place->next.parity ^= 1;
+    }
+    return taken;
 }
 
 /* ---- the producer ---- */
@@ -165,7 +184,7 @@ template <int MT> static __device__ __forceinline__ uint32_t code_at(int token, 
 
 /* Turns a lane loads before it uses the first: their latency is paid once. */
 template <bool WIDE> static __device__ __forceinline__ constexpr int batch(void) {
-    return WIDE ? 4 : 8;
+    return WIDE ? 2 : 4;
 }
 
 template <bool WIDE>
@@ -357,46 +376,81 @@ static __device__ __forceinline__ float2 block_scales(const decode_args *a, cons
                        slice + 1 < all ? block[slice + 1] : 0.0f);
 }
 
-/* The warp's sums of one tile in one pass, [8 tokens][2]; takes this warpgroup's steps from the
- * ring. */
+/* Starts the product of a step, as soon as its stage is there. */
+template <int MT>
+static __device__ __forceinline__ void start_step(uint32_t ring, uint32_t codes, uint32_t full,
+                                                  ring_place at, int step, product<MT> &c) {
+    mbarrier_wait(full + 8u * at.index, at.parity);
+    uint64_t w = wgmma_operand(ring + (uint32_t)(at.index * STAGE));
+    uint64_t x = wgmma_operand(codes + (uint32_t)(step * SLICES * MT * 1024));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        multiply(c, w + 2 * i, x + 2 * i, i);
+    wgmma_commit();
+}
+
+/* Takes the product of a step that has ended, and gives the stage back. */
+template <int MT, int MODE>
+static __device__ __forceinline__ void end_step(uint32_t empty, int stage, const float *scale,
+                                                float2 w, int step, const product<MT> &c,
+                                                float (&sum)[2 * MT]) {
+    bool odd = threadIdx.x / 32 & 1;
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(empty + 8u * stage);
+    if (MODE == MOQ_INPUT_E4M3_GROUP)
+        add_scaled<MT>(sum, c, odd, scale + (step * SLICES + 2 * odd) * 16, w.x, w.y);
+    else
+        add_meant<MT>(sum, c, odd);
+}
+
+/* Adds the products of a tile in one pass to the warp's sums, [8 tokens][2]. This warpgroup's steps
+ * are taken from the ring two at a time, so that one is multiplied while the other is added. */
 template <int MT, int MODE>
 static __device__ void sum_tile(const decode_args *a, uint32_t ring, uint32_t codes, uint32_t full,
                                 uint32_t empty, const float *scale, segment s, int row, int pass,
-                                ring_place *place, float (&sum)[2 * MT]) {
-    int warp = threadIdx.x / 32, group = warp / 4, half = warp % 4 / 2;
-    bool odd = warp & 1;
+                                group_place *place, float (&sum)[2 * MT]) {
+    int warp = threadIdx.x / 32, steps = steps_of(a, pass);
     const float *block = NULL;
-    if (MODE == MOQ_INPUT_E4M3_GROUP)
-        block = a->block_scale + (int64_t)moq_block_row(&a->partitions, s.partition,
-                                                        min(row + half * UNIT, s.end - 1)) *
-                                     (a->k / 128);
-    float2 next = {0, 0};
-    if (MODE == MOQ_INPUT_E4M3_GROUP)
-        next = block_scales(a, block, (pass * a->pass_steps + group) * SLICES + 2 * odd);
-    for (int step = 0, steps = steps_of(a, pass); step < steps; step++, advance(place, a->stages)) {
-        if (step % GROUPS != group)
-            continue;
-        product<MT> c;
-        int slice = step * SLICES + 2 * odd;
-        float2 of_w = next;
-        if (MODE == MOQ_INPUT_E4M3_GROUP) /* of this group's next step */
-            next = block_scales(a, block, pass * a->pass_steps * SLICES + slice + GROUPS * SLICES);
-        mbarrier_wait(full + 8u * place->index, place->parity);
-        uint64_t w = wgmma_operand(ring + (uint32_t)(place->index * STAGE));
-        uint64_t x = wgmma_operand(codes + (uint32_t)(step * SLICES * MT * 1024));
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            multiply(c, w + 2 * i, x + 2 * i, i);
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(empty + 8u * place->index);
-        if (MODE == MOQ_INPUT_E4M3_GROUP)
-            add_scaled<MT>(sum, c, odd, scale + slice * 16, of_w.x, of_w.y);
-        else
-            add_meant<MT>(sum, c, odd);
+    if (MODE == MOQ_INPUT_E4M3_GROUP) {
+        int own = row + warp % 4 / 2 * UNIT + threadIdx.x % 32 / 4; /* this lane's row of W */
+        block =
+            a->block_scale +
+            (int64_t)moq_block_row(&a->partitions, s.partition, min(own, s.end - 1)) * (a->k / 128);
     }
+    for (int step = (warp / 4 - place->dealt) & (GROUPS - 1); step < steps; step += 2 * GROUPS) {
+        product<MT> c[2];
+        bool both = step + GROUPS < steps;
+        int slice = (pass * a->pass_steps + step) * SLICES + 2 * (warp & 1);
+        float2 w[2] = {};
+        if (MODE == MOQ_INPUT_E4M3_GROUP) {
+            w[0] = block_scales(a, block, slice);
+            w[1] = block_scales(a, block, slice + GROUPS * SLICES);
+        }
+        ring_place first = take_stage(place, a->stages), second = first;
+        start_step<MT>(ring, codes, full, first, step, c[0]);
+        if (both) {
+            second = take_stage(place, a->stages);
+            start_step<MT>(ring, codes, full, second, step + GROUPS, c[1]);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        end_step<MT, MODE>(empty, first.index, scale, w[0], step, c[0], sum);
+        if (both) {
+            wgmma_wait<0>();
+            end_step<MT, MODE>(empty, second.index, scale, w[1], step + GROUPS, c[1], sum);
+        }
+    }
+    place->dealt += steps;
+}
+
+template <int MT>
+static __device__ __forceinline__ void park_sums(float *red, const float (&sum)[2 * MT]) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++)
+        red[(warp * 2 * MT + i) * 32 + lane] = sum[i];
 }
 
 /* Adds up what the warps have of output (token, row % 16) of a tile. */
@@ -410,45 +464,61 @@ template <int MT> static __device__ float gather_sum(const float *red, int token
     return sum;
 }
 
-/* What this thread's output of a tile is multiplied by and added to, without the scale of x. */
+/* What this thread's output of some tiles is multiplied by and added to, without the scale of x. */
 typedef struct {
-    int token, n;
+    int tile, token, row, n;
     bool meant;
     float factor, bias;
 } output_terms;
 
-template <int MODE>
+template <int MT, int MODE>
 static __device__ __forceinline__ output_terms terms_of(const decode_args *a, segment s, int row) {
-    output_terms t = {(int)threadIdx.x / TILE, row + (int)threadIdx.x % TILE, false, 1, 0};
+    output_terms t;
+    t.tile = threadIdx.x / (TILE * 8 * MT);
+    t.token = threadIdx.x % (TILE * 8 * MT) / TILE;
+    t.row = threadIdx.x % TILE;
+    t.n = row + t.tile * TILE + t.row;
     t.meant = t.token < a->m && t.n < s.end;
-    if (t.meant && MODE != MOQ_INPUT_E4M3_GROUP)
-        t.factor = a->output_scale[t.n];
-    if (t.meant && a->out.bias)
-        t.bias = moq_load_one(a->out.bias, t.n, a->out.bias_dtype);
+    t.factor = t.meant && MODE != MOQ_INPUT_E4M3_GROUP ? a->output_scale[t.n] : 1.0f;
+    t.bias = t.meant && a->out.bias ? moq_load_one(a->out.bias, t.n, a->out.bias_dtype) : 0.0f;
     return t;
 }
 
-/* Brings the warps' sums of a tile together; in the last pass writes the outputs. */
+/* Brings the warps' sums of some tiles together; in the last pass writes the outputs. */
 template <int MT, int MODE>
-static __device__ void finish_tile(const decode_args *a, float *red, float *kept,
-                                   const float *scale, const output_terms *t, int pass,
-                                   const float (&sum)[2 * MT]) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++)
-        red[(warp * 2 * MT + i) * 32 + lane] = sum[i];
-    barrier_sync(1, CONSUMERS);
-    if (threadIdx.x >= TILE * 8 * MT)
+static __device__ void finish_tiles(const decode_args *a, const float *red, float *kept,
+                                    const float *scale, const output_terms *t, int pass) {
+    if (!t->meant)
         return;
-    float value = gather_sum<MT>(red, t->token, threadIdx.x % TILE);
+    float value = gather_sum<MT>(red + t->tile * RED_FLOATS(MT), t->token, t->row);
     if (pass > 0)
         value += kept[threadIdx.x];
     if (pass + 1 < a->passes) {
         kept[threadIdx.x] = value;
-    } else if (t->meant) {
-        if (MODE != MOQ_INPUT_E4M3_GROUP)
-            value *= scale[MODE == MOQ_INPUT_E4M3_TOKEN ? t->token : 0] * t->factor;
-        moq_store_output(&a->out, t->token, t->n, value, t->bias);
+        return;
+    }
+    if (MODE != MOQ_INPUT_E4M3_GROUP)
+        value *= scale[MODE == MOQ_INPUT_E4M3_TOKEN ? t->token : 0] * t->factor;
+    moq_store_output(&a->out, t->token, t->n, value, t->bias);
+}
+
+/* Asks for what the outputs will need besides x, all of it constant, so that it is near when it is.
+ */
+template <int MODE> static __device__ void prefetch_scales(const decode_args *a, segment rest) {
+    if (MODE != MOQ_INPUT_E4M3_GROUP) {
+        for (int n = rest.begin + threadIdx.x * 32; n < rest.end; n += CONSUMERS * 32)
+            prefetch_l2(a->output_scale + n);
+        return;
+    }
+    int blocks = a->k / 128;
+    while (rest.begin < rest.end) {
+        segment s = first_segment(a, rest);
+        int first = moq_block_row(&a->partitions, s.partition, s.begin);
+        int last = moq_block_row(&a->partitions, s.partition, s.end - 1);
+        for (int i = threadIdx.x * 32; i < (last - first + 1) * blocks; i += CONSUMERS * 32)
+            prefetch_l2(a->block_scale + (int64_t)first * blocks + i);
+        rest.begin = s.end;
+        rest.partition = s.partition;
     }
 }
 
@@ -457,9 +527,8 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
                                float *scale, uint32_t *amax) {
     uint32_t ring = shared_address(smem), codes = ring + (uint32_t)a->codes_at;
     float *red = (float *)(smem + a->red_at), *kept = (float *)(smem + a->kept_at);
-    ring_place place = {0, 0};
+    group_place place = {{(int)threadIdx.x / 128, 0}, 0};
     segment rest = block_rows(a);
-    int buffer = 0;
     for (int i = threadIdx.x; i < a->pass_steps * SLICES * MT * 64; i += CONSUMERS)
         store_shared(codes + 16u * i,
                      make_uint4(0, 0, 0, 0)); /* tokens and columns there are not */
@@ -467,6 +536,7 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
         for (int i = threadIdx.x; i < a->pass_steps * SLICES * 16; i += CONSUMERS)
             scale[i] = 0;
     }
+    prefetch_scales<MODE>(a, rest);
     float own = 1; /* input_scale belongs to the weights: no one is waited for */
     bool given = MODE == MOQ_INPUT_E4M3_TENSOR && a->input_scale;
     if (given)
@@ -486,16 +556,20 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
                 fence_async_proxy();
                 barrier_sync(1, CONSUMERS);
             }
-            for (int row = s.begin; row < s.end; row += TILE, buffer ^= 1) {
-                float sum[2 * MT] = {};
-                output_terms terms = terms_of<MODE>(a, s, row);
-                sum_tile<MT, MODE>(a, ring, codes, full, empty, scale, s, row, pass, &place, sum);
-                finish_tile<MT, MODE>(a, red + buffer * RED_FLOATS(MT),
-                                      kept + (row - s.begin) / TILE * (TILE * 8 * MT), scale,
-                                      &terms, pass, sum);
+            for (int row = s.begin; row < s.end; row += AT_ONCE(MT) * TILE) {
+                output_terms terms = terms_of<MT, MODE>(a, s, row);
+                for (int i = 0; i < AT_ONCE(MT) && row + i * TILE < s.end; i++) {
+                    float sum[2 * MT] = {};
+                    sum_tile<MT, MODE>(a, ring, codes, full, empty, scale, s, row + i * TILE, pass,
+                                       &place, sum);
+                    park_sums<MT>(red + i * RED_FLOATS(MT), sum);
+                }
+                barrier_sync(1, CONSUMERS);
+                finish_tiles<MT, MODE>(a, red, kept + (row - s.begin) / TILE * (TILE * 8 * MT),
+                                       scale, &terms, pass);
+                barrier_sync(1, CONSUMERS); /* before the sums, or scales, of others */
             }
         }
-        barrier_sync(1, CONSUMERS); /* the last outputs used this segment's scale */
         rest.begin = s.end;
         rest.partition = s.partition;
     }
@@ -541,8 +615,9 @@ static size_t lay_out(decode_args *a, int tokens, bool groups, int blocks, int l
     for (a->passes = 1;; a->passes++) {
         a->pass_steps = (steps + a->passes - 1) / a->passes;
         int codes = a->pass_steps * SLICES * mt * 1024;
-        int red = 2 * RED_FLOATS(mt) * 4, scales = groups ? a->pass_steps * SLICES * 64 : 0;
-        int kept = a->passes > 1 ? (rows / TILE + 2) * TILE * 8 * mt * 4 : 0;
+        int red = AT_ONCE(mt) * RED_FLOATS(mt) * 4,
+            scales = groups ? a->pass_steps * SLICES * 64 : 0;
+        int kept = a->passes > 1 ? (rows / TILE + 2 + AT_ONCE(mt)) * TILE * 8 * mt * 4 : 0;
         int rest = codes + red + scales + kept;
         a->stages = (most - rest) / STAGE / GROUPS * GROUPS;
         if (a->stages > MAX_STAGE)
