@@ -23,21 +23,24 @@ typedef struct {
     moq_dtype dtype;
 } moq_rows;
 
-/* 16 values as they are in memory: float32 where WIDE, else 16 bits each. */
-template <bool WIDE> struct moq_chunk {
-    uint4 word[WIDE ? 4 : 2];
-};
+/* 16 values as they are in memory; 16-bit ones fill half of it. */
+typedef struct {
+    uint4 word[4];
+} moq_chunk;
 
 /* Values column to column + 15 of a row, at an address that is a multiple of 16. */
-template <bool WIDE>
-static __device__ __forceinline__ moq_chunk<WIDE> moq_load_chunk(const moq_rows *x, int64_t row,
-                                                                 int column) {
-    moq_chunk<WIDE> chunk;
-    const uint4 *from =
-        (const uint4 *)((const uint8_t *)x->data + (row * x->stride + column) * (WIDE ? 4 : 2));
-#pragma unroll
-    for (int i = 0; i < (WIDE ? 4 : 2); i++)
-        chunk.word[i] = from[i];
+static __device__ __forceinline__ moq_chunk moq_load_chunk(const moq_rows *x, int64_t row,
+                                                           int column) {
+    moq_chunk chunk;
+    int64_t at = row * x->stride + column;
+    bool wide = x->dtype == MOQ_DT_F32;
+    const uint4 *from = (const uint4 *)((const uint8_t *)x->data + at * (wide ? 4 : 2));
+    chunk.word[0] = from[0];
+    chunk.word[1] = from[1];
+    if (wide) {
+        chunk.word[2] = from[2];
+        chunk.word[3] = from[3];
+    }
     return chunk;
 }
 
@@ -49,63 +52,43 @@ static __device__ __forceinline__ float2 moq_widen_pair(uint32_t pair, moq_dtype
     return __half22float2(h);
 }
 
-template <bool WIDE>
-static __device__ __forceinline__ void moq_widen(const moq_chunk<WIDE> *chunk, moq_dtype dtype,
+static __device__ __forceinline__ void moq_widen(const moq_rows *x, const moq_chunk *chunk,
                                                  float (&value)[16]) {
-#pragma unroll
-    for (int i = 0; i < (WIDE ? 16 : 8); i++) {
-        uint32_t word = (&chunk->word[i / 4].x)[i % 4];
-        if (WIDE) {
-            value[i] = __uint_as_float(word);
-        } else {
-            float2 pair = moq_widen_pair(word, dtype);
-            value[2 * i % 16] = pair.x;
-            value[(2 * i + 1) % 16] = pair.y;
-        }
-    }
-}
-
-/* The values of a chunk, of either width. */
-static __device__ __forceinline__ void moq_load_values(const moq_rows *x, int64_t row, int column,
-                                                       float (&value)[16]) {
     if (x->dtype == MOQ_DT_F32) {
-        moq_chunk<true> chunk = moq_load_chunk<true>(x, row, column);
-        moq_widen<true>(&chunk, x->dtype, value);
-    } else {
-        moq_chunk<false> chunk = moq_load_chunk<false>(x, row, column);
-        moq_widen<false>(&chunk, x->dtype, value);
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            value[i] = __uint_as_float((&chunk->word[i / 4].x)[i % 4]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float2 pair = moq_widen_pair((&chunk->word[i / 4].x)[i % 4], x->dtype);
+        value[2 * i] = pair.x;
+        value[2 * i + 1] = pair.y;
     }
 }
 
 /* ---- amax and scales ---- */
 
-/* The largest magnitude of a chunk as it is stored, sign off; NaN is above all others. */
-template <bool WIDE>
-static __device__ __forceinline__ uint32_t moq_chunk_bits(const moq_chunk<WIDE> *chunk) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < (WIDE ? 16 : 8); i++) {
-        uint32_t word = (&chunk->word[i / 4].x)[i % 4];
-        most = WIDE ? max(most, word & 0x7fffffffu) : __vmaxu2(most, word & 0x7fff7fffu);
-    }
-    return WIDE ? most : max(most & 0xffffu, most >> 16);
-}
-
-/* The same as the bits of a float32. */
-template <bool WIDE>
-static __device__ __forceinline__ uint32_t moq_chunk_amax(const moq_chunk<WIDE> *chunk,
-                                                          moq_dtype dtype) {
-    uint32_t bits = moq_chunk_bits<WIDE>(chunk);
-    return WIDE ? bits : __float_as_uint(moq_widen_pair(bits, dtype).x);
-}
-
-/* The bits of the largest magnitude of 16 values. */
+/* The largest magnitude's bits; NaN is above all others. */
 static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[16]) {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 16; i++)
         most = max(most, __float_as_uint(value[i]) & 0x7fffffffu);
     return most;
+}
+
+/* The same of a chunk as it is stored, `wide` for float32; 16-bit values two at a time. */
+static __device__ __forceinline__ uint32_t moq_chunk_amax_bits(const moq_chunk *chunk, bool wide,
+                                                               moq_dtype dtype) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < (wide ? 16 : 8); i++) {
+        uint32_t word = (&chunk->word[i / 4].x)[i % 4];
+        most = wide ? max(most, word & 0x7fffffffu) : __vmaxu2(most, word & 0x7fff7fffu);
+    }
+    return wide ? most : __float_as_uint(moq_widen_pair(max(most & 0xffffu, most >> 16), dtype).x);
 }
 
 /* The largest of the bits of `lanes` neighbours, a power of two. */
@@ -200,6 +183,11 @@ static __device__ __forceinline__ float moq_load_one(const void *data, int64_t a
     if (dtype == MOQ_DT_BF16)
         return __bfloat162float(((const __nv_bfloat16 *)data)[at]);
     return __half2float(((const __half *)data)[at]);
+}
+
+/* The bias of a column, 0 where there is none. */
+static __device__ __forceinline__ float moq_load_bias(const moq_output *out, int n) {
+    return out->bias ? moq_load_one(out->bias, n, out->bias_dtype) : 0.0f;
 }
 
 /* y[m, n] = round(value + bias), where there is a bias */

@@ -77,7 +77,8 @@ static __device__ __forceinline__ float round_e2m1(float value) {
 static __device__ __forceinline__ void load_values(const moq_rows *x, int64_t row, int64_t column,
                                                    int64_t k, float (&value)[LANE_K]) {
     if (column + LANE_K <= k) {
-        moq_load_values(x, row, (int)column, value);
+        moq_chunk chunk = moq_load_chunk(x, row, (int)column);
+        moq_widen(x, &chunk, value);
         return;
     }
 #pragma unroll
@@ -343,7 +344,8 @@ static __global__ void __launch_bounds__(THREADS)
             total *= e2m1 ? E2M1_UNIT : E4M3_UNIT;
             if (args.output_scale)
                 total = __fmul_rn(total, __fmul_rn(token_scale[m], args.output_scale[row + r]));
-            moq_store_output(&args.out, first + m, row + r, total);
+            moq_store_output(&args.out, first + m, row + r, total,
+                             moq_load_bias(&args.out, row + r));
         }
     }
 }

@@ -182,6 +182,13 @@ template <int MT> static __device__ __forceinline__ uint32_t code_at(int token, 
     return (uint32_t)(chunk / 32 * (SLICES * MT * 1024) + row * 128 + (chunk % 8 ^ row % 8) * 16);
 }
 
+/* The rows of x, where the compiler knows their width. */
+template <bool WIDE> static __device__ __forceinline__ moq_rows rows_of(const decode_args *a) {
+    moq_rows x = a->x;
+    x.dtype = WIDE ? MOQ_DT_F32 : x.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
+    return x;
+}
+
 /* Turns a lane loads before it uses the first: their latency is paid once. */
 template <bool WIDE> static __device__ __forceinline__ constexpr int batch(void) {
     return WIDE ? 2 : 4;
@@ -190,23 +197,25 @@ template <bool WIDE> static __device__ __forceinline__ constexpr int batch(void)
 template <bool WIDE>
 static __device__ __forceinline__ void load_turns(const decode_args *a, const row_share *r,
                                                   int first, int turn,
-                                                  moq_chunk<WIDE> (&v)[batch<WIDE>()]) {
+                                                  moq_chunk (&v)[batch<WIDE>()]) {
+    moq_rows x = rows_of<WIDE>(a);
 #pragma unroll
     for (int i = 0; i < batch<WIDE>(); i++) {
         int chunk = chunk_of(r, turn + i);
-        v[i] = moq_chunk<WIDE>();
+        v[i] = moq_chunk();
         if (turn + i < r->turns && chunk < r->chunks)
-            v[i] = moq_load_chunk<WIDE>(&a->x, r->token, first + chunk * 16);
+            v[i] = moq_load_chunk(&x, r->token, first + chunk * 16);
     }
 }
 
 /* Codes of what was loaded. By groups `scale` is [K / 128 of the pass][16], and eight lanes have a
  * group: rows are multiples of 128. */
 template <int MT, int MODE, bool WIDE>
-static __device__ __forceinline__ void
-store_turns(const decode_args *a, const row_share *r, int turn,
-            const moq_chunk<WIDE> (&v)[batch<WIDE>()], uint32_t codes, float *scale, float own) {
+static __device__ __forceinline__ void store_turns(const decode_args *a, const row_share *r,
+                                                   int turn, const moq_chunk (&v)[batch<WIDE>()],
+                                                   uint32_t codes, float *scale, float own) {
     float inverse = MODE == MOQ_INPUT_E4M3_TENSOR ? __frcp_rn(own) : 0.0f;
+    moq_rows x = rows_of<WIDE>(a);
 #pragma unroll
     for (int i = 0; i < batch<WIDE>(); i++) {
         int chunk = chunk_of(r, turn + i);
@@ -214,14 +223,14 @@ store_turns(const decode_args *a, const row_share *r, int turn,
             break;
         float value[16];
         uint4 code;
-        moq_widen<WIDE>(&v[i], a->x.dtype, value);
+        moq_widen(&x, &v[i], value);
         if (MODE == MOQ_INPUT_E4M3_TENSOR) {
             code = moq_codes_multiplied(value, inverse);
         } else if (MODE == MOQ_INPUT_E4M3_TOKEN) {
             code = moq_codes_divided(value, own);
         } else {
             float s = moq_group_scale(
-                __uint_as_float(moq_max_of_lanes(moq_chunk_amax<WIDE>(&v[i], a->x.dtype), 8)));
+                __uint_as_float(moq_max_of_lanes(moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype), 8)));
             code = moq_codes_divided(value, s);
             if (chunk % 8 == 0 && chunk < r->chunks)
                 scale[chunk / 8 * 16 + r->token] = s;
@@ -236,11 +245,11 @@ template <bool WIDE> static __device__ uint32_t lane_amax(const decode_args *a) 
     row_share r = share_of(a->m, a->k);
     uint32_t most = 0;
     for (int turn = 0; turn < r.turns; turn += batch<WIDE>()) {
-        moq_chunk<WIDE> v[batch<WIDE>()];
+        moq_chunk v[batch<WIDE>()];
         load_turns<WIDE>(a, &r, 0, turn, v);
 #pragma unroll
         for (int i = 0; i < batch<WIDE>(); i++)
-            most = max(most, moq_chunk_amax<WIDE>(&v[i], a->x.dtype));
+            most = max(most, moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype));
     }
     return most;
 }
@@ -273,14 +282,14 @@ static __device__ void quantize_pass(const decode_args *a, int pass, bool find, 
                                      uint32_t *amax, float *scale, float *own) {
     int first = pass * a->pass_steps * STEP, columns = min(a->pass_steps * STEP, a->k - first);
     row_share r = share_of(a->m, columns);
-    moq_chunk<WIDE> v[batch<WIDE>()];
+    moq_chunk v[batch<WIDE>()];
     load_turns<WIDE>(a, &r, first, 0, v);
     if (find) {
         uint32_t part = 0;
         if (a->passes == 1 && (a->k + 511) / 512 * a->m <= CONSUMERS / 32 * batch<WIDE>()) {
 #pragma unroll
             for (int i = 0; i < batch<WIDE>(); i++)
-                part = max(part, moq_chunk_amax<WIDE>(&v[i], a->x.dtype));
+                part = max(part, moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype));
         } else {
             part = lane_amax<WIDE>(a);
         }
@@ -480,7 +489,7 @@ static __device__ __forceinline__ output_terms terms_of(const decode_args *a, se
     t.n = row + t.tile * TILE + t.row;
     t.meant = t.token < a->m && t.n < s.end;
     t.factor = t.meant && MODE != MOQ_INPUT_E4M3_GROUP ? a->output_scale[t.n] : 1.0f;
-    t.bias = t.meant && a->out.bias ? moq_load_one(a->out.bias, t.n, a->out.bias_dtype) : 0.0f;
+    t.bias = t.meant ? moq_load_bias(&a->out, t.n) : 0.0f;
     return t;
 }
 
