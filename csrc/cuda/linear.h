@@ -11,7 +11,8 @@
 extern "C" {
 #endif
 
-/* FP8 weights, up to MOQ_FP8_DECODE_TOKENS rows, K a multiple of 128; sm_90a. */
+/* FP8 weights, x and y of 16 bits, up to MOQ_FP8_DECODE_TOKENS rows, K a multiple of 128; sm_90a.
+ */
 #define MOQ_FP8_DECODE_TOKENS 16
 moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 

@@ -182,25 +182,20 @@ template <int MT> static __device__ __forceinline__ uint32_t code_at(int token, 
     return (uint32_t)(chunk / 32 * (SLICES * MT * 1024) + row * 128 + (chunk % 8 ^ row % 8) * 16);
 }
 
-/* The rows of x, where the compiler knows their width. */
-template <bool WIDE> static __device__ __forceinline__ moq_rows rows_of(const decode_args *a) {
+/* The rows of x, as the compiler does not know them: of 16-bit values. */
+static __device__ __forceinline__ moq_rows rows_of(const decode_args *a) {
     moq_rows x = a->x;
-    x.dtype = WIDE ? MOQ_DT_F32 : x.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
+    x.dtype = x.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
     return x;
 }
 
-/* Turns a lane loads before it uses the first: their latency is paid once. */
-template <bool WIDE> static __device__ __forceinline__ constexpr int batch(void) {
-    return WIDE ? 2 : 4;
-}
+#define BATCH 4 /* turns a lane loads before it uses the first: their latency is paid once */
 
-template <bool WIDE>
 static __device__ __forceinline__ void load_turns(const decode_args *a, const row_share *r,
-                                                  int first, int turn,
-                                                  moq_chunk (&v)[batch<WIDE>()]) {
-    moq_rows x = rows_of<WIDE>(a);
+                                                  int first, int turn, moq_chunk (&v)[BATCH]) {
+    moq_rows x = rows_of(a);
 #pragma unroll
-    for (int i = 0; i < batch<WIDE>(); i++) {
+    for (int i = 0; i < BATCH; i++) {
         int chunk = chunk_of(r, turn + i);
         v[i] = moq_chunk();
         if (turn + i < r->turns && chunk < r->chunks)
@@ -210,14 +205,14 @@ static __device__ __forceinline__ void load_turns(const decode_args *a, const ro
 
 /* Codes of what was loaded. By groups `scale` is [K / 128 of the pass][16], and eight lanes have a
  * group: rows are multiples of 128. */
-template <int MT, int MODE, bool WIDE>
+template <int MT, int MODE>
 static __device__ __forceinline__ void store_turns(const decode_args *a, const row_share *r,
-                                                   int turn, const moq_chunk (&v)[batch<WIDE>()],
+                                                   int turn, const moq_chunk (&v)[BATCH],
                                                    uint32_t codes, float *scale, float own) {
     float inverse = MODE == MOQ_INPUT_E4M3_TENSOR ? __frcp_rn(own) : 0.0f;
-    moq_rows x = rows_of<WIDE>(a);
+    moq_rows x = rows_of(a);
 #pragma unroll
-    for (int i = 0; i < batch<WIDE>(); i++) {
+    for (int i = 0; i < BATCH; i++) {
         int chunk = chunk_of(r, turn + i);
         if (turn + i >= r->turns)
             break;
@@ -229,8 +224,8 @@ static __device__ __forceinline__ void store_turns(const decode_args *a, const r
         } else if (MODE == MOQ_INPUT_E4M3_TOKEN) {
             code = moq_codes_divided(value, own);
         } else {
-            float s = moq_group_scale(
-                __uint_as_float(moq_max_of_lanes(moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype), 8)));
+            float s = moq_group_scale(__uint_as_float(
+                moq_max_of_lanes(moq_chunk_amax_bits(&v[i], false, a->x.dtype), 8)));
             code = moq_codes_divided(value, s);
             if (chunk % 8 == 0 && chunk < r->chunks)
                 scale[chunk / 8 * 16 + r->token] = s;
@@ -241,15 +236,15 @@ static __device__ __forceinline__ void store_turns(const decode_args *a, const r
 }
 
 /* This lane's part of the amax of its token over all of K. */
-template <bool WIDE> static __device__ uint32_t lane_amax(const decode_args *a) {
+static __device__ uint32_t lane_amax(const decode_args *a) {
     row_share r = share_of(a->m, a->k);
     uint32_t most = 0;
-    for (int turn = 0; turn < r.turns; turn += batch<WIDE>()) {
-        moq_chunk v[batch<WIDE>()];
-        load_turns<WIDE>(a, &r, 0, turn, v);
+    for (int turn = 0; turn < r.turns; turn += BATCH) {
+        moq_chunk v[BATCH];
+        load_turns(a, &r, 0, turn, v);
 #pragma unroll
-        for (int i = 0; i < batch<WIDE>(); i++)
-            most = max(most, moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype));
+        for (int i = 0; i < BATCH; i++)
+            most = max(most, moq_chunk_amax_bits(&v[i], false, a->x.dtype));
     }
     return most;
 }
@@ -277,28 +272,28 @@ static __device__ float scale_from(const decode_args *a, uint32_t part, uint32_t
 
 /* Quantizes the columns of a pass. `own`, the scale of this thread's token, is found first where
  * `find` says so; what was loaded for that is kept where it is all there is. */
-template <int MT, int MODE, bool WIDE>
+template <int MT, int MODE>
 static __device__ void quantize_pass(const decode_args *a, int pass, bool find, uint32_t codes,
                                      uint32_t *amax, float *scale, float *own) {
     int first = pass * a->pass_steps * STEP, columns = min(a->pass_steps * STEP, a->k - first);
     row_share r = share_of(a->m, columns);
-    moq_chunk v[batch<WIDE>()];
-    load_turns<WIDE>(a, &r, first, 0, v);
+    moq_chunk v[BATCH];
+    load_turns(a, &r, first, 0, v);
     if (find) {
         uint32_t part = 0;
-        if (a->passes == 1 && (a->k + 511) / 512 * a->m <= CONSUMERS / 32 * batch<WIDE>()) {
+        if (a->passes == 1 && r.turns <= BATCH) {
 #pragma unroll
-            for (int i = 0; i < batch<WIDE>(); i++)
-                part = max(part, moq_chunk_amax_bits(&v[i], WIDE, a->x.dtype));
+            for (int i = 0; i < BATCH; i++)
+                part = max(part, moq_chunk_amax_bits(&v[i], false, a->x.dtype));
         } else {
-            part = lane_amax<WIDE>(a);
+            part = lane_amax(a);
         }
         *own = scale_from<MODE>(a, part, amax, scale);
     }
-    for (int turn = 0; turn < r.turns; turn += batch<WIDE>()) {
+    for (int turn = 0; turn < r.turns; turn += BATCH) {
         if (turn > 0)
-            load_turns<WIDE>(a, &r, first, turn, v);
-        store_turns<MT, MODE, WIDE>(a, &r, turn, v, codes, scale, *own);
+            load_turns(a, &r, first, turn, v);
+        store_turns<MT, MODE>(a, &r, turn, v, codes, scale, *own);
     }
 }
 
@@ -531,7 +526,7 @@ template <int MODE> static __device__ void prefetch_scales(const decode_args *a,
     }
 }
 
-template <int MT, int MODE, bool WIDE>
+template <int MT, int MODE>
 static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t full, uint32_t empty,
                                float *scale, uint32_t *amax) {
     uint32_t ring = shared_address(smem), codes = ring + (uint32_t)a->codes_at;
@@ -561,7 +556,7 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
         for (int pass = 0; pass < a->passes; pass++) {
             if (fresh || given || a->passes > 1) {
                 bool find = fresh && pass == 0 && !given && MODE != MOQ_INPUT_E4M3_GROUP;
-                quantize_pass<MT, MODE, WIDE>(a, pass, find, codes, amax, scale, &own);
+                quantize_pass<MT, MODE>(a, pass, find, codes, amax, scale, &own);
                 fence_async_proxy();
                 barrier_sync(1, CONSUMERS);
             }
@@ -584,7 +579,7 @@ static __device__ void consume(const decode_args *a, uint8_t *smem, uint32_t ful
     }
 }
 
-template <int MT, int MODE, bool WIDE>
+template <int MT, int MODE>
 static __global__ void __launch_bounds__(THREADS, 1)
     fp8_decode(const __grid_constant__ CUtensorMap map, const __grid_constant__ decode_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -603,9 +598,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (threadIdx.x < CONSUMERS) {
         more_registers<112>();
-        consume<MT, MODE, WIDE>(
-            &args, smem, full, empty,
-            MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + args.scales_at) : scale, amax);
+        consume<MT, MODE>(&args, smem, full, empty,
+                          MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + args.scales_at) : scale,
+                          amax);
     } else {
         fewer_registers<24>();
         if (threadIdx.x == CONSUMERS)
@@ -640,22 +635,15 @@ static size_t lay_out(decode_args *a, int tokens, bool groups, int blocks, int l
     }
 }
 
-template <int MT, bool WIDE> static const void *kernel_of(moq_input_mode mode) {
+template <int MT> static const void *kernel_of(moq_input_mode mode) {
     switch (mode) {
     case MOQ_INPUT_E4M3_TENSOR:
-        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TENSOR, WIDE>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TENSOR>;
     case MOQ_INPUT_E4M3_TOKEN:
-        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TOKEN, WIDE>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_TOKEN>;
     default:
-        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_GROUP, WIDE>;
+        return (const void *)fp8_decode<MT, MOQ_INPUT_E4M3_GROUP>;
     }
-}
-
-static const void *kernel_for(const moq_linear_call *call) {
-    moq_input_mode mode = call->spec->input;
-    if (call->spec->dtype == MOQ_DT_F32)
-        return call->m <= 8 ? kernel_of<1, true>(mode) : kernel_of<2, true>(mode);
-    return call->m <= 8 ? kernel_of<1, false>(mode) : kernel_of<2, false>(mode);
 }
 
 extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
@@ -678,7 +666,8 @@ extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *
                             device.shared_per_block);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",
-                         .kernel = kernel_for(call),
+                         .kernel =
+                             call->m <= 8 ? kernel_of<1>(spec->input) : kernel_of<2>(spec->input),
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
                          .shared = shared,
