@@ -121,17 +121,24 @@ def host(rows: Sequence[Row]) -> str:
     """What an eager call costs the host."""
     if not rows:
         return ""
+    order = sorted(rows, key=lambda row: (row["quant_algo"], row["seconds"]))
     body = [
         [
             f"`{row['quant_algo']}`",
             row["peer"],
-            f"{row['seconds'] * 1e6:.2f}",
-            f"{row['best_seconds'] * 1e6:.2f}",
+            row["result"],
+            microseconds(row, ""),
+            microseconds(row, "best_"),
         ]
-        for row in sorted(rows, key=lambda row: (row["quant_algo"], row["seconds"]))
+        for row in order
     ]
-    note = "Microseconds that a call costs the host outside of a graph, one token, result given:"
-    return f"{note}\n\n{lines(['algorithm', 'peer', 'median', 'best'], body, 2)}"
+    note = "Microseconds that a call outside of a graph costs the host, one token:"
+    return f"{note}\n\n{lines(['algorithm', 'peer', 'result', 'median', 'best'], body, 3)}"
+
+
+def microseconds(row: Row, which: str) -> str:
+    """Of a median or a best time."""
+    return f"{row[which + 'seconds'] * 1e6:.2f}"
 
 
 def sustained(rows: Sequence[Row]) -> str:

@@ -153,7 +153,7 @@ def time_limit(tokens: int, floor: float) -> float | None:
 def block_goals(cell: Cell) -> list[Goal]:
     """What holds for products by blocks only."""
     tokens, own = cell.key[1], cell.own
-    torch = next((row for row in cell.peers if row["peer"] == "torch blockwise"), None)
+    torch = next((row for row in cell.peers if row["peer"].startswith("torch blockwise")), None)
     found = []
     if torch and tokens <= FEW_TOKENS[-1][0]:
         ratio = torch["seconds"] / own["seconds"]

@@ -6,7 +6,10 @@ benchmarks/layers.py the data, benchmarks/peers the peers. Quantizing the activa
 
     python -m benchmarks.linear [--quick] [--part i/n] [--algo NAME ...] [--shapes NxK ...] [--tokens M ...]
                                 [--peers PART ...] [--kernels NAME ...] [--compiled] [--json FILE]
+    MOQEXT_PDL=0 python -m benchmarks.linear --peers "no PDL" ...
     python -m benchmarks.linear --merge PART.json ... --json FILE
+
+The second one measures moqext without dependent launch; merged with the first it is a column beside it.
 
 `python -m benchmarks.cuda_page` makes the tables of docs/cuda.md from benchmarks/results/linear_cuda.*.json.
 """
@@ -84,7 +87,7 @@ class Run:
         power: The card's.
         seed: Of the data.
         rows: One for each peer and cell.
-        host: One for each peer: what a call costs the host.
+        host: Two for each peer: what a call costs the host, into a given result and a new one.
         skipped: Who was left out of which cell, and why.
     """
 
@@ -169,10 +172,14 @@ class Run:
     def _measure_host(self, ready: Sequence[Contestant]) -> None:
         for one in ready:
             assert one.bound
-            with variables(one.peer.environment):
-                spent = device.host_seconds(self.torch, one.bound.call, one.weights)
-            about = {"peer": one.peer.name, "quant_algo": one.peer.quant_algo, "kernel": one.bound.kernel}
-            self.host.append(about | {"seconds": spent.seconds, "best_seconds": spent.best_seconds})
+            calls = {"given": one.bound.call, "new": one.bound.fresh}
+            for result, call in calls.items():
+                if call is None:
+                    continue
+                with variables(one.peer.environment):
+                    spent = device.host_seconds(self.torch, call, one.weights)
+                about = {"peer": one.peer.name, "quant_algo": one.peer.quant_algo, "result": result}
+                self.host.append(about | {"seconds": spent.seconds, "best_seconds": spent.best_seconds})
 
     def _add(self, one: Contestant, tokens: int, protocol: str, times: device.Times) -> None:
         assert one.bound
@@ -354,7 +361,7 @@ def main() -> None:
     for shape in part_of(options.shapes, options.part):
         run.measure_shape(shape, sorted(options.tokens), sustained=not options.no_sustained)
     for row in run.host:
-        print(f"host: {row['quant_algo']} {row['peer']} {row['seconds'] * 1e6:.2f} us")
+        print(f"host: {row['quant_algo']} {row['peer']}, {row['result']}: {row['seconds'] * 1e6:.2f} us")
     for row in run.skipped:
         print(f"left out: {row}")
     if options.json:

@@ -117,12 +117,17 @@ def test_everyone_is_told_apart_and_says_why_it_cannot_run(linear: Any) -> None:
         reasons["DeepGEMM"]
     )
     assert all(reason is None or reason for reason in reasons.values())
-    assert {peer.name for peer in linear.select(peers, ["rowwise"])} == {
-        "torch rowwise",
-        "torch rowwise, fast",
-    }
+    chosen = {peer.name for peer in linear.select(peers, ["rowwise"])}
+    assert chosen == {"torch rowwise", "torch rowwise, fast", "torch rowwise, fast, PDL"}
     with pytest.raises(ValueError, match="torch bfloat16"):
         linear.select(peers, ["nobody"])
+
+
+def test_without_dependent_launch_it_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = load("peers.own", monkeypatch).usual
+    assert {peer.name for peer in usual({"MOQEXT_PDL": "0"})} == {"moqext, no PDL"}
+    assert {peer.name for peer in usual({"MOQEXT_PDL": "1"})} == {"moqext"}
+    assert {peer.name for peer in usual({})} == {"moqext"}
 
 
 @pytest.mark.parametrize("seconds, calls", [(1e-6, 160), (10e-6, 100), (60e-6, 20), (5e-4, 8), (4e-3, 4)])
@@ -289,7 +294,9 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
         row("moqext", 3e-3, tokens=8192, protocol="sustained", clock_mhz=1500.0, watts=690.0),
     ]
     result = record(rows) | {
-        "host": [{"peer": "moqext", "quant_algo": "FP8", "seconds": 3e-6, "best_seconds": 2e-6}]
+        "host": [
+            {"peer": "moqext", "quant_algo": "FP8", "result": "given", "seconds": 3e-6, "best_seconds": 2e-6}
+        ]
     }
     text = f"Before.\n{page.BEGIN}\nold\n{page.END}\nAfter.\n"
     files = page.render(text, {"chip": result})
@@ -306,7 +313,7 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
     assert any(
         line.startswith("| 4096 × 4096 | `FP8` | moqext | 8192 | 2.00 ms | 3.00 ms |") for line in lines
     )
-    assert "| `FP8` | moqext | 3.00 | 2.00 |" in lines
+    assert "| `FP8` | moqext | given | 3.00 | 2.00 |" in lines
     assert ElementTree.fromstring(files["cuda.chip.svg"]).tag.endswith("svg")
     assert page.render(files["cuda.md"], {"chip": result}) == files
 

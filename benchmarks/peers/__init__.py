@@ -19,11 +19,13 @@ class Bound(NamedTuple):
         call: Runs one of the peer's weights.
         result: [tokens, out_features] bfloat16, what each call overwrites.
         kernel: What it runs, where it can tell.
+        fresh: The same into a new result, where the peer can do both.
     """
 
     call: Callable[[Any], object]
     result: Any
     kernel: str
+    fresh: Callable[[Any], object] | None = None
 
 
 class Peer(Protocol):

@@ -10,10 +10,12 @@ from typing import Any
 
 from benchmarks.layers import ALGOS, Layer
 from benchmarks.peers import Bound
-from benchmarks.peers.own import Own
+from benchmarks.peers.own import Own, bound
 from moqext.linear import LinearMethod
 
-KERNEL = "cuda:cublaslt_fp8"
+KERNEL = "cuda:cublaslt"
+LEAST_TOKENS = 33
+"""Below, cuBLASLt's first choice stands for it (torch): tuning takes its time."""
 
 
 class Tuned(Own):
@@ -25,10 +27,12 @@ class Tuned(Own):
         return super().missing()
 
     def bind(self, layer: Layer, weights: Sequence[Any], x: Any) -> Bound:
+        if len(x) < LEAST_TOKENS:
+            raise ValueError(f"not tuned for fewer than {LEAST_TOKENS} tokens")
         method = self.method(layer)
         out = x.new_empty(len(x), layer.shape[0])
-        method.tune(x, weights[0])
-        return Bound(lambda weight: method(x, weight, None, out), out, method._plan.backend(len(x)))
+        method.tune([len(x)], weights[0])
+        return bound(method, x, out)
 
 
 PEERS = [Tuned("cuBLASLt, best of 8", algo, {"MOQEXT_KERNEL": KERNEL}) for algo in ALGOS]

@@ -1,7 +1,12 @@
-"""moqext itself, through its public methods: as its plan chooses, without dependent launch, or one kernel."""
+"""moqext itself, through its public methods: as its plan chooses, or one kernel by name.
+
+A process with MOQEXT_PDL=0 measures it without dependent launch, under another name: the variable is read
+once.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +45,17 @@ class Own:
 
     def bind(self, layer: Layer, weights: Sequence[Any], x: Any) -> Bound:
         method = self.method(layer)
-        out = x.new_empty(len(x), layer.shape[0])
-        return Bound(lambda weight: method(x, weight, None, out), out, method._plan.backend(len(x)))
+        return bound(method, x, x.new_empty(len(x), layer.shape[0]))
+
+
+def bound(method: LinearMethod, x: Any, out: Any) -> Bound:
+    """A method that runs x."""
+    return Bound(
+        lambda weight: method(x, weight, None, out),
+        out,
+        method._plan.backend(len(x)),
+        lambda weight: method(x, weight),
+    )
 
 
 def forced(kernel: str) -> list[Own]:
@@ -49,4 +63,9 @@ def forced(kernel: str) -> list[Own]:
     return [Own(f"{NAME}, {kernel}", algo, {"MOQEXT_KERNEL": kernel}) for algo in ALGOS]
 
 
-PEERS = [Own(NAME, algo) for algo in ALGOS] + [Own(WITHOUT_PDL, algo, {"MOQEXT_PDL": "0"}) for algo in ALGOS]
+def usual(environment: Mapping[str, str]) -> list[Own]:
+    """As the plan chooses, one for each algorithm."""
+    return [Own(WITHOUT_PDL if environment.get("MOQEXT_PDL") == "0" else NAME, algo) for algo in ALGOS]
+
+
+PEERS = usual(os.environ)

@@ -3,7 +3,8 @@
 `_scaled_mm` is cuBLASLt with its first choice of an algorithm, which gets the 32 MiB of workspace that the
 library asks for on Hopper (`WORKSPACE`, to be set before torch is imported). Its sums are promoted to
 float32, or kept in the tensor cores' 14 bits ("fast"). x is quantized by the Triton kernels beside this file,
-or by what `torch.compile` makes of the formulas ("compiled").
+which may overlap with the product before them ("PDL"), or by what `torch.compile` makes of the formulas
+("compiled": never faster, so not among the usual peers).
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ class Bfloat16:
 
     def bind(self, layer: Layer, weights: Sequence[Any], x: Any) -> Bound:
         out = x.new_empty(len(x), layer.shape[0])
-        return Bound(lambda weight: layer.torch.mm(x, weight, out=out), out, "torch:mm")
+        return Bound(
+            lambda weight: layer.torch.mm(x, weight, out=out),
+            out,
+            "torch:mm",
+            lambda weight: layer.torch.mm(x, weight),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,14 @@ class ScaledProduct:
 
     quant_algo: str
     fast: bool
+    pdl: bool = False
     compiled: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return (
-            NAMES[self.quant_algo] + (", fast" if self.fast else "") + (", compiled" if self.compiled else "")
-        )
+        options = {"fast": self.fast, "PDL": self.pdl, "compiled": self.compiled}
+        return ", ".join([NAMES[self.quant_algo], *(name for name, chosen in options.items() if chosen)])
 
     def missing(self) -> str | None:
         return missing_module("torch", "triton")
@@ -77,7 +83,11 @@ class ScaledProduct:
         rows = len(x)
         if self.quant_algo == "FP8_PB_WO":
             rows = -(-rows // 4) * 4  # cuBLASLt wants groups of four rows
-        quantize = (compiled_quantization if self.compiled else quantization)(layer, x, rows)
+        quantize = (
+            compiled_quantization(layer, x, rows)
+            if self.compiled
+            else quantization(layer, x, rows, pdl=self.pdl)
+        )
         scale = weight_scale(layer)
         out = x.new_empty(rows, layer.shape[0])
 
@@ -102,7 +112,7 @@ def weight_scale(layer: Layer) -> Any:
     return padded[:, : blocks.shape[1]].T
 
 
-def quantization(layer: Layer, x: Any, rows: int) -> Callable[[], tuple[Any, Any]]:
+def quantization(layer: Layer, x: Any, rows: int, pdl: bool = False) -> Callable[[], tuple[Any, Any]]:
     """Quantizes x in Triton, into the same buffers every time: e4m3 [rows, K] and its scales."""
     from benchmarks.peers import triton_quantize as kernels
 
@@ -110,12 +120,12 @@ def quantization(layer: Layer, x: Any, rows: int) -> Callable[[], tuple[Any, Any
     codes = x.new_zeros(rows, x.shape[1], dtype=torch.float8_e4m3fn)
     if layer.quant_algo == "FP8":
         inverse = 1 / layer.input_scale
-        return lambda: (kernels.quantize_static(x, inverse, codes), (codes, layer.input_scale))[1]
+        return lambda: (kernels.quantize_static(x, inverse, codes, pdl), (codes, layer.input_scale))[1]
     if layer.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN":
         scales = x.new_ones(rows, 1, dtype=torch.float32)
-        return lambda: (kernels.quantize_token(x, codes, scales), (codes, scales))[1]
+        return lambda: (kernels.quantize_token(x, codes, scales, pdl), (codes, scales))[1]
     groups = x.new_ones(x.shape[1] // 128, rows, dtype=torch.float32)
-    return lambda: (kernels.quantize_group(x, codes, groups), (codes, groups.T))[1]
+    return lambda: (kernels.quantize_group(x, codes, groups, pdl), (codes, groups.T))[1]
 
 
 def compiled_quantization(layer: Layer, x: Any, rows: int) -> Callable[[], tuple[Any, Any]]:
@@ -134,6 +144,7 @@ def compiled_quantization(layer: Layer, x: Any, rows: int) -> Callable[[], tuple
 PEERS = [
     Bfloat16(),
     *(ScaledProduct(algo, fast) for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN") for fast in (True, False)),
-    ScaledProduct("FP8_PB_WO", fast=False),
+    *(ScaledProduct(algo, True, pdl=True) for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")),
+    *(ScaledProduct("FP8_PB_WO", False, pdl=pdl) for pdl in (False, True)),
 ]
 COMPILED = [ScaledProduct(algo, algo != "FP8_PB_WO", compiled=True) for algo in NAMES]
