@@ -243,11 +243,11 @@ class BuildExt(build_ext):
                 define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
             ],
             "absent.c": [define("MOQ_CUDA_WHY_NOT", why_not)],
+            "absent_cublaslt.c": [define("MOQ_CUBLASLT_WHY_NOT", why_not or "no cublasLt.h")],
         }
-        sources = [Path(source) for source in ext.sources if not (toolkit and source.endswith("absent.c"))]
+        sources = [Path(source) for source in ext.sources] + stand_ins(toolkit)
         units = [self.c_unit(ext, path, facts.get(path.name, [])) for path in sources]
-        if toolkit:
-            units += [self.cuda_unit(toolkit, path, archs) for path in sorted(Path("csrc/cuda").glob("*.cu"))]
+        units += [self.cuda_unit(toolkit, path, archs) for path in cuda_sources(toolkit)]
         compile_all(units)
         self.compiler.link_shared_object(
             [str(unit.target) for unit in units],
@@ -296,7 +296,6 @@ class BuildExt(build_ext):
             "-std=c++17",
             "-t0",
             "--compress-mode=size",
-            define("MOQ_CUBLASLT", int(toolkit.cublaslt)),
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "device.cu" else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
@@ -306,6 +305,19 @@ class BuildExt(build_ext):
     def target(self, source):
         """The object of `source`; its suffix keeps device.c and device.cu apart."""
         return Path(self.build_temp, source.with_suffix(source.suffix + ".o"))
+
+
+def cuda_sources(toolkit):
+    """The files of csrc/cuda that `toolkit` (None: there is none) can compile."""
+    sources = sorted(Path("csrc/cuda").glob("*.cu")) if toolkit else []
+    return [path for path in sources if toolkit.cublaslt or "cublaslt" not in path.stem]
+
+
+def stand_ins(toolkit):
+    """What takes the place of the others: the same functions, which fail with the reason."""
+    absent = [] if toolkit else ["absent.c"]
+    absent += [] if toolkit and toolkit.cublaslt else ["absent_cublaslt.c"]
+    return [Path("csrc/cuda", name) for name in absent]
 
 
 def numpy_include():
@@ -346,7 +358,7 @@ def extension():
         sources = [path for path in sources if not path.stem.endswith(X86_ENDS)]
     return Extension(
         "moqext._C",
-        sources=[str(path) for path in sources] + ["csrc/cuda/absent.c"],
+        sources=[str(path) for path in sources],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
         py_limited_api=True,

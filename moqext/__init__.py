@@ -25,7 +25,7 @@ from moqext.checkpoint import Checkpoint
 from moqext.config import Conflict, LayerQuant, QuantConfig, detect
 from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
-from moqext.linear import LinearMethod, ParamSpec
+from moqext.linear import LinearMethod, ParamSpec, Timing
 from moqext.load import Layer
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
@@ -48,6 +48,7 @@ __all__ = [
     "Problem",
     "Projection",
     "QuantConfig",
+    "Timing",
     "UnsupportedQuantization",
     "__version__",
     "detect",

@@ -30,6 +30,24 @@ class ParamSpec(NamedTuple):
     required: bool
 
 
+class Timing(NamedTuple):
+    """What a kernel took in `LinearMethod.tune`.
+
+    Attributes:
+        tokens: Rows of x.
+        kernel: "family:name".
+        variant: Which of the kernel's ways to do it, e.g. of cuBLASLt's algorithms; 0 where there is one.
+        seconds: Median of a call, on the device's clock where it runs on one.
+        chosen: Whether the method uses it from now on.
+    """
+
+    tokens: int
+    kernel: str
+    variant: int
+    seconds: float
+    chosen: bool
+
+
 class LinearMethod:
     """A linear layer y = x Wᵀ + bias whose weight W is quantized.
 
@@ -155,6 +173,32 @@ class LinearMethod:
             RuntimeError: x asks for a gradient, which this operation does not have.
         """
         return self._plan.run(x, params, bias, out, stream)
+
+    def tune(self, tokens: Sequence[int], params: Mapping[str, Any]) -> list[Timing]:
+        """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.
+
+        Without it a kernel is chosen by an estimate, and cuBLASLt by its own. A choice holds for this method
+        (copies know nothing of it) and the numbers of tokens near the one measured: those that round up to
+        the same one of eight between powers of two. Results may change in their last bits. It takes a
+        second or so for a number, memory for as many copies of the weight as keep it out of the caches,
+        and waits for the device.
+
+        Args:
+            tokens: Numbers of rows of x, each measured alone on random values.
+            params: What `prepare` returned.
+
+        Returns:
+            All measurements, by number of tokens and then by time.
+
+        Raises:
+            ValueError: A number of tokens below 1, more than 64 different ones, parameters that do not fit.
+        """
+        timings = []
+        for count in tokens:
+            measured = self._plan.measure(count, params)
+            self._plan.keep(count, *measured[0][:2])
+            timings += [Timing(count, *row, chosen=row is measured[0]) for row in measured]
+        return timings
 
     @property
     def backend(self) -> str:

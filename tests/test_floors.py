@@ -129,6 +129,8 @@ PROCESS_WIDE = {
     "csrc/cpu/openmp.c",
     "csrc/cpu/scratch.c",
     "csrc/cpu/threads.c",
+    "csrc/cuda/cublaslt.cu",  # the library and its handles
+    "csrc/cuda/cublaslt_matmul.cu",  # the algorithms that it proposed
     "csrc/cuda/device.cu",  # the device table, under its lock
     "csrc/cuda/tensor_map.cu",  # an entry point of the driver
 }  # facts of the machine and of the process

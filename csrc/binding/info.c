@@ -1,5 +1,6 @@
 /* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
 #include "binding/args.h"
+#include "binding/cublaslt.h"
 
 #include "cpu/isa.h"
 #include "cpu/openmp.h"
@@ -62,6 +63,17 @@ static PyObject *openmp(PyObject *module, PyObject *unused) {
     return Py_BuildValue("zz", omp ? omp->path : NULL, reason);
 }
 
+static PyObject *cublaslt(PyObject *module, PyObject *unused) {
+    char reason[256];
+    (void)module;
+    (void)unused;
+    const moq_cublaslt *found = moq_cublaslt_find_in_path(reason, sizeof reason);
+    if (!found)
+        return Py_BuildValue("OOs", Py_None, Py_None, reason);
+    return Py_BuildValue("s(iii)O", found->path, found->version / 10000, found->version / 100 % 100,
+                         found->version % 100, Py_None);
+}
+
 static PyObject *kernels(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);
     const moq_linear_kernel *kernel;
@@ -105,6 +117,8 @@ static PyMethodDef METHODS[] = {
     {"set_num_threads", set_num_threads, METH_O, "set_num_threads(count): 0 is the default"},
     {"openmp", openmp, METH_NOARGS,
      "openmp() -> (path of the OpenMP runtime or None, reason why there is none or None)"},
+    {"cublaslt", cublaslt, METH_NOARGS,
+     "cublaslt() -> (path of the library or None, its version or None, reason or None); opens it"},
     {"kernels", kernels, METH_NOARGS,
      "kernels() -> list of str: family:name of every linear kernel"},
     {"cuda_devices", cuda_devices, METH_NOARGS,

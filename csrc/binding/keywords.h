@@ -15,6 +15,7 @@
     X(group_size)                                                                                  \
     X(in_features)                                                                                 \
     X(input_scale)                                                                                 \
+    X(kernel)                                                                                 \
     X(module)                                                                                      \
     X(name)                                                                                        \
     X(out)                                                                                         \
@@ -35,6 +36,8 @@
     X(shards)                                                                                      \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
+    X(tokens)                                                                                      \
+    X(variant)                                                                                      \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \

@@ -2,8 +2,9 @@
  *
  * The object holds a spec and a plan and no tensor; weights live in dicts of ordinary tensors that
  * the caller owns. moqext.LinearMethod is its documented face. */
-#include "ops/linear.h"
+#include "binding/linear.h"
 #include "binding/args.h"
+#include "binding/cublaslt.h"
 #include "binding/numpy.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
@@ -13,14 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct {
-    PyObject_HEAD
-    moq_linear_spec spec;
-    moq_linear_plan plan;
-    int param_count; /* of the prepared form */
-    moq_param_spec param[MOQ_MAX_PARAMS];
-} plan_object;
-
 /* The keys under which mappings hold the tensors of a layer. */
 static const moq_keyword PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_WEIGHT] = KW_weight,
@@ -29,10 +22,6 @@ static const moq_keyword PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_OUTPUT_SCALE] = KW_output_scale,
     [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
 };
-
-static moq_state *state_of(PyObject *self) {
-    return (moq_state *)PyType_GetModuleState(Py_TYPE(self));
-}
 
 /* ---- construction ---- */
 
@@ -77,7 +66,7 @@ static int parse_partitions(PyObject *value, int64_t *partitions) {
 static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
                           const moq_linear_plan *plan) {
     allocfunc allocate = (allocfunc)PyType_GetSlot(state->linear_plan_type, Py_tp_alloc);
-    plan_object *self = (plan_object *)allocate(state->linear_plan_type, 0);
+    moq_plan_object *self = (moq_plan_object *)allocate(state->linear_plan_type, 0);
     if (self) {
         self->spec = *spec;
         self->plan = *plan;
@@ -98,6 +87,9 @@ static const moq_signature LINEAR_PLAN = {"linear_plan",
 static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *spec) {
     moq_err err;
     if (moq_arg_absent(capability)) {
+        char reason[256]; /* the target has it */
+        if (spec->device.kind == MOQ_CUDA)
+            moq_cublaslt_find_in_path(reason, sizeof reason);
         Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
         spec->target = moq_find_target(spec->device);
         Py_END_ALLOW_THREADS
@@ -166,25 +158,26 @@ static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
     moq_param_spec params[MOQ_MAX_PARAMS];
     (void)unused;
     return describe_params(params,
-                           moq_linear_checkpoint_params(&((plan_object *)self)->spec, params));
+                           moq_linear_checkpoint_params(&((moq_plan_object *)self)->spec, params));
 }
 
 static PyObject *prepared_params(PyObject *self, PyObject *unused) {
     (void)unused;
-    return describe_params(((plan_object *)self)->param, ((plan_object *)self)->param_count);
+    return describe_params(((moq_plan_object *)self)->param,
+                           ((moq_plan_object *)self)->param_count);
 }
 
 static PyObject *backend(PyObject *self, PyObject *rows) {
-    plan_object *plan = (plan_object *)self;
+    moq_plan_object *plan = (moq_plan_object *)self;
     int64_t m;
     if (moq_arg_int(rows, "tokens", 0, INT64_MAX, &m) < 0)
         return NULL;
-    const moq_linear_kernel *kernel = moq_linear_pick(&plan->plan, &plan->spec, m);
+    const moq_linear_kernel *kernel = moq_linear_pick(&plan->plan, &plan->spec, m).kernel;
     return PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
 }
 
 static PyObject *explain(PyObject *self, PyObject *unused) {
-    const moq_linear_spec *spec = &((plan_object *)self)->spec;
+    const moq_linear_spec *spec = &((moq_plan_object *)self)->spec;
     PyObject *list = PyList_New(0);
     const moq_linear_kernel *kernel;
     (void)unused;
@@ -202,25 +195,25 @@ static PyObject *explain(PyObject *self, PyObject *unused) {
 
 static PyObject *quant_algo(PyObject *self, void *unused) {
     (void)unused;
-    return PyUnicode_FromString(((plan_object *)self)->spec.algo);
+    return PyUnicode_FromString(((moq_plan_object *)self)->spec.algo);
 }
 
 static PyObject *group_size(PyObject *self, void *unused) {
-    int32_t group = ((plan_object *)self)->spec.group_size;
+    int32_t group = ((moq_plan_object *)self)->spec.group_size;
     (void)unused;
     return group ? PyLong_FromLong(group) : Py_NewRef(Py_None);
 }
 
 static PyObject *dtype(PyObject *self, void *unused) {
     (void)unused;
-    return PyUnicode_FromString(moq_dtype_name(((plan_object *)self)->spec.dtype));
+    return PyUnicode_FromString(moq_dtype_name(((moq_plan_object *)self)->spec.dtype));
 }
 
 static PyObject *device(PyObject *self, void *unused) {
     char text[32];
     (void)unused;
     return PyUnicode_FromString(
-        moq_device_text(((plan_object *)self)->spec.device, text, sizeof text));
+        moq_device_text(((moq_plan_object *)self)->spec.device, text, sizeof text));
 }
 
 /* ---- shared by prepare and run ---- */
@@ -430,8 +423,8 @@ static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *
     return check_device(spec, arg) < 0 ? -1 : refuse_overlaps(p, arg);
 }
 
-static int open_outputs(moq_state *state, const plan_object *self, PyObject *out, prepare_args *p,
-                        moq_linear_params *params) {
+static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,
+                        prepare_args *p, moq_linear_params *params) {
     if (!moq_arg_absent(out) && check_mapping(out, "out") < 0)
         return -1;
     for (int i = 0; i < self->param_count; i++) {
@@ -479,8 +472,8 @@ static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p,
     return result;
 }
 
-static PyObject *prepare_with(moq_state *state, plan_object *self, PyObject *sources, PyObject *out,
-                              prepare_args *p) {
+static PyObject *prepare_with(moq_state *state, moq_plan_object *self, PyObject *sources,
+                              PyObject *out, prepare_args *p) {
     moq_linear_params params = {0};
     int status = -1;
     if (take_sources(state, &self->spec, sources, p) == 0 &&
@@ -493,42 +486,35 @@ static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
 
 static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *kwnames) {
-    moq_state *state = state_of(self);
+    moq_state *state = moq_plan_state(self);
     PyObject *v[2];
     if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
         return NULL;
     prepare_args *p = calloc(1, sizeof *p);
     if (!p)
         return PyErr_NoMemory();
-    PyObject *result = prepare_with(state, (plan_object *)self, v[0], v[1], p);
+    PyObject *result = prepare_with(state, (moq_plan_object *)self, v[0], v[1], p);
     release_prepare(p);
     return result;
 }
 
 /* ---- run ---- */
 
-/* What a call reads, one after the other, and what it writes. */
-typedef struct {
-    moq_arg in[2 + MOQ_MAX_PARAMS]; /* x first */
-    int count;
-    moq_arg y;
-} run_args;
-
-static void release_run(run_args *a) {
+void moq_run_release(moq_run_args *a) {
     for (int i = 0; i < a->count; i++)
         moq_arg_release(&a->in[i]);
 }
 
 /* The next input, or NULL with an exception. */
 static moq_arg *take_next(moq_state *state, const moq_linear_spec *spec, PyObject *object,
-                          const char *name, moq_dtype dtype, run_args *a) {
+                          const char *name, moq_dtype dtype, moq_run_args *a) {
     if (take(state, spec, object, name, dtype, false, &a->in[a->count]) < 0)
         return NULL;
     return &a->in[a->count++];
 }
 
-static int take_params(moq_state *state, const plan_object *self, PyObject *mapping, run_args *a,
-                       moq_linear_params *params) {
+int moq_run_take_params(moq_state *state, const moq_plan_object *self, PyObject *mapping,
+                        moq_run_args *a, moq_linear_params *params) {
     if (check_mapping(mapping, "params") < 0)
         return -1;
     for (int i = 0; i < self->param_count; i++) {
@@ -549,7 +535,8 @@ static int take_params(moq_state *state, const plan_object *self, PyObject *mapp
 }
 
 /* y: `out`, apart from everything that is read, or a new tensor of x's kind. */
-static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject *out, run_args *a) {
+static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                        moq_run_args *a) {
     int64_t shape[MOQ_MAX_NDIM];
     const moq_arg *x = &a->in[0];
     moq_err err;
@@ -565,8 +552,8 @@ static PyObject *open_y(moq_state *state, const moq_linear_spec *spec, PyObject 
 }
 
 /* The bias, or *bias = NULL where there is none. */
-static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *object, run_args *a,
-                     const moq_tensor **bias) {
+static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *object,
+                     moq_run_args *a, const moq_tensor **bias) {
     *bias = NULL;
     if (moq_arg_absent(object))
         return 0;
@@ -605,14 +592,15 @@ static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *y) {
     return status == MOQ_OK ? 0 : -1;
 }
 
-static PyObject *run_with(moq_state *state, const plan_object *self, PyObject **v, run_args *a) {
+static PyObject *run_with(moq_state *state, const moq_plan_object *self, PyObject **v,
+                          moq_run_args *a) {
     const moq_linear_spec *spec = &self->spec;
     const moq_tensor *bias;
     moq_linear_params params = {0};
     moq_linear_job job;
     moq_err err;
     if (!take_next(state, spec, v[0], "x", spec->dtype, a) ||
-        take_params(state, self, v[1], a, &params) < 0 ||
+        moq_run_take_params(state, self, v[1], a, &params) < 0 ||
         take_bias(state, spec, v[2], a, &bias) < 0)
         return NULL;
     void *stream;
@@ -654,15 +642,15 @@ static int refuse_gradient(moq_state *state, PyObject *x) {
 static const moq_signature RUN = {"run", 5, 2, 5, {KW_x, KW_params, KW_bias, KW_out, KW_stream}};
 
 static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, PyObject *kwnames) {
-    moq_state *state = state_of(self);
+    moq_state *state = moq_plan_state(self);
     PyObject *v[5];
-    run_args a;
+    moq_run_args a;
     a.count = 0;
     if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0 ||
         refuse_gradient(state, v[0]) < 0)
         return NULL;
-    PyObject *result = run_with(state, (plan_object *)self, v, &a);
-    release_run(&a);
+    PyObject *result = run_with(state, (moq_plan_object *)self, v, &a);
+    moq_run_release(&a);
     return result;
 }
 
@@ -687,6 +675,10 @@ static PyMethodDef PLAN_METHODS[] = {
      "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, bias=None, out=None, stream=None) -> y"},
+    {"measure", (PyCFunction)(void (*)(void))moq_plan_measure, METH_FASTCALL | METH_KEYWORDS,
+     "measure(tokens, params) -> list of (kernel, variant, seconds), the fastest first"},
+    {"keep", (PyCFunction)(void (*)(void))moq_plan_keep, METH_FASTCALL | METH_KEYWORDS,
+     "keep(tokens, kernel, variant): what runs about so many tokens from now on"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -708,7 +700,7 @@ static PyType_Slot PLAN_SLOTS[] = {
 
 static PyType_Spec PLAN_TYPE = {
     .name = "moqext._C.LinearPlan",
-    .basicsize = sizeof(plan_object),
+    .basicsize = sizeof(moq_plan_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = PLAN_SLOTS,
 };

@@ -155,6 +155,13 @@ int64_t moq_linear_scale_columns(const moq_linear_spec *spec) {
     return spec->group_size ? ceil_div(spec->in_features, spec->group_size) : 1;
 }
 
+int64_t moq_token_bucket(int64_t m) {
+    int64_t step = 1;
+    while (m >= 16 * step)
+        step *= 2;
+    return ceil_div(m, step) * step;
+}
+
 static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_WEIGHT] = "weight",
     [MOQ_PARAM_WEIGHT_SCALE] = "weight_scale",

@@ -39,8 +39,9 @@ typedef enum {
 typedef struct {
     int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU or no device */
     int32_t sm_count;
-    bool assumed;      /* named by the caller; nobody looked whether it is there */
-    char missing[160]; /* why no CUDA kernel can run on it; empty if one can */
+    bool assumed;               /* named by the caller; nobody looked whether it is there */
+    char missing[160];          /* why no CUDA kernel can run on it; empty if one can */
+    char cublaslt_missing[160]; /* why cuBLASLt cannot be used; empty if it can */
 } moq_target;
 
 typedef struct {
@@ -103,6 +104,10 @@ int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *para
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size);
 const char *moq_compute_name(moq_compute compute);
 
+/* The number of tokens that stands for m where something is chosen once for several: m rounded up,
+ * to one of at most eight between powers of two. */
+int64_t moq_token_bucket(int64_t m);
+
 /* One call of a prepared linear: everything a kernel reads and writes, already checked. On the CPU
  * x may have any strides, and the rows of y are contiguous. On CUDA both are matrices of contiguous
  * rows, and those of x, like the weight, begin at addresses that are multiples of 16. */
@@ -117,6 +122,7 @@ typedef struct {
     const float *input_scale;  /* [partitions], or NULL: dynamic */
     const void *bias;          /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
+    int32_t variant; /* of a kernel that has several ways to do the same; 0 is its own choice */
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
     void *workspace; /* of the bytes that the kernel's row of the plan table asks for, or NULL */
 } moq_linear_call;

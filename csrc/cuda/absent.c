@@ -141,3 +141,32 @@ moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err) {
     (void)q;
     return absent(err);
 }
+
+moq_status moq_cuda_make_stream(void **stream, moq_err *err) {
+    (void)stream;
+    return absent(err);
+}
+
+void moq_cuda_end_stream(void *stream) {
+    (void)stream;
+}
+
+moq_status moq_cuda_record(void *stream, moq_status (*work)(void *data, moq_err *err), void *data,
+                           void **graph, moq_err *err) {
+    (void)stream;
+    (void)work;
+    (void)data;
+    (void)graph;
+    return absent(err);
+}
+
+moq_status moq_cuda_replay(void *graph, void *stream, double *seconds, moq_err *err) {
+    (void)graph;
+    (void)stream;
+    (void)seconds;
+    return absent(err);
+}
+
+void moq_cuda_forget(void *graph) {
+    (void)graph;
+}

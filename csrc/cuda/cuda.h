@@ -53,6 +53,17 @@ moq_status moq_cuda_download(void *host, const void *memory, size_t bytes, void 
 moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream, moq_err *err);
 moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *stream, moq_err *err);
 
+/* A stream to measure in, made when the current device has done all its work, and ended when the
+ * stream has; ending NULL is nothing. */
+moq_status moq_cuda_make_stream(void **stream, moq_err *err);
+void moq_cuda_end_stream(void *stream);
+/* Records what `work` queues on the stream; replays it, waits, and tells the seconds it took on the
+ * device; forgets it. Forgetting NULL is nothing. */
+moq_status moq_cuda_record(void *stream, moq_status (*work)(void *data, moq_err *err), void *data,
+                           void **graph, moq_err *err);
+moq_status moq_cuda_replay(void *graph, void *stream, double *seconds, moq_err *err);
+void moq_cuda_forget(void *graph);
+
 #ifdef __cplusplus
 }
 #endif

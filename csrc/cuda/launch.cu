@@ -18,14 +18,14 @@ static bool wants_sync(void) {
     return text && *text && *text != '0';
 }
 
-static moq_status wait_for(const moq_launch *launch, moq_err *err) {
-    if (!wants_sync() || moq_cuda_is_capturing(launch->stream))
+moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) {
+    if (!wants_sync() || moq_cuda_is_capturing(stream))
         return MOQ_OK;
-    cudaError_t status = cudaStreamSynchronize(launch->stream);
+    cudaError_t status = cudaStreamSynchronize(stream);
     if (status == cudaSuccess)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_INTERNAL,
-                    "%s: %s (%s); it may come from earlier work on this device", launch->what,
+                    "%s: %s (%s); it may come from earlier work on this device", what,
                     cudaGetErrorString(status), cudaGetErrorName(status));
 }
 
@@ -46,5 +46,5 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
                                                     (int)launch->shared),
                                launch->what, err));
     MOQ_TRY(moq_cuda_check(cudaLaunchKernelExC(&config, launch->kernel, args), launch->what, err));
-    return wait_for(launch, err);
+    return moq_cuda_settle(launch->stream, launch->what, err);
 }

@@ -22,8 +22,11 @@ typedef struct {
 /* MOQ_ERR_INTERNAL naming the operation, where `status` is an error. */
 moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err);
 
-/* Launches with `args`, pointers to the parameters in order. With MOQEXT_SYNC=1, and outside of a
- * capture, waits for the kernel, so that an asynchronous error names the operation it came from. */
+/* With MOQEXT_SYNC=1, and outside of a capture, waits for what was launched last, so that an
+ * asynchronous error names the operation it came from. */
+moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
+
+/* Launches with `args`, pointers to the parameters in order, and settles. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 
 #endif

@@ -20,6 +20,23 @@ moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
+/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt, chosen
+ * among as many algorithms as it proposes for the call. */
+int64_t moq_cublaslt_workspace(const moq_linear_call *call);
+moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
+int moq_cublaslt_variants(const moq_linear_call *call);
+
+/* Whether it multiplies partition by partition: where each has a scale of its own for all of x, or
+ * begins a block of scales where a fused matrix would not. Each is then a multiple of 16. */
+static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
+        return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1;
+    for (int i = 0; i + 1 < spec->partition_count; i++)
+        if (spec->partition[i] % 128 != 0)
+            return true;
+    return false;
+}
+
 #ifdef __cplusplus
 }
 #endif

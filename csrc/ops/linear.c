@@ -240,7 +240,9 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
     job->workspace = 0;
     if (job->call.m == 0)
         return MOQ_OK;
-    job->kernel = moq_linear_pick(plan, spec, job->call.m);
+    moq_linear_choice choice = moq_linear_pick(plan, spec, job->call.m);
+    job->kernel = choice.kernel;
+    job->call.variant = choice.variant;
     MOQ_TRY(check_kernel(job, err));
     if (spec->device.kind != MOQ_CUDA)
         return MOQ_OK;

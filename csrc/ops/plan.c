@@ -98,8 +98,8 @@ static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
 
 /* FP8 tensor cores of Hopper keep about 14 bits of the sums of 128 columns: far finer than 16-bit
  * outputs, coarser than float32 ones. */
-static bool on_fp8_cores(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_sm90(spec, reason, size) || !is_fp8(spec, reason, size))
+static bool suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!is_fp8(spec, reason, size))
         return false;
     if (spec->dtype != MOQ_DT_F32)
         return true;
@@ -108,7 +108,7 @@ static bool on_fp8_cores(const moq_linear_spec *spec, char *reason, size_t size)
 }
 
 static bool can_run_fp8_decode(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_fp8_cores(spec, reason, size))
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size))
         return false;
     if (spec->in_features % MOQ_FP8_BLOCK == 0)
         return true;
@@ -150,6 +150,51 @@ static double cost_simt(const moq_linear_spec *spec, int64_t m) {
     return 5e-6 + 1e-6 * steps + weights / 1e12 + weights * (double)m / 1e13;
 }
 
+/* ---- cuBLASLt ---- */
+
+/* It multiplies FP8 by one scale of each operand since compute capability 8.9, by any others on 9.0
+ * alone. */
+static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) {
+    int capability = (int)spec->target.capability;
+    bool tensor = spec->input == MOQ_INPUT_E4M3_TENSOR;
+    if (capability == 90 || (tensor && capability >= 89))
+        return true;
+    snprintf(reason, size, "%s scales need compute capability %s, this device has %d.%d",
+             tensor ? "FP8 with tensor" : "FP8 with token and block", tensor ? "8.9" : "9.0",
+             capability / 10, capability % 10);
+    return false;
+}
+
+static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
+    if (size_of % 16 == 0)
+        return true;
+    snprintf(reason, size, "needs %s to be a multiple of 16, got %lld", what, (long long)size_of);
+    return false;
+}
+
+static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_cuda(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
+        !has_scaling(spec, reason, size) ||
+        !is_sixteens("in_features", spec->in_features, reason, size) ||
+        !is_sixteens("out_features", spec->out_features, reason, size))
+        return false;
+    for (int i = 0; moq_cublaslt_by_partition(spec) && i < spec->partition_count; i++)
+        if (!is_sixteens("each of out_partitions", spec->partition[i], reason, size))
+            return false;
+    if (!spec->target.cublaslt_missing[0])
+        return true;
+    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
+    return false;
+}
+
+/* Seconds: x quantized, then the tensor cores at 1.2e15 operations a second, or the memory. */
+static double cost_cublaslt(const moq_linear_spec *spec, int64_t m) {
+    double n = (double)spec->out_features, k = (double)spec->in_features;
+    double products = moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
+    double memory = n * k / 4e12, cores = 2 * n * k * (double)m / 1.2e15;
+    return products * 5e-6 + (memory > cores ? memory : cores);
+}
+
 static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -158,6 +203,8 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(amx),
     {"cuda", "sm90_fp8_decode", can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
+    {"cuda", "cublaslt", can_run_cublaslt, cost_cublaslt, moq_cublaslt_workspace,
+     moq_cublaslt_linear, moq_cublaslt_variants},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -215,7 +262,7 @@ static moq_status refuse(const moq_linear_spec *spec, moq_err *err) {
 moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err) {
     char reason[256];
-    plan->count = 0;
+    plan->count = plan->tuned_count = 0;
     if (forced && *forced)
         return plan_forced(spec, forced, plan, err);
     for (int i = 0; i < KERNEL_COUNT; i++) {
@@ -225,12 +272,43 @@ moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
     return plan->count ? MOQ_OK : refuse(spec, err);
 }
 
-const moq_linear_kernel *moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
-                                         int64_t m) {
-    const moq_linear_kernel *best = plan->kernel[0];
+static int find_tuned(const moq_linear_plan *plan, int64_t m) {
+    int64_t bucket = moq_token_bucket(m);
+    int i = 0;
+    while (i < plan->tuned_count && plan->tuned[i].bucket != bucket)
+        i++;
+    return i;
+}
+
+moq_linear_choice moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
+                                  int64_t m) {
+    moq_linear_choice best = {plan->kernel[0], 0};
+    int tuned = plan->tuned_count ? find_tuned(plan, m) : 0;
+    if (tuned < plan->tuned_count)
+        return plan->tuned[tuned].choice;
     for (int i = 1; i < plan->count; i++) {
-        if (plan->kernel[i]->cost(spec, m) < best->cost(spec, m))
-            best = plan->kernel[i];
+        if (plan->kernel[i]->cost(spec, m) < best.kernel->cost(spec, m))
+            best.kernel = plan->kernel[i];
     }
     return best;
+}
+
+moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,
+                           const char *kernel, int32_t variant, moq_err *err) {
+    const moq_linear_kernel *chosen = NULL;
+    for (int i = 0; i < plan->count && !chosen; i++)
+        if (is_named(plan->kernel[i], kernel) && isfinite(plan->kernel[i]->cost(spec, m)))
+            chosen = plan->kernel[i];
+    if (!chosen)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "kernel: expected one of this plan that runs %lld rows, got \"%.64s\"",
+                        (long long)m, kernel);
+    int i = find_tuned(plan, m);
+    if (i == MOQ_MAX_TUNED)
+        return moq_fail(err, MOQ_ERR_VALUE, "tokens: a layer can be tuned for %d numbers",
+                        MOQ_MAX_TUNED);
+    plan->tuned[i].bucket = moq_token_bucket(m);
+    plan->tuned[i].choice = (moq_linear_choice){chosen, variant};
+    plan->tuned_count += i == plan->tuned_count;
+    return MOQ_OK;
 }

@@ -20,11 +20,27 @@ typedef struct {
     /* Bytes of device memory the call works in; NULL for none. */
     int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
+    /* How many ways it has to do the call, 0 to which less one are its `variant`; NULL for one. */
+    int (*variants)(const moq_linear_call *call);
 } moq_linear_kernel;
+
+/* A kernel and one of its variants. */
+typedef struct {
+    const moq_linear_kernel *kernel;
+    int32_t variant;
+} moq_linear_choice;
+
+/* Numbers of tokens for which tuning has chosen. */
+#define MOQ_MAX_TUNED 64
 
 typedef struct {
     int count;
     const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
+    int tuned_count;
+    struct {
+        int64_t bucket; /* moq_token_bucket */
+        moq_linear_choice choice;
+    } tuned[MOQ_MAX_TUNED];
 } moq_linear_plan;
 
 /* The rows of the table; NULL past the last. */
@@ -35,8 +51,14 @@ const moq_linear_kernel *moq_linear_kernel_at(int index);
 moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err);
 
-/* The cheapest kernel of a plan for m rows; never NULL for a plan that was made. */
-const moq_linear_kernel *moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
-                                         int64_t m);
+/* What runs m rows: the choice that was kept for as many, else the cheapest kernel. The kernel is
+ * never NULL for a plan that was made. */
+moq_linear_choice moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
+                                  int64_t m);
+
+/* Keeps a choice for all numbers of rows of m's bucket: a kernel of the plan by its name,
+ * "family:name", that can run m rows. MOQ_ERR_VALUE for others, and where the plan is full. */
+moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,
+                           const char *kernel, int32_t variant, moq_err *err);
 
 #endif

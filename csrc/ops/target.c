@@ -1,6 +1,7 @@
 /* The chip behind a device: see target.h. */
 #include "ops/target.h"
 
+#include "cuda/cublaslt.h"
 #include "cuda/cuda.h"
 
 #include <stdio.h>
@@ -47,6 +48,7 @@ moq_target moq_find_target(moq_device device) {
         snprintf(target.missing, sizeof target.missing,
                  "this build has code for %.64s, none for compute capability %d.%d",
                  moq_cuda_archs(), found.major, found.minor);
+    moq_cublaslt_find(NULL, target.cublaslt_missing, sizeof target.cublaslt_missing);
     return target;
 }
 

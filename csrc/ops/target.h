@@ -4,8 +4,9 @@
 
 #include "core/linear.h"
 
-/* What `device` is. Never fails: where there is no such device, or this build has no code for it,
- * `missing` says so. */
+/* What `device` is, and whether there is cuBLASLt, which is opened for a CUDA device. Never fails:
+ * where there is no such device, or this build has no code for it, `missing` says so, where there
+ * is no cuBLASLt, `cublaslt_missing`. */
 moq_target moq_find_target(moq_device device);
 
 /* A chip that need not be here, in a build with code for it: what a plan would be there.

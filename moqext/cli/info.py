@@ -32,6 +32,7 @@ def collect() -> dict[str, Any]:
     except RuntimeError as error:
         devices, reason = [], str(error)
     openmp, openmp_reason = _C.openmp()
+    cublaslt, cublaslt_version, cublaslt_reason = _C.cublaslt()
     return {
         "version": build["version"],
         "commit": build["commit"],
@@ -47,6 +48,9 @@ def collect() -> dict[str, Any]:
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
         "cuda_built": build["cuda"],
         "cublaslt_built": build["cublaslt"],
+        "cublaslt": cublaslt,
+        "cublaslt_version": ".".join(map(str, cublaslt_version or ())) or None,
+        "cublaslt_reason": cublaslt_reason,
         "cuda_archs": [arch for arch in build["cuda_archs"].split(";") if arch],
         "cuda_devices": devices,
         "cuda_reason": reason,
@@ -79,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
         memory = device["memory"] / 2**30
         name = f"{device['name']}, capability {major}.{minor}, {device['sm_count']} SMs, {memory:.0f} GiB"
         lines.append((f"cuda:{device['index']}", name))
+    if facts["cublaslt_built"]:
+        version = f"{facts['cublaslt_version']}, {facts['cublaslt']}"
+        lines.append(("cublaslt", facts["cublaslt_reason"] or version))
     for key, value in lines:
         print(f"{key:8} {value}")
     return 0

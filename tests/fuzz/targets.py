@@ -18,7 +18,7 @@ ROOT = HERE.parent.parent
 TARGETS = tuple(sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.c")))
 FLOORS = ("core", "cpu", "ops")
 FLAGS = ["-std=gnu11", "-g", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-ffp-contract=off"]
-FLAGS += ['-DMOQ_CUDA_WHY_NOT="a fuzz target"']
+FLAGS += [f'-D{name}="a fuzz target"' for name in ("MOQ_CUDA_WHY_NOT", "MOQ_CUBLASLT_WHY_NOT")]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -88,8 +88,8 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
     flags = [*FLAGS, "-O2" if fuzzer else "-O1", *(SANITIZE if sanitize else [])]
     instrument = ["-fsanitize=fuzzer-no-link"] if fuzzer else []
     sources = [path for floor in FLOORS for path in sorted((ROOT / "csrc" / floor).glob("*.c"))]
-    sources += [ROOT / "csrc" / "cuda" / "absent.c", HERE / "fuzz.c", HERE / "text.c"]
-    sources += [] if fuzzer else [HERE / "replay.c"]
+    sources += sorted((ROOT / "csrc" / "cuda").glob("absent*.c"))
+    sources += [HERE / "fuzz.c", HERE / "text.c", *([] if fuzzer else [HERE / "replay.c"])]
     targets = {name: HERE / f"fuzz_{name}.c" for name in TARGETS}
     out.mkdir(parents=True, exist_ok=True)
     objects = {path: out / f"{path.parent.name}_{path.stem}.o" for path in [*sources, *targets.values()]}

@@ -1,0 +1,297 @@
+/* FP8 linear by cuBLASLt: y[m, n] = round(sum_k sx X[m, k] sw W[n, k] + bias[n]).
+ *
+ * X is quantized into the workspace as the layer prescribes, then multiplied with W as it is:
+ * - one scale of all of x: scalars, the partition's input_scale (or the one found) and the
+ *   output_scale of its first row, which all of its rows have;
+ * - one a token: vectors, sx [m] and output_scale [N];
+ * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
+ *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing.
+ *
+ * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
+ * multiples of 16. Whatever else a caller has, and a number of tokens that was rounded up, goes
+ * through the workspace and one more kernel, which costs the time to move y twice.
+ *
+ * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
+#include "core/formats.h"
+#include "cuda/cublaslt_api.h"
+#include "cuda/launch.h"
+#include "cuda/linear.h"
+#include "cuda/load.h"
+#include "cuda/quantize.h"
+
+#define WHAT "linear FP8 by cuBLASLt"
+/* What the library is given, as NVIDIA recommends for the generation. */
+#define MEMORY_HOPPER  (32 << 20)
+#define MEMORY_EARLIER (4 << 20)
+
+static int64_t round_up(int64_t value, int64_t step) {
+    return (value + step - 1) / step * step;
+}
+
+static moq_scaling scaling_of(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_E4M3_BLOCK  ? MOQ_SCALED_BLOCK
+           : spec->input == MOQ_INPUT_E4M3_TENSOR ? MOQ_SCALED_TENSOR
+                                                  : MOQ_SCALED_VECTOR;
+}
+
+/* ---- the workspace ---- */
+
+/* Offsets of what a call keeps in its workspace. */
+typedef struct {
+    int64_t rows;    /* of codes and of `sums` */
+    int64_t columns; /* of block scales of W: a row of them is that long */
+    int64_t codes, x_scale, input_scale, w_scale, quantize, sums, library, end;
+    int64_t library_bytes;
+    bool moves_scales;  /* w_scale is the layer's, with rows of that length, and aligned */
+    bool aligns_inputs; /* input_scale is the layer's, each at a multiple of 16 bytes */
+    bool fused_bias;    /* the library adds it */
+    bool direct;        /* the library writes y */
+    moq_dtype sums_dtype;
+} layout;
+
+static bool is_aligned(const void *pointer) {
+    return (uintptr_t)pointer % 16 == 0;
+}
+
+/* The next part of the workspace. */
+static int64_t take(layout *l, int64_t bytes) {
+    int64_t at = l->end;
+    l->end = round_up(l->end + bytes, 256);
+    return at;
+}
+
+static void lay_out_results(const moq_linear_call *call, const moq_output *y, layout *l) {
+    int64_t size = (int64_t)moq_dtype_size(y->dtype), n = call->spec->out_features;
+    bool rows_fit =
+        is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
+    l->fused_bias =
+        y->bias && y->dtype != MOQ_DT_F32 && y->bias_dtype == y->dtype && is_aligned(y->bias);
+    l->direct = rows_fit && l->rows == call->m && (!y->bias || l->fused_bias);
+    l->sums_dtype = y->bias && !l->fused_bias ? MOQ_DT_F32 : y->dtype;
+}
+
+static moq_cuda_quantize quantization(const moq_linear_call *call, const layout *l) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = {};
+    q.x = call->x;
+    q.mode = call->spec->input;
+    q.group = MOQ_FP8_BLOCK;
+    q.codes = memory + l->codes;
+    q.code_stride = q.code_columns = call->spec->in_features;
+    q.scales = memory + l->x_scale;
+    q.scale_row = 1;
+    q.scale_group = l->rows;
+    q.given = call->input_scale;
+    q.workspace = memory + l->quantize;
+    q.stream = call->stream;
+    return q;
+}
+
+static layout lay_out(const moq_linear_call *call) {
+    const moq_linear_spec *spec = call->spec;
+    int64_t k = spec->in_features, blocks = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    bool block = scaling_of(spec) == MOQ_SCALED_BLOCK;
+    moq_output y = moq_output_of(call);
+    layout l = {};
+    l.rows = block ? round_up(call->m, 4) : call->m;
+    l.columns = round_up(blocks, 4);
+    l.moves_scales = block ? l.columns != blocks || !is_aligned(call->weight_scale)
+                           : !is_aligned(call->output_scale);
+    l.aligns_inputs =
+        call->input_scale && (spec->partition_count > 1 || !is_aligned(call->input_scale));
+    lay_out_results(call, &y, &l);
+    l.codes = take(&l, l.rows * k);
+    l.x_scale = take(&l, l.rows * (block ? blocks : 1) * 4);
+    l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
+    int64_t scales = block ? moq_linear_block_rows(spec) * l.columns : spec->out_features;
+    l.w_scale = take(&l, l.moves_scales ? scales * 4 : 0);
+    moq_cuda_quantize q = quantization(call, &l);
+    l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
+    l.sums = take(
+        &l, l.direct ? 0 : l.rows * spec->out_features * (int64_t)moq_dtype_size(l.sums_dtype));
+    l.library_bytes = spec->target.capability >= 90 ? MEMORY_HOPPER : MEMORY_EARLIER;
+    l.library = take(&l, l.library_bytes);
+    return l;
+}
+
+extern "C" int64_t moq_cublaslt_workspace(const moq_linear_call *call) {
+    return lay_out(call).end;
+}
+
+/* ---- the parts of a call ---- */
+
+/* Rows of W that are multiplied at once. */
+typedef struct {
+    int partition; /* the first */
+    int64_t begin, rows, first_block;
+} segment;
+
+static segment segment_at(const moq_linear_spec *spec, int index) {
+    segment s = {index, 0, spec->out_features, 0};
+    if (!moq_cublaslt_by_partition(spec))
+        return s;
+    for (int i = 0; i < index; i++) {
+        s.begin += spec->partition[i];
+        s.first_block += (spec->partition[i] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    }
+    s.rows = spec->partition[index];
+    return s;
+}
+
+/* The scale of W for a segment, with rows of block scales as the library wants them. */
+static const float *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+    bool block = call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    const float *all = block ? (const float *)call->weight_scale : call->output_scale;
+    if (l->moves_scales)
+        all = (const float *)((const uint8_t *)call->workspace + l->w_scale);
+    return all + (block ? s->first_block * l->columns : s->begin);
+}
+
+/* The scale of x for a segment. */
+static const float *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+    const uint8_t *memory = (const uint8_t *)call->workspace;
+    if (!call->input_scale)
+        return (const float *)(memory + l->x_scale);
+    return l->aligns_inputs ? (const float *)(memory + l->input_scale + 16 * s->partition)
+                            : call->input_scale;
+}
+
+static moq_matmul product(const moq_linear_call *call, const layout *l, const segment *s) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_output y = moq_output_of(call);
+    moq_matmul p = {};
+    p.device = call->spec->device.index;
+    p.scaling = scaling_of(call->spec);
+    p.m = l->rows;
+    p.n = s->rows;
+    p.k = call->spec->in_features;
+    p.x = memory + l->codes;
+    p.w = call->weight + s->begin * p.k;
+    p.x_scale = x_scale_of(call, l, s);
+    p.w_scale = w_scale_of(call, l, s);
+    p.dtype = l->direct ? y.dtype : l->sums_dtype;
+    p.y_stride = l->direct && call->m > 1 ? y.stride : call->spec->out_features;
+    p.y = (l->direct ? (uint8_t *)y.data : memory + l->sums) +
+          s->begin * (int64_t)moq_dtype_size(p.dtype);
+    if (l->fused_bias)
+        p.bias = (const uint8_t *)y.bias + s->begin * (int64_t)moq_dtype_size(y.dtype);
+    p.workspace = memory + l->library;
+    p.workspace_bytes = (size_t)l->library_bytes;
+    p.variant = call->variant;
+    p.stream = call->stream;
+    return p;
+}
+
+/* Rows of floats in memory, to where rows begin `stride` bytes apart. */
+static moq_status spread(const moq_linear_call *call, int64_t to, int64_t stride, const void *from,
+                         int64_t width, int64_t rows, moq_err *err) {
+    return moq_cuda_check(cudaMemcpy2DAsync((uint8_t *)call->workspace + to, (size_t)stride, from,
+                                            (size_t)width, (size_t)width, (size_t)rows,
+                                            cudaMemcpyDeviceToDevice, (cudaStream_t)call->stream),
+                          WHAT, err);
+}
+
+/* Scales that the library cannot take as they lie, in the workspace. */
+static moq_status place_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
+    if (l->aligns_inputs)
+        MOQ_TRY(spread(call, l->input_scale, 16, call->input_scale, 4, call->spec->partition_count,
+                       err));
+    if (!l->moves_scales)
+        return MOQ_OK;
+    const moq_linear_spec *spec = call->spec;
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
+        return spread(call, l->w_scale, spec->out_features * 4, call->output_scale,
+                      spec->out_features * 4, 1, err);
+    return spread(call, l->w_scale, l->columns * 4, call->weight_scale,
+                  moq_linear_scale_columns(spec) * 4, moq_linear_block_rows(spec), err);
+}
+
+/* ---- from the workspace to y ---- */
+
+#define COLUMNS 8 /* of a thread */
+#define THREADS 256
+
+typedef struct {
+    const void *sums; /* [m, n] */
+    moq_dtype dtype;
+    int64_t m;
+    int n;
+    bool vectors; /* rows of y hold what sums do, at multiples of 16 bytes */
+    moq_output out;
+} finish_args;
+
+/* y = round(sums + bias) */
+static __global__ void finish(const finish_args a) {
+    int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
+    if (column >= a.n)
+        return;
+    int size = a.dtype == MOQ_DT_F32 ? 4 : 2;
+    for (int64_t row = blockIdx.y; row < a.m; row += gridDim.y) {
+        int64_t from = row * a.n + column, to = row * a.out.stride + column;
+        if (a.vectors) {
+            const uint4 *source = (const uint4 *)((const uint8_t *)a.sums + from * size);
+            uint4 *target = (uint4 *)((uint8_t *)a.out.data + to * size);
+            target[0] = source[0];
+            if (size == 4)
+                target[1] = source[1];
+        } else {
+            for (int i = 0; i < COLUMNS; i++)
+                moq_store_output(&a.out, row, column + i, moq_load_one(a.sums, from + i, a.dtype),
+                                 moq_load_bias(&a.out, column + i));
+        }
+    }
+}
+
+static moq_status finish_results(const moq_linear_call *call, const layout *l, moq_err *err) {
+    finish_args a = {(const uint8_t *)call->workspace + l->sums,
+                     l->sums_dtype,
+                     call->m,
+                     (int)call->spec->out_features,
+                     false,
+                     moq_output_of(call)};
+    int64_t size = (int64_t)moq_dtype_size(a.dtype);
+    if (l->fused_bias)
+        a.out.bias = NULL;
+    a.vectors = !a.out.bias && a.out.dtype == a.dtype && is_aligned(a.out.data) &&
+                a.out.stride * size % 16 == 0;
+    unsigned wide = (unsigned)((a.n / COLUMNS + THREADS - 1) / THREADS);
+    moq_launch launch = {};
+    launch.what = WHAT;
+    launch.kernel = (const void *)finish;
+    launch.grid = dim3(wide, (unsigned)(a.m < 65535 ? a.m : 65535));
+    launch.block = dim3(THREADS);
+    launch.stream = (cudaStream_t)call->stream;
+    void *args[] = {&a};
+    return moq_cuda_launch(&launch, args, err);
+}
+
+/* ---- the call ---- */
+
+extern "C" int moq_cublaslt_variants(const moq_linear_call *call) {
+    layout l = lay_out(call);
+    segment s = segment_at(call->spec, 0);
+    moq_matmul p = product(call, &l, &s);
+    return moq_matmul_variants(&p);
+}
+
+static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
+                              moq_err *err) {
+    segment s = segment_at(call->spec, index);
+    moq_cuda_quantize q = quantization(call, l);
+    if (index > 0 && q.given)
+        q.given += s.partition;
+    if (index == 0 || q.given) /* other scales give other codes */
+        MOQ_TRY(moq_cuda_quantize_rows(&q, err));
+    moq_matmul p = product(call, l, &s);
+    MOQ_TRY(moq_matmul_run(&p, err));
+    return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);
+}
+
+extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
+    layout l = lay_out(call);
+    int segments = moq_cublaslt_by_partition(call->spec) ? call->spec->partition_count : 1;
+    MOQ_TRY(place_scales(call, &l, err));
+    for (int i = 0; i < segments; i++)
+        MOQ_TRY(run_segment(call, &l, i, err));
+    return l.direct ? MOQ_OK : finish_results(call, &l, err);
+}
