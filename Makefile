@@ -29,7 +29,7 @@ C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
-	.venv/bin/python -m moqext verify $(DEMO)
+	.venv/bin/python -m moqext verify --device auto $(DEMO)
 
 test: .venv/.installed-test
 	.venv/bin/pytest -q $(PYTEST)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from moqext._C import UnsupportedQuantization
 from moqext.errors import CheckpointError
 from moqext.linear import LinearMethod
+from moqext.ops import to_device
 from moqext.records import LayerRecord, Projection
 from moqext.reference import as_float32
 
@@ -25,7 +26,10 @@ class Layer:
         names: The checkpoint's modules, in the order of their rows in y.
         method: The `LinearMethod`.
         params: What `method.prepare` returned.
-        bias: float32 [out_features], or None.
+        bias: float32 [out_features] on the layer's device, or None.
+
+    A layer on a CUDA device has its parameters in memory of moqext's own (`ops.to_device`) and takes x of any
+    framework, whose tensors the results then are.
     """
 
     __slots__ = ("bias", "method", "names", "params")
@@ -35,7 +39,7 @@ class Layer:
         names: Sequence[str],
         method: LinearMethod,
         params: "Mapping[str, Any]",
-        bias: NDArray[np.float32] | None,
+        bias: Any,
     ) -> None:
         self.names = tuple(names)
         self.method = method
@@ -100,11 +104,24 @@ def load_layers(
         if missing:
             raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
         params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
+    if method.device != "cpu":
+        params = {role: _on_device(method, role, tensors) for role, tensors in params.items()}
     try:
         prepared = method.prepare(params)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{', '.join(names)}: {error}", file=checkpoint.directory) from error
-    return Layer(names, method, prepared, _fused_bias(checkpoint, records))
+    bias = _fused_bias(checkpoint, records)
+    if bias is not None and method.device != "cpu":
+        bias = to_device(bias, method.device)
+    return Layer(names, method, prepared, bias)
+
+
+def _on_device(method: LinearMethod, role: str, tensors: list[NDArray[Any]]) -> list[Any]:
+    """The tensors where `prepare` wants them: codes on the device; float scales it reads from the host."""
+    spec = method.checkpoint_params.get(role)
+    if spec is None or spec.dtype == "float32":
+        return list(tensors)
+    return [to_device(np.ascontiguousarray(tensor), method.device) for tensor in tensors]
 
 
 def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> LayerRecord:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from moqext import reference
 from moqext._C import UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
+from moqext.load import Layer
+from moqext.ops import to_device, to_host
 from moqext.records import LayerRecord
 
 LIMITS = {"bfloat16": (2.5e-3, 1e-2), "float16": (2.5e-3, 1e-2), "float32": (1e-5, 1e-5)}
@@ -40,7 +42,8 @@ class Row:
         kernel: "family:name", empty unless it ran.
         relative_error: Frobenius norm of the difference over that of the reference.
         max_error: Largest difference over the largest magnitude of its row of the reference.
-        prepare_seconds, run_seconds: Wall time of loading with weight processing, and of the call.
+        prepare_seconds, run_seconds: Wall time of loading with weight processing, and of the call until y can
+            be read on the host.
         message: Why it did not run or failed.
     """
 
@@ -98,14 +101,13 @@ def verify_layer(
         prepared = time.perf_counter()
         values = _activations(rng, tokens, layer.in_features)
         x = _carrier(values, dtype)
-        began = time.perf_counter()
-        y = reference.as_float32(layer(x))
-        ended = time.perf_counter()
+        y, seconds = _timed_call(layer, x)
     except UnsupportedQuantization as error:
         return Row(*about, "unsupported", message=_reason(record, error))
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return Row(*about, "error", message=f"{type(error).__name__}: {_reason(record, error)}")
-    expected = _expected(checkpoint, record, reference.as_float32(x), layer.bias, compute)
+    bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
+    expected = _expected(checkpoint, record, reference.as_float32(x), bias, compute)
     relative, largest = compare(y, reference.round_to(expected, dtype))
     limit, limit_max = LIMITS[dtype]
     good = relative <= limit and largest <= limit_max
@@ -116,9 +118,20 @@ def verify_layer(
         relative,
         largest,
         prepared - start,
-        ended - began,
+        seconds,
         "" if good else f"limits are {limit:g} and {limit_max:g}",
     )
+
+
+def _timed_call(layer: Layer, x: NDArray[Any]) -> tuple[NDArray[np.float32], float]:
+    """(y, seconds until y can be read on the host); the copy of x to a device comes before."""
+    on_device = layer.method.device != "cpu"
+    given = to_device(x, layer.method.device) if on_device else x
+    began = time.perf_counter()
+    y = layer(given)
+    if on_device:
+        y = to_host(y)
+    return reference.as_float32(y), time.perf_counter() - began
 
 
 def _reason(record: LayerRecord, error: Exception) -> str:

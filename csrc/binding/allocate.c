@@ -150,7 +150,8 @@ static PyObject *imported_new(moq_state *state, const moq_arg *like, const moq_t
     PyObject *importer = find_importer(like);
     if (!importer)
         return NULL;
-    PyObject *object = moq_owned_new(state, wanted->dtype, wanted->ndim, wanted->shape, &out->view);
+    PyObject *object = moq_owned_new(state, wanted->dtype, wanted->device, wanted->ndim,
+                                     wanted->shape, &out->view);
     if (!object) {
         Py_DECREF(importer);
         return NULL;
@@ -186,6 +187,8 @@ PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtyp
         object = numpy_new(state, &wanted, out);
     else if (producer.protocol == MOQ_FROM_EXCHANGE)
         object = exchange_new(producer.exchange, &wanted, out);
+    else if (moq_is_owned(state, like->object))
+        object = moq_owned_new(state, wanted.dtype, wanted.device, ndim, shape, &out->view);
     else
         object = imported_new(state, like, &wanted, out);
     if (!object)

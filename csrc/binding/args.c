@@ -1,6 +1,9 @@
 /* Argument parsing: see args.h. */
 #include "binding/args.h"
 
+#include <stdio.h>
+#include <string.h>
+
 #include <string.h>
 
 static int find_keyword(moq_state *state, const moq_signature *signature, PyObject *name) {
@@ -99,4 +102,23 @@ int moq_arg_dtype(PyObject *value, const char *name, moq_dtype *out) {
 
 bool moq_arg_absent(PyObject *value) {
     return value == NULL || value == Py_None;
+}
+
+int moq_arg_device(PyObject *value, const char *name, moq_device *device) {
+    const char *text = moq_arg_text(value, name);
+    char tail = 0;
+    int index = 0;
+    if (!text)
+        return -1;
+    if (strcmp(text, "cpu") == 0) {
+        *device = (moq_device){MOQ_CPU, 0};
+        return 0;
+    }
+    if (strcmp(text, "cuda") == 0 ||
+        (sscanf(text, "cuda:%d%c", &index, &tail) == 1 && index >= 0)) {
+        *device = (moq_device){MOQ_CUDA, index};
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s: expected \"cpu\" or \"cuda:N\", got %R", name, value);
+    return -1;
 }

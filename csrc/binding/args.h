@@ -30,6 +30,8 @@ const char *moq_arg_text(PyObject *value, const char *name);
 int moq_arg_int(PyObject *value, const char *name, int64_t low, int64_t high, int64_t *out);
 /* A str argument that names a dtype; ValueError names the argument and what it says. */
 int moq_arg_dtype(PyObject *value, const char *name, moq_dtype *out);
+/* A str argument "cpu", "cuda" or "cuda:N"; ValueError names it and what it says. */
+int moq_arg_device(PyObject *value, const char *name, moq_device *out);
 /* True for NULL and None. */
 bool moq_arg_absent(PyObject *value);
 

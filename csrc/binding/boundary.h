@@ -53,8 +53,9 @@ void moq_note_argument(const char *name);
 /* --- owned.c */
 
 int moq_owned_setup(PyObject *module, moq_state *state);
-/* A zero-filled object with __dlpack__ and __dlpack_device__; fills the view. */
-PyObject *moq_owned_new(moq_state *state, moq_dtype dtype, int32_t ndim, const int64_t *shape,
-                        moq_tensor *view);
+/* An object with __dlpack__ and __dlpack_device__, zero-filled on the host; fills the view. */
+PyObject *moq_owned_new(moq_state *state, moq_dtype dtype, moq_device device, int32_t ndim,
+                        const int64_t *shape, moq_tensor *view);
+bool moq_is_owned(moq_state *state, PyObject *object);
 
 #endif

@@ -4,13 +4,13 @@
  * the caller owns. moqext.LinearMethod is its documented face. */
 #include "binding/linear.h"
 #include "binding/args.h"
+#include "binding/boundary.h"
 #include "binding/cublaslt.h"
 #include "binding/numpy.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "ops/target.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,25 +24,6 @@ static const moq_keyword PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
 };
 
 /* ---- construction ---- */
-
-static int parse_device(PyObject *value, moq_device *device) {
-    const char *text = moq_arg_text(value, "device");
-    char tail = 0;
-    int index = 0;
-    if (!text)
-        return -1;
-    if (strcmp(text, "cpu") == 0) {
-        *device = (moq_device){MOQ_CPU, 0};
-        return 0;
-    }
-    if (strcmp(text, "cuda") == 0 ||
-        (sscanf(text, "cuda:%d%c", &index, &tail) == 1 && index >= 0)) {
-        *device = (moq_device){MOQ_CUDA, index};
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError, "device: expected \"cpu\" or \"cuda:N\", got %R", value);
-    return -1;
-}
 
 static int parse_partitions(PyObject *value, int64_t *partitions) {
     Py_ssize_t count = PySequence_Check(value) ? PySequence_Size(value) : -1;
@@ -121,7 +102,7 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!compute || moq_arg_int(v[1], "in_features", 1, INT32_MAX, &in_features) < 0)
         return NULL;
     int count = parse_partitions(v[2], partitions);
-    if (count < 0 || parse_device(v[5], &device) < 0)
+    if (count < 0 || moq_arg_device(v[5], "device", &device) < 0)
         return NULL;
     if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
         return NULL;
@@ -438,21 +419,40 @@ static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject 
     return 0;
 }
 
+/* Device memory to process weights in, or None where it takes none. */
+static PyObject *open_prepare_workspace(moq_state *state, const moq_linear_spec *spec,
+                                        const moq_arg *weight, moq_arg *workspace) {
+    int64_t bytes = moq_prepare_workspace(spec);
+    if (bytes == 0)
+        return Py_NewRef(Py_None);
+    if (weight->exchange)
+        return moq_arg_new_like(state, weight, MOQ_DT_U8, 1, &bytes, workspace);
+    return moq_owned_new(state, MOQ_DT_U8, spec->device, 1, &bytes, &workspace->view);
+}
+
 static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
                           bool fresh, moq_linear_params *params) {
     moq_source source[SOURCES];
     moq_status status;
     moq_err err;
-    void *stream;
-    if (moq_stream_take(NULL, &p->source[SOURCE_WEIGHT].arg[0], &stream) < 0)
+    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
+    moq_prepare_way way = {.fresh = fresh, .ordered = weight->exchange != NULL};
+    if (moq_stream_take(NULL, weight, &way.stream) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++)
         source[s] = (moq_source){p->source[s].count, p->source[s].view};
     moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
                                   source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
+    moq_arg workspace = {0};
+    PyObject *memory = open_prepare_workspace(state, spec, weight, &workspace);
+    if (!memory)
+        return -1;
+    way.workspace = workspace.view.data;
     Py_BEGIN_ALLOW_THREADS
-    status = moq_linear_prepare(spec, &sources, fresh, stream, params, &err);
+    status = moq_linear_prepare(spec, &sources, way, params, &err);
     Py_END_ALLOW_THREADS
+    moq_arg_release(&workspace);
+    Py_DECREF(memory);
     if (status == MOQ_OK)
         return 0;
     moq_raise(state, &err);

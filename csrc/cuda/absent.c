@@ -170,3 +170,29 @@ moq_status moq_cuda_replay(void *graph, void *stream, double *seconds, moq_err *
 void moq_cuda_forget(void *graph) {
     (void)graph;
 }
+
+moq_status moq_cuda_wait(void *stream, moq_err *err) {
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err) {
+    (void)device;
+    (void)bytes;
+    (void)out;
+    return absent(err);
+}
+
+void moq_cuda_delete(int32_t device, void *memory) {
+    (void)device;
+    (void)memory;
+}
+
+moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream,
+                                moq_err *err) {
+    (void)out;
+    (void)value;
+    (void)count;
+    (void)stream;
+    return absent(err);
+}

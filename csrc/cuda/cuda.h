@@ -42,7 +42,7 @@ void moq_cuda_leave(int32_t device, int32_t previous);
 bool moq_cuda_is_capturing(void *stream);
 
 /* Memory of the current device that a call works in, ordered as the stream is; not within a
- * capture. Releasing NULL is nothing. */
+ * capture, and slow after a synchronisation. Releasing NULL is nothing. */
 moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err);
 void moq_cuda_release(void *memory, void *stream);
 /* Copies in the stream's order. `host` may be reused at once after an upload; a download waits for
@@ -52,6 +52,13 @@ moq_status moq_cuda_download(void *host, const void *memory, size_t bytes, void 
                              moq_err *err);
 moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream, moq_err *err);
 moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *stream, moq_err *err);
+/* Waits until the work queued on a stream of the current device is done. */
+moq_status moq_cuda_wait(void *stream, moq_err *err);
+
+/* Memory of a device that outlives a call; any thread may delete it, and doing so waits for the
+ * device. MOQ_ERR_MEMORY where there is not enough. */
+moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err);
+void moq_cuda_delete(int32_t device, void *memory);
 
 /* A stream to measure in, made when the current device has done all its work, and ended when the
  * stream has; ending NULL is nothing. */

@@ -106,6 +106,24 @@ extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *strea
     return moq_cuda_launch(&launch, args, err);
 }
 
+static __global__ void __launch_bounds__(THREADS)
+    fill_floats(float *out, float value, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < count)
+        out[i] = value;
+}
+
+extern "C" moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream,
+                                           moq_err *err) {
+    moq_launch launch = {.what = "prepare: factors of rows",
+                         .kernel = (const void *)fill_floats,
+                         .grid = dim3((unsigned)((count + THREADS - 1) / THREADS)),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)stream};
+    void *args[] = {&out, &value, &count};
+    return moq_cuda_launch(&launch, args, err);
+}
+
 /* ---- folding ---- */
 
 /* Both formats are the upper part of a half with another bias. */
@@ -185,7 +203,7 @@ template <bool ALIGNED> static __global__ void __launch_bounds__(THREADS) fold_e
                 to[i] = (uint8_t)((&codes.x)[i / 4] >> 8 * (i % 4));
     }
     if (threadIdx.x == 0)
-        f.out_factor[row] = f.factor[row] * r;
+        f.out_factor[row] = f.factor * r;
 }
 
 extern "C" moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err) {

@@ -34,8 +34,11 @@ typedef struct {
 
 moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err);
 
+/* out[i] = value, `count` times. */
+moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream, moq_err *err);
+
 /* e2m1 [rows, columns] with a block scale per `group` columns to e4m3 [rows, columns], each row by
- * its own power of two r, as moq_cpu_fold_e2m1_row; out_factor[row] = factor[row] * r. columns is a
+ * its own power of two r, as moq_cpu_fold_e2m1_row; out_factor[row] = factor * r. columns is a
  * multiple of 16. */
 typedef struct {
     const uint8_t *codes;
@@ -44,7 +47,7 @@ typedef struct {
     int64_t scale_stride;
     int64_t rows, columns;
     int32_t group; /* 16 or 32 */
-    const float *factor;
+    float factor;
     uint8_t *out;
     float *out_factor;
 } moq_fold;

@@ -36,12 +36,24 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id);
 moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
                                    const char *mapping, moq_err *err);
 
+/* How weights are processed: `fresh` outputs, which nobody else has seen, may have been written
+ * when it fails, others are not. On CUDA the work goes to `stream`, which is waited for in between,
+ * since scales are read back (so not within a capture); unless the caller's further work is
+ * `ordered` after that of the stream, also at the end. `workspace` has the bytes that
+ * moq_prepare_workspace asks for, on the device. */
+typedef struct {
+    bool fresh;
+    bool ordered;
+    void *stream;
+    void *workspace;
+} moq_prepare_way;
+
+int64_t moq_prepare_workspace(const moq_linear_spec *spec);
+
 /* Turns checkpoint tensors into prepared ones. On CUDA, codes are on the layer's device, scales of
- * any other kind there or on the host, and the work is queued on `stream`, which is waited for,
- * since scales are read back: not within a capture. `fresh` outputs, which nobody else has seen,
- * may have been written when it fails; others are not. */
+ * any other kind there or on the host. */
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              bool fresh, void *stream, moq_linear_params *params, moq_err *err);
+                              moq_prepare_way way, moq_linear_params *params, moq_err *err);
 
 /* A call and the kernel that is to run it. Points into itself: not to be copied. */
 typedef struct {

@@ -219,32 +219,36 @@ moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_
                     (long long)column);
 }
 
-static moq_status prepare_on_device(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                    bool fresh, void *stream, moq_linear_params *params,
-                                    moq_err *err) {
+static moq_status prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                          moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     moq_prepare_scales scales = {.per_row = spec->per_row_scale};
-    moq_status status = check_sources(spec, sources, &scales, stream, err);
+    moq_status status = check_sources(spec, sources, &scales, way.stream, err);
     if (status == MOQ_OK)
         status = spec->device.kind == MOQ_CPU
                      ? moq_prepare_on_cpu(spec, sources, &scales, params, err)
-                     : moq_prepare_on_cuda(spec, sources, &scales, fresh, stream, params, err);
+                     : moq_prepare_on_cuda(spec, sources, &scales, way, params, err);
     free(scales.memory);
     return status;
 }
 
+static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                                    moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+    if (moq_cuda_is_capturing(way.stream))
+        return moq_fail(err, MOQ_ERR_INTERNAL,
+                        "prepare: its stream is being captured into a CUDA graph, but scales have "
+                        "to be read back; prepare weights before the capture");
+    MOQ_TRY(prepare(spec, sources, way, params, err));
+    return way.ordered ? MOQ_OK : moq_cuda_wait(way.stream, err);
+}
+
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              bool fresh, void *stream, moq_linear_params *params, moq_err *err) {
+                              moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     int32_t previous;
     MOQ_TRY(moq_linear_check_params(spec, params, "out", err));
     if (spec->device.kind == MOQ_CPU)
-        return prepare_on_device(spec, sources, fresh, stream, params, err);
+        return prepare(spec, sources, way, params, err);
     MOQ_TRY(moq_cuda_enter(spec->device.index, &previous, err));
-    moq_status status =
-        moq_cuda_is_capturing(stream)
-            ? moq_fail(err, MOQ_ERR_INTERNAL,
-                       "prepare: its stream is being captured into a CUDA graph, but scales have "
-                       "to be read back; prepare weights before the capture")
-            : prepare_on_device(spec, sources, fresh, stream, params, err);
+    moq_status status = prepare_on_stream(spec, sources, way, params, err);
     moq_cuda_leave(spec->device.index, previous);
     return status;
 }

@@ -32,10 +32,10 @@ moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_
 moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               const moq_prepare_scales *scales, moq_linear_params *params,
                               moq_err *err);
-/* On the current device. Where the outputs are `fresh`, FP8 codes are written while they are
+/* On the current device. Where the outputs are fresh, FP8 codes are written while they are
  * checked. */
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                               const moq_prepare_scales *scales, bool fresh, void *stream,
+                               const moq_prepare_scales *scales, moq_prepare_way way,
                                moq_linear_params *params, moq_err *err);
 
 #endif

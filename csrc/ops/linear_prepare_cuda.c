@@ -2,14 +2,14 @@
  *
  * Into tensors that somebody may already look at, two passes over FP8 codes: the first checks, the
  * second writes. Into fresh ones both at once. Of NVFP4 only the block scales can be wrong, a ninth
- * of the bytes, so they are always looked at first. Some memory to work in holds the position of
- * the first bad code and the factors of the rows. */
+ * of the bytes, so they are always looked at first. The workspace holds the position of the first
+ * bad code and, where every row has a scale of its own, the factors of the rows. */
 #include "ops/linear_prepare.h"
 
 #include "cuda/cuda.h"
 #include "cuda/prepare.h"
 
-/* Of the memory to work in. */
+/* In the workspace. */
 #define FACTORS_AT 16
 
 typedef struct {
@@ -18,9 +18,14 @@ typedef struct {
     const moq_prepare_scales *scales;
     moq_linear_params *params;
     void *stream;
-    uint64_t *bad;       /* on the device: position of the first bad code, ~0 for none */
-    const float *factor; /* on the device: [N], or NULL for blocks */
+    uint64_t *bad; /* on the device: position of the first bad code, ~0 for none */
+    float *factor; /* on the device: [N], or NULL without a scale a row */
 } job;
+
+int64_t moq_prepare_workspace(const moq_linear_spec *spec) {
+    int64_t factors = spec->per_row_scale ? spec->out_features : 0;
+    return spec->device.kind == MOQ_CPU ? 0 : FACTORS_AT + factors * (int64_t)sizeof(float);
+}
 
 static bool has_zero(const float *factor, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -30,16 +35,20 @@ static bool has_zero(const float *factor, int64_t count) {
     return false;
 }
 
+/* True for a partition that means zero, whatever its codes are. */
+static bool is_zero(const job *j, int32_t p) {
+    return j->scales->weight && !j->scales->per_row && j->scales->weight[p] == 0;
+}
+
 /* Copies or checks (out NULL) the codes of a source, rows of `columns` bytes, partition by
  * partition. Those that mean zero become zeros. */
 static moq_status move_codes(const job *j, const moq_source *source, int64_t columns,
                              moq_code_rule rule, uint8_t *out, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
-    const float *factor = j->scales->factor;
     int64_t first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows rows = moq_prepare_rows(source, p, first);
-        bool zeros = factor && has_zero(factor + first, spec->partition[p]);
+        bool zeros = j->factor && has_zero(j->scales->factor + first, spec->partition[p]);
         moq_code_copy copy = {
             .codes = rows.data,
             .stride = rows.stride,
@@ -51,7 +60,10 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
             .first = first * columns,
             .bad = j->bad,
         };
-        MOQ_TRY(moq_cuda_copy_codes(&copy, j->stream, err));
+        if (!is_zero(j, p))
+            MOQ_TRY(moq_cuda_copy_codes(&copy, j->stream, err));
+        else if (out)
+            MOQ_TRY(moq_cuda_fill(copy.out, 0, (size_t)(copy.rows * columns), j->stream, err));
     }
     return MOQ_OK;
 }
@@ -90,11 +102,11 @@ static moq_status fold(const job *j, moq_err *err) {
             .rows = spec->partition[p],
             .columns = k,
             .group = spec->group_size,
-            .factor = j->factor + first,
+            .factor = j->scales->weight[p],
             .out = out,
             .out_factor = (float *)j->params->output_scale.data + first,
         };
-        if (j->scales->factor[first] == 0) /* one for all rows of an e2m1 partition */
+        if (is_zero(j, p))
             MOQ_TRY(moq_cuda_fill(out, 0, (size_t)(part.rows * k), j->stream, err));
         else
             MOQ_TRY(moq_cuda_fold_e2m1(&part, j->stream, err));
@@ -115,13 +127,24 @@ static moq_status copy_e2m1(const job *j, moq_err *err) {
                       MOQ_CODES_ANY, j->params->weight_scale.data, err);
 }
 
-/* The scales as they are; folding comes after. */
+/* The factor of each row, not yet folded. */
+static moq_status write_factors(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    float *out = j->params->output_scale.data;
+    if (j->factor)
+        return moq_cuda_copy(out, j->factor, (size_t)spec->out_features * sizeof(float), j->stream,
+                             err);
+    for (int32_t p = 0; p < spec->partition_count; out += spec->partition[p++])
+        MOQ_TRY(
+            moq_cuda_fill_floats(out, j->scales->weight[p], spec->partition[p], j->stream, err));
+    return MOQ_OK;
+}
+
 static moq_status write_scales(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     size_t blocks = (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec));
     if (j->scales->factor)
-        MOQ_TRY(moq_cuda_copy(j->params->output_scale.data, j->factor,
-                              (size_t)spec->out_features * sizeof(float), j->stream, err));
+        MOQ_TRY(write_factors(j, err));
     if (j->scales->block)
         MOQ_TRY(moq_cuda_upload(j->params->weight_scale.data, j->scales->block,
                                 blocks * sizeof(float), j->stream, err));
@@ -131,37 +154,28 @@ static moq_status write_scales(const job *j, moq_err *err) {
     return MOQ_OK;
 }
 
-static moq_status run(const job *j, bool fresh, moq_err *err) {
-    const moq_linear_spec *spec = j->spec;
-    MOQ_TRY(moq_cuda_fill(j->bad, 0xff, sizeof *j->bad, j->stream, err));
-    if (j->factor)
-        MOQ_TRY(moq_cuda_upload((float *)j->factor, j->scales->factor,
-                                (size_t)spec->out_features * sizeof(float), j->stream, err));
-    if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
-        MOQ_TRY(prepare_fp8(j, fresh, err));
-        return write_scales(j, err);
-    }
-    MOQ_TRY(check_block_scales(j, err));
-    MOQ_TRY(write_scales(j, err));
-    return spec->weight == MOQ_WEIGHT_E4M3_ROW ? fold(j, err) : copy_e2m1(j, err);
-}
-
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                               const moq_prepare_scales *scales, bool fresh, void *stream,
+                               const moq_prepare_scales *scales, moq_prepare_way way,
                                moq_linear_params *params, moq_err *err) {
-    size_t factors = scales->factor ? (size_t)spec->out_features * sizeof(float) : 0;
-    void *memory;
-    MOQ_TRY(moq_cuda_allocate(FACTORS_AT + factors, stream, &memory, err));
+    bool rows = spec->per_row_scale;
     job j = {
         .spec = spec,
         .sources = sources,
         .scales = scales,
         .params = params,
-        .stream = stream,
-        .bad = memory,
-        .factor = factors ? (const float *)((char *)memory + FACTORS_AT) : NULL,
+        .stream = way.stream,
+        .bad = way.workspace,
+        .factor = rows ? (float *)((char *)way.workspace + FACTORS_AT) : NULL,
     };
-    moq_status status = run(&j, fresh, err);
-    moq_cuda_release(memory, stream);
-    return status;
+    MOQ_TRY(moq_cuda_fill(j.bad, 0xff, sizeof *j.bad, j.stream, err));
+    if (rows)
+        MOQ_TRY(moq_cuda_upload(j.factor, scales->factor,
+                                (size_t)spec->out_features * sizeof(float), j.stream, err));
+    if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
+        MOQ_TRY(prepare_fp8(&j, way.fresh, err));
+        return write_scales(&j, err);
+    }
+    MOQ_TRY(check_block_scales(&j, err));
+    MOQ_TRY(write_scales(&j, err));
+    return spec->weight == MOQ_WEIGHT_E4M3_ROW ? fold(&j, err) : copy_e2m1(&j, err);
 }

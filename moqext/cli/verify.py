@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 
+from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import open_checkpoint, text
 from moqext.errors import CheckpointError
@@ -32,7 +33,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "within the limits, 1 a layer failed or could not run as stored, 2 nothing could be verified.",
     )
     parser.add_argument("directory", help="a ModelOpt checkpoint")
-    parser.add_argument("--device", type=_device, default="cpu", help='"cpu" (default) or "cuda[:N]"')
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        help='"cpu" (default), "cuda[:N]", or "auto": the first CUDA device, the CPU where there is none',
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
     parser.add_argument(
         "--compute", default="exact", choices=("exact", "fp8", "fp4"), help="how NVFP4 weights are multiplied"
@@ -47,7 +53,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
-    options = {"tokens": args.tokens, "device": args.device, "dtype": args.dtype, "compute": args.compute}
+    device, about = _choose_device(args.device)
+    options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
     with open_checkpoint(args.directory) as checkpoint:
         records = select_linears(checkpoint, args.layers)
         if not records:
@@ -59,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         _print_table(rows)
-        _print_summary(rows, seed, args.dtype)
+        _print_summary(rows, device + about, seed, args.dtype)
     return _status(rows)
 
 
@@ -91,9 +98,24 @@ def _seed(text: str) -> int:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", text):
-        raise argparse.ArgumentTypeError(f'expected "cpu" or "cuda:N", got {text!r}')
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise argparse.ArgumentTypeError(f'expected "cpu", "cuda:N" or "auto", got {text!r}')
     return text
+
+
+def _choose_device(wanted: str) -> tuple[str, str]:
+    """The device, and in parentheses which one it is or why "auto" came to the CPU."""
+    if wanted == "cpu":
+        return wanted, ""
+    index = int(wanted.partition(":")[2] or 0)
+    try:
+        devices = _C.cuda_devices()
+    except RuntimeError as error:
+        devices = []
+        if wanted == "auto":
+            return "cpu", f" ({error})"
+    name = devices[index]["name"] if index < len(devices) else ""
+    return f"cuda:{index}", f" ({name})" if name else ""
 
 
 def _status(rows: list[Row]) -> int:
@@ -145,13 +167,13 @@ def _print_table(rows: list[Row]) -> None:
         print(text.printable(line))
 
 
-def _print_summary(rows: list[Row], seed: int, dtype: str) -> None:
+def _print_summary(rows: list[Row], device: str, seed: int, dtype: str) -> None:
     counts: dict[str, int] = {}
     for row in rows:
         counts[row.status] = counts.get(row.status, 0) + 1
     relative, largest = LIMITS[dtype]
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(f"\n{summary}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}")
+    print(text.printable(f"\n{summary} on {device}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}"))
     messages: dict[str, list[str]] = {}
     for row in rows:
         if row.message:

@@ -129,7 +129,7 @@ def test_selection_seed_and_table(data, capsys):
     lines = text.splitlines()
     assert lines[0].split()[:4] == ["layer", "algorithm", "shape", "kernel"]
     assert len([line for line in lines if ".mlp." in line]) == 3
-    assert "3 ok" in text
+    assert "3 ok on cpu;" in text
     assert "seed 7" in text
     assert main(["verify", directory, "--layers", "nothing"]) == 2
     output = capsys.readouterr()
@@ -145,7 +145,7 @@ def test_bad_arguments(data, tmp_path, capsys):
         ("--tokens", "many", "expected a positive number of at most 1000000, got 'many'"),
         ("--tokens", "99999999999", "expected a positive number of at most 1000000"),
         ("--seed", "-1", "expected a number from 0"),
-        ("--device", "tpu", 'expected "cpu" or "cuda:N", got \'tpu\''),
+        ("--device", "tpu", 'expected "cpu", "cuda:N" or "auto", got \'tpu\''),
         ("--device", "cuda:x", "got 'cuda:x'"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -19,8 +19,17 @@ def to_cuda(array: np.ndarray, dtype: str | None = None) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """What the reference takes: bfloat16 as its bits."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+    """What the reference takes: bfloat16 and FP8 as their bits."""
+    carrier = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype)
+    return (tensor.view(carrier) if carrier else tensor).cpu().numpy()
+
+
+def params_to_cuda(params: Any) -> dict[str, Any]:
+    """A mapping of arrays, or of lists of them, on the device."""
+    return {
+        name: [to_cuda(value) for value in values] if isinstance(values, list) else to_cuda(values)
+        for name, values in params.items()
+    }
 
 
 def poisoned(*shape: int, dtype: str) -> Any:

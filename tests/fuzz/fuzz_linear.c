@@ -321,7 +321,8 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
         prepared[i] = fuzz_result(&shape, 0xff);
         *moq_linear_param(&params, want[i].id) = prepared[i].view;
     }
-    const moq_status status = moq_linear_prepare(&l->spec, &sources, false, NULL, &params, &err);
+    const moq_prepare_way way = {.fresh = false};
+    const moq_status status = moq_linear_prepare(&l->spec, &sources, way, &params, &err);
     if (status == MOQ_OK) {
         run(in, l, &params);
     } else {

@@ -1,0 +1,218 @@
+"""Weight processing on the device: the same bits, and the same refusals, as on the CPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import LinearMethod
+
+from ..linear_cases import COMPUTES, random_case, random_part
+from .cases import params_to_cuda, to_cuda, to_numpy, torch
+
+pytestmark = pytest.mark.gpu
+PER_ROW = "FP8_PER_CHANNEL_PER_TOKEN"
+
+
+def methods(case: Any, compute: str = "exact") -> tuple[LinearMethod, LinearMethod]:
+    """The layer on the CPU and on the GPU."""
+    return case.method(compute=compute), case.method(compute=compute, device="cuda:0")
+
+
+def assert_same(prepared: Any, expected: Any) -> None:
+    assert sorted(prepared) == sorted(expected)
+    for name, value in expected.items():
+        assert prepared[name].is_cuda
+        np.testing.assert_array_equal(to_numpy(prepared[name]).view(np.uint8), value.view(np.uint8), name)
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+@pytest.mark.parametrize(
+    "columns, rows", [(16, [1]), (288, [33, 130, 7]), (512, [128, 256, 128]), (5120, [300]), (28672, [5, 3])]
+)
+def test_same_bits_as_on_the_cpu(rng: Any, algo: str, compute: str, columns: int, rows: list[int]) -> None:
+    case = random_case(rng, algo, columns, rows)
+    cpu, gpu = methods(case, compute)
+    expected = cpu.prepare(case.listed())
+    assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
+    if algo != "FP8_PB_WO" or all(n % 128 == 0 for n in rows[:-1]):
+        assert_same(gpu.prepare(params_to_cuda(case.fused())), expected)
+
+
+@pytest.mark.parametrize("algo", ["FP8", PER_ROW, "FP8_PB_WO"])
+@pytest.mark.parametrize("columns", [1, 15, 131, 1000])
+def test_columns_that_no_vector_divides(rng: Any, algo: str, columns: int) -> None:
+    case = random_case(rng, algo, columns, [3, 64, 11])
+    cpu, gpu = methods(case)
+    assert_same(gpu.prepare(params_to_cuda(case.listed())), cpu.prepare(case.listed()))
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+@pytest.mark.parametrize("start", [16, 3])
+def test_rows_of_a_wider_tensor(rng: Any, algo: str, compute: str, start: int) -> None:
+    case = random_case(rng, algo, 256, [20, 9])
+    cpu, gpu = methods(case, compute)
+    params = params_to_cuda(case.listed())
+    for name in ("weight", "weight_scale") if algo.endswith("NVFP4") else ("weight",):
+        for i, part in enumerate(params[name]):
+            wide = torch.full((part.shape[0] * 2, part.shape[1] + 64), 0xFF, dtype=torch.uint8, device="cuda")
+            wide[::2, start : start + part.shape[1]] = part
+            params[name][i] = wide[::2, start : start + part.shape[1]]
+    assert_same(gpu.prepare(params), cpu.prepare(case.listed()))
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+def test_scales_may_be_on_the_host_and_numbers(rng: Any, algo: str, compute: str) -> None:
+    case = random_case(rng, algo, 128, [24, 40])
+    cpu, gpu = methods(case, compute)
+    codes = ("weight", "weight_scale") if algo.endswith("NVFP4") else ("weight",)
+    params = {name: values for name, values in case.listed().items() if name not in codes}
+    params |= params_to_cuda({name: case.listed()[name] for name in codes})
+    assert_same(gpu.prepare(params), cpu.prepare(case.listed()))
+    numbers = {
+        name: [float(v) if np.ndim(v) == 0 else v for v in values] if name not in codes else values
+        for name, values in params.items()
+    }
+    assert_same(gpu.prepare(numbers), cpu.prepare(case.listed()))
+
+
+def test_dtypes_of_torch_and_bfloat16_scales(rng: Any) -> None:
+    case = random_case(rng, PER_ROW, 64, [40])
+    cpu, gpu = methods(case)
+    scale = torch.from_numpy(case.parts[0]["weight_scale"]).bfloat16()
+    expected = cpu.prepare({"weight": case.parts[0]["weight"], "weight_scale": scale.float().numpy()})
+    params = {
+        "weight": to_cuda(case.parts[0]["weight"]).view(torch.float8_e4m3fn),
+        "weight_scale": scale.cuda(),
+    }
+    prepared = gpu.prepare(params)
+    assert prepared["weight"].dtype == torch.float8_e4m3fn
+    assert_same(prepared, expected)
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: str) -> None:
+    case = random_case(rng, algo, 128, [40, 24, 8])
+    if algo == PER_ROW:
+        zero = rng.random(40) < 0.3
+        case.parts[0]["weight_scale"][zero] = 0
+        case.parts[0]["weight"][zero] = 0x7F
+    elif algo != "FP8_PB_WO":
+        case.parts[1]["weight_scale_2" if algo.endswith("NVFP4") else "weight_scale"] = np.float32(0)
+        case.parts[1]["weight_scale" if algo.endswith("NVFP4") else "weight"][:] = 0xFF
+    cpu, gpu = methods(case, compute)
+    expected = cpu.prepare(case.listed())
+    assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
+    again = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
+    assert gpu.prepare(params_to_cuda(case.listed()), again) is again
+    assert_same(again, expected)
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
+    case = random_case(rng, algo, 128, [40, 24])
+    cpu, gpu = methods(case, compute)
+    first = gpu.prepare(params_to_cuda(case.listed()))
+    addresses = {name: value.data_ptr() for name, value in first.items()}
+    other = random_case(rng, algo, 128, [40, 24])
+    assert gpu.prepare(params_to_cuda(other.listed()), first) is first
+    assert addresses == {name: value.data_ptr() for name, value in first.items()}
+    assert_same(first, cpu.prepare(other.listed()))
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+@pytest.mark.parametrize("columns", [128, 8192])
+def test_damage_is_named_as_on_the_cpu_and_nothing_is_written(
+    rng: Any, algo: str, compute: str, columns: int
+) -> None:
+    case = random_case(rng, algo, columns, [30, 70])
+    name = "weight_scale" if algo.endswith("NVFP4") else "weight"
+    cpu, gpu = methods(case, compute)
+    out = gpu.prepare(params_to_cuda(case.listed()))
+    for value in out.values():
+        value.view(torch.uint8).fill_(0x5A)
+    for _ in range(3):  # several bad codes: the first is named
+        part = case.parts[rng.integers(2)][name]
+        bad = [0x7F, 0xFF] if name == "weight" else [0x7F, 0xFF, 0x81, 0xFE]
+        part[rng.integers(part.shape[0]), rng.integers(part.shape[1])] = rng.choice(bad)
+    with pytest.raises(ValueError) as expected:
+        cpu.prepare(case.listed())
+    for given in (None, out):
+        with pytest.raises(ValueError) as error:
+            gpu.prepare(params_to_cuda(case.listed()), given)
+        assert str(error.value) == str(expected.value)
+    for value in out.values():
+        assert (value.view(torch.uint8) == 0x5A).all()
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_bad_scales_are_named_as_on_the_cpu(rng: Any, bad: float) -> None:
+    case = random_case(rng, PER_ROW, 64, [30])
+    case.parts[0]["weight_scale"][17] = bad
+    cpu, gpu = methods(case)
+    with pytest.raises(ValueError) as expected:
+        cpu.prepare(case.listed())
+    with pytest.raises(ValueError) as error:
+        gpu.prepare(params_to_cuda(case.listed()))
+    assert str(error.value) == str(expected.value)
+    assert "17" in str(error.value)
+
+
+def test_a_weight_on_the_host_is_refused(rng: Any) -> None:
+    case = random_case(rng, "FP8", 64, [8])
+    _, gpu = methods(case)
+    with pytest.raises(ValueError, match=r"^weight: expected a tensor on cuda:0, got one on cpu"):
+        gpu.prepare(case.listed())
+
+
+def test_scales_on_the_gpu_do_not_suit_a_layer_on_the_cpu(rng: Any) -> None:
+    case = random_case(rng, "FP8", 64, [8])
+    cpu, _ = methods(case)
+    params = case.listed() | {"weight_scale": params_to_cuda(case.listed())["weight_scale"]}
+    with pytest.raises(ValueError, match=r"^weight_scale: expected a tensor on cpu, got one on cuda:0"):
+        cpu.prepare(params)
+
+
+def test_a_capture_is_refused_and_survives(rng: Any) -> None:
+    case = random_case(rng, "FP8", 64, [8])
+    _, gpu = methods(case)
+    params = params_to_cuda(case.listed())
+    out = gpu.prepare(params)
+    x = torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises(RuntimeError, match="captured"):
+            gpu.prepare(params, out)
+    graph.replay()
+    assert x.cpu().tolist() == [1] * 4
+
+
+def test_work_is_ordered_by_the_streams_of_the_framework(rng: Any) -> None:
+    case = random_case(rng, "FP8", 4096, [4096])
+    cpu, gpu = methods(case)
+    expected = cpu.prepare(case.listed())
+    stream = torch.cuda.Stream()
+    weight = torch.zeros(4096, 4096, dtype=torch.uint8, device="cuda")
+    source = params_to_cuda(case.listed())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        weight.copy_(source["weight"][0])
+        prepared = gpu.prepare(source | {"weight": weight})
+        copy = {name: value.clone() for name, value in prepared.items()}
+    stream.synchronize()
+    assert_same(copy, expected)
+
+
+@pytest.mark.slow
+def test_more_than_4_gib(rng: Any) -> None:
+    rows, columns = 70_000, 65_536
+    part = random_part(rng, "FP8", 1, 16)
+    method = LinearMethod("FP8", columns, [rows], device="cuda:0")
+    weight = torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8, device="cuda")
+    params = {"weight": weight, "weight_scale": part["weight_scale"], "input_scale": part["input_scale"]}
+    assert torch.equal(method.prepare(params)["weight"], weight)
+    weight[69_999, 65_530] = 0x7F
+    with pytest.raises(ValueError, match="row 69999, column 65530"):
+        method.prepare(params)
