@@ -15,7 +15,7 @@
     X(group_size)                                                                                  \
     X(in_features)                                                                                 \
     X(input_scale)                                                                                 \
-    X(kernel)                                                                                 \
+    X(kernel)                                                                                      \
     X(module)                                                                                      \
     X(name)                                                                                        \
     X(out)                                                                                         \
@@ -37,7 +37,7 @@
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
     X(tokens)                                                                                      \
-    X(variant)                                                                                      \
+    X(variant)                                                                                     \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \

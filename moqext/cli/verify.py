@@ -173,7 +173,8 @@ def _print_summary(rows: list[Row], device: str, seed: int, dtype: str) -> None:
         counts[row.status] = counts.get(row.status, 0) + 1
     relative, largest = LIMITS[dtype]
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(text.printable(f"\n{summary} on {device}; limits {relative:g} relative, {largest:g} of the row's largest; seed {seed}"))
+    limits = f"limits {relative:g} relative, {largest:g} of the row's largest"
+    print("\n" + text.printable(f"{summary} on {device}; {limits}; seed {seed}"))
     messages: dict[str, list[str]] = {}
     for row in rows:
         if row.message:
