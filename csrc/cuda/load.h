@@ -118,11 +118,29 @@ static __device__ __forceinline__ float moq_tensor_scale(float amax) {
 
 /* ---- codes ---- */
 
+#if __CUDA_ARCH__ >= 890
 static __device__ __forceinline__ uint32_t moq_e4m3_pair(float low, float high) {
     uint16_t code;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(high), "f"(low));
     return code;
 }
+#else
+/* The code of a value as cvt.rn.satfinite finds it, for chips that have none: from 2^-6 on a
+ * float's bits rounded to three of significand, below that multiples of 2^-9, which is what a float
+ * of 2^14 is rounded to. */
+static __device__ __forceinline__ uint32_t moq_e4m3_code(float value) {
+    float magnitude = fminf(fabsf(value), 448.0f);
+    uint32_t bits = __float_as_uint(magnitude);
+    uint32_t code = (bits + 0x7ffffu + (bits >> 20 & 1) - (120u << 23)) >> 20;
+    if (magnitude < 0.015625f)
+        code = __float_as_uint(__fadd_rn(magnitude, 16384.0f)) - __float_as_uint(16384.0f);
+    return value != value ? 0x7f : code | (__float_as_uint(value) >> 24 & 0x80);
+}
+
+static __device__ __forceinline__ uint32_t moq_e4m3_pair(float low, float high) {
+    return moq_e4m3_code(low) | moq_e4m3_code(high) << 8;
+}
+#endif
 
 static __device__ __forceinline__ uint32_t moq_e4m3_word(const float *value) {
     return moq_e4m3_pair(value[0], value[1]) | moq_e4m3_pair(value[2], value[3]) << 16;
