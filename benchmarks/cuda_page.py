@@ -65,7 +65,8 @@ def facts(result: Mapping[str, Any]) -> str:
         f"{ceilings['bfloat16']['flop_per_second'] / 1e12:.0f} and FP8 products at "
         f"{ceilings['fp8']['flop_per_second'] / 1e12:.0f} Tflop/s"
     )
-    return f"{versions}, moqext {about['moqext']['commit']}, {about['date'][:10]}; {rates}."
+    note = f" {result['note']}." if "note" in result else ""
+    return f"{versions}, moqext {about['moqext']['commit']}, {about['date'][:10]}; {rates}.{note}"
 
 
 def plotted(rows: Sequence[Row]) -> list[Row]:
@@ -88,7 +89,9 @@ def summary(measured: Sequence[Cell]) -> str:
     body = []
     for algo in dict.fromkeys(cell.key[2] for cell in measured):
         for low, high in RANGES:
-            group = [cell for cell in measured if cell.key[2] == algo and low <= cell.key[1] <= high]
+            group = [
+                cell for cell in measured if cell.own and cell.key[2] == algo and low <= cell.key[1] <= high
+            ]
             ratios = [cell.ratio for cell in group if cell.ratio is not None]
             if not ratios:
                 continue
@@ -123,22 +126,10 @@ def host(rows: Sequence[Row]) -> str:
         return ""
     order = sorted(rows, key=lambda row: (row["quant_algo"], row["seconds"]))
     body = [
-        [
-            f"`{row['quant_algo']}`",
-            row["peer"],
-            row["result"],
-            microseconds(row, ""),
-            microseconds(row, "best_"),
-        ]
-        for row in order
+        [f"`{row['quant_algo']}`", row["peer"], row["result"], f"{row['seconds'] * 1e6:.2f}"] for row in order
     ]
-    note = "Microseconds that a call outside of a graph costs the host, one token:"
-    return f"{note}\n\n{lines(['algorithm', 'peer', 'result', 'median', 'best'], body, 3)}"
-
-
-def microseconds(row: Row, which: str) -> str:
-    """Of a median or a best time."""
-    return f"{row[which + 'seconds'] * 1e6:.2f}"
+    note = "Microseconds that a call outside of a graph costs the host, one token (median):"
+    return f"{note}\n\n{lines(['algorithm', 'peer', 'result', 'time'], body, 3)}"
 
 
 def sustained(rows: Sequence[Row]) -> str:
@@ -193,27 +184,20 @@ def algorithm(algo: str, measured: Sequence[Cell]) -> str:
 
 
 def line(cell: Cell) -> list[str]:
-    """A cell's texts."""
+    """A cell's texts; those of moqext are empty where it was not measured."""
     (shape, tokens, _), own = cell.key, cell.own
-    seconds = own["seconds"]
-    texts = [
-        f"{shape[0]} × {shape[1]}",
-        str(tokens),
-        f"**{duration(seconds)}**",
-        f"{own['floor_seconds'] / seconds:.0%}",
-        own["kernel"].partition(":")[2],
-        duration(cell.without["seconds"]) if cell.without else "",
-    ]
-    if cell.best:
-        peer = cell.best
-        texts += [f"{duration(peer['seconds'])} {peer['peer']}", f"{peer['seconds'] / seconds:.2f}"]
+    texts = [f"{shape[0]} × {shape[1]}", str(tokens)]
+    if own:
+        part = f"{own['floor_seconds'] / own['seconds']:.0%}"
+        texts += [f"**{duration(own['seconds'])}**", part, own["kernel"].partition(":")[2]]
     else:
-        texts += ["", ""]
-    if cell.published:
-        figure = cell.published
-        texts += [f"{duration(figure.seconds)} {figure.peer}", f"{figure.seconds / seconds:.2f}"]
-    else:
-        texts += ["", ""]
+        texts += ["", "", ""]
+    texts.append(duration(cell.without["seconds"]) if cell.without else "")
+    others = [(cell.best["peer"], cell.best["seconds"]) if cell.best else None]
+    others.append((cell.published.peer, cell.published.seconds) if cell.published else None)
+    for other in others:
+        texts.append(f"{duration(other[1])} {other[0]}" if other else "")
+        texts.append(f"{other[1] / own['seconds']:.2f}" if other and own else "")
     return [*texts, ", ".join(missed(goal) for goal in goals(cell) if not goal.met)]
 
 

@@ -59,14 +59,14 @@ class Cell(NamedTuple):
 
     Attributes:
         key: Which.
-        own: The row of moqext as its plan chose.
+        own: The row of moqext as its plan chose, None where it was not measured.
         without: The row without dependent launch, None where it was not measured.
         peers: Rows of all others that compute the same, fastest first; torch in bfloat16 is among them.
         published: The fastest published figure, None where there is none.
     """
 
     key: Key
-    own: Row
+    own: Row | None
     without: Row | None
     peers: Sequence[Row]
     published: Figure | None
@@ -86,7 +86,7 @@ class Cell(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """How many times as fast as the best known path; more than 1 is faster."""
-        return None if self.least is None else self.least / self.own["seconds"]
+        return None if self.own is None or self.least is None else self.least / self.own["seconds"]
 
 
 def read_published(path: Path = PUBLISHED) -> dict[Key, list[Figure]]:
@@ -105,7 +105,7 @@ def best_published(figures: Sequence[Figure], tokens: int) -> Figure | None:
 
 
 def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> list[Cell]:
-    """Those in which moqext was measured, in order of the rows. Sustained runs are not among them."""
+    """All of a quantized algorithm, in order of the rows. Sustained runs are not among them."""
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         if row["protocol"] != "sustained":
@@ -113,22 +113,24 @@ def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> lis
             groups.setdefault(key, []).append(row)
     made = []
     for key, group in groups.items():
-        own = [row for row in group if row["peer"] == OWN]
-        if not own:
+        if key[2] == PEER:
             continue
+        own = next((row for row in group if row["peer"] == OWN), None)
         without = next((row for row in group if row["peer"] == f"{OWN}, no PDL"), None)
         others = [row for row in group if not row["peer"].startswith(OWN)]
-        others += groups.get((key[0], key[1], PEER), []) if key[2] != PEER else []
+        others += groups.get((key[0], key[1], PEER), [])
         others.sort(key=lambda row: row["seconds"])
         figure = best_published(published.get(key, []), key[1])
-        made.append(Cell(key, own[0], without, others, figure))
+        made.append(Cell(key, own, without, others, figure))
     return made
 
 
 def goals(cell: Cell) -> list[Goal]:
-    """What holds for a cell."""
+    """What holds for a cell; nothing where moqext was not measured."""
     (_, tokens, algo), own = cell.key, cell.own
-    found = []
+    found: list[Goal] = []
+    if own is None:
+        return found
     limit = time_limit(tokens, own["floor_seconds"])
     if limit is not None:
         found.append(Goal("time", own["seconds"], limit, own["seconds"] <= limit))
@@ -138,7 +140,7 @@ def goals(cell: Cell) -> list[Goal]:
         ratio = cell.best["seconds"] / cell.without["seconds"]
         found.append(Goal("without PDL", ratio, 1.0, ratio >= 1.0))
     if algo == "FP8_PB_WO":
-        found += block_goals(cell)
+        found += block_goals(cell, own)
     return found
 
 
@@ -150,9 +152,9 @@ def time_limit(tokens: int, floor: float) -> float | None:
     return None
 
 
-def block_goals(cell: Cell) -> list[Goal]:
+def block_goals(cell: Cell, own: Row) -> list[Goal]:
     """What holds for products by blocks only."""
-    tokens, own = cell.key[1], cell.own
+    tokens = cell.key[1]
     torch = next((row for row in cell.peers if row["peer"].startswith("torch blockwise")), None)
     found = []
     if torch and tokens <= FEW_TOKENS[-1][0]:

@@ -220,7 +220,7 @@ def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
     """
     values = x.float()
     # A tensor: by a number torch divides on CUDA by multiplying, one bit off. Where amax is 448 times a power
-    # of two, an eighth of all values are ties, and that bit decides them.
+    # of two, a sixteenth of all values are ties, and that bit decides them.
     most = values.new_full((), E4M3_MAX)
     if layer.quant_algo == "FP8":
         return to_e4m3(torch, values * (1 / layer.input_scale)), layer.input_scale

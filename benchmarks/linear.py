@@ -86,6 +86,7 @@ class Run:
         ceilings: By what is multiplied.
         power: The card's.
         seed: Of the data.
+        place: torch's name of the device.
         rows: One for each peer and cell.
         host: Two for each peer: what a call costs the host, into a given result and a new one.
         skipped: Who was left out of which cell, and why.
@@ -96,13 +97,14 @@ class Run:
     ceilings: Mapping[str, Ceilings]
     power: device.Power
     seed: int
+    place: str = "cuda"
     rows: list[dict[str, Any]] = field(default_factory=list)
     host: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
     def measure_shape(self, shape: tuple[int, int], tokens: Sequence[int], *, sustained: bool) -> None:
         """All peers on one shape, for each number of tokens."""
-        problem = layers.Problem.random(self.torch, shape, max(tokens), "cuda", self.seed)
+        problem = layers.Problem.random(self.torch, shape, max(tokens), self.place, self.seed)
         contestants = list(self._enter(problem, shape))
         for count in tokens:
             ready = [one for one in contestants if self._bind(problem, one, count)]
@@ -136,7 +138,7 @@ class Run:
         except (RuntimeError, ValueError) as error:
             self._skip(one.peer, one.layer.shape, tokens, str(error))
             return False
-        rows = layers.checked_rows(torch, tokens, "cuda")
+        rows = layers.checked_rows(torch, tokens, self.place)
         expected = problem.expected(one.peer.quant_algo, rows)
         one.error = layers.relative_error(torch, one.bound.result[rows], expected)
         written = bool(torch.isfinite(one.bound.result).all())

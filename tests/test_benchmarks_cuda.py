@@ -180,6 +180,99 @@ def test_rows_that_are_checked(layers: Any) -> None:
     assert few == [*range(32), *range(968, 1000)]
 
 
+class Fake:
+    """A peer on the CPU that computes the layer, forgets its last row, doubles it, or refuses."""
+
+    environment: dict[str, str] = {}  # noqa: RUF012 - a protocol's attribute
+
+    def __init__(self, linear: Any, name: str, quant_algo: str = "FP8") -> None:
+        self.linear, self.name, self.quant_algo = linear, name, quant_algo
+
+    def missing(self) -> None:
+        return None
+
+    def weights(self, layer: Any) -> Any:
+        if self.name == "without weights":
+            raise ValueError("no such weight\nat all")
+        return layer.codes
+
+    def bind(self, layer: Any, weights: Any, x: Any) -> Any:
+        if self.name == "few tokens" and len(x) > 4:
+            raise RuntimeError("too many tokens")
+        torch, out = layer.torch, x.new_empty(len(x), layer.shape[0])
+        codes, scale = (x.float(), 1.0) if layer.input_scale is None else self.quantized(layer, x)
+
+        def call(weight: Any) -> None:
+            y = codes.double() @ weight.double().T * scale
+            y = y if layer.weight_scale is None else y * layer.weight_scale
+            last = len(x) - (self.name == "forgets")
+            out[:last] = ((2 if self.name == "doubles" else 1) * y).to(torch.bfloat16)[:last]
+
+        return self.linear.Bound(call, out, f"fake:{self.name}", call if self.name == "right" else None)
+
+    def quantized(self, layer: Any, x: Any) -> Any:
+        codes, scale = self.linear.layers.quantize_activations(layer.torch, x, layer)
+        return codes, scale.double()
+
+
+def test_who_is_wrong_or_cannot_run_is_left_out(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of a measurement but for the GPU's clock."""
+    torch = pytest.importorskip("torch")
+    times = linear.device.Times(2e-6, 1e-6, 3e-6, 20)
+    alone = []
+
+    def measure_alone(torch: Any, graph: Any) -> Any:
+        alone.append(graph)
+        return times
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(linear.device, "Graph", lambda torch, call, weights: call(weights[0]))
+    monkeypatch.setattr(linear.device, "interleaved", lambda torch, graphs: dict.fromkeys(graphs, times))
+    monkeypatch.setattr(linear.device, "alone", measure_alone)
+    monkeypatch.setattr(linear.device, "sustained", lambda torch, graph, power: times)
+    monkeypatch.setattr(linear.device, "host_seconds", lambda torch, call, weights: times)
+    monkeypatch.setattr(linear, "HOST_SHAPE", (48, 128))
+    monkeypatch.setattr(linear, "SUSTAINED_SHAPES", ((48, 128),))
+    monkeypatch.setattr(linear, "ALONE_FROM", 100)
+    names = ("right", "forgets", "doubles", "few tokens", "without weights")
+    peers = [Fake(linear, name) for name in names] + [Fake(linear, "right", PEER)]
+    ceilings = {"bfloat16": Ceilings(1e12, 1e15), "fp8": Ceilings(1e12, 2e15)}
+    run = linear.Run(torch, peers, ceilings, None, 7, "cpu")
+    run.measure_shape((48, 128), (1, 70, 130), sustained=True)
+    measured = [(row["peer"], row["quant_algo"], row["tokens"], row["protocol"]) for row in run.rows]
+    assert measured == [
+        ("right", "FP8", 1, "interleaved"),
+        ("few tokens", "FP8", 1, "interleaved"),
+        ("right", PEER, 1, "interleaved"),
+        ("right", "FP8", 70, "interleaved"),
+        ("right", PEER, 70, "interleaved"),
+        ("right", "FP8", 130, "alone"),
+        ("right", PEER, 130, "alone"),
+        ("right", "FP8", 130, "sustained"),
+        ("right", PEER, 130, "sustained"),
+    ]
+    assert len(alone) == 2
+    reasons = {(one["peer"], one["tokens"]): one["reason"] for one in run.skipped}
+    assert reasons["without weights", None] == "no such weight"
+    assert reasons["few tokens", 70] == "too many tokens"
+    for tokens in (1, 70, 130):
+        assert reasons["doubles", tokens] == "wrong: relative error 1.0e+00"
+        assert reasons["forgets", tokens] == "wrong: relative error nan, outputs not written"
+    hosts = [(row["peer"], row["quant_algo"], row["result"]) for row in run.host]
+    assert hosts == [
+        ("right", "FP8", "given"),
+        ("right", "FP8", "new"),
+        ("few tokens", "FP8", "given"),
+        ("right", PEER, "given"),
+        ("right", PEER, "new"),
+    ]
+    first = run.rows[0]
+    assert first["bytes"] == 48 * 128 + 4 + 2 * (48 + 128)
+    assert first["flop"] == 2 * 48 * 128
+    assert first["floor_seconds"] == pytest.approx(first["bytes"] / 1e12)
+    assert 0 < first["error"] < 2.5e-3
+
+
 # ---- what is made of results ----
 
 
@@ -222,7 +315,8 @@ def test_a_cell_knows_its_best_path(goals: Any) -> None:
         row("moqext", 1e-6, protocol="sustained"),
     ]
     published = {((4096, 4096), 1, "FP8"): [goals.Figure("theirs", "interleaved", 7.5e-6)]}
-    (cell,) = goals.cells(rows, published)
+    cell, other = goals.cells(rows, published)
+    assert (other.key[2], other.own, other.ratio, goals.goals(other)) == ("FP8_PB_WO", None, None, [])
     assert [one["peer"] for one in cell.peers] == ["fast", "torch bfloat16", "slow"]
     assert cell.published.peer == "theirs"
     assert cell.ratio == pytest.approx(1.5)
@@ -292,6 +386,7 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
         row("moqext", 2e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
         row("torch tensorwise", 1.5e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
         row("moqext", 3e-3, tokens=8192, protocol="sustained", clock_mhz=1500.0, watts=690.0),
+        row("torch tensorwise", 9e-6, tokens=64),
     ]
     result = record(rows) | {
         "host": [
@@ -306,6 +401,10 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
     assert "### Chip" in lines
     few = "| 4096 × 4096 | 1 | **5.00 µs** | 80% | one | 6.00 µs | 8.00 µs torch tensorwise | 1.60 | 8.90 µs "
     assert any(line.startswith(few) and line.endswith("| 1.78 |  |") for line in lines)
+    assert (
+        "| 4096 × 4096 | 64 |  |  |  |  | 9.00 µs torch tensorwise |  | 9.20 µs torch tensorwise |  |  |"
+        in lines
+    )
     many = [line for line in lines if line.startswith("| 4096 × 4096 | 8192 | **2.00 ms**")]
     assert len(many) == 1
     assert many[0].endswith("| no slower than any (0.10) |")
@@ -313,7 +412,7 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
     assert any(
         line.startswith("| 4096 × 4096 | `FP8` | moqext | 8192 | 2.00 ms | 3.00 ms |") for line in lines
     )
-    assert "| `FP8` | moqext | given | 3.00 | 2.00 |" in lines
+    assert "| `FP8` | moqext | given | 3.00 |" in lines
     assert ElementTree.fromstring(files["cuda.chip.svg"]).tag.endswith("svg")
     assert page.render(files["cuda.md"], {"chip": result}) == files
 
