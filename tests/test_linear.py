@@ -149,6 +149,24 @@ def test_nan_in_x_stays_in_its_row(rng):
         assert np.isfinite(y[[0, 2]]).all(), algo
 
 
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("input_scale", [True, False])
+def test_infinite_activations_give_what_the_reference_gives(rng, algo, compute, value, input_scale):
+    """An infinity under a scale found at run time has a NaN code beside codes of zero; its row is NaN."""
+    case = random_case(rng, algo, 256, [20, 12], input_scale=input_scale)
+    x = random_x(rng, (5, 256), "float32")
+    x[1, 77] = value
+    x[3] = value
+    with np.errstate(all="ignore"):
+        y = run(case, x, "float32", compute)
+        expected = case.expected(x, compute)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(y), np.isinf(expected))
+    finite = np.isfinite(expected).all(axis=1)
+    assert_close(y[finite], expected[finite], "float32")
+
+
 @pytest.mark.parametrize(
     "algo, compute",
     [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp8"), ("NVFP4", "fp4"), ("W4A16_NVFP4", "exact")],

@@ -126,7 +126,7 @@ def test_missing_input_scale_is_found_from_all_tokens(rng: Any) -> None:
 
 
 @pytest.mark.parametrize("algo", FP8)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38, 1e-39])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e30, 1e-39])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("tokens", [6, 70])
 def test_extreme_activations(rng: Any, algo: str, value: float, scaled: bool, tokens: int) -> None:
