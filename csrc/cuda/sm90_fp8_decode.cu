@@ -22,7 +22,8 @@
  * meanwhile.
  * - W is constant, so the ring is filled before the preceding kernel has ended (dependent launch).
  *
- * Measured (H200, in a graph, docs/lab.md): 8192 x 8192 17.7 us for one token, floor 15.7; 4096 x 4096 6.7 of 3.9. */
+ * Measured (H200, in a graph, docs/lab.md): 8192 x 8192 17.7 us for one token, floor 15.7; 4096 x
+ * 4096 6.7 of 3.9. */
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
