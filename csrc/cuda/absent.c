@@ -39,6 +39,16 @@ void moq_cuda_leave(int32_t device, int32_t previous) {
     (void)previous;
 }
 
+moq_status moq_cuda_order(void *before, void *after, moq_err *err) {
+    (void)before;
+    (void)after;
+    return absent(err);
+}
+
+void moq_cuda_versions(int *runtime, int *driver) {
+    *runtime = *driver = 0;
+}
+
 bool moq_cuda_is_capturing(void *stream) {
     (void)stream;
     return false;

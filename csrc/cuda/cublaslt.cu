@@ -15,7 +15,7 @@
 #define SONAME      "libcublasLt.so." TEXT(CUBLAS_VER_MAJOR)
 #define MAX_DEVICES 64
 
-static struct {
+static struct cublaslt_state {
     pthread_mutex_t lock;
     void *library;
     moq_cublaslt found;

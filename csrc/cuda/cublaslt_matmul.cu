@@ -108,7 +108,7 @@ typedef struct {
 /* A list has one place; another of the same place takes it. */
 #define PLACES 1024
 
-static struct {
+static struct kept_algorithms {
     pthread_mutex_t lock;
     algorithm_list list[PLACES];
 } kept = {PTHREAD_MUTEX_INITIALIZER, {}};

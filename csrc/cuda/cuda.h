@@ -38,6 +38,12 @@ moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err);
 /* Makes a device current; moq_cuda_leave restores what was. */
 moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err);
 void moq_cuda_leave(int32_t device, int32_t previous);
+/* What is queued on `after` from now on waits for what is queued on `before`; streams of the
+ * current device. Works within a capture of either, which takes in the other. */
+moq_status moq_cuda_order(void *before, void *after, moq_err *err);
+/* 13000 for 13.0: of the runtime in this extension, and the latest that the driver knows; 0 where
+ * there is none. */
+void moq_cuda_versions(int *runtime, int *driver);
 /* Whether the stream, of the current device, is being captured into a graph. */
 bool moq_cuda_is_capturing(void *stream);
 

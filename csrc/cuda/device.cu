@@ -9,7 +9,7 @@
 
 #define MAX_DEVICES 64
 
-static struct {
+static struct device_table {
     pthread_mutex_t lock;
     bool known[MAX_DEVICES];
     moq_cuda_device device[MAX_DEVICES];
@@ -47,22 +47,32 @@ static cudaError_t ask(int index, moq_cuda_device *out) {
     return cudaSuccess;
 }
 
-extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err) {
+static bool is_known(int index) {
+    return index >= 0 && index < MAX_DEVICES &&
+           __atomic_load_n(&table.known[index], __ATOMIC_ACQUIRE);
+}
+
+static moq_status learn(int index, moq_err *err) {
     int count;
     MOQ_TRY(moq_cuda_device_count(&count, err));
     if (index < 0 || index >= count || index >= MAX_DEVICES)
         return moq_fail(err, MOQ_ERR_VALUE, "device: there is no cuda:%d, the driver offers %d",
                         index, count);
     pthread_mutex_lock(&table.lock);
-    cudaError_t status = table.known[index] ? cudaSuccess : ask(index, &table.device[index]);
-    table.known[index] = status == cudaSuccess;
-    if (table.known[index])
-        *out = table.device[index];
+    cudaError_t status = is_known(index) ? cudaSuccess : ask(index, &table.device[index]);
+    __atomic_store_n(&table.known[index], status == cudaSuccess, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&table.lock);
     if (status == cudaSuccess)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_INTERNAL, "CUDA device %d cannot be queried: %s", index,
                     cudaGetErrorString(status));
+}
+
+extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err) {
+    if (!is_known(index))
+        MOQ_TRY(learn(index, err));
+    *out = table.device[index]; /* never changes again */
+    return MOQ_OK;
 }
 
 extern "C" bool moq_cuda_is_capturing(void *stream) {
@@ -85,4 +95,20 @@ extern "C" moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err 
 extern "C" void moq_cuda_leave(int32_t device, int32_t previous) {
     if (previous != device)
         cudaSetDevice(previous);
+}
+
+extern "C" moq_status moq_cuda_order(void *before, void *after, moq_err *err) {
+    cudaEvent_t event;
+    MOQ_TRY(check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event", err));
+    cudaError_t status = cudaEventRecord(event, (cudaStream_t)before);
+    if (status == cudaSuccess)
+        status = cudaStreamWaitEvent((cudaStream_t)after, event, 0);
+    cudaEventDestroy(event); /* when it has happened */
+    return check(status, "ordering two streams", err);
+}
+
+extern "C" void moq_cuda_versions(int *runtime, int *driver) {
+    *runtime = *driver = 0;
+    cudaRuntimeGetVersion(runtime);
+    cudaDriverGetVersion(driver);
 }

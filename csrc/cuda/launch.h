@@ -26,7 +26,8 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err);
  * asynchronous error names the operation it came from. */
 moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
 
-/* Launches with `args`, pointers to the parameters in order, and settles. */
+/* Launches with `args`, pointers to the parameters in order, and settles. MOQEXT_PDL=0 overlaps
+ * nothing. The two variables are read once. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 
 #endif
