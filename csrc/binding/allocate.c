@@ -139,14 +139,56 @@ static PyObject *find_importer(const moq_arg *like) {
     return NULL;
 }
 
-static PyObject *imported_new(moq_state *state, const moq_arg *like, const moq_tensor *wanted,
-                              moq_arg *out) {
-    if (wanted->device.kind != MOQ_CPU) {
-        PyErr_Format(PyExc_TypeError,
-                     "out: cannot make a CUDA tensor of %s's kind (%R), pass out= instead",
-                     like->name, Py_TYPE(like->object));
+static PyObject *no_cuda_tensor(const moq_arg *like) {
+    PyErr_Format(PyExc_TypeError,
+                 "out: cannot make a CUDA tensor of %s's kind (%R), pass out= instead", like->name,
+                 Py_TYPE(like->object));
+    return NULL;
+}
+
+/* `library.empty(shape, dtype=name)`, for libraries whose arrays can be written. */
+static PyObject *call_empty(PyObject *library, const moq_tensor *wanted) {
+    PyObject *shape = PyTuple_New(wanted->ndim);
+    for (int i = 0; shape && i < wanted->ndim; i++) {
+        PyObject *extent = PyLong_FromLongLong(wanted->shape[i]);
+        if (!extent || PyTuple_SetItem(shape, i, extent) < 0)
+            Py_CLEAR(shape);
+    }
+    PyObject *empty = shape ? PyObject_GetAttrString(library, "empty") : NULL;
+    PyObject *object =
+        empty ? PyObject_CallFunction(empty, "Os", shape, moq_dtype_name(wanted->dtype)) : NULL;
+    Py_XDECREF(empty);
+    Py_XDECREF(shape);
+    return object;
+}
+
+/* A CUDA array of a library without the exchange API (CuPy), on its current device. */
+static PyObject *library_new(moq_state *state, const moq_producer *producer, const moq_arg *like,
+                             const moq_tensor *wanted, moq_arg *out) {
+    bool legacy;
+    PyObject *library = producer->in_place ? library_of(like->object) : NULL;
+    PyObject *object = library ? call_empty(library, wanted) : NULL;
+    Py_XDECREF(library);
+    if (!object) {
+        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError))
+            no_cuda_tensor(like);
         return NULL;
     }
+    moq_producer own;
+    if (moq_producer_of(state, object, &own) == 0 && own.protocol == MOQ_FROM_DLPACK &&
+        moq_dlpack_take(state, &own, object, "out", true, out, &legacy) == 0) {
+        if (out->view.dtype == wanted->dtype && moq_tensor_is_contiguous(&out->view) &&
+            out->view.device.kind == wanted->device.kind &&
+            out->view.device.index == wanted->device.index)
+            return object;
+        moq_arg_release(out);
+    }
+    Py_DECREF(object);
+    return PyErr_Occurred() ? NULL : no_cuda_tensor(like);
+}
+
+static PyObject *imported_new(moq_state *state, const moq_arg *like, const moq_tensor *wanted,
+                              moq_arg *out) {
     PyObject *importer = find_importer(like);
     if (!importer)
         return NULL;
@@ -189,6 +231,8 @@ PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtyp
         object = exchange_new(producer.exchange, &wanted, out);
     else if (moq_is_owned(state, like->object))
         object = moq_owned_new(state, wanted.dtype, wanted.device, ndim, shape, &out->view);
+    else if (wanted.device.kind == MOQ_CUDA)
+        object = library_new(state, &producer, like, &wanted, out);
     else
         object = imported_new(state, like, &wanted, out);
     if (!object)

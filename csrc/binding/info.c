@@ -110,6 +110,16 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
     return list;
 }
 
+static PyObject *cuda_versions(PyObject *module, PyObject *unused) {
+    int runtime, driver;
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    moq_cuda_versions(&runtime, &driver);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("ii", runtime, driver);
+}
+
 static PyMethodDef METHODS[] = {
     {"build_info", build_info, METH_NOARGS, "build_info() -> dict: how this extension was built"},
     {"cpu_isa", cpu_isa, METH_NOARGS, "cpu_isa() -> str: level of vector extensions in use"},
@@ -121,6 +131,8 @@ static PyMethodDef METHODS[] = {
      "cublaslt() -> (path of the library or None, its version or None, reason or None); opens it"},
     {"kernels", kernels, METH_NOARGS,
      "kernels() -> list of str: family:name of every linear kernel"},
+    {"cuda_versions", cuda_versions, METH_NOARGS,
+     "cuda_versions() -> (runtime, driver): 13000 for 13.0, 0 where there is none"},
     {"cuda_devices", cuda_devices, METH_NOARGS,
      "cuda_devices() -> list of dict; RuntimeError says why there are none"},
     {NULL, NULL, 0, NULL},

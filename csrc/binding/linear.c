@@ -9,6 +9,7 @@
 #include "binding/numpy.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
+#include "cuda/cuda.h"
 #include "ops/target.h"
 
 #include <stdlib.h>
@@ -592,6 +593,33 @@ static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *y) {
     return status == MOQ_OK ? 0 : -1;
 }
 
+/* A framework with the exchange API keeps memory of a capture for its replays; others use it again
+ * when the call is over. */
+static int refuse_capture(const moq_linear_job *job, const moq_arg *y) {
+    if (moq_linear_workspace(job) == 0 || y->exchange || y->view.device.kind != MOQ_CUDA ||
+        !moq_cuda_is_capturing(job->call.stream))
+        return 0;
+    PyErr_Format(PyExc_RuntimeError,
+                 "stream: is being captured, and the call works in memory that %R does not keep "
+                 "for the replays; use tensors of a library with the DLPack exchange API",
+                 Py_TYPE(y->object));
+    return -1;
+}
+
+/* Whether memory that the call is given, a workspace or a new y, is in the order of another stream.
+ * The one that was taken from x's framework is also the one of its memory. */
+static int order_memory(moq_linear_job *job, PyObject **v, const moq_run_args *a) {
+    if (refuse_capture(job, &a->y) < 0)
+        return -1;
+    bool needs = moq_linear_workspace(job) > 0 || moq_arg_absent(v[3]);
+    if (!needs || (moq_arg_absent(v[4]) && a->y.exchange == a->in[0].exchange))
+        return 0;
+    if (moq_stream_of_memory(&a->y, job->call.stream, &job->memory_stream) < 0)
+        return -1;
+    job->orders = job->memory_stream != job->call.stream;
+    return 0;
+}
+
 static PyObject *run_with(moq_state *state, const moq_plan_object *self, PyObject **v,
                           moq_run_args *a) {
     const moq_linear_spec *spec = &self->spec;
@@ -615,7 +643,7 @@ static PyObject *run_with(moq_state *state, const moq_plan_object *self, PyObjec
         moq_raise(state, &err);
     } else {
         job.call.stream = stream;
-        status = run_job(state, &job, &a->y);
+        status = order_memory(&job, v, a) < 0 ? -1 : run_job(state, &job, &a->y);
     }
     return moq_arg_finish(state, result, &a->y, status);
 }

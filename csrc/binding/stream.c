@@ -37,6 +37,14 @@ static int take_given(PyObject *given, void **stream) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
+int moq_stream_of_memory(const moq_arg *arg, void *otherwise, void **stream) {
+    *stream = otherwise;
+    if (!arg->exchange || arg->view.device.kind != MOQ_CUDA)
+        return 0;
+    return arg->exchange->current_work_stream(kDLCUDA, arg->view.device.index, stream) == 0 ? 0
+                                                                                            : -1;
+}
+
 int moq_stream_take(PyObject *given, const moq_arg *x, void **stream) {
     *stream = NULL;
     if (x->view.device.kind != MOQ_CUDA) {
@@ -47,7 +55,5 @@ int moq_stream_take(PyObject *given, const moq_arg *x, void **stream) {
     }
     if (!moq_arg_absent(given))
         return take_given(given, stream);
-    if (!x->exchange)
-        return 0;
-    return x->exchange->current_work_stream(kDLCUDA, x->view.device.index, stream) == 0 ? 0 : -1;
+    return moq_stream_of_memory(x, NULL, stream);
 }

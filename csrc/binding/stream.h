@@ -10,4 +10,8 @@
  * only None will do, and the stream is NULL. */
 int moq_stream_take(PyObject *given, const moq_arg *x, void **stream);
 
+/* The stream in whose order the framework of `arg` uses memory again: its current one, or
+ * `otherwise` where it does not tell. */
+int moq_stream_of_memory(const moq_arg *arg, void *otherwise, void **stream);
+
 #endif

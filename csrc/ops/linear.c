@@ -195,11 +195,29 @@ static moq_status run_on_rows(moq_linear_job *job, moq_err *err) {
     return job->copies_y ? moq_cuda_scatter_rows(&job->y_rows, job->y, stream, err) : MOQ_OK;
 }
 
+/* The same in memory that belongs to the order of another stream: what used it there before has to
+ * end first, and what will use it has to wait. */
+static moq_status run_in_order(moq_linear_job *job, moq_err *err) {
+    void *stream = job->call.stream, *other = job->memory_stream;
+    if (!job->orders)
+        return run_on_rows(job, err);
+    if (moq_cuda_is_capturing(stream) != moq_cuda_is_capturing(other))
+        return moq_fail(
+            err, MOQ_ERR_INTERNAL,
+            "stream: the call needs memory in the order of the current stream, and only "
+            "one of the two is being captured; make that one current");
+    MOQ_TRY(moq_cuda_order(other, stream, err));
+    moq_status status = run_on_rows(job, err);
+    moq_err second; /* of two failures the first is told */
+    moq_status ordered = moq_cuda_order(stream, other, status == MOQ_OK ? err : &second);
+    return status == MOQ_OK ? ordered : status;
+}
+
 /* Runs with the layer's device current, and gives the caller's back. */
 static moq_status run_on_device(moq_linear_job *job, moq_err *err) {
     int32_t previous, index = job->call.spec->device.index;
     MOQ_TRY(moq_cuda_enter(index, &previous, err));
-    moq_status status = run_on_rows(job, err);
+    moq_status status = run_in_order(job, err);
     moq_cuda_leave(index, previous);
     return status;
 }
@@ -238,6 +256,7 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
     };
     job->workspace = 0;
+    job->orders = false;
     if (job->call.m == 0)
         return MOQ_OK;
     moq_linear_choice choice = moq_linear_pick(plan, spec, job->call.m);

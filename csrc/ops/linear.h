@@ -65,6 +65,10 @@ typedef struct {
     moq_tensor x_rows, y_rows;
     bool copies_x, copies_y;
     int64_t x_at, y_at, workspace;
+    /* Set where the workspace, or a new y, is memory in the order of another stream than that of
+     * the call: the two wait for each other. */
+    bool orders;
+    void *memory_stream;
 } moq_linear_job;
 
 /* Checks y = x W^T + bias and picks the kernel. x is [..., in_features] with any strides, y [...,

@@ -37,13 +37,20 @@ def poisoned(*shape: int, dtype: str) -> Any:
     return torch.full(shape, float("nan"), dtype=DTYPES[dtype], device="cuda")
 
 
+def on_host(case: Any, **options: str) -> LinearMethod:
+    """The layer on the CPU, whatever kernel is forced for those on the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MOQEXT_KERNEL", raising=False)
+        return case.method(**options)
+
+
 class OnDevice:
     """A layer with its prepared tensors on the device."""
 
     def __init__(self, case: Any, dtype: str, compute: str = "exact") -> None:
         self.dtype = dtype
         self.method = case.method(dtype=dtype, device="cuda:0", compute=compute)
-        host = case.method(dtype=dtype, compute=compute)
+        host = on_host(case, dtype=dtype, compute=compute)
         self.params = {name: to_cuda(value) for name, value in host.prepare(case.listed()).items()}
 
     def __call__(self, x: Any, **options: Any) -> Any:
@@ -53,12 +60,3 @@ class OnDevice:
         shape = (*x.shape[:-1], self.method.out_features)
         options.setdefault("out", poisoned(*shape, dtype=self.dtype))
         return self.method(x, self.params, **options)
-
-
-def runnable(algo: str, columns: int, rows: list[int], **options: str) -> list[str]:
-    """The CUDA kernels of the plan table that can run such a layer here; none without a device."""
-    try:
-        plan = LinearMethod(algo, columns, rows, device="cuda:0", **options)._plan
-    except Exception:
-        return []
-    return [name for name, reason in plan.explain() if reason is None]

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch sees no CUDA device", allow_module_level=True)
 
-from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
 SIMT = "cuda:simt"
 
@@ -91,7 +91,7 @@ def test_simt_and_the_cpu_agree_on_hostile_values(rng, simt, algo, compute):
     x[4] *= np.float32(1e-30)
     x[5, ::2] = 0
     x[6] *= np.float32(1e30)
-    host = case.method(compute=compute, dtype="float32")
+    host = on_host(case, compute=compute, dtype="float32")
     with np.errstate(all="ignore"):
         expected = host(x, host.prepare(case.listed()))
     y = to_numpy(OnDevice(case, "float32", compute)(x))
