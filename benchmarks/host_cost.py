@@ -1,8 +1,10 @@
 """Time of a call apart from the arithmetic: tensors taken in and handed back, a linear of one output.
 
 The layer is NVFP4 with 16 columns and 1 row, bfloat16, so that what is measured is the path from Python to
-the kernel and back. Beside it, in parentheses, stand calls of NumPy and torch that do as little. Batches of
-all rows take turns; the best batch is what the code costs, the median what this machine made of it.
+the kernel and back. Beside it, in parentheses, stand calls of NumPy and torch that do as little. On a CUDA
+device the layer is FP8, 4096 x 4096 with one row of x, and what is measured is the time to queue the work.
+Batches of all rows take turns; the best batch is what the code costs, the median what this machine made of
+it.
 
     python -m benchmarks.host_cost [--json FILE] [--rounds N]
 """
@@ -32,12 +34,16 @@ COLUMNS = 16
 
 
 class Case(NamedTuple):
-    """A statement, the names it uses, and the goal in microseconds where there is one."""
+    """A statement, the names it uses, and the goal in microseconds where there is one.
+
+    `setup` runs before each batch, outside of the time taken.
+    """
 
     name: str
     statement: str
     names: dict[str, Any]
     goal: float | None = None
+    setup: str = "pass"
 
 
 def layer_tensors() -> dict[str, np.ndarray]:
@@ -92,10 +98,37 @@ def torch_cases() -> list[Case]:
     ]
 
 
+SIZE = 4096
+"""Rows and columns of the layer on a CUDA device."""
+
+
+def cuda_cases() -> list[Case]:
+    """Rows of torch's CUDA tensors; none without a device."""
+    if torch is None or not torch.cuda.is_available():
+        return []
+    method = moqext.LinearMethod("FP8", SIZE, [SIZE], device="cuda:0")
+    one = torch.ones(1, device="cuda")
+    codes = torch.zeros(SIZE, SIZE, dtype=torch.uint8, device="cuda")
+    params = method.prepare({"weight": codes, "weight_scale": one, "input_scale": one})
+    x = torch.zeros(1, SIZE, dtype=torch.bfloat16, device="cuda")
+    w = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
+    names = {"method": method, "x": x, "params": params, "out": torch.empty_like(x)}
+    peer = {"mm": torch.mm, "empty_like": torch.empty_like, "x": x, "w": w, "out": torch.empty_like(x)}
+    sync = {"sync": torch.cuda.synchronize}
+    rows = [
+        Case("LinearMethod, torch CUDA, out=", "method(x, params, None, out)", names, 3.0),
+        Case("LinearMethod, torch CUDA, new result", "method(x, params)", names, 3.0),
+        Case("(torch.empty_like, CUDA)", "empty_like(x)", peer),
+        Case("(torch.mm, CUDA, out=)", "mm(x, w, out=out)", peer),
+        Case("(torch.mm, CUDA)", "mm(x, w)", peer),
+    ]
+    return [row._replace(names=row.names | sync, setup="sync()") for row in rows]
+
+
 def measure(rounds: int) -> list[dict[str, Any]]:
     """One row a case, microseconds a call."""
-    cases = numpy_cases() + torch_cases()
-    timers = [timeit.Timer(case.statement, globals=case.names) for case in cases]
+    cases = numpy_cases() + torch_cases() + cuda_cases()
+    timers = [timeit.Timer(case.statement, case.setup, globals=case.names) for case in cases]
     batches: list[list[float]] = [[] for _ in cases]
     for _ in range(rounds):
         for timer, times in zip(timers, batches, strict=True):
@@ -118,10 +151,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000, help="batches of each row")
     options = parser.parse_args()
     rows = measure(options.rounds)
-    print(f"{'microseconds a call':34} {'best':>6} {'median':>7} {'goal':>5}")
+    print(f"{'microseconds a call':38} {'best':>6} {'median':>7} {'goal':>5}")
     for row in rows:
         goal = f"{row['goal_us']:5.1f}" if row["goal_us"] else ""
-        print(f"{row['case']:34} {row['best_us']:6.2f} {row['median_us']:7.2f} {goal}")
+        print(f"{row['case']:38} {row['best_us']:6.2f} {row['median_us']:7.2f} {goal}")
     if options.json:
         record.write("host_cost", rows, options.json, calls=CALLS, rounds=options.rounds)
 

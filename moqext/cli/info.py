@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from moqext import _C
+from moqext import _C, UnsupportedQuantization
 from moqext.cli import text
+
+LAYERS = [("FP8", "exact"), ("FP8_PER_CHANNEL_PER_TOKEN", "exact"), ("FP8_PB_WO", "exact")]
+LAYERS += [("NVFP4", compute) for compute in ("exact", "fp8", "fp4")]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -33,6 +36,7 @@ def collect() -> dict[str, Any]:
         devices, reason = [], str(error)
     openmp, openmp_reason = _C.openmp()
     cublaslt, cublaslt_version, cublaslt_reason = _C.cublaslt()
+    runtime, driver = map(version, _C.cuda_versions())
     return {
         "version": build["version"],
         "commit": build["commit"],
@@ -46,15 +50,35 @@ def collect() -> dict[str, Any]:
         "openmp": openmp,
         "openmp_reason": openmp_reason,
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
+        "cuda_kernels": [name for name in _C.kernels() if name.startswith("cuda:")],
         "cuda_built": build["cuda"],
         "cublaslt_built": build["cublaslt"],
         "cublaslt": cublaslt,
         "cublaslt_version": ".".join(map(str, cublaslt_version or ())) or None,
         "cublaslt_reason": cublaslt_reason,
         "cuda_archs": [arch for arch in build["cuda_archs"].split(";") if arch],
-        "cuda_devices": devices,
+        "cuda_runtime": runtime,
+        "cuda_driver": driver,
+        "cuda_devices": [device | {"kernels": usable_kernels(device["index"])} for device in devices],
         "cuda_reason": reason,
     }
+
+
+def usable_kernels(index: int) -> list[str]:
+    """Kernels that can run some linear on cuda:`index`, in the order of the table."""
+    usable: set[str] = set()
+    for algo, compute in LAYERS:
+        try:
+            plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", f"cuda:{index}", compute)
+        except UnsupportedQuantization:
+            continue
+        usable.update(name for name, reason in plan.explain() if reason is None)
+    return [name for name in _C.kernels() if name in usable]
+
+
+def version(number: int) -> str | None:
+    """CUDA's 13010 as "13.1"; None for 0."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,14 +102,18 @@ def run(args: argparse.Namespace) -> int:
         ("kernels", " ".join(facts["cpu_kernels"])),
         ("cuda", facts["cuda_reason"] or text.plural(len(facts["cuda_devices"]), "device")),
     ]
+    if facts["cuda_runtime"]:
+        driver = f"up to {facts['cuda_driver']}" if facts["cuda_driver"] else "none"
+        lines.append(("versions", f"CUDA runtime {facts['cuda_runtime']}, driver {driver}"))
     for device in facts["cuda_devices"]:
         major, minor = device["capability"]
         memory = device["memory"] / 2**30
         name = f"{device['name']}, capability {major}.{minor}, {device['sm_count']} SMs, {memory:.0f} GiB"
         lines.append((f"cuda:{device['index']}", name))
+        lines.append(("", " ".join(device["kernels"]) or "no kernel for this chip in this build"))
     if facts["cublaslt_built"]:
-        version = f"{facts['cublaslt_version']}, {facts['cublaslt']}"
-        lines.append(("cublaslt", facts["cublaslt_reason"] or version))
+        library = f"{facts['cublaslt_version']}, {facts['cublaslt']}"
+        lines.append(("cublaslt", facts["cublaslt_reason"] or library))
     for key, value in lines:
         print(f"{key:8} {value}")
     return 0

@@ -15,7 +15,10 @@ def test_json_names_the_build_and_the_machine(capsys):
     assert facts["threads"] >= 1
     assert bool(facts["openmp"]) != bool(facts["openmp_reason"])
     assert bool(facts["cuda_devices"]) != bool(facts["cuda_reason"])
-    assert bool(facts["cuda_archs"]) == facts["cuda_built"]
+    assert bool(facts["cuda_archs"]) == facts["cuda_built"] == bool(facts["cuda_runtime"])
+    assert "cuda:simt" in facts["cuda_kernels"]
+    for device in facts["cuda_devices"]:
+        assert set(device["kernels"]) <= set(facts["cuda_kernels"])
 
 
 def test_text_has_a_line_for_each_fact(capsys):
@@ -23,4 +26,4 @@ def test_text_has_a_line_for_each_fact(capsys):
     lines = capsys.readouterr().out.splitlines()
     keys = [line.split()[0] for line in lines]
     assert keys[:8] == ["moqext", "build", "flags", "python", "cpu", "openmp", "kernels", "cuda"]
-    assert all(len(line.split()) > 1 for line in lines)
+    assert all(len(line.split()) > 1 for line in lines if not line.startswith(" "))
