@@ -69,6 +69,21 @@ int64_t moq_cuda_simt_workspace(const moq_linear_call *call) {
     return 0;
 }
 
+moq_status moq_cuda_mma_fp8_as_f16(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
 moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {
     (void)bytes;
     (void)stream;

@@ -37,6 +37,12 @@ static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
     return false;
 }
 
+/* FP8 weights and any number of rows, K a multiple of 16: x quantized, then products of warps, of
+ * the codes as fp16 on sm_80 and up, or as they are on sm_89 and up. */
+moq_status moq_cuda_mma_fp8_as_f16(const moq_linear_call *call, moq_err *err);
+moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -260,4 +260,34 @@ static inline moq_partitions moq_partitions_of(const moq_linear_spec *spec) {
     return p;
 }
 
+/* The rows [begin, end) of W of a tile, all of one partition. */
+typedef struct {
+    int begin, end, partition;
+} moq_tile;
+
+/* Tile `index` where every partition begins a new one and has a tile for each `rows` rows. */
+static __device__ __forceinline__ moq_tile moq_find_tile(const moq_partitions *p, int count,
+                                                         int64_t index, int rows) {
+    moq_tile t = {0, 0, 0};
+    for (; t.partition < count; t.partition++) {
+        int end = p->end[t.partition];
+        int64_t tiles = ((int64_t)end - t.begin + rows - 1) / rows;
+        if (index < tiles) {
+            t.begin += (int)(index * rows);
+            t.end = (int)min((int64_t)t.begin + rows, (int64_t)end);
+            break;
+        }
+        index -= tiles;
+        t.begin = end;
+    }
+    return t;
+}
+
+static inline int64_t moq_tile_count(const moq_linear_spec *spec, int rows) {
+    int64_t tiles = 0;
+    for (int i = 0; i < spec->partition_count; i++)
+        tiles += (spec->partition[i] + rows - 1) / rows;
+    return tiles;
+}
+
 #endif

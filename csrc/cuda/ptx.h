@@ -118,6 +118,52 @@ static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
                  : "memory");
 }
 
+/* Four 8 x 8 matrices of 16 bits, or of 8 rows of 16 bytes: lane i names row i % 8 of matrix i / 8,
+ * and gets 4 bytes of row i / 4 of each, from 4 * (i % 4) on. */
+static __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+/* ---- copies of a thread ---- */
+
+/* 16 bytes to shared memory; those from `bytes` on, 0 or 16, are zeros instead. */
+static __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void copy_async_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Waits until at most `pending` groups of this thread are unfinished. */
+template <int pending> static __device__ __forceinline__ void copy_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* ---- matrix products of a warp: sum += a b^T of 16 and 8 rows ---- */
+
+/* 16 columns of fp16. */
+static __device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (&a)[4],
+                                               const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* 32 columns of e4m3; sm_89 and later. */
+static __device__ __forceinline__ void mma_e4m3(float (&sum)[4], const uint32_t (&a)[4],
+                                                const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 /* ---- warpgroup matrix products ---- */
 
 /* A K-major operand of 128-byte rows in the 128-byte swizzle, whose groups of 8 rows follow each

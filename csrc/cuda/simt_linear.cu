@@ -236,27 +236,6 @@ static __device__ __forceinline__ weights load_weights(const simt_args *a, int64
 
 /* ---- the kernel ---- */
 
-/* The rows [begin, end) of W of a block, all of one partition. */
-typedef struct {
-    int begin, end, partition;
-} tile;
-
-static __device__ __forceinline__ tile find_tile(const simt_args *a, int64_t index, int rows) {
-    tile t = {0, 0, 0};
-    for (; t.partition < a->partition_count; t.partition++) {
-        int end = a->partitions.end[t.partition];
-        int64_t count = ((int64_t)end - t.begin + rows - 1) / rows;
-        if (index < count) {
-            t.begin += (int)(index * rows);
-            t.end = min(t.begin + rows, end);
-            break;
-        }
-        index -= count;
-        t.begin = end;
-    }
-    return t;
-}
-
 template <int MODE, int ROWS>
 static __global__ void __launch_bounds__(THREADS)
     simt_linear(const __grid_constant__ simt_args args) {
@@ -265,7 +244,8 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ uint32_t shared[WARPS];
     const bool e2m1 = MODE == MOQ_INPUT_AS_IS || MODE == MOQ_INPUT_NVFP4;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    tile t = find_tile(&args, blockIdx.x / args.token_tiles, WARPS * ROWS);
+    moq_tile t = moq_find_tile(&args.partitions, args.partition_count,
+                               blockIdx.x / args.token_tiles, WARPS * ROWS);
     int64_t first = blockIdx.x % args.token_tiles * TOKENS;
     int tokens = (int)min(args.m - first, (int64_t)TOKENS), row = t.begin + warp * ROWS;
     launch_dependents();
@@ -402,13 +382,6 @@ static const void *kernel_for(moq_input_mode mode, bool few) {
     }
 }
 
-static int64_t weight_tiles(const moq_linear_spec *spec, int rows) {
-    int64_t tiles = 0;
-    for (int i = 0; i < spec->partition_count; i++)
-        tiles += (spec->partition[i] + rows - 1) / rows;
-    return tiles;
-}
-
 extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
     simt_args args = {.x = moq_rows_of(call->x),
@@ -425,10 +398,10 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                       .group = spec->group_size,
                       .partition_count = spec->partition_count,
                       .partitions = moq_partitions_of(spec)};
-    int64_t blocks = weight_tiles(spec, WARPS * MANY_ROWS) * args.token_tiles;
+    int64_t blocks = moq_tile_count(spec, WARPS * MANY_ROWS) * args.token_tiles;
     bool few = blocks < FEW_TILES;
     if (few)
-        blocks = weight_tiles(spec, WARPS) * args.token_tiles;
+        blocks = moq_tile_count(spec, WARPS) * args.token_tiles;
     if (blocks > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)call->m);

@@ -77,6 +77,23 @@ static bool on_cuda(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
+static bool since(const moq_linear_spec *spec, int capability, char *reason, size_t size) {
+    if (spec->target.capability >= capability)
+        return true;
+    snprintf(reason, size, "needs compute capability %d.%d or later, this device has %d.%d",
+             capability / 10, capability % 10, (int)spec->target.capability / 10,
+             (int)spec->target.capability % 10);
+    return false;
+}
+
+static bool has_int_rows(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->out_features <= INT32_MAX)
+        return true;
+    snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
+             (long long)spec->out_features);
+    return false;
+}
+
 /* Code for sm_90a runs on compute capability 9.0 and no other. */
 static bool on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
     if (!on_cuda(spec, reason, size))
@@ -129,18 +146,30 @@ static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
     return 2.5e-6 + bytes / 4.25e12 + value * (double)m * (double)spec->in_features;
 }
 
-static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_cuda(spec, reason, size))
-        return false;
-    if (spec->target.capability < 80)
-        snprintf(reason, size, "needs compute capability 8.0 or later, this device has %d.%d",
-                 (int)spec->target.capability / 10, (int)spec->target.capability % 10);
-    else if (spec->out_features > INT32_MAX)
-        snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
-                 (long long)spec->out_features);
-    else
+static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
+    if (size_of % 16 == 0)
         return true;
+    snprintf(reason, size, "needs %s to be a multiple of 16, got %lld", what, (long long)size_of);
     return false;
+}
+
+static bool can_run_sm80_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           is_fp8(spec, reason, size) &&
+           is_sixteens("in_features", spec->in_features, reason, size) &&
+           has_int_rows(spec, reason, size);
+}
+
+static bool can_run_sm89_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_cuda(spec, reason, size) && since(spec, 89, reason, size) &&
+           suits_fp8_cores(spec, reason, size) &&
+           is_sixteens("in_features", spec->in_features, reason, size) &&
+           has_int_rows(spec, reason, size);
+}
+
+static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           has_int_rows(spec, reason, size);
 }
 
 /* Seconds: the steps of a block one after the other, bytes at 1 TB/s, products at 20 TFLOP/s. */
@@ -148,6 +177,27 @@ static double cost_simt(const moq_linear_spec *spec, int64_t m) {
     double weights = (double)spec->in_features * (double)spec->out_features;
     double steps = (double)spec->in_features / 512;
     return 5e-6 + 1e-6 * steps + weights / 1e12 + weights * (double)m / 1e13;
+}
+
+/* Seconds, estimated: x quantized, then W read at 1.5 TB/s or multiplied at `rate` a second, 16
+ * rows of x at least. On Hopper these products have not been measured: there they come after the
+ * kernel of every shape, which has been. */
+static double mma_cost(const moq_linear_spec *spec, int64_t m, double rate) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double products = weights * (double)(m < 16 ? 16 : m) / rate;
+    if (spec->target.capability == 90)
+        return 2 * cost_simt(spec, m);
+    return 8e-6 + (weights / 1.5e12 > products ? weights / 1.5e12 : products);
+}
+
+static double cost_sm80_fp8(const moq_linear_spec *spec, int64_t m) {
+    return mma_cost(spec, m, 1e14);
+}
+
+/* The chips that make these products of fp16 ones gain nothing by them. */
+static double cost_sm89_fp8(const moq_linear_spec *spec, int64_t m) {
+    bool native = spec->target.capability == 89 || spec->target.capability >= 120;
+    return native ? 0.99 * mma_cost(spec, m, 2e14) : 1.01 * mma_cost(spec, m, 1e14);
 }
 
 /* ---- cuBLASLt ---- */
@@ -162,13 +212,6 @@ static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) 
     snprintf(reason, size, "%s scales need compute capability %s, this device has %d.%d",
              tensor ? "FP8 with tensor" : "FP8 with token and block", tensor ? "8.9" : "9.0",
              capability / 10, capability % 10);
-    return false;
-}
-
-static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
-    if (size_of % 16 == 0)
-        return true;
-    snprintf(reason, size, "needs %s to be a multiple of 16, got %lld", what, (long long)size_of);
     return false;
 }
 
@@ -202,6 +245,10 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
     {"cuda", "sm90_fp8_decode", can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
+    {"cuda", "sm89_fp8", can_run_sm89_fp8, cost_sm89_fp8, moq_cuda_mma_fp8_workspace,
+     moq_cuda_mma_fp8_as_e4m3},
+    {"cuda", "sm80_fp8", can_run_sm80_fp8, cost_sm80_fp8, moq_cuda_mma_fp8_workspace,
+     moq_cuda_mma_fp8_as_f16},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "cublaslt", can_run_cublaslt, cost_cublaslt, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},

@@ -60,6 +60,39 @@ def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
     assert reasons("NVFP4", compute="fp8")[name] is None
 
 
+def test_products_of_warps_want_fp8_and_parts_of_16():
+    for name, least in (("cuda:sm80_fp8", "8.0"), ("cuda:sm89_fp8", "8.9")):
+        for capability in ("8.0", "8.6", "8.9", "9.0", "12.0"):
+            found = reasons("FP8_PB_WO", columns=4112, capability=capability)[name]
+            if float(capability) >= float(least):
+                assert found is None
+            else:
+                assert found == f"needs compute capability {least} or later, this device has {capability}"
+        assert "in_features to be a multiple of 16, got 4104" in reasons(columns=4104)[name]
+        assert "FP8 weights" in reasons("NVFP4")[name]
+        assert reasons("NVFP4", compute="fp8")[name] is None
+
+
+def test_float32_outputs_want_products_that_are_exact():
+    found = reasons(dtype="float32", capability="8.9")
+    assert found["cuda:sm80_fp8"] is None
+    assert "float32 outputs ask for 1e-5" in found["cuda:sm89_fp8"]
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, kernel",
+    [
+        ("8.0", "bfloat16", "cuda:sm80_fp8"),
+        ("8.6", "float32", "cuda:sm80_fp8"),
+        ("8.9", "bfloat16", "cuda:sm89_fp8"),
+        ("8.9", "float32", "cuda:sm80_fp8"),
+    ],
+)
+def test_chips_before_hopper_take_products_of_warps(capability, dtype, kernel):
+    plan = _C.linear_plan("FP8_PB_WO", 4096, (4096,), None, dtype, "cuda:0", "exact", capability=capability)
+    assert {plan.backend(tokens) for tokens in (1, 16, 64, 1000, 8192)} == {kernel}
+
+
 def test_a_layer_on_the_cpu_needs_no_chip():
     with pytest.raises(ValueError, match="capability: expected None for a layer on the CPU"):
         _C.linear_plan("FP8", 16, [16], None, "bfloat16", "cpu", "exact", "9.0")
