@@ -25,7 +25,7 @@
  *
  * Few rows are bound by reading W; the more warps in K, the more of them read. Many are bound by
  * the tensor cores and, as f16, by decoding: 5.5 instructions for a register of two values, of
- * which a warp of 64 x 32 needs 24 for 16 products. */
+ * which a warp of 64 x 32 needs 24 for 16 products. No figures: it has not run on a chip yet. */
 #include "core/formats.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
@@ -128,27 +128,28 @@ static __device__ __forceinline__ place place_of(const mma_args *a, int64_t inde
     return p;
 }
 
-/* ROWS rows of a matrix of codes in memory, zeros from `rows` and from `columns` on. */
+/* Rows of codes in memory. */
 typedef struct {
     const uint8_t *data;
-    int64_t stride; /* bytes, a multiple of 16 as `columns` is */
+    int64_t columns; /* a multiple of 16; rows follow each other */
     int rows;
 } source;
 
+/* ROWS rows of 128 columns from `column` on to a buffer, zeros where there are none. */
 template <int ROWS, int THREADS>
 static __device__ __forceinline__ void copy_rows(uint32_t to, const source *from, int64_t column) {
 #pragma unroll
     for (int i = 0; i < ROWS * STEP / 16; i += THREADS) {
         int index = i + (int)threadIdx.x, row = index / (STEP / 16), part = index % (STEP / 16);
         int64_t at = column + part * 16;
-        bool inside = row < from->rows && at < from->stride;
+        bool inside = row < from->rows && at < from->columns;
         if (ROWS * STEP / 16 % THREADS == 0 || index < ROWS * STEP / 16)
             copy_async_16(to + row * STEP + ((part ^ row % 8) * 16),
-                          from->data + (inside ? row * from->stride + at : 0), inside ? 16 : 0);
+                          from->data + (inside ? row * from->columns + at : 0), inside ? 16 : 0);
     }
 }
 
-/* Where in its tile a lane's address for ldmatrix lies, without the part. */
+/* Where a 16-byte part of a row lies in it, for the lane that names row lane % 8 to ldmatrix. */
 static __device__ __forceinline__ uint32_t part_at(int part, int lane) {
     return (uint32_t)((part ^ lane % 8) * 16);
 }
