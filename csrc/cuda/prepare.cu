@@ -6,7 +6,8 @@
  * long row, so that only its end is uneven. What is not aligned to 16 bytes goes byte by byte.
  *
  * Folding: a block has a row. It finds the row's largest value, and from it the power of two, then
- * reads the row, in the cache by now, once more: 9/16 byte in and 1 byte out for each weight. */
+ * reads the row, in the cache by now, once more: 9/16 byte in and 1 byte out for each weight. A
+ * group has eight magnitudes, so eight codes, of which bytes are picked four at a time. */
 #include "cuda/prepare.h"
 
 #include "cuda/launch.h"
@@ -152,15 +153,35 @@ template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const
     return codes;
 }
 
-/* Values 16 * unit and on of a row, exactly. */
-template <bool ALIGNED>
-static __device__ __forceinline__ void load_values(const moq_fold *f, int64_t row, int unit,
-                                                   float (&value)[16]) {
-    uint2 codes = load_codes<ALIGNED>(f->codes + row * f->code_stride + unit * 8);
-    float scale = decode_e4m3(f->scales[row * f->scale_stride + unit * 16 / f->group]);
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        value[i] = decode_e2m1((i < 8 ? codes.x : codes.y) >> 4 * (i % 8)) * scale;
+/* The largest of 16 magnitudes, as a nibble: their codes are in their order. */
+static __device__ __forceinline__ uint32_t largest_code(uint2 codes) {
+    uint32_t x = __vmaxu4(codes.x & 0x07070707u, codes.x >> 4 & 0x07070707u);
+    uint32_t y = __vmaxu4(codes.y & 0x07070707u, codes.y >> 4 & 0x07070707u);
+    uint32_t two = __vmaxu4(x, y);
+    two = __vmaxu4(two, two >> 16);
+    return max(two & 0xff, two >> 8 & 0xff);
+}
+
+/* The e4m3 codes of the eight magnitudes times `scale`. */
+static __device__ __forceinline__ uint2 folded_codes(float scale) {
+    const float low[4] = {0.0f, 0.5f * scale, scale, 1.5f * scale};
+    const float high[4] = {2.0f * scale, 3.0f * scale, 4.0f * scale, 6.0f * scale};
+    return make_uint2(moq_e4m3_word(low), moq_e4m3_word(high));
+}
+
+/* Four codes, the first in the lowest nibble, to those of `table`, with their signs. */
+static __device__ __forceinline__ uint32_t pick_four(uint32_t codes, uint2 table) {
+    uint32_t sign = __byte_perm(0x8000u, 0, codes >> 3 & 0x1111u);
+    return __byte_perm(table.x, table.y, codes & 0x7777u) | sign;
+}
+
+/* 16 codes under one block scale, divided by r, a power of two. */
+static __device__ __forceinline__ uint4 fold_codes(uint2 codes, uint32_t scale, float r) {
+    uint2 table = folded_codes(decode_e4m3(scale & 0x7f) / r);
+    uint32_t flip = scale & 0x80 ? 0x88888888u : 0; /* a block scale of minus zero */
+    uint32_t x = codes.x ^ flip, y = codes.y ^ flip;
+    return make_uint4(pick_four(x & 0xffff, table), pick_four(x >> 16, table),
+                      pick_four(y & 0xffff, table), pick_four(y >> 16, table));
 }
 
 /* 2^ceil(log2(largest / 448)), 1 for a row of zeros. */
@@ -185,16 +206,17 @@ static __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
 template <bool ALIGNED> static __global__ void __launch_bounds__(THREADS) fold_e2m1(moq_fold f) {
     int64_t row = blockIdx.x;
     int units = (int)(f.columns / 16);
-    float value[16];
-    uint32_t most = 0;
+    const uint8_t *from = f.codes + row * f.code_stride, *scales = f.scales + row * f.scale_stride;
+    float most = 0;
     for (int unit = threadIdx.x; unit < units; unit += THREADS) {
-        load_values<ALIGNED>(&f, row, unit, value);
-        most = max(most, moq_amax_bits(value));
+        float scale = decode_e4m3(scales[unit * 16 / f.group] & 0x7f);
+        uint32_t code = largest_code(load_codes<ALIGNED>(from + unit * 8));
+        most = fmaxf(most, decode_e2m1(code) * scale);
     }
-    float r = power_of_two(__uint_as_float(block_max(most)));
+    float r = power_of_two(__uint_as_float(block_max(__float_as_uint(most))));
     for (int unit = threadIdx.x; unit < units; unit += THREADS) {
-        load_values<ALIGNED>(&f, row, unit, value);
-        uint4 codes = moq_codes_multiplied(value, 1.0f / r);
+        uint4 codes =
+            fold_codes(load_codes<ALIGNED>(from + unit * 8), scales[unit * 16 / f.group], r);
         uint8_t *to = f.out + row * f.columns + unit * 16;
         if (ALIGNED)
             *(uint4 *)to = codes;
