@@ -205,9 +205,10 @@ def requantize_to_max(
     Unlike there, a part whose scale is 0 becomes zeros even if its codes are NaN.
 
     Args:
-        weight: [N, K] E4M3 or raw uint8, any strides.
+        weight: [N, K] E4M3 or raw uint8, any strides, on the host or a CUDA device.
         weight_scale: float32 [P], finite and not negative, or a list of P numbers; or one element, which
-            changes nothing.
+            changes nothing. On the weight's device or the host; from a device it is read back, so not in a
+            capture.
         partitions: P row counts that sum to N; 0 is allowed.
         out: contiguous [N, K] E4M3 or raw uint8, apart from the inputs.
 
@@ -217,7 +218,8 @@ def requantize_to_max(
     Raises:
         TypeError: a wrong dtype.
         ValueError: counts that do not sum to N, scales of another shape, negative or not finite.
-        BufferError: as for `dequantize`.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps an input.
     """
     if isinstance(weight_scale, (list, tuple)) and all(map(is_number, weight_scale)):
         weight_scale = np.array(as_tensors(weight_scale), np.float32)
@@ -240,7 +242,8 @@ def swizzle_block_scales(scale: Any, *, out: Any = None) -> Any:
     Raises:
         TypeError: a dtype of another width.
         ValueError: another rank, or an out of another shape.
-        BufferError: as for `dequantize`.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps an input.
     """
     return _C.swizzle_block_scales(scale, out=out)
 
@@ -259,7 +262,8 @@ def unswizzle_block_scales(swizzled: Any, shape: Sequence[int], *, out: Any = No
     Raises:
         TypeError: a dtype of another width.
         ValueError: shapes that do not belong together.
-        BufferError: as for `dequantize`.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps an input.
     """
     return _C.unswizzle_block_scales(swizzled, shape, out=out)
 
@@ -277,7 +281,8 @@ def pack_fp4(codes: Any, *, out: Any = None) -> Any:
     Raises:
         TypeError: a dtype of another width.
         ValueError: an odd K, or an out of another shape.
-        BufferError: as for `dequantize`.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps an input.
     """
     return _C.pack_fp4(codes, out=out)
 
@@ -295,7 +300,8 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
     Raises:
         TypeError: a dtype of another width.
         ValueError: an out of another shape.
-        BufferError: as for `dequantize`.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps an input.
     """
     return _C.unpack_fp4(packed, out=out)
 

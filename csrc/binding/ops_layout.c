@@ -1,6 +1,7 @@
 /* Operations that rearrange stored tensors: `_C.swizzle_block_scales`, `_C.unswizzle_block_scales`,
  * `_C.pack_fp4`, `_C.unpack_fp4` and `_C.requantize_to_max`. */
 #include "binding/args.h"
+#include "binding/stream.h"
 #include "binding/tensor.h"
 
 #include "ops/layout.h"
@@ -11,7 +12,7 @@
 #define MAX_PARTITIONS 1024
 
 typedef moq_status (*describe_function)(const moq_tensor *, moq_tensor *, moq_err *);
-typedef moq_status (*run_function)(const moq_tensor *, const moq_tensor *, moq_err *);
+typedef moq_status (*run_function)(const moq_tensor *, void *, const moq_tensor *, moq_err *);
 
 /* The operations of one tensor and nothing else. */
 static PyObject *rearrange(PyObject *module, const moq_signature *signature, const char *name,
@@ -23,17 +24,18 @@ static PyObject *rearrange(PyObject *module, const moq_signature *signature, con
     moq_tensor expected;
     moq_status status;
     moq_err err;
+    void *stream = NULL;
     if (moq_args_parse(state, signature, args, nargs, kwnames, values) < 0 ||
         moq_arg_take(state, values[0], name, &in) < 0)
         return NULL;
     if (describe(&in.view, &expected, &err) != MOQ_OK)
         moq_raise(state, &err);
-    else
+    else if (moq_stream_take(NULL, &in, &stream) == 0)
         result = moq_arg_output(state, values[1], &in, expected.dtype, expected.ndim,
                                 expected.shape, &out);
     if (result) {
         Py_BEGIN_ALLOW_THREADS;
-        status = run(&in.view, &out.view, &err);
+        status = run(&in.view, stream, &out.view, &err);
         Py_END_ALLOW_THREADS;
         if (status != MOQ_OK)
             moq_raise(state, &err);
@@ -95,6 +97,7 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
     moq_tensor expected;
     moq_status status;
     moq_err err;
+    void *stream = NULL;
     if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
         return NULL;
     Py_ssize_t ndim = take_extents(values[1], "shape", 3, shape);
@@ -102,12 +105,12 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     if (moq_describe_unswizzle(&in.view, (int32_t)ndim, shape, &expected, &err) != MOQ_OK)
         moq_raise(state, &err);
-    else
+    else if (moq_stream_take(NULL, &in, &stream) == 0)
         result = moq_arg_output(state, values[2], &in, expected.dtype, expected.ndim,
                                 expected.shape, &out);
     if (result) {
         Py_BEGIN_ALLOW_THREADS;
-        status = moq_run_unswizzle(&in.view, &expected, &out.view, &err);
+        status = moq_run_unswizzle(&in.view, &expected, stream, &out.view, &err);
         Py_END_ALLOW_THREADS;
         if (status != MOQ_OK)
             moq_raise(state, &err);
@@ -125,17 +128,20 @@ static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg
     moq_tensor expected;
     moq_status status;
     moq_err err;
+    void *stream;
     int failed = -1;
     if (moq_describe_requantize(&weight->view, &scale->view, partitions, count, &expected, &err) !=
         MOQ_OK)
         return moq_raise(state, &err);
+    if (moq_stream_take(NULL, weight, &stream) < 0)
+        return NULL;
     codes = moq_arg_output(state, given, weight, MOQ_DT_E4M3, 2, expected.shape, &out);
     if (codes)
         largest = moq_arg_new_like(state, scale, MOQ_DT_F32, 0, expected.shape, &max_scale);
     if (largest) {
         Py_BEGIN_ALLOW_THREADS;
-        status = moq_run_requantize(&weight->view, &scale->view, partitions, count, &out.view,
-                                    &max_scale.view, &err);
+        status = moq_run_requantize(&weight->view, &scale->view, partitions, count, stream,
+                                    &out.view, &max_scale.view, &err);
         Py_END_ALLOW_THREADS;
         failed = status == MOQ_OK ? 0 : -1;
         if (failed)

@@ -69,16 +69,20 @@ void moq_cpu_unpack_fp4(const moq_tensor *packed, uint8_t *codes) {
     }
 }
 
-void moq_cpu_requantize_rows(const moq_tensor *codes, int64_t first, int64_t rows, float scale,
-                             float target, uint8_t *out) {
-    int64_t n = codes->shape[1];
+void moq_requantize_table(float scale, float target, uint8_t moved[256]) {
     float inverse = 1.0f / target;
-    uint8_t moved[256]; /* what becomes of each code */
     for (int code = 0; code < 256; code++) {
         float value = moq_e4m3_decode((uint8_t)code) * scale;
         float rounded = moq_fp16_decode(moq_fp16_encode(value));
         moved[code] = scale == 0.0f ? 0 : moq_e4m3_encode(rounded * inverse);
     }
+}
+
+void moq_cpu_requantize_rows(const moq_tensor *codes, int64_t first, int64_t rows, float scale,
+                             float target, uint8_t *out) {
+    int64_t n = codes->shape[1];
+    uint8_t moved[256];
+    moq_requantize_table(scale, target, moved);
     for (int64_t r = first; r < first + rows; r++) {
         const uint8_t *src = (const uint8_t *)codes->data + moq_row_offset(codes, r);
         for (int64_t k = 0; k < n; k++)

@@ -25,6 +25,10 @@ void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8
 void moq_cpu_pack_fp4(const moq_tensor *codes, uint8_t *packed);
 void moq_cpu_unpack_fp4(const moq_tensor *packed, uint8_t *codes);
 
+/* moved[c]: what becomes of the e4m3 code c, which means c * scale, for codes that mean c * target.
+ */
+void moq_requantize_table(float scale, float target, uint8_t moved[256]);
+
 /* `rows` rows of e4m3 codes [N, K] from row `first`, which mean code * scale, to codes that mean
  * code * target, through fp16:
  *   code' = e4m3(float32(fp16(code * scale)) * float32(1 / target)),

@@ -1,5 +1,6 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
 #include "cuda/cuda.h"
+#include "cuda/layout.h"
 #include "cuda/linear.h"
 #include "cuda/prepare.h"
 #include "cuda/quantize.h"
@@ -218,6 +219,45 @@ moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *st
     (void)out;
     (void)value;
     (void)count;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_pack_fp4(const moq_tensor *codes, uint8_t *packed, void *stream, moq_err *err) {
+    (void)codes;
+    (void)packed;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_unpack_fp4(const moq_tensor *packed, uint8_t *codes, void *stream,
+                               moq_err *err) {
+    (void)packed;
+    (void)codes;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_translate(const moq_tensor *codes, const moq_code_table *table, uint8_t *out,
+                              void *stream, moq_err *err) {
+    (void)codes;
+    (void)table;
+    (void)out;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_swizzle(const moq_tensor *scale, uint8_t *out, void *stream, moq_err *err) {
+    (void)scale;
+    (void)out;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *stream,
+                              moq_err *err) {
+    (void)out;
+    (void)swizzled;
     (void)stream;
     return absent(err);
 }

@@ -302,11 +302,8 @@ extern "C" moq_status moq_cuda_swizzle(const moq_tensor *scale, uint8_t *out, vo
     return move_tiles("swizzle_block_scales", (const void *)swizzle, scale, out, stream, err);
 }
 
-extern "C" moq_status moq_cuda_unswizzle(const uint8_t *swizzled, const moq_tensor *logical,
-                                         uint8_t *out, void *stream, moq_err *err) {
-    moq_tensor plain = *logical;
-    plain.data = out;
-    moq_tensor_set_contiguous(&plain);
-    return move_tiles("unswizzle_block_scales", (const void *)unswizzle, &plain,
-                      (uint8_t *)swizzled, stream, err);
+extern "C" moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *stream,
+                                         moq_err *err) {
+    return move_tiles("unswizzle_block_scales", (const void *)unswizzle, out, swizzled, stream,
+                      err);
 }

@@ -23,10 +23,9 @@ moq_status moq_cuda_translate(const moq_tensor *codes, const moq_code_table *tab
                               void *stream, moq_err *err);
 
 /* One-byte scales [M, K] or [B, M, K] of any strides to tiles of 128 x 4 padded with zeros, and
- * back to the matrices that `logical` describes. */
+ * back to the row-major matrices `out`; `swizzled` is only read. */
 moq_status moq_cuda_swizzle(const moq_tensor *scale, uint8_t *out, void *stream, moq_err *err);
-moq_status moq_cuda_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out,
-                              void *stream, moq_err *err);
+moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *stream, moq_err *err);
 
 #ifdef __cplusplus
 }

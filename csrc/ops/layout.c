@@ -3,22 +3,78 @@
 
 #include "cpu/layout.h"
 #include "cpu/rows.h"
+#include "cuda/cuda.h"
+#include "cuda/layout.h"
 #include "ops/check.h"
+#include "ops/target.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
+
+/* ---- checks ---- */
+
+static bool on_device(const moq_tensor *t) {
+    return t->device.kind == MOQ_CUDA;
+}
+
+/* The tensor as if it were in host memory: for checks, which read none. */
+static moq_tensor placeless(const moq_tensor *t) {
+    moq_tensor same = *t;
+    same.device = (moq_device){MOQ_CPU, 0};
+    return same;
+}
+
+/* Memory of the host or of a device that can be used, and a size that can be counted. */
+static moq_status check_place(const moq_tensor *t, const char *name, moq_err *err) {
+    moq_target target = moq_find_target(t->device);
+    moq_tensor anywhere = placeless(t);
+    if (target.missing[0])
+        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
+                        (int)t->device.index, target.missing);
+    return moq_check_host(&anywhere, name, err);
+}
+
+static moq_status check_same_place(const moq_tensor *t, const char *name, moq_device device,
+                                   moq_err *err) {
+    char expected[32], got[32];
+    if (t->device.kind == device.kind && t->device.index == device.index)
+        return MOQ_OK;
+    moq_device_text(device, expected, sizeof expected);
+    return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one on %s", name,
+                    device.kind == MOQ_CPU ? "in host memory" : "on ",
+                    device.kind == MOQ_CPU ? "" : expected,
+                    moq_device_text(t->device, got, sizeof got));
+}
 
 /* One-byte elements whatever they mean. */
 static moq_status check_bytes(const moq_tensor *t, const char *name, moq_err *err) {
     if (moq_dtype_size(t->dtype) != 1 || t->dtype == MOQ_DT_BOOL)
         return moq_fail(err, MOQ_ERR_TYPE, "%s: expected a dtype of one byte, got %s", name,
                         moq_dtype_name(t->dtype));
-    return moq_check_host(t, name, err);
+    return check_place(t, name, err);
 }
 
 static moq_status check_output(const moq_tensor *out, const moq_tensor *expected,
                                const moq_tensor *input, moq_err *err) {
-    return moq_check_output(out, "out", expected, &input, 1, err);
+    moq_tensor out_anywhere = placeless(out), in_anywhere = placeless(input);
+    const moq_tensor *inputs[] = {&in_anywhere};
+    MOQ_TRY(check_same_place(out, "out", input->device, err));
+    return moq_check_output(&out_anywhere, "out", expected, inputs, 1, err);
+}
+
+/* ---- one tensor to another ---- */
+
+typedef moq_status (*device_work)(const moq_tensor *in, uint8_t *out, void *stream, moq_err *err);
+
+/* Queues the work with the device of `in` current. */
+static moq_status run_on_device(device_work work, const moq_tensor *in, void *stream,
+                                const moq_tensor *out, moq_err *err) {
+    int32_t previous;
+    MOQ_TRY(moq_cuda_enter(in->device.index, &previous, err));
+    moq_status status = work(in, out->data, stream, err);
+    moq_cuda_leave(in->device.index, previous);
+    return status;
 }
 
 static moq_tensor swizzled_shape(const moq_tensor *scale) {
@@ -45,9 +101,12 @@ moq_status moq_describe_swizzle(const moq_tensor *scale, moq_tensor *expected, m
     return MOQ_OK;
 }
 
-moq_status moq_run_swizzle(const moq_tensor *scale, const moq_tensor *out, moq_err *err) {
+moq_status moq_run_swizzle(const moq_tensor *scale, void *stream, const moq_tensor *out,
+                           moq_err *err) {
     moq_tensor expected = swizzled_shape(scale);
     MOQ_TRY(check_output(out, &expected, scale, err));
+    if (on_device(scale))
+        return run_on_device(moq_cuda_swizzle, scale, stream, out, err);
     moq_cpu_swizzle(scale, out->data);
     return MOQ_OK;
 }
@@ -69,9 +128,15 @@ moq_status moq_describe_unswizzle(const moq_tensor *swizzled, int32_t ndim, cons
     return MOQ_OK;
 }
 
-moq_status moq_run_unswizzle(const moq_tensor *swizzled, const moq_tensor *expected,
+moq_status moq_run_unswizzle(const moq_tensor *swizzled, const moq_tensor *expected, void *stream,
                              const moq_tensor *out, moq_err *err) {
     MOQ_TRY(check_output(out, expected, swizzled, err));
+    if (on_device(swizzled)) {
+        moq_tensor result = *expected;
+        result.data = out->data;
+        result.device = swizzled->device;
+        return run_on_device(moq_cuda_unswizzle, &result, stream, swizzled, err);
+    }
     moq_cpu_unswizzle(swizzled->data, expected, out->data);
     return MOQ_OK;
 }
@@ -95,10 +160,13 @@ moq_status moq_describe_pack_fp4(const moq_tensor *codes, moq_tensor *expected, 
     return MOQ_OK;
 }
 
-moq_status moq_run_pack_fp4(const moq_tensor *codes, const moq_tensor *out, moq_err *err) {
+moq_status moq_run_pack_fp4(const moq_tensor *codes, void *stream, const moq_tensor *out,
+                            moq_err *err) {
     moq_tensor expected;
     MOQ_TRY(moq_describe_pack_fp4(codes, &expected, err));
     MOQ_TRY(check_output(out, &expected, codes, err));
+    if (on_device(codes))
+        return run_on_device(moq_cuda_pack_fp4, codes, stream, out, err);
     moq_cpu_pack_fp4(codes, out->data);
     return MOQ_OK;
 }
@@ -111,26 +179,30 @@ moq_status moq_describe_unpack_fp4(const moq_tensor *packed, moq_tensor *expecte
     return MOQ_OK;
 }
 
-moq_status moq_run_unpack_fp4(const moq_tensor *packed, const moq_tensor *out, moq_err *err) {
+moq_status moq_run_unpack_fp4(const moq_tensor *packed, void *stream, const moq_tensor *out,
+                              moq_err *err) {
     moq_tensor expected;
     MOQ_TRY(moq_describe_unpack_fp4(packed, &expected, err));
     MOQ_TRY(check_output(out, &expected, packed, err));
+    if (on_device(packed))
+        return run_on_device(moq_cuda_unpack_fp4, packed, stream, out, err);
     moq_cpu_unpack_fp4(packed, out->data);
     return MOQ_OK;
 }
 
-static float scale_of(const moq_tensor *scale, int64_t partition) {
-    int64_t step = scale->ndim == 1 && scale->shape[0] > 1 ? scale->stride[0] : 0;
-    return ((const float *)scale->data)[partition * step];
-}
+/* ---- requantize ---- */
 
 moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *scale,
                                    const int64_t *partitions, int64_t count, moq_tensor *expected,
                                    moq_err *err) {
     char shape[128];
     int64_t rows = 0;
-    MOQ_TRY(moq_check_dtype(weight, "weight", MOQ_DT_E4M3, err));
-    MOQ_TRY(moq_check_dtype(scale, "weight_scale", MOQ_DT_F32, err));
+    moq_tensor codes = placeless(weight), factors = placeless(scale);
+    MOQ_TRY(moq_check_dtype(&codes, "weight", MOQ_DT_E4M3, err));
+    MOQ_TRY(moq_check_dtype(&factors, "weight_scale", MOQ_DT_F32, err));
+    MOQ_TRY(check_place(weight, "weight", err));
+    if (on_device(scale))
+        MOQ_TRY(check_same_place(scale, "weight_scale", weight->device, err));
     if (count < 1)
         return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected at least one, got none");
     if (weight->ndim != 2)
@@ -155,45 +227,121 @@ moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *s
     return MOQ_OK;
 }
 
-/* The largest scale, and whether they all are the same. */
-static moq_status reduce_scales(const moq_tensor *scale, int64_t count, float *largest, bool *equal,
-                                moq_err *err) {
-    *largest = scale_of(scale, 0);
-    *equal = true;
-    for (int64_t i = 0; i < count; i++) {
-        float value = scale_of(scale, i);
-        if (!(value >= 0.0f) || isinf(value))
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "weight_scale: expected finite numbers of at least 0, got %g",
-                            (double)value);
-        *equal = *equal && value == scale_of(scale, 0);
-        *largest = value > *largest ? value : *largest;
+/* Where requantize works from: the scale of each partition on the host, and the largest. */
+typedef struct {
+    float *of; /* [count] */
+    float largest;
+    bool equal;
+} scale_list;
+
+static moq_status read_from_device(const moq_tensor *scale, int64_t count, int64_t step,
+                                   void *stream, float *out, moq_err *err) {
+    const float *data = scale->data;
+    if (moq_cuda_is_capturing(stream))
+        return moq_fail(err, MOQ_ERR_INTERNAL,
+                        "requantize_to_max: its stream is being captured into a CUDA graph, but "
+                        "weight_scale has to be read back");
+    if (step == 1)
+        return moq_cuda_download(out, data, (size_t)count * sizeof *out, stream, err);
+    MOQ_TRY(moq_cuda_download(out, data, sizeof *out, stream, err));
+    for (int64_t i = 1; i < count; i++) {
+        out[i] = out[0];
+        if (step != 0)
+            MOQ_TRY(moq_cuda_download(out + i, data + i * step, sizeof *out, stream, err));
     }
     return MOQ_OK;
 }
 
-moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
-                              const int64_t *partitions, int64_t count, const moq_tensor *out,
-                              const moq_tensor *max_scale, moq_err *err) {
-    const moq_tensor *inputs[] = {weight, scale};
-    moq_tensor expected;
-    float largest;
-    bool equal;
-    MOQ_TRY(moq_describe_requantize(weight, scale, partitions, count, &expected, err));
-    MOQ_TRY(moq_check_output(out, "out", &expected, inputs, 2, err));
-    MOQ_TRY(reduce_scales(scale, count, &largest, &equal, err));
-    int64_t row = 0, columns = weight->shape[1];
+static moq_status read_scales(const moq_tensor *scale, int64_t count, void *stream,
+                              scale_list *scales, moq_err *err) {
+    int64_t step = scale->ndim == 1 && scale->shape[0] > 1 ? scale->stride[0] : 0;
+    if (on_device(scale))
+        MOQ_TRY(read_from_device(scale, count, step, stream, scales->of, err));
+    for (int64_t i = 0; i < count && !on_device(scale); i++)
+        scales->of[i] = ((const float *)scale->data)[i * step];
+    scales->largest = scales->of[0];
+    scales->equal = true;
     for (int64_t i = 0; i < count; i++) {
-        if (!equal) {
-            moq_cpu_requantize_rows(weight, row, partitions[i], scale_of(scale, i), largest,
-                                    out->data);
-        } else {
-            for (int64_t r = row; r < row + partitions[i]; r++)
-                moq_gather((const uint8_t *)weight->data + moq_row_offset(weight, r),
-                           weight->stride[1], 1, columns, (uint8_t *)out->data + r * columns);
-        }
-        row += partitions[i];
+        float value = scales->of[i];
+        if (!(value >= 0.0f) || isinf(value))
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "weight_scale: expected finite numbers of at least 0, got %g",
+                            (double)value);
+        scales->equal = scales->equal && value == scales->of[0];
+        scales->largest = value > scales->largest ? value : scales->largest;
     }
-    memcpy(max_scale->data, &largest, sizeof largest);
     return MOQ_OK;
+}
+
+static void requantize_on_cpu(const moq_tensor *weight, const scale_list *scales,
+                              const int64_t *partitions, int64_t count, uint8_t *out) {
+    int64_t row = 0, columns = weight->shape[1];
+    for (int64_t i = 0; i < count; row += partitions[i++]) {
+        if (!scales->equal) {
+            moq_cpu_requantize_rows(weight, row, partitions[i], scales->of[i], scales->largest,
+                                    out);
+            continue;
+        }
+        for (int64_t r = row; r < row + partitions[i]; r++)
+            moq_gather((const uint8_t *)weight->data + moq_row_offset(weight, r), weight->stride[1],
+                       1, columns, out + r * columns);
+    }
+}
+
+static moq_status requantize_on_device(const moq_tensor *weight, const scale_list *scales,
+                                       const int64_t *partitions, int64_t count, void *stream,
+                                       uint8_t *out, moq_err *err) {
+    int64_t row = 0;
+    for (int64_t i = 0; i < count; row += partitions[i++]) {
+        moq_code_table table;
+        moq_tensor part = *weight;
+        part.data = (uint8_t *)weight->data + row * weight->stride[0];
+        part.shape[0] = partitions[i];
+        if (!scales->equal)
+            moq_requantize_table(scales->of[i], scales->largest, table.to);
+        for (int code = 0; code < 256 && scales->equal; code++)
+            table.to[code] = (uint8_t)code;
+        MOQ_TRY(moq_cuda_translate(&part, &table, out + row * weight->shape[1], stream, err));
+    }
+    return MOQ_OK;
+}
+
+static moq_status requantize(const moq_tensor *weight, const moq_tensor *scale,
+                             const int64_t *partitions, int64_t count, void *stream,
+                             const moq_tensor *out, const moq_tensor *max_scale, scale_list *scales,
+                             moq_err *err) {
+    MOQ_TRY(read_scales(scale, count, stream, scales, err));
+    if (on_device(weight))
+        MOQ_TRY(requantize_on_device(weight, scales, partitions, count, stream, out->data, err));
+    else
+        requantize_on_cpu(weight, scales, partitions, count, out->data);
+    if (on_device(max_scale))
+        return moq_cuda_upload(max_scale->data, &scales->largest, sizeof scales->largest, stream,
+                               err);
+    memcpy(max_scale->data, &scales->largest, sizeof scales->largest);
+    return MOQ_OK;
+}
+
+moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
+                              const int64_t *partitions, int64_t count, void *stream,
+                              const moq_tensor *out, const moq_tensor *max_scale, moq_err *err) {
+    moq_tensor expected, places[] = {placeless(weight), placeless(scale), placeless(out)};
+    const moq_tensor *inputs[] = {&places[0],
+                                  on_device(scale) == on_device(out) ? &places[1] : NULL};
+    int32_t previous = 0;
+    MOQ_TRY(moq_describe_requantize(weight, scale, partitions, count, &expected, err));
+    MOQ_TRY(check_same_place(out, "out", weight->device, err));
+    MOQ_TRY(moq_check_output(&places[2], "out", &expected, inputs, 2, err));
+    scale_list scales = {.of = malloc((size_t)count * sizeof(float))};
+    if (!scales.of)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %lld scales", (long long)count);
+    moq_status status =
+        on_device(weight) ? moq_cuda_enter(weight->device.index, &previous, err) : MOQ_OK;
+    if (status == MOQ_OK) {
+        status = requantize(weight, scale, partitions, count, stream, out, max_scale, &scales, err);
+        if (on_device(weight))
+            moq_cuda_leave(weight->device.index, previous);
+    }
+    free(scales.of);
+    return status;
 }

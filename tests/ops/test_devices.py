@@ -33,11 +33,6 @@ CALLS = {
         weight_scale=np.zeros((2, 1), np.uint8),
         weight_scale_2=remote((1,), FLOAT32),
     ),
-    "scale ": lambda: ops.swizzle_block_scales(remote((2, 16), UINT8)),
-    "codes": lambda: ops.pack_fp4(remote((2, 16), UINT8)),
-    "packed": lambda: ops.unpack_fp4(remote((2, 16), UINT8)),
-    "swizzled": lambda: ops.unswizzle_block_scales(remote((128, 4), UINT8), (1, 1)),
-    "weight ": lambda: ops.requantize_to_max(remote((2, 16), UINT8), np.ones(1, np.float32), [2]),
     "weight_scale ": lambda: ops.requantize_to_max(
         np.zeros((2, 16), np.uint8), remote((2,), FLOAT32), [1, 1]
     ),
@@ -50,6 +45,32 @@ def test_device_memory_is_refused_by_name(name):
         BufferError, match=rf"^{name.strip()}: expected a tensor in host memory, got one on cuda:0"
     ):
         CALLS[name]()
+
+
+def nowhere(shape, dtype):
+    """A tensor that says it is on a GPU that no machine has."""
+    device = (CUDA, 63)
+    return MutableProducer(Lender(shape, dtype=dtype, device=device, data=0x1000), device)
+
+
+NOWHERE = {
+    "scale": lambda: ops.swizzle_block_scales(nowhere((2, 16), UINT8)),
+    "codes": lambda: ops.pack_fp4(nowhere((2, 16), UINT8)),
+    "packed": lambda: ops.unpack_fp4(nowhere((2, 16), UINT8)),
+    "swizzled": lambda: ops.unswizzle_block_scales(nowhere((128, 4), UINT8), (1, 1)),
+    "weight": lambda: ops.requantize_to_max(nowhere((2, 16), UINT8), np.ones(1, np.float32), [2]),
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_device_that_cannot_be_used_is_refused_with_the_reason(name):
+    with pytest.raises(BufferError, match=rf"^{name}: cuda:63 cannot be used: "):
+        NOWHERE[name]()
+
+
+def test_out_is_where_the_input_is():
+    with pytest.raises(BufferError, match=r"^out: expected a tensor in host memory, got one on cuda:0"):
+        ops.pack_fp4(np.zeros((2, 16), np.uint8), out=remote((2, 8), UINT8))
 
 
 def test_a_host_tensor_of_the_same_producer_is_taken():

@@ -1,0 +1,109 @@
+"""Weight processing on a CUDA device against the speed of copying.
+
+Bytes are those of the checkpoint's tensors and of the prepared ones, each counted once, as they are for the
+copy (torch's, of the largest weight). Times are those of a caller: with the reading of scales, the checks and
+the wait that they take, from an idle device to an idle device.
+
+    python -m benchmarks.prepare [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from moqext import LinearMethod
+
+COLUMNS = 8192
+ROWS = (57344, 8192)
+CASES = (
+    ("FP8", "exact"),
+    ("FP8_PER_CHANNEL_PER_TOKEN", "exact"),
+    ("FP8_PB_WO", "exact"),
+    ("NVFP4", "exact"),
+    ("NVFP4", "fp8"),
+)
+ROUNDS = 15
+
+
+def seconds(torch: Any, call: Callable[[], object]) -> float:
+    """Median time of a call with the device idle before and after."""
+    times = []
+    for index in range(3 + ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if index >= 3:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def tensors(torch: Any, algo: str, rows: int) -> dict[str, Any]:
+    """Checkpoint tensors of a layer on the device; e4m3 codes without NaN."""
+
+    def codes(columns: int) -> Any:
+        return torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8, device="cuda")
+
+    if algo == "NVFP4":
+        second = torch.full((), 0.01, device="cuda")
+        return {"weight": codes(COLUMNS // 2), "weight_scale": codes(COLUMNS // 16), "weight_scale_2": second}
+    shape = {"FP8": (), "FP8_PB_WO": (rows // 128, COLUMNS // 128)}.get(algo, (rows,))
+    return {"weight": codes(COLUMNS), "weight_scale": torch.rand(shape, device="cuda") + 0.01}
+
+
+def measure(torch: Any, algo: str, compute: str, rows: int, copy: float) -> dict[str, Any]:
+    """One layer, into new tensors and into those of an earlier call; `copy` in bytes a second."""
+    method = LinearMethod(algo, COLUMNS, [rows], device="cuda:0", compute=compute)
+    params = tensors(torch, algo, rows)
+    out = method.prepare(params)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*params.values(), *out.values()))
+    new = seconds(torch, lambda: method.prepare(params))
+    again = seconds(torch, lambda: method.prepare(params, out))
+    return {
+        "quant_algo": algo,
+        "compute": compute,
+        "shape": [rows, COLUMNS],
+        "bytes": size,
+        "seconds": new,
+        "seconds_into_out": again,
+        "of_copy": size / new / copy,
+        "of_copy_into_out": size / again / copy,
+    }
+
+
+def main() -> None:
+    """Measures, prints a table and writes the result."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    weight = torch.randint(0, 0x7F, (max(ROWS), COLUMNS), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(weight)
+    copy = 2 * weight.numel() / seconds(torch, lambda: target.copy_(weight))
+    del weight, target
+    print(f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s")
+    print(f"{'layer':45} {'new':>10} {'of copy':>8} {'into out':>10} {'of copy':>8}")
+    results = []
+    for rows in ROWS:
+        for algo, compute in CASES:
+            row = measure(torch, algo, compute, rows, copy)
+            results.append(row)
+            name = f"{algo} {compute} {rows} x {COLUMNS}"
+            print(
+                f"{name:45} {row['seconds'] * 1e6:7.1f} us {row['of_copy']:8.0%}"
+                f" {row['seconds_into_out'] * 1e6:7.1f} us {row['of_copy_into_out']:8.0%}"
+            )
+    if args.json:
+        device = torch.cuda.get_device_name()
+        record.write("prepare", results, args.json, device=device, copy_bytes_per_second=copy)
+
+
+if __name__ == "__main__":
+    main()

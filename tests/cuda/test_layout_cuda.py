@@ -1,0 +1,102 @@
+"""Rearranging codes and scales on the device: the same bytes as on the CPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import ops
+
+from .cases import to_cuda, to_numpy, torch
+
+pytestmark = pytest.mark.gpu
+
+
+def views(rng: Any, shape: tuple[int, ...]) -> Any:
+    """Random bytes of a shape in several layouts, each on the host and on the device."""
+    wide = rng.integers(0, 256, (*shape[:-1], shape[-1] * 2 + 48), dtype=np.uint8)
+    there = to_cuda(wide)
+    for columns in (
+        slice(0, shape[-1]),
+        slice(16, 16 + shape[-1]),
+        slice(3, 3 + shape[-1]),
+        slice(0, 2 * shape[-1], 2),
+    ):
+        yield wide[..., columns], there[..., columns]
+    yield np.ascontiguousarray(wide[..., : shape[-1]]), there[..., : shape[-1]].contiguous()
+
+
+def poisoned_like(array: Any, offset: int = 0) -> Any:
+    """Bytes to write to, at an address that is a multiple of 16 plus `offset`."""
+    memory = torch.full((array.size + offset,), 0xA5, dtype=torch.uint8, device="cuda")
+    return memory[offset:].view(array.shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,), (0, 8), (1, 2), (7, 34), (128, 4096), (3, 5, 16), (2, 3, 4, 96), (70000, 32)]
+)
+def test_fp4_packing(rng: Any, shape: tuple[int, ...]) -> None:
+    for host, device in views(rng, shape):
+        for function in (ops.pack_fp4, ops.unpack_fp4):
+            expected = function(host)
+            np.testing.assert_array_equal(to_numpy(function(device)), expected)
+            for offset in (0, 1):
+                out = poisoned_like(expected, offset)
+                assert function(device, out=out) is out
+                np.testing.assert_array_equal(to_numpy(out), expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (128, 4), (129, 5), (300, 64), (4096, 512), (2, 130, 7), (3, 1, 33), (0, 4)]
+)
+def test_swizzled_block_scales(rng: Any, shape: tuple[int, ...]) -> None:
+    for host, device in views(rng, shape):
+        expected = ops.swizzle_block_scales(host)
+        for offset in (0, 1):
+            out = poisoned_like(expected, offset)
+            assert ops.swizzle_block_scales(device, out=out) is out
+            np.testing.assert_array_equal(to_numpy(out), expected)
+            back = poisoned_like(host, offset)
+            assert ops.unswizzle_block_scales(out, shape, out=back) is back
+            np.testing.assert_array_equal(to_numpy(back), host)
+
+
+@pytest.mark.parametrize("partitions", [[5], [3, 0, 9], [128, 256, 64]])
+@pytest.mark.parametrize("columns", [1, 48, 4096])
+def test_requantize_to_max(rng: Any, partitions: list[int], columns: int) -> None:
+    scales = np.exp2(rng.uniform(-12, -4, len(partitions))).astype(np.float32)
+    for given in (scales, np.full_like(scales, 0.25), scales * (np.arange(len(scales)) > 0)):
+        for host, device in views(rng, (sum(partitions), columns)):
+            codes, largest = ops.requantize_to_max(host, given, partitions)
+            for scale in (given, to_cuda(given), to_cuda(np.repeat(given, 2))[::2], list(map(float, given))):
+                there, top = ops.requantize_to_max(device, scale, partitions)
+                np.testing.assert_array_equal(to_numpy(there), codes)
+                assert float(top) == float(largest)
+                assert getattr(top, "is_cuda", False) == getattr(scale, "is_cuda", False)
+
+
+def test_a_capture_takes_what_reads_nothing_back(rng: Any) -> None:
+    codes = to_cuda(rng.integers(0, 16, (64, 64), dtype=np.uint8))
+    scale = torch.ones(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = ops.pack_fp4(codes)
+        swizzled = ops.swizzle_block_scales(codes)
+        with pytest.raises(RuntimeError, match="captured"):
+            ops.requantize_to_max(codes, scale, [32, 32])
+    codes.copy_(to_cuda(rng.integers(0, 16, (64, 64), dtype=np.uint8)))
+    graph.replay()
+    assert torch.equal(packed, ops.pack_fp4(codes))
+    assert torch.equal(swizzled, ops.swizzle_block_scales(codes))
+
+
+def test_tensors_of_different_places_are_refused(rng: Any) -> None:
+    codes = rng.integers(0, 16, (64, 64), dtype=np.uint8)
+    with pytest.raises(BufferError, match=r"^out: expected a tensor on cuda:0, got one on cpu"):
+        ops.pack_fp4(to_cuda(codes), out=np.zeros((64, 32), np.uint8))
+    with pytest.raises(BufferError, match=r"^out: expected a tensor in host memory, got one on cuda:0"):
+        ops.pack_fp4(codes, out=to_cuda(np.zeros((64, 32), np.uint8)))
+    with pytest.raises(
+        BufferError, match=r"^weight_scale: expected a tensor in host memory, got one on cuda:0"
+    ):
+        ops.requantize_to_max(codes, torch.ones(1, device="cuda"), [64])
