@@ -44,6 +44,13 @@ def seconds(torch: Any, call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def copy_speed(torch: Any) -> float:
+    """Bytes a second, read and written, of copying the largest weight."""
+    weight = torch.randint(0, 0x7F, (max(ROWS), COLUMNS), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(weight)
+    return float(2 * weight.numel() / seconds(torch, lambda: target.copy_(weight)))
+
+
 def tensors(torch: Any, algo: str, rows: int) -> dict[str, Any]:
     """Checkpoint tensors of a layer on the device; e4m3 codes without NaN."""
 
@@ -84,10 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args()
-    weight = torch.randint(0, 0x7F, (max(ROWS), COLUMNS), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(weight)
-    copy = 2 * weight.numel() / seconds(torch, lambda: target.copy_(weight))
-    del weight, target
+    copy = copy_speed(torch)
     print(f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s")
     print(f"{'layer':45} {'new':>10} {'of copy':>8} {'into out':>10} {'of copy':>8}")
     results = []
