@@ -107,3 +107,10 @@ def test_bfloat16_kernels_leave_other_activations_alone():
     kernels = dict(LinearMethod("NVFP4", 32, [8], dtype="float16")._plan.explain())
     for name in ("cpu:avx512bf16", "cpu:amx"):
         assert kernels[name] is not None
+
+
+@pytest.mark.skipif("cpu:avx512" not in KERNELS, reason="needs a processor with AVX-512")
+def test_few_rows_of_float32_go_where_they_need_no_tiles():
+    plan = LinearMethod("NVFP4", 32, [8], dtype="float32")._plan
+    assert [plan.backend(tokens) for tokens in (1, 4, 5, 300)] == 2 * ["cpu:avx2"] + 2 * ["cpu:avx512"]
+    assert LinearMethod("NVFP4", 32, [8], dtype="float32", compute="fp4")._plan.backend(1) != "cpu:avx2"
