@@ -108,7 +108,8 @@ static void decode_e2m1(const uint8_t *codes, const uint8_t *scales, int64_t n, 
  * comes FEW_ROWS later; rows that share a page confuse the hardware's own prefetching. */
 #define AHEAD 1024
 /* Bytes of a visit to a row: 256 columns of e2m1, or the 128 of e4m3 that share a scale. */
-#define VISIT  128
+#define VISIT 128
+_Static_assert(VISIT == MOQ_FP8_BLOCK, "a visit in e4m3 is a block");
 #define INLINE static inline __attribute__((always_inline))
 
 /* 16 words of 16 bytes in each half: values of the low nibbles and of the high ones as bfloat16,
