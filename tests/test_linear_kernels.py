@@ -114,3 +114,19 @@ def test_few_rows_of_float32_go_where_they_need_no_tiles():
     plan = LinearMethod("NVFP4", 32, [8], dtype="float32")._plan
     assert [plan.backend(tokens) for tokens in (1, 4, 5, 300)] == 2 * ["cpu:avx2"] + 2 * ["cpu:avx512"]
     assert LinearMethod("NVFP4", 32, [8], dtype="float32", compute="fp4")._plan.backend(1) != "cpu:avx2"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_row_with_an_infinity_is_nan_under_scales_found_from_it(rng, monkeypatch, algo, value, kernel):
+    """The infinite value's own code is NaN; its neighbours' are 0. Other rows keep their values."""
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    case = random_case(rng, algo, 384, [20, 13])
+    for tokens in (2, 4, 40):
+        x = random_x(rng, (tokens, 384), "bfloat16")
+        x[1, rng.integers(384)] = reference.encode(np.float32([value]), "bfloat16")[0]
+        y = reference.as_float32(run(case, x, "bfloat16"))
+        assert np.isnan(y[1]).all()
+        others = np.arange(tokens) != 1
+        assert_close(y[others], case.expected(reference.as_float32(x[others])), "bfloat16")

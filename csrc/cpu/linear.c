@@ -74,7 +74,8 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
 }
 
 /* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
- * NaN in a row makes its factor NaN, and so every output of the row. */
+ * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
+ * found from the row there is one where that scale is not finite. */
 static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
     float factor = p->input_scale;
@@ -93,12 +94,15 @@ static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) 
         break;
     case MOQ_INPUT_E4M3_TOKEN:
         factor = moq_quantize_row_fp8_token(r->row, p->k, r->codes);
+        factor = isfinite(factor) ? factor : NAN;
         break;
     case MOQ_INPUT_E4M3_GROUP:
         moq_quantize_row_fp8_group(r->row, p->k, MOQ_FP8_BLOCK, r->codes, r->scales);
-        for (int64_t g = 0; g < p->groups; g++)
-            p->group_scales[g * p->rows + m] = r->scales[g];
         factor = 1.0f;
+        for (int64_t g = 0; g < p->groups; g++) {
+            p->group_scales[g * p->rows + m] = r->scales[g];
+            factor = isfinite(r->scales[g]) ? factor : NAN;
+        }
         break;
     }
     tiles->decode_e4m3(r->codes, p->k, out);
