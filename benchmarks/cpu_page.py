@@ -1,4 +1,4 @@
-"""Writes the tables of docs/cpu.md, and a plot for each, from benchmarks/results/linear_cpu.*.json.
+"""Writes the tables of docs/cpu.md, and plots, from benchmarks/results/linear_cpu.*.json and ggml_cpu.*.json.
 
 python -m benchmarks.cpu_page
 """
@@ -19,7 +19,17 @@ DOCS = record.RESULTS.parent.parent / "docs"
 PAGE = DOCS / "cpu.md"
 BEGIN, END = "<!-- results: python -m benchmarks.cpu_page -->", "<!-- end of results -->"
 
+PEER_BEGIN, PEER_END = "<!-- llama.cpp: python -m benchmarks.cpu_page -->", "<!-- end of llama.cpp -->"
+
 Rows = Sequence[Mapping[str, Any]]
+
+
+def fill(page: str, begin: str, end: str, sections: Sequence[str]) -> str:
+    """The page with what stands between two markers replaced."""
+    head, rest = page.split(begin)
+    _, tail = rest.split(end)
+    text = "\n\n".join(sections) or "No result is recorded yet."
+    return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
 
 
 def render(page: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -29,27 +39,45 @@ def render(page: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, str
         page: The page as it is; what stands between the markers is replaced.
         results: By the name of the processor, what benchmarks.linear_cpu wrote.
     """
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
     files = {}
     sections = []
     for name, result in results.items():
         about = title(result["environment"], result)
         plot = f"cpu.{name}.svg"
         files[plot] = roofline(result["rows"], about)
-        sections.append(
-            "\n\n".join(
-                [
-                    f"### {about}",
-                    facts(result),
-                    table(result["rows"]),
-                    f"![Roofline: operations a second over tokens]({plot})",
-                    goals(result["rows"]),
-                ]
-            )
-        )
-    text = "\n\n".join(sections) or "No result is recorded yet."
-    files[PAGE.name] = f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}"
+        sections += [
+            f"### {about}",
+            facts(result),
+            table(result["rows"]),
+            f"![Roofline: operations a second over tokens]({plot})",
+            goals(result["rows"]),
+        ]
+    files[PAGE.name] = fill(page, BEGIN, END, sections)
+    return files
+
+
+def render_peer(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the tables of llama.cpp.
+
+    Args:
+        page: As for `render`.
+        results: By the name of the processor, what benchmarks.ggml_cpu wrote.
+    """
+    sections = []
+    for result in results.values():
+        ggml = result["ggml"]
+        built = f"ggml {ggml['version']}, built for {', '.join(ggml['features'])}"
+        sections += [
+            f"{title(result['environment'], result)}; {built}. {facts(result)}",
+            table(result["rows"]),
+        ]
+    return fill(page, PEER_BEGIN, PEER_END, sections)
+
+
+def page_files() -> dict[str, str]:
+    """File name -> text of everything that is written, from the page and the results as they are."""
+    files = render(PAGE.read_text(), read_results("linear_cpu"))
+    files[PAGE.name] = render_peer(files[PAGE.name], read_results("ggml_cpu"))
     return files
 
 
@@ -96,15 +124,15 @@ def goals(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def read_results(folder: Path = record.RESULTS) -> dict[str, dict[str, Any]]:
+def read_results(benchmark: str, folder: Path = record.RESULTS) -> dict[str, dict[str, Any]]:
     """Name of the processor -> result, in order of names."""
-    files = sorted(folder.glob("linear_cpu.*.json"))
+    files = sorted(folder.glob(f"{benchmark}.*.json"))
     return {path.name.split(".")[1]: json.loads(path.read_text()) for path in files}
 
 
 def main() -> None:
     """Writes the page and the plots."""
-    for name, text in render(PAGE.read_text(), read_results()).items():
+    for name, text in page_files().items():
         (DOCS / name).write_text(text, encoding="utf-8")
         print(f"written: docs/{name}")
 

@@ -52,7 +52,7 @@ def cpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_page_of_the_cpu_is_what_its_results_make(cpu_page: Any) -> None:
     """Else: python -m benchmarks.cpu_page."""
-    files = cpu_page.render(cpu_page.PAGE.read_text(), cpu_page.read_results())
+    files = cpu_page.page_files()
     for name, text in files.items():
         assert (ROOT / "docs" / name).read_text() == text, name
     assert {path.name for path in (ROOT / "docs").glob("cpu.*")} == set(files)
@@ -84,6 +84,11 @@ def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
     assert ElementTree.fromstring(files["cpu.chip.svg"]).tag.endswith("svg")
     again = cpu_page.render(files["cpu.md"], {"chip": result})
     assert again == files
+    page = f"Before.\n{cpu_page.PEER_BEGIN}{cpu_page.PEER_END}\n"
+    result |= {"ggml": {"version": "1.2", "features": ["avx2", "avx512"]}}
+    peer = cpu_page.render_peer(page, {"chip": result})
+    assert "Chip, amx, 16 threads; ggml 1.2, built for avx2, avx512. " in peer
+    assert "| 64 × 32 | 1 | 6.00 µs, 17% | 2.00 µs, 50%, **3.00×** |" in peer
 
 
 @pytest.mark.slow

@@ -43,10 +43,54 @@ def test_every_kernel_this_cpu_can_run(rng, monkeypatch, algo, compute, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("algo", ALGOS)
-def test_the_number_of_threads_changes_nothing(rng, monkeypatch, algo, kernel):
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
+    """Any K, below and around what a kernel takes at a time; x with gaps between its rows and values."""
+    dtype = "bfloat16" if kernel in ("cpu:avx512bf16", "cpu:amx") else "float32"
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    nvfp4 = algo.endswith("NVFP4")
+    for columns in (16, 48, 272, 2000, 4144) if nvfp4 else (1, 31, 65, 129, 1001, 4159):
+        groups = [16, 32] if nvfp4 and columns % 32 == 0 else [None]
+        for group_size in groups:
+            case = random_case(rng, algo, columns, [1, 13, 9], group_size)
+            x = random_x(rng, (2 * tokens, 3 * columns), dtype)[::2, ::3]
+            values = reference.as_float32(x)
+            y = run(case, x, dtype)
+            expected = case.expected(values)
+            assert_within_rounding(y, expected, case.magnitude(values), dtype)
+            assert_close(y, expected, dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_infinities_and_nan_in_x(rng, monkeypatch, algo, tokens, kernel):
+    """They make what they make in float64, zero weights included, and in their own row alone."""
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    case = random_case(rng, algo, 304, [40, 7])
+    for part in case.parts:
+        part["weight_scale"][::3, ::2] = 0
+    x = random_x(rng, (tokens, 304), "bfloat16")
+    x[0, rng.integers(304)] = 0x7F80  # infinity
+    x[tokens // 2, rng.integers(304)] = 0xFF80
+    x[-1, rng.integers(304, size=tokens // 4)] = 0x7FC0  # NaN
+    with np.errstate(invalid="ignore"):
+        expected = case.expected(reference.as_float32(x))
+    y = reference.as_float32(run(case, x, "bfloat16"))
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(y[~finite], expected[~finite])
+    assert np.isfinite(y[finite]).all()
+    rows = finite.all(axis=-1)
+    assert_close(y[rows], expected[rows], "bfloat16")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_the_number_of_threads_changes_nothing(rng, monkeypatch, algo, tokens, kernel):
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
     case = random_case(rng, algo, 256, [200, 300])
-    x = random_x(rng, (40, 256), "bfloat16")
+    x = random_x(rng, (tokens, 256), "bfloat16")
     try:
         outputs = []
         for threads in (1, 2, 3, 7, 16):
@@ -63,3 +107,26 @@ def test_bfloat16_kernels_leave_other_activations_alone():
     kernels = dict(LinearMethod("NVFP4", 32, [8], dtype="float16")._plan.explain())
     for name in ("cpu:avx512bf16", "cpu:amx"):
         assert kernels[name] is not None
+
+
+@pytest.mark.skipif("cpu:avx512" not in KERNELS, reason="needs a processor with AVX-512")
+def test_few_rows_of_float32_go_where_they_need_no_tiles():
+    plan = LinearMethod("NVFP4", 32, [8], dtype="float32")._plan
+    assert [plan.backend(tokens) for tokens in (1, 4, 5, 300)] == 2 * ["cpu:avx2"] + 2 * ["cpu:avx512"]
+    assert LinearMethod("NVFP4", 32, [8], dtype="float32", compute="fp4")._plan.backend(1) != "cpu:avx2"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_row_with_an_infinity_is_nan_under_scales_found_from_it(rng, monkeypatch, algo, value, kernel):
+    """The infinite value's own code is NaN; its neighbours' are 0. Other rows keep their values."""
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    case = random_case(rng, algo, 384, [20, 13])
+    for tokens in (2, 4, 40):
+        x = random_x(rng, (tokens, 384), "bfloat16")
+        x[1, rng.integers(384)] = reference.encode(np.float32([value]), "bfloat16")[0]
+        y = reference.as_float32(run(case, x, "bfloat16"))
+        assert np.isnan(y[1]).all()
+        others = np.arange(tokens) != 1
+        assert_close(y[others], case.expected(reference.as_float32(x[others])), "bfloat16")

@@ -74,8 +74,8 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
 }
 
 /* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
- * NaN among the codes makes the factor of the row NaN, and so every output of it. So does a dynamic
- * scale that is not finite: that of an infinity, whose own code is a NaN. */
+ * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
+ * found from the row there is one where that scale is not finite. */
 static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
     float factor = p->input_scale;

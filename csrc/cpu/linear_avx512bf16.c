@@ -39,10 +39,16 @@ static inline float reduce(__m512 v) {
 /* R rows of the weight and M rows of x at a time: one row is one stream from memory, and several
  * streams hide its latency. `acc` holds their R * M sums. */
 #define FEW_SUMS 4
-/* Bytes of a row that are asked for before they are needed; rows that share a page confuse the
- * hardware's own prefetching. */
+/* Bytes that are asked for before they are needed; rows that share a page confuse the hardware's
+ * own prefetching. */
 #define AHEAD  1024
 #define INLINE static inline __attribute__((always_inline))
+
+/* How far ahead of byte `at` of a row they lie: where it ends, in the row that its stream comes to
+ * next. */
+INLINE int64_t ahead_of(int64_t at, int64_t in_row, const int rows) {
+    return at + AHEAD < in_row ? AHEAD : AHEAD + (rows - 1) * in_row;
+}
 
 INLINE __m512 dot_64(__m512 acc, __m512i first, __m512i second, const uint16_t *x) {
     return _mm512_dpbf16_ps(_mm512_dpbf16_ps(acc, (__m512bh)first, load(x)), (__m512bh)second,
@@ -75,10 +81,11 @@ INLINE void few_e2m1(const moq_few *job, int64_t row, __m512 *acc, const int row
     const uint16_t *x = job->panel;
     int64_t groups = job->k / 16, first = 0;
     for (; first + 16 <= groups; first += 16) {
+        int64_t ahead = 8 * first + ahead_of(8 * first, half, rows);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            _mm_prefetch(codes + r * half + 8 * first + AHEAD, _MM_HINT_T0);
-            _mm_prefetch(codes + r * half + 8 * first + AHEAD + 64, _MM_HINT_T0);
+            _mm_prefetch(codes + r * half + ahead, _MM_HINT_T0);
+            _mm_prefetch(codes + r * half + ahead + 64, _MM_HINT_T0);
             __m512 scale = group_scales(scales + r * in_row, first, groups, repeat);
 #pragma GCC unroll 4
             for (int i = 0; i < 16; i += 4) {
@@ -106,10 +113,11 @@ INLINE void few_e4m3(const moq_few *job, int64_t row, int64_t first, int64_t end
     const uint8_t *codes = job->codes + row * job->k;
     const uint16_t *x = job->panel;
     for (int64_t k = first; k < end; k += 64) {
+        int64_t ahead = k + ahead_of(k, job->k, rows);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             __m512i low, high;
-            _mm_prefetch(codes + r * job->k + k + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(codes + r * job->k + ahead, _MM_HINT_T0);
             decode_64(&tables, load_codes(codes + r * job->k + k, end - k), &low, &high);
 #pragma GCC unroll 4
             for (int j = 0; j < m; j++)

@@ -14,10 +14,11 @@
 
 /* Values gathered at once; whole groups of NVFP4. */
 #define PIECE 512
-/* Values of a unit of work where rows can be cut, and the least a thread is woken for: about 10
- * microseconds of work, where a team takes some 5 to start. */
+/* Values of a unit of work where rows can be cut; the least that a team is started for, which takes
+ * some 5 microseconds, about 10 of work and more; and a thread's share then. */
 #define SPAN         4096
-#define THREAD_SHARE 32768
+#define TEAM_WORK    65536
+#define THREAD_SHARE 8192
 
 /* The larger of a and b; a when it is NaN, which fmaxf would drop. */
 static float at_least(float a, float b) {
@@ -205,8 +206,9 @@ static span span_at(const job *j, int64_t index) {
 /* Equal shares for as many threads as have enough to do. */
 static void run(job *j, void (*work)(void *, int64_t, int64_t)) {
     int64_t spans = moq_row_count(&j->x) * j->per_row, all = moq_num_threads();
-    int64_t worth = moq_tensor_numel(&j->x) / THREAD_SHARE;
-    int64_t threads = worth < 1 ? 1 : worth < all ? worth : all;
+    int64_t values = moq_tensor_numel(&j->x);
+    int64_t worth = values < TEAM_WORK ? 1 : values / THREAD_SHARE;
+    int64_t threads = worth < all ? worth : all;
     if (spans > 0)
         moq_parallel_for(spans, (spans + threads - 1) / threads, work, j);
 }

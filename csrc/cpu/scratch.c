@@ -4,6 +4,19 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+/* Under AddressSanitizer every workspace is a new one that ends where it was asked to end. */
+#ifdef __has_feature
+#if __has_feature(address_sanitizer)
+#define MOQ_ASAN 1
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#define MOQ_ASAN 1
+#endif
+#ifndef MOQ_ASAN
+#define MOQ_ASAN 0
+#endif
+
 typedef struct {
     void *memory[MOQ_SCRATCH_COUNT];
     size_t bytes[MOQ_SCRATCH_COUNT];
@@ -39,8 +52,8 @@ void *moq_take_scratch(moq_scratch purpose, size_t bytes) {
     scratch_set *set = own_set();
     if (!set)
         return NULL;
-    if (set->bytes[purpose] < bytes) {
-        size_t rounded = (bytes + 4095) / 4096 * 4096;
+    if (MOQ_ASAN || set->bytes[purpose] < bytes) {
+        size_t unit = MOQ_ASAN ? 64 : 4096, rounded = (bytes + unit - 1) / unit * unit;
         free(set->memory[purpose]);
         set->memory[purpose] = aligned_alloc(64, rounded);
         set->bytes[purpose] = set->memory[purpose] ? rounded : 0;

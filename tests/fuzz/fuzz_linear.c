@@ -1,5 +1,5 @@
 /* Linear layers: any names, sizes and tensors are refused or prepared, and what was prepared runs
- * and gives what codes and scales mean, whichever kernel is chosen.
+ * and gives what codes and scales mean, with every kernel or that of MOQEXT_KERNEL.
  *
  * Case: algorithm, compute mode, dtype and sizes, then how each tensor departs from what is asked
  * for, then bytes. */
@@ -13,8 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define WEIGHT_MAX 4000 /* elements of a weight that is really made */
-#define PART_MAX   8
+#define WEIGHT_MAX  4000   /* elements of a weight that is really made */
+#define PRODUCT_MAX 160000 /* of them with rows of x */
+#define ROWS_MAX    300    /* more than a panel of the CPU kernels, of 256 */
+#define PART_MAX    8
 
 typedef struct {
     fuzz_tensor part[PART_MAX];
@@ -250,6 +252,36 @@ static void check_output(const moq_linear_spec *spec, const char *kernel, const 
     }
 }
 
+/* Calls of each kernel, printed at the end: a case may be refused before it reaches one. */
+static struct {
+    const char *name;
+    long long calls;
+} tally[MOQ_MAX_KERNELS];
+
+static void print_tally(void) {
+    for (int i = 0; i < MOQ_MAX_KERNELS; i++) {
+        if (tally[i].name)
+            fprintf(stderr, "calls of %s: %lld\n", tally[i].name, tally[i].calls);
+    }
+}
+
+static void count_call(int kernel, const char *name) {
+    static bool registered;
+    if (!registered)
+        atexit(print_tally);
+    registered = true;
+    tally[kernel].name = name;
+    tally[kernel].calls++;
+}
+
+/* Mostly up to 2, else as many as the model can do in a millisecond: kernels treat few rows, more
+ * than a tile and more than a panel each in their own way. */
+static int64_t draw_rows(fuzz_input *in, const moq_linear_spec *spec) {
+    const int64_t kind = fuzz_range(in, 0, 255);
+    const int64_t most = PRODUCT_MAX / (spec->in_features * spec->out_features);
+    return kind < 224 ? kind % 3 : fuzz_range(in, 0, most < ROWS_MAX ? most : ROWS_MAX);
+}
+
 /* Activations of modest size, so that every sum is finite. */
 static fuzz_tensor make_x(fuzz_input *in, moq_dtype dtype, int32_t ndim, const int64_t *shape) {
     fuzz_tensor x = fuzz_make(in, dtype, ndim, shape, fuzz_flag(in));
@@ -266,9 +298,8 @@ static fuzz_tensor make_x(fuzz_input *in, moq_dtype dtype, int32_t ndim, const i
 static void run(fuzz_input *in, const layer *l, const moq_linear_params *params) {
     const moq_linear_spec *spec = &l->spec;
     moq_err err;
-    int64_t shape[3] = {0, 0, spec->in_features};
-    for (int i = 0; i < 2; i++)
-        shape[i] = fuzz_range(in, 0, 2);
+    const int64_t rows = draw_rows(in, spec);
+    const int64_t shape[3] = {fuzz_range(in, 0, 2), rows, spec->in_features};
     const int32_t ndim = (int32_t)fuzz_range(in, 1, 3);
     fuzz_tensor x = make_x(in, spec->dtype, ndim, shape + 3 - ndim);
     const moq_dtype bias_dtype = fuzz_flag(in) ? MOQ_DT_F32 : spec->dtype;
@@ -282,14 +313,18 @@ static void run(fuzz_input *in, const layer *l, const moq_linear_params *params)
     const int64_t m = moq_tensor_numel(&x.view) / spec->in_features;
     expectation *expected = judged ? expect(l, &x.view, m, used) : NULL;
     const moq_linear_kernel *kernel;
+    const char *only = getenv("MOQEXT_KERNEL");
     for (int i = 0; (kernel = moq_linear_kernel_at(i)) != NULL; i++) {
         char name[64], reason[256];
         moq_linear_plan plan;
         if (!kernel->can_run(spec, reason, sizeof reason))
             continue;
         snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
+        if (only && strcmp(only, name) != 0)
+            continue;
         FUZZ_CHECK(moq_linear_make_plan(spec, name, &plan, &err) == MOQ_OK, "%s", err.message);
         fuzz_tensor y = fuzz_result(&wanted, 0xff);
+        count_call(i, kernel->name);
         moq_linear_job job;
         moq_status status =
             moq_linear_open(spec, &plan, params, &x.view, used, &y.view, &job, &err);

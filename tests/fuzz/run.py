@@ -23,6 +23,7 @@ import targets
 OUT = targets.ROOT / "build" / "fuzz"
 REGRESSIONS = targets.HERE / "regressions"
 LONGEST = {"config": 8192, "formats": 128}  # bytes of a case; else 512
+MEMORY = "max_malloc_fill_size=268435456:malloc_fill_byte=255"  # what nobody wrote is NaN
 LIMITS = ["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]
 
 
@@ -38,7 +39,8 @@ def run_native(name: str, program: Path, args: argparse.Namespace) -> tuple[int,
     known = [path for path in (OUT / "seeds" / name, REGRESSIONS / name) if path.is_dir()]
     options = [f"-max_len={LONGEST.get(name, 512)}", f"-artifact_prefix={OUT / 'findings' / name}-", *LIMITS]
     options += limits(args, "-runs={}", "-max_total_time={}")
-    clean = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "ASAN_OPTIONS")}
+    clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    clean["ASAN_OPTIONS"] = MEMORY
     done = subprocess.run(
         [program, *options, corpus, *known], env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
