@@ -60,6 +60,22 @@ moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
     return absent(err);
 }
 
+moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
+double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);

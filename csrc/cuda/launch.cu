@@ -73,16 +73,23 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) 
 }
 
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) {
-    cudaLaunchAttribute attribute;
+    cudaLaunchAttribute attribute[2];
     cudaLaunchConfig_t config = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = launch->grid;
     config.blockDim = launch->block;
     config.dynamicSmemBytes = launch->shared;
     config.stream = launch->stream;
-    config.attrs = &attribute;
-    config.numAttrs = launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true) ? 1 : 0;
+    config.attrs = attribute;
+    if (launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true)) {
+        attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (launch->cluster) {
+        attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attribute[config.numAttrs].val.clusterDim.x = launch->cluster;
+        attribute[config.numAttrs].val.clusterDim.y = 1;
+        attribute[config.numAttrs++].val.clusterDim.z = 1;
+    }
     if (launch->shared > SHARED_WITHOUT_ASKING)
         MOQ_TRY(moq_cuda_check(allow_shared(launch->kernel), launch->what, err));
     MOQ_TRY(moq_cuda_check(cudaLaunchKernelExC(&config, launch->kernel, args), launch->what, err));

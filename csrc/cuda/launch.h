@@ -12,7 +12,8 @@ typedef struct {
     const void *kernel;
     dim3 grid;
     dim3 block;
-    size_t shared; /* dynamic bytes */
+    unsigned cluster; /* blocks of a cluster; 0 for none */
+    size_t shared;    /* dynamic bytes */
     cudaStream_t stream;
     /* Programmatic dependent launch: the kernel may start while its predecessor in the stream still
      * runs, and must execute griddepcontrol.wait before it touches what others may write. */

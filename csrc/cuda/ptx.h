@@ -12,6 +12,31 @@ static __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+/* The same, kept in a register from here on rather than made again wherever it is used. */
+static __device__ __forceinline__ uint32_t fixed_shared_address(const void *pointer) {
+    uint32_t address;
+    asm volatile("{\n"
+                 ".reg .u64 wide;\n"
+                 "cvta.to.shared.u64 wide, %1;\n"
+                 "cvt.u32.u64 %0, wide;\n"
+                 "}"
+                 : "=r"(address)
+                 : "l"(pointer));
+    return address;
+}
+
+/* True in one lane of a converged warp. */
+static __device__ __forceinline__ bool is_elected(void) {
+    uint32_t elected;
+    asm volatile("{\n"
+                 ".reg .pred one;\n"
+                 "elect.sync _|one, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, one;\n"
+                 "}"
+                 : "=r"(elected));
+    return elected != 0;
+}
+
 /* ---- dependent launch ---- */
 
 /* The next kernel of the stream may start, as far as this block is concerned. */
@@ -90,6 +115,13 @@ static __device__ __forceinline__ void prefetch_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+/* The L2 policy of ordinary accesses. */
+static __device__ __forceinline__ uint64_t policy_evict_normal(void) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 /* Copies the box of `map` at (c0, c1, c2) to shared memory and counts its bytes at `barrier`. */
 static __device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMap *map, int c0,
                                                    int c1, int c2, uint32_t barrier,
@@ -108,6 +140,61 @@ template <int count> static __device__ __forceinline__ void more_registers(void)
 
 template <int count> static __device__ __forceinline__ void fewer_registers(void) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+/* The same of a matrix. */
+static __device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMap *map, int c0,
+                                                   int c1, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
+/* The same to the blocks of the cluster that `mask` has a bit for, at the same place in each, and
+ * counted at the same barrier of each. */
+static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtensorMap *map, int c0,
+                                                      int c1, uint32_t barrier, uint64_t policy,
+                                                      uint16_t mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %6, %5;" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy), "h"(mask)
+                 : "memory");
+}
+
+/* Copies `bytes`, a multiple of 16, from an address that is one too. */
+static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, uint32_t bytes,
+                                                  uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* ---- clusters ---- */
+
+static __device__ __forceinline__ uint32_t rank_in_cluster(void) {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* Every thread of the cluster arrives and waits. */
+static __device__ __forceinline__ void cluster_sync(void) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+/* Arrives at the barrier that block `rank` of the cluster has at the same place. */
+static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile("{\n"
+                 ".reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+                 "}" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
 }
 
 /* ---- shared memory ---- */

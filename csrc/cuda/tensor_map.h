@@ -14,4 +14,9 @@ moq_status moq_tensor_map_blocks(CUtensorMap *map, const void *data, int64_t row
                                  int64_t stride, uint32_t box_rows, uint32_t box_blocks,
                                  moq_err *err);
 
+/* A row-major matrix of bytes [rows, columns] in boxes of [box_rows, 128] that arrive in the
+ * 128-byte swizzle; what lies outside reads as 0. The address and `stride` are multiples of 16. */
+moq_status moq_tensor_map_rows(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
+                               int64_t stride, uint32_t box_rows, moq_err *err);
+
 #endif

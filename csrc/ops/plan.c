@@ -157,6 +157,28 @@ static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t 
     return false;
 }
 
+static bool can_run_fp8_gemm(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size))
+        return false;
+    if (!is_sixteens("in_features", spec->in_features, reason, size))
+        return false;
+    if (spec->out_features > INT32_MAX)
+        snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
+                 (long long)spec->out_features);
+    else if (spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1)
+        snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
+                 (int)spec->partition_count);
+    else
+        return true;
+    return false;
+}
+
+/* Behind all others, unless it is asked for or tune() measures it to be the fastest: its estimates
+ * are from trials outside of this library. */
+static double cost_fp8_gemm(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_FP8_GEMM_TOKENS ? INFINITY : 1.0 + moq_cuda_fp8_gemm_seconds(spec, m);
+}
+
 static bool can_run_sm80_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
     return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
            is_fp8(spec, reason, size) &&
@@ -253,6 +275,8 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_fp8_as_e4m3},
     {"cuda", "sm80_fp8", can_run_sm80_fp8, cost_sm80_fp8, moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16},
+    {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
+     moq_cuda_fp8_gemm},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "cublaslt", can_run_cublaslt, cost_cublaslt, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},

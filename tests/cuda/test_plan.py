@@ -93,6 +93,17 @@ def test_chips_before_hopper_take_products_of_warps(capability, dtype, kernel):
     assert {plan.backend(tokens) for tokens in (1, 16, 64, 1000, 8192)} == {kernel}
 
 
+def test_the_kernel_of_many_tokens_wants_sixteens_and_one_input_scale():
+    name = "cuda:sm90_fp8_gemm"
+    for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"):
+        assert reasons(algo, columns=4112)[name] is None
+        assert "in_features to be a multiple of 16, got 4104" in reasons(algo, columns=4104)[name]
+        assert "float32 outputs" in reasons(algo, dtype="float32")[name]
+    assert "2 partitions may have as many input scales" in reasons("FP8", rows=(64, 32))[name]
+    assert reasons("FP8_PB_WO", rows=(64, 31))[name] is None
+    assert "FP8 weights" in reasons("NVFP4")[name]
+
+
 def test_a_layer_on_the_cpu_needs_no_chip():
     with pytest.raises(ValueError, match="capability: expected None for a layer on the CPU"):
         _C.linear_plan("FP8", 16, [16], None, "bfloat16", "cpu", "exact", "9.0")

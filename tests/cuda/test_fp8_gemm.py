@@ -1,0 +1,104 @@
+"""The FP8 kernel for many tokens on Hopper, forced, over shapes that do not fit its tiles."""
+
+import numpy as np
+import pytest
+
+from moqext import reference
+
+from ..linear_cases import assert_close, random_case, random_x
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("torch sees no Hopper device", allow_module_level=True)
+
+from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
+
+NAME = "cuda:sm90_fp8_gemm"
+ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    monkeypatch.setenv("MOQEXT_KERNEL", NAME)
+
+
+def partitions(algo, rows):
+    """Several, but for layers whose partitions may have input scales of their own."""
+    return [sum(rows)] if algo == "FP8" else rows
+
+
+def check(case, layer, x, dtype, bias=None):
+    y = layer(x, bias=None if bias is None else to_cuda(bias))
+    assert_close(to_numpy(y), case.expected(reference.as_float32(x), "exact", bias), dtype)
+    assert to_numpy(layer(x, bias=None if bias is None else to_cuda(bias))).tobytes() == to_numpy(y).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_tokens_around_the_tiles(rng, algo, dtype):
+    """Rows that end within a tile and at odd addresses, K that ends within a step."""
+    case = random_case(rng, algo, 1040, partitions(algo, [130, 31, 1]))
+    layer = OnDevice(case, dtype)
+    assert layer.method.backend == NAME
+    for tokens in (1, 17, 32, 33, 64, 65, 127, 128, 129, 257, 300):
+        check(case, layer, random_x(rng, (tokens, 1040), dtype), dtype)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_columns_of_all_lengths(rng, algo):
+    for columns in (16, 112, 128, 144, 512, 4112):
+        case = random_case(rng, algo, columns, [136])
+        check(case, OnDevice(case, "bfloat16"), random_x(rng, (50, columns), "bfloat16"), "bfloat16")
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_many_tiles(rng, algo):
+    """More tiles than multiprocessors, of the large shapes and of pairs of blocks."""
+    case = random_case(rng, algo, 256, partitions(algo, [2000, 700, 260]))
+    layer = OnDevice(case, "bfloat16")
+    for tokens in (700, 2100):
+        check(case, layer, random_x(rng, (tokens, 256), "bfloat16"), "bfloat16")
+
+
+def test_a_scale_found_at_run_time_and_a_bias(rng):
+    case = random_case(rng, "FP8", 384, [200], input_scale=False)
+    bias = rng.standard_normal(200).astype(np.float32)
+    for dtype in ("bfloat16", "float16"):
+        check(case, OnDevice(case, dtype), random_x(rng, (70, 384), dtype), dtype, bias)
+
+
+def test_nothing_around_the_result_is_written(rng):
+    case = random_case(rng, "FP8_PB_WO", 256, [129])
+    layer = OnDevice(case, "bfloat16")
+    x = to_cuda(random_x(rng, (40, 256), "bfloat16"), "bfloat16")
+    memory = poisoned(42, 140, dtype="bfloat16")
+    out = memory[1:41, 3:132]
+    layer(x, out=out)
+    assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
+    assert int((~memory.isnan()).sum()) == out.numel()
+
+
+def test_more_than_65535_tokens():
+    rng = np.random.default_rng(3)
+    case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 128, [24])
+    layer = OnDevice(case, "bfloat16")
+    x = torch.randn(66001, 128, device="cuda").bfloat16()
+    y = layer(x)
+    assert not y.isnan().any()
+    for row in (0, 65535, 65536, 66000):
+        assert to_numpy(y[row : row + 1]).tobytes() == to_numpy(layer(x[row : row + 1].clone())).tobytes()
+
+
+def test_a_graph_gives_the_same_bits(rng):
+    case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 512, [640])
+    layer = OnDevice(case, "bfloat16")
+    x = to_cuda(random_x(rng, (48, 512), "bfloat16"), "bfloat16")
+    y, out = layer(x), poisoned(48, 640, dtype="bfloat16")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, out=out)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert to_numpy(out).tobytes() == to_numpy(y).tobytes()
