@@ -27,11 +27,12 @@ double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
-/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt, chosen
- * among as many algorithms as it proposes for the call. */
+/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt. Its
+ * variants are the algorithms that the library proposes for the call, in two ways where scales are
+ * vectors. */
 int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
-int moq_cublaslt_variants(const moq_linear_call *call);
+uint32_t moq_cublaslt_variants(const moq_linear_call *call);
 
 /* Whether it multiplies partition by partition: where each has a scale of its own for all of x, or
  * begins a block of scales where a fused matrix would not. Each is then a multiple of 16. */

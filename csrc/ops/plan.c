@@ -3,6 +3,7 @@
 
 #include "core/formats.h"
 #include "cpu/linear.h"
+#include "cuda/cublaslt_cost.h"
 #include "cuda/linear.h"
 
 #include <math.h>
@@ -252,14 +253,6 @@ static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t s
     return false;
 }
 
-/* Seconds: x quantized, then the tensor cores at 1.2e15 operations a second, or the memory. */
-static double cost_cublaslt(const moq_linear_spec *spec, int64_t m) {
-    double n = (double)spec->out_features, k = (double)spec->in_features;
-    double products = moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
-    double memory = n * k / 4e12, cores = 2 * n * k * (double)m / 1.2e15;
-    return products * 5e-6 + (memory > cores ? memory : cores);
-}
-
 static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -274,7 +267,7 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
      moq_cuda_fp8_gemm},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
-    {"cuda", "cublaslt", can_run_cublaslt, cost_cublaslt, moq_cublaslt_workspace,
+    {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
 };
 

@@ -173,8 +173,10 @@ def test_every_algorithm_is_right(rng, monkeypatch, algo):
         x = random_x(rng, (tokens, 4096), "bfloat16")
         timings = layer.method.tune([tokens], layer.params)
         assert {timing.kernel for timing in timings} == {"cuda:cublaslt"}
-        assert sorted(timing.variant for timing in timings) == list(range(len(timings)))
-        for variant in range(len(timings)):
+        variants = {timing.variant for timing in timings}
+        assert len(variants) == len(timings)
+        assert {variant // 8 for variant in variants} == ({0, 1} if algo == ALGOS[1] else {0})
+        for variant in variants:
             layer.method._plan.keep(tokens, "cuda:cublaslt", variant)
             y = layer.run(x)
             layer.check(y, x)
