@@ -44,6 +44,7 @@ typedef enum {
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
+    bool fast_accum; /* sums as the tensor cores have them; not for MOQ_SCALED_BLOCK */
     int64_t m, n, k;
     const uint8_t *x, *w;
     const float *x_scale, *w_scale;

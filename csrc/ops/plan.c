@@ -225,16 +225,15 @@ static double cost_sm89_fp8(const moq_linear_spec *spec, int64_t m) {
 
 /* ---- cuBLASLt ---- */
 
-/* It multiplies FP8 by one scale of each operand since compute capability 8.9, by any others on 9.0
- * alone. */
+/* It multiplies FP8 since compute capability 8.9, by blocks of scales on 9.0 alone. */
 static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) {
     int capability = (int)spec->target.capability;
-    bool tensor = spec->input == MOQ_INPUT_E4M3_TENSOR;
-    if (capability == 90 || (tensor && capability >= 89))
+    bool block = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    if (capability == 90 || (!block && capability >= 89))
         return true;
-    snprintf(reason, size, "%s scales need compute capability %s, this device has %d.%d",
-             tensor ? "FP8 with tensor" : "FP8 with token and block", tensor ? "8.9" : "9.0",
-             capability / 10, capability % 10);
+    snprintf(reason, size, "%s needs compute capability %s, this device has %d.%d",
+             block ? "FP8 with block scales" : "FP8", block ? "9.0" : "8.9", capability / 10,
+             capability % 10);
     return false;
 }
 
