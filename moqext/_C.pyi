@@ -114,4 +114,6 @@ def linear_plan(
     device: str,
     compute: str,
     capability: str | None = None,
+    fast_accum: bool = False,
+    one_input_scale: bool = False,
 ) -> LinearPlan: ...

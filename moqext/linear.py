@@ -62,6 +62,10 @@ class LinearMethod:
         dtype: Of x and y: "bfloat16", "float16" or "float32".
         device: "cpu" or "cuda:N".
         compute: What is multiplied, see below.
+        fast_accum: Sum FP8 products on CUDA as the tensor cores do, with about 14 bits, instead of in float32
+            every 128 columns. Only cuBLASLt's kernels for FP8 and FP8_PER_CHANNEL_PER_TOKEN make use of it.
+        one_input_scale: All partitions have the same `input_scale`, as those that were calibrated together
+            have; `prepare` checks it. Fused FP8 layers are then multiplied at once by cuBLASLt.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
@@ -83,8 +87,10 @@ class LinearMethod:
         "compute",
         "device",
         "dtype",
+        "fast_accum",
         "group_size",
         "in_features",
+        "one_input_scale",
         "out_partitions",
         "quant_algo",
     )
@@ -99,9 +105,19 @@ class LinearMethod:
         dtype: str = "bfloat16",
         device: str = "cpu",
         compute: str = "exact",
+        fast_accum: bool = False,
+        one_input_scale: bool = False,
     ) -> None:
         self._plan = _C.linear_plan(
-            quant_algo, in_features, out_partitions, group_size, dtype, device, compute
+            quant_algo,
+            in_features,
+            out_partitions,
+            group_size,
+            dtype,
+            device,
+            compute,
+            fast_accum=fast_accum,
+            one_input_scale=one_input_scale,
         )
         self.quant_algo = self._plan.quant_algo
         self.in_features = int(in_features)
@@ -110,6 +126,8 @@ class LinearMethod:
         self.dtype = self._plan.dtype
         self.device = self._plan.device
         self.compute = compute
+        self.fast_accum = bool(fast_accum)
+        self.one_input_scale = bool(one_input_scale)
 
     @property
     def out_features(self) -> int:
@@ -216,7 +234,8 @@ class LinearMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)
-        return make_method, (*about, self.group_size, self.dtype, self.device, self.compute)
+        options = (self.compute, self.fast_accum, self.one_input_scale)
+        return make_method, (*about, self.group_size, self.dtype, self.device, *options)
 
     def __repr__(self) -> str:
         parts = "+".join(map(str, self.out_partitions))
@@ -234,6 +253,8 @@ def make_method(
     dtype: str,
     device: str,
     compute: str,
+    fast_accum: bool = False,
+    one_input_scale: bool = False,
 ) -> LinearMethod:
     """`LinearMethod` with every argument by position: what copies and pickles are made by."""
     return LinearMethod(
@@ -244,4 +265,6 @@ def make_method(
         dtype=dtype,
         device=device,
         compute=compute,
+        fast_accum=fast_accum,
+        one_input_scale=one_input_scale,
     )

@@ -533,3 +533,35 @@ def test_the_operation_refuses_by_the_names_of_its_arguments(rng):
         ops.linear(np.zeros((3, 32)), params, "FP8", [8])
     with pytest.raises(ValueError, match="out_partitions: expected a sequence of 1 to 64 sizes, got 8"):
         ops.linear(np.zeros((3, 32), np.float32), params, "FP8", 8)
+
+
+def test_one_input_scale_is_checked(rng):
+    case = random_case(rng, "FP8", 64, [16, 8])
+    method = case.method(dtype="float32", one_input_scale=True)
+    with pytest.raises(ValueError, match="input_scale: expected the same for all partitions"):
+        method.prepare(case.listed())
+    case.parts[1]["input_scale"] = case.parts[0]["input_scale"]
+    x = random_x(rng, (3, 64), "float32")
+    plain = case.method(dtype="float32")
+    np.testing.assert_array_equal(
+        method(x, method.prepare(case.listed())), plain(x, plain.prepare(case.listed()))
+    )
+
+
+@pytest.mark.parametrize(
+    ("algo", "option", "text"),
+    [
+        ("FP8_PB_WO", "one_input_scale", "one_input_scale: FP8_PB_WO has no input_scale"),
+        ("NVFP4", "fast_accum", "fast_accum: is for FP8 products"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(algo, option, text):
+    with pytest.raises(UnsupportedQuantization, match=text):
+        LinearMethod(algo, 128, [128], **{option: True})
+
+
+def test_options_are_kept_by_copies():
+    method = LinearMethod("FP8", 16, [16, 16], fast_accum=True, one_input_scale=True)
+    for again in (copy.copy(method), pickle.loads(pickle.dumps(method))):
+        assert (again.fast_accum, again.one_input_scale) == (True, True)
+    assert not LinearMethod("FP8", 16, [16]).fast_accum

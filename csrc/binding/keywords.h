@@ -10,6 +10,7 @@
     X(compute)                                                                                     \
     X(device)                                                                                      \
     X(dtype)                                                                                       \
+    X(fast_accum)                                                                                  \
     X(fnmatch)                                                                                     \
     X(format)                                                                                      \
     X(group_size)                                                                                  \
@@ -18,6 +19,7 @@
     X(kernel)                                                                                      \
     X(module)                                                                                      \
     X(name)                                                                                        \
+    X(one_input_scale)                                                                             \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
     X(output_scale)                                                                                \

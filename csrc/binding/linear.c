@@ -58,12 +58,24 @@ static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
 }
 
 static const moq_signature LINEAR_PLAN = {"linear_plan",
-                                          8,
+                                          10,
                                           7,
-                                          8,
+                                          10,
                                           {KW_quant_algo, KW_in_features, KW_out_partitions,
                                            KW_group_size, KW_dtype, KW_device, KW_compute,
-                                           KW_capability}};
+                                           KW_capability, KW_fast_accum, KW_one_input_scale}};
+
+static int parse_options(moq_state *state, PyObject *fast, PyObject *one, moq_linear_spec *spec) {
+    moq_err err;
+    int fast_accum = fast ? PyObject_IsTrue(fast) : 0;
+    int one_input_scale = one ? PyObject_IsTrue(one) : 0;
+    if (fast_accum < 0 || one_input_scale < 0)
+        return -1;
+    if (moq_linear_apply_options(fast_accum, one_input_scale, spec, &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
 
 /* What the layer's device is, or what `capability` says it is. */
 static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *spec) {
@@ -89,7 +101,7 @@ static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[8];
+    PyObject *v[10];
     int64_t in_features, partitions[MOQ_MAX_PARTITIONS], group = 0;
     moq_device device;
     moq_linear_spec spec;
@@ -110,7 +122,7 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
                            &spec, &err) != MOQ_OK)
         return moq_raise(state, &err);
-    if (find_target(state, v[7], &spec) < 0)
+    if (parse_options(state, v[8], v[9], &spec) < 0 || find_target(state, v[7], &spec) < 0)
         return NULL;
     if (moq_linear_make_plan(&spec, getenv("MOQEXT_KERNEL"), &plan, &err) != MOQ_OK)
         return moq_raise(state, &err);
@@ -736,7 +748,8 @@ static PyType_Spec PLAN_TYPE = {
 static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
-     "capability=None) -> LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
+     "capability=None, fast_accum=False, one_input_scale=False) -> LinearPlan; capability: \"9.0\" "
+     "plans for a chip that may not be here"},
     {NULL, NULL, 0, NULL},
 };
 

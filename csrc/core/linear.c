@@ -140,6 +140,20 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
     return apply_compute(spec, err);
 }
 
+moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
+                                    moq_err *err) {
+    if (fast_accum && spec->weight == MOQ_WEIGHT_E2M1)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "fast_accum: is for FP8 products, %s with compute \"%s\" has none",
+                        spec->algo, moq_compute_name(spec->compute));
+    if (one_input_scale && !spec->checkpoint_input_scale)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED, "one_input_scale: %s has no input_scale",
+                        spec->algo);
+    spec->fast_accum = fast_accum;
+    spec->one_input_scale = one_input_scale;
+    return MOQ_OK;
+}
+
 static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }

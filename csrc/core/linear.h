@@ -54,6 +54,8 @@ typedef struct {
     moq_weight_layout weight;     /* as the kernel gets it */
     moq_input_mode input;
     bool per_row_scale;          /* the checkpoint's weight_scale has one value per row */
+    bool fast_accum;             /* FP8 products may be summed as the tensor cores do */
+    bool one_input_scale;        /* the partitions have the same */
     bool checkpoint_input_scale; /* the algorithm writes an input_scale (it may still be absent) */
     int32_t group_size;          /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */
     int64_t in_features;
@@ -89,6 +91,11 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
                               moq_device device, int64_t in_features, const int64_t *partitions,
                               int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
                               moq_err *err);
+
+/* What a caller allows or promises beyond the algorithm: MOQ_ERR_UNSUPPORTED where it means nothing
+ * for the layer. */
+moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
+                                    moq_err *err);
 
 /* Number of rows of 128 x 128 block scales: every partition starts a new row of blocks. */
 int64_t moq_linear_block_rows(const moq_linear_spec *spec);

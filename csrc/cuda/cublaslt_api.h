@@ -33,7 +33,7 @@ moq_status moq_cublaslt_open(int32_t device, void *stream, const moq_cublaslt_ap
                              cublasLtHandle_t *handle, moq_err *err);
 
 typedef enum {
-    MOQ_SCALED_TENSOR, /* one scale of x, one of w */
+    MOQ_SCALED_TENSOR, /* one scale of x, one of w, or NULL for 1 */
     MOQ_SCALED_VECTOR, /* one a row of x, one a row of w; sm_90 alone, like the next */
     MOQ_SCALED_BLOCK   /* x: [K / 128][m]; w: [n / 128][K / 128], both rounded up, the last to 4 */
 } moq_scaling;
@@ -44,6 +44,7 @@ typedef enum {
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
+    bool fast_accum; /* sums as the tensor cores have them; not for MOQ_SCALED_BLOCK */
     int64_t m, n, k;
     const uint8_t *x, *w;
     const float *x_scale, *w_scale;

@@ -1,8 +1,8 @@
 /* The product of cuBLASLt: see cublaslt_api.h.
  *
  * The library sees matrices by columns: our y [m, n] is its D [n, m], w the transposed A, x is B.
- * Sums are promoted to float32 (no fast accumulation), and split sums are added in float32, so that
- * y is rounded once and is the same in every run.
+ * Sums are promoted to float32 unless the caller does without (fast accumulation), and split sums
+ * are added in float32, so that y is rounded once and is the same in every run.
  *
  * Asking the library for algorithms costs tens of microseconds, so what it proposed is kept, by
  * everything it depends on, with m rounded up to a bucket. */
@@ -84,6 +84,8 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
                                                        CUBLAS_COMPUTE_32F, CUDA_R_32F),
                   "cublasLtMatmulDescInit", err));
     MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, err));
+    int8_t fast = p->fast_accum;
+    MOQ_TRY(set(api, d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
     MOQ_TRY(describe_scales(api, p, d, err));
     MOQ_TRY(describe_bias(api, p, d, err));
     MOQ_TRY(describe_matrix(api, &d->w, CUDA_R_8F_E4M3, p->k, p->n, p->k, err));
@@ -96,7 +98,7 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
 /* What the library's proposals depend on; compared as bytes, so without gaps. */
 typedef struct {
     int64_t m, n, k, y_stride, workspace;
-    int32_t device, scaling, dtype, bias;
+    int32_t device, scaling, dtype, bias, fast_accum, zero;
 } algorithm_key;
 
 typedef struct {
@@ -123,7 +125,9 @@ static algorithm_key key_of(const moq_matmul *p) {
                          p->device,
                          (int32_t)p->scaling,
                          (int32_t)p->dtype,
-                         p->bias != NULL};
+                         p->bias != NULL,
+                         p->fast_accum,
+                         0};
     return key;
 }
 

@@ -27,17 +27,30 @@ double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
-/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt, chosen
- * among as many algorithms as it proposes for the call. */
+/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt. Its
+ * variants are the algorithms that the library proposes for the call, in two ways where scales are
+ * vectors. */
 int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
-int moq_cublaslt_variants(const moq_linear_call *call);
+uint32_t moq_cublaslt_variants(const moq_linear_call *call);
+
+/* Whether x is quantized by one scale that several fused layers share. */
+static inline bool moq_cublaslt_shares_scale(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&
+           spec->one_input_scale;
+}
+
+/* Whether the library multiplies with vectors of scales. */
+static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
+    return spec->target.capability == 90;
+}
 
 /* Whether it multiplies partition by partition: where each has a scale of its own for all of x, or
  * begins a block of scales where a fused matrix would not. Each is then a multiple of 16. */
 static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
-        return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1;
+        return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&
+               !spec->one_input_scale;
     for (int i = 0; i + 1 < spec->partition_count; i++)
         if (spec->partition[i] % 128 != 0)
             return true;

@@ -2,8 +2,11 @@
  *
  * X is quantized into the workspace as the layer prescribes, then multiplied with W as it is:
  * - one scale of all of x: scalars, the partition's input_scale (or the one found) and the
- *   output_scale of its first row, which all of its rows have;
- * - one a token: vectors, sx [m] and output_scale [N];
+ *   output_scale of its first row, which all of its rows have; vectors for several partitions that
+ *   share one of x;
+ * - one a token: vectors, sx [m] and output_scale [N]; or none, and sums in float32 that the last
+ *   kernel scales, where the library has no vectors, or tuning finds it faster: its kernels for
+ *   vectors leave the chip empty while there are few tiles;
  * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
  *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing.
  *
@@ -14,9 +17,11 @@
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
 #include "cuda/cublaslt_api.h"
+#include "cuda/cublaslt_cost.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
+#include "cuda/ptx.h"
 #include "cuda/quantize.h"
 
 #define WHAT "linear FP8 by cuBLASLt"
@@ -29,9 +34,17 @@ static int64_t round_up(int64_t value, int64_t step) {
 }
 
 static moq_scaling scaling_of(const moq_linear_spec *spec) {
-    return spec->weight == MOQ_WEIGHT_E4M3_BLOCK  ? MOQ_SCALED_BLOCK
-           : spec->input == MOQ_INPUT_E4M3_TENSOR ? MOQ_SCALED_TENSOR
-                                                  : MOQ_SCALED_VECTOR;
+    if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
+        return MOQ_SCALED_BLOCK;
+    bool scalars = spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec);
+    return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
+}
+
+/* Whether sums of a product with vectors are scaled by the last kernel: where the library has none,
+ * and where tuning says so. */
+static bool scales_after(const moq_linear_call *call) {
+    return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
+           (!moq_cublaslt_has_vectors(call->spec) || call->variant >= MOQ_MAX_ALGORITHMS);
 }
 
 /* ---- the workspace ---- */
@@ -40,10 +53,12 @@ static moq_scaling scaling_of(const moq_linear_spec *spec) {
 typedef struct {
     int64_t rows;    /* of codes and of `sums` */
     int64_t columns; /* of block scales of W: a row of them is that long */
-    int64_t codes, x_scale, input_scale, w_scale, quantize, sums, library, end;
+    int64_t codes, x_scale, x_vector, input_scale, w_scale, quantize, sums, library, end;
     int64_t library_bytes;
     bool moves_scales;  /* w_scale is the layer's, with rows of that length, and aligned */
     bool aligns_inputs; /* input_scale is the layer's, each at a multiple of 16 bytes */
+    bool scales_after;  /* the library does not scale */
+    bool repeats_scale; /* x_vector is the one scale of x, for every row */
     bool fused_bias;    /* the library adds it */
     bool direct;        /* the library writes y */
     moq_dtype sums_dtype;
@@ -64,10 +79,11 @@ static void lay_out_results(const moq_linear_call *call, const moq_output *y, la
     int64_t size = (int64_t)moq_dtype_size(y->dtype), n = call->spec->out_features;
     bool rows_fit =
         is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
-    l->fused_bias =
-        y->bias && y->dtype != MOQ_DT_F32 && y->bias_dtype == y->dtype && is_aligned(y->bias);
-    l->direct = rows_fit && l->rows == call->m && (!y->bias || l->fused_bias);
-    l->sums_dtype = y->bias && !l->fused_bias ? MOQ_DT_F32 : y->dtype;
+    l->scales_after = scales_after(call);
+    l->fused_bias = y->bias && !l->scales_after && y->bias_dtype == y->dtype && is_aligned(y->bias);
+    l->direct = rows_fit && l->rows == call->m && !l->scales_after && (!y->bias || l->fused_bias);
+    bool exact = l->scales_after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
+    l->sums_dtype = exact ? MOQ_DT_F32 : y->dtype;
 }
 
 static moq_cuda_quantize quantization(const moq_linear_call *call, const layout *l) {
@@ -97,11 +113,13 @@ static layout lay_out(const moq_linear_call *call) {
     l.columns = round_up(blocks, 4);
     l.moves_scales = block ? l.columns != blocks || !is_aligned(call->weight_scale)
                            : !is_aligned(call->output_scale);
-    l.aligns_inputs =
-        call->input_scale && (spec->partition_count > 1 || !is_aligned(call->input_scale));
+    l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
+                      (spec->partition_count > 1 || !is_aligned(call->input_scale));
     lay_out_results(call, &y, &l);
+    l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
     l.codes = take(&l, l.rows * k);
     l.x_scale = take(&l, l.rows * (block ? blocks : 1) * 4);
+    l.x_vector = take(&l, l.repeats_scale ? l.rows * 4 : 0);
     l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
     int64_t scales = block ? moq_linear_block_rows(spec) * l.columns : spec->out_features;
     l.w_scale = take(&l, l.moves_scales ? scales * 4 : 0);
@@ -147,13 +165,20 @@ static const float *w_scale_of(const moq_linear_call *call, const layout *l, con
     return all + (block ? s->first_block * l->columns : s->begin);
 }
 
-/* The scale of x for a segment. */
+/* The scales of x as quantization found them, or as they are given. */
+static const float *quantized_scale(const moq_linear_call *call, const layout *l) {
+    return call->input_scale ? call->input_scale
+                             : (const float *)((const uint8_t *)call->workspace + l->x_scale);
+}
+
+/* The scale of x for a segment, where the library wants it. */
 static const float *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
     const uint8_t *memory = (const uint8_t *)call->workspace;
-    if (!call->input_scale)
-        return (const float *)(memory + l->x_scale);
-    return l->aligns_inputs ? (const float *)(memory + l->input_scale + 16 * s->partition)
-                            : call->input_scale;
+    if (l->repeats_scale)
+        return (const float *)(memory + l->x_vector);
+    if (l->aligns_inputs)
+        return (const float *)(memory + l->input_scale + 16 * s->partition);
+    return quantized_scale(call, l);
 }
 
 static moq_matmul product(const moq_linear_call *call, const layout *l, const segment *s) {
@@ -161,14 +186,15 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     moq_output y = moq_output_of(call);
     moq_matmul p = {};
     p.device = call->spec->device.index;
-    p.scaling = scaling_of(call->spec);
+    p.scaling = l->scales_after ? MOQ_SCALED_TENSOR : scaling_of(call->spec);
+    p.fast_accum = call->spec->fast_accum && p.scaling != MOQ_SCALED_BLOCK;
     p.m = l->rows;
     p.n = s->rows;
     p.k = call->spec->in_features;
     p.x = memory + l->codes;
     p.w = call->weight + s->begin * p.k;
-    p.x_scale = x_scale_of(call, l, s);
-    p.w_scale = w_scale_of(call, l, s);
+    p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
+    p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
     p.dtype = l->direct ? y.dtype : l->sums_dtype;
     p.y_stride = l->direct && call->m > 1 ? y.stride : call->spec->out_features;
     p.y = (l->direct ? (uint8_t *)y.data : memory + l->sums) +
@@ -177,7 +203,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
         p.bias = (const uint8_t *)y.bias + s->begin * (int64_t)moq_dtype_size(y.dtype);
     p.workspace = memory + l->library;
     p.workspace_bytes = (size_t)l->library_bytes;
-    p.variant = call->variant;
+    p.variant = call->variant % MOQ_MAX_ALGORITHMS;
     p.stream = call->stream;
     return p;
 }
@@ -206,72 +232,151 @@ static moq_status place_scales(const moq_linear_call *call, const layout *l, moq
                   moq_linear_scale_columns(spec) * 4, moq_linear_block_rows(spec), err);
 }
 
-/* ---- from the workspace to y ---- */
-
-#define COLUMNS 8 /* of a thread */
 #define THREADS 256
 
+static __global__ void repeat(const float *value, float *out, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    wait_for_predecessor();
+    if (i < count)
+        out[i] = *value;
+}
+
+static moq_status launch_overlapping(const moq_linear_call *call, const void *kernel, dim3 grid,
+                                     void **args, moq_err *err) {
+    moq_launch launch = {};
+    launch.what = WHAT;
+    launch.kernel = kernel;
+    launch.grid = grid;
+    launch.block = dim3(THREADS);
+    launch.stream = (cudaStream_t)call->stream;
+    launch.overlap = true;
+    return moq_cuda_launch(&launch, args, err);
+}
+
+static moq_status repeat_scale(const moq_linear_call *call, const layout *l, moq_err *err) {
+    const float *value = quantized_scale(call, l);
+    float *out = (float *)((uint8_t *)call->workspace + l->x_vector);
+    int64_t count = l->rows;
+    void *args[] = {&value, &out, &count};
+    dim3 grid((unsigned)((count + THREADS - 1) / THREADS));
+    return launch_overlapping(call, (const void *)repeat, grid, args, err);
+}
+
+/* ---- from the workspace to y ---- */
+
+#define COLUMNS 8 /* of a thread: 16 bytes of y */
+
 typedef struct {
-    const void *sums; /* [m, n] */
+    const void *sums; /* [m, n], of a 16-bit dtype or float32 */
     moq_dtype dtype;
     int64_t m;
     int n;
-    bool vectors; /* rows of y hold what sums do, at multiples of 16 bytes */
+    const float *x_scale; /* [m], or one where x_stride is 0, and w_scale [n], or both NULL */
+    const float *w_scale;
+    int x_stride;
     moq_output out;
+    bool aligned; /* rows of y are at multiples of 16 bytes */
 } finish_args;
 
-/* y = round(sums + bias) */
+static __device__ __forceinline__ void load_sums(const finish_args *a, int64_t at,
+                                                 float (&value)[COLUMNS]) {
+    const uint4 *from =
+        (const uint4 *)((const uint8_t *)a->sums + at * (a->dtype == MOQ_DT_F32 ? 4 : 2));
+    uint4 word[2] = {from[0], {}};
+    if (a->dtype == MOQ_DT_F32)
+        word[1] = from[1];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++)
+        value[i] = moq_load_one(word, i, a->dtype);
+}
+
+static __device__ __forceinline__ uint32_t round_pair(float low, float high, moq_dtype dtype) {
+    uint32_t word;
+    if (dtype == MOQ_DT_BF16) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        memcpy(&word, &pair, sizeof word);
+    } else {
+        __half2 pair = __floats2half2_rn(low, high);
+        memcpy(&word, &pair, sizeof word);
+    }
+    return word;
+}
+
+static __device__ __forceinline__ void store_one(const finish_args *a, int64_t at, float value) {
+    ((uint16_t *)a->out.data)[at] = (uint16_t)round_pair(value, value, a->out.dtype);
+}
+
+static __device__ __forceinline__ void store_row(const finish_args *a, int64_t row, int column,
+                                                 const float (&value)[COLUMNS]) {
+    if (!a->aligned) {
+        for (int i = 0; i < COLUMNS; i++)
+            store_one(a, row * a->out.stride + column + i, value[i]);
+        return;
+    }
+    uint32_t word[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++)
+        word[i] = round_pair(value[2 * i], value[2 * i + 1], a->out.dtype);
+    *(uint4 *)((uint16_t *)a->out.data + row * a->out.stride + column) =
+        make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* y = round(sums * x_scale * w_scale + bias) */
 static __global__ void finish(const finish_args a) {
     int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
+    wait_for_predecessor();
     if (column >= a.n)
         return;
-    int size = a.dtype == MOQ_DT_F32 ? 4 : 2;
     for (int64_t row = blockIdx.y; row < a.m; row += gridDim.y) {
-        int64_t from = row * a.n + column, to = row * a.out.stride + column;
-        if (a.vectors) {
-            const uint4 *source = (const uint4 *)((const uint8_t *)a.sums + from * size);
-            uint4 *target = (uint4 *)((uint8_t *)a.out.data + to * size);
-            target[0] = source[0];
-            if (size == 4)
-                target[1] = source[1];
-        } else {
-            for (int i = 0; i < COLUMNS; i++)
-                moq_store_output(&a.out, row, column + i, moq_load_one(a.sums, from + i, a.dtype),
-                                 moq_load_bias(&a.out, column + i));
+        float value[COLUMNS];
+        load_sums(&a, row * a.n + column, value);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            if (a.x_scale)
+                value[i] *= a.x_scale[row * a.x_stride] * a.w_scale[column + i];
+            if (a.out.bias)
+                value[i] = __fadd_rn(value[i], moq_load_bias(&a.out, column + i));
         }
+        store_row(&a, row, column, value);
     }
 }
 
 static moq_status finish_results(const moq_linear_call *call, const layout *l, moq_err *err) {
-    finish_args a = {(const uint8_t *)call->workspace + l->sums,
-                     l->sums_dtype,
-                     call->m,
-                     (int)call->spec->out_features,
-                     false,
-                     moq_output_of(call)};
-    int64_t size = (int64_t)moq_dtype_size(a.dtype);
+    finish_args a = {};
+    a.sums = (const uint8_t *)call->workspace + l->sums;
+    a.dtype = l->sums_dtype;
+    a.m = call->m;
+    a.n = (int)call->spec->out_features;
+    a.out = moq_output_of(call);
+    a.aligned = is_aligned(a.out.data) && a.out.stride % COLUMNS == 0;
     if (l->fused_bias)
         a.out.bias = NULL;
-    a.vectors = !a.out.bias && a.out.dtype == a.dtype && is_aligned(a.out.data) &&
-                a.out.stride * size % 16 == 0;
+    if (l->scales_after) {
+        a.x_scale = quantized_scale(call, l);
+        a.w_scale = call->output_scale;
+        a.x_stride = call->spec->input == MOQ_INPUT_E4M3_TOKEN;
+    }
     unsigned wide = (unsigned)((a.n / COLUMNS + THREADS - 1) / THREADS);
-    moq_launch launch = {};
-    launch.what = WHAT;
-    launch.kernel = (const void *)finish;
-    launch.grid = dim3(wide, (unsigned)(a.m < 65535 ? a.m : 65535));
-    launch.block = dim3(THREADS);
-    launch.stream = (cudaStream_t)call->stream;
+    dim3 grid(wide, (unsigned)(a.m < 65535 ? a.m : 65535));
     void *args[] = {&a};
-    return moq_cuda_launch(&launch, args, err);
+    return launch_overlapping(call, (const void *)finish, grid, args, err);
 }
 
 /* ---- the call ---- */
 
-extern "C" int moq_cublaslt_variants(const moq_linear_call *call) {
-    layout l = lay_out(call);
-    segment s = segment_at(call->spec, 0);
-    moq_matmul p = product(call, &l, &s);
-    return moq_matmul_variants(&p);
+static uint32_t variants_from(moq_linear_call call, int32_t first) {
+    call.variant = first;
+    layout l = lay_out(&call);
+    segment s = segment_at(call.spec, 0);
+    moq_matmul p = product(&call, &l, &s);
+    return ((1u << moq_matmul_variants(&p)) - 1) << first;
+}
+
+extern "C" uint32_t moq_cublaslt_variants(const moq_linear_call *call) {
+    uint32_t first = variants_from(*call, 0);
+    bool two_ways =
+        scaling_of(call->spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(call->spec);
+    return two_ways ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }
 
 static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
@@ -282,6 +387,8 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
         q.given += s.partition;
     if (index == 0 || q.given) /* other scales give other codes */
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
+    if (l->repeats_scale)
+        MOQ_TRY(repeat_scale(call, l, err));
     moq_matmul p = product(call, l, &s);
     MOQ_TRY(moq_matmul_run(&p, err));
     return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);

@@ -182,6 +182,13 @@ static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linea
         MOQ_TRY(moq_check_scales(scales->input, spec->partition_count, "input_scale",
                                  MOQ_SCALE_POSITIVE, err));
     }
+    for (int i = 1;
+         spec->one_input_scale && sources->input_scale.count && i < spec->partition_count; i++)
+        if (scales->input[i] != scales->input[0])
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "input_scale: expected the same for all partitions (one_input_scale), "
+                            "got %g and %g",
+                            (double)scales->input[0], (double)scales->input[i]);
     if (!used || sources->input_scale.count == 0)
         scales->input = NULL;
     return MOQ_OK;

@@ -3,6 +3,7 @@
 
 #include "core/formats.h"
 #include "cpu/linear.h"
+#include "cuda/cublaslt_cost.h"
 #include "cuda/linear.h"
 
 #include <math.h>
@@ -228,16 +229,15 @@ static double cost_sm89_fp8(const moq_linear_spec *spec, int64_t m) {
 
 /* ---- cuBLASLt ---- */
 
-/* It multiplies FP8 by one scale of each operand since compute capability 8.9, by any others on 9.0
- * alone. */
+/* It multiplies FP8 since compute capability 8.9, by blocks of scales on 9.0 alone. */
 static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) {
     int capability = (int)spec->target.capability;
-    bool tensor = spec->input == MOQ_INPUT_E4M3_TENSOR;
-    if (capability == 90 || (tensor && capability >= 89))
+    bool block = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    if (capability == 90 || (!block && capability >= 89))
         return true;
-    snprintf(reason, size, "%s scales need compute capability %s, this device has %d.%d",
-             tensor ? "FP8 with tensor" : "FP8 with token and block", tensor ? "8.9" : "9.0",
-             capability / 10, capability % 10);
+    snprintf(reason, size, "%s needs compute capability %s, this device has %d.%d",
+             block ? "FP8 with block scales" : "FP8", block ? "9.0" : "8.9", capability / 10,
+             capability % 10);
     return false;
 }
 
@@ -256,14 +256,6 @@ static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t s
     return false;
 }
 
-/* Seconds: x quantized, then the tensor cores at 1.2e15 operations a second, or the memory. */
-static double cost_cublaslt(const moq_linear_spec *spec, int64_t m) {
-    double n = (double)spec->out_features, k = (double)spec->in_features;
-    double products = moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
-    double memory = n * k / 4e12, cores = 2 * n * k * (double)m / 1.2e15;
-    return products * 5e-6 + (memory > cores ? memory : cores);
-}
-
 static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -278,7 +270,7 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
      moq_cuda_fp8_gemm},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
-    {"cuda", "cublaslt", can_run_cublaslt, cost_cublaslt, moq_cublaslt_workspace,
+    {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
 };
 

@@ -20,8 +20,8 @@ typedef struct {
     /* Bytes of device memory the call works in; NULL for none. */
     int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
-    /* How many ways it has to do the call, 0 to which less one are its `variant`; NULL for one. */
-    int (*variants)(const moq_linear_call *call);
+    /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
+    uint32_t (*variants)(const moq_linear_call *call);
 } moq_linear_kernel;
 
 /* A kernel and one of its variants. */

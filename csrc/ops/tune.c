@@ -129,27 +129,36 @@ static moq_status copy_weight(bench *b, moq_err *err) {
 
 /* ---- candidates ---- */
 
-static moq_status add_kernel(bench *b, const moq_linear_kernel *kernel, moq_err *err) {
-    moq_linear_plan plan = {.count = 1, .kernel = {kernel}, .tuned_count = 0};
-    int variants = 1;
-    for (int32_t i = 0; i < variants && i < MOQ_MAX_VARIANTS; i++) {
-        candidate *c = &b->candidate[b->count];
-        MOQ_TRY(moq_linear_open(b->spec, &plan, b->params, &b->x, NULL, &b->y, &c->job, err));
-        c->job.call.stream = b->stream;
-        c->job.call.variant = i;
-        if (moq_linear_workspace(&c->job) > b->workspace_bytes)
-            b->workspace_bytes = moq_linear_workspace(&c->job);
-        if (i == 0 && kernel->variants)
-            variants = kernel->variants(&c->job.call);
-        b->count += variants > 0; /* none: it refuses this very call */
-    }
+static moq_status add_candidate(bench *b, const moq_linear_kernel *kernel, int32_t variant,
+                                int64_t m, moq_err *err) {
+    candidate *c = &b->candidate[b->count];
+    moq_linear_plan plan = {.count = 1, .kernel = {kernel}, .tuned_count = 1};
+    plan.tuned[0].bucket = moq_token_bucket(m);
+    plan.tuned[0].choice = (moq_linear_choice){kernel, variant};
+    MOQ_TRY(moq_linear_open(b->spec, &plan, b->params, &b->x, NULL, &b->y, &c->job, err));
+    c->job.call.stream = b->stream;
+    if (moq_linear_workspace(&c->job) > b->workspace_bytes)
+        b->workspace_bytes = moq_linear_workspace(&c->job);
+    b->count++;
+    return MOQ_OK;
+}
+
+static moq_status add_kernel(bench *b, const moq_linear_kernel *kernel, int64_t m, moq_err *err) {
+    MOQ_TRY(add_candidate(b, kernel, 0, m, err));
+    if (!kernel->variants)
+        return MOQ_OK;
+    uint32_t variants = kernel->variants(&b->candidate[b->count - 1].job.call);
+    b->count -= !(variants & 1); /* it refuses this very call */
+    for (int32_t i = 1; i < MOQ_MAX_VARIANTS; i++)
+        if (variants >> i & 1)
+            MOQ_TRY(add_candidate(b, kernel, i, m, err));
     return MOQ_OK;
 }
 
 static moq_status add_candidates(bench *b, const moq_linear_plan *plan, int64_t m, moq_err *err) {
     for (int i = 0; i < plan->count; i++)
         if (isfinite(plan->kernel[i]->cost(b->spec, m)))
-            MOQ_TRY(add_kernel(b, plan->kernel[i], err));
+            MOQ_TRY(add_kernel(b, plan->kernel[i], m, err));
     return b->workspace_bytes ? allocate(b, b->workspace_bytes, &b->workspace, err) : MOQ_OK;
 }
 

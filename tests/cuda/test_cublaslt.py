@@ -43,9 +43,9 @@ def on_host(tensor):
 class Layer:
     """One layer on the CPU, by whichever kernel, and on the device by cuBLASLt."""
 
-    def __init__(self, monkeypatch, case, dtype):
+    def __init__(self, monkeypatch, case, dtype, **options):
         self.case, self.dtype = case, dtype
-        self.method = case.method(dtype=dtype, device="cuda:0")
+        self.method = case.method(dtype=dtype, device="cuda:0", **options)
         monkeypatch.delenv("MOQEXT_KERNEL")
         self.cpu = case.method(dtype=dtype)
         monkeypatch.setenv("MOQEXT_KERNEL", "cuda:cublaslt")
@@ -115,6 +115,41 @@ def test_scale_of_the_whole_tensor_found_from_it(rng, monkeypatch, algo):
     layer.check(layer.run(x), x)
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partitions_that_share_an_input_scale(rng, monkeypatch, dtype, given):
+    """They are multiplied at once, with a scale of the weight each; both ways of scaling are right."""
+    case = random_case(rng, "FP8", 1024, [512, 40, 8], input_scale=given)
+    for part in case.parts[1:] if given else ():
+        part["input_scale"] = case.parts[0]["input_scale"]
+    layer = Layer(monkeypatch, case, dtype, one_input_scale=True)
+    bias = random_x(rng, (560,), dtype)
+    for tokens in (17, 64, 260, 1031):
+        x = random_x(rng, (tokens, 1024), dtype)
+        for variant in (0, 8):
+            layer.method._plan.keep(tokens, "cuda:cublaslt", variant)
+            layer.check(layer.run(x), x)
+            layer.check(layer.run(x, bias), x, bias)
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_fast_accumulation_is_less_exact(rng, monkeypatch, algo):
+    """By about as much as docs/cuda.md says."""
+    case = random_case(rng, algo, 8192, [256])
+    layer = Layer(monkeypatch, case, "bfloat16", fast_accum=True)
+    x = random_x(rng, (512, 8192), "bfloat16")
+    expected = reference.as_float32(np.asarray(layer.cpu(x, layer.cpu_params))).astype(np.float64)
+    y = reference.as_float32(layer.run(x)).astype(np.float64)
+    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    exact = Layer(monkeypatch, case, "bfloat16")
+    usual = reference.as_float32(exact.run(x)).astype(np.float64)
+    print(
+        algo, "relative error", error, "without", np.linalg.norm(usual - expected) / np.linalg.norm(expected)
+    )
+    assert error <= 1e-2
+    assert np.any(y != usual)
+
+
 @pytest.mark.parametrize("algo", ALGOS)
 def test_any_layout_of_x_and_out(rng, monkeypatch, algo):
     layer = Layer(monkeypatch, random_case(rng, algo, 128, [64]), "bfloat16")
@@ -173,8 +208,10 @@ def test_every_algorithm_is_right(rng, monkeypatch, algo):
         x = random_x(rng, (tokens, 4096), "bfloat16")
         timings = layer.method.tune([tokens], layer.params)
         assert {timing.kernel for timing in timings} == {"cuda:cublaslt"}
-        assert sorted(timing.variant for timing in timings) == list(range(len(timings)))
-        for variant in range(len(timings)):
+        variants = {timing.variant for timing in timings}
+        assert len(variants) == len(timings)
+        assert {variant // 8 for variant in variants} == ({0, 1} if algo == ALGOS[1] else {0})
+        for variant in variants:
             layer.method._plan.keep(tokens, "cuda:cublaslt", variant)
             y = layer.run(x)
             layer.check(y, x)

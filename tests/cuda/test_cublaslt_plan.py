@@ -23,9 +23,13 @@ FUNCTIONS = (
 )
 
 
-def reason(algo="FP8", columns=4096, rows=(4096,), capability="9.0", dtype="bfloat16", compute="exact"):
+def reason(
+    algo="FP8", columns=4096, rows=(4096,), capability="9.0", dtype="bfloat16", compute="exact", **options
+):
     """Why it cannot, on a chip that need not be here, or None."""
-    plan = _C.linear_plan(algo, columns, rows, None, dtype, "cuda:0", compute, capability=capability)
+    plan = _C.linear_plan(
+        algo, columns, rows, None, dtype, "cuda:0", compute, capability=capability, **options
+    )
     return dict(plan.explain())[NAME]
 
 
@@ -50,14 +54,14 @@ def test_runs_nvfp4_folded_into_fp8():
         ({"algo": "FP8_PB_WO", "rows": (24, 8)}, "each of out_partitions to be a multiple of 16, got 24"),
         ({"algo": "NVFP4"}, "multiplies FP8 weights, NVFP4 with compute exact has others"),
         ({"dtype": "float32"}, "float32 outputs ask for 1e-5"),
-        ({"capability": "8.0"}, "tensor scales need compute capability 8.9, this device has 8.0"),
+        ({"capability": "8.0"}, "FP8 needs compute capability 8.9, this device has 8.0"),
         (
             {"algo": "FP8_PB_WO", "capability": "8.9"},
-            "token and block scales need compute capability 9.0, this device has 8.9",
+            "block scales needs compute capability 9.0, this device has 8.9",
         ),
         (
-            {"algo": "FP8_PER_CHANNEL_PER_TOKEN", "capability": "10.0"},
-            "token and block scales need compute capability 9.0, this device has 10.0",
+            {"algo": "FP8_PB_WO", "capability": "10.0"},
+            "block scales needs compute capability 9.0, this device has 10.0",
         ),
     ],
 )
@@ -65,15 +69,19 @@ def test_refuses_the_others_by_name(options, text):
     assert text in reason(**options)
 
 
-@pytest.mark.parametrize("algo", ["FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
-def test_partitions_multiplied_as_one_may_have_any_size(algo):
-    assert reason(algo, rows=(128, 8, 8)) is None or algo == "FP8_PB_WO"
+def test_partitions_multiplied_as_one_may_have_any_size():
+    assert reason("FP8_PER_CHANNEL_PER_TOKEN", rows=(128, 8, 8)) is None
     assert reason("FP8_PB_WO", rows=(128, 256, 16)) is None
 
 
 @pytest.mark.parametrize("capability", ["8.9", "10.0", "12.0"])
-def test_tensor_scales_run_on_other_chips(capability):
-    assert reason("FP8", capability=capability) is None
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_tensor_and_token_scales_run_on_other_chips(algo, capability):
+    assert reason(algo, capability=capability) is None
+
+
+def test_partitions_that_share_an_input_scale_may_have_any_size():
+    assert reason(rows=(24, 8), one_input_scale=True) is None
 
 
 # ---- the library ----
