@@ -31,6 +31,7 @@ def quantize(
     out: Any = None,
     scale_out: Any = None,
     format: str | None = None,
+    stream: Any = None,
 ) -> tuple[Any, ...]: ...
 def dequantize(
     weight: Any,

@@ -83,6 +83,7 @@ def quantize(
     out: Any = None,
     scale_out: Any = None,
     format: str | None = None,
+    stream: Any = None,
 ) -> tuple[Any, ...]:
     """Activations as FP8 or NVFP4 codes and scales, bit for bit as `moqext.reference` has them.
 
@@ -104,16 +105,21 @@ def quantize(
     scale, with codes of +6). An infinity makes a scale found at run time infinite and its own code NaN; under
     a given scale it saturates.
 
+    x may be on the CPU or on a CUDA device, with the same bits for results; there, all but a `scale` given as
+    a number or in host memory is on that device, the work is queued on a stream, and nothing is read back.
+
     Args:
         x: [..., K] of float32, float16 or bfloat16, with any strides; a raw uint16 array is bfloat16 unless
             `format` says otherwise. The last axis is what groups and tokens run along.
         scheme: "fp8_tensor", "fp8_token", "fp8_group" or "nvfp4".
         scale: "fp8_tensor" and "nvfp4": a number or a float32 tensor of one element, positive and finite;
-            None finds it from x.
+            None finds it from x. One on a CUDA device is used unseen: its value is not checked.
         group_size: "fp8_group": g, default 128; the last group of a row may be shorter.
         out: contiguous tensor for the codes, of their dtype or raw uint8.
         scale_out: the same for the scales (the block scales of "nvfp4"); not where `scale` is the result.
         format: dtype of a raw x, e.g. "float16".
+        stream: CUDA: a handle or an object with `__cuda_stream__`; None is the current stream of the
+            framework of x.
 
     Returns:
         (codes, scales); (codes, block scales, second-level scale) for "nvfp4". A given scale is handed back.
@@ -122,11 +128,18 @@ def quantize(
         TypeError: a dtype that is not in these lists.
         ValueError: an unknown scheme, K not divisible by 16 for "nvfp4", an argument the scheme does not
             take, a scale that is not positive and finite, or an output of another shape.
-        BufferError: memory that is not on the host, or an output that is read-only or overlaps another
-            tensor.
+        BufferError: tensors on other devices than x, a device that cannot be used, or an output that is
+            read-only or overlaps another tensor.
     """
     return _C.quantize(
-        x, scheme, scale=as_tensor(scale), group_size=group_size, out=out, scale_out=scale_out, format=format
+        x,
+        scheme,
+        scale=as_tensor(scale),
+        group_size=group_size,
+        out=out,
+        scale_out=scale_out,
+        format=format,
+        stream=stream,
     )
 
 

@@ -1,17 +1,18 @@
 /* `_C.quantize`: activations to FP8 or NVFP4 codes and scales. */
 #include "binding/args.h"
+#include "binding/stream.h"
 #include "binding/tensor.h"
 
 #include "ops/quantize.h"
 
-enum { X, SCHEME, SCALE, GROUP_SIZE, OUT, SCALE_OUT, FORMAT, COUNT };
+enum { X, SCHEME, SCALE, GROUP_SIZE, OUT, SCALE_OUT, FORMAT, STREAM, COUNT };
 
 static const moq_signature SIGNATURE = {
     "quantize",
     2,
     2,
     COUNT,
-    {KW_x, KW_scheme, KW_scale, KW_group_size, KW_out, KW_scale_out, KW_format},
+    {KW_x, KW_scheme, KW_scale, KW_group_size, KW_out, KW_scale_out, KW_format, KW_stream},
 };
 
 /* Reads x as format= says; without it a raw array of 16 bits is bfloat16, which NumPy lacks. */
@@ -59,22 +60,43 @@ static int take_results(moq_state *state, PyObject *const *values, const moq_arg
     return 0;
 }
 
+/* Runs with memory of the framework of x to work in, where the plan needs some. Frameworks order its
+ * reuse after the call on the stream. */
+static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *plan,
+                  moq_quantize_call *call) {
+    int64_t bytes = moq_quantize_workspace(plan);
+    moq_arg workspace = {0};
+    moq_status status;
+    moq_err err;
+    PyObject *memory = bytes ? moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, &workspace) : NULL;
+    if (bytes && !memory)
+        return -1;
+    call->workspace = workspace.view.data;
+    Py_BEGIN_ALLOW_THREADS;
+    status = moq_run_quantize(plan, call, &err);
+    Py_END_ALLOW_THREADS;
+    moq_arg_release(&workspace);
+    Py_XDECREF(memory);
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return status == MOQ_OK ? 0 : -1;
+}
+
 static PyObject *run(moq_state *state, PyObject *const *values, const moq_arg *x,
                      const moq_arg *given, const moq_quantize_plan *plan) {
     int count = plan->scheme == MOQ_QUANTIZE_NVFP4 ? 3 : 2;
     PyObject *result[3] = {NULL, NULL, NULL}, *tuple = NULL;
     moq_arg out[3] = {0};
-    moq_status status;
-    moq_err err;
+    void *stream;
+    if (moq_stream_take(values[STREAM], x, &stream) < 0)
+        return NULL;
     int failed = take_results(state, values, x, plan, result, out);
     if (!failed) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = moq_run_quantize(plan, &out[0].view, result[1] ? &out[1].view : NULL,
-                                  result[2] ? &out[2].view : NULL, &err);
-        Py_END_ALLOW_THREADS;
-        failed = status == MOQ_OK ? 0 : -1;
-        if (failed)
-            moq_raise(state, &err);
+        moq_quantize_call call = {.codes = &out[0].view,
+                                  .scale = result[1] ? &out[1].view : NULL,
+                                  .scale_2 = result[2] ? &out[2].view : NULL,
+                                  .stream = stream};
+        failed = launch(state, x, plan, &call);
     }
     for (int i = 0; i < 3; i++) {
         if (!result[i])

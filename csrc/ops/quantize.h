@@ -23,14 +23,25 @@ typedef struct {
 
 /* "fp8_tensor", "fp8_token", "fp8_group", "nvfp4" */
 moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err);
-/* Checks x [..., K] and resolves the shapes of the results. `scale` may be NULL, `group_size` 0 for
- * the scheme's own. */
+/* Checks x [..., K], on the CPU or a CUDA device, and resolves the shapes of the results. `scale`
+ * may be NULL, `group_size` 0 for the scheme's own. */
 moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                              const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
                              moq_err *err);
-/* Runs a plan. `scale` is NULL for FP8_TENSOR with a given scale; `scale_2` is NULL unless the
- * scheme is NVFP4 without one. */
-moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *codes,
-                            const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err);
+
+/* What a plan is run with. */
+typedef struct {
+    const moq_tensor *codes;
+    const moq_tensor *scale;   /* NULL for FP8_TENSOR with a given scale */
+    const moq_tensor *scale_2; /* NULL unless the scheme is NVFP4 without a given scale */
+    void *stream;              /* CUDA: cudaStream_t */
+    void *workspace;           /* of moq_quantize_workspace bytes, on the device of x */
+} moq_quantize_call;
+
+int64_t moq_quantize_workspace(const moq_quantize_plan *plan);
+/* Checks the results and runs a plan. On a CUDA device the work is queued on the stream; a given
+ * scale in host memory is checked and read now, one on the device is neither. */
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                            moq_err *err);
 
 #endif
