@@ -1,22 +1,44 @@
-"""Times of quantization on a CUDA device: `python -m benchmarks.quantize [--json FILE]`.
+"""Quantization of activations on a CUDA device, alone and after silu_and_mul or an RMS norm, against copying.
 
-Device time in CUDA graphs of calls over rotated inputs (at least 260 MB of them where that is not 10,000),
-medians of 9 replays, torch bf16 of random normal data. Bytes are those read and written; the share is that of a
-copy of one tensor to another of the same size in the same process.
+Device time in CUDA graphs of at least 20 calls, bfloat16 normal numbers, medians of nine replays. From 1024
+tokens on, the inputs that take turns are 260 MB together and come from memory; with fewer they are two and
+come from the cache, as they do behind the kernel that made them. The share is that of the bytes read and
+written, each once, at the speed of an elementwise kernel over a gigabyte.
+
+    python -m benchmarks.quantize [--json FILE] [--kinds K,...] [--tokens M,...] [--columns K,...]
 """
+
+from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-import torch
-
+from benchmarks import record
 from moqext import ops
 
 ROTATED = 260e6
+FROM_MEMORY = 1024
+LEAST_CALLS = 20
+REPLAYS = 9
+EPS = 1e-6
+BYTES = {"plain": 3, "silu_and_mul": 5, "rms_norm": 3, "add_rms_norm": 7}
+"""Of a value: bfloat16 in, one code out; a residual is read and written."""
+
+SCHEMES = {
+    "static": "fp8_tensor",
+    "dynamic": "fp8_tensor",
+    "token": "fp8_token",
+    "group": "fp8_group",
+}
+Call = Callable[[], object]
 
 
-def replay_time(calls, repeat=9):
-    """Median seconds of one call, of a graph of them all."""
+def replay_seconds(torch: Any, calls: Sequence[Call]) -> float:
+    """Of one call, in a graph of them all."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -26,62 +48,91 @@ def replay_time(calls, repeat=9):
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    times = []
-    for _ in range(repeat + 1):
+    spent = []
+    for _ in range(REPLAYS + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / len(calls))
-    del graph
-    return statistics.median(times[1:])
+        spent.append(begin.elapsed_time(end) * 1e-3 / len(calls))
+    return statistics.median(spent[1:])
 
 
-def copy_rate():
-    a = [torch.randn(1 << 28, device="cuda").view(torch.uint8) for _ in range(2)]
-    b = torch.empty_like(a[0])
-    return 2 * b.numel() / replay_time([lambda: b.copy_(a[0]), lambda: b.copy_(a[1])] * 5)
+def copy_rate(torch: Any) -> float:
+    """Bytes a second, read and written, of an elementwise kernel."""
+    inputs = [torch.randn(1 << 27, device="cuda") for _ in range(2)]
+    out = torch.empty_like(inputs[0])
+    calls: list[Call] = [lambda x=x: torch.neg(x, out=out) for x in inputs]  # type: ignore[misc]
+    return 8 * out.numel() / replay_seconds(torch, calls * 5)
 
 
-def sets(m, k):
-    """How many inputs are rotated over."""
-    return max(2, min(64, round(ROTATED / (m * k * 2))))
+def make_call(torch: Any, kind: str, name: str, tokens: int, columns: int, given: Any) -> Call:
+    """A call on inputs and outputs of its own."""
+    scheme = SCHEMES[name]
+    options = {"scale": given} if name == "static" else {}
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+    if kind == "silu_and_mul":
+        function, arguments = ops.silu_and_mul_quantize, [random(tokens, 2 * columns), scheme]
+    elif kind == "plain":
+        function, arguments = ops.quantize, [random(tokens, columns), scheme]
+    else:
+        function = ops.rms_norm_quantize
+        arguments = [random(tokens, columns), random(columns), EPS, scheme]
+        if kind == "add_rms_norm":
+            options["residual"] = random(tokens, columns)
+    codes, *rest = function(*arguments, **options)
+    options["out"] = codes
+    if name != "static":
+        options["scale_out"] = rest[0]
+    if "residual" in options:
+        options["residual_out"] = rest[-1]
+    return lambda: function(*arguments, **options)
 
 
-def quantize_calls(m, k, scheme, **options):
-    made = []
-    for _ in range(sets(m, k)):
-        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        results = ops.quantize(x, scheme, **options)
-        made.append((x, results[0], None if options.get("scale") is not None else results[1]))
-    calls = [
-        lambda x=x, out=out, scale=scale: ops.quantize(x, scheme, out=out, scale_out=scale, **options)
-        for x, out, scale in made
-    ]
-    return calls * max(1, round(20 / len(calls)))
+def measure(torch: Any, kind: str, name: str, tokens: int, columns: int, given: Any) -> float:
+    """Seconds of a call."""
+    size = tokens * columns * 2
+    inputs = max(2, round(ROTATED / size)) if tokens >= FROM_MEMORY else 2
+    calls = [make_call(torch, kind, name, tokens, columns, given) for _ in range(inputs)]
+    return replay_seconds(torch, calls * max(1, -(-LEAST_CALLS // len(calls))))
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json")
-    parser.parse_args()
-    rate = copy_rate()
-    print(f"copy {rate / 1e12:.3f} TB/s")
+def numbers(text: str) -> list[int]:
+    """1,2,3."""
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Measures, prints a line for each shape and, if asked, writes JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kinds", default=",".join(BYTES))
+    parser.add_argument("--tokens", type=numbers, default="1,16,64,2048,8192,32768")
+    parser.add_argument("--columns", type=numbers, default="4096,8192")
+    options = parser.parse_args()
+    torch = import_module("torch")
+    rate = copy_rate(torch)
     given = torch.tensor([0.02], device="cuda")
-    schemes = {
-        "static": ("fp8_tensor", {"scale": given}),
-        "dynamic": ("fp8_tensor", {}),
-        "token": ("fp8_token", {}),
-        "group": ("fp8_group", {}),
-    }
-    for k in (4096, 8192):
-        for m in (1, 16, 64, 256, 2048, 8192, 32768):
-            cells = []
-            for name, (scheme, options) in schemes.items():
-                t = replay_time(quantize_calls(m, k, scheme, **options))
-                cells.append(f"{name} {t * 1e6:8.2f} us {m * k * 3 / t / rate:5.2f}")
-            print(f"m {m:6d} k {k:6d}  " + "  ".join(cells), flush=True)
+    rows = []
+    print(f"copy {rate / 1e12:.3f} TB/s; microseconds and share of it")
+    for kind in options.kinds.split(","):
+        for columns in options.columns:
+            for tokens in options.tokens:
+                cells = []
+                for name in SCHEMES:
+                    seconds = measure(torch, kind, name, tokens, columns, given)
+                    share = tokens * columns * BYTES[kind] / seconds / rate
+                    cells.append(f"{name} {seconds * 1e6:8.2f} {share:5.2f}")
+                    row = {"kind": kind, "scheme": name, "tokens": tokens, "columns": columns}
+                    rows.append(row | {"seconds": seconds, "share_of_copy": share})
+                print(f"{kind:13s} {tokens:6d} x {columns:5d}  " + "  ".join(cells), flush=True)
+    if options.json:
+        device = torch.cuda.get_device_name()
+        record.write("quantize_cuda", rows, options.json, device=device, copy_bytes_per_second=rate)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ __all__ = [
     "pack_fp4",
     "quantize",
     "requantize_to_max",
+    "rms_norm_quantize",
+    "silu_and_mul_quantize",
     "swizzle_block_scales",
     "to_device",
     "to_host",
@@ -138,6 +140,107 @@ def quantize(
         group_size=group_size,
         out=out,
         scale_out=scale_out,
+        format=format,
+        stream=stream,
+    )
+
+
+def silu_and_mul_quantize(
+    x: Any,
+    scheme: str,
+    *,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """`quantize` of silu(gate) * up, in one pass over x.
+
+    silu(gate) is rounded to the dtype of x, and so is its product with up: the result is that of a model
+    which writes both to memory, as torch and vLLM do. The arithmetic before each rounding is float32 and
+    laid down operation by operation, so that the CPU and CUDA devices have the same bits: docs/formats.md.
+
+    Args:
+        x: [..., 2K], the gates in the first half of the last axis, as in a fused gate_up_proj; as for
+            `quantize` otherwise.
+        scheme: as for `quantize`; "fp8_group" has groups of 128.
+        scale: as for `quantize`.
+        out: for the codes of [..., K], as for `quantize`.
+        scale_out: as for `quantize`.
+        format: as for `quantize`.
+        stream: as for `quantize`.
+
+    Returns:
+        As `quantize` of a tensor [..., K].
+
+    Raises:
+        TypeError: as for `quantize`.
+        ValueError: as for `quantize`, and for an odd last extent of x.
+        BufferError: as for `quantize`.
+        MemoryError: no room for [..., K] of the dtype of x, which the CPU needs.
+    """
+    return _C.silu_and_mul_quantize(
+        x, scheme, scale=as_tensor(scale), out=out, scale_out=scale_out, format=format, stream=stream
+    )
+
+
+def rms_norm_quantize(
+    x: Any,
+    weight: Any,
+    eps: float,
+    scheme: str,
+    *,
+    residual: Any = None,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    residual_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """`quantize` of the RMS norm of x, or of x + residual, in one pass.
+
+        z = x, or x + residual, rounded to the dtype of x
+        v = z / sqrt(mean(z * z) + eps), rounded, * weight, rounded again
+
+    with the roundings of a model that writes each step to memory. The arithmetic between them is float32
+    and laid down operation by operation, so that the CPU and CUDA devices have the same bits:
+    docs/formats.md.
+
+    Args:
+        x: [..., K], as for `quantize`; on a CUDA device K is up to 2,097,152.
+        weight: [K] of the dtype of x or float32, any stride.
+        eps: added to the mean, finite and not negative.
+        scheme: as for `quantize`; "fp8_group" has groups of 128.
+        residual: of the shape and dtype of x, any strides, or None.
+        scale: as for `quantize`.
+        out: as for `quantize`.
+        scale_out: as for `quantize`.
+        residual_out: contiguous tensor for z, of the shape and dtype of x; it may be `residual` itself, and
+            shares no memory with another tensor otherwise. None makes a new one.
+        format: as for `quantize`.
+        stream: as for `quantize`.
+
+    Returns:
+        As `quantize` of x; with a residual, z comes after those.
+
+    Raises:
+        TypeError: as for `quantize`, or a weight or residual of another dtype.
+        ValueError: as for `quantize`, or a weight or residual of another shape, or a bad eps.
+        BufferError: as for `quantize`.
+        MemoryError: no room for [..., K] of the dtype of x, which the CPU needs.
+    """
+    return _C.rms_norm_quantize(
+        x,
+        weight,
+        eps,
+        scheme,
+        residual=residual,
+        scale=as_tensor(scale),
+        out=out,
+        scale_out=scale_out,
+        residual_out=residual_out,
         format=format,
         stream=stream,
     )

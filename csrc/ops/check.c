@@ -31,11 +31,12 @@ moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device de
                             moq_err *err) {
     char shape[128], wanted[32], got[32];
     if (!is_on(t, device))
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one %s%s", name,
-                        device.kind == MOQ_CPU ? "in host memory" : "on ",
-                        device.kind == MOQ_CPU ? "" : moq_device_text(device, wanted, sizeof wanted),
-                        t->device.kind == MOQ_CPU ? "in host memory" : "on ",
-                        t->device.kind == MOQ_CPU ? "" : moq_device_text(t->device, got, sizeof got));
+        return moq_fail(
+            err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one %s%s", name,
+            device.kind == MOQ_CPU ? "in host memory" : "on ",
+            device.kind == MOQ_CPU ? "" : moq_device_text(device, wanted, sizeof wanted),
+            t->device.kind == MOQ_CPU ? "in host memory" : "on ",
+            t->device.kind == MOQ_CPU ? "" : moq_device_text(t->device, got, sizeof got));
     bool countable = moq_tensor_numel(t) >= 0;
     for (int i = 0; i < t->ndim; i++)
         countable = countable && t->shape[i] <= MAX_EXTENT;
@@ -82,7 +83,7 @@ moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
     return MOQ_OK;
 }
 
-static bool same_shape(const moq_tensor *a, const moq_tensor *b) {
+bool moq_same_shape(const moq_tensor *a, const moq_tensor *b) {
     if (a->ndim != b->ndim)
         return false;
     for (int i = 0; i < a->ndim; i++) {
@@ -97,7 +98,7 @@ moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_t
     char want[128], got[128];
     MOQ_TRY(check_holds(out, name, expected->dtype, err));
     MOQ_TRY(moq_check_device(out, name, expected->device, err));
-    if (!same_shape(out, expected))
+    if (!moq_same_shape(out, expected))
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s, got %s", name,
                         moq_shape_text(expected, want, sizeof want),
                         moq_shape_text(out, got, sizeof got));

@@ -15,6 +15,7 @@ moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
 /* Memory of float32, bfloat16 or float16, on the host or on a device that can be used. */
 moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err);
+bool moq_same_shape(const moq_tensor *a, const moq_tensor *b);
 /* 0, for not given, or a size. */
 moq_status moq_check_group_size(int64_t group_size, moq_err *err);
 /* A result: memory that can be written, without gaps, of the shape, device and dtype (or its raw
