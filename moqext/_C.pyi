@@ -31,6 +31,31 @@ def quantize(
     out: Any = None,
     scale_out: Any = None,
     format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]: ...
+def silu_and_mul_quantize(
+    x: Any,
+    scheme: str,
+    *,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]: ...
+def rms_norm_quantize(
+    x: Any,
+    weight: Any,
+    eps: float,
+    scheme: str,
+    *,
+    residual: Any = None,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    residual_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
 ) -> tuple[Any, ...]: ...
 def dequantize(
     weight: Any,

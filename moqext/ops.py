@@ -22,6 +22,8 @@ __all__ = [
     "pack_fp4",
     "quantize",
     "requantize_to_max",
+    "rms_norm_quantize",
+    "silu_and_mul_quantize",
     "swizzle_block_scales",
     "to_device",
     "to_host",
@@ -83,6 +85,7 @@ def quantize(
     out: Any = None,
     scale_out: Any = None,
     format: str | None = None,
+    stream: Any = None,
 ) -> tuple[Any, ...]:
     """Activations as FP8 or NVFP4 codes and scales, bit for bit as `moqext.reference` has them.
 
@@ -104,16 +107,21 @@ def quantize(
     scale, with codes of +6). An infinity makes a scale found at run time infinite and its own code NaN; under
     a given scale it saturates.
 
+    x may be on the CPU or on a CUDA device, with the same bits for results; there, all but a `scale` given as
+    a number or in host memory is on that device, the work is queued on a stream, and nothing is read back.
+
     Args:
         x: [..., K] of float32, float16 or bfloat16, with any strides; a raw uint16 array is bfloat16 unless
             `format` says otherwise. The last axis is what groups and tokens run along.
         scheme: "fp8_tensor", "fp8_token", "fp8_group" or "nvfp4".
         scale: "fp8_tensor" and "nvfp4": a number or a float32 tensor of one element, positive and finite;
-            None finds it from x.
+            None finds it from x. One on a CUDA device is used unseen: its value is not checked.
         group_size: "fp8_group": g, default 128; the last group of a row may be shorter.
         out: contiguous tensor for the codes, of their dtype or raw uint8.
         scale_out: the same for the scales (the block scales of "nvfp4"); not where `scale` is the result.
         format: dtype of a raw x, e.g. "float16".
+        stream: CUDA: a handle or an object with `__cuda_stream__`; None is the current stream of the
+            framework of x.
 
     Returns:
         (codes, scales); (codes, block scales, second-level scale) for "nvfp4". A given scale is handed back.
@@ -122,11 +130,119 @@ def quantize(
         TypeError: a dtype that is not in these lists.
         ValueError: an unknown scheme, K not divisible by 16 for "nvfp4", an argument the scheme does not
             take, a scale that is not positive and finite, or an output of another shape.
-        BufferError: memory that is not on the host, or an output that is read-only or overlaps another
-            tensor.
+        BufferError: tensors on other devices than x, a device that cannot be used, or an output that is
+            read-only or overlaps another tensor.
     """
     return _C.quantize(
-        x, scheme, scale=as_tensor(scale), group_size=group_size, out=out, scale_out=scale_out, format=format
+        x,
+        scheme,
+        scale=as_tensor(scale),
+        group_size=group_size,
+        out=out,
+        scale_out=scale_out,
+        format=format,
+        stream=stream,
+    )
+
+
+def silu_and_mul_quantize(
+    x: Any,
+    scheme: str,
+    *,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """`quantize` of silu(gate) * up, in one pass over x.
+
+    silu(gate) is rounded to the dtype of x, and so is its product with up: the result is that of a model
+    which writes both to memory, as torch and vLLM do. The arithmetic before each rounding is float32 and
+    laid down operation by operation, so that the CPU and CUDA devices have the same bits: docs/formats.md.
+
+    Args:
+        x: [..., 2K], the gates in the first half of the last axis, as in a fused gate_up_proj; as for
+            `quantize` otherwise.
+        scheme: as for `quantize`; "fp8_group" has groups of 128.
+        scale: as for `quantize`.
+        out: for the codes of [..., K], as for `quantize`.
+        scale_out: as for `quantize`.
+        format: as for `quantize`.
+        stream: as for `quantize`.
+
+    Returns:
+        As `quantize` of a tensor [..., K].
+
+    Raises:
+        TypeError: as for `quantize`.
+        ValueError: as for `quantize`, and for an odd last extent of x.
+        BufferError: as for `quantize`.
+        MemoryError: no room for [..., K] of the dtype of x, which the CPU needs.
+    """
+    return _C.silu_and_mul_quantize(
+        x, scheme, scale=as_tensor(scale), out=out, scale_out=scale_out, format=format, stream=stream
+    )
+
+
+def rms_norm_quantize(
+    x: Any,
+    weight: Any,
+    eps: float,
+    scheme: str,
+    *,
+    residual: Any = None,
+    scale: Any = None,
+    out: Any = None,
+    scale_out: Any = None,
+    residual_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, ...]:
+    """`quantize` of the RMS norm of x, or of x + residual, in one pass.
+
+        z = x, or x + residual, rounded to the dtype of x
+        v = z / sqrt(mean(z * z) + eps), rounded, * weight, rounded again
+
+    with the roundings of a model that writes each step to memory. The arithmetic between them is float32
+    and laid down operation by operation, so that the CPU and CUDA devices have the same bits:
+    docs/formats.md.
+
+    Args:
+        x: [..., K], as for `quantize`; on a CUDA device K is up to 2,097,152.
+        weight: [K] of the dtype of x or float32, any stride.
+        eps: added to the mean, finite and not negative.
+        scheme: as for `quantize`; "fp8_group" has groups of 128.
+        residual: of the shape and dtype of x, any strides, or None.
+        scale: as for `quantize`.
+        out: as for `quantize`.
+        scale_out: as for `quantize`.
+        residual_out: contiguous tensor for z, of the shape and dtype of x; it may be `residual` itself, and
+            shares no memory with another tensor otherwise. None makes a new one.
+        format: as for `quantize`.
+        stream: as for `quantize`.
+
+    Returns:
+        As `quantize` of x; with a residual, z comes after those.
+
+    Raises:
+        TypeError: as for `quantize`, or a weight or residual of another dtype.
+        ValueError: as for `quantize`, or a weight or residual of another shape, or a bad eps.
+        BufferError: as for `quantize`.
+        MemoryError: no room for [..., K] of the dtype of x, which the CPU needs.
+    """
+    return _C.rms_norm_quantize(
+        x,
+        weight,
+        eps,
+        scheme,
+        residual=residual,
+        scale=as_tensor(scale),
+        out=out,
+        scale_out=scale_out,
+        residual_out=residual_out,
+        format=format,
+        stream=stream,
     )
 
 

@@ -10,6 +10,7 @@
     X(compute)                                                                                     \
     X(device)                                                                                      \
     X(dtype)                                                                                       \
+    X(eps)                                                                                         \
     X(fast_accum)                                                                                  \
     X(fnmatch)                                                                                     \
     X(format)                                                                                      \
@@ -30,6 +31,8 @@
     X(pattern)                                                                                     \
     X(quant_algo)                                                                                  \
     X(requires_grad)                                                                               \
+    X(residual)                                                                                    \
+    X(residual_out)                                                                                \
     X(scale)                                                                                       \
     X(scale_out)                                                                                   \
     X(scheme)                                                                                      \

@@ -1,17 +1,19 @@
-/* `_C.quantize`: activations to FP8 or NVFP4 codes and scales. */
+/* `_C.quantize`, `_C.silu_and_mul_quantize`, `_C.rms_norm_quantize`: activations to FP8 or NVFP4
+ * codes and scales. */
 #include "binding/args.h"
+#include "binding/stream.h"
 #include "binding/tensor.h"
 
 #include "ops/quantize.h"
 
-enum { X, SCHEME, SCALE, GROUP_SIZE, OUT, SCALE_OUT, FORMAT, COUNT };
+enum { X, SCHEME, SCALE, GROUP_SIZE, OUT, SCALE_OUT, FORMAT, STREAM, COUNT };
 
 static const moq_signature SIGNATURE = {
     "quantize",
     2,
     2,
     COUNT,
-    {KW_x, KW_scheme, KW_scale, KW_group_size, KW_out, KW_scale_out, KW_format},
+    {KW_x, KW_scheme, KW_scale, KW_group_size, KW_out, KW_scale_out, KW_format, KW_stream},
 };
 
 /* Reads x as format= says; without it a raw array of 16 bits is bfloat16, which NumPy lacks. */
@@ -35,61 +37,121 @@ static PyObject *take_result(moq_state *state, PyObject *given, const char *name
     return moq_arg_take_output(state, given, name, out) < 0 ? NULL : Py_NewRef(given);
 }
 
-/* Takes the results a plan writes. result[i] stays NULL, and its view out of the run, where the
- * given scale is what the caller gets. */
-static int take_results(moq_state *state, PyObject *const *values, const moq_arg *x,
+/* What the caller gives for results, and where the work goes; any may be NULL or None. */
+typedef struct {
+    PyObject *out, *scale_out, *residual_out, *stream;
+} wishes;
+
+enum { CODES, SCALES, SCALE_2, RESIDUAL, RESULTS };
+
+/* Takes the results a plan writes. result[i] stays NULL, and its view out of the run, where there
+ * is none or the given scale is what the caller gets. */
+static int take_results(moq_state *state, const wishes *w, const moq_arg *x,
                         const moq_quantize_plan *plan, PyObject **result, moq_arg *out) {
     bool fixed = plan->given.ndim >= 0, nvfp4 = plan->scheme == MOQ_QUANTIZE_NVFP4;
-    result[0] = take_result(state, values[OUT], "out", x, &plan->codes, &out[0]);
-    if (!result[0])
+    const moq_activation *a = &plan->activation;
+    result[CODES] = take_result(state, w->out, "out", x, &plan->codes, &out[CODES]);
+    if (!result[CODES])
         return -1;
     if (nvfp4 || !fixed) {
-        result[1] = take_result(state, values[SCALE_OUT], "scale_out", x, &plan->scale, &out[1]);
-        if (!result[1])
+        result[SCALES] =
+            take_result(state, w->scale_out, "scale_out", x, &plan->scale, &out[SCALES]);
+        if (!result[SCALES])
             return -1;
-    } else if (!moq_arg_absent(values[SCALE_OUT])) {
+    } else if (!moq_arg_absent(w->scale_out)) {
         PyErr_SetString(PyExc_ValueError, "scale_out: expected None where scale is given");
         return -1;
     }
     if (nvfp4 && !fixed) {
-        result[2] = take_result(state, NULL, "scale_2", x, &plan->scale_2, &out[2]);
-        if (!result[2])
+        result[SCALE_2] = take_result(state, NULL, "scale_2", x, &plan->scale_2, &out[SCALE_2]);
+        if (!result[SCALE_2])
             return -1;
+    }
+    if (a->kind == MOQ_RMS_NORM && a->residual.ndim >= 0) {
+        result[RESIDUAL] =
+            take_result(state, w->residual_out, "residual_out", x, &a->residual, &out[RESIDUAL]);
+        if (!result[RESIDUAL])
+            return -1;
+    } else if (!moq_arg_absent(w->residual_out)) {
+        PyErr_SetString(PyExc_ValueError, "residual_out: expected None without a residual");
+        return -1;
     }
     return 0;
 }
 
-static PyObject *run(moq_state *state, PyObject *const *values, const moq_arg *x,
-                     const moq_arg *given, const moq_quantize_plan *plan) {
-    int count = plan->scheme == MOQ_QUANTIZE_NVFP4 ? 3 : 2;
-    PyObject *result[3] = {NULL, NULL, NULL}, *tuple = NULL;
-    moq_arg out[3] = {0};
+/* Runs with memory of the framework of x to work in, where the plan needs some. Frameworks order
+ * its reuse after the call on the stream. */
+static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *plan,
+                  moq_quantize_call *call) {
+    int64_t bytes = moq_quantize_workspace(plan);
+    moq_arg workspace = {0};
     moq_status status;
     moq_err err;
-    int failed = take_results(state, values, x, plan, result, out);
+    PyObject *memory = bytes ? moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, &workspace) : NULL;
+    if (bytes && !memory)
+        return -1;
+    call->workspace = workspace.view.data;
+    Py_BEGIN_ALLOW_THREADS;
+    status = moq_run_quantize(plan, call, &err);
+    Py_END_ALLOW_THREADS;
+    moq_arg_release(&workspace);
+    Py_XDECREF(memory);
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return status == MOQ_OK ? 0 : -1;
+}
+
+/* codes, scales, for NVFP4 the second-level scale, and z where there is a residual. */
+static PyObject *pack(PyObject *const *result, PyObject *given, const moq_quantize_plan *plan) {
+    PyObject *item[RESULTS] = {result[CODES], result[SCALES] ? result[SCALES] : given};
+    Py_ssize_t count = 2;
+    if (plan->scheme == MOQ_QUANTIZE_NVFP4)
+        item[count++] = result[SCALE_2] ? result[SCALE_2] : given;
+    if (result[RESIDUAL])
+        item[count++] = result[RESIDUAL];
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; i++)
+        PyTuple_SetItem(tuple, i, Py_NewRef(item[i]));
+    return tuple;
+}
+
+static PyObject *run(moq_state *state, const wishes *w, const moq_arg *x, const moq_arg *given,
+                     const moq_quantize_plan *plan) {
+    PyObject *result[RESULTS] = {NULL}, *tuple = NULL;
+    moq_arg out[RESULTS] = {0};
+    void *stream;
+    if (moq_stream_take(w->stream, x, &stream) < 0)
+        return NULL;
+    int failed = take_results(state, w, x, plan, result, out);
     if (!failed) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = moq_run_quantize(plan, &out[0].view, result[1] ? &out[1].view : NULL,
-                                  result[2] ? &out[2].view : NULL, &err);
-        Py_END_ALLOW_THREADS;
-        failed = status == MOQ_OK ? 0 : -1;
-        if (failed)
-            moq_raise(state, &err);
+        moq_quantize_call call = {.codes = &out[CODES].view,
+                                  .scale = result[SCALES] ? &out[SCALES].view : NULL,
+                                  .scale_2 = result[SCALE_2] ? &out[SCALE_2].view : NULL,
+                                  .residual_out = result[RESIDUAL] ? &out[RESIDUAL].view : NULL,
+                                  .stream = stream};
+        failed = launch(state, x, plan, &call);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < RESULTS; i++) {
         if (!result[i])
             continue;
         result[i] = moq_arg_finish(state, result[i], &out[i], failed);
         failed = result[i] ? failed : -1;
     }
-    if (!failed) {
-        for (int i = 1; i < count; i++)
-            result[i] = result[i] ? result[i] : Py_NewRef(given->object);
-        tuple = PyTuple_Pack(count, result[0], result[1], result[2]);
-    }
-    for (int i = 0; i < 3; i++)
+    if (!failed)
+        tuple = pack(result, given->object, plan);
+    for (int i = 0; i < RESULTS; i++)
         Py_XDECREF(result[i]);
     return tuple;
+}
+
+static int take_scheme(moq_state *state, PyObject *object, moq_quantize_scheme *scheme) {
+    moq_err err;
+    const char *name = moq_arg_text(object, "scheme");
+    if (name && moq_quantize_scheme_from_name(name, scheme, &err) != MOQ_OK) {
+        moq_raise(state, &err);
+        return -1;
+    }
+    return name ? 0 : -1;
 }
 
 static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
@@ -104,31 +166,140 @@ static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t na
     moq_err err;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0)
         return NULL;
-    const char *name = moq_arg_text(values[SCHEME], "scheme");
-    if (!name)
-        return NULL;
+    wishes w = {values[OUT], values[SCALE_OUT], NULL, values[STREAM]};
     if (!moq_arg_absent(values[GROUP_SIZE]) &&
         moq_arg_int(values[GROUP_SIZE], "group_size", 1, INT32_MAX, &group_size) < 0)
         return NULL;
-    if (moq_quantize_scheme_from_name(name, &scheme, &err) != MOQ_OK)
-        return moq_raise(state, &err);
-    if (moq_arg_take(state, values[X], "x", &x) < 0)
+    if (take_scheme(state, values[SCHEME], &scheme) < 0 ||
+        moq_arg_take(state, values[X], "x", &x) < 0)
         return NULL;
     if (apply_format(values[FORMAT], &x) == 0 &&
         moq_arg_take_optional(state, values[SCALE], "scale", &scale, &given) == 0) {
         if (moq_plan_quantize(scheme, &x.view, given, group_size, &plan, &err) != MOQ_OK)
             moq_raise(state, &err);
         else
-            result = run(state, values, &x, &scale, &plan);
+            result = run(state, &w, &x, &scale, &plan);
     }
     moq_arg_release(&x);
     moq_arg_release(&scale);
     return result;
 }
 
+/* ---- after an activation ---- */
+
+/* Everything an activation may read; those that are not there stay empty. */
+typedef struct {
+    moq_arg x, weight, residual, scale;
+} activation_args;
+
+static PyObject *run_activation(moq_state *state, const wishes *w, moq_quantize_scheme scheme,
+                                moq_activation *a, const activation_args *in,
+                                const moq_tensor *given) {
+    moq_quantize_plan plan;
+    moq_err err;
+    a->x = in->x.view;
+    if (moq_plan_activation(scheme, a, given, &plan, &err) == MOQ_OK)
+        return run(state, w, &in->x, &in->scale, &plan);
+    return moq_raise(state, &err);
+}
+
+static void release_activation(activation_args *in) {
+    moq_arg_release(&in->x);
+    moq_arg_release(&in->weight);
+    moq_arg_release(&in->residual);
+    moq_arg_release(&in->scale);
+}
+
+static const moq_signature SILU = {
+    "silu_and_mul_quantize",
+    2,
+    2,
+    7,
+    {KW_x, KW_scheme, KW_scale, KW_out, KW_scale_out, KW_format, KW_stream},
+};
+
+static PyObject *silu_and_mul_quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                       PyObject *kwnames) {
+    moq_state *state = moq_module_state(module);
+    PyObject *v[7], *result = NULL;
+    moq_quantize_scheme scheme;
+    moq_activation a = {.kind = MOQ_SILU_AND_MUL, .residual = {.ndim = -1}};
+    activation_args in = {0};
+    const moq_tensor *given;
+    if (moq_args_parse(state, &SILU, args, nargs, kwnames, v) < 0 ||
+        take_scheme(state, v[1], &scheme) < 0)
+        return NULL;
+    wishes w = {v[3], v[4], NULL, v[6]};
+    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[5], &in.x) == 0 &&
+        moq_arg_take_optional(state, v[2], "scale", &in.scale, &given) == 0)
+        result = run_activation(state, &w, scheme, &a, &in, given);
+    release_activation(&in);
+    return result;
+}
+
+static const moq_signature NORM = {
+    "rms_norm_quantize",
+    4,
+    4,
+    11,
+    {KW_x, KW_weight, KW_eps, KW_scheme, KW_residual, KW_scale, KW_out, KW_scale_out,
+     KW_residual_out, KW_format, KW_stream},
+};
+
+static int take_eps(PyObject *object, float *eps) {
+    double value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) {
+        PyErr_Format(PyExc_TypeError, "eps: expected a number, got %R", Py_TYPE(object));
+        return -1;
+    }
+    *eps = (float)value;
+    return 0;
+}
+
+/* weight and residual; raw 16-bit ones are what x is. */
+static int take_norm(moq_state *state, PyObject *const *v, activation_args *in, moq_activation *a) {
+    const moq_tensor *residual;
+    bool wide;
+    if (moq_arg_take(state, v[1], "weight", &in->weight) < 0 ||
+        moq_arg_take_optional(state, v[4], "residual", &in->residual, &residual) < 0)
+        return -1;
+    wide = in->weight.view.dtype == MOQ_DT_F32;
+    if ((!wide && moq_arg_reinterpret(&in->weight, in->x.view.dtype) < 0) ||
+        (residual && moq_arg_reinterpret(&in->residual, in->x.view.dtype) < 0))
+        return -1;
+    a->weight = in->weight.view;
+    if (residual)
+        a->residual = in->residual.view;
+    return 0;
+}
+
+static PyObject *rms_norm_quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                   PyObject *kwnames) {
+    moq_state *state = moq_module_state(module);
+    PyObject *v[11], *result = NULL;
+    moq_quantize_scheme scheme;
+    moq_activation a = {.kind = MOQ_RMS_NORM, .residual = {.ndim = -1}};
+    activation_args in = {0};
+    const moq_tensor *given;
+    if (moq_args_parse(state, &NORM, args, nargs, kwnames, v) < 0 || take_eps(v[2], &a.eps) < 0 ||
+        take_scheme(state, v[3], &scheme) < 0)
+        return NULL;
+    wishes w = {v[6], v[7], v[8], v[10]};
+    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[9], &in.x) == 0 &&
+        take_norm(state, v, &in, &a) == 0 &&
+        moq_arg_take_optional(state, v[5], "scale", &in.scale, &given) == 0)
+        result = run_activation(state, &w, scheme, &a, &in, given);
+    release_activation(&in);
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
     {"quantize", (PyCFunction)(void (*)(void))quantize, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.quantize."},
+    {"silu_and_mul_quantize", (PyCFunction)(void (*)(void))silu_and_mul_quantize,
+     METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.silu_and_mul_quantize."},
+    {"rms_norm_quantize", (PyCFunction)(void (*)(void))rms_norm_quantize,
+     METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.rms_norm_quantize."},
     {NULL, NULL, 0, NULL},
 };
 

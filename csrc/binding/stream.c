@@ -50,7 +50,7 @@ int moq_stream_take(PyObject *given, const moq_arg *x, void **stream) {
     if (x->view.device.kind != MOQ_CUDA) {
         if (moq_arg_absent(given))
             return 0;
-        PyErr_SetString(PyExc_ValueError, "stream: expected None for a layer on the CPU");
+        PyErr_SetString(PyExc_ValueError, "stream: expected None for tensors on the CPU");
         return -1;
     }
     if (!moq_arg_absent(given))

@@ -7,15 +7,15 @@
 #include "cuda/quantize_rows.h"
 
 #define MAX_BLOCKS 0x7fffffff
-/* Partial maxima of a tensor: enough for all warps of the largest chip, few enough for one warp. */
+/* Partial maxima of a tensor: enough blocks for every multiprocessor, few enough for one warp. */
 #define MAX_PARTS 1024
 
 /* x as it is in memory. */
 typedef struct {
-    template <int DT>
+    template <int DT, bool FAST>
     __device__ __forceinline__ moq_chunk load(const quantize_args *a, int64_t row,
                                               int64_t column) const {
-        return load_chunk<DT>(&a->x, row, column, a->k);
+        return load_chunk<DT, FAST>(&a->x, row, column, a->k);
     }
 } memory_source;
 
@@ -28,7 +28,7 @@ static __device__ __forceinline__ float value_at(const quantize_args *a, int64_t
 }
 
 /* A warp a group, a value a lane. */
-template <int DT>
+template <int DT, bool FAST>
 static __global__ void __launch_bounds__(256)
     quantize_any_groups(const __grid_constant__ quantize_args a, int group) {
     launch_dependents();
@@ -55,23 +55,18 @@ static __global__ void __launch_bounds__(256)
 
 /* ---- launch ---- */
 
-#define BY_DTYPE(dtype, kernel, ...)                                                               \
-    ((dtype) == MOQ_DT_BF16  ? (const void *)kernel<MOQ_DT_BF16, ##__VA_ARGS__>                    \
-     : (dtype) == MOQ_DT_F16 ? (const void *)kernel<MOQ_DT_F16, ##__VA_ARGS__>                     \
-                             : (const void *)kernel<MOQ_DT_F32, ##__VA_ARGS__>)
-
-static const void *kernel_for(moq_dtype dtype, moq_input_mode mode) {
+static const void *plain_kernel(moq_dtype dtype, moq_input_mode mode, bool fast) {
     switch (mode) {
     case MOQ_FIND_AMAX:
-        return BY_DTYPE(dtype, quantize_spans, MOQ_FIND_AMAX, memory_source);
+        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_FIND_AMAX, memory_source);
     case MOQ_INPUT_E4M3_TENSOR:
-        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_E4M3_TENSOR, memory_source);
+        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_TENSOR, memory_source);
     case MOQ_INPUT_E4M3_TOKEN:
-        return BY_DTYPE(dtype, quantize_tokens, memory_source);
+        return MOQ_FASTEST(dtype, fast, quantize_tokens, memory_source);
     case MOQ_INPUT_E4M3_GROUP:
-        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_E4M3_GROUP, memory_source);
+        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_GROUP, memory_source);
     default:
-        return BY_DTYPE(dtype, quantize_spans, MOQ_INPUT_NVFP4, memory_source);
+        return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, memory_source);
     }
 }
 
@@ -111,7 +106,7 @@ static quantize_input input_of(const moq_tensor *x) {
 /* Threads of a row or span that hold all its chunks, at most `most`; with few, rows share a block.
  */
 static dim3 block_for(int64_t chunks, int held, int most) {
-    int64_t spans = (chunks + held * most - 1) / (held * most);
+    int64_t spans = chunks ? (chunks + held * most - 1) / (held * most) : 1;
     int64_t threads = (chunks + held * spans - 1) / (held * spans);
     int warps = (int)((threads + 31) / 32);
     return warps <= 1 ? dim3(32, 8) : dim3((unsigned)warps * 32);
@@ -126,18 +121,22 @@ static unsigned at_most(int64_t count, int64_t limit) {
     return (unsigned)(count < 1 ? 1 : count < limit ? count : limit);
 }
 
-static shape shape_for(const quantize_args *a, moq_dtype dtype, moq_input_mode mode) {
-    bool rows = mode == MOQ_INPUT_E4M3_TOKEN;
-    int held = dtype == MOQ_DT_F32 ? held_chunks<MOQ_DT_F32>() : held_chunks<MOQ_DT_BF16>();
+/* A block has whole rows: something is found over them before the first code. */
+static bool by_rows(const moq_cuda_quantize *q, moq_input_mode mode) {
+    return mode == MOQ_INPUT_E4M3_TOKEN || (q->activation && q->activation->kind == MOQ_RMS_NORM);
+}
+
+static shape shape_for(const moq_cuda_quantize *q, const quantize_args *a, moq_input_mode mode) {
+    bool rows = by_rows(q, mode);
+    int held = q->x->dtype == MOQ_DT_F32 ? held_chunks<MOQ_DT_F32>() : held_chunks<MOQ_DT_BF16>();
     int64_t chunks = (a->k + 15) / 16;
     shape s = {.block = block_for(chunks, held, rows ? 1024 : 256)};
     int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)held * s.block.x;
     s.grid =
         dim3(at_most(blocks, MAX_BLOCKS), rows ? 1 : at_most((chunks + span - 1) / span, 65535));
-    if (mode == MOQ_FIND_AMAX) { /* as many warps as there is room for, rows before spans */
-        int64_t room = MAX_PARTS / (s.block.x * s.block.y / 32);
-        s.grid.x = at_most(s.grid.x, room);
-        s.grid.y = at_most(s.grid.y, room / s.grid.x);
+    if (mode == MOQ_FIND_AMAX) { /* rows before spans */
+        s.grid.x = at_most(s.grid.x, MAX_PARTS);
+        s.grid.y = at_most(s.grid.y, MAX_PARTS / s.grid.x);
     }
     return s;
 }
@@ -151,26 +150,73 @@ extern "C" int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q) {
     return is_dynamic(q) ? MAX_PARTS * (int64_t)sizeof(uint32_t) : 0;
 }
 
-static moq_status launch(const quantize_args *a, const moq_cuda_quantize *q, moq_input_mode mode,
-                         moq_err *err) {
-    memory_source source;
-    shape s = shape_for(a, q->x->dtype, mode);
+/* What a kernel reads its values from. */
+typedef union {
+    memory_source memory;
+    silu_source silu;
+    norm_source norm;
+} any_source;
+
+static silu_source silu_source_of(quantize_input *gate, const moq_tensor *x, int64_t k) {
+    silu_source s = {*gate};
+    int64_t size = (int64_t)moq_dtype_size(x->dtype);
+    s.up.data = (const uint8_t *)gate->data + k * gate->inner * size;
+    s.up.aligned = gate->aligned && (uintptr_t)s.up.data % 16 == 0;
+    return s;
+}
+
+static norm_source norm_source_of(const moq_activation *n, int64_t k) {
+    norm_source s = {.weight = input_of(&n->weight),
+                     .wide_weight = n->weight.dtype == MOQ_DT_F32,
+                     .eps = n->eps,
+                     .groups = (int)((k + MOQ_NORM_GROUP - 1) / MOQ_NORM_GROUP)};
+    if (n->residual.ndim < 0)
+        return s;
+    s.residual = input_of(&n->residual);
+    s.residual_out = n->residual_out.data;
+    s.aligned_out = is_aligned(s.residual_out, k * (int64_t)moq_dtype_size(n->x.dtype), 2, 16);
+    return s;
+}
+
+/* Whether every chunk is whole and at a multiple of 16 bytes. */
+static bool can_be_fast(const quantize_args *a, moq_activation_kind kind,
+                        const any_source *source) {
+    bool rest = true;
+    if (kind == MOQ_SILU_AND_MUL)
+        rest = source->silu.up.aligned;
+    else if (kind == MOQ_RMS_NORM)
+        rest = source->norm.weight.aligned &&
+               (!source->norm.residual.data ||
+                (source->norm.residual.aligned && source->norm.aligned_out));
+    return rest && a->x.aligned && a->k % 16 == 0 && a->aligned_codes && a->code_columns == a->k;
+}
+
+static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any_source *source,
+                         moq_input_mode mode, moq_err *err) {
+    moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
+    shape s = shape_for(q, a, mode);
+    moq_dtype dtype = q->x->dtype;
+    bool fast = can_be_fast(a, kind, source);
     moq_launch launch = {.what = "quantize",
-                         .kernel = kernel_for(q->x->dtype, mode),
+                         .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, fast)
+                                   : kind == MOQ_RMS_NORM   ? moq_norm_kernel(dtype, mode, fast)
+                                                            : plain_kernel(dtype, mode, fast),
                          .grid = s.grid,
                          .block = s.block,
                          .stream = (cudaStream_t)q->stream,
                          .overlap = true};
-    void *parameters[] = {(void *)a, &source};
+    if (kind == MOQ_RMS_NORM)
+        launch.shared = 2 * s.block.y * source->norm.groups * sizeof(float);
+    void *parameters[] = {(void *)a, source};
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-static moq_status launch_any_groups(const quantize_args *a, const moq_cuda_quantize *q,
+static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_args *a,
                                     moq_err *err) {
     int group = q->group;
     int64_t warps = a->m * ((a->k + group - 1) / group);
     moq_launch launch = {.what = "quantize",
-                         .kernel = BY_DTYPE(q->x->dtype, quantize_any_groups),
+                         .kernel = MOQ_GENERAL(q->x->dtype, quantize_any_groups),
                          .grid = dim3(at_most((warps + 7) / 8, MAX_BLOCKS)),
                          .block = dim3(256),
                          .stream = (cudaStream_t)q->stream,
@@ -179,11 +225,29 @@ static moq_status launch_any_groups(const quantize_args *a, const moq_cuda_quant
     return moq_cuda_launch(&launch, parameters, err);
 }
 
+/* The first of two kernels: maxima for the second, which reads them; and z, if there is a residual,
+ * from where the second takes it. */
+static moq_status find_amax(const moq_cuda_quantize *q, quantize_args *a, any_source *source,
+                            moq_err *err) {
+    shape s = shape_for(q, a, MOQ_FIND_AMAX);
+    a->parts_out = (uint32_t *)q->workspace;
+    MOQ_TRY(launch(q, a, source, MOQ_FIND_AMAX, err));
+    a->parts = a->parts_out;
+    a->part_count = (int)(s.grid.x * s.grid.y);
+    a->found = q->mode == MOQ_INPUT_NVFP4 ? q->scale_2 : (float *)q->scales;
+    if (q->activation && q->activation->kind == MOQ_RMS_NORM && source->norm.residual.data) {
+        a->x = input_of(&q->activation->residual_out);
+        source->norm.residual.data = NULL;
+    }
+    return MOQ_OK;
+}
+
 extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err) {
+    moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
     int64_t k = q->x->ndim > 0 ? q->x->shape[q->x->ndim - 1] : 1;
     quantize_args a = {.x = input_of(q->x),
                        .m = row_count(q->x),
-                       .k = k,
+                       .k = kind == MOQ_SILU_AND_MUL ? k / 2 : k,
                        .given = q->given,
                        .scale = q->scale,
                        .codes = q->codes,
@@ -192,16 +256,15 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
                        .scales = q->scales,
                        .scale_row = q->scale_row,
                        .scale_group = q->scale_group};
+    any_source source;
+    if (kind == MOQ_SILU_AND_MUL)
+        source.silu = silu_source_of(&a.x, q->x, a.k);
+    else if (kind == MOQ_RMS_NORM)
+        source.norm = norm_source_of(q->activation, a.k);
     a.aligned_codes = is_aligned(a.codes, a.code_stride, a.m, q->mode == MOQ_INPUT_NVFP4 ? 8 : 16);
     if (q->mode == MOQ_INPUT_E4M3_GROUP && q->group != 128)
-        return launch_any_groups(&a, q, err);
-    if (is_dynamic(q)) {
-        shape s = shape_for(&a, q->x->dtype, MOQ_FIND_AMAX);
-        a.parts_out = (uint32_t *)q->workspace;
-        MOQ_TRY(launch(&a, q, MOQ_FIND_AMAX, err));
-        a.parts = a.parts_out;
-        a.part_count = (int)(s.grid.x * s.grid.y * (s.block.x * s.block.y / 32));
-        a.found = q->mode == MOQ_INPUT_NVFP4 ? q->scale_2 : (float *)q->scales;
-    }
-    return launch(&a, q, q->mode, err);
+        return launch_any_groups(q, &a, err);
+    if (is_dynamic(q))
+        MOQ_TRY(find_amax(q, &a, &source, err));
+    return launch(q, &a, &source, q->mode, err);
 }

@@ -5,23 +5,26 @@
 #ifndef MOQ_CUDA_QUANTIZE_H
 #define MOQ_CUDA_QUANTIZE_H
 
+#include "core/activation.h"
 #include "core/linear.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* x [..., K] of 16 or 32-bit floats with any strides; fastest where its rows are a constant stride
- * apart, the values of a row next to each other, and every row begins at a multiple of 16 bytes.
- * M is the number of rows. */
+/* x [..., K] of 16 or 32-bit floats with any strides, [..., 2K] for silu_and_mul; fastest where its
+ * rows are a constant stride apart, the values of a row next to each other, and every row begins at
+ * a multiple of 16 bytes. M is the number of rows. */
 typedef struct {
     const moq_tensor *x;
+    /* What is done to x before, with x, weight and residual of it; NULL: nothing. */
+    const moq_activation *activation;
     moq_input_mode mode; /* not AS_IS */
     /* E4M3_TENSOR and NVFP4: the scale on the device, or, where `given` is NULL and `scale` not 0,
      * as a number, or else the one that the amax of x asks for. */
     const float *given;
     float scale;
-    int group; /* E4M3_GROUP: values to a scale, 128 for the fast kernel */
+    int group; /* E4M3_GROUP: values to a scale; 128 for the fast kernel and after an activation */
     /* [M, K] e4m3, or for NVFP4 [M, K / 2]. Rows are code_stride bytes apart, a multiple of 16 for
      * speed; the bytes of a row from its codes up to code_columns, where that is more, become 0. */
     uint8_t *codes;
@@ -36,6 +39,9 @@ typedef struct {
     void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
     void *stream;    /* cudaStream_t */
 } moq_cuda_quantize;
+
+/* The longest rows of rms_norm on the device. */
+#define MOQ_CUDA_NORM_COLUMNS (1 << 21)
 
 /* Bytes that a call needs beside its results: for one scale of a whole tensor, found from it. */
 int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q);

@@ -43,6 +43,39 @@ typedef struct {
     float *found; /* where the scale of the whole tensor goes, or NULL */
 } quantize_args;
 
+/* The instance of a kernel for a dtype: of any strides and lengths, or, for 16 bits where `fast`,
+ * of whole chunks at multiples of 16 bytes. */
+#define MOQ_INSTANCE(dtype, FAST, kernel, ...)                                                     \
+    ((dtype) == MOQ_DT_BF16 ? (const void *)kernel<MOQ_DT_BF16, FAST, ##__VA_ARGS__>               \
+                            : (const void *)kernel<MOQ_DT_F16, FAST, ##__VA_ARGS__>)
+#define MOQ_GENERAL(dtype, kernel, ...)                                                            \
+    ((dtype) == MOQ_DT_F32 ? (const void *)kernel<MOQ_DT_F32, false, ##__VA_ARGS__>                \
+                           : MOQ_INSTANCE(dtype, false, kernel, ##__VA_ARGS__))
+#define MOQ_FASTEST(dtype, fast, kernel, ...)                                                      \
+    ((fast) && (dtype) != MOQ_DT_F32 ? MOQ_INSTANCE(dtype, true, kernel, ##__VA_ARGS__)            \
+                                     : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
+
+/* Each kernel takes a quantize_args and a source. `mode` may be MOQ_FIND_AMAX. */
+const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, bool fast);
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, bool fast);
+
+/* gate and up, halves of a row */
+typedef struct {
+    quantize_input up;
+    template <int DT, bool FAST>
+    __device__ moq_chunk load(const quantize_args *a, int64_t row, int64_t column) const;
+} silu_source;
+
+typedef struct {
+    quantize_input residual; /* data NULL where there is none */
+    quantize_input weight;   /* one row */
+    bool wide_weight;        /* float32 */
+    bool aligned_out;
+    void *residual_out; /* [M, K] */
+    float eps;
+    int groups; /* of MOQ_NORM_GROUP values in a row */
+} norm_source;
+
 /* How many chunks of a dtype a thread keeps: 64 bytes. */
 template <int DT> static __host__ __device__ constexpr int held_chunks(void) {
     return DT == MOQ_DT_F32 ? 1 : 2;
@@ -86,10 +119,10 @@ static __device__ __noinline__ moq_chunk gather_chunk(const quantize_input *x, i
     return chunk;
 }
 
-template <int DT>
+template <int DT, bool FAST>
 static __device__ __forceinline__ moq_chunk load_chunk(const quantize_input *x, int64_t row,
                                                        int64_t column, int64_t k) {
-    if (x->aligned && column + 16 <= k) {
+    if (FAST || (x->aligned && column + 16 <= k)) {
         const moq_rows rows = {(const uint8_t *)x->data + column * (DT == MOQ_DT_F32 ? 4 : 2),
                                x->stride, (moq_dtype)DT};
         return moq_load_chunk(&rows, row, 0);
@@ -104,21 +137,41 @@ template <int DT> static __device__ __forceinline__ uint32_t chunk_amax(const mo
     return moq_amax_bits(value);
 }
 
+template <int DT> static __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+    uint32_t pair;
+    if (DT == MOQ_DT_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+/* Values rounded to a dtype. */
+template <int DT> static __device__ __forceinline__ moq_chunk narrow(const float (&value)[16]) {
+    moq_chunk chunk = {};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        if (DT == MOQ_DT_F32)
+            (&chunk.word[i / 4].x)[i % 4] = __float_as_uint(value[i]);
+        else if (i % 2 == 0)
+            (&chunk.word[i / 8].x)[i / 2 % 4] = narrow_pair<DT>(value[i], value[i + 1]);
+    }
+    return chunk;
+}
+
 /* ---- codes ---- */
 
 /* The codes of a chunk, `bytes` of them (16 or 8), of which `count` are meant and the others 0. */
-template <int bytes>
+template <int bytes, bool FAST>
 static __device__ __forceinline__ void store_codes(const quantize_args *a, int64_t row, int64_t at,
                                                    uint4 code, int64_t count) {
     uint8_t *to = a->codes + row * a->code_stride + at;
-    if (a->aligned_codes && count >= bytes) {
-        if (bytes == 16)
-            *(uint4 *)to = code;
-        else
-            *(uint2 *)to = make_uint2(code.x, code.y);
-        return;
-    }
-    for (int i = 0; i < bytes && at + i < a->code_columns; i++) {
+    bool whole = FAST || (a->aligned_codes && count >= bytes);
+    if (whole && bytes == 16)
+        *(uint4 *)to = code;
+    else if (whole)
+        *(uint2 *)to = make_uint2(code.x, code.y);
+    for (int i = 0; !whole && i < bytes && at + i < a->code_columns; i++) {
         uint32_t word = i < 4 ? code.x : i < 8 ? code.y : i < 12 ? code.z : code.w;
         to[i] = i < count ? (uint8_t)(word >> (i % 4 * 8)) : 0;
     }
@@ -148,7 +201,7 @@ static __device__ __forceinline__ uint4 e2m1_codes(const float (&value)[16]) {
 static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float scale_2,
                                                        uint8_t *block_scale) {
     float amax = __uint_as_float(moq_amax_bits(value));
-    uint32_t code = moq_e4m3_pair(__fdiv_rn(amax, __fmul_rn(6.0f, scale_2)), 0.0f) >> 8;
+    uint32_t code = moq_e4m3_pair(__fdiv_rn(amax, __fmul_rn(6.0f, scale_2)), 0.0f);
     float block = __half2float(__nv_cvt_fp8_to_halfraw((__nv_fp8_storage_t)code, __NV_E4M3));
     float step = __fmul_rn(block, scale_2);
     *block_scale = (uint8_t)code;
@@ -161,7 +214,7 @@ static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float
 /* Quantizes a chunk and stores it. All lanes of a warp call this; those whose chunk is not
  * `present` only take part in the maximum of a group. `scale` is that of the tensor, its reciprocal
  * for E4M3_TENSOR, or of the token. */
-template <int DT, int MODE>
+template <int DT, bool FAST, int MODE>
 static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row, int64_t column,
                                             bool present, const moq_chunk &chunk, float scale) {
     float value[16];
@@ -174,14 +227,14 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
     if (MODE == MOQ_INPUT_NVFP4) {
         uint8_t *to = (uint8_t *)a->scales + row * a->scale_row + column / 16 * a->scale_group;
         uint4 code = quantize_nvfp4(value, scale, to);
-        store_codes<8>(a, row, column / 2, code, 8);
+        store_codes<8, FAST>(a, row, column / 2, code, 8);
         return;
     }
     if (MODE == MOQ_INPUT_E4M3_GROUP && column % 128 == 0)
         ((float *)a->scales)[row * a->scale_row + column / 128 * a->scale_group] = scale;
     uint4 code = MODE == MOQ_INPUT_E4M3_TENSOR ? moq_codes_multiplied(value, scale)
                                                : moq_codes_divided(value, scale);
-    store_codes<16>(a, row, column, code, a->k - column);
+    store_codes<16, FAST>(a, row, column, code, a->k - column);
 }
 
 /* ---- scales of the whole tensor ---- */
@@ -208,9 +261,24 @@ template <int MODE> static __device__ __forceinline__ float tensor_scale(const q
     return MODE == MOQ_INPUT_E4M3_TENSOR ? __fdiv_rn(1.0f, scale) : scale;
 }
 
+/* Writes the largest magnitude that a block has met. All its threads call this. */
+static __device__ __forceinline__ void store_part(const quantize_args *a, uint32_t most) {
+    __shared__ uint32_t room[32];
+    int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (thread % 32 == 0)
+        room[thread / 32] = most;
+    __syncthreads();
+    if (thread >= 32)
+        return;
+    most = __reduce_max_sync(0xffffffffu, thread < warps ? room[thread] : 0);
+    if (thread == 0)
+        a->parts_out[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] = most;
+}
+
 /* ---- scales of at most a group: spans ---- */
 
-template <int DT, int MODE, class SOURCE>
+template <int DT, bool FAST, int MODE, class SOURCE>
 static __global__ void __launch_bounds__(256)
     quantize_spans(const __grid_constant__ quantize_args a, const __grid_constant__ SOURCE source) {
     constexpr int HELD = held_chunks<DT>();
@@ -228,7 +296,7 @@ static __global__ void __launch_bounds__(256)
             for (int j = 0; j < HELD; j++) {
                 int64_t chunk = base + j * threads + threadIdx.x;
                 if (chunk < chunks)
-                    held[j] = source.template load<DT>(&a, row, chunk * 16);
+                    held[j] = source.template load<DT, FAST>(&a, row, chunk * 16);
             }
 #pragma unroll
             for (int j = 0; j < HELD; j++) {
@@ -236,17 +304,12 @@ static __global__ void __launch_bounds__(256)
                 if (MODE == MOQ_FIND_AMAX)
                     most = max(most, chunk_amax<DT>(held[j]));
                 else
-                    emit<DT, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
+                    emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
             }
         }
     }
-    if (MODE == MOQ_FIND_AMAX) {
-        int warps = threads / 32 * blockDim.y;
-        int warp = (threadIdx.y * threads + threadIdx.x) / 32;
-        most = __reduce_max_sync(0xffffffffu, most);
-        if (threadIdx.x % 32 == 0)
-            a.parts_out[((int64_t)blockIdx.y * gridDim.x + blockIdx.x) * warps + warp] = most;
-    }
+    if (MODE == MOQ_FIND_AMAX)
+        store_part(&a, most);
 }
 
 /* ---- scales of rows ---- */
@@ -263,7 +326,7 @@ static __device__ __forceinline__ uint32_t max_of_row(uint32_t bits, uint32_t *r
     return __reduce_max_sync(0xffffffffu, other);
 }
 
-template <int DT, class SOURCE>
+template <int DT, bool FAST, class SOURCE>
 static __global__ void __launch_bounds__(1024)
     quantize_tokens(const __grid_constant__ quantize_args a,
                     const __grid_constant__ SOURCE source) {
@@ -282,24 +345,24 @@ static __global__ void __launch_bounds__(1024)
         for (int j = 0; j < HELD; j++) {
             int64_t chunk = j * threads + threadIdx.x;
             if (chunk < chunks)
-                held[j] = source.template load<DT>(&a, row, chunk * 16);
+                held[j] = source.template load<DT, FAST>(&a, row, chunk * 16);
         }
 #pragma unroll
         for (int j = 0; j < HELD; j++)
             most = max(most, chunk_amax<DT>(held[j]));
         for (int64_t chunk = HELD * threads + threadIdx.x; chunk < chunks; chunk += threads)
-            most = max(most, chunk_amax<DT>(source.template load<DT>(&a, row, chunk * 16)));
+            most = max(most, chunk_amax<DT>(source.template load<DT, FAST>(&a, row, chunk * 16)));
         float scale = moq_token_scale(__uint_as_float(max_of_row(most, room[turn])));
         if (threadIdx.x == 0)
             ((float *)a.scales)[row] = scale;
 #pragma unroll
         for (int j = 0; j < HELD; j++) {
             int64_t chunk = j * threads + threadIdx.x;
-            emit<DT, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
+            emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
         }
         for (int64_t chunk = HELD * threads + threadIdx.x; chunk < chunks; chunk += threads)
-            emit<DT, MODE>(&a, row, chunk * 16, true, source.template load<DT>(&a, row, chunk * 16),
-                           scale);
+            emit<DT, FAST, MODE>(&a, row, chunk * 16, true,
+                                 source.template load<DT, FAST>(&a, row, chunk * 16), scale);
     }
 }
 

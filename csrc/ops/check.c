@@ -1,6 +1,8 @@
 /* Checks on the tensors of an operation: see check.h. */
 #include "ops/check.h"
 
+#include "ops/target.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -20,12 +22,21 @@ bool moq_holds(const moq_tensor *t, moq_dtype dtype) {
     }
 }
 
-moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
-    char shape[128];
-    if (t->device.kind != MOQ_CPU)
-        return moq_fail(err, MOQ_ERR_BUFFER,
-                        "%s: expected a tensor in host memory, got one on cuda:%d", name,
-                        (int)t->device.index);
+static bool is_on(const moq_tensor *t, moq_device device) {
+    return t->device.kind == device.kind &&
+           (device.kind == MOQ_CPU || t->device.index == device.index);
+}
+
+moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device device,
+                            moq_err *err) {
+    char shape[128], wanted[32], got[32];
+    if (!is_on(t, device))
+        return moq_fail(
+            err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one %s%s", name,
+            device.kind == MOQ_CPU ? "in host memory" : "on ",
+            device.kind == MOQ_CPU ? "" : moq_device_text(device, wanted, sizeof wanted),
+            t->device.kind == MOQ_CPU ? "in host memory" : "on ",
+            t->device.kind == MOQ_CPU ? "" : moq_device_text(t->device, got, sizeof got));
     bool countable = moq_tensor_numel(t) >= 0;
     for (int i = 0; i < t->ndim; i++)
         countable = countable && t->shape[i] <= MAX_EXTENT;
@@ -35,11 +46,21 @@ moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
     return MOQ_OK;
 }
 
+moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
+    return moq_check_device(t, name, (moq_device){MOQ_CPU, 0}, err);
+}
+
+static moq_status check_holds(const moq_tensor *t, const char *name, moq_dtype dtype,
+                              moq_err *err) {
+    if (moq_holds(t, dtype))
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
+                    moq_dtype_size(dtype) <= 2 ? " or a raw carrier of its width" : "",
+                    moq_dtype_name(t->dtype));
+}
+
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
-    if (!moq_holds(t, dtype))
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
-                        moq_dtype_size(dtype) <= 2 ? " or a raw carrier of its width" : "",
-                        moq_dtype_name(t->dtype));
+    MOQ_TRY(check_holds(t, name, dtype, err));
     return moq_check_host(t, name, err);
 }
 
@@ -47,7 +68,12 @@ moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *
     if (x->dtype != MOQ_DT_F32 && x->dtype != MOQ_DT_BF16 && x->dtype != MOQ_DT_F16)
         return moq_fail(err, MOQ_ERR_TYPE, "%s: expected float32, bfloat16 or float16, got %s",
                         name, moq_dtype_name(x->dtype));
-    return moq_check_host(x, name, err);
+    MOQ_TRY(moq_check_device(x, name, x->device, err));
+    moq_target target = moq_find_target(x->device);
+    if (target.missing[0])
+        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
+                        (int)x->device.index, target.missing);
+    return MOQ_OK;
 }
 
 moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
@@ -57,7 +83,7 @@ moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
     return MOQ_OK;
 }
 
-static bool same_shape(const moq_tensor *a, const moq_tensor *b) {
+bool moq_same_shape(const moq_tensor *a, const moq_tensor *b) {
     if (a->ndim != b->ndim)
         return false;
     for (int i = 0; i < a->ndim; i++) {
@@ -70,8 +96,9 @@ static bool same_shape(const moq_tensor *a, const moq_tensor *b) {
 moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,
                             const moq_tensor *const *inputs, int count, moq_err *err) {
     char want[128], got[128];
-    MOQ_TRY(moq_check_dtype(out, name, expected->dtype, err));
-    if (!same_shape(out, expected))
+    MOQ_TRY(check_holds(out, name, expected->dtype, err));
+    MOQ_TRY(moq_check_device(out, name, expected->device, err));
+    if (!moq_same_shape(out, expected))
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s, got %s", name,
                         moq_shape_text(expected, want, sizeof want),
                         moq_shape_text(out, got, sizeof got));

@@ -7,15 +7,18 @@
 
 /* True when the tensor holds `dtype`: declared so, or as raw integers of its width. */
 bool moq_holds(const moq_tensor *t, moq_dtype dtype);
-/* Host memory, and a size that can be counted. */
+/* Memory of that device, and a size that can be counted. */
+moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device device, moq_err *err);
+/* The same for host memory. */
 moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
 /* Host memory holding `dtype`. */
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
-/* Host memory of float32, bfloat16 or float16. */
+/* Memory of float32, bfloat16 or float16, on the host or on a device that can be used. */
 moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err);
+bool moq_same_shape(const moq_tensor *a, const moq_tensor *b);
 /* 0, for not given, or a size. */
 moq_status moq_check_group_size(int64_t group_size, moq_err *err);
-/* A result: host memory that can be written, without gaps, of the shape and dtype (or its raw
+/* A result: memory that can be written, without gaps, of the shape, device and dtype (or its raw
  * carrier) of `expected`, apart from each of the `count` inputs (NULL entries are passed over). */
 moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,
                             const moq_tensor *const *inputs, int count, moq_err *err);

@@ -2,10 +2,14 @@
 #include "ops/quantize.h"
 
 #include "core/formats.h"
+#include "cpu/activation.h"
 #include "cpu/quantize.h"
+#include "cuda/cuda.h"
+#include "cuda/quantize.h"
 #include "ops/check.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const char *const NAMES[] = {
@@ -44,13 +48,34 @@ static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, 
     return MOQ_OK;
 }
 
-moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
-                             const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
-                             moq_err *err) {
+/* A scale that stays on the device: all but its value. */
+static moq_status check_device_scale(const moq_tensor *scale, moq_device device, moq_err *err) {
+    char shape[128];
+    MOQ_TRY(moq_check_device(scale, "scale", device, err));
+    if (scale->dtype != MOQ_DT_F32)
+        return moq_fail(err, MOQ_ERR_TYPE, "scale: expected float32, got %s",
+                        moq_dtype_name(scale->dtype));
+    if (moq_tensor_numel(scale) != 1)
+        return moq_fail(err, MOQ_ERR_VALUE, "scale: expected one element, got shape %s",
+                        moq_shape_text(scale, shape, sizeof shape));
+    return MOQ_OK;
+}
+
+/* The result's shape, on the device of x. */
+static moq_tensor result_of(const moq_tensor *x, moq_dtype dtype, int32_t ndim,
+                            const int64_t *shape) {
+    moq_tensor t = moq_describe(dtype, ndim, shape);
+    t.device = x->device;
+    return t;
+}
+
+/* The plan for values that are on a device that can be used. */
+static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
+                              const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
+                              moq_err *err) {
     char shape[128];
     int64_t group = 0, extent[MOQ_MAX_NDIM];
     int last = x->ndim - 1;
-    MOQ_TRY(moq_check_activation(x, "x", err));
     MOQ_TRY(resolve_group(scheme, group_size, &group, err));
     *plan = (moq_quantize_plan){.scheme = scheme, .x = *x, .group = group};
     plan->given.ndim = -1;
@@ -61,10 +86,12 @@ moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                             "take one",
                             NAMES[scheme]);
         plan->given = *scale;
+        if (scale->device.kind == MOQ_CUDA)
+            MOQ_TRY(check_device_scale(scale, x->device, err));
     }
     if (scheme == MOQ_QUANTIZE_FP8_TENSOR) {
-        plan->codes = moq_describe(MOQ_DT_E4M3, x->ndim, x->shape);
-        plan->scale = moq_describe(MOQ_DT_F32, 0, NULL);
+        plan->codes = result_of(x, MOQ_DT_E4M3, x->ndim, x->shape);
+        plan->scale = result_of(x, MOQ_DT_F32, 0, NULL);
         return MOQ_OK;
     }
     if (last < 0)
@@ -72,11 +99,11 @@ moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                         NAMES[scheme]);
     memcpy(extent, x->shape, sizeof extent);
     if (scheme != MOQ_QUANTIZE_NVFP4) {
-        plan->codes = moq_describe(MOQ_DT_E4M3, x->ndim, extent);
+        plan->codes = result_of(x, MOQ_DT_E4M3, x->ndim, extent);
         extent[last] = scheme == MOQ_QUANTIZE_FP8_TOKEN
                            ? 1
                            : x->shape[last] / group + (x->shape[last] % group != 0);
-        plan->scale = moq_describe(MOQ_DT_F32, x->ndim, extent);
+        plan->scale = result_of(x, MOQ_DT_F32, x->ndim, extent);
         return MOQ_OK;
     }
     if (x->shape[last] % MOQ_NVFP4_GROUP != 0)
@@ -84,12 +111,85 @@ moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                         "x: expected a last extent divisible by 16 for nvfp4, got shape %s",
                         moq_shape_text(x, shape, sizeof shape));
     extent[last] = x->shape[last] / 2;
-    plan->codes = moq_describe(MOQ_DT_U8, x->ndim, extent);
+    plan->codes = result_of(x, MOQ_DT_U8, x->ndim, extent);
     extent[last] = x->shape[last] / MOQ_NVFP4_GROUP;
-    plan->scale = moq_describe(MOQ_DT_E4M3, x->ndim, extent);
-    plan->scale_2 = moq_describe(MOQ_DT_F32, 0, NULL);
+    plan->scale = result_of(x, MOQ_DT_E4M3, x->ndim, extent);
+    plan->scale_2 = result_of(x, MOQ_DT_F32, 0, NULL);
     return MOQ_OK;
 }
+
+moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
+                             const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
+                             moq_err *err) {
+    MOQ_TRY(moq_check_activation(x, "x", err));
+    return plan_values(scheme, x, scale, group_size, plan, err);
+}
+
+/* ---- activations ---- */
+
+static moq_status check_weight(const moq_activation *a, int64_t k, moq_err *err) {
+    const moq_tensor *weight = &a->weight;
+    char shape[128];
+    if (weight->dtype != a->x.dtype && weight->dtype != MOQ_DT_F32)
+        return moq_fail(err, MOQ_ERR_TYPE, "weight: expected %s or float32, got %s",
+                        moq_dtype_name(a->x.dtype), moq_dtype_name(weight->dtype));
+    if (weight->ndim != 1 || weight->shape[0] != k)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected shape [%lld], got %s", (long long)k,
+                        moq_shape_text(weight, shape, sizeof shape));
+    return moq_check_device(weight, "weight", a->x.device, err);
+}
+
+static moq_status check_residual(const moq_activation *a, moq_err *err) {
+    const moq_tensor *residual = &a->residual;
+    char expected[128], got[128];
+    if (residual->ndim < 0)
+        return MOQ_OK;
+    if (residual->dtype != a->x.dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "residual: expected %s as x, got %s",
+                        moq_dtype_name(a->x.dtype), moq_dtype_name(residual->dtype));
+    if (!moq_same_shape(residual, &a->x))
+        return moq_fail(err, MOQ_ERR_VALUE, "residual: expected shape %s, got %s",
+                        moq_shape_text(&a->x, expected, sizeof expected),
+                        moq_shape_text(residual, got, sizeof got));
+    return moq_check_device(residual, "residual", a->x.device, err);
+}
+
+static moq_status check_norm(const moq_activation *a, int64_t k, moq_err *err) {
+    if (!(a->eps >= 0.0f) || isinf(a->eps))
+        return moq_fail(err, MOQ_ERR_VALUE, "eps: expected a finite number from 0 on, got %g",
+                        (double)a->eps);
+    if (a->x.device.kind == MOQ_CUDA && k > MOQ_CUDA_NORM_COLUMNS)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "x: rms_norm on a CUDA device takes rows of up to %d values, got %lld",
+                        MOQ_CUDA_NORM_COLUMNS, (long long)k);
+    MOQ_TRY(check_weight(a, k, err));
+    return check_residual(a, err);
+}
+
+moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation *activation,
+                               const moq_tensor *scale, moq_quantize_plan *plan, moq_err *err) {
+    const moq_tensor *x = &activation->x;
+    int last = x->ndim - 1;
+    char shape[128];
+    MOQ_TRY(moq_check_activation(x, "x", err));
+    if (last < 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: expected at least one dimension, got none");
+    moq_tensor values = result_of(x, x->dtype, x->ndim, x->shape);
+    if (activation->kind == MOQ_RMS_NORM)
+        MOQ_TRY(check_norm(activation, x->shape[last], err));
+    else if (x->shape[last] % 2 != 0)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "x: expected an even last extent, gate and up, got shape %s",
+                        moq_shape_text(x, shape, sizeof shape));
+    else
+        values.shape[last] /= 2;
+    moq_tensor_set_contiguous(&values);
+    MOQ_TRY(plan_values(scheme, &values, scale, 0, plan, err));
+    plan->activation = *activation;
+    return MOQ_OK;
+}
+
+/* ---- running ---- */
 
 static moq_status read_given(const moq_quantize_plan *plan, float *out, moq_err *err) {
     MOQ_TRY(moq_read_scale(&plan->given, "scale", out, err));
@@ -100,47 +200,151 @@ static moq_status read_given(const moq_quantize_plan *plan, float *out, moq_err 
     return MOQ_OK;
 }
 
-static moq_status check_results(const moq_quantize_plan *plan, const moq_tensor *codes,
-                                const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err) {
-    const moq_tensor *inputs[] = {&plan->x, plan->given.ndim >= 0 ? &plan->given : NULL, codes,
-                                  scale};
-    MOQ_TRY(moq_check_output(codes, "out", &plan->codes, inputs, 2, err));
-    if (scale != NULL)
-        MOQ_TRY(moq_check_output(scale, "scale_out", &plan->scale, inputs, 3, err));
-    if (scale_2 != NULL)
-        MOQ_TRY(moq_check_output(scale_2, "scale_2", &plan->scale_2, inputs, 4, err));
+/* Every tensor a plan reads, or NULL. */
+enum { INPUTS = 4 };
+
+static void list_inputs(const moq_quantize_plan *plan, const moq_tensor **inputs) {
+    const moq_activation *a = &plan->activation;
+    bool plain = a->kind == MOQ_ACTIVATION_NONE, norm = a->kind == MOQ_RMS_NORM;
+    inputs[0] = plain ? &plan->x : &a->x;
+    inputs[1] = plan->given.ndim >= 0 ? &plan->given : NULL;
+    inputs[2] = norm ? &a->weight : NULL;
+    inputs[3] = norm && a->residual.ndim >= 0 ? &a->residual : NULL;
+}
+
+static moq_status check_results(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                                moq_err *err) {
+    const moq_tensor *other[INPUTS + 3] = {NULL};
+    int count = INPUTS;
+    list_inputs(plan, other);
+    const moq_tensor *residual = other[3], *z = call->residual_out;
+    if (z != NULL) {
+        if (z->data == residual->data)
+            other[3] = NULL; /* in place */
+        moq_tensor expected = result_of(residual, residual->dtype, residual->ndim, residual->shape);
+        MOQ_TRY(moq_check_output(z, "residual_out", &expected, other, count, err));
+        other[3] = residual;
+        other[count++] = z;
+    }
+    MOQ_TRY(moq_check_output(call->codes, "out", &plan->codes, other, count, err));
+    other[count++] = call->codes;
+    if (call->scale != NULL)
+        MOQ_TRY(moq_check_output(call->scale, "scale_out", &plan->scale, other, count, err));
+    other[count++] = call->scale;
+    if (call->scale_2 != NULL)
+        MOQ_TRY(moq_check_output(call->scale_2, "scale_2", &plan->scale_2, other, count, err));
     return MOQ_OK;
 }
 
-moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *codes,
-                            const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err) {
-    const moq_tensor *x = &plan->x;
+static void quantize_on_cpu(const moq_quantize_plan *plan, const moq_tensor *x,
+                            const moq_quantize_call *call, float given) {
+    float value = given;
     bool fixed = plan->given.ndim >= 0;
-    float value = 0.0f;
-    MOQ_TRY(check_results(plan, codes, scale, scale_2, err));
-    if (fixed)
-        MOQ_TRY(read_given(plan, &value, err));
     switch (plan->scheme) {
     case MOQ_QUANTIZE_FP8_TENSOR:
         if (!fixed) {
             value = moq_fp8_dynamic_scale(moq_cpu_amax(x));
-            memcpy(scale->data, &value, sizeof value);
+            memcpy(call->scale->data, &value, sizeof value);
         }
-        moq_cpu_quantize_fp8_tensor(x, value, codes->data);
+        moq_cpu_quantize_fp8_tensor(x, value, call->codes->data);
         break;
     case MOQ_QUANTIZE_FP8_TOKEN:
-        moq_cpu_quantize_fp8_token(x, codes->data, scale->data);
+        moq_cpu_quantize_fp8_token(x, call->codes->data, call->scale->data);
         break;
     case MOQ_QUANTIZE_FP8_GROUP:
-        moq_cpu_quantize_fp8_group(x, plan->group, codes->data, scale->data);
+        moq_cpu_quantize_fp8_group(x, plan->group, call->codes->data, call->scale->data);
         break;
     case MOQ_QUANTIZE_NVFP4:
         if (!fixed) {
             value = moq_nvfp4_dynamic_scale(moq_cpu_amax(x));
-            memcpy(scale_2->data, &value, sizeof value);
+            memcpy(call->scale_2->data, &value, sizeof value);
         }
-        moq_cpu_quantize_nvfp4(x, value, codes->data, scale->data);
+        moq_cpu_quantize_nvfp4(x, value, call->codes->data, call->scale->data);
         break;
     }
-    return MOQ_OK;
+}
+
+/* The activation, if there is one, is written down before it is quantized. */
+static moq_status run_on_cpu(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                             float given, moq_err *err) {
+    moq_activation a = plan->activation;
+    moq_tensor values = plan->x;
+    if (a.kind == MOQ_ACTIVATION_NONE) {
+        quantize_on_cpu(plan, &values, call, given);
+        return MOQ_OK;
+    }
+    if (call->residual_out)
+        a.residual_out = *call->residual_out;
+    size_t bytes = (size_t)moq_tensor_numel(&values) * moq_dtype_size(values.dtype);
+    values.data = malloc(bytes ? bytes : 1);
+    if (!values.data)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %zu bytes of values", bytes);
+    moq_status status = moq_cpu_activate(&a, &values, err);
+    if (status == MOQ_OK)
+        quantize_on_cpu(plan, &values, call, given);
+    free(values.data);
+    return status;
+}
+
+static const moq_input_mode MODE[] = {
+    [MOQ_QUANTIZE_FP8_TENSOR] = MOQ_INPUT_E4M3_TENSOR,
+    [MOQ_QUANTIZE_FP8_TOKEN] = MOQ_INPUT_E4M3_TOKEN,
+    [MOQ_QUANTIZE_FP8_GROUP] = MOQ_INPUT_E4M3_GROUP,
+    [MOQ_QUANTIZE_NVFP4] = MOQ_INPUT_NVFP4,
+};
+
+/* The plan without its results. */
+static moq_cuda_quantize cuda_call(const moq_quantize_plan *plan) {
+    const moq_tensor *codes = &plan->codes, *scale = &plan->scale;
+    bool plain = plan->activation.kind == MOQ_ACTIVATION_NONE;
+    moq_cuda_quantize q = {.x = plain ? &plan->x : &plan->activation.x,
+                           .activation = plain ? NULL : &plan->activation,
+                           .mode = MODE[plan->scheme],
+                           .group = (int)plan->group,
+                           .code_stride = codes->ndim > 0 ? codes->shape[codes->ndim - 1] : 1,
+                           .scale_row = scale->ndim > 0 ? scale->shape[scale->ndim - 1] : 1,
+                           .scale_group = 1};
+    q.code_columns = q.code_stride;
+    if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CUDA)
+        q.given = plan->given.data;
+    else if (plan->given.ndim >= 0)
+        q.scale = 1.0f; /* until it is read */
+    return q;
+}
+
+int64_t moq_quantize_workspace(const moq_quantize_plan *plan) {
+    moq_cuda_quantize q = cuda_call(plan);
+    return plan->x.device.kind == MOQ_CUDA ? moq_cuda_quantize_workspace(&q) : 0;
+}
+
+static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                              float given, moq_err *err) {
+    int32_t previous, device = plan->x.device.index;
+    moq_cuda_quantize q = cuda_call(plan);
+    moq_activation a = plan->activation;
+    if (call->residual_out)
+        a.residual_out = *call->residual_out;
+    if (q.activation)
+        q.activation = &a;
+    q.scale = given;
+    q.codes = call->codes->data;
+    q.scales = call->scale ? call->scale->data : NULL;
+    q.scale_2 = call->scale_2 ? call->scale_2->data : NULL;
+    q.workspace = call->workspace;
+    q.stream = call->stream;
+    MOQ_TRY(moq_cuda_enter(device, &previous, err));
+    moq_status status = moq_cuda_quantize_rows(&q, err);
+    moq_cuda_leave(device, previous);
+    return status;
+}
+
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                            moq_err *err) {
+    float given = 0.0f;
+    MOQ_TRY(check_results(plan, call, err));
+    if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CPU)
+        MOQ_TRY(read_given(plan, &given, err));
+    if (plan->x.device.kind == MOQ_CUDA)
+        return run_on_cuda(plan, call, given, err);
+    return run_on_cpu(plan, call, given, err);
 }

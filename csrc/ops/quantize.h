@@ -1,8 +1,9 @@
-/* Operation quantize: activations to FP8 or NVFP4 codes and scales. */
+/* Operation quantize: activations to FP8 or NVFP4 codes and scales, after silu_and_mul or rms_norm
+ * where that is asked for. */
 #ifndef MOQ_OPS_QUANTIZE_H
 #define MOQ_OPS_QUANTIZE_H
 
-#include "core/tensor.h"
+#include "core/activation.h"
 
 typedef enum {
     MOQ_QUANTIZE_FP8_TENSOR, /* one scale, given or amax / 448 */
@@ -13,7 +14,8 @@ typedef enum {
 
 typedef struct {
     moq_quantize_scheme scheme;
-    moq_tensor x;
+    moq_activation activation; /* what makes the values of its x; kind NONE: nothing */
+    moq_tensor x;              /* the values to quantize; of an activation no memory */
     moq_tensor given;   /* the given scale of FP8_TENSOR and NVFP4; ndim -1 where it is dynamic */
     int64_t group;      /* FP8_GROUP and NVFP4 */
     moq_tensor codes;   /* shapes and dtypes of the results; no memory */
@@ -23,14 +25,31 @@ typedef struct {
 
 /* "fp8_tensor", "fp8_token", "fp8_group", "nvfp4" */
 moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err);
-/* Checks x [..., K] and resolves the shapes of the results. `scale` may be NULL, `group_size` 0 for
- * the scheme's own. */
+/* Checks x [..., K], on the CPU or a CUDA device, and resolves the shapes of the results. `scale`
+ * may be NULL, `group_size` 0 for the scheme's own. */
 moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                              const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
                              moq_err *err);
-/* Runs a plan. `scale` is NULL for FP8_TENSOR with a given scale; `scale_2` is NULL unless the
- * scheme is NVFP4 without one. */
-moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_tensor *codes,
-                            const moq_tensor *scale, const moq_tensor *scale_2, moq_err *err);
+
+/* The same for the values of an activation, whose residual_out is not looked at yet. Groups are of
+ * 128. */
+moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation *activation,
+                               const moq_tensor *scale, moq_quantize_plan *plan, moq_err *err);
+
+/* What a plan is run with. */
+typedef struct {
+    const moq_tensor *codes;
+    const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale */
+    const moq_tensor *scale_2;      /* NULL unless the scheme is NVFP4 without a given scale */
+    const moq_tensor *residual_out; /* NULL unless there is a residual */
+    void *stream;                   /* CUDA: cudaStream_t */
+    void *workspace;                /* of moq_quantize_workspace bytes, on the device of x */
+} moq_quantize_call;
+
+int64_t moq_quantize_workspace(const moq_quantize_plan *plan);
+/* Checks the results and runs a plan. On a CUDA device the work is queued on the stream; a given
+ * scale in host memory is checked and read now, one on the device is neither. */
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                            moq_err *err);
 
 #endif

@@ -13,6 +13,7 @@ from moqext.reference.activations import (
     quantize_fp8_token,
     quantize_nvfp4,
 )
+from moqext.reference.fused import rms_norm, silu_and_mul
 from moqext.reference.linear import linear
 from moqext.reference.numbers import as_float32, decode, encode, round_to
 from moqext.reference.producer import quantize_weight
@@ -32,5 +33,7 @@ __all__ = [
     "quantize_fp8_token",
     "quantize_nvfp4",
     "quantize_weight",
+    "rms_norm",
     "round_to",
+    "silu_and_mul",
 ]

@@ -104,6 +104,29 @@ def quantize(scheme: str, scales: tuple[int, ...] | None) -> Callable[[np.random
     return make
 
 
+def silu_and_mul(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.silu_and_mul_quantize(a["x"], "fp8_token", out=a["out"], scale_out=a["scale_out"])  # noqa: E731
+    arguments = {"x": floats(rng, 3, 64), "out": poison(3, 32), "scale_out": poison(3, 1, dtype=np.float32)}
+    return Operation(call, arguments, ("out", "scale_out"))
+
+
+def rms_norm(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.rms_norm_quantize(  # noqa: E731
+        a["x"],
+        a["weight"],
+        1e-6,
+        "fp8_tensor",
+        residual=a["residual"],
+        scale=a["scale"],
+        out=a["out"],
+        residual_out=a["residual_out"],
+    )
+    arguments = {"x": floats(rng, 3, 32), "weight": floats(rng, 32), "residual": floats(rng, 3, 32)}
+    arguments |= {"scale": scale(rng, 1), "out": poison(3, 32)}
+    arguments |= {"residual_out": poison(3, 32, dtype=np.float32)}
+    return Operation(call, arguments, ("out", "residual_out"))
+
+
 def dequantize_fp8(rng: np.random.Generator) -> Operation:
     call = lambda a: ops.dequantize(a["weight"], "FP8", weight_scale=a["weight_scale"], out=a["out"])  # noqa: E731
     arguments = {"weight": e4m3(rng, 4, 32), "weight_scale": scale(rng, 4)}
@@ -210,6 +233,8 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "quantize fp8_token": quantize("fp8_token", (3, 1)),
     "quantize fp8_group": quantize("fp8_group", (3, 1)),
     "quantize nvfp4": quantize("nvfp4", (3, 2)),
+    "silu_and_mul_quantize": silu_and_mul,
+    "rms_norm_quantize": rms_norm,
     "dequantize FP8": dequantize_fp8,
     "dequantize NVFP4": dequantize_nvfp4,
     "requantize_to_max": requantize,

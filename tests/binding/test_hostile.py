@@ -340,6 +340,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "encode": {"x": TENSOR, "format": "e4m3"},
     "decode": {"codes": TENSOR.view(np.uint8), "format": "e4m3"},
     "quantize": {"x": TENSOR, "scheme": "fp8_token"},
+    "silu_and_mul_quantize": {"x": TENSOR, "scheme": "fp8_token"},
+    "rms_norm_quantize": {"x": TENSOR, "weight": TENSOR[0], "eps": 1e-6, "scheme": "fp8_token"},
     "dequantize": {"weight": TENSOR.view(np.uint8), "quant_algo": "FP8", "weight_scale": np.float32([1])},
     "requantize_to_max": {
         "weight": TENSOR.view(np.uint8),

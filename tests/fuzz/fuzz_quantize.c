@@ -134,9 +134,10 @@ static void run(outcome *o) {
     o->scale_2 = fuzz_result(&plan->scale_2, 0xa5);
     o->codes.view.dtype = plan->codes.dtype;
     const bool no_scale = plan->scheme == MOQ_QUANTIZE_FP8_TENSOR && fixed;
-    const moq_status status =
-        moq_run_quantize(plan, &o->codes.view, no_scale ? NULL : &o->scale.view,
-                         nvfp4 && !fixed ? &o->scale_2.view : NULL, &err);
+    const moq_quantize_call call = {.codes = &o->codes.view,
+                                    .scale = no_scale ? NULL : &o->scale.view,
+                                    .scale_2 = nvfp4 && !fixed ? &o->scale_2.view : NULL};
+    const moq_status status = moq_run_quantize(plan, &call, &err);
     if (status != MOQ_OK) {
         FUZZ_CHECK(fixed, "%s", err.message);
         fuzz_check_error(status, &err);

@@ -20,7 +20,6 @@ def remote(shape, dtype):
 
 ONE = np.ones((), np.float32)
 CALLS = {
-    "x": lambda: ops.quantize(remote((2, 16), FLOAT32), "fp8_token"),
     "scale": lambda: ops.quantize(np.ones((2, 16), np.float32), "fp8_tensor", scale=remote((1,), FLOAT32)),
     "out": lambda: ops.quantize(np.ones((2, 16), np.float32), "fp8_token", out=remote((2, 16), UINT8)),
     "weight": lambda: ops.dequantize(remote((2, 16), UINT8), "FP8", weight_scale=ONE),
@@ -54,6 +53,7 @@ def nowhere(shape, dtype):
 
 
 NOWHERE = {
+    "x": lambda: ops.quantize(nowhere((2, 16), FLOAT32), "fp8_token"),
     "scale": lambda: ops.swizzle_block_scales(nowhere((2, 16), UINT8)),
     "codes": lambda: ops.pack_fp4(nowhere((2, 16), UINT8)),
     "packed": lambda: ops.unpack_fp4(nowhere((2, 16), UINT8)),
