@@ -90,6 +90,18 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
+/* A stage of a ring, and the parity of the phase in which it is used next. */
+typedef struct {
+    int index, parity;
+} ring_place;
+
+static __device__ __forceinline__ void advance(ring_place *place, int stages) {
+    if (++place->index == stages) {
+        place->index = 0;
+        place->parity ^= 1;
+    }
+}
+
 /* Barrier `id` of `threads` threads of the block. */
 static __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

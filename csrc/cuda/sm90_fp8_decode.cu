@@ -29,6 +29,7 @@
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 #include "cuda/tensor_map.h"
+#include "cuda/wgmma.h"
 
 #define GROUPS    4                 /* warpgroups that multiply */
 #define CONSUMERS (128 * GROUPS)    /* their threads */
@@ -85,19 +86,8 @@ static __device__ __forceinline__ int steps_of(const decode_args *a, int pass) {
     return min(a->pass_steps, all - pass * a->pass_steps);
 }
 
-typedef struct {
-    int index, parity;
-} ring_place;
-
-static __device__ __forceinline__ void advance(ring_place *place, int stages) {
-    if (++place->index == stages) {
-        place->index = 0;
-        place->parity ^= 1;
-    }
-}
-
-/* How far a warpgroup is: its next stage, and the first step of the next tile, modulo GROUPS. Steps
- * are dealt out over tiles and passes, so that a stage always comes to the same group. */
+/* How far a warpgroup is: its next stage, and the steps dealt out so far. Steps are dealt out over
+ * tiles and passes, so that a stage always comes to the same group. */
 typedef struct {
     ring_place next;
     int dealt;
@@ -304,41 +294,6 @@ template <int MT> struct product {
     float d[16 * MT]; /* m64 x n(32 * MT): [slice of the column][8 tokens][4] */
 };
 
-/* d = A B over 32 columns, or d += A B. */
-static __device__ __forceinline__ void multiply(product<1> &c, uint64_t a, uint64_t b, int add) {
-    float *d = c.d;
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "%16, %17, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-static __device__ __forceinline__ void multiply(product<2> &c, uint64_t a, uint64_t b, int add) {
-    float *d = c.d;
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                   "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                   "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
 /* Adds the meant blocks of a step to the warp's sums, [8 tokens][2]. A warp has rows g and g + 8 of
  * the operand: one row of W, in slices 2 * odd and 2 * odd + 1. */
 template <int MT>
@@ -391,7 +346,7 @@ static __device__ __forceinline__ void start_step(uint32_t ring, uint32_t codes,
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        multiply(c, w + 2 * i, x + 2 * i, i);
+        wgmma_e4m3(c.d, w + 2 * i, x + 2 * i, i);
     wgmma_commit();
 }
 

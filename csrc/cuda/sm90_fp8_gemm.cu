@@ -106,17 +106,6 @@ static __device__ place place_of(const gemm_args *a, int tile, int rank) {
     return p;
 }
 
-typedef struct {
-    int index, parity;
-} ring_place;
-
-static __device__ __forceinline__ void advance(ring_place *place, int stages) {
-    if (++place->index == stages) {
-        place->index = 0;
-        place->parity ^= 1;
-    }
-}
-
 /* ---- the producer ---- */
 
 /* Where operands come from and go to. */
