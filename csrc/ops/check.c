@@ -50,8 +50,16 @@ moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err) {
     return moq_check_device(t, name, (moq_device){MOQ_CPU, 0}, err);
 }
 
-static moq_status check_holds(const moq_tensor *t, const char *name, moq_dtype dtype,
-                              moq_err *err) {
+moq_status moq_check_usable(const moq_tensor *t, const char *name, moq_err *err) {
+    MOQ_TRY(moq_check_device(t, name, t->device, err));
+    moq_target target = moq_find_target(t->device);
+    if (target.missing[0])
+        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
+                        (int)t->device.index, target.missing);
+    return MOQ_OK;
+}
+
+moq_status moq_check_holds(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
     if (moq_holds(t, dtype))
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
@@ -60,7 +68,7 @@ static moq_status check_holds(const moq_tensor *t, const char *name, moq_dtype d
 }
 
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
-    MOQ_TRY(check_holds(t, name, dtype, err));
+    MOQ_TRY(moq_check_holds(t, name, dtype, err));
     return moq_check_host(t, name, err);
 }
 
@@ -68,12 +76,7 @@ moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *
     if (x->dtype != MOQ_DT_F32 && x->dtype != MOQ_DT_BF16 && x->dtype != MOQ_DT_F16)
         return moq_fail(err, MOQ_ERR_TYPE, "%s: expected float32, bfloat16 or float16, got %s",
                         name, moq_dtype_name(x->dtype));
-    MOQ_TRY(moq_check_device(x, name, x->device, err));
-    moq_target target = moq_find_target(x->device);
-    if (target.missing[0])
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
-                        (int)x->device.index, target.missing);
-    return MOQ_OK;
+    return moq_check_usable(x, name, err);
 }
 
 moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
@@ -96,7 +99,7 @@ bool moq_same_shape(const moq_tensor *a, const moq_tensor *b) {
 moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_tensor *expected,
                             const moq_tensor *const *inputs, int count, moq_err *err) {
     char want[128], got[128];
-    MOQ_TRY(check_holds(out, name, expected->dtype, err));
+    MOQ_TRY(moq_check_holds(out, name, expected->dtype, err));
     MOQ_TRY(moq_check_device(out, name, expected->device, err));
     if (!moq_same_shape(out, expected))
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s, got %s", name,

@@ -11,6 +11,10 @@ bool moq_holds(const moq_tensor *t, moq_dtype dtype);
 moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device device, moq_err *err);
 /* The same for host memory. */
 moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
+/* Memory of the host, or of a device that can be used, and a size that can be counted. */
+moq_status moq_check_usable(const moq_tensor *t, const char *name, moq_err *err);
+/* `dtype`, or raw integers of its width, wherever they are. */
+moq_status moq_check_holds(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
 /* Host memory holding `dtype`. */
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);
 /* Memory of float32, bfloat16 or float16, on the host or on a device that can be used. */

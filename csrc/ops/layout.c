@@ -6,7 +6,6 @@
 #include "cuda/cuda.h"
 #include "cuda/layout.h"
 #include "ops/check.h"
-#include "ops/target.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -18,49 +17,19 @@ static bool on_device(const moq_tensor *t) {
     return t->device.kind == MOQ_CUDA;
 }
 
-/* The tensor as if it were in host memory: for checks, which read none. */
-static moq_tensor placeless(const moq_tensor *t) {
-    moq_tensor same = *t;
-    same.device = (moq_device){MOQ_CPU, 0};
-    return same;
-}
-
-/* Memory of the host or of a device that can be used, and a size that can be counted. */
-static moq_status check_place(const moq_tensor *t, const char *name, moq_err *err) {
-    moq_target target = moq_find_target(t->device);
-    moq_tensor anywhere = placeless(t);
-    if (target.missing[0])
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
-                        (int)t->device.index, target.missing);
-    return moq_check_host(&anywhere, name, err);
-}
-
-static moq_status check_same_place(const moq_tensor *t, const char *name, moq_device device,
-                                   moq_err *err) {
-    char expected[32], got[32];
-    if (t->device.kind == device.kind && t->device.index == device.index)
-        return MOQ_OK;
-    moq_device_text(device, expected, sizeof expected);
-    return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one on %s", name,
-                    device.kind == MOQ_CPU ? "in host memory" : "on ",
-                    device.kind == MOQ_CPU ? "" : expected,
-                    moq_device_text(t->device, got, sizeof got));
-}
-
 /* One-byte elements whatever they mean. */
 static moq_status check_bytes(const moq_tensor *t, const char *name, moq_err *err) {
     if (moq_dtype_size(t->dtype) != 1 || t->dtype == MOQ_DT_BOOL)
         return moq_fail(err, MOQ_ERR_TYPE, "%s: expected a dtype of one byte, got %s", name,
                         moq_dtype_name(t->dtype));
-    return check_place(t, name, err);
+    return moq_check_usable(t, name, err);
 }
 
 static moq_status check_output(const moq_tensor *out, const moq_tensor *expected,
                                const moq_tensor *input, moq_err *err) {
-    moq_tensor out_anywhere = placeless(out), in_anywhere = placeless(input);
-    const moq_tensor *inputs[] = {&in_anywhere};
-    MOQ_TRY(check_same_place(out, "out", input->device, err));
-    return moq_check_output(&out_anywhere, "out", expected, inputs, 1, err);
+    moq_tensor there = *expected;
+    there.device = input->device;
+    return moq_check_output(out, "out", &there, &input, 1, err);
 }
 
 /* ---- one tensor to another ---- */
@@ -197,12 +166,11 @@ moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *s
                                    moq_err *err) {
     char shape[128];
     int64_t rows = 0;
-    moq_tensor codes = placeless(weight), factors = placeless(scale);
-    MOQ_TRY(moq_check_dtype(&codes, "weight", MOQ_DT_E4M3, err));
-    MOQ_TRY(moq_check_dtype(&factors, "weight_scale", MOQ_DT_F32, err));
-    MOQ_TRY(check_place(weight, "weight", err));
-    if (on_device(scale))
-        MOQ_TRY(check_same_place(scale, "weight_scale", weight->device, err));
+    moq_device host = {MOQ_CPU, 0};
+    MOQ_TRY(moq_check_holds(weight, "weight", MOQ_DT_E4M3, err));
+    MOQ_TRY(moq_check_holds(scale, "weight_scale", MOQ_DT_F32, err));
+    MOQ_TRY(moq_check_usable(weight, "weight", err));
+    MOQ_TRY(moq_check_device(scale, "weight_scale", on_device(scale) ? weight->device : host, err));
     if (count < 1)
         return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected at least one, got none");
     if (weight->ndim != 2)
@@ -325,13 +293,12 @@ static moq_status requantize(const moq_tensor *weight, const moq_tensor *scale,
 moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
                               const int64_t *partitions, int64_t count, void *stream,
                               const moq_tensor *out, const moq_tensor *max_scale, moq_err *err) {
-    moq_tensor expected, places[] = {placeless(weight), placeless(scale), placeless(out)};
-    const moq_tensor *inputs[] = {&places[0],
-                                  on_device(scale) == on_device(out) ? &places[1] : NULL};
+    moq_tensor expected;
+    const moq_tensor *inputs[] = {weight, scale};
     int32_t previous = 0;
     MOQ_TRY(moq_describe_requantize(weight, scale, partitions, count, &expected, err));
-    MOQ_TRY(check_same_place(out, "out", weight->device, err));
-    MOQ_TRY(moq_check_output(&places[2], "out", &expected, inputs, 2, err));
+    expected.device = weight->device;
+    MOQ_TRY(moq_check_output(out, "out", &expected, inputs, 2, err));
     scale_list scales = {.of = malloc((size_t)count * sizeof(float))};
     if (!scales.of)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %lld scales", (long long)count);

@@ -130,7 +130,8 @@ static bool suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t si
 }
 
 static bool can_run_fp8_decode(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size))
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
+        !has_int_rows(spec, reason, size))
         return false;
     if (spec->in_features % MOQ_FP8_BLOCK == 0)
         return true;
@@ -159,18 +160,14 @@ static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t 
 }
 
 static bool can_run_fp8_gemm(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size))
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
+        !is_sixteens("in_features", spec->in_features, reason, size) ||
+        !has_int_rows(spec, reason, size))
         return false;
-    if (!is_sixteens("in_features", spec->in_features, reason, size))
-        return false;
-    if (spec->out_features > INT32_MAX)
-        snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
-                 (long long)spec->out_features);
-    else if (spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1)
-        snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
-                 (int)spec->partition_count);
-    else
+    if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1)
         return true;
+    snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
+             (int)spec->partition_count);
     return false;
 }
 
@@ -199,7 +196,8 @@ static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size)
            has_int_rows(spec, reason, size);
 }
 
-/* Seconds: the steps of a block one after the other, bytes at 1 TB/s, products at 20 TFLOP/s. */
+/* Seconds, estimated and not measured: the steps of a block one after the other, bytes at 1 TB/s,
+ * products at 20 TFLOP/s. */
 static double cost_simt(const moq_linear_spec *spec, int64_t m) {
     double weights = (double)spec->in_features * (double)spec->out_features;
     double steps = (double)spec->in_features / 512;
@@ -207,8 +205,8 @@ static double cost_simt(const moq_linear_spec *spec, int64_t m) {
 }
 
 /* Seconds, estimated: x quantized, then W read at 1.5 TB/s or multiplied at `rate` a second, 16
- * rows of x at least. On Hopper these products have not been measured: there they come after the
- * kernel of every shape, which has been. */
+ * rows of x at least. On Hopper these products have not run: there they come after the kernel of
+ * every shape. */
 static double mma_cost(const moq_linear_spec *spec, int64_t m, double rate) {
     double weights = (double)spec->in_features * (double)spec->out_features;
     double products = weights * (double)(m < 16 ? 16 : m) / rate;

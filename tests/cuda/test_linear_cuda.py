@@ -126,10 +126,12 @@ def test_missing_input_scale_is_found_from_all_tokens(rng: Any) -> None:
 
 
 @pytest.mark.parametrize("algo", FP8)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e30, 1e-39])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38, 1e30, 1e-39])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("tokens", [6, 70])
 def test_extreme_activations(rng: Any, algo: str, value: float, scaled: bool, tokens: int) -> None:
+    if algo == "FP8_PB_WO" and value == 3e38:
+        pytest.skip("the sums of blocks leave float32: infinity or NaN, by the order in which they are added")
     layer = Layer(rng, algo, 256, [16, 20], "bfloat16", input_scale=scaled)
     x = layer.x(tokens)
     x[1, 77] = x[3] = reference.encode(np.float32([value]), "bfloat16")[0]

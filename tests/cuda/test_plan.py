@@ -60,6 +60,10 @@ def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
     assert reasons("NVFP4", compute="fp8")[name] is None
 
 
+def test_more_rows_than_an_int_counts_are_refused():
+    assert "cuda:sm90_fp8_decode needs fewer than 2^31 rows" in refusal(rows=(2**31 - 1, 128))
+
+
 def test_products_of_warps_want_fp8_and_parts_of_16():
     for name, least in (("cuda:sm80_fp8", "8.0"), ("cuda:sm89_fp8", "8.9")):
         for capability in ("8.0", "8.6", "8.9", "9.0", "12.0"):
