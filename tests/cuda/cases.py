@@ -12,6 +12,15 @@ torch = pytest.importorskip("torch")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def force(patch: pytest.MonkeyPatch, kernel: str) -> None:
+    """Makes layers of the test run on the kernel; skips the test where the device or the build has none."""
+    method = LinearMethod("FP8", 128, [128], device="cuda:0")
+    reason = dict(method._plan.explain())[kernel]
+    if reason is not None:
+        pytest.skip(f"{kernel}: {reason}")
+    patch.setenv("MOQEXT_KERNEL", kernel)
+
+
 def to_cuda(array: np.ndarray, dtype: str | None = None) -> Any:
     """The array on the device; 16-bit patterns become bfloat16 where `dtype` says so."""
     tensor = torch.from_numpy(np.ascontiguousarray(array)).cuda()

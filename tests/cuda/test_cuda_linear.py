@@ -16,8 +16,6 @@ from ..linear_cases import (
 pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("torch sees no CUDA device", allow_module_level=True)
 
 from .cases import OnDevice, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 

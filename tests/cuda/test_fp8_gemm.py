@@ -10,10 +10,8 @@ from ..linear_cases import assert_close, random_case, random_x
 pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("torch sees no Hopper device", allow_module_level=True)
 
-from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_fp8_gemm"
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
@@ -21,7 +19,7 @@ ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    monkeypatch.setenv("MOQEXT_KERNEL", NAME)
+    force(monkeypatch, NAME)
 
 
 def partitions(algo, rows):

@@ -10,10 +10,8 @@ from ..linear_cases import assert_close, assert_within_rounding, random_case, ra
 pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("torch sees no CUDA device", allow_module_level=True)
 
-from .cases import OnDevice, runnable, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, to_cuda, to_numpy  # noqa: E402
 
 AS_F16, AS_E4M3 = "cuda:sm80_fp8", "cuda:sm89_fp8"
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -21,9 +19,7 @@ ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 
 @pytest.fixture(params=[AS_F16, AS_E4M3])
 def kernel(request, monkeypatch):
-    if request.param not in runnable("FP8", 128, [128]):
-        pytest.skip(f"{request.param} does not run here")
-    monkeypatch.setenv("MOQEXT_KERNEL", request.param)
+    force(monkeypatch, request.param)
     return request.param
 
 
