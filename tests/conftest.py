@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+# JAX would take three quarters of a device's memory at once, from every other library of the process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 DATA = Path(__file__).parent / "data"
 
 

@@ -92,7 +92,7 @@ def test_a_capture_takes_what_reads_nothing_back(rng: Any) -> None:
 
 def test_tensors_of_different_places_are_refused(rng: Any) -> None:
     codes = rng.integers(0, 16, (64, 64), dtype=np.uint8)
-    with pytest.raises(BufferError, match=r"^out: expected a tensor on cuda:0, got one on cpu"):
+    with pytest.raises(BufferError, match=r"^out: expected a tensor on cuda:0, got one in host memory"):
         ops.pack_fp4(to_cuda(codes), out=np.zeros((64, 32), np.uint8))
     with pytest.raises(BufferError, match=r"^out: expected a tensor in host memory, got one on cuda:0"):
         ops.pack_fp4(codes, out=to_cuda(np.zeros((64, 32), np.uint8)))

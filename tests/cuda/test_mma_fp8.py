@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import OnDevice, force, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, on_host, to_cuda, to_numpy  # noqa: E402
 
 AS_F16, AS_E4M3 = "cuda:sm80_fp8", "cuda:sm89_fp8"
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -86,7 +86,7 @@ def test_hostile_values_as_on_the_cpu(rng, kernel, algo):
         x[6] *= np.float32(1e30 if dtype == "float32" else 1e3)
         with np.errstate(all="ignore"):
             x = x.astype(dtype)
-            host = case.method(dtype=dtype)
+            host = on_host(case, dtype=dtype)
             expected = host(x, host.prepare(case.listed())).astype(np.float64)
         y = to_numpy(OnDevice(case, dtype)(x)).astype(np.float64)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))

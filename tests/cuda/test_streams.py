@@ -42,11 +42,11 @@ class Protocol:
 
 
 def delayed(stream, x):
-    """A copy of `x` that is NaN until `stream` has slept for some milliseconds."""
+    """A copy of `x` that is NaN until `stream` has slept for a tenth of a second."""
     late = torch.full_like(x, float("nan"))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(200_000_000)
         late.copy_(x)
     return late
 
