@@ -6,7 +6,7 @@ the one shared library; nvcc never links.
 
 Environment:
   MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it
-  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f"; sm90_*.cu are compiled for 90a alone
+  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
@@ -31,7 +31,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-DEFAULT_ARCHS = "80;89;90a;100f;120f"
+DEFAULT_ARCHS = "80;89;90a;100f;120f;89-virtual"
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
 # Options of files by the end of their name. Files of csrc/cpu for one vector extension end in its name;
@@ -168,8 +168,11 @@ def archs_of(source, archs):
 
 
 def gencode(archs):
-    """Turns "80;90a;120f" into nvcc's long-form -gencode options."""
-    return [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";") if arch]
+    """Turns "80;90a;89-virtual" into nvcc's long-form -gencode options: machine code, or PTX."""
+    codes = [(arch.removesuffix("-virtual"), arch.endswith("-virtual")) for arch in archs.split(";") if arch]
+    return [
+        f"-gencode=arch=compute_{arch},code={'compute' if virtual else 'sm'}_{arch}" for arch, virtual in codes
+    ]
 
 
 # ----------------------------------------------------------------------------------------- compiling

@@ -10,10 +10,13 @@
 /* Multiprocessors of a chip that is not here: those of an H100 or H200. */
 #define USUAL_SM_COUNT 132
 
-/* Code of 9.0a runs on 9.0 alone; that of 10.0f and of 8.0 also on later minor versions. */
+/* Code of 9.0a runs on 9.0 alone; that of 10.0f and of 8.0 also on later minor versions; PTX, which
+ * the driver compiles, on everything later. */
 static bool arch_runs_on(int32_t arch, char suffix, int32_t capability) {
     if (suffix == 'a')
         return arch == capability;
+    if (suffix == '-')
+        return arch <= capability;
     return arch / 10 == capability / 10 && arch <= capability;
 }
 
