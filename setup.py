@@ -169,10 +169,11 @@ def archs_of(source, archs):
 
 def gencode(archs):
     """Turns "80;90a;89-virtual" into nvcc's long-form -gencode options: machine code, or PTX."""
-    codes = [(arch.removesuffix("-virtual"), arch.endswith("-virtual")) for arch in archs.split(";") if arch]
-    return [
-        f"-gencode=arch=compute_{arch},code={'compute' if virtual else 'sm'}_{arch}" for arch, virtual in codes
-    ]
+    options = []
+    for arch in filter(None, archs.split(";")):
+        number = arch.removesuffix("-virtual")
+        options.append(f"-gencode=arch=compute_{number},code={'sm' if arch == number else 'compute'}_{number}")
+    return options
 
 
 # ----------------------------------------------------------------------------------------- compiling
