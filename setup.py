@@ -172,7 +172,9 @@ def gencode(archs):
     options = []
     for arch in filter(None, archs.split(";")):
         number = arch.removesuffix("-virtual")
-        options.append(f"-gencode=arch=compute_{number},code={'sm' if arch == number else 'compute'}_{number}")
+        options.append(
+            f"-gencode=arch=compute_{number},code={'sm' if arch == number else 'compute'}_{number}"
+        )
     return options
 
 
