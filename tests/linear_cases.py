@@ -131,7 +131,7 @@ HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
 FLOAT32_SUMS = 1e-5
-FP8_CORE_SUMS = 2.0**-13
+FP8_CORE_SUMS = 2.0**-12
 """What sums may be off by, of the magnitudes: the FP8 tensor cores of Hopper keep 14 bits of 128 columns."""
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moqext import LinearMethod, ops, reference
 
-from ..linear_cases import LIMITS, random_case, random_x
+from ..linear_cases import FP8_CORE_SUMS, LIMITS, assert_within_rounding, random_case, random_x
 from .cases import params_to_cuda, poisoned, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -50,14 +50,11 @@ class Layer:
 
 
 def assert_near(y: Any, exact: Any, dtype: str) -> None:
-    """The limits of the contract against the value before the rounding, which spends two thirds of them.
-
-    A norm says nothing of fewer outputs than 64: one rounding alone may be 3.9e-3.
-    """
+    """The limits of the contract against the value before the rounding, which spends two thirds of them."""
     limit, limit_max = LIMITS[dtype]
     difference = np.abs(y.astype(np.float64) - exact)
     assert np.isfinite(difference).all()
-    assert y.size < 64 or np.linalg.norm(difference) <= limit * np.linalg.norm(exact)
+    assert np.linalg.norm(difference) <= limit * np.linalg.norm(exact)
     assert (difference <= limit_max * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
@@ -93,10 +90,15 @@ def test_widths_that_no_kernel_likes(rng: Any, algo: str, columns: int) -> None:
     "rows", [[1], [8], [100], [1, 7, 9, 15, 17], [127, 129, 1], [4104], [1024, 128, 130], [3] * 64]
 )
 def test_heights_and_partitions(rng: Any, algo: str, rows: list[int]) -> None:
+    """A row of few outputs may be all cancellation, so that no norm bounds it."""
     layer = Layer(rng, algo, 384, rows, "bfloat16")
     for tokens in (1, 5, 16, 64, 150):
         x = layer.x(tokens)
-        assert_near(layer.run(x), layer.case.expected(reference.as_float32(x)), "bfloat16")
+        values = reference.as_float32(x)
+        y, exact = layer.run(x), layer.case.expected(values)
+        assert_within_rounding(y, exact, layer.case.magnitude(values), "bfloat16", FP8_CORE_SUMS)
+        if sum(rows) > 16:
+            assert_near(y, exact, "bfloat16")
 
 
 @pytest.mark.parametrize("algo", FP8)
