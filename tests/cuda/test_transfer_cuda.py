@@ -38,13 +38,11 @@ def test_torch_shares_it_and_may_outlive_it(rng: Any) -> None:
 
 
 def test_memory_is_given_back() -> None:
-    x = np.zeros(64 << 20, np.uint8)
-    ops.to_device(x)
-    before = torch.cuda.mem_get_info()[0]
-    kept = [ops.to_device(x) for _ in range(4)]
-    assert torch.cuda.mem_get_info()[0] <= before - 4 * x.nbytes
-    del kept
-    assert torch.cuda.mem_get_info()[0] == before
+    """What all turns take together is twice what the device has."""
+    x = np.zeros(1 << 30, np.uint8)
+    turns = 2 * torch.cuda.mem_get_info()[1] // x.nbytes
+    for _ in range(turns):
+        ops.to_device(x)
 
 
 def test_bfloat16_of_torch_comes_as_bits() -> None:
