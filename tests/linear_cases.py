@@ -134,8 +134,8 @@ FLOAT32_SUMS = 1e-5
 FP8_CORE_SUMS = 2.0**-11
 """What sums may be off by, of the magnitudes summed.
 
-The FP8 tensor cores of Hopper drop of each product what is below 2^-13 of the largest: half of that on average,
-and 2^-11 of all magnitudes where the largest is eight times the mean, which is rare among 128 products.
+The FP8 tensor cores of Hopper drop of each product what is below 2^-13 of the largest: half of that on
+average, and 2^-11 of all magnitudes where the largest is eight times the mean.
 """
 
 
