@@ -5,6 +5,7 @@
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
 #   make format       apply the formatters
@@ -16,6 +17,7 @@ PYTHON ?= python3
 PYTEST ?=
 SECONDS ?= 20
 FUZZ   ?=
+TOOL   ?= memcheck
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
 # The tests and the demo run what was installed, never the source tree they are started in.
@@ -25,7 +27,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test oldest lint format sanitize fuzz checkpoints clean
+.PHONY: demo test oldest lint format sanitize sanitize-cuda fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -56,6 +58,10 @@ SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fi
 
 sanitize: .venv-sanitize/.installed
 	$(SANITIZED) .venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+
+# The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
+sanitize-cuda:
+	compute-sanitizer --tool $(TOOL) --error-exitcode 9 $(PYTHON) -m pytest -q -m "gpu and not slow" tests/cuda $(PYTEST)
 
 # The check comes first, before anything is built for nothing.
 fuzz:

@@ -193,6 +193,7 @@ def test_scales_anywhere_in_memory(rng, monkeypatch, algo):
     layer.check(layer.run(x), x)
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_grid_has(rng, monkeypatch):
     """70,001 rows, an odd number, so that the results of block scales go through the workspace."""
     layer = Layer(monkeypatch, random_case(rng, "FP8_PB_WO", 128, [16]), "bfloat16")
@@ -200,6 +201,7 @@ def test_more_rows_than_a_grid_has(rng, monkeypatch):
     layer.check(layer.run(x), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_every_algorithm_is_right(rng, monkeypatch, algo):
     """What tune() chooses among; each with the limits of the contract, and the same in every run."""
@@ -218,6 +220,7 @@ def test_every_algorithm_is_right(rng, monkeypatch, algo):
             np.testing.assert_array_equal(y, layer.run(x))
 
 
+@pytest.mark.slow
 def test_the_first_call_cannot_be_captured(monkeypatch):
     """In a process of its own, since a handle is made once."""
     code = """

@@ -116,6 +116,7 @@ def test_simt_gives_a_row_the_same_bits_alone_and_among_many(rng, simt):
             assert bits(layer(x[row : row + 1])) == bits(y[row : row + 1])
 
 
+@pytest.mark.slow
 def test_more_than_65535_rows_and_4_gib_of_x(simt):
     rng = np.random.default_rng(1)
     columns, tokens = 32768, 66001
@@ -129,6 +130,7 @@ def test_more_than_65535_rows_and_4_gib_of_x(simt):
         assert bits(y[row : row + 1]) == bits(layer(x[row : row + 1].clone()))
 
 
+@pytest.mark.slow
 def test_more_than_4_gib_of_weight(simt):
     rng = np.random.default_rng(2)
     columns, rows = 32768, 140_000

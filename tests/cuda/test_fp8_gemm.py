@@ -51,6 +51,7 @@ def test_columns_of_all_lengths(rng, algo):
         check(case, OnDevice(case, "bfloat16"), random_x(rng, (50, columns), "bfloat16"), "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_many_tiles(rng, algo):
     """More tiles than multiprocessors, of the large shapes and of pairs of blocks."""
@@ -78,6 +79,7 @@ def test_nothing_around_the_result_is_written(rng):
     assert int((~memory.isnan()).sum()) == out.numel()
 
 
+@pytest.mark.slow
 def test_more_than_65535_tokens():
     rng = np.random.default_rng(3)
     case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 128, [24])

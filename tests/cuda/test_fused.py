@@ -79,6 +79,7 @@ def test_rms_norm(rng, shape, dtype):
                     compare(ops.rms_norm_quantize, x, weight, 0.0, scheme, residual=residual, scale=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_gate_of_16_bits(dtype):
     """silu on the device against the reference: up is 1, and three scales show every code E4M3 has."""

@@ -67,6 +67,7 @@ def test_tokens(rng: Any, algo: str, dtype: str) -> None:
         assert_near(layer.run(x), layer.case.expected(reference.as_float32(x)), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", FP8)
 @pytest.mark.parametrize("columns", [128, 384, 640, 4096, 7168, 14336, 28672])
 def test_widths(rng: Any, algo: str, columns: int) -> None:
@@ -101,6 +102,7 @@ def test_heights_and_partitions(rng: Any, algo: str, rows: list[int]) -> None:
             assert_near(y, exact, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", FP8)
 @pytest.mark.parametrize("columns, rows", [(28672, [4104]), (4096, [14336, 1000]), (7168, [2112, 8])])
 def test_large_weights(rng: Any, algo: str, columns: int, rows: list[int]) -> None:

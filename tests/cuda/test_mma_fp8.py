@@ -47,6 +47,7 @@ def test_shapes_around_tiles(rng, kernel, algo):
             check(case, layer, tokens, rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_random_shapes(rng, kernel, algo):
     for dtype in dtypes_of(kernel):
@@ -59,6 +60,7 @@ def test_random_shapes(rng, kernel, algo):
                 check(case, layer, int(tokens), rng, rng.standard_normal(sum(rows)).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_large_tiles(rng, kernel, algo):
     """As many as the chip has multiprocessors and more, so that the tiles of 128 x 128 are taken."""
@@ -97,6 +99,7 @@ def test_hostile_values_as_on_the_cpu(rng, kernel, algo):
         assert not (apart & np.isfinite(expected)).any()
 
 
+@pytest.mark.slow
 def test_every_code_of_both_operands(rng, kernel):
     """x holds each of the 256 codes in turn, so does W; NaN reaches its own row and column alone."""
     codes = np.arange(256, dtype=np.uint8)

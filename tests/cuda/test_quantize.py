@@ -92,6 +92,7 @@ def test_the_bits_of_the_cpu(rng, shape, dtype):
                 compare(x, host, "fp8_group", group_size=group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_quotients_are_those_of_a_division(rng, dtype):
     """Every 16-bit value under random scales, and under those that lie next to a tie."""
@@ -109,6 +110,7 @@ def test_quotients_are_those_of_a_division(rng, dtype):
     compare(host.cuda(), host, "nvfp4")
 
 
+@pytest.mark.slow
 def test_float32_quotients_next_to_ties(rng):
     """x = tie * scale and its neighbours, where one wrong bit of a quotient is another code."""
     ties = np.array([(2 * m + 1) * 2.0**e for e in range(-10, 5) for m in range(8, 16)], np.float32)
@@ -226,6 +228,7 @@ def test_refusals(rng):
         ops.quantize(host, "fp8_token", out=x.to(torch.float8_e4m3fn))
 
 
+@pytest.mark.slow
 def test_more_than_four_gigabytes():
     """Offsets beyond 2^32, checked where they are: at the end."""
     rows, columns = 300000, 8192
