@@ -17,8 +17,7 @@ moq_status moq_assume_target(moq_device device, const char *capability, moq_targ
 /* MOQ_ERR_UNSUPPORTED where an assumed target is not what `device` is. */
 moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err);
 
-/* Whether code compiled for `archs`, as in "80;90a;100f;89-virtual", runs on a compute capability.
- */
+/* Whether code for `archs`, as in "80;90a;100f;89-virtual", runs on a compute capability. */
 bool moq_archs_run_on(const char *archs, int32_t capability);
 
 #endif
