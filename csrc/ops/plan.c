@@ -324,8 +324,8 @@ static moq_status refuse(const moq_linear_spec *spec, moq_err *err) {
                     spec->target.missing[0] ? spec->target.missing : reasons);
 }
 
-moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
-                                moq_linear_plan *plan, moq_err *err) {
+static moq_status collect(const moq_linear_spec *spec, const char *forced, moq_linear_plan *plan,
+                          moq_err *err) {
     char reason[256];
     plan->count = plan->tuned_count = 0;
     if (forced && *forced)
@@ -335,6 +335,29 @@ moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
             plan->kernel[plan->count++] = &KERNELS[i];
     }
     return plan->count ? MOQ_OK : refuse(spec, err);
+}
+
+static const moq_linear_kernel *find_cheapest(const moq_linear_plan *plan,
+                                              const moq_linear_spec *spec, int64_t m) {
+    const moq_linear_kernel *best = plan->kernel[0];
+    double least = best->cost(spec, m);
+    for (int i = 1; i < plan->count; i++) {
+        double seconds = plan->kernel[i]->cost(spec, m);
+        if (seconds < least) {
+            best = plan->kernel[i];
+            least = seconds;
+        }
+    }
+    return best;
+}
+
+moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
+                                moq_linear_plan *plan, moq_err *err) {
+    MOQ_TRY(collect(spec, forced, plan, err));
+    for (int64_t m = 1; m <= MOQ_FEW_TOKENS; m++)
+        plan->few[m] = find_cheapest(plan, spec, m);
+    plan->few[0] = plan->few[1]; /* nothing runs */
+    return MOQ_OK;
 }
 
 static int find_tuned(const moq_linear_plan *plan, int64_t m) {
@@ -347,15 +370,11 @@ static int find_tuned(const moq_linear_plan *plan, int64_t m) {
 
 moq_linear_choice moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
                                   int64_t m) {
-    moq_linear_choice best = {plan->kernel[0], 0};
     int tuned = plan->tuned_count ? find_tuned(plan, m) : 0;
     if (tuned < plan->tuned_count)
         return plan->tuned[tuned].choice;
-    for (int i = 1; i < plan->count; i++) {
-        if (plan->kernel[i]->cost(spec, m) < best.kernel->cost(spec, m))
-            best.kernel = plan->kernel[i];
-    }
-    return best;
+    return (moq_linear_choice){m <= MOQ_FEW_TOKENS ? plan->few[m] : find_cheapest(plan, spec, m),
+                               0};
 }
 
 moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,

@@ -32,10 +32,13 @@ typedef struct {
 
 /* Numbers of tokens for which tuning has chosen. */
 #define MOQ_MAX_TUNED 64
+/* Up to so many rows the cheapest kernel is found when the plan is made: their calls are short. */
+#define MOQ_FEW_TOKENS 64
 
 typedef struct {
     int count;
     const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
+    const moq_linear_kernel *few[MOQ_FEW_TOKENS + 1]; /* by the number of rows */
     int tuned_count;
     struct {
         int64_t bucket; /* moq_token_bucket */

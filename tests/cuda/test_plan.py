@@ -37,6 +37,14 @@ def test_every_layer_has_a_kernel_from_ampere_on(algo, capability):
     assert reasons(algo, columns=4112, capability=capability)["cuda:simt"] is None
 
 
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"])
+def test_a_kernel_for_every_number_of_rows(algo):
+    plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", capability="9.0")
+    runnable = {name for name, reason in plan.explain() if reason is None}
+    assert {plan.backend(tokens) for tokens in (*range(80), 1000, 2**31)} <= runnable
+    assert plan.backend(0) == plan.backend(1)
+
+
 def test_older_chips_have_none():
     text = refusal(capability="7.5")
     assert "cuda:simt needs compute capability 8.0 or later, this device has 7.5" in text
