@@ -68,8 +68,9 @@ static int check_allocation(const DLManagedTensorVersioned *managed, const moq_t
     return -1;
 }
 
-static PyObject *exchange_new(const DLPackExchangeAPI *api, const moq_tensor *wanted,
-                              moq_arg *out) {
+/* Memory that the caller owns; NULL with an exception. */
+static DLManagedTensorVersioned *exchange_allocate(const DLPackExchangeAPI *api,
+                                                   const moq_tensor *wanted, moq_tensor *view) {
     if (!api->managed_tensor_allocator || !api->managed_tensor_to_py_object_no_sync) {
         PyErr_SetString(PyExc_TypeError,
                         "out: x's framework exports no allocator, pass out= instead");
@@ -84,17 +85,25 @@ static PyObject *exchange_new(const DLPackExchangeAPI *api, const moq_tensor *wa
         .shape = shape,
     };
     DLManagedTensorVersioned *managed = NULL;
-    allocator_error error = {0};
+    allocator_error error;
+    error.kind[0] = error.message[0] = 0;
     if (api->managed_tensor_allocator(&prototype, &managed, &error, record_error) != 0 ||
         !managed) {
         raise_allocator_error(&error);
         return NULL;
     }
-    if (check_allocation(managed, wanted, &out->view) < 0) {
-        moq_managed_release(managed);
-        return NULL;
-    }
+    if (check_allocation(managed, wanted, view) == 0)
+        return managed;
+    moq_managed_release(managed);
+    return NULL;
+}
+
+static PyObject *exchange_new(const DLPackExchangeAPI *api, const moq_tensor *wanted,
+                              moq_arg *out) {
     void *object = NULL;
+    DLManagedTensorVersioned *managed = exchange_allocate(api, wanted, &out->view);
+    if (!managed)
+        return NULL;
     /* Steals `managed`, on failure too. */
     if (api->managed_tensor_to_py_object_no_sync(managed, &object) != 0 || !object) {
         if (!PyErr_Occurred())
@@ -241,6 +250,21 @@ PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtyp
     out->view.dtype = dtype;
     out->object = Py_NewRef(object);
     return object;
+}
+
+int moq_arg_take_memory(moq_state *state, const moq_arg *like, int64_t bytes, moq_arg *out) {
+    *out = (moq_arg){.name = "workspace"};
+    if (bytes == 0)
+        return 0;
+    if (!like->exchange) {
+        PyObject *object = moq_arg_new_like(state, like, MOQ_DT_U8, 1, &bytes, out);
+        Py_XDECREF(object); /* *out has another reference */
+        return object ? 0 : -1;
+    }
+    moq_tensor wanted = {
+        .dtype = MOQ_DT_U8, .device = like->view.device, .ndim = 1, .shape = {bytes}};
+    out->managed = exchange_allocate(like->exchange, &wanted, &out->view);
+    return out->managed ? 0 : -1;
 }
 
 PyObject *moq_arg_output(moq_state *state, PyObject *given, const moq_arg *like, moq_dtype dtype,

@@ -432,15 +432,15 @@ static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject 
     return 0;
 }
 
-/* Device memory to process weights in, or None where it takes none. */
-static PyObject *open_prepare_workspace(moq_state *state, const moq_linear_spec *spec,
-                                        const moq_arg *weight, moq_arg *workspace) {
+/* Device memory to process weights in. */
+static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, const moq_arg *weight,
+                               moq_arg *out) {
     int64_t bytes = moq_prepare_workspace(spec);
-    if (bytes == 0)
-        return Py_NewRef(Py_None);
-    if (weight->exchange)
-        return moq_arg_new_like(state, weight, MOQ_DT_U8, 1, &bytes, workspace);
-    return moq_owned_new(state, MOQ_DT_U8, spec->device, 1, &bytes, &workspace->view);
+    if (bytes == 0 || weight->exchange)
+        return moq_arg_take_memory(state, weight, bytes, out);
+    *out = (moq_arg){.name = "workspace"};
+    out->object = moq_owned_new(state, MOQ_DT_U8, spec->device, 1, &bytes, &out->view);
+    return out->object ? 0 : -1;
 }
 
 static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
@@ -456,16 +456,14 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
         source[s] = (moq_source){p->source[s].count, p->source[s].view};
     moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
                                   source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
-    moq_arg workspace = {0};
-    PyObject *memory = open_prepare_workspace(state, spec, weight, &workspace);
-    if (!memory)
+    moq_arg workspace;
+    if (take_prepare_memory(state, spec, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
     Py_BEGIN_ALLOW_THREADS
     status = moq_linear_prepare(spec, &sources, way, params, &err);
     Py_END_ALLOW_THREADS
     moq_arg_release(&workspace);
-    Py_DECREF(memory);
     if (status == MOQ_OK)
         return 0;
     moq_raise(state, &err);
@@ -577,29 +575,17 @@ static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *ob
     return arg->view.dtype == MOQ_DT_F32 ? 0 : moq_arg_reinterpret(arg, spec->dtype);
 }
 
-/* Memory of y's framework for a call to work in, or None where it needs none. Frameworks order its
- * reuse after the call on the current stream. */
-static PyObject *open_workspace(moq_state *state, const moq_linear_job *job, const moq_arg *y,
-                                moq_arg *workspace) {
-    int64_t bytes = moq_linear_workspace(job);
-    if (bytes == 0)
-        return Py_NewRef(Py_None);
-    return moq_arg_new_like(state, y, MOQ_DT_U8, 1, &bytes, workspace);
-}
-
 static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *y) {
-    moq_arg workspace = {0};
+    moq_arg workspace;
     moq_err err;
     moq_status status;
-    PyObject *memory = open_workspace(state, job, y, &workspace);
-    if (!memory)
+    if (moq_arg_take_memory(state, y, moq_linear_workspace(job), &workspace) < 0)
         return -1;
     job->call.workspace = workspace.view.data;
     Py_BEGIN_ALLOW_THREADS
     status = moq_linear_run(job, &err);
     Py_END_ALLOW_THREADS
     moq_arg_release(&workspace);
-    Py_DECREF(memory);
     if (status != MOQ_OK)
         moq_raise(state, &err);
     return status == MOQ_OK ? 0 : -1;

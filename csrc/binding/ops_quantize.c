@@ -79,23 +79,19 @@ static int take_results(moq_state *state, const wishes *w, const moq_arg *x,
     return 0;
 }
 
-/* Runs with memory of the framework of x to work in, where the plan needs some. Frameworks order
- * its reuse after the call on the stream. */
+/* Runs with memory of the framework of x to work in, where the plan needs some. */
 static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *plan,
                   moq_quantize_call *call) {
-    int64_t bytes = moq_quantize_workspace(plan);
-    moq_arg workspace = {0};
+    moq_arg workspace;
     moq_status status;
     moq_err err;
-    PyObject *memory = bytes ? moq_arg_new_like(state, x, MOQ_DT_U8, 1, &bytes, &workspace) : NULL;
-    if (bytes && !memory)
+    if (moq_arg_take_memory(state, x, moq_quantize_workspace(plan), &workspace) < 0)
         return -1;
     call->workspace = workspace.view.data;
     Py_BEGIN_ALLOW_THREADS;
     status = moq_run_quantize(plan, call, &err);
     Py_END_ALLOW_THREADS;
     moq_arg_release(&workspace);
-    Py_XDECREF(memory);
     if (status != MOQ_OK)
         moq_raise(state, &err);
     return status == MOQ_OK ? 0 : -1;

@@ -70,6 +70,9 @@ int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in);
  * (new reference) and fills *out with its view as `dtype`. Then moq_arg_finish, filled or not. */
 PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtype, int32_t ndim,
                            const int64_t *shape, moq_arg *out);
+/* Bytes of the framework and device of `like` to work in until moq_arg_release; NULL for 0 bytes.
+ * Frameworks order the reuse of memory after what is queued on their current stream. */
+int moq_arg_take_memory(moq_state *state, const moq_arg *like, int64_t bytes, moq_arg *out);
 /* The output of an op: `given` (its out= argument; may be NULL or None) taken as an output, read as
  * `dtype` and kept apart from `like`, or else a new tensor. An op that reads more than `like` calls
  * moq_arg_refuse_overlap for the others, and one that takes out= checks its shape. Returns the
