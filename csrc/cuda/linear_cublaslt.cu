@@ -5,8 +5,9 @@
  *   output_scale of its first row, which all of its rows have; vectors for several partitions that
  *   share one of x;
  * - one a token: vectors, sx [m] and output_scale [N]; or none, and sums in float32 that the last
- *   kernel scales, where the library has no vectors, or tuning finds it faster: its kernels for
- *   vectors leave the chip empty while there are few tiles;
+ *   kernel scales, where the library has no vectors, or where that is expected to be faster: its
+ *   kernels for vectors leave the chip empty while there are few tiles. Variants from
+ *   MOQ_MAX_ALGORITHMS on are those of the other way;
  * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
  *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing.
  *
@@ -40,11 +41,16 @@ static moq_scaling scaling_of(const moq_linear_spec *spec) {
     return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
 }
 
-/* Whether sums of a product with vectors are scaled by the last kernel: where the library has none,
- * and where tuning says so. */
+/* Whether there are two ways to scale by vectors: by the library, and by the last kernel. */
+static bool has_two_ways(const moq_linear_spec *spec) {
+    return scaling_of(spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(spec);
+}
+
+/* Whether sums of a product are scaled by the last kernel. */
 static bool scales_after(const moq_linear_call *call) {
+    bool other = has_two_ways(call->spec) && call->variant >= MOQ_MAX_ALGORITHMS;
     return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
-           (!moq_cublaslt_has_vectors(call->spec) || call->variant >= MOQ_MAX_ALGORITHMS);
+           moq_cublaslt_scales_after(call->spec, call->m) != other;
 }
 
 /* ---- the workspace ---- */
@@ -374,9 +380,7 @@ static uint32_t variants_from(moq_linear_call call, int32_t first) {
 
 extern "C" uint32_t moq_cublaslt_variants(const moq_linear_call *call) {
     uint32_t first = variants_from(*call, 0);
-    bool two_ways =
-        scaling_of(call->spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(call->spec);
-    return two_ways ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
+    return has_two_ways(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }
 
 static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
