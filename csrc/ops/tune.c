@@ -12,16 +12,24 @@
 #include <time.h>
 
 #define ROUNDS 5 /* each candidate once a round; the median counts */
-/* Calls of a measurement, and copies of the weight: as many as hold this many times the
- * second-level cache, so that no call finds its weight there. */
-#define MIN_CALLS    4
+/* One that takes this many times the fastest's time in the first round is in no other. */
+#define HOPELESS 3.0
+/* Calls in a row that are measured together: kernels that overlap with their predecessor find
+ * their pace only after a dozen. Fewer where they would take longer than LONG. */
+#define CUDA_CALLS 24
+#define CPU_CALLS  4
+#define LONG       0.02
+/* Copies of the weight: as many as hold this many times the second-level cache, so that no call
+ * finds its weight there. */
 #define MAX_COPIES   32
-#define CACHE_FACTOR 2.5
+#define CACHE_FACTOR 5
 #define TILE         65536 /* random values, repeated along x */
 
 typedef struct {
     moq_linear_job job;
+    int calls;
     void *graph; /* CUDA: the recorded calls */
+    int rounds;
     double seconds[ROUNDS];
 } candidate;
 
@@ -49,6 +57,10 @@ static moq_status allocate(const bench *b, int64_t bytes, void **out, moq_err *e
         return moq_cuda_allocate((size_t)bytes, b->stream, out, err);
     *out = malloc((size_t)bytes);
     return *out ? MOQ_OK : moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+}
+
+static moq_status wait_for(const bench *b, moq_err *err) {
+    return on_cuda(b) ? moq_cuda_wait(b->stream, err) : MOQ_OK;
 }
 
 static void release(const bench *b, void *memory) {
@@ -170,10 +182,6 @@ typedef struct {
     int calls;
 } run_args;
 
-static int calls_of(const bench *b) {
-    return b->copies > MIN_CALLS ? b->copies : MIN_CALLS;
-}
-
 static moq_status run_calls(void *data, moq_err *err) {
     run_args *a = data;
     for (int i = 0; i < a->calls; i++) {
@@ -184,29 +192,40 @@ static moq_status run_calls(void *data, moq_err *err) {
     return MOQ_OK;
 }
 
-/* The first call outside of a graph: what is done once a process cannot be recorded. */
-static moq_status warm_up(bench *b, candidate *c, moq_err *err) {
-    run_args once = {b, &c->job, 1}, all = {b, &c->job, calls_of(b)};
-    MOQ_TRY(run_calls(&once, err));
-    return on_cuda(b) ? moq_cuda_record(b->stream, run_calls, &all, &c->graph, err) : MOQ_OK;
-}
-
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static moq_status time_once(const bench *b, candidate *c, double *seconds, moq_err *err) {
-    run_args all = {b, &c->job, calls_of(b)};
+static int calls_for(const bench *b, double seconds) {
+    double most = fmax(b->copies, on_cuda(b) ? CUDA_CALLS : CPU_CALLS);
+    return (int)fmax(1, fmin(most, LONG / seconds));
+}
+
+/* The first call outside of a graph: what is done once a process cannot be recorded. The second
+ * tells about how long one takes. */
+static moq_status warm_up(bench *b, candidate *c, moq_err *err) {
+    run_args once = {b, &c->job, 1}, all = {b, &c->job, 0};
+    MOQ_TRY(run_calls(&once, err));
+    MOQ_TRY(wait_for(b, err));
     double begin = now();
+    MOQ_TRY(run_calls(&once, err));
+    MOQ_TRY(wait_for(b, err));
+    all.calls = c->calls = calls_for(b, now() - begin);
+    return on_cuda(b) ? moq_cuda_record(b->stream, run_calls, &all, &c->graph, err) : MOQ_OK;
+}
+
+static moq_status time_once(const bench *b, candidate *c, moq_err *err) {
+    run_args all = {b, &c->job, c->calls};
+    double begin = now(), *seconds = &c->seconds[c->rounds++];
     if (on_cuda(b))
         MOQ_TRY(moq_cuda_replay(c->graph, b->stream, seconds, err));
     else
         MOQ_TRY(run_calls(&all, err));
     if (!on_cuda(b))
         *seconds = now() - begin;
-    *seconds /= calls_of(b);
+    *seconds /= c->calls;
     return MOQ_OK;
 }
 
@@ -215,14 +234,26 @@ static int compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static double fastest_first(const bench *b) {
+    double least = INFINITY;
+    for (int i = 0; i < b->count; i++)
+        least = fmin(least, b->candidate[i].seconds[0]);
+    return least;
+}
+
 static moq_status time_all(bench *b, moq_err *err) {
+    double limit = INFINITY;
     for (int i = 0; i < b->count; i++)
         MOQ_TRY(warm_up(b, &b->candidate[i], err));
-    for (int round = 0; round < ROUNDS; round++)
+    for (int round = 0; round < ROUNDS; round++) {
         for (int i = 0; i < b->count; i++)
-            MOQ_TRY(time_once(b, &b->candidate[i], &b->candidate[i].seconds[round], err));
+            if (b->candidate[i].seconds[0] < limit)
+                MOQ_TRY(time_once(b, &b->candidate[i], err));
+        if (round == 0)
+            limit = HOPELESS * fastest_first(b);
+    }
     for (int i = 0; i < b->count; i++)
-        qsort(b->candidate[i].seconds, ROUNDS, sizeof(double), compare);
+        qsort(b->candidate[i].seconds, (size_t)b->candidate[i].rounds, sizeof(double), compare);
     return MOQ_OK;
 }
 
@@ -261,7 +292,7 @@ static void report(const bench *b, moq_linear_timing *timings, int *count) {
     for (int i = 0; i < b->count; i++) {
         const candidate *c = &b->candidate[i];
         timings[i] =
-            (moq_linear_timing){{c->job.kernel, c->job.call.variant}, c->seconds[ROUNDS / 2]};
+            (moq_linear_timing){{c->job.kernel, c->job.call.variant}, c->seconds[c->rounds / 2]};
     }
     qsort(timings, (size_t)b->count, sizeof *timings, compare_timings);
 }
