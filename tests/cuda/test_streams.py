@@ -262,6 +262,17 @@ def test_threads_each_with_a_stream(layer, x):
     assert failures == []
 
 
+def test_the_first_work_of_a_thread(layer, x):
+    """A thread that has no context of the device yet."""
+    y, out = layer(x), poisoned(5, ROWS, dtype="bfloat16")
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: layer.method(x, layer.params, out=out, stream=0))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(out, y)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 def test_the_device_is_that_of_the_tensors(rng):
     case = random_case(rng, "FP8", COLUMNS, [ROWS])
