@@ -150,7 +150,10 @@ class LinearMethod:
         Args:
             params: The tensors of `checkpoint_params` by name. Each may also be a list of one tensor per
                 partition, and a scale a number. A scalar scale serves all partitions.
-            out: Prepared tensors of an earlier call to overwrite, for a reload in place.
+            out: Prepared tensors of an earlier call to overwrite, for a reload in place. Where the prepared
+                "weight" or "weight_scale" has the bytes of the checkpoint's (all but NVFP4 with
+                compute="fp8"), it may be that tensor itself, if that is one and contiguous: no second
+                weight is in memory then.
 
         Returns:
             A new dict of tensors of the same framework as the weight, or `out`.
@@ -160,7 +163,8 @@ class LinearMethod:
                 `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds (negative,
                 infinite or NaN). A weight scale of zero means that the weight is zero.
             TypeError: A tensor of another dtype.
-            BufferError: Memory that cannot be read or written, or `out` sharing memory with `params`.
+            BufferError: Memory that cannot be read or written, or `out` sharing memory with `params` in any
+                other way.
         """
         if not isinstance(params, Mapping):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")

@@ -146,3 +146,13 @@ def assert_within_rounding(y, expected, magnitude, dtype, sums=FLOAT32_SUMS):
     tiny = 2.0**-25 if dtype == "float16" else 0  # half the spacing of fp16's subnormals
     bound = HALF_ULP[dtype] * (1 + 1e-4) * np.abs(expected) + sums * magnitude + tiny
     assert (np.abs(y - expected) <= bound).all(), (np.abs(y - expected) / bound).max()
+
+
+def with_a_zero_part(case, algo):
+    """The first partition means zero by its scale, and its codes are NaN, as an exporter writes it."""
+    e2m1 = algo.endswith("NVFP4")
+    if algo != "FP8_PB_WO":
+        part, scale = case.parts[0], "weight_scale_2" if e2m1 else "weight_scale"
+        part[scale] = part[scale] * np.float32(0)
+        part["weight_scale" if e2m1 else "weight"][:] = 0xFF
+    return case

@@ -20,6 +20,7 @@ from .linear_cases import (
     random_case,
     random_part,
     random_x,
+    with_a_zero_part,
 )
 
 
@@ -242,6 +243,36 @@ def test_result_does_not_depend_on_the_other_rows(rng):
             other = random_x(rng, (tokens, 1100), "bfloat16")
             other[row] = x[row]
             np.testing.assert_array_equal(method(other, params)[row], whole[row])
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_prepared_codes_may_take_the_place_of_the_checkpoints(rng, algo):
+    case = with_a_zero_part(random_case(rng, algo, 128, [128, 40]), algo)
+    method = case.method()
+    expected, params = method.prepare(case.fused()), case.fused()
+    out = {name: np.full_like(value, 7) for name, value in expected.items()}
+    out |= {name: params[name] for name in ("weight", "weight_scale") if name in out}
+    assert method.prepare(params, out) is out
+    for name, value in expected.items():
+        np.testing.assert_array_equal(out[name], value, name)
+
+
+def test_prepared_codes_elsewhere_in_the_checkpoints_are_refused(rng):
+    case = random_case(rng, "FP8", 128, [64])
+    memory = np.zeros((65, 128), np.uint8)
+    params = case.fused() | {"weight": memory[:64]}
+    method = case.method()
+    out = method.prepare(params)
+    for other in (memory[1:], memory.reshape(-1)[16 : 16 + 64 * 128].reshape(64, 128)):
+        with pytest.raises(BufferError, match=r"^weight: shares memory with weight"):
+            method.prepare(params, dict(out) | {"weight": other})
+    folded = random_case(rng, "NVFP4", 64, [64])
+    method, params = folded.method(compute="fp8"), folded.fused()
+    out = dict(method.prepare(params))
+    out["weight"] = np.zeros((64, 64), np.uint8)
+    params["weight"] = out["weight"][:32].reshape(64, 32)
+    with pytest.raises(BufferError, match=r"^weight: shares memory with weight"):
+        method.prepare(params, out)
 
 
 def test_reload_in_place(rng):

@@ -383,38 +383,64 @@ static const moq_arg *model_for(const prepare_args *p, moq_param id) {
     return like_scale ? scale : weight;
 }
 
-static int refuse_overlaps(const prepare_args *p, const moq_arg *out) {
+/* A result that holds what one tensor of the checkpoint does and may take its very place. */
+static bool is_in_place(const moq_linear_spec *spec, moq_param id, const moq_tensor *out,
+                        const prepare_args *p, int s) {
+    const moq_tensor *in = p->source[s].view;
+    bool same = spec->weight == spec->checkpoint &&
+                ((s == SOURCE_WEIGHT && id == MOQ_PARAM_WEIGHT) ||
+                 (s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && in->dtype == out->dtype));
+    return same && p->source[s].count == 1 && in->data == out->data &&
+           moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
+}
+
+static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prepare_args *p,
+                           const moq_arg *out) {
     for (int s = 0; s < SOURCES; s++) {
         for (int i = 0; i < p->source[s].count; i++) {
-            if (moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
+            if (!is_in_place(spec, id, &out->view, p, s) &&
+                moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
                 return -1;
         }
     }
     return 0;
 }
 
+/* The tensor of the mapping `out`. */
+static PyObject *take_given(moq_state *state, PyObject *given, const moq_param_spec *wanted,
+                            moq_arg *arg) {
+    if (moq_arg_take_output(state, given, "out", arg) < 0)
+        return NULL;
+    if (moq_arg_reinterpret(arg, wanted->dtype) == 0)
+        return Py_NewRef(given);
+    moq_arg_release(arg);
+    return NULL;
+}
+
 /* The i-th tensor prepare writes: that of the mapping `out`, or a new one of the source's kind. */
 static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
                        const moq_param_spec *wanted, prepare_args *p) {
     moq_arg *arg = &p->out[p->out_count];
-    PyObject *given =
-        moq_arg_absent(out) ? NULL : lookup(out, state->keyword[PARAM_KEYWORD[wanted->id]]);
-    if (!given && !moq_arg_absent(out)) {
+    bool fresh = moq_arg_absent(out);
+    PyObject *given = fresh ? NULL : lookup(out, state->keyword[PARAM_KEYWORD[wanted->id]]);
+    if (!given && !fresh) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing", wanted->name);
         return -1;
     }
-    PyObject *object = moq_arg_output(state, given, model_for(p, wanted->id), wanted->dtype,
-                                      wanted->ndim, wanted->shape, arg);
+    PyObject *object = given && !moq_arg_absent(given)
+                           ? take_given(state, given, wanted, arg)
+                           : moq_arg_new_like(state, model_for(p, wanted->id), wanted->dtype,
+                                              wanted->ndim, wanted->shape, arg);
     Py_XDECREF(given);
     if (!object)
         return -1;
     p->out_object[p->out_count] = object;
     p->out_name[p->out_count++] = wanted->name;
-    if (!given)
+    if (fresh)
         return 0;
     arg->name = wanted->name;
-    return check_device(spec, arg) < 0 ? -1 : refuse_overlaps(p, arg);
+    return check_device(spec, arg) < 0 ? -1 : refuse_overlaps(spec, wanted->id, p, arg);
 }
 
 static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,

@@ -230,6 +230,17 @@ void moq_cuda_delete(int32_t device, void *memory) {
     (void)memory;
 }
 
+moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t count, float *out,
+                                uint32_t *met, void *stream, moq_err *err) {
+    (void)scales;
+    (void)dtype;
+    (void)count;
+    (void)out;
+    (void)met;
+    (void)stream;
+    return absent(err);
+}
+
 moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream,
                                 moq_err *err) {
     (void)out;

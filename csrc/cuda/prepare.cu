@@ -1,20 +1,23 @@
 /* Weight processing on the device: see prepare.h.
  *
  * Codes: out[row, column] = codes[row, column], or 0 where factor[row] is 0, and bad = the least
- * position of a code that the rule forbids. Bound by memory: a thread moves four pieces of 16
- * bytes, which lie a block's width apart, and looks at them in between. Rows without gaps are one
- * long row, so that only its end is uneven. What is not aligned to 16 bytes goes byte by byte.
+ * position of a code that the rule forbids. Bound by memory: a thread moves 16 bytes and looks at
+ * them in between, or only looks at four times as many. Rows without gaps are one long row, so that
+ * only its end is uneven. What is not aligned to 16 bytes goes byte by byte. A copy of what was
+ * just looked at begins at its end, which the cache still has.
  *
- * Folding: a block has a row. It finds the row's largest value, and from it the power of two, then
- * reads the row, in the cache by now, once more: 9/16 byte in and 1 byte out for each weight. A
- * group has eight magnitudes, so eight codes, of which bytes are picked four at a time. */
+ * Folding: a block has a row. It finds the row's largest value, and from it the power of two, and
+ * meanwhile keeps what it has read, as far as there is room: 9/16 byte in and 1 byte out for each
+ * weight. A group has eight magnitudes, so eight codes, of which bytes are picked four at a time.
+ */
 #include "cuda/prepare.h"
 
 #include "cuda/launch.h"
 #include "cuda/load.h"
 
-#define THREADS 256
-#define PIECES  4 /* of a thread, loaded before any is looked at */
+#define THREADS    256
+#define LOOKED_AT  4 /* pieces of a thread that only looks at them */
+#define KEPT_UNITS 2 /* of 16 weights, between the two passes of folding */
 
 /* ---- copies ---- */
 
@@ -49,10 +52,11 @@ static __device__ __forceinline__ void set_zero(uint4 &piece) {
     piece = make_uint4(0, 0, 0, 0);
 }
 
-/* `chunks` blocks have a row. */
-template <typename Piece>
+/* `chunks` blocks have a row, PIECES a thread, a block's width apart. */
+template <typename Piece, int PIECES>
 static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, unsigned chunks) {
-    unsigned row = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+    unsigned block = c.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    unsigned row = block / chunks, chunk = block % chunks;
     int64_t pieces = c.columns / (int64_t)sizeof(Piece);
     int64_t begin = (int64_t)chunk * THREADS * PIECES + threadIdx.x;
     const Piece *from = (const Piece *)(c.codes + row * c.stride);
@@ -62,7 +66,7 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
     for (int i = 0; i < PIECES; i++) {
         set_zero(piece[i]);
         if (begin + i * THREADS < pieces && !zero)
-            piece[i] = __ldcs(from + begin + i * THREADS);
+            piece[i] = from[begin + i * THREADS];
     }
 #pragma unroll
     for (int i = PIECES; i-- > 0;) {
@@ -78,7 +82,7 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         if (begin + i * THREADS < pieces)
-            __stcs(to + begin + i * THREADS, piece[i]);
+            to[begin + i * THREADS] = piece[i];
     }
 }
 
@@ -95,11 +99,14 @@ extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *strea
     }
     bool wide = c.columns % 16 == 0 && c.stride % 16 == 0 && is_aligned(c.codes, 16) &&
                 is_aligned(c.out, 16);
-    int64_t per_block = THREADS * PIECES * (wide ? 16 : 1);
+    int64_t per_block = THREADS * (c.out ? 1 : LOOKED_AT) * (wide ? 16 : 1);
     unsigned chunks = (unsigned)((c.columns + per_block - 1) / per_block);
+    const void *copying =
+        wide ? (const void *)copy_codes<uint4, 1> : (const void *)copy_codes<uint8_t, 1>;
+    const void *looking = wide ? (const void *)copy_codes<uint4, LOOKED_AT>
+                               : (const void *)copy_codes<uint8_t, LOOKED_AT>;
     moq_launch launch = {.what = "prepare: copying codes",
-                         .kernel = wide ? (const void *)copy_codes<uint4>
-                                        : (const void *)copy_codes<uint8_t>,
+                         .kernel = c.out ? copying : looking,
                          .grid = dim3(chunks * (unsigned)c.rows),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream};
@@ -122,6 +129,31 @@ extern "C" moq_status moq_cuda_fill_floats(float *out, float value, int64_t coun
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream};
     void *args[] = {&out, &value, &count};
+    return moq_cuda_launch(&launch, args, err);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    read_scales(const void *scales, moq_dtype dtype, int64_t count, float *out, uint32_t *met) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    float scale = i < count ? moq_load_one(scales, i, dtype) : 1.0f;
+    uint32_t found = scale == 0 ? MOQ_ZERO_SCALE : 0;
+    if (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u)
+        found = MOQ_BAD_SCALE;
+    if (i < count)
+        out[i] = scale;
+    found = __reduce_or_sync(0xffffffffu, found);
+    if (found && threadIdx.x % 32 == 0)
+        atomicAnd(met, ~found);
+}
+
+extern "C" moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t count,
+                                           float *out, uint32_t *met, void *stream, moq_err *err) {
+    moq_launch launch = {.what = "prepare: reading scales",
+                         .kernel = (const void *)read_scales,
+                         .grid = dim3((unsigned)((count + THREADS - 1) / THREADS)),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)stream};
+    void *args[] = {&scales, &dtype, &count, &out, &met};
     return moq_cuda_launch(&launch, args, err);
 }
 
@@ -175,9 +207,9 @@ static __device__ __forceinline__ uint32_t pick_four(uint32_t codes, uint2 table
     return __byte_perm(table.x, table.y, codes & 0x7777u) | sign;
 }
 
-/* 16 codes under one block scale, divided by r, a power of two. */
-static __device__ __forceinline__ uint4 fold_codes(uint2 codes, uint32_t scale, float r) {
-    uint2 table = folded_codes(decode_e4m3(scale & 0x7f) / r);
+/* 16 codes under one block scale, times a power of two. */
+static __device__ __forceinline__ uint4 fold_codes(uint2 codes, uint32_t scale, float inverse) {
+    uint2 table = folded_codes(decode_e4m3(scale & 0x7f) * inverse);
     uint32_t flip = scale & 0x80 ? 0x88888888u : 0; /* a block scale of minus zero */
     uint32_t x = codes.x ^ flip, y = codes.y ^ flip;
     return make_uint4(pick_four(x & 0xffff, table), pick_four(x >> 16, table),
@@ -203,27 +235,57 @@ static __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
     return bits;
 }
 
+/* 16 codes and their block scale. */
+typedef struct {
+    uint2 codes;
+    uint32_t scale;
+} fold_unit;
+
+template <bool ALIGNED>
+static __device__ __forceinline__ fold_unit load_unit(const moq_fold *f, int64_t row, int unit) {
+    return {load_codes<ALIGNED>(f->codes + row * f->code_stride + unit * 8),
+            f->scales[row * f->scale_stride + (f->group == 32 ? unit / 2u : (unsigned)unit)]};
+}
+
+static __device__ __forceinline__ float largest_weight(const fold_unit &u) {
+    return decode_e2m1(largest_code(u.codes)) * decode_e4m3(u.scale & 0x7f);
+}
+
+template <bool ALIGNED>
+static __device__ __forceinline__ void store_unit(const moq_fold *f, int64_t row, int unit,
+                                                  const fold_unit &u, float inverse) {
+    uint4 codes = fold_codes(u.codes, u.scale, inverse);
+    uint8_t *to = f->out + row * f->columns + unit * 16;
+    if (ALIGNED)
+        *(uint4 *)to = codes;
+    else
+        for (int i = 0; i < 16; i++)
+            to[i] = (uint8_t)((&codes.x)[i / 4] >> 8 * (i % 4));
+}
+
 template <bool ALIGNED> static __global__ void __launch_bounds__(THREADS) fold_e2m1(moq_fold f) {
     int64_t row = blockIdx.x;
     int units = (int)(f.columns / 16);
-    const uint8_t *from = f.codes + row * f.code_stride, *scales = f.scales + row * f.scale_stride;
+    fold_unit kept[KEPT_UNITS];
     float most = 0;
-    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
-        float scale = decode_e4m3(scales[unit * 16 / f.group] & 0x7f);
-        uint32_t code = largest_code(load_codes<ALIGNED>(from + unit * 8));
-        most = fmaxf(most, decode_e2m1(code) * scale);
-    }
+#pragma unroll
+    for (int i = 0; i < KEPT_UNITS; i++)
+        kept[i] = load_unit<ALIGNED>(&f, row, min(i * THREADS + (int)threadIdx.x, units - 1));
+#pragma unroll
+    for (int i = 0; i < KEPT_UNITS; i++)
+        most = fmaxf(most, largest_weight(kept[i]));
+    for (int unit = KEPT_UNITS * THREADS + threadIdx.x; unit < units; unit += THREADS)
+        most = fmaxf(most, largest_weight(load_unit<ALIGNED>(&f, row, unit)));
     float r = power_of_two(__uint_as_float(block_max(__float_as_uint(most))));
-    for (int unit = threadIdx.x; unit < units; unit += THREADS) {
-        uint4 codes =
-            fold_codes(load_codes<ALIGNED>(from + unit * 8), scales[unit * 16 / f.group], r);
-        uint8_t *to = f.out + row * f.columns + unit * 16;
-        if (ALIGNED)
-            *(uint4 *)to = codes;
-        else
-            for (int i = 0; i < 16; i++)
-                to[i] = (uint8_t)((&codes.x)[i / 4] >> 8 * (i % 4));
+    float inverse = 1 / r; /* exact: r is from 2^-18 to 8 */
+#pragma unroll
+    for (int i = 0; i < KEPT_UNITS; i++) {
+        int unit = i * THREADS + threadIdx.x;
+        if (unit < units)
+            store_unit<ALIGNED>(&f, row, unit, kept[i], inverse);
     }
+    for (int unit = KEPT_UNITS * THREADS + threadIdx.x; unit < units; unit += THREADS)
+        store_unit<ALIGNED>(&f, row, unit, load_unit<ALIGNED>(&f, row, unit), inverse);
     if (threadIdx.x == 0)
         f.out_factor[row] = f.factor * r;
 }

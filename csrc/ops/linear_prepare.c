@@ -16,6 +16,12 @@ static int64_t partition_blocks(const moq_linear_spec *spec, int32_t p) {
     return (spec->partition[p] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
 }
 
+int64_t moq_prepare_scale_count(const moq_linear_spec *spec) {
+    if (spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
+        return moq_linear_block_rows(spec) * moq_linear_scale_columns(spec);
+    return spec->per_row_scale ? spec->out_features : 0;
+}
+
 /* ---- the codes: rows of the weight and of e4m3 group scales ---- */
 
 static moq_status check_rows(const moq_linear_spec *spec, const moq_source *source,
@@ -102,14 +108,15 @@ static moq_status read_per_row(const moq_linear_spec *spec, const moq_source *so
 }
 
 /* Block scales: [rows, columns], [rows, 1, columns, 1], or a scalar where there is one block. */
-static moq_status read_blocks(const moq_linear_spec *spec, const moq_source *source, void *stream,
-                              float *out, moq_err *err) {
+static moq_status check_block_shapes(const moq_linear_spec *spec, const moq_source *source,
+                                     moq_err *err) {
     char shape[128];
     int64_t columns = moq_linear_scale_columns(spec);
     if (source->count == 0)
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: missing, %s needs it", spec->algo);
     if (source->count != 1 && source->count != spec->partition_count)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: expected one tensor or %d, got %d",
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "weight_scale: expected one tensor or %d, one a partition, got %d",
                         (int)spec->partition_count, (int)source->count);
     for (int32_t p = 0; p < source->count; p++) {
         const moq_tensor *t = &source->part[p];
@@ -124,10 +131,34 @@ static moq_status read_blocks(const moq_linear_spec *spec, const moq_source *sou
                             "128x128 blocks, got %s",
                             (long long)rows, (long long)columns, (long long)rows,
                             (long long)columns, moq_shape_text(t, shape, sizeof shape));
-        MOQ_TRY(read_scales(t, "weight_scale", rows * columns, stream, out, err));
+    }
+    return MOQ_OK;
+}
+
+static moq_status read_blocks(const moq_linear_spec *spec, const moq_source *source, void *stream,
+                              float *out, moq_err *err) {
+    int64_t columns = moq_linear_scale_columns(spec);
+    for (int32_t p = 0; p < source->count; p++) {
+        int64_t rows = source->count == 1 ? moq_linear_block_rows(spec) : partition_blocks(spec, p);
+        MOQ_TRY(read_scales(&source->part[p], "weight_scale", rows * columns, stream, out, err));
         out += rows * columns;
     }
     return MOQ_OK;
+}
+
+/* Scales of rows or blocks that need not come to the host: they are on the device, and if they are
+ * wrong, then by their values. */
+static bool stay_on_device(const moq_linear_spec *spec, const moq_source *source) {
+    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    bool all = source->count == 1 || source->count == spec->partition_count;
+    for (int32_t p = 0; all && p < source->count; p++) {
+        const moq_tensor *t = &source->part[p];
+        int64_t rows = source->count == 1 ? spec->out_features : spec->partition[p];
+        all = t->device.kind != MOQ_CPU && moq_tensor_is_contiguous(t) &&
+              (blocks || moq_tensor_numel(t) == rows) &&
+              (t->dtype == MOQ_DT_F32 || t->dtype == MOQ_DT_BF16 || t->dtype == MOQ_DT_F16);
+    }
+    return all;
 }
 
 static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scales *scales,
@@ -149,18 +180,39 @@ static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scale
     return MOQ_OK;
 }
 
+/* Scales of rows or blocks. */
+static moq_status read_many(const moq_linear_spec *spec, const moq_source *source, void *stream,
+                            float *out, moq_err *err) {
+    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    int64_t count = moq_linear_block_rows(spec) * moq_linear_scale_columns(spec);
+    MOQ_TRY(blocks ? read_blocks(spec, source, stream, out, err)
+                   : read_per_row(spec, source, stream, out, err));
+    return moq_check_scales(out, blocks ? count : spec->out_features, "weight_scale",
+                            MOQ_SCALE_MAY_BE_ZERO, err);
+}
+
+moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_source *scales,
+                                 void *stream, moq_err *err) {
+    size_t count = (size_t)moq_prepare_scale_count(spec);
+    float *values = malloc(count * sizeof *values);
+    if (!values)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the scales of a linear layer");
+    moq_status status = read_many(spec, scales, stream, values, err);
+    free(values);
+    return status;
+}
+
 static moq_status read_weight_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                      moq_prepare_scales *scales, void *stream, moq_err *err) {
-    if (scales->block) {
-        int64_t count = moq_linear_block_rows(spec) * moq_linear_scale_columns(spec);
-        MOQ_TRY(read_blocks(spec, &sources->weight_scale, stream, scales->block, err));
-        return moq_check_scales(scales->block, count, "weight_scale", MOQ_SCALE_MAY_BE_ZERO, err);
-    }
-    if (scales->per_row) {
-        MOQ_TRY(read_per_row(spec, &sources->weight_scale, stream, scales->weight, err));
-        MOQ_TRY(moq_check_scales(scales->weight, spec->out_features, "weight_scale",
-                                 MOQ_SCALE_MAY_BE_ZERO, err));
-        memcpy(scales->factor, scales->weight, (size_t)spec->out_features * sizeof(float));
+    if (scales->block)
+        MOQ_TRY(check_block_shapes(spec, &sources->weight_scale, err));
+    if (scales->block || scales->per_row) {
+        scales->on_device = stay_on_device(spec, &sources->weight_scale);
+        float *out = scales->block ? scales->block : scales->weight;
+        if (!scales->on_device)
+            MOQ_TRY(read_many(spec, &sources->weight_scale, stream, out, err));
+        if (scales->per_row && !scales->on_device)
+            memcpy(scales->factor, out, (size_t)spec->out_features * sizeof(float));
         return MOQ_OK;
     }
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;

@@ -8,12 +8,13 @@
 /* Scales of a layer as float32 on the host, checked. A partition or row whose scale is zero is all
  * zeros in the producer's meaning; its codes, which are NaN on disk, are written as zeros. */
 typedef struct {
-    float *weight; /* one per partition, or one per row (per-channel FP8) */
-    bool per_row;  /* which of the two */
-    float *block;  /* [block rows, columns] for FP8_PB_WO, else NULL */
-    float *input;  /* one per partition, or NULL */
-    float *factor; /* [N], NULL for blocks */
-    float *memory; /* what all of them point into */
+    float *weight;  /* one per partition, or one per row (per-channel FP8) */
+    bool per_row;   /* which of the two */
+    bool on_device; /* those of rows or blocks are there, neither read nor checked */
+    float *block;   /* [block rows, columns] for FP8_PB_WO, else NULL */
+    float *input;   /* one per partition, or NULL */
+    float *factor;  /* [N], NULL for blocks */
+    float *memory;  /* what all of them point into */
 } moq_prepare_scales;
 
 /* Rows of codes: the first, and bytes from one to the next. */
@@ -24,6 +25,13 @@ typedef struct {
 
 /* Those of partition p, which starts at row `first` of the layer. */
 moq_code_rows moq_prepare_rows(const moq_source *source, int32_t p, int64_t first);
+
+/* How many scales of rows or blocks a layer has. */
+int64_t moq_prepare_scale_count(const moq_linear_spec *spec);
+
+/* The failure of the first bad scale of a row or block among those on the device. */
+moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_source *scales,
+                                 void *stream, moq_err *err);
 
 /* The failure of a code that no intact checkpoint holds. */
 moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_t column,

@@ -31,13 +31,19 @@ static moq_status check_codes(const moq_linear_spec *spec, const moq_linear_sour
     return MOQ_OK;
 }
 
+/* Of codes that may be there already. */
+static void copy_row(uint8_t *out, const uint8_t *codes, int64_t columns) {
+    if (out != codes)
+        memcpy(out, codes, (size_t)columns);
+}
+
 /* Row n of the layer from its codes and, for e2m1, their block scales. */
 static void write_row(const moq_linear_spec *spec, int64_t n, const uint8_t *codes,
                       const uint8_t *scales, float *factor, moq_linear_params *params) {
     int64_t k = spec->in_features;
     uint8_t *weight = params->weight.data;
     if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
-        memcpy(weight + n * k, codes, (size_t)k);
+        copy_row(weight + n * k, codes, k);
         return;
     }
     int64_t columns = moq_linear_scale_columns(spec);
@@ -45,8 +51,8 @@ static void write_row(const moq_linear_spec *spec, int64_t n, const uint8_t *cod
         factor[n] *= moq_cpu_fold_e2m1_row(codes, scales, k, spec->group_size, weight + n * k);
         return;
     }
-    memcpy(weight + n * (k / 2), codes, (size_t)(k / 2));
-    memcpy((uint8_t *)params->weight_scale.data + n * columns, scales, (size_t)columns);
+    copy_row(weight + n * (k / 2), codes, k / 2);
+    copy_row((uint8_t *)params->weight_scale.data + n * columns, scales, columns);
 }
 
 static void write_zero_row(const moq_linear_spec *spec, int64_t n, moq_linear_params *params) {

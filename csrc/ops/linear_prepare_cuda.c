@@ -2,15 +2,18 @@
  *
  * Into tensors that somebody may already look at, two passes over FP8 codes: the first checks, the
  * second writes. Into fresh ones both at once. Of NVFP4 only the block scales can be wrong, a ninth
- * of the bytes, so they are always looked at first. The workspace holds the position of the first
- * bad code and, where every row has a scale of its own, the factors of the rows. */
+ * of the bytes, so they are always looked at first. Scales of rows or blocks that are on the
+ * device stay there: a kernel reads them, none of a row is taken to be zero, and if one is, the
+ * codes are gone through once more. The workspace holds what the kernels have found and, where
+ * every row or block has a scale of its own, these as float32. */
 #include "ops/linear_prepare.h"
 
 #include "cuda/cuda.h"
 #include "cuda/prepare.h"
 
 /* In the workspace. */
-#define FACTORS_AT 16
+#define SCALES_AT 16
+_Static_assert(sizeof(moq_findings) <= SCALES_AT, "what was found comes first");
 
 typedef struct {
     const moq_linear_spec *spec;
@@ -18,13 +21,15 @@ typedef struct {
     const moq_prepare_scales *scales;
     moq_linear_params *params;
     void *stream;
-    uint64_t *bad; /* on the device: position of the first bad code, ~0 for none */
-    float *factor; /* on the device: [N], or NULL without a scale a row */
+    moq_findings *found; /* on the device */
+    float *scale;        /* of rows or blocks, there too */
+    float *factor;       /* the same where they are of rows, else NULL */
+    bool zero_rows;      /* among those */
 } job;
 
 int64_t moq_prepare_workspace(const moq_linear_spec *spec) {
-    int64_t factors = spec->per_row_scale ? spec->out_features : 0;
-    return spec->device.kind == MOQ_CPU ? 0 : FACTORS_AT + factors * (int64_t)sizeof(float);
+    int64_t scales = moq_prepare_scale_count(spec) * (int64_t)sizeof(float);
+    return spec->device.kind == MOQ_CPU ? 0 : SCALES_AT + scales;
 }
 
 static bool has_zero(const float *factor, int64_t count) {
@@ -41,48 +46,67 @@ static bool is_zero(const job *j, int32_t p) {
 }
 
 /* Copies or checks (out NULL) the codes of a source, rows of `columns` bytes, partition by
- * partition. Those that mean zero become zeros. */
+ * partition. Those that mean zero become zeros. What is in its place already stays there. */
 static moq_status move_codes(const job *j, const moq_source *source, int64_t columns,
                              moq_code_rule rule, uint8_t *out, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     int64_t first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows rows = moq_prepare_rows(source, p, first);
-        bool zeros = j->factor && has_zero(j->scales->factor + first, spec->partition[p]);
         moq_code_copy copy = {
             .codes = rows.data,
             .stride = rows.stride,
             .rows = spec->partition[p],
             .columns = columns,
             .rule = rule,
-            .factor = zeros ? j->factor + first : NULL,
+            .factor = j->zero_rows ? j->factor + first : NULL,
             .out = out ? out + first * columns : NULL,
+            .backwards = rule == MOQ_CODES_ANY,
             .first = first * columns,
-            .bad = j->bad,
+            .bad = &j->found->bad_code,
         };
-        if (!is_zero(j, p))
+        bool there = copy.out == copy.codes && copy.rule == MOQ_CODES_ANY && !copy.factor;
+        if (!is_zero(j, p) && !there)
             MOQ_TRY(moq_cuda_copy_codes(&copy, j->stream, err));
-        else if (out)
+        else if (is_zero(j, p) && out)
             MOQ_TRY(moq_cuda_fill(copy.out, 0, (size_t)(copy.rows * columns), j->stream, err));
     }
     return MOQ_OK;
 }
 
-/* Waits for the checks so far. */
-static moq_status refuse_bad_codes(const job *j, int64_t columns, moq_err *err) {
-    uint64_t bad;
-    MOQ_TRY(moq_cuda_download(&bad, j->bad, sizeof bad, j->stream, err));
-    if (bad == UINT64_MAX)
-        return MOQ_OK;
-    return moq_prepare_bad_code(j->spec, (int64_t)bad / columns, (int64_t)bad % columns, err);
+static moq_status forget_findings(const job *j, moq_err *err) {
+    return moq_cuda_fill(j->found, 0xff, sizeof *j->found, j->stream, err);
 }
 
-static moq_status prepare_fp8(const job *j, bool fresh, moq_err *err) {
+/* Waits for the checks so far. */
+static moq_status read_findings(const job *j, moq_findings *found, moq_err *err) {
+    return moq_cuda_download(found, j->found, sizeof *found, j->stream, err);
+}
+
+static moq_status refuse_bad_code(const job *j, const moq_findings *found, int64_t columns,
+                                  moq_err *err) {
+    if (found->bad_code == UINT64_MAX)
+        return MOQ_OK;
+    return moq_prepare_bad_code(j->spec, (int64_t)found->bad_code / columns,
+                                (int64_t)found->bad_code % columns, err);
+}
+
+static moq_status prepare_fp8(job *j, bool fresh, moq_err *err) {
     const moq_source *source = &j->sources->weight;
     int64_t k = j->spec->in_features;
     uint8_t *out = j->params->weight.data;
+    moq_findings found;
     MOQ_TRY(move_codes(j, source, k, MOQ_CODES_E4M3, fresh ? out : NULL, err));
-    MOQ_TRY(refuse_bad_codes(j, k, err));
+    MOQ_TRY(read_findings(j, &found, err));
+    if (!(found.scales & MOQ_BAD_SCALE))
+        MOQ_TRY(moq_prepare_bad_scale(j->spec, &j->sources->weight_scale, j->stream, err));
+    if (j->factor && !(found.scales & MOQ_ZERO_SCALE)) {
+        j->zero_rows = true;
+        MOQ_TRY(forget_findings(j, err));
+        MOQ_TRY(move_codes(j, source, k, MOQ_CODES_E4M3, fresh ? out : NULL, err));
+        MOQ_TRY(read_findings(j, &found, err));
+    }
+    MOQ_TRY(refuse_bad_code(j, &found, k, err));
     return fresh ? MOQ_OK : move_codes(j, source, k, MOQ_CODES_ANY, out, err);
 }
 
@@ -116,8 +140,10 @@ static moq_status fold(const job *j, moq_err *err) {
 
 static moq_status check_block_scales(const job *j, moq_err *err) {
     int64_t columns = moq_linear_scale_columns(j->spec);
+    moq_findings found;
     MOQ_TRY(move_codes(j, &j->sources->weight_scale, columns, MOQ_CODES_BLOCK_SCALE, NULL, err));
-    return refuse_bad_codes(j, columns, err);
+    MOQ_TRY(read_findings(j, &found, err));
+    return refuse_bad_code(j, &found, columns, err);
 }
 
 static moq_status copy_e2m1(const job *j, moq_err *err) {
@@ -142,35 +168,55 @@ static moq_status write_factors(const job *j, moq_err *err) {
 
 static moq_status write_scales(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
-    size_t blocks = (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec));
-    if (j->scales->factor)
+    size_t count = (size_t)moq_prepare_scale_count(spec);
+    if (!j->scales->block)
         MOQ_TRY(write_factors(j, err));
-    if (j->scales->block)
-        MOQ_TRY(moq_cuda_upload(j->params->weight_scale.data, j->scales->block,
-                                blocks * sizeof(float), j->stream, err));
+    else
+        MOQ_TRY(moq_cuda_copy(j->params->weight_scale.data, j->scale, count * sizeof(float),
+                              j->stream, err));
     if (j->scales->input)
         MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
                                 (size_t)spec->partition_count * sizeof(float), j->stream, err));
     return MOQ_OK;
 }
 
+/* The scales of rows or blocks to the workspace. */
+static moq_status place_scales(job *j, moq_err *err) {
+    const moq_source *source = &j->sources->weight_scale;
+    const float *host = j->factor ? j->scales->factor : j->scales->block;
+    size_t count = (size_t)moq_prepare_scale_count(j->spec);
+    if (!j->scales->on_device) {
+        j->zero_rows = j->factor && has_zero(host, (int64_t)count);
+        return moq_cuda_upload(j->scale, host, count * sizeof(float), j->stream, err);
+    }
+    float *out = j->scale;
+    for (int32_t i = 0; i < source->count; i++) {
+        const moq_tensor *t = &source->part[i];
+        int64_t own = moq_tensor_numel(t);
+        MOQ_TRY(
+            moq_cuda_read_scales(t->data, t->dtype, own, out, &j->found->scales, j->stream, err));
+        out += own;
+    }
+    return MOQ_OK;
+}
+
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                const moq_prepare_scales *scales, moq_prepare_way way,
                                moq_linear_params *params, moq_err *err) {
-    bool rows = spec->per_row_scale;
+    float *scale = (float *)((char *)way.workspace + SCALES_AT);
     job j = {
         .spec = spec,
         .sources = sources,
         .scales = scales,
         .params = params,
         .stream = way.stream,
-        .bad = way.workspace,
-        .factor = rows ? (float *)((char *)way.workspace + FACTORS_AT) : NULL,
+        .found = way.workspace,
+        .scale = scale,
+        .factor = spec->per_row_scale ? scale : NULL,
     };
-    MOQ_TRY(moq_cuda_fill(j.bad, 0xff, sizeof *j.bad, j.stream, err));
-    if (rows)
-        MOQ_TRY(moq_cuda_upload(j.factor, scales->factor,
-                                (size_t)spec->out_features * sizeof(float), j.stream, err));
+    MOQ_TRY(forget_findings(&j, err));
+    if (moq_prepare_scale_count(spec) > 0)
+        MOQ_TRY(place_scales(&j, err));
     if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
         MOQ_TRY(prepare_fp8(&j, way.fresh, err));
         return write_scales(&j, err);

@@ -7,7 +7,7 @@ import pytest
 
 from moqext import LinearMethod
 
-from ..linear_cases import COMPUTES, random_case, random_part
+from ..linear_cases import ALGOS, COMPUTES, random_case, random_part, with_a_zero_part
 from .cases import params_to_cuda, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +108,19 @@ def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: 
     assert_same(again, expected)
 
 
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("zero", [False, True])
+def test_prepared_codes_may_take_the_place_of_the_checkpoints(rng: Any, algo: str, zero: bool) -> None:
+    case = random_case(rng, algo, 8192, [128, 40])
+    case = with_a_zero_part(case, algo) if zero else case
+    cpu, gpu = methods(case)
+    expected, params = cpu.prepare(case.fused()), params_to_cuda(case.fused())
+    out = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
+    out |= {name: params[name] for name in ("weight", "weight_scale") if name in out}
+    assert gpu.prepare(params, out) is out
+    assert_same(out, expected)
+
+
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
     case = random_case(rng, algo, 128, [40, 24])
@@ -146,14 +159,19 @@ def test_damage_is_named_as_on_the_cpu_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_bad_scales_are_named_as_on_the_cpu(rng: Any, bad: float) -> None:
-    case = random_case(rng, PER_ROW, 64, [30])
-    case.parts[0]["weight_scale"][17] = bad
+@pytest.mark.parametrize("algo", [PER_ROW, "FP8_PB_WO"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_bad_scales_are_named_as_on_the_cpu(rng: Any, algo: str, bad: float, on_device: bool) -> None:
+    case = random_case(rng, algo, 1152, [300, 30])
+    case.parts[0]["weight_scale"].reshape(-1)[17] = bad
     cpu, gpu = methods(case)
     with pytest.raises(ValueError) as expected:
         cpu.prepare(case.listed())
+    params = params_to_cuda(case.listed())
+    if not on_device:
+        params["weight_scale"] = case.listed()["weight_scale"]
     with pytest.raises(ValueError) as error:
-        gpu.prepare(params_to_cuda(case.listed()))
+        gpu.prepare(params)
     assert str(error.value) == str(expected.value)
     assert "17" in str(error.value)
 
