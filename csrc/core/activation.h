@@ -11,8 +11,9 @@
  *   silu = g * (1 / (1 + e)). It is within 2^-19 of the true one down to -80, and -1.4e-33 below.
  *
  * rms_norm: z = x, or rounded(x + residual); v = rounded(rounded(z * r) * weight), where
- *   r = 1 / sqrt(s / K + eps), and s is the sum of z * z: 16 neighbours in their order, 32 such
- * sums pairwise (0 where there are none), and those of each 512 values in their order. */
+ *   r = 1 / sqrt(s / K + eps), and s is the sum of z * z: 8 neighbours in their order by fma,
+ * begun with 0, such sums pairwise (0 where there are none), and those of each 16384 values in
+ * their order. */
 #ifndef MOQ_CORE_ACTIVATION_H
 #define MOQ_CORE_ACTIVATION_H
 
@@ -31,10 +32,9 @@
 /* Added and taken away again, it rounds to an integer, which is in the low bits meanwhile. */
 #define MOQ_RINT_MAGIC 12582912.0f
 
-/* Values that are summed in their order, sums that are added pairwise, values of those. */
-#define MOQ_NORM_RUN   16
-#define MOQ_NORM_TREE  32
-#define MOQ_NORM_GROUP (MOQ_NORM_RUN * MOQ_NORM_TREE)
+/* Values that are summed in their order, and values whose sums are added pairwise. */
+#define MOQ_NORM_RUN  8
+#define MOQ_NORM_TREE 16384
 
 typedef enum { MOQ_ACTIVATION_NONE, MOQ_SILU_AND_MUL, MOQ_RMS_NORM } moq_activation_kind;
 

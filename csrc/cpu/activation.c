@@ -70,22 +70,29 @@ static void silu_and_mul_row(const job *j, int64_t row, float *in, void *room) {
 
 /* ---- rms norm ---- */
 
-/* The sum of squares of at most MOQ_NORM_GROUP values. */
-static float sum_of_group(const float *z, int64_t n) {
-    float run[MOQ_NORM_TREE] = {0};
-    for (int64_t i = 0; i < n; i++)
-        run[i / MOQ_NORM_RUN] += z[i] * z[i];
-    for (int step = 1; step < MOQ_NORM_TREE; step *= 2) {
-        for (int i = 0; i < MOQ_NORM_TREE; i += 2 * step)
-            run[i] += run[i + step];
+/* The sum of squares of at most MOQ_NORM_TREE values. */
+static float sum_of_tree(const float *z, int64_t n) {
+    float run[MOQ_NORM_TREE / MOQ_NORM_RUN];
+    int64_t runs = 0;
+    for (int64_t i = 0; i < n; i += MOQ_NORM_RUN) {
+        float sum = 0.0f;
+        for (int64_t j = i; j < n && j < i + MOQ_NORM_RUN; j++)
+            sum = fmaf(z[j], z[j], sum);
+        run[runs++] = sum;
+    }
+    for (; runs > 1; runs = (runs + 1) / 2) {
+        if (runs % 2)
+            run[runs] = 0.0f;
+        for (int64_t i = 0; i < runs; i += 2)
+            run[i / 2] = run[i] + run[i + 1];
     }
     return run[0];
 }
 
 static float reciprocal_rms(const float *z, int64_t k, float eps) {
     float sum = 0.0f;
-    for (int64_t i = 0; i < k; i += MOQ_NORM_GROUP)
-        sum += sum_of_group(z + i, k - i < MOQ_NORM_GROUP ? k - i : MOQ_NORM_GROUP);
+    for (int64_t i = 0; i < k; i += MOQ_NORM_TREE)
+        sum += sum_of_tree(z + i, k - i < MOQ_NORM_TREE ? k - i : MOQ_NORM_TREE);
     return 1.0f / sqrtf(sum / (float)k + eps);
 }
 

@@ -71,10 +71,10 @@ static __device__ __forceinline__ void moq_widen(const moq_rows *x, const moq_ch
 /* ---- amax and scales ---- */
 
 /* The largest magnitude's bits; NaN is above all others. */
-static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[16]) {
+template <int N> static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[N]) {
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < N; i++)
         most = max(most, __float_as_uint(value[i]) & 0x7fffffffu);
     return most;
 }
@@ -162,18 +162,19 @@ static __device__ __forceinline__ uint4 moq_codes_multiplied(float (&value)[16],
 /* value / scale, rounded as by division. Where both are ordinary numbers it is a product with the
  * reciprocal, corrected once by the exact remainder (signs such that a zero keeps its own);
  * `ordinary` says so, and that no quotient is beyond 1e38. */
-static __device__ __forceinline__ void moq_divide(float (&value)[16], float scale, bool ordinary) {
+template <int N>
+static __device__ __forceinline__ void moq_divide(float (&value)[N], float scale, bool ordinary) {
     if (ordinary) {
         float inverse = __frcp_rn(scale);
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < N; i++) {
             float q = __fmul_rn(value[i], inverse);
             value[i] = __fmaf_rn(__fmaf_rn(q, scale, -value[i]), -inverse, q);
         }
         return;
     }
 #pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < N; i++)
         value[i] = __fdiv_rn(value[i], scale);
 }
 

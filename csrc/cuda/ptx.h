@@ -113,6 +113,13 @@ static __device__ __forceinline__ void fence_async_proxy(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* 1 / value but for the last bit or two; 0 of infinity. */
+static __device__ __forceinline__ float reciprocal_near(float value) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(value));
+    return r;
+}
+
 /* ---- the copy engine ---- */
 
 /* An L2 policy for bytes that are read once. */

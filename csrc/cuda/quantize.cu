@@ -9,13 +9,20 @@
 #define MAX_BLOCKS 0x7fffffff
 /* Partial maxima of a tensor: enough blocks for every multiprocessor, few enough for one warp. */
 #define MAX_PARTS 1024
+/* Eight values each: an H200 has threads for four times as many. */
+#define FEW_CHUNKS (1 << 16)
 
 /* x as it is in memory. */
 typedef struct {
-    template <int DT, bool FAST>
-    __device__ __forceinline__ moq_chunk load(const quantize_args *a, int64_t row,
-                                              int64_t column) const {
-        return load_chunk<DT, FAST>(&a->x, row, column, a->k);
+    template <int DT, int N> using raw = chunk<DT, N>;
+    template <int DT, int N, bool WHOLE>
+    __device__ __forceinline__ raw<DT, N> fetch(const quantize_args *a, int64_t row,
+                                                int64_t column) const {
+        return load_chunk<DT, N, WHOLE>(&a->x, row, column, a->k);
+    }
+    template <int DT, int N>
+    static __device__ __forceinline__ chunk<DT, N> finish(const chunk<DT, N> &values) {
+        return values;
     }
 } memory_source;
 
@@ -28,11 +35,11 @@ static __device__ __forceinline__ float value_at(const quantize_args *a, int64_t
 }
 
 /* A warp a group, a value a lane. */
-template <int DT, bool FAST>
+template <int DT, int WAY>
 static __global__ void __launch_bounds__(256)
     quantize_any_groups(const __grid_constant__ quantize_args a, int group) {
-    launch_dependents();
     wait_for_predecessor();
+    launch_dependents();
     int lane = threadIdx.x % 32;
     int64_t groups = (a.k + group - 1) / group;
     int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32;
@@ -55,16 +62,19 @@ static __global__ void __launch_bounds__(256)
 
 /* ---- launch ---- */
 
-static const void *plain_kernel(moq_dtype dtype, moq_input_mode mode, bool fast) {
+static const void *plain_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
     switch (mode) {
     case MOQ_FIND_AMAX:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_FIND_AMAX, memory_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
+                               memory_source);
     case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_TENSOR, memory_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
+                               memory_source);
     case MOQ_INPUT_E4M3_TOKEN:
-        return MOQ_FASTEST(dtype, fast, quantize_tokens, memory_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_tokens, MOQ_8X1, MOQ_16X2, memory_source);
     case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_GROUP, memory_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
+                               memory_source);
     default:
         return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, memory_source);
     }
@@ -103,11 +113,11 @@ static quantize_input input_of(const moq_tensor *x) {
     return in;
 }
 
-/* Threads of a row or span that hold all its chunks, at most `most`; with few, rows share a block.
+/* Threads of a row or span that keep all its chunks, at most `most`; with few, rows share a block.
  */
-static dim3 block_for(int64_t chunks, int held, int most) {
-    int64_t spans = chunks ? (chunks + held * most - 1) / (held * most) : 1;
-    int64_t threads = (chunks + held * spans - 1) / (held * spans);
+static dim3 block_for(int64_t chunks, int kept, int most) {
+    int64_t spans = chunks ? (chunks + kept * most - 1) / (kept * most) : 1;
+    int64_t threads = (chunks + kept * spans - 1) / (kept * spans);
     int warps = (int)((threads + 31) / 32);
     return warps <= 1 ? dim3(32, 8) : dim3((unsigned)warps * 32);
 }
@@ -126,12 +136,14 @@ static bool by_rows(const moq_cuda_quantize *q, moq_input_mode mode) {
     return mode == MOQ_INPUT_E4M3_TOKEN || (q->activation && q->activation->kind == MOQ_RMS_NORM);
 }
 
-static shape shape_for(const moq_cuda_quantize *q, const quantize_args *a, moq_input_mode mode) {
+static shape shape_for(const moq_cuda_quantize *q, const quantize_args *a, moq_input_mode mode,
+                       moq_row_way way) {
     bool rows = by_rows(q, mode);
-    int held = q->x->dtype == MOQ_DT_F32 ? held_chunks<MOQ_DT_F32>() : held_chunks<MOQ_DT_BF16>();
-    int64_t chunks = (a->k + 15) / 16;
-    shape s = {.block = block_for(chunks, held, rows ? 1024 : 256)};
-    int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)held * s.block.x;
+    int kept = kept_chunks(q->x->dtype, way), values = chunk_values(way);
+    int64_t chunks = (a->k + values - 1) / values;
+    int most = !rows ? (way == MOQ_8X1 ? 128 : 256) : way == MOQ_16X4 ? 512 : 1024;
+    shape s = {.block = block_for(chunks, kept, most)};
+    int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)kept * s.block.x;
     s.grid =
         dim3(at_most(blocks, MAX_BLOCKS), rows ? 1 : at_most((chunks + span - 1) / span, 65535));
     if (mode == MOQ_FIND_AMAX) { /* rows before spans */
@@ -168,8 +180,7 @@ static silu_source silu_source_of(quantize_input *gate, const moq_tensor *x, int
 static norm_source norm_source_of(const moq_activation *n, int64_t k) {
     norm_source s = {.weight = input_of(&n->weight),
                      .wide_weight = n->weight.dtype == MOQ_DT_F32,
-                     .eps = n->eps,
-                     .groups = (int)((k + MOQ_NORM_GROUP - 1) / MOQ_NORM_GROUP)};
+                     .eps = n->eps};
     if (n->residual.ndim < 0)
         return s;
     s.residual = input_of(&n->residual);
@@ -179,34 +190,56 @@ static norm_source norm_source_of(const moq_activation *n, int64_t k) {
 }
 
 /* Whether every chunk is whole and at a multiple of 16 bytes. */
-static bool can_be_fast(const quantize_args *a, moq_activation_kind kind,
-                        const any_source *source) {
+static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any_source *source) {
     bool rest = true;
     if (kind == MOQ_SILU_AND_MUL)
         rest = source->silu.up.aligned;
     else if (kind == MOQ_RMS_NORM)
-        rest = source->norm.weight.aligned &&
+        rest = source->norm.weight.aligned && !source->norm.wide_weight &&
                (!source->norm.residual.data ||
                 (source->norm.residual.aligned && source->norm.aligned_out));
-    return rest && a->x.aligned && a->k % 16 == 0 && a->aligned_codes && a->code_columns == a->k;
+    return rest && a->x.aligned && a->k > 0 && a->k <= INT32_MAX / 2 && a->k % 16 == 0 &&
+           a->aligned_codes && a->code_columns == a->k;
+}
+
+/* The way of whole rows, fastest on an H200 at 1 to 64 and at 8192 rows of 4096 and 8192; rows that
+ * threads have to keep can be too long for all of them. */
+static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
+                           const any_source *source, moq_input_mode mode) {
+    moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
+    if (q->x->dtype == MOQ_DT_F32 || mode == MOQ_INPUT_NVFP4 || !is_whole(a, kind, source))
+        return MOQ_ANY_ROWS;
+    bool few = a->m <= FEW_CHUNKS && a->m * (a->k / 8) <= FEW_CHUNKS;
+    if (!by_rows(q, mode))
+        return few ? MOQ_8X1 : MOQ_16X2;
+    if (a->k > 1024 * 32)
+        return MOQ_ANY_ROWS;
+    if (kind == MOQ_RMS_NORM)
+        return few || source->norm.residual.data ? MOQ_16X2 : MOQ_16X4;
+    if (few && a->k <= 1024 * 8)
+        return MOQ_8X1;
+    return kind == MOQ_SILU_AND_MUL && a->k <= 1024 * 16 ? MOQ_16X1 : MOQ_16X2;
 }
 
 static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any_source *source,
                          moq_input_mode mode, moq_err *err) {
     moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
-    shape s = shape_for(q, a, mode);
     moq_dtype dtype = q->x->dtype;
-    bool fast = can_be_fast(a, kind, source);
+    moq_row_way way = way_for(q, a, source, mode);
+    shape s = shape_for(q, a, mode, way);
     moq_launch launch = {.what = "quantize",
-                         .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, fast)
-                                   : kind == MOQ_RMS_NORM   ? moq_norm_kernel(dtype, mode, fast)
-                                                            : plain_kernel(dtype, mode, fast),
+                         .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, way)
+                                   : kind == MOQ_RMS_NORM   ? moq_norm_kernel(dtype, mode, way)
+                                                            : plain_kernel(dtype, mode, way),
                          .grid = s.grid,
                          .block = s.block,
                          .stream = (cudaStream_t)q->stream,
                          .overlap = true};
-    if (kind == MOQ_RMS_NORM)
-        launch.shared = 2 * s.block.y * source->norm.groups * sizeof(float);
+    if (kind == MOQ_RMS_NORM) {
+        int part = 32 * chunk_values(way);
+        source->norm.parts = (int)((a->k + part - 1) / part);
+        launch.shared = 2 * s.block.y * source->norm.parts * sizeof(float);
+    }
     void *parameters[] = {(void *)a, source};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -229,7 +262,7 @@ static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_a
  * from where the second takes it. */
 static moq_status find_amax(const moq_cuda_quantize *q, quantize_args *a, any_source *source,
                             moq_err *err) {
-    shape s = shape_for(q, a, MOQ_FIND_AMAX);
+    shape s = shape_for(q, a, MOQ_FIND_AMAX, way_for(q, a, source, MOQ_FIND_AMAX));
     a->parts_out = (uint32_t *)q->workspace;
     MOQ_TRY(launch(q, a, source, MOQ_FIND_AMAX, err));
     a->parts = a->parts_out;

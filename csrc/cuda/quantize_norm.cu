@@ -2,88 +2,106 @@
  * core/activation.h has the formula operation by operation. Memory bounds it: 3 bytes a value, 7
  * with a residual.
  *
- * T threads have a row, whose chunks they keep; the sum of squares is of one shape whatever T is: a
- * warp's 32 chunks follow each other, so its butterfly is the sum of one group of 512, and the
- * groups are added in their order by every thread. */
+ * T threads have a row, whose chunks they keep. The sum of squares is a binary tree over
+ * neighbours, so its bits do not depend on T: a warp's chunks follow each other, and every warp
+ * adds up what the warps of the row have left. What a row costs beside its values (the sums over
+ * lanes and warps, two divisions, a root, addresses) is some 200 instructions a thread: with few
+ * rows a thread has 32 values, with many 64. */
 #include "cuda/quantize_rows.h"
 
-/* A chunk of z; stored where there is a residual. */
-template <int DT, bool FAST>
-static __device__ __forceinline__ moq_chunk load_z(const quantize_args *a, const norm_source *s,
-                                                   int64_t row, int64_t column) {
-    moq_chunk chunk = load_chunk<DT, FAST>(&a->x, row, column, a->k);
-    if (!s->residual.data)
-        return chunk;
-    moq_chunk residual = load_chunk<DT, FAST>(&s->residual, row, column, a->k);
-    float value[16], other[16];
-    widen<DT>(chunk, value);
-    widen<DT>(residual, other);
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        value[i] = __fadd_rn(value[i], other[i]);
-    chunk = narrow<DT>(value);
+/* z of a chunk of x, stored where the chunk is `present`. */
+template <int DT, int WAY, int N>
+static __device__ __forceinline__ chunk<DT, N>
+add_residual(const quantize_args *a, const norm_source *s, const chunk<DT, N> &x, int64_t row,
+             int64_t column, bool present) {
     constexpr int size = DT == MOQ_DT_F32 ? 4 : 2;
+    chunk<DT, N> z =
+        add(x, load_chunk<DT, N, WAY != MOQ_ANY_ROWS>(&s->residual, row, column, a->k));
     uint8_t *to = (uint8_t *)s->residual_out + (row * a->k + column) * size;
-    if (FAST || (s->aligned_out && column + 16 <= a->k)) {
+    if (!present)
+        return z;
+    if (WAY != MOQ_ANY_ROWS || (s->aligned_out && column + N <= a->k)) {
 #pragma unroll
-        for (int i = 0; i < size; i++)
-            ((uint4 *)to)[i] = chunk.word[i];
-    } else {
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            if (column + i >= a->k)
-                continue;
-            if (DT == MOQ_DT_F32)
-                ((uint32_t *)to)[i] = (&chunk.word[i / 4].x)[i % 4];
-            else
-                ((uint16_t *)to)[i] = (uint16_t)((&chunk.word[i / 8].x)[i / 2 % 4] >> (i % 2 * 16));
-        }
+        for (int i = 0; i < z.words; i += 4)
+            ((uint4 *)to)[i / 4] =
+                make_uint4(z.word[i], z.word[i + 1], z.word[i + 2], z.word[i + 3]);
+        return z;
     }
-    return chunk;
-}
-
-/* The same chunk once more, for a thread that did not keep it. */
-template <int DT, bool FAST>
-static __device__ __forceinline__ moq_chunk load_z_again(const quantize_args *a,
-                                                         const norm_source *s, int64_t row,
-                                                         int64_t column) {
-    if (!s->residual.data)
-        return load_chunk<DT, FAST>(&a->x, row, column, a->k);
-    quantize_input z = {s->residual_out, a->k, 1, 0, s->aligned_out};
-    return load_chunk<DT, FAST>(&z, row, column, a->k);
-}
-
-template <int DT> static __device__ __forceinline__ float sum_of_squares(const moq_chunk &chunk) {
-    float value[16], sum = 0.0f;
-    widen<DT>(chunk, value);
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-        sum = __fadd_rn(sum, __fmul_rn(value[i], value[i]));
+    for (int i = 0; i < N; i++) {
+        if (column + i >= a->k)
+            continue;
+        if (DT == MOQ_DT_F32)
+            ((uint32_t *)to)[i] = z.word[i % z.words];
+        else
+            ((uint16_t *)to)[i] = (uint16_t)(z.word[i / 2] >> (i % 2 * 16));
+    }
+    return z;
+}
+
+/* The same of all chunks of a thread. */
+template <int DT, int WAY, int N, int KEPT>
+static __device__ __forceinline__ void add_residuals(const quantize_args *a, const norm_source *s,
+                                                     chunk<DT, N> (&kept)[KEPT], int64_t row,
+                                                     int first, int chunks) {
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        int place = first + j * blockDim.x;
+        kept[j] = add_residual<DT, WAY>(a, s, kept[j], row, chunk_or_last(place, chunks) * N,
+                                        place < chunks);
+    }
+}
+
+/* The sum over a warp, neighbours first. */
+static __device__ __forceinline__ float sum_of_warp(float sum) {
 #pragma unroll
     for (int i = 1; i < 32; i *= 2)
         sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i));
     return sum;
 }
 
-template <int DT, bool FAST>
-static __device__ __forceinline__ moq_chunk normalised(const quantize_args *a, const norm_source *s,
-                                                       const moq_chunk &z, int64_t column,
-                                                       float r) {
-    float value[16], weight[16];
-    if (s->wide_weight)
-        widen<MOQ_DT_F32>(load_chunk<MOQ_DT_F32, FAST>(&s->weight, 0, column, a->k), weight);
-    else
-        widen<DT>(load_chunk<DT, FAST>(&s->weight, 0, column, a->k), weight);
-    widen<DT>(z, value);
+template <int DT, int N>
+static __device__ __forceinline__ float sum_of_squares(const chunk<DT, N> &c) {
+    float value[N], sum[2] = {};
+    widen(c, value);
 #pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < N; i++)
+        sum[i / MOQ_NORM_RUN] = __fmaf_rn(value[i], value[i], sum[i / MOQ_NORM_RUN]);
+    return N == MOQ_NORM_RUN ? sum[0] : __fadd_rn(sum[0], sum[1]);
+}
+
+/* What the warps of a row have left, each of VALUES values, added up by each of them. */
+template <int VALUES>
+static __device__ __forceinline__ float total_of(const float *sum, int parts) {
+    constexpr int EACH = MOQ_NORM_TREE / VALUES / 32; /* parts of a lane: 1 or 2 */
+    float total = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < parts; first += 32 * EACH) {
+        int at = first + threadIdx.x % 32 * EACH;
+        float own = at < parts ? sum[at] : 0.0f;
+        if (EACH == 2 && at + 1 < parts)
+            own = __fadd_rn(own, sum[at + 1]);
+        total = __fadd_rn(total, sum_of_warp(own));
+    }
+    return total;
+}
+
+/* v of a chunk, `gain` the weights of its columns. */
+template <int DT, int N>
+static __device__ __forceinline__ chunk<DT, N> normalised(const chunk<DT, N> &z, float r,
+                                                          const chunk<DT, N> &gain) {
+    float value[N];
+    widen(z, value);
+#pragma unroll
+    for (int i = 0; i < N; i++)
         value[i] = __fmul_rn(value[i], r);
-    moq_chunk rounded = narrow<DT>(value);
-    widen<DT>(rounded, value);
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        value[i] = __fmul_rn(value[i], weight[i]);
-    return narrow<DT>(value);
+    return multiply(narrow<DT>(value), gain);
+}
+
+/* The reciprocal of the root mean square of a row, of its sum of squares. */
+static __device__ __forceinline__ float reciprocal_rms(float sum, int64_t k, float eps) {
+    float mean = __fdiv_rn(sum, __ll2float_rn(k));
+    return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
 /* All threads of a row have reached this. */
@@ -94,101 +112,204 @@ static __device__ __forceinline__ void sync_row(void) {
         __syncthreads();
 }
 
-template <int DT, bool FAST, int MODE>
-static __global__ void __launch_bounds__(1024)
-    quantize_norms(const __grid_constant__ quantize_args a, const __grid_constant__ norm_source s) {
-    constexpr int HELD = held_chunks<DT>();
-    extern __shared__ float sums[]; /* [2][rows of the block][groups] */
+/* ---- rows of whole chunks ---- */
+
+/* Sums over a warp, neighbours first: lane l has that of part[l % COUNT]. At each level half of
+ * the parts are given away for the others of the same half of the lanes. */
+template <int COUNT> static __device__ __forceinline__ float sums_of_warp(float (&part)[COUNT]) {
+    int left = COUNT;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        if (left == 1) {
+            part[0] = __fadd_rn(part[0], __shfl_xor_sync(0xffffffffu, part[0], i));
+            continue;
+        }
+        left /= 2;
+#pragma unroll
+        for (int j = 0; j < COUNT / 2; j++) {
+            if (j >= left)
+                continue;
+            bool odd = threadIdx.x & i;
+            float mine = odd ? part[2 * j + 1] : part[2 * j];
+            float other = odd ? part[2 * j] : part[2 * j + 1];
+            part[j] = __fadd_rn(mine, __shfl_xor_sync(0xffffffffu, other, i));
+        }
+    }
+    return part[0];
+}
+
+template <int DT, int WAY, int MODE>
+static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MOQ_16X4 ? 2 : 1)
+    norm_whole_rows(const __grid_constant__ quantize_args a,
+                    const __grid_constant__ norm_source s) {
+    constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
+    constexpr bool EARLY = WAY == MOQ_16X2; /* room for the weights of all chunks */
+    extern __shared__ float sums[];         /* [2][rows of the block][parts] */
     __shared__ uint32_t room[2][32];
-    const int threads = blockDim.x;
+    const int threads = blockDim.x, first = threadIdx.x, chunks = (int)(a.k / N);
     uint32_t most_of_all = 0;
-    launch_dependents();
     wait_for_predecessor();
-    float scale = tensor_scale<MODE>(&a);
-    int64_t chunks = (a.k + 15) / 16, last = (chunks + threads - 1) / threads;
+    divisor by = tensor_scale<MODE>(&a);
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
-        float *sum = sums + (turn * blockDim.y + threadIdx.y) * s.groups;
-        moq_chunk held[HELD] = {};
+        float *sum = sums + (turn * blockDim.y + threadIdx.y) * s.parts;
+        chunk<DT, N> kept[KEPT], gain[KEPT];
+        float part[KEPT];
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            if (chunk < chunks)
-                held[j] = load_z<DT, FAST>(&a, &s, row, chunk * 16);
+        for (int j = 0; j < KEPT; j++) {
+            int column = chunk_or_last(first + j * threads, chunks) * N;
+            kept[j] = load_chunk<DT, N, true>(&a.x, row, column, a.k);
+            if (EARLY)
+                gain[j] = load_chunk<DT, N, true>(&s.weight, 0, column, a.k);
         }
+        launch_dependents();
+        if (s.residual.data)
+            add_residuals<DT, WAY>(&a, &s, kept, row, first, chunks);
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            float part = sum_of_squares<DT>(held[j]);
-            if (threadIdx.x % 32 == 0 && chunk < chunks)
-                sum[chunk / 32] = part;
-        }
-        for (int64_t j = HELD; j < last; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            moq_chunk z = {};
-            if (chunk < chunks)
-                z = load_z<DT, FAST>(&a, &s, row, chunk * 16);
-            float part = sum_of_squares<DT>(z);
-            if (threadIdx.x % 32 == 0 && chunk < chunks)
-                sum[chunk / 32] = part;
-        }
+        for (int j = 0; j < KEPT; j++)
+            part[j] = first + j * threads < chunks ? sum_of_squares(kept[j]) : 0.0f;
+        float warps = sums_of_warp(part);
+        int at = (threadIdx.x % 32 * threads + threadIdx.x) / 32;
+        if (threadIdx.x % 32 < KEPT && at < s.parts)
+            sum[at] = warps;
         sync_row();
-        float total = 0.0f;
-        for (int i = 0; i < s.groups; i++)
-            total = __fadd_rn(total, sum[i]);
-        float mean = __fdiv_rn(total, __ll2float_rn(a.k));
-        float r = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, s.eps)));
+        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), a.k, s.eps);
         uint32_t most = 0;
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            if (chunk < chunks)
-                held[j] = normalised<DT, FAST>(&a, &s, held[j], chunk * 16, r);
-            most = max(most, chunk_amax<DT>(held[j]));
+        for (int j = 0; j < KEPT; j++) {
+            int place = first + j * threads;
+            if (!EARLY)
+                gain[j] =
+                    load_chunk<DT, N, true>(&s.weight, 0, chunk_or_last(place, chunks) * N, a.k);
+            kept[j] = normalised(kept[j], r, gain[j]);
+            if (MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX)
+                most = max(most, place < chunks ? chunk_amax(kept[j]) : 0);
+            else
+                emit<DT, WAY, MODE>(&a, row, place * N, place < chunks, kept[j], by);
         }
-        if (MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX) {
-            for (int64_t chunk = HELD * threads + threadIdx.x; chunk < chunks; chunk += threads) {
-                moq_chunk z = load_z_again<DT, FAST>(&a, &s, row, chunk * 16);
-                most = max(most, chunk_amax<DT>(normalised<DT, FAST>(&a, &s, z, chunk * 16, r)));
-            }
-            most_of_all = max(most_of_all, most);
-        }
-        if (MODE == MOQ_FIND_AMAX)
+        most_of_all = max(most_of_all, most);
+        if (MODE != MOQ_INPUT_E4M3_TOKEN)
             continue;
-        if (MODE == MOQ_INPUT_E4M3_TOKEN) {
-            scale = moq_token_scale(__uint_as_float(max_of_row(most, room[turn])));
-            if (threadIdx.x == 0)
-                ((float *)a.scales)[row] = scale;
-        }
+        float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+        by = divide_by<DT>(scale);
+        if (threadIdx.x == 0)
+            ((float *)a.scales)[row] = scale;
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
-        }
-        for (int64_t j = HELD; j < last; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            moq_chunk v = {};
-            if (chunk < chunks)
-                v = normalised<DT, FAST>(&a, &s, load_z_again<DT, FAST>(&a, &s, row, chunk * 16),
-                                         chunk * 16, r);
-            emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, v, scale);
+        for (int j = 0; j < KEPT; j++) {
+            int place = first + j * threads;
+            emit<DT, WAY, MODE>(&a, row, place * N, place < chunks, kept[j], by);
         }
     }
     if (MODE == MOQ_FIND_AMAX)
         store_part(&a, most_of_all);
 }
 
-const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, bool fast) {
+/* ---- rows of any kind ---- */
+
+/* z once more, for a thread that did not keep it. */
+template <int DT, int N>
+static __device__ __forceinline__ chunk<DT, N> load_z(const quantize_args *a, const norm_source *s,
+                                                      int64_t row, int64_t column) {
+    if (!s->residual.data)
+        return load_chunk<DT, N, false>(&a->x, row, column, a->k);
+    quantize_input z = {s->residual_out, a->k, 1, 0, s->aligned_out};
+    return load_chunk<DT, N, false>(&z, row, column, a->k);
+}
+
+/* v of a chunk; the weight has the dtype of x or is float32. */
+template <int DT, int N>
+static __device__ __forceinline__ chunk<DT, N>
+normalised_any(const quantize_args *a, const norm_source *s, const chunk<DT, N> &z, int64_t column,
+               float r) {
+    if (!s->wide_weight)
+        return normalised(z, r, load_chunk<DT, N, false>(&s->weight, 0, column, a->k));
+    float value[N], weight[N];
+    widen(load_chunk<MOQ_DT_F32, N, false>(&s->weight, 0, column, a->k), weight);
+    widen(z, value);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        value[i] = __fmul_rn(value[i], r);
+    widen(narrow<DT>(value), value);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        value[i] = __fmul_rn(value[i], weight[i]);
+    return narrow<DT>(value);
+}
+
+/* Chunks are read as often as they are needed, twice or three times. */
+template <int DT, int WAY, int MODE>
+static __global__ void __launch_bounds__(1024)
+    norm_any_rows(const __grid_constant__ quantize_args a, const __grid_constant__ norm_source s) {
+    constexpr int N = chunk_values(WAY);
+    constexpr bool FIND = MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX;
+    extern __shared__ float sums[]; /* [2][rows of the block][parts] */
+    __shared__ uint32_t room[2][32];
+    const int64_t threads = blockDim.x, chunks = (a.k + N - 1) / N;
+    const int64_t end = (chunks + threads - 1) / threads * threads; /* all lanes take part */
+    uint32_t most_of_all = 0;
+    wait_for_predecessor();
+    launch_dependents();
+    divisor by = tensor_scale<MODE>(&a);
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
+        float *sum = sums + (turn * blockDim.y + threadIdx.y) * s.parts;
+        for (int64_t at = threadIdx.x; at < end; at += threads) {
+            float part[1] = {0.0f};
+            if (at < chunks) {
+                chunk<DT, N> z = load_chunk<DT, N, false>(&a.x, row, at * N, a.k);
+                if (s.residual.data)
+                    z = add_residual<DT, WAY>(&a, &s, z, row, at * N, true);
+                part[0] = sum_of_squares(z);
+            }
+            float warp = sums_of_warp(part);
+            if (threadIdx.x % 32 == 0 && at < chunks)
+                sum[at / 32] = warp;
+        }
+        sync_row();
+        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), a.k, s.eps);
+        uint32_t most = 0;
+        for (int64_t at = threadIdx.x; FIND && at < chunks; at += threads)
+            most = max(most, chunk_amax(normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N),
+                                                       at * N, r)));
+        most_of_all = max(most_of_all, most);
+        if (MODE == MOQ_FIND_AMAX)
+            continue;
+        if (MODE == MOQ_INPUT_E4M3_TOKEN) {
+            float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+            by = divide_by<DT>(scale);
+            if (threadIdx.x == 0)
+                ((float *)a.scales)[row] = scale;
+        }
+        for (int64_t at = threadIdx.x; at < end; at += threads) {
+            chunk<DT, N> v = {};
+            if (at < chunks)
+                v = normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N), at * N, r);
+            emit<DT, WAY, MODE>(&a, row, at * N, at < chunks, v, by);
+        }
+    }
+    if (MODE == MOQ_FIND_AMAX)
+        store_part(&a, most_of_all);
+}
+
+template <int MODE> static const void *norm_kernel(moq_dtype dtype, moq_row_way way) {
+    if (way == MOQ_16X2)
+        return MOQ_INSTANCE(dtype, MOQ_16X2, norm_whole_rows, MODE);
+    if (way == MOQ_16X4)
+        return MOQ_INSTANCE(dtype, MOQ_16X4, norm_whole_rows, MODE);
+    return MOQ_GENERAL(dtype, norm_any_rows, MODE);
+}
+
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
     switch (mode) {
     case MOQ_FIND_AMAX:
-        return MOQ_FASTEST(dtype, fast, quantize_norms, MOQ_FIND_AMAX);
+        return norm_kernel<MOQ_FIND_AMAX>(dtype, way);
     case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FASTEST(dtype, fast, quantize_norms, MOQ_INPUT_E4M3_TENSOR);
+        return norm_kernel<MOQ_INPUT_E4M3_TENSOR>(dtype, way);
     case MOQ_INPUT_E4M3_TOKEN:
-        return MOQ_FASTEST(dtype, fast, quantize_norms, MOQ_INPUT_E4M3_TOKEN);
+        return norm_kernel<MOQ_INPUT_E4M3_TOKEN>(dtype, way);
     case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FASTEST(dtype, fast, quantize_norms, MOQ_INPUT_E4M3_GROUP);
+        return norm_kernel<MOQ_INPUT_E4M3_GROUP>(dtype, way);
     default:
-        return MOQ_GENERAL(dtype, quantize_norms, MOQ_INPUT_NVFP4);
+        return MOQ_GENERAL(dtype, norm_any_rows, MOQ_INPUT_NVFP4);
     }
 }

@@ -1,31 +1,25 @@
-/* The kernels that quantize: values from a source, 16 at a time, to codes and scales. For the files
- * that instantiate them, one for each source.
+/* The kernels that quantize: values from a source, some at a time, to codes and scales. For the
+ * files that instantiate them, one for each source.
  *
- * A thread has chunks of 16 values, T threads (a multiple of 32) a row or a span of it; with rows
- * of up to 512 values a block has eight rows, one a warp. Where a scale depends on no more than 128
+ * A thread has chunks of values, T threads (a multiple of 32) a row or a span of it; with rows of
+ * up to 32 chunks a block has eight rows, one a warp. Where a scale depends on no more than 128
  * neighbours, rows are cut into spans, and nothing is waited for but memory. Where it depends on a
- * whole row, the row's chunks stay in registers between the passes over it, as long as HELD of them
- * a thread are enough; the others are read again. */
+ * whole row, the row's chunks stay in registers between the passes over it, as long as as many as
+ * a thread keeps are enough; the others are read again.
+ *
+ * Where rows are whole aligned chunks of 16-bit values, instructions are what is left to save: some
+ * 20 of them fit into the time in which memory moves the 3 bytes of a value. Maxima, sums and
+ * products of pairs are therefore taken in 16 bits, where they round to the same, and quotients
+ * with a reciprocal of two parts. With few tokens the time is that of one thread, and chunks are
+ * shorter, but where a row's own work is what takes the time. */
 #ifndef MOQ_CUDA_QUANTIZE_ROWS_H
 #define MOQ_CUDA_QUANTIZE_ROWS_H
 
-#include "cuda/load.h"
-#include "cuda/ptx.h"
 #include "cuda/quantize.h"
+#include "cuda/quantize_chunk.h"
 
 /* Instead of codes, the largest magnitude of each block: the first of two kernels for one scale. */
 #define MOQ_FIND_AMAX MOQ_INPUT_AS_IS
-
-/* Rows of a tensor as kernels read them. */
-typedef struct {
-    const void *data;
-    int64_t stride; /* of the rows, where they have one */
-    int64_t inner;  /* from value to value */
-    int outer;      /* axes before the last, where the rows have no one stride; else 0 */
-    bool aligned;   /* inner is 1 and every row begins at a multiple of 16 bytes */
-    int64_t shape[MOQ_MAX_NDIM];
-    int64_t step[MOQ_MAX_NDIM];
-} quantize_input;
 
 typedef struct {
     quantize_input x;
@@ -43,28 +37,62 @@ typedef struct {
     float *found; /* where the scale of the whole tensor goes, or NULL */
 } quantize_args;
 
-/* The instance of a kernel for a dtype: of any strides and lengths, or, for 16 bits where `fast`,
- * of whole chunks at multiples of 16 bytes. */
-#define MOQ_INSTANCE(dtype, FAST, kernel, ...)                                                     \
-    ((dtype) == MOQ_DT_BF16 ? (const void *)kernel<MOQ_DT_BF16, FAST, ##__VA_ARGS__>               \
-                            : (const void *)kernel<MOQ_DT_F16, FAST, ##__VA_ARGS__>)
+/* How a kernel goes over rows: of any strides and lengths, NVFP4 too, or, for whole aligned chunks
+ * of 16-bit values, with so many values a chunk times chunks that a thread keeps. */
+typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_way;
+
+/* The values of a chunk. */
+static __host__ __device__ constexpr int chunk_values(int way) {
+    return way == MOQ_8X1 ? 8 : 16;
+}
+
+/* The chunks that a thread keeps. */
+static __host__ __device__ constexpr int kept_chunks(int dtype, int way) {
+    return way == MOQ_16X4                          ? 4
+           : way == MOQ_8X1 || way == MOQ_16X1      ? 1
+           : way == MOQ_16X2 || dtype != MOQ_DT_F32 ? 2
+                                                    : 1;
+}
+
+/* Places of chunks in a row: those of whole chunks are few. */
+template <int WAY> struct chunk_place {
+    typedef int type;
+};
+template <> struct chunk_place<MOQ_ANY_ROWS> {
+    typedef int64_t type;
+};
+
+/* The instance of a kernel for a dtype and a way. */
+#define MOQ_INSTANCE(dtype, WAY, kernel, ...)                                                      \
+    ((dtype) == MOQ_DT_BF16 ? (const void *)kernel<MOQ_DT_BF16, WAY, ##__VA_ARGS__>                \
+                            : (const void *)kernel<MOQ_DT_F16, WAY, ##__VA_ARGS__>)
 #define MOQ_GENERAL(dtype, kernel, ...)                                                            \
-    ((dtype) == MOQ_DT_F32 ? (const void *)kernel<MOQ_DT_F32, false, ##__VA_ARGS__>                \
-                           : MOQ_INSTANCE(dtype, false, kernel, ##__VA_ARGS__))
-#define MOQ_FASTEST(dtype, fast, kernel, ...)                                                      \
-    ((fast) && (dtype) != MOQ_DT_F32 ? MOQ_INSTANCE(dtype, true, kernel, ##__VA_ARGS__)            \
-                                     : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
+    ((dtype) == MOQ_DT_F32 ? (const void *)kernel<MOQ_DT_F32, MOQ_ANY_ROWS, ##__VA_ARGS__>         \
+                           : MOQ_INSTANCE(dtype, MOQ_ANY_ROWS, kernel, ##__VA_ARGS__))
+/* What a file has instances of, and what their threads are. */
+#define MOQ_FEW_OR_MANY(dtype, way, kernel, few, many, ...)                                        \
+    ((way) == (few)    ? MOQ_INSTANCE(dtype, few, kernel, ##__VA_ARGS__)                           \
+     : (way) == (many) ? MOQ_INSTANCE(dtype, many, kernel, ##__VA_ARGS__)                          \
+                       : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
 
 /* Each kernel takes a quantize_args and a source. `mode` may be MOQ_FIND_AMAX. */
-const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, bool fast);
-const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, bool fast);
+const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way);
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way);
 
 /* gate and up, halves of a row */
-typedef struct {
+struct silu_source {
     quantize_input up;
-    template <int DT, bool FAST>
-    __device__ moq_chunk load(const quantize_args *a, int64_t row, int64_t column) const;
-} silu_source;
+    template <int DT, int N> struct raw {
+        chunk<DT, N> gate, up;
+    };
+    template <int DT, int N, bool WHOLE>
+    __device__ __forceinline__ raw<DT, N> fetch(const quantize_args *a, int64_t row,
+                                                int64_t column) const {
+        return {load_chunk<DT, N, WHOLE>(&a->x, row, column, a->k),
+                load_chunk<DT, N, WHOLE>(&up, row, column, a->k)};
+    }
+    template <int DT, int N> static __device__ chunk<DT, N> finish(const raw<DT, N> &values);
+};
 
 typedef struct {
     quantize_input residual; /* data NULL where there is none */
@@ -73,105 +101,31 @@ typedef struct {
     bool aligned_out;
     void *residual_out; /* [M, K] */
     float eps;
-    int groups; /* of MOQ_NORM_GROUP values in a row */
+    int parts; /* of a row: what a warp's chunks sum to */
 } norm_source;
 
-/* How many chunks of a dtype a thread keeps: 64 bytes. */
-template <int DT> static __host__ __device__ constexpr int held_chunks(void) {
-    return DT == MOQ_DT_F32 ? 1 : 2;
-}
-
-/* ---- chunks ---- */
-
-template <int DT>
-static __device__ __forceinline__ void widen(const moq_chunk &chunk, float (&value)[16]) {
-    const moq_rows rows = {NULL, 0, (moq_dtype)DT};
-    moq_widen(&rows, &chunk, value);
-}
-
-static __device__ __forceinline__ int64_t row_offset(const quantize_input *x, int64_t row) {
-    if (x->outer == 0)
-        return row * x->stride;
-    int64_t offset = 0;
-    for (int i = x->outer - 1; i >= 0; i--) {
-        offset += row % x->shape[i] * x->step[i];
-        row /= x->shape[i];
-    }
-    return offset;
-}
-
-/* Value by value: the end of a row, or rows of other strides. What is beyond the row is 0. */
-template <int DT>
-static __device__ __noinline__ moq_chunk gather_chunk(const quantize_input *x, int64_t row,
-                                                      int64_t column, int64_t k) {
-    moq_chunk chunk = {};
-    int64_t at = row_offset(x, row) + column * x->inner;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        if (column + i >= k)
-            continue;
-        if (DT == MOQ_DT_F32)
-            (&chunk.word[i / 4].x)[i % 4] = ((const uint32_t *)x->data)[at + i * x->inner];
-        else
-            (&chunk.word[i / 8].x)[i / 2 % 4] |=
-                (uint32_t)((const uint16_t *)x->data)[at + i * x->inner] << (i % 2 * 16);
-    }
-    return chunk;
-}
-
-template <int DT, bool FAST>
-static __device__ __forceinline__ moq_chunk load_chunk(const quantize_input *x, int64_t row,
-                                                       int64_t column, int64_t k) {
-    if (FAST || (x->aligned && column + 16 <= k)) {
-        const moq_rows rows = {(const uint8_t *)x->data + column * (DT == MOQ_DT_F32 ? 4 : 2),
-                               x->stride, (moq_dtype)DT};
-        return moq_load_chunk(&rows, row, 0);
-    }
-    return gather_chunk<DT>(x, row, column, k);
-}
-
-/* The largest magnitude of a chunk, as bits. */
-template <int DT> static __device__ __forceinline__ uint32_t chunk_amax(const moq_chunk &chunk) {
-    float value[16];
-    widen<DT>(chunk, value);
-    return moq_amax_bits(value);
-}
-
-template <int DT> static __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
-    uint32_t pair;
-    if (DT == MOQ_DT_BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-/* Values rounded to a dtype. */
-template <int DT> static __device__ __forceinline__ moq_chunk narrow(const float (&value)[16]) {
-    moq_chunk chunk = {};
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        if (DT == MOQ_DT_F32)
-            (&chunk.word[i / 4].x)[i % 4] = __float_as_uint(value[i]);
-        else if (i % 2 == 0)
-            (&chunk.word[i / 8].x)[i / 2 % 4] = narrow_pair<DT>(value[i], value[i + 1]);
-    }
-    return chunk;
+/* The place of a row's chunk; of its last where there are no more, so that all threads can load. */
+template <class PLACE>
+static __device__ __forceinline__ PLACE chunk_or_last(PLACE chunk, PLACE chunks) {
+    PLACE last = min(chunk, chunks - 1);
+    return sizeof last == 4 ? last : max(last, (PLACE)0); /* there is one, if they are whole */
 }
 
 /* ---- codes ---- */
 
 /* The codes of a chunk, `bytes` of them (16 or 8), of which `count` are meant and the others 0. */
-template <int bytes, bool FAST>
+template <int bytes, int WAY>
 static __device__ __forceinline__ void store_codes(const quantize_args *a, int64_t row, int64_t at,
                                                    uint4 code, int64_t count) {
     uint8_t *to = a->codes + row * a->code_stride + at;
-    bool whole = FAST || (a->aligned_codes && count >= bytes);
-    if (whole && bytes == 16)
-        *(uint4 *)to = code;
-    else if (whole)
-        *(uint2 *)to = make_uint2(code.x, code.y);
-    for (int i = 0; !whole && i < bytes && at + i < a->code_columns; i++) {
+    if (WAY != MOQ_ANY_ROWS || (a->aligned_codes && count >= bytes)) {
+        if (bytes == 16)
+            *(uint4 *)to = code;
+        else
+            *(uint2 *)to = make_uint2(code.x, code.y);
+        return;
+    }
+    for (int i = 0; i < bytes && at + i < a->code_columns; i++) {
         uint32_t word = i < 4 ? code.x : i < 8 ? code.y : i < 12 ? code.z : code.w;
         to[i] = i < count ? (uint8_t)(word >> (i % 4 * 8)) : 0;
     }
@@ -212,40 +166,51 @@ static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float
 }
 
 /* Quantizes a chunk and stores it. All lanes of a warp call this; those whose chunk is not
- * `present` only take part in the maximum of a group. `scale` is that of the tensor, its reciprocal
- * for E4M3_TENSOR, or of the token. */
-template <int DT, bool FAST, int MODE>
+ * `present` only take part in the maximum of a group. `by` is the scale of the tensor, its
+ * reciprocal for E4M3_TENSOR, or that of the token. */
+template <int DT, int WAY, int MODE, int N>
 static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row, int64_t column,
-                                            bool present, const moq_chunk &chunk, float scale) {
-    float value[16];
-    widen<DT>(chunk, value);
+                                            bool present, const chunk<DT, N> &c, divisor by) {
+    float value[N];
     if (MODE == MOQ_INPUT_E4M3_GROUP)
-        scale = moq_group_scale(
-            __uint_as_float(moq_max_of_lanes(present ? moq_amax_bits(value) : 0, 8)));
+        by = divide_by<DT>(group_scale<DT>(
+            __uint_as_float(moq_max_of_lanes(present ? chunk_amax(c) : 0, 128 / N))));
     if (!present)
         return;
-    if (MODE == MOQ_INPUT_NVFP4) {
+    widen(c, value);
+    if constexpr (MODE == MOQ_INPUT_NVFP4) {
         uint8_t *to = (uint8_t *)a->scales + row * a->scale_row + column / 16 * a->scale_group;
-        uint4 code = quantize_nvfp4(value, scale, to);
-        store_codes<8, FAST>(a, row, column / 2, code, 8);
+        uint4 code = quantize_nvfp4(value, by.scale, to);
+        store_codes<8, WAY>(a, row, column / 2, code, 8);
         return;
     }
     if (MODE == MOQ_INPUT_E4M3_GROUP && column % 128 == 0)
-        ((float *)a->scales)[row * a->scale_row + column / 128 * a->scale_group] = scale;
-    uint4 code = MODE == MOQ_INPUT_E4M3_TENSOR ? moq_codes_multiplied(value, scale)
-                                               : moq_codes_divided(value, scale);
-    store_codes<16, FAST>(a, row, column, code, a->k - column);
+        ((float *)a->scales)[row * a->scale_row + column / 128 * a->scale_group] = by.scale;
+    if (MODE == MOQ_INPUT_E4M3_TENSOR) {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            value[i] = __fmul_rn(value[i], by.scale);
+    } else {
+        divide<DT>(value, by);
+    }
+    uint4 code = make_uint4(moq_e4m3_word(value), moq_e4m3_word(value + 4), 0, 0);
+    if (N == 16) {
+        code.z = moq_e4m3_word(value + N - 8);
+        code.w = moq_e4m3_word(value + N - 4);
+    }
+    store_codes<N, WAY>(a, row, column, code, a->k - column);
 }
 
 /* ---- scales of the whole tensor ---- */
 
 /* Every warp finds it anew. E4M3_TENSOR: the reciprocal, as `emit` takes it. */
-template <int MODE> static __device__ __forceinline__ float tensor_scale(const quantize_args *a) {
+template <int MODE> static __device__ __forceinline__ divisor tensor_scale(const quantize_args *a) {
     if (MODE != MOQ_INPUT_E4M3_TENSOR && MODE != MOQ_INPUT_NVFP4)
-        return 0.0f;
+        return {};
     float scale = a->given ? *a->given : a->scale;
     if (a->part_count) {
         uint32_t most = 0;
+#pragma unroll 4
         for (int i = threadIdx.x % 32; i < a->part_count; i += 32)
             most = max(most, a->parts[i]);
         float amax = __uint_as_float(__reduce_max_sync(0xffffffffu, most));
@@ -258,7 +223,7 @@ template <int MODE> static __device__ __forceinline__ float tensor_scale(const q
         if (a->found && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x + threadIdx.y == 0)
             *a->found = scale;
     }
-    return MODE == MOQ_INPUT_E4M3_TENSOR ? __fdiv_rn(1.0f, scale) : scale;
+    return {MODE == MOQ_INPUT_E4M3_TENSOR ? __fdiv_rn(1.0f, scale) : scale, 0.0f, 0.0f};
 }
 
 /* Writes the largest magnitude that a block has met. All its threads call this. */
@@ -278,33 +243,41 @@ static __device__ __forceinline__ void store_part(const quantize_args *a, uint32
 
 /* ---- scales of at most a group: spans ---- */
 
-template <int DT, bool FAST, int MODE, class SOURCE>
+/* Blocks let the next kernel in after they have waited themselves: of a chain of short kernels that
+ * had all begun, several would share a multiprocessor. Where a thread has several chunks it is done
+ * between loads and arithmetic, which the compiler does not mix across it. */
+template <int DT, int WAY, int MODE, class SOURCE>
 static __global__ void __launch_bounds__(256)
     quantize_spans(const __grid_constant__ quantize_args a, const __grid_constant__ SOURCE source) {
-    constexpr int HELD = held_chunks<DT>();
+    constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
+    typedef typename chunk_place<WAY>::type place;
     const int threads = blockDim.x;
     uint32_t most = 0;
-    launch_dependents();
     wait_for_predecessor();
-    float scale = tensor_scale<MODE>(&a);
-    int64_t chunks = (a.k + 15) / 16, span = (int64_t)HELD * threads;
+    if (KEPT == 1)
+        launch_dependents();
+    divisor by = tensor_scale<MODE>(&a);
+    const place chunks = (place)((a.k + N - 1) / N), span = (place)KEPT * threads;
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     for (; row < a.m; row += (int64_t)gridDim.x * blockDim.y) {
-        for (int64_t base = blockIdx.y * span; base < chunks; base += gridDim.y * span) {
-            moq_chunk held[HELD] = {};
+        for (place base = blockIdx.y * span; base < chunks; base += gridDim.y * span) {
+            typename SOURCE::template raw<DT, N> raw[KEPT];
+            const place first = base + threadIdx.x;
 #pragma unroll
-            for (int j = 0; j < HELD; j++) {
-                int64_t chunk = base + j * threads + threadIdx.x;
-                if (chunk < chunks)
-                    held[j] = source.template load<DT, FAST>(&a, row, chunk * 16);
-            }
+            for (int j = 0; j < KEPT; j++)
+                raw[j] = source.template fetch<DT, N, WAY != MOQ_ANY_ROWS>(
+                    &a, row, (int64_t)chunk_or_last<place>(first + j * threads, chunks) * N);
+            if (KEPT > 1)
+                if (KEPT > 1)
+                    launch_dependents();
 #pragma unroll
-            for (int j = 0; j < HELD; j++) {
-                int64_t chunk = base + j * threads + threadIdx.x;
+            for (int j = 0; j < KEPT; j++) {
+                const place at = first + j * threads;
+                chunk<DT, N> c = SOURCE::finish(raw[j]);
                 if (MODE == MOQ_FIND_AMAX)
-                    most = max(most, chunk_amax<DT>(held[j]));
+                    most = max(most, chunk_amax(c));
                 else
-                    emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
+                    emit<DT, WAY, MODE>(&a, row, (int64_t)at * N, at < chunks, c, by);
             }
         }
     }
@@ -326,43 +299,53 @@ static __device__ __forceinline__ uint32_t max_of_row(uint32_t bits, uint32_t *r
     return __reduce_max_sync(0xffffffffu, other);
 }
 
-template <int DT, bool FAST, class SOURCE>
+template <int DT, int WAY, class SOURCE>
 static __global__ void __launch_bounds__(1024)
     quantize_tokens(const __grid_constant__ quantize_args a,
                     const __grid_constant__ SOURCE source) {
-    constexpr int HELD = held_chunks<DT>();
+    constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
+    constexpr bool WHOLE = WAY != MOQ_ANY_ROWS;
     constexpr int MODE = MOQ_INPUT_E4M3_TOKEN;
+    typedef typename chunk_place<WAY>::type place;
     __shared__ uint32_t room[2][32];
     const int threads = blockDim.x;
-    launch_dependents();
+    const place first = threadIdx.x;
     wait_for_predecessor();
-    int64_t chunks = (a.k + 15) / 16;
+    if (KEPT == 1)
+        launch_dependents();
+    const place chunks = (place)((a.k + N - 1) / N);
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
-        moq_chunk held[HELD] = {};
+        typename SOURCE::template raw<DT, N> raw[KEPT];
+        chunk<DT, N> kept[KEPT];
         uint32_t most = 0;
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            if (chunk < chunks)
-                held[j] = source.template load<DT, FAST>(&a, row, chunk * 16);
-        }
+        for (int j = 0; j < KEPT; j++)
+            raw[j] = source.template fetch<DT, N, WHOLE>(
+                &a, row, (int64_t)chunk_or_last<place>(first + j * threads, chunks) * N);
+        if (KEPT > 1)
+            launch_dependents();
 #pragma unroll
-        for (int j = 0; j < HELD; j++)
-            most = max(most, chunk_amax<DT>(held[j]));
-        for (int64_t chunk = HELD * threads + threadIdx.x; chunk < chunks; chunk += threads)
-            most = max(most, chunk_amax<DT>(source.template load<DT, FAST>(&a, row, chunk * 16)));
-        float scale = moq_token_scale(__uint_as_float(max_of_row(most, room[turn])));
+        for (int j = 0; j < KEPT; j++) {
+            kept[j] = SOURCE::finish(raw[j]);
+            most = max(most, chunk_amax(kept[j]));
+        }
+        for (place at = first + KEPT * threads; !WHOLE && at < chunks; at += threads)
+            most = max(most, chunk_amax(SOURCE::finish(
+                                 source.template fetch<DT, N, WHOLE>(&a, row, at * N))));
+        float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+        divisor by = divide_by<DT>(scale);
         if (threadIdx.x == 0)
             ((float *)a.scales)[row] = scale;
 #pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            int64_t chunk = j * threads + threadIdx.x;
-            emit<DT, FAST, MODE>(&a, row, chunk * 16, chunk < chunks, held[j], scale);
+        for (int j = 0; j < KEPT; j++) {
+            const place at = first + j * threads;
+            emit<DT, WAY, MODE>(&a, row, (int64_t)at * N, at < chunks, kept[j], by);
         }
-        for (int64_t chunk = HELD * threads + threadIdx.x; chunk < chunks; chunk += threads)
-            emit<DT, FAST, MODE>(&a, row, chunk * 16, true,
-                                 source.template load<DT, FAST>(&a, row, chunk * 16), scale);
+        for (place at = first + KEPT * threads; !WHOLE && at < chunks; at += threads)
+            emit<DT, WAY, MODE>(
+                &a, row, at * N, true,
+                SOURCE::finish(source.template fetch<DT, N, WHOLE>(&a, row, at * N)), by);
     }
 }
 

@@ -6,14 +6,12 @@
 
 /* 1 / d, rounded, for d from 1 to 2^120. */
 static __device__ __forceinline__ float reciprocal(float d) {
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+    float r = reciprocal_near(d);
     return __fmaf_rn(__fmaf_rn(-d, r, 1.0f), r, r);
 }
 
-static __device__ __forceinline__ float silu(float gate) {
-    float g;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(g) : "f"(gate), "f"(MOQ_SILU_LEAST));
+/* silu of max(gate, MOQ_SILU_LEAST). */
+static __device__ __forceinline__ float silu(float g) {
     float h = fminf(g, MOQ_SILU_MOST);
     float shifted = __fmaf_rn(h, MOQ_MINUS_LOG2E, MOQ_RINT_MAGIC);
     float f = __fmaf_rn(h, MOQ_MINUS_LOG2E, -__fsub_rn(shifted, MOQ_RINT_MAGIC));
@@ -26,35 +24,31 @@ static __device__ __forceinline__ float silu(float gate) {
     return __fmul_rn(g, reciprocal(__fadd_rn(1.0f, p)));
 }
 
-template <int DT, bool FAST>
-__device__ __forceinline__ moq_chunk silu_source::load(const quantize_args *a, int64_t row,
-                                                       int64_t column) const {
-    moq_chunk gates = load_chunk<DT, FAST>(&a->x, row, column, a->k);
-    moq_chunk ups = load_chunk<DT, FAST>(&up, row, column, a->k);
-    float value[16], other[16];
-    widen<DT>(gates, value);
-    widen<DT>(ups, other);
+template <int DT, int N>
+__device__ __forceinline__ chunk<DT, N> silu_source::finish(const raw<DT, N> &values) {
+    float value[N];
+    widen(at_least<DT, N>(values.gate, MOQ_SILU_LEAST), value);
 #pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < N; i++)
         value[i] = silu(value[i]);
-    moq_chunk rounded = narrow<DT>(value);
-    widen<DT>(rounded, value);
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        value[i] = __fmul_rn(value[i], other[i]);
-    return narrow<DT>(value);
+    return multiply(narrow<DT>(value), values.up);
 }
 
-const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, bool fast) {
+const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
     switch (mode) {
     case MOQ_FIND_AMAX:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_FIND_AMAX, silu_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
+                               silu_source);
     case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_TENSOR, silu_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
+                               silu_source);
     case MOQ_INPUT_E4M3_TOKEN:
-        return MOQ_FASTEST(dtype, fast, quantize_tokens, silu_source);
+        if (way == MOQ_8X1)
+            return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_tokens, MOQ_16X1, MOQ_16X2, silu_source);
     case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FASTEST(dtype, fast, quantize_spans, MOQ_INPUT_E4M3_GROUP, silu_source);
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
+                               silu_source);
     default:
         return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, silu_source);
     }

@@ -26,6 +26,10 @@ SHAPES = [
     (2, 40000),  # more than threads keep
     (70001, 32),  # more rows than one dimension of a grid but the first
     (1, 300000),
+    (160, 4096),  # too many for the shortest chunks
+    (96, 7168),
+    (40, 14336),
+    (20, 28672),
     (0, 32),
     (3, 0),
     (16,),
