@@ -235,12 +235,8 @@ def host_seconds(
     return _times(spent[1:], calls)
 
 
-def measure_ceilings(torch: Any) -> dict[str, Ceilings]:
-    """What floors are made of, by what is multiplied ("bfloat16", "fp8").
-
-    Bytes at the speed of an elementwise kernel that reads one gigabyte and writes one; operations at that of
-    torch's product of square matrices of normal numbers, in a short burst.
-    """
+def copy_rate(torch: Any) -> float:
+    """Bytes a second of an elementwise kernel that reads one gigabyte and writes one."""
     count = COPY_BYTES // 2
     pairs = [
         [
@@ -250,8 +246,16 @@ def measure_ceilings(torch: Any) -> dict[str, Ceilings]:
         for _ in range(2)
     ]
     copy = Graph(torch, lambda pair: torch.neg(pair[0], out=pair[1]), pairs, 4)
-    rate = 2 * COPY_BYTES / alone(torch, copy, 5).best_seconds
-    del pairs, copy
+    return 2 * COPY_BYTES / alone(torch, copy, 5).best_seconds
+
+
+def measure_ceilings(torch: Any) -> dict[str, Ceilings]:
+    """What floors are made of, by what is multiplied ("bfloat16", "fp8").
+
+    Bytes at the speed of an elementwise kernel that reads one gigabyte and writes one; operations at that of
+    torch's product of square matrices of normal numbers, in a short burst.
+    """
+    rate = copy_rate(torch)
     flop = 2 * PRODUCT**3
     a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,0 +1,99 @@
+"""Writes the tables of quantization and weight processing in docs/cuda.md, from benchmarks/results.
+
+python -m benchmarks.quantize_page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.cpu_page import fill
+
+PAGE = record.RESULTS.parent.parent / "docs" / "cuda.md"
+QUANTIZE = ("<!-- quantization: python -m benchmarks.quantize_page -->", "<!-- end of quantization -->")
+PREPARE = ("<!-- preparation: python -m benchmarks.quantize_page -->", "<!-- end of preparation -->")
+FEW = 64
+"""Tokens up to which the time is what matters, not the share of the floor."""
+
+KINDS = {
+    "plain": "`quantize`",
+    "silu_and_mul": "`silu_and_mul_quantize`",
+    "rms_norm": "`rms_norm_quantize`",
+    "add_rms_norm": "the same with a residual",
+}
+Row = Mapping[str, Any]
+
+
+def about(result: Mapping[str, Any]) -> str:
+    """Where and when a result was measured."""
+    facts = result["environment"]
+    return (
+        f"{result['device']}, {facts['date'][:10]}, moqext {facts['moqext']['commit']}; copies run at "
+        f"{result['copy_bytes_per_second'] / 1e12:.2f} TB/s."
+    )
+
+
+def cell(rows: Sequence[Row]) -> str:
+    """One case: moqext's time, its share of the floor where there are many tokens, the best peer's time."""
+    own = next(row for row in rows if row["peer"] == "moqext")
+    peers = [row["seconds"] for row in rows if row["peer"] != "moqext"]
+    text = f"{own['seconds'] * 1e6:.{2 if own['tokens'] <= FEW else 1}f}"
+    if own["tokens"] > FEW:
+        text += f", {own['floor_seconds'] / own['seconds']:.0%}"
+    return text + (f" ({min(peers) * 1e6:.{2 if own['tokens'] <= FEW else 1}f})" if peers else "")
+
+
+def quantization(result: Mapping[str, Any]) -> str:
+    """A table for each number of columns."""
+    rows: Sequence[Row] = result["rows"]
+    parts = [about(result)]
+    for columns in dict.fromkeys(row["columns"] for row in rows):
+        mine = [row for row in rows if row["columns"] == columns]
+        tokens = sorted({row["tokens"] for row in mine})
+        lines = [f"| K = {columns} | | " + " | ".join(f"M = {count}" for count in tokens) + " |"]
+        lines.append("|---|---|" + "---|" * len(tokens))
+        for kind, scheme in dict.fromkeys((row["kind"], row["scheme"]) for row in mine):
+            chosen = [row for row in mine if (row["kind"], row["scheme"]) == (kind, scheme)]
+            by_tokens = [[row for row in chosen if row["tokens"] == count] for count in tokens]
+            cells = " | ".join(cell(group) if group else "" for group in by_tokens)
+            lines.append(f"| {KINDS[kind]} | {scheme} | {cells} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def preparation(result: Mapping[str, Any]) -> str:
+    """A table of all layers."""
+    lines = ["| | | new | of copy | into `out` | of copy |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        folded = " folded to FP8" if row["compute"] == "fp8" else ""
+        lines.append(
+            f"| {row['quant_algo']}{folded} | {row['shape'][0]} × {row['shape'][1]} "
+            f"| {row['seconds'] * 1e6:.0f} µs | {row['of_copy']:.0%} "
+            f"| {row['seconds_into_out'] * 1e6:.0f} µs | {row['of_copy_into_out']:.0%} |"
+        )
+    return about(result) + "\n\n" + "\n".join(lines)
+
+
+def render(page: str, quantize: Mapping[str, Any] | None, prepare: Mapping[str, Any] | None) -> str:
+    """The page with its tables, of the results that there are."""
+    page = fill(page, *QUANTIZE, [quantization(quantize)] if quantize else [])
+    return fill(page, *PREPARE, [preparation(prepare)] if prepare else [])
+
+
+def read(path: Path) -> Mapping[str, Any] | None:
+    """A result, None where there is none."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main() -> None:
+    """Writes the page."""
+    results = [read(record.RESULTS / f"{name}_cuda.h200.json") for name in ("quantize", "prepare")]
+    PAGE.write_text(render(PAGE.read_text(), *results))
+
+
+if __name__ == "__main__":
+    main()
