@@ -134,6 +134,11 @@ static __device__ __forceinline__ void prefetch_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+/* Brings a map near, which is a parameter of the kernel. */
+static __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 /* The L2 policy of ordinary accesses. */
 static __device__ __forceinline__ uint64_t policy_evict_normal(void) {
     uint64_t policy;
@@ -203,6 +208,39 @@ static __device__ __forceinline__ void cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
                  "barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
+}
+
+/* The same in two parts: who has waited knows that all others run and have their barriers, and no
+ * more. */
+static __device__ __forceinline__ void cluster_arrive(void) {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void cluster_wait(void) {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* Where block `rank` of the cluster has what this one has at a shared address. */
+static __device__ __forceinline__ uint32_t address_in(uint32_t rank, uint32_t address) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+/* Stores in the shared memory of a block of the cluster; the bytes are counted at a barrier there,
+ * and who waits for it may read them. */
+static __device__ __forceinline__ void send_word(uint32_t to, uint32_t value, uint32_t barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+        "r"(value), "r"(barrier)
+        : "memory");
+}
+
+static __device__ __forceinline__ void send_pair(uint32_t to, float2 value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+                 "[%3];" ::"r"(to),
+                 "f"(value.x), "f"(value.y), "r"(barrier)
+                 : "memory");
 }
 
 /* Arrives at the barrier that block `rank` of the cluster has at the same place. */
