@@ -79,9 +79,9 @@ def preparation(result: Mapping[str, Any]) -> str:
 
 
 def render(page: str, quantize: Mapping[str, Any] | None, prepare: Mapping[str, Any] | None) -> str:
-    """The page with its tables, of the results that there are."""
-    page = fill(page, *QUANTIZE, [quantization(quantize)] if quantize else [])
-    return fill(page, *PREPARE, [preparation(prepare)] if prepare else [])
+    """The page with its tables; those of a result that there is not stay as they are."""
+    page = fill(page, *QUANTIZE, [quantization(quantize)]) if quantize else page
+    return fill(page, *PREPARE, [preparation(prepare)]) if prepare else page
 
 
 def read(path: Path) -> Mapping[str, Any] | None:

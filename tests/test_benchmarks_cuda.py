@@ -424,3 +424,33 @@ def test_the_page_of_cuda_is_what_its_results_make(page: Any) -> None:
     for name, text in files.items():
         assert (ROOT / "docs" / name).read_text() == text, name
     assert {path.name for path in (ROOT / "docs").glob("cuda.*")} == set(files)
+
+
+def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = load("quantize_page", monkeypatch)
+    facts = {
+        "device": "Chip",
+        "copy_bytes_per_second": 4e12,
+        "environment": {"date": "2026-11-22T00:00:00", "moqext": {"commit": "abc"}},
+    }
+
+    def row(peer: str, tokens: int, seconds: float, floor: float) -> dict[str, Any]:
+        case = {"kind": "plain", "scheme": "token", "tokens": tokens, "columns": 4096, "peer": peer}
+        return case | {"seconds": seconds, "floor_seconds": floor}
+
+    rows = [row("moqext", 1, 1.1e-6, 1e-9), row("Triton", 1, 2e-6, 1e-9), row("moqext", 8192, 25e-6, 24e-6)]
+    prepared = {"quant_algo": "NVFP4", "compute": "fp8", "shape": [8, 16], "seconds": 1e-4, "of_copy": 0.5}
+    prepared |= {"seconds_into_out": 2e-4, "of_copy_into_out": 0.25}
+    text = "\n".join(["Before.", *page.QUANTIZE, "Between.", *page.PREPARE, "After."])
+    made = page.render(text, facts | {"rows": rows}, facts | {"rows": [prepared]})
+    assert "| `quantize` | token | 1.10 (2.00) | 25.0, 96% |" in made
+    assert "| NVFP4 folded to FP8 | 8 × 16 | 100 µs | 50% | 200 µs | 25% |" in made
+    assert page.render(made, facts | {"rows": rows}, facts | {"rows": [prepared]}) == made
+    assert page.render(made, None, None) == made
+
+
+def test_the_tables_of_quantization_are_what_their_results_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: python -m benchmarks.quantize_page."""
+    page = load("quantize_page", monkeypatch)
+    results = [page.read(page.record.RESULTS / f"{name}_cuda.h200.json") for name in ("quantize", "prepare")]
+    assert page.render(page.PAGE.read_text(), *results) == page.PAGE.read_text()
