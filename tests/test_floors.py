@@ -55,7 +55,7 @@ def mutable_statics(text):
     text = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", '""', text, flags=re.DOTALL)
     for match in re.finditer(r"^[ \t]*static\b([^;{(=]*)([;{(=])", text, re.MULTILINE):
         declaration, end = match.groups()
-        if end != "(" and not re.search(r"\bconst\b|\binline\b", declaration):
+        if end != "(" and not re.search(r"\bconst(expr)?\b|\binline\b", declaration):
             yield declaration.strip()
 
 
@@ -71,9 +71,11 @@ def test_the_checks_see_violations():
     ]
     assert list(forbidden_includes("cpu", '#include "cuda/cuda.h"')) == ["cuda/cuda.h"]
     assert list(forbidden_includes("binding", '#include "ops/plan.h"\n#include <Python.h>\n')) == []
-    assert list(mutable_statics("static int n;\nstatic const int m = 1;\nstatic int f(void) {\n}")) == [
-        "int n"
-    ]
+    assert list(
+        mutable_statics(
+            "static int n;\nstatic const int m = 1;\nstatic constexpr int k = 1;\nstatic int f(void) {\n}"
+        )
+    ) == ["int n"]
     assert list(mutable_statics("    static PyObject *cached = NULL;")) == ["PyObject *cached"]
     assert list(mutable_statics("static const char *const NAMES[] = {")) == []
 

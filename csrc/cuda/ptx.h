@@ -203,6 +203,23 @@ static __device__ __forceinline__ uint32_t rank_in_cluster(void) {
     return rank;
 }
 
+static __device__ __forceinline__ uint32_t blocks_in_cluster(void) {
+    uint32_t count;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    return count;
+}
+
+/* Stores to the place in block `rank` of the cluster that `to` is in this one. */
+static __device__ __forceinline__ void store_shared_of(uint32_t to, uint32_t rank, float4 value) {
+    asm volatile("{\n"
+                 ".reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
+                 "}" ::"r"(to),
+                 "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+                 : "memory");
+}
+
 /* Every thread of the cluster arrives and waits. */
 static __device__ __forceinline__ void cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
@@ -324,6 +341,14 @@ static __device__ __forceinline__ void wgmma_fence(void) {
 
 static __device__ __forceinline__ void wgmma_commit(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Neither are these registers written after this point nor read before it, which the compiler could
+ * not know of products that are under way. */
+template <int count> static __device__ __forceinline__ void stay_here(float (&d)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        asm volatile("" : "+f"(d[i])::"memory");
 }
 
 /* Waits until at most `pending` groups of this warp are unfinished. */

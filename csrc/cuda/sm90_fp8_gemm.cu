@@ -2,498 +2,314 @@
  * bias[n]).
  *
  * W is e4m3 [N, K] as the checkpoint has it, X e4m3 codes [M, K] that the quantization before makes
- * in the workspace, with group scales [K / 128][tokens]. The rows of W are the 64 rows of wgmma,
- * tokens its columns, so that a tile may have few of them. A block has two warpgroups that multiply
- * and a warp that copies.
+ * in the workspace, with group scales [K / 128][tokens]. A block has two warpgroups that multiply
+ * and a warp that copies; what it copies goes round in a ring of steps of 128 columns.
  *
- * - A tile is 128 * WAVES rows of W and T tokens, a step 128 columns of both, in the 128-byte
- *   swizzle: rows of W, then tokens; the tokens' group scales lie apart.
- * - A warpgroup has 64 * WAVES rows of a tile. It multiplies 64 rows by a step's 128 columns in one
- *   go and adds that to float32 sums, since FP8 wgmma keeps about 14 bits of its own; block scales
- *   are applied there.
+ * - Few tokens: W gives the rows of the products, so that a tile has as few tokens as there are. K
+ *   is divided among the blocks of a cluster, and where that is not enough among their warpgroups,
+ *   since a layer has but 16 to 64 tiles for 132 multiprocessors. W is constant, so the ring is
+ *   filled with it before X is complete (dependent launch).
+ * - Many tokens: the tokens give the rows, 256 to a tile, so that scales of groups are one number a
+ *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
- * - A pair of blocks may share rows of W: each copies half of them to both.
- * - W is constant, so the ring is filled with it before X is complete (dependent launch).
  *
- * A step takes 0.2 to 0.85 us by the shape of the tile (H200): about 200 cycles more than its
- * products, in which both warpgroups add and the tensor cores wait. Few tokens leave most blocks
- * without a tile. docs/lab.md has the times. */
+ * What bounds it (H200, docs/lab.md): up to 64 tokens the wait for X, 2.5 us behind the end of the
+ * kernel before, then the weights that are still to come, then 1.3 us to bring parts together; with
+ * more what the second-level cache delivers, 7 to 8 TB/s, and the tensor cores. */
 #include "cuda/launch.h"
 #include "cuda/linear.h"
-#include "cuda/load.h"
-#include "cuda/ptx.h"
 #include "cuda/quantize.h"
+#include "cuda/sm90_gemm_outputs.h"
+#include "cuda/sm90_gemm_products.h"
+#include "cuda/sm90_gemm_tile.h"
 #include "cuda/tensor_map.h"
-#include "cuda/wgmma.h"
 
 #include <math.h>
 
-#define CONSUMERS   256
-#define STEP        128
-#define MAX_STAGES  16
-#define BAND_TOKENS 2048     /* tokens that are done together, for the sake of L2 */
-#define CHUNK       32       /* tokens that are turned around at a time */
-#define PITCH       (64 + 4) /* floats, free of bank conflicts */
+#define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
+#define EARLY       6    /* stages of weights before X where many blocks would keep it waiting */
+#define MAX_CLUSTER 8
 
-typedef enum { ALONE, SHARE_WEIGHTS } sharing;
-
-typedef struct {
-    int m, n, k;
-    int steps;     /* of 128 columns */
-    int row_tiles; /* of a block */
-    int columns;   /* tiles along the tokens, of a block or pair of blocks */
-    int band;      /* columns that are done together, for the sake of L2 */
-    int stages;
-    bool few;       /* weights are read once */
-    bool per_token; /* scale of x */
-    moq_output out;
-    const float *x_scale;      /* one, [M], or by groups [steps][x_scale_stride] */
-    int64_t x_scale_stride;    /* a multiple of 4 */
-    const float *output_scale; /* [N] */
-    const float *block_scale;  /* [block rows, steps] */
-    moq_partitions partitions;
-} gemm_args;
-
-/* Shape of a block's tile. */
-template <int T, int WAVES, sharing SHARE> struct tile_of {
-    enum {
-        rows = 128 * WAVES,
-        blocks = SHARE == ALONE ? 1 : 2,
-        pair_tokens = T * (SHARE == SHARE_WEIGHTS ? 2 : 1),
-        weight_bytes = rows * STEP,
-        token_bytes = T * STEP,
-        stage = weight_bytes + token_bytes,
-        wide = WAVES * T > 128, /* sums need more registers than 168 */
-        threads = CONSUMERS + (wide ? 128 : 32),
-    };
-};
-
-/* ---- the order of work ---- */
-
-/* What a block (or pair) does next: step `step` of tile `tile`, `left` steps in all. */
-typedef struct {
-    int tile, step, left, stride;
-} cursor;
-
-static __device__ __forceinline__ cursor start(const gemm_args *a, int worker, int workers) {
-    int tiles = (a->row_tiles * a->columns - worker + workers - 1) / workers;
-    return {worker, 0, tiles * a->steps, workers};
-}
-
-/* Where a tile is: rows from `row` to `end` at most, tokens from `token` on. */
-typedef struct {
-    int row, end, partition, token;
-} place;
-
-template <int T, int WAVES, sharing SHARE>
-static __device__ place place_of(const gemm_args *a, int tile, int rank) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);
-    int width = min(a->band, a->columns - band * a->band);
-    int row_tile = within / width, begin = 0;
-    place p = {0, 0, 0, (band * a->band + within % width) * shape::pair_tokens};
-    for (;; p.partition++) {
-        p.end = a->partitions.end[p.partition];
-        int tiles = (p.end - begin + shape::rows - 1) / shape::rows;
-        if (row_tile < tiles)
-            break;
-        row_tile -= tiles;
-        begin = p.end;
-    }
-    p.row = begin + row_tile * shape::rows;
-    if (SHARE == SHARE_WEIGHTS)
-        p.token += rank * T;
-    return p;
-}
-
-/* ---- the producer ---- */
-
-/* Where operands come from and go to. */
-typedef struct {
-    const CUtensorMap *weights, *tokens;
-    uint32_t ring, scales, full, empty;
-    uint64_t weight_policy, token_policy;
-    int rank;
-} pipes;
-
-/* The next step to copy. One thread does all of it, one instruction after the other, so that what
- * a step costs here limits the whole kernel. */
-typedef struct {
-    cursor at;
-    place where;
-    ring_place slot;
-} feed;
-
-template <int T, int WAVES, sharing SHARE>
-static __device__ __forceinline__ void find_tile(const gemm_args *a, const pipes *p, feed *f) {
-    f->where = place_of<T, WAVES, SHARE>(a, f->at.tile, p->rank);
-}
-
-template <int T, int WAVES, sharing SHARE>
-static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *p, feed *f) {
-    advance(&f->slot, a->stages);
-    f->at.left--;
-    if (++f->at.step == a->steps) {
-        f->at.step = 0;
-        f->at.tile += f->at.stride;
-        if (f->at.left > 0)
-            find_tile<T, WAVES, SHARE>(a, p, f);
-    }
-}
-
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * shape::stage);
-    uint32_t bar = p->full + 8u * f->slot.index;
-    mbarrier_wait(p->empty + 8u * f->slot.index, f->slot.parity ^ 1);
-    mbarrier_expect(bar, shape::stage + (GROUPS ? T * 4 : 0));
-    if (SHARE == SHARE_WEIGHTS) {
-        int half = p->rank * (shape::rows / 2);
-        copy_box_2d_to(to + half * STEP, p->weights, f->at.step * STEP, f->where.row + half, bar,
-                       p->weight_policy, 3);
-    } else {
-        copy_box_2d(to, p->weights, f->at.step * STEP, f->where.row, bar, p->weight_policy);
-    }
-}
-
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
-                                                   const feed *f) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * shape::stage + shape::weight_bytes);
-    uint32_t bar = p->full + 8u * f->slot.index;
-    copy_box_2d(to, p->tokens, f->at.step * STEP, f->where.token, bar, p->token_policy);
-    if (GROUPS)
-        copy_bytes(p->scales + (uint32_t)f->slot.index * (T * 4),
-                   a->x_scale + f->at.step * a->x_scale_stride + f->where.token, T * 4, bar);
-}
-
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __device__ __forceinline__ void produce(const gemm_args *a, const pipes *p, int worker,
-                                               int workers) {
-    feed f = {start(a, worker, workers)};
-    int first = min(a->stages, f.at.left);
-    find_tile<T, WAVES, SHARE>(a, p, &f);
-    feed again = f;
-    for (int i = 0; i < first; i++) { /* weights do not depend on the kernel before */
-        copy_weights<T, WAVES, SHARE, GROUPS>(p, &f);
-        next_feed<T, WAVES, SHARE>(a, p, &f);
-    }
-    wait_for_predecessor();
-    for (int i = 0; i < first; i++) {
-        copy_tokens<T, WAVES, SHARE, GROUPS>(a, p, &again);
-        next_feed<T, WAVES, SHARE>(a, p, &again);
-    }
-    while (f.at.left > 0) {
-        copy_weights<T, WAVES, SHARE, GROUPS>(p, &f);
-        copy_tokens<T, WAVES, SHARE, GROUPS>(a, p, &f);
-        next_feed<T, WAVES, SHARE>(a, p, &f);
-    }
-}
-
-/* ---- products ---- */
-
-/* sum += c, times the scales of the tokens and of the rows. */
-template <int T, bool GROUPS>
-static __device__ __forceinline__ void promote(float (&sum)[T / 2], const float (&c)[T / 2],
-                                               const float *x, float w) {
-#pragma unroll
-    for (int j = 0; j < T / 8; j++) {
-        if (GROUPS) {
-            float2 s = *(const float2 *)(x + 8 * j + threadIdx.x % 4 * 2);
-            s.x *= w;
-            s.y *= w;
-            sum[4 * j] += c[4 * j] * s.x;
-            sum[4 * j + 1] += c[4 * j + 1] * s.y;
-            sum[4 * j + 2] += c[4 * j + 2] * s.x;
-            sum[4 * j + 3] += c[4 * j + 3] * s.y;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                sum[4 * j + i] += c[4 * j + i];
-        }
-    }
-}
-
-/* Adds `steps` steps of a tile from `first` on to the sums of this warpgroup. */
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __device__ __forceinline__ void
-multiply(const gemm_args *a, uint32_t ring, const float *scales, uint32_t full, uint32_t empty,
-         const place *at, int first, int steps, ring_place *slot, float (&sum)[WAVES][T / 2]) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    int group = threadIdx.x / 128, row = group * 64 * WAVES;
-    const float *block[WAVES];
-    float w[WAVES];
-    if (GROUPS) {
-#pragma unroll
-        for (int i = 0; i < WAVES; i++) {
-            block[i] =
-                a->block_scale + (int64_t)moq_block_row(&a->partitions, at->partition,
-                                                        min(at->row + row + 64 * i, at->end - 1)) *
-                                     a->steps;
-            w[i] = block[i][first];
-        }
-    }
-    uint64_t left = wgmma_operand(ring + (uint32_t)row * STEP);
-    uint64_t right = wgmma_operand(ring + shape::weight_bytes);
-    for (int step = first; step < first + steps; step++, advance(slot, a->stages)) {
-        uint32_t stage = (uint32_t)(slot->index * (shape::stage / 16));
-        float next[WAVES];
-        if (GROUPS) {
-#pragma unroll
-            for (int i = 0; i < WAVES; i++)
-                next[i] = block[i][min(step + 1, a->steps - 1)];
-        }
-        mbarrier_wait(full + 8u * slot->index, slot->parity);
-#pragma unroll
-        for (int i = 0; i < WAVES; i++) {
-            float c[T / 2];
-            wgmma_fence();
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                wgmma_e4m3(c, left + stage + i * (64 * STEP / 16) + 2 * j, right + stage + 2 * j,
-                           j);
-            wgmma_commit();
-            wgmma_wait<0>();
-            promote<T, GROUPS>(sum[i], c, scales + slot->index * T, w[i]);
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 < shape::blocks) {
-            if (SHARE == ALONE)
-                mbarrier_arrive(empty + 8u * slot->index);
-            else
-                mbarrier_arrive_at(empty + 8u * slot->index, threadIdx.x % 32);
-        }
-#pragma unroll
-        for (int i = 0; i < WAVES; i++)
-            w[i] = next[i];
-    }
-}
-
-/* ---- outputs ---- */
-
-/* Stores values of `count` outputs, at most 8, of token m from n on; in one go where it can. */
-static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
-                                                   int count, const float (&value)[8]) {
-    int64_t at = m * out->stride + n;
-    uint16_t *to = (uint16_t *)out->data + at;
-    if (count == 8 && (uintptr_t)to % 16 == 0) {
-        uint4 word;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (out->dtype == MOQ_DT_BF16) {
-                __nv_bfloat162 pair = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
-                memcpy(&(&word.x)[i], &pair, 4);
-            } else {
-                __half2 pair = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
-                memcpy(&(&word.x)[i], &pair, 4);
-            }
-        }
-        *(uint4 *)to = word;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        if (i >= count)
-            return;
-        if (out->dtype == MOQ_DT_BF16)
-            ((__nv_bfloat16 *)to)[i] = __float2bfloat16_rn(value[i]);
-        else
-            ((__half *)to)[i] = __float2half_rn(value[i]);
-    }
-}
-
-/* Writes the outputs of 64 rows of W; they pass through shared memory, where rows become columns.
- */
-template <int T, bool GROUPS>
-static __device__ void write_outputs(const gemm_args *a, float *turn, const place *at, int row,
-                                     const float (&sum)[T / 2]) {
-    int thread = threadIdx.x % 128, group = threadIdx.x / 128, lane = thread % 32;
-    int n = at->row + row + thread % 8 * 8, count = min(8, at->end - n);
-    float factor[8], bias[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        factor[i] = !GROUPS && i < count ? a->output_scale[n + i] : 1.0f;
-        bias[i] =
-            a->out.bias && i < count ? moq_load_one(a->out.bias, n + i, a->out.bias_dtype) : 0.0f;
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < T / CHUNK; chunk++) {
-#pragma unroll
-        for (int j = 0; j < CHUNK / 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                turn[(8 * j + lane % 4 * 2 + i % 2) * PITCH + thread / 32 * 16 + lane / 4 +
-                     i / 2 * 8] = sum[(chunk * (CHUNK / 8) + j) * 4 + i];
-        }
-        barrier_sync(2 + group, 128);
-#pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; pass++) {
-            int token = pass * 16 + thread / 8, m = at->token + chunk * CHUNK + token;
-            const float4 *from = (const float4 *)(turn + token * PITCH + thread % 8 * 8);
-            float4 low = from[0], high = from[1];
-            float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            if (m >= a->m || count <= 0)
-                continue;
-            float scale = GROUPS ? 1.0f : a->x_scale[a->per_token ? m : 0];
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (!GROUPS)
-                    value[i] *= scale * factor[i];
-                if (a->out.bias)
-                    value[i] = __fadd_rn(value[i], bias[i]);
-            }
-            store_eight(&a->out, m, n, count, value);
-        }
-        barrier_sync(2 + group, 128);
-    }
-}
-
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __device__ void consume(const gemm_args *a, uint32_t ring, const float *scales, float *turn,
-                               uint32_t full, uint32_t empty, int rank, int worker, int workers) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    int group = threadIdx.x / 128;
+template <class S>
+static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
+                                               board *b, int rank) {
+    int group =
+        __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+    float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
     ring_place slot = {0, 0};
-    wait_for_predecessor();
-    for (cursor c = start(a, worker, workers); c.left > 0;) {
-        place at = place_of<T, WAVES, SHARE>(a, c.tile, rank);
-        int steps = min(c.left, a->steps - c.step);
-        float sum[WAVES][T / 2] = {};
-        multiply<T, WAVES, SHARE, GROUPS>(a, ring, scales, full, empty, &at, c.step, steps, &slot,
-                                          sum);
+    for (cursor c = start<S>(a); c.left > 0; c.left -= c.end - c.first, c.tile += c.stride) {
+        place at = place_of<S>(a, c.tile, rank);
+        float sum[S::WAVES][S::T / 2] = {};
+        const float *block[S::WAVES];
 #pragma unroll
-        for (int i = 0; i < WAVES; i++)
-            write_outputs<T, GROUPS>(a, turn + group * (CHUNK * PITCH), &at,
-                                     (group * WAVES + i) * 64, sum[i]);
-        c.left -= steps;
-        c.tile += c.stride;
-        c.step = 0;
+        for (int i = 0; i < S::WAVES; i++) {
+            int row = at.row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
+            block[i] = a->block_scale +
+                       (int64_t)moq_block_row(&a->partitions, at.partition, min(row, at.end - 1)) *
+                           a->steps;
+            for (int step = c.first + threadIdx.x % 32 * 32; S::groups && step < c.end;
+                 step += 1024)
+                prefetch_l2(block[i] + step);
+        }
+        wait_for_predecessor(); /* at once from the second tile on */
+        margin edge = fetch_margin<S>(a, &at);
+        multiply<S>(t, block, c.first, c.end, group, &slot, sum);
+        if constexpr (S::parts) {
+            bring_together<S>(a, shared, b, &edge, &at, sum[0]);
+            return;
+        }
+        barrier_sync(1, CONSUMERS); /* the tile before is written */
+        post_margin<S>(&edge, b);
+        barrier_sync(1, CONSUMERS);
+#pragma unroll
+        for (int i = 0; i < S::WAVES; i++) {
+            int row = (group * S::WAVES + i) * 64;
+            if constexpr (S::tokens_first)
+                write_rows<S>(a, b, &at, row, sum[i]);
+            else
+                write_columns<S>(a, b, turn, &at, row, sum[i]);
+        }
     }
 }
 
-template <int T, int WAVES, sharing SHARE, bool GROUPS>
-static __global__ void __launch_bounds__(tile_of<T, WAVES, SHARE>::threads, 1)
-    fp8_gemm(const __grid_constant__ CUtensorMap weights,
-             const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
-    typedef tile_of<T, WAVES, SHARE> shape;
-    extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
-    uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MAX_STAGES;
-    uint32_t ring = fixed_shared_address(smem);
-    int rank = SHARE == ALONE ? 0 : (int)rank_in_cluster();
-    int worker = blockIdx.x / shape::blocks, workers = gridDim.x / shape::blocks;
-    launch_dependents();
+/* Barriers of the ring; the blocks of a cluster know of each other's. */
+template <class S>
+static __device__ __forceinline__ void set_up(const gemm_args *a, uint32_t full, uint32_t empty) {
     if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; i++) {
+        for (int i = 0; i < a->stages; i++) {
             mbarrier_init(full + 8u * i, 1);
-            mbarrier_init(empty + 8u * i, CONSUMERS / 32 * shape::blocks);
+            mbarrier_init(empty + 8u * i,
+                          CONSUMERS / 32 / (S::by_steps ? 2 : 1) * (S::pair ? 2 : 1));
         }
         mbarrier_init_fence();
     }
-    if (SHARE == ALONE)
-        __syncthreads();
-    else
+    if (S::pair) {
         cluster_sync();
-    float *turn = (float *)(smem + args.stages * shape::stage), *scales = turn + 2 * CHUNK * PITCH;
+        return;
+    }
+    __syncthreads();
+    if (S::own_room)
+        cluster_arrive(); /* for whoever waits to store sums here */
+}
+
+template <class S>
+static __global__ void __launch_bounds__(S::threads, 1)
+    fp8_gemm(const __grid_constant__ CUtensorMap weights,
+             const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
+    __shared__ board edge;
+    uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MAX_STAGES;
+    uint32_t ring = fixed_shared_address(smem);
+    int rank = S::pair || S::parts ? (int)rank_in_cluster() : 0;
+    int scales = args.stages * S::stage; /* of tokens, behind the ring */
+    launch_dependents();
+    if (threadIdx.x == CONSUMERS) {
+        prefetch_map(&weights);
+        prefetch_map(&tokens);
+    }
+    set_up<S>(&args, full, empty);
     if (threadIdx.x < CONSUMERS) {
-        if (shape::wide)
+        if (S::wide)
             more_registers<232>();
-        consume<T, WAVES, SHARE, GROUPS>(&args, ring, scales, turn, full, empty, rank, worker,
-                                         workers);
+        uint32_t row = S::by_steps ? 0 : threadIdx.x / 128 * 64 * S::WAVES;
+        taps t = {full,
+                  empty,
+                  wgmma_operand(ring + row * STEP),
+                  wgmma_operand(ring + S::rows * STEP),
+                  (const float *)(smem + scales),
+                  args.stages};
+        consume<S>(&args, &t, smem, &edge, rank);
+        if (S::parts)
+            return;
     } else {
-        if (shape::wide)
+        if (S::wide)
             fewer_registers<40>();
         if (threadIdx.x / 32 == CONSUMERS / 32 && is_elected()) {
             uint64_t keep = policy_evict_normal();
             pipes p = {&weights,
                        &tokens,
                        ring,
-                       fixed_shared_address(scales),
+                       ring + scales,
                        full,
                        empty,
                        args.few ? policy_evict_first() : keep,
                        keep,
                        rank};
-            produce<T, WAVES, SHARE, GROUPS>(&args, &p, worker, workers);
+            produce<S>(&args, &p);
+        }
+        if (S::parts) { /* as the others, in bring_together */
+            __syncwarp();
+            if (S::own_room)
+                cluster_wait();
+            else
+                cluster_sync();
         }
     }
-    if (SHARE != ALONE) {
+    if (S::pair || S::parts) {
         __syncwarp();
-        cluster_sync(); /* the other block may still copy to this one */
+        cluster_sync(); /* other blocks may still copy to this one */
     }
 }
 
 /* ---- shapes ---- */
 
 typedef struct {
-    int tokens, waves;
+    int tokens, weight_rows;
+    orientation first;
     sharing share;
-    int threads;
-    double step;           /* seconds of a step, measured */
+    int threads, stage;
+    double step[2];        /* microseconds of a step, fitted; by groups */
     const void *kernel[2]; /* one scale a token or less; by groups */
 } variant;
 
-#define VARIANT(T, WAVES, SHARE, STEP_SECONDS)                                                     \
-    {                                                                                              \
-        T, WAVES, SHARE, tile_of<T, WAVES, SHARE>::threads, STEP_SECONDS, {                        \
-            (const void *)fp8_gemm<T, WAVES, SHARE, false>,                                        \
-                (const void *)fp8_gemm<T, WAVES, SHARE, true>                                      \
-        }                                                                                          \
-    }
+template <orientation FIRST, int T, int WAVES, sharing SHARE>
+static variant variant_of(double step, double group_step) {
+    typedef tile<FIRST, T, WAVES, SHARE, false> plain;
+    typedef tile<FIRST, T, WAVES, SHARE, true> groups;
+    return {plain::tokens,
+            plain::weight_rows,
+            FIRST,
+            SHARE,
+            plain::threads,
+            plain::stage,
+            {step, group_step},
+            {(const void *)fp8_gemm<plain>, (const void *)fp8_gemm<groups>}};
+}
 
 static const variant VARIANTS[] = {
-    VARIANT(32, 1, ALONE, 0.21e-6),          VARIANT(64, 1, ALONE, 0.26e-6),
-    VARIANT(64, 2, ALONE, 0.46e-6),          VARIANT(128, 1, ALONE, 0.48e-6),
-    VARIANT(128, 1, SHARE_WEIGHTS, 0.46e-6), VARIANT(128, 2, ALONE, 0.85e-6),
-    VARIANT(128, 2, SHARE_WEIGHTS, 0.84e-6),
+    variant_of<WEIGHTS_FIRST, 32, 1, ALONE>(0.117, 0.232),
+    variant_of<WEIGHTS_FIRST, 32, 1, PARTS>(0.193, 0.334),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS>(0.145, 0.190),
+    variant_of<WEIGHTS_FIRST, 32, 2, ALONE>(0.251, 0.401),
+    variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.169, 0.317),
+    variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.251, 0.400),
+    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.142, 0.217),
+    variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.376, 0.650),
+    variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.403, 0.591),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.302, 0.554),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.309, 0.553),
+    variant_of<WEIGHTS_FIRST, 128, 2, SHARE_TOKENS>(0.659, 1.024),
+    variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.298, 0.418),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.600, 0.750),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.680, 0.820),
 };
+
+enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
+static_assert(VARIANT_COUNT < 16,
+              "tune() measures 16 variants of a kernel, the first is the choice");
 
 static int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
+static bool has_parts(const variant *v) {
+    return v->share == PARTS || v->share == FINE_PARTS;
+}
+
+static bool has_pairs(const variant *v) {
+    return v->share == SHARE_WEIGHTS || v->share == SHARE_TOKENS;
+}
+
 /* How a call is done: a shape of tiles and how many there are, by blocks or pairs of them. */
 typedef struct {
     const variant *shape;
-    int pair; /* blocks that share */
+    int cluster; /* blocks that share */
     int64_t row_tiles, columns, workers;
     double seconds;
 } method;
 
 static int rows_of(const variant *v) {
-    return 128 * v->waves;
+    return v->weight_rows * (v->share == SHARE_TOKENS ? 2 : 1);
 }
 
 static int tokens_of(const variant *v) {
     return v->tokens * (v->share == SHARE_WEIGHTS ? 2 : 1);
 }
 
-/* x quantized, the first and last steps, then the products or the memory. */
-static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
-    double n = (double)spec->out_features, k = (double)spec->in_features;
-    double slow = spec->input == MOQ_INPUT_E4M3_GROUP ? 1.35 : 1.0;
-    double turns = (double)divide_up(way->row_tiles * way->columns, way->workers);
-    double products = turns * (double)divide_up(spec->in_features, STEP) * way->shape->step * slow;
-    double memory = n * k / 3.8e12;
-    return 4.5e-6 + 3 * (double)m * k / 4e12 + fmax(products, memory);
+/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
+ * 18 (H200), others in proportion. */
+static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
+    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
+    int64_t fit = sm_count * FIT[cluster] / 132;
+    return fit > 1 ? fit : 1;
 }
 
-static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v) {
-    method way = {v, v->share == ALONE ? 1 : 2, 0, divide_up(m, tokens_of(v))};
+/* The longest of three that overlap, and something for the others. */
+static double overlapped(double a, double b, double c) {
+    a *= a;
+    b *= b;
+    c *= c;
+    return sqrt(sqrt(a * a + b * b + c * c));
+}
+
+/* Seconds of a call, fitted to an H200 (ten layers, 17 to 4096 tokens, all shapes: within 6 % in
+ * four of five): x quantized, then the products, W from memory and all tiles from the second-level
+ * cache at the same time, then outputs, and sums of parts. */
+static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
+    const variant *v = way->shape;
+    bool groups = spec->input == MOQ_INPUT_E4M3_GROUP, parts = has_parts(v);
+    bool simple = spec->input == MOQ_INPUT_E4M3_TENSOR;
+    double n = (double)spec->out_features, k = (double)spec->in_features;
+    double tiles = (double)(way->row_tiles * way->columns) * (has_pairs(v) ? 2 : 1);
+    double steps = (double)divide_up(spec->in_features, STEP);
+    double turns = parts ? 1.0 : (double)divide_up(way->row_tiles * way->columns, way->workers);
+    double rows = v->weight_rows * (v->share == SHARE_WEIGHTS ? 0.5 : 1.0);
+    double columns = v->tokens * (v->share == SHARE_TOKENS ? 0.5 : 1.0);
+    double quantize = (simple ? 1.5e-6 : 1.9e-6) + 3 * (double)m * k / (simple ? 4.2e12 : 3.6e12);
+    double products = turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6;
+    double copies = tiles * steps * STEP * (rows + columns) / 7.7e12;
+    double memory = n * k / (v->share == ALONE && way->workers < 100 ? 4.05e12 : 4.27e12);
+    double outputs = turns * v->weight_rows * v->tokens * 1.1e-10;
+    double sums = parts ? 1.5e-8 * v->tokens : 0.0;
+    return 1.7e-6 + quantize + overlapped(products, memory, copies) + outputs + sums;
+}
+
+static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, int cluster) {
+    method way = {v, cluster, 0, divide_up(m, tokens_of(v))};
     for (int i = 0; i < spec->partition_count; i++)
         way.row_tiles += divide_up(spec->partition[i], rows_of(v));
-    int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / way.pair;
-    way.workers = tiles < most ? tiles : most;
+    int64_t tiles = way.row_tiles * way.columns;
+    int64_t most = clusters_that_fit(spec->target.sm_count, cluster);
+    way.workers = has_parts(v) || tiles < most ? tiles : most;
     way.seconds = estimate(spec, &way, m);
+    if (has_parts(v) && /* all tiles at once, and steps for every block */
+        (tiles > most || cluster > divide_up(spec->in_features, STEP)))
+        way.seconds = INFINITY;
     return way;
 }
 
-static method best_method(const moq_linear_spec *spec, int64_t m) {
-    method best = method_of(spec, m, &VARIANTS[0]);
-    for (size_t i = 1; i < sizeof VARIANTS / sizeof *VARIANTS; i++) {
-        method way = method_of(spec, m, &VARIANTS[i]);
+static method best_of_variant(const moq_linear_spec *spec, int64_t m, const variant *v) {
+    int least = has_pairs(v) || v->share == PARTS ? 2 : 1;
+    int most = has_parts(v) ? MAX_CLUSTER : least;
+    method best = method_of(spec, m, v, least);
+    for (int cluster = least + 1; cluster <= most; cluster++) {
+        method way = method_of(spec, m, v, cluster);
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
+static bool suits(const variant *v, int64_t m) {
+    if (v->first == TOKENS_FIRST)
+        return m > 128;
+    return v->tokens >= 128 ? m > 64 : v->tokens == 64 ? m > 32 && m <= 128 : m <= 64;
+}
+
+/* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
+ * that shape cannot do the call. */
+static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
+    method best = {.seconds = INFINITY};
+    if (which > 0 && which <= VARIANT_COUNT)
+        best = best_of_variant(spec, m, &VARIANTS[which - 1]);
+    if (best.seconds < INFINITY)
+        return best;
+    for (int i = 0; i < VARIANT_COUNT; i++) {
+        if (!suits(&VARIANTS[i], m))
+            continue;
+        method way = best_of_variant(spec, m, &VARIANTS[i]);
         if (way.seconds < best.seconds)
             best = way;
     }
@@ -569,14 +385,28 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
     return a;
 }
 
-/* Shared memory of a block: as many stages as fit. */
-static size_t lay_out(gemm_args *a, const variant *v, bool groups, int limit) {
-    int stage = (128 * v->waves + v->tokens) * STEP, scales = groups ? v->tokens * 4 : 0;
-    int turn = 2 * CHUNK * PITCH * 4, most = limit - 1024 - MAX_STAGES * 16;
-    a->stages = (most - turn) / (stage + scales);
+/* Shared memory of a block: as many stages as fit, the tokens' scales, where outputs turn around
+ * and where sums come to. The last two may lie where the ring was. */
+static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
+    const variant *v = way->shape;
+    int stage = v->stage + (groups ? v->tokens * 4 : 0), rest = 0;
+    if (v->first == WEIGHTS_FIRST)
+        rest = TURN_BYTES;
+    if (has_parts(v)) {
+        int parts = way->cluster * (v->share == FINE_PARTS ? 2 : 1);
+        rest += (int)divide_up(v->tokens / 8, parts) * parts * CONSUMERS * 16;
+    }
+    bool behind = !has_parts(v) || v->tokens < 128; /* the ring */
+    int most = limit - 1024 - MAX_STAGES * 16 - (int)sizeof(board) - (behind ? rest : 0);
+    a->stages = most / stage;
     if (a->stages > MAX_STAGES)
         a->stages = MAX_STAGES;
-    return (size_t)(a->stages * (stage + scales) + turn);
+    if (v->share == FINE_PARTS)
+        a->stages -= a->stages % 2;
+    a->early = has_parts(v) && way->cluster > 2 && a->stages > EARLY ? EARLY : a->stages;
+    a->turn = behind ? a->stages * stage : 0;
+    a->room = a->turn + TURN_BYTES;
+    return (size_t)(a->stages * stage + (behind ? rest : 0));
 }
 
 static moq_status multiply_codes(const moq_linear_call *call, const method *way, const areas *w,
@@ -587,16 +417,16 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
     MOQ_TRY(moq_cuda_query_device(call->spec->device.index, &device, err));
     gemm_args a = args_of(call, way, w);
     bool groups = call->spec->input == MOQ_INPUT_E4M3_GROUP;
-    size_t shared = lay_out(&a, v, groups, device.shared_per_block);
-    uint32_t rows = 128u * v->waves / (v->share == SHARE_WEIGHTS ? 2 : 1);
-    MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, rows, err));
-    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, (uint32_t)v->tokens,
-                                err));
+    size_t shared = lay_out(&a, way, groups, device.shared_per_block);
+    uint32_t weight_box = (uint32_t)v->weight_rows / (v->share == SHARE_WEIGHTS ? 2 : 1);
+    uint32_t token_box = (uint32_t)v->tokens / (v->share == SHARE_TOKENS ? 2 : 1);
+    MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
+    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
     moq_launch launch = {.what = "FP8 linear",
                          .kernel = v->kernel[groups],
-                         .grid = dim3((unsigned)(way->workers * way->pair)),
+                         .grid = dim3((unsigned)(way->workers * way->cluster)),
                          .block = dim3((unsigned)v->threads),
-                         .cluster = way->pair > 1 ? (unsigned)way->pair : 0,
+                         .cluster = way->cluster > 1 ? (unsigned)way->cluster : 0,
                          .shared = shared,
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
@@ -605,16 +435,27 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
 }
 
 extern "C" double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    return best_method(spec, m).seconds;
+    return method_for(spec, m, 0).seconds;
+}
+
+/* The choice, and the shapes that are not expected to take half as long again. */
+extern "C" uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
+    double best = method_for(call->spec, call->m, 0).seconds;
+    uint32_t some = 1;
+    for (int i = 0; i < VARIANT_COUNT; i++)
+        if (suits(&VARIANTS[i], call->m) &&
+            best_of_variant(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
+            some |= 2u << i;
+    return some;
 }
 
 extern "C" int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call) {
-    method way = best_method(call->spec, call->m);
+    method way = method_for(call->spec, call->m, call->variant);
     return areas_of(call, &way).bytes;
 }
 
 extern "C" moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err) {
-    method way = best_method(call->spec, call->m);
+    method way = method_for(call->spec, call->m, call->variant);
     areas w = areas_of(call, &way);
     MOQ_TRY(quantize(call, &w, err));
     return multiply_codes(call, &way, &w, err);

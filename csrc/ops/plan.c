@@ -165,17 +165,15 @@ static bool can_run_fp8_gemm(const moq_linear_spec *spec, char *reason, size_t s
         !is_sixteens("in_features", spec->in_features, reason, size) ||
         !has_int_rows(spec, reason, size))
         return false;
-    if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1)
+    if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1 || spec->one_input_scale)
         return true;
     snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
              (int)spec->partition_count);
     return false;
 }
 
-/* Behind all others, unless it is asked for or tune() measures it to be the fastest: its estimates
- * are from trials outside of this library. */
 static double cost_fp8_gemm(const moq_linear_spec *spec, int64_t m) {
-    return m > MOQ_FP8_GEMM_TOKENS ? INFINITY : 1.0 + moq_cuda_fp8_gemm_seconds(spec, m);
+    return m > MOQ_FP8_GEMM_TOKENS ? INFINITY : moq_cuda_fp8_gemm_seconds(spec, m);
 }
 
 static bool can_run_sm80_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
@@ -267,7 +265,7 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm80_fp8", can_run_sm80_fp8, cost_sm80_fp8, moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16},
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
-     moq_cuda_fp8_gemm},
+     moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},

@@ -11,9 +11,10 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_fp8_gemm"
+VARIANTS = 16
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
 
 
@@ -45,6 +46,21 @@ def test_tokens_around_the_tiles(rng, algo, dtype):
 
 
 @pytest.mark.parametrize("algo", ALGOS)
+def test_every_shape_of_tiles(rng, algo):
+    """Each is a variant; a part of K may have one step more than another, a pair of blocks one tile."""
+    case = random_case(rng, algo, 1296, partitions(algo, [330, 70, 24]))
+    layer = OnDevice(case, "bfloat16")
+    for tokens in (31, 64, 100, 260, 600):
+        x = random_x(rng, (tokens, 1296), "bfloat16")
+        expected = case.expected(reference.as_float32(x))
+        for variant in range(VARIANTS):
+            layer.method._plan.keep(tokens, NAME, variant)
+            y = to_numpy(layer(x))
+            assert_close(y, expected, "bfloat16")
+            assert to_numpy(layer(x)).tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("algo", ALGOS)
 def test_columns_of_all_lengths(rng, algo):
     for columns in (16, 112, 128, 144, 512, 4112):
         case = random_case(rng, algo, columns, [136])
@@ -54,11 +70,26 @@ def test_columns_of_all_lengths(rng, algo):
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_many_tiles(rng, algo):
-    """More tiles than multiprocessors, of the large shapes and of pairs of blocks."""
-    case = random_case(rng, algo, 256, partitions(algo, [2000, 700, 260]))
+    """More tiles than multiprocessors, of all shapes that may have so many."""
+    case = random_case(rng, algo, 256, partitions(algo, [3000, 700, 260]))
     layer = OnDevice(case, "bfloat16")
-    for tokens in (700, 2100):
-        check(case, layer, random_x(rng, (tokens, 256), "bfloat16"), "bfloat16")
+    x = random_x(rng, (2900, 256), "bfloat16")
+    expected = case.expected(reference.as_float32(x))
+    for variant in range(VARIANTS):
+        layer.method._plan.keep(len(x), NAME, variant)
+        assert_close(to_numpy(layer(x)), expected, "bfloat16")
+
+
+def test_partitions_that_share_an_input_scale(rng):
+    case = random_case(rng, "FP8", 512, [120, 80])
+    case.parts[1]["input_scale"] = case.parts[0]["input_scale"]
+    method = case.method(dtype="bfloat16", device="cuda:0", one_input_scale=True)
+    assert method.backend == NAME
+    host = on_host(case, dtype="bfloat16").prepare(case.listed())
+    params = {name: to_cuda(value) for name, value in host.items()}
+    x = random_x(rng, (70, 512), "bfloat16")
+    y = method(to_cuda(x, "bfloat16"), params, out=poisoned(70, 200, dtype="bfloat16"))
+    assert_close(to_numpy(y), case.expected(reference.as_float32(x)), "bfloat16")
 
 
 def test_a_scale_found_at_run_time_and_a_bias(rng):

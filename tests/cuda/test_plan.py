@@ -105,6 +105,12 @@ def test_chips_before_hopper_take_products_of_warps(capability, dtype, kernel):
     assert {plan.backend(tokens) for tokens in (1, 16, 64, 1000, 8192)} == {kernel}
 
 
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+def test_on_hopper_a_few_dozen_tokens_take_the_kernel_of_many(algo):
+    plan = _C.linear_plan(algo, 4096, (4096,), None, "bfloat16", "cuda:0", "exact", capability="9.0")
+    assert {plan.backend(tokens) for tokens in (32, 48, 64)} == {"cuda:sm90_fp8_gemm"}
+
+
 def test_the_kernel_of_many_tokens_wants_sixteens_and_one_input_scale():
     name = "cuda:sm90_fp8_gemm"
     for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"):

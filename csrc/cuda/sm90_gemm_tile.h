@@ -1,0 +1,199 @@
+/* Tiles of the FP8 GEMM of Hopper: which a block makes, and how their operands come to it.
+ *
+ * A tile is some rows of W by some tokens; a step is 128 columns of both, in the 128-byte swizzle.
+ * One of the two operands gives the 64 rows of wgmma, the other its columns: W the rows where there
+ * are few tokens, so that a tile may have few of them; tokens the rows where there are many, so
+ * that a row has one scale a step. */
+#ifndef MOQ_CUDA_SM90_GEMM_TILE_H
+#define MOQ_CUDA_SM90_GEMM_TILE_H
+
+#include "cuda/load.h"
+#include "cuda/ptx.h"
+
+#define CONSUMERS  256 /* threads of the two warpgroups that multiply */
+#define STEP       128
+#define MAX_STAGES 24
+
+typedef enum { WEIGHTS_FIRST, TOKENS_FIRST } orientation;
+
+/* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
+ * PARTS each has some of K, and in FINE_PARTS each warpgroup every other step of that. */
+typedef enum { ALONE, SHARE_WEIGHTS, SHARE_TOKENS, PARTS, FINE_PARTS } sharing;
+
+typedef struct {
+    int m, n, k;
+    int steps;     /* of 128 columns */
+    int row_tiles; /* along W, of a block or pair of blocks */
+    int columns;   /* along the tokens, likewise */
+    int band;      /* columns that are done together, for the sake of L2 */
+    int stages;
+    int early;      /* of them are filled with weights before x is complete */
+    int room;       /* where sums of other blocks come to, in shared memory */
+    int turn;       /* where outputs turn around */
+    bool few;       /* weights are read once */
+    bool per_token; /* scale of x */
+    moq_output out;
+    const float *x_scale;      /* one, [M], or by groups [steps][x_scale_stride] */
+    int64_t x_scale_stride;    /* a multiple of 4 */
+    const float *output_scale; /* [N] */
+    const float *block_scale;  /* [block rows, steps] */
+    moq_partitions partitions;
+} gemm_args;
+
+/* A block's tile: 128 * WAVES rows of the first operand (half of that for FINE_PARTS) by T of the
+ * other. */
+template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS> struct tile {
+    static constexpr int T = T_, WAVES = WAVES_;
+    static constexpr bool groups = GROUPS, tokens_first = FIRST == TOKENS_FIRST;
+    static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
+    static constexpr bool share_tokens = SHARE == SHARE_TOKENS;
+    static constexpr bool pair = share_weights || share_tokens;
+    static constexpr bool by_steps = SHARE == FINE_PARTS; /* warpgroups; otherwise by rows */
+    static constexpr bool parts = SHARE == PARTS || by_steps;
+    static constexpr int rows = (by_steps ? 64 : 128) * WAVES;
+    static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
+    static constexpr int weight_at = tokens_first ? rows * STEP : 0;
+    static constexpr int token_at = tokens_first ? 0 : rows * STEP;
+    static constexpr int stage = (rows + T) * STEP;
+    static constexpr int stride = by_steps ? 2 : 1; /* steps from one of a warpgroup to its next */
+    /* Two products may be under way where registers allow. */
+    static constexpr bool two_sets = !tokens_first && WAVES * T <= 128;
+    static constexpr bool wide = WAVES * T >= 128; /* more than 168 registers */
+    static constexpr int threads = CONSUMERS + (wide ? 128 : 32);
+    /* Sums of other blocks have room beside the ring, rather than where it was. */
+    static constexpr bool own_room = parts && T < 128;
+};
+
+/* ---- the order of work ---- */
+
+/* What a block does: of each of its tiles the steps from `first` on, `left` steps in all. */
+typedef struct {
+    int tile, stride, first, end, step, left;
+} cursor;
+
+template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
+    if (S::parts) {
+        int parts = (int)blocks_in_cluster(), rank = (int)rank_in_cluster();
+        int first = a->steps * rank / parts, end = a->steps * (rank + 1) / parts;
+        return {(int)blockIdx.x / parts, 0, first, end, first, end - first};
+    }
+    int blocks = S::pair ? 2 : 1;
+    int worker = blockIdx.x / blocks, workers = gridDim.x / blocks;
+    int tiles = (a->row_tiles * a->columns - worker + workers - 1) / workers;
+    return {worker, workers, 0, a->steps, 0, tiles * a->steps};
+}
+
+/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` on. */
+typedef struct {
+    int row, end, partition, token;
+} place;
+
+template <class S> static __device__ place place_of(const gemm_args *a, int tile, int rank) {
+    constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
+    constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
+    int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);
+    int width = min(a->band, a->columns - band * a->band);
+    int row_tile = within / width, begin = 0;
+    place p = {0, 0, 0, (band * a->band + within % width) * TOKENS};
+    for (;; p.partition++) {
+        p.end = a->partitions.end[p.partition];
+        int tiles = (p.end - begin + ROWS - 1) / ROWS;
+        if (row_tile < tiles)
+            break;
+        row_tile -= tiles;
+        begin = p.end;
+    }
+    p.row = begin + row_tile * ROWS;
+    if (S::share_weights)
+        p.token += rank * S::tokens;
+    if (S::share_tokens)
+        p.row += rank * S::weight_rows;
+    return p;
+}
+
+/* ---- the producer ---- */
+
+/* Where operands come from and go to. */
+typedef struct {
+    const CUtensorMap *weights, *tokens;
+    uint32_t ring, scales, full, empty;
+    uint64_t weight_policy, token_policy;
+    int rank;
+} pipes;
+
+/* The next step to copy. One thread does all of it, one instruction after the other, so that what
+ * a step costs here limits the whole kernel. */
+typedef struct {
+    cursor at;
+    place where;
+    ring_place slot;
+} feed;
+
+template <class S>
+static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *p, feed *f) {
+    advance(&f->slot, a->stages);
+    f->at.left--;
+    if (++f->at.step == f->at.end) {
+        f->at.step = f->at.first;
+        f->at.tile += f->at.stride;
+        if (f->at.left > 0)
+            f->where = place_of<S>(a, f->at.tile, p->rank);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
+    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
+    uint32_t bar = p->full + 8u * f->slot.index;
+    mbarrier_wait(p->empty + 8u * f->slot.index, f->slot.parity ^ 1);
+    mbarrier_expect(bar, S::stage + (S::groups ? S::tokens * 4 : 0));
+    if (S::share_weights) {
+        int half = p->rank * (S::weight_rows / 2);
+        copy_box_2d_to(to + half * STEP, p->weights, f->at.step * STEP, f->where.row + half, bar,
+                       p->weight_policy, 3);
+    } else {
+        copy_box_2d(to, p->weights, f->at.step * STEP, f->where.row, bar, p->weight_policy);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
+                                                   const feed *f) {
+    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
+    uint32_t bar = p->full + 8u * f->slot.index;
+    if (S::share_tokens) {
+        int half = p->rank * (S::tokens / 2);
+        copy_box_2d_to(to + half * STEP, p->tokens, f->at.step * STEP, f->where.token + half, bar,
+                       p->token_policy, 3);
+    } else {
+        copy_box_2d(to, p->tokens, f->at.step * STEP, f->where.token, bar, p->token_policy);
+    }
+    if (S::groups)
+        copy_bytes(p->scales + (uint32_t)f->slot.index * (S::tokens * 4),
+                   a->x_scale + f->at.step * a->x_scale_stride + f->where.token, S::tokens * 4,
+                   bar);
+}
+
+template <class S>
+static __device__ __forceinline__ void produce(const gemm_args *a, const pipes *p) {
+    feed f = {start<S>(a)};
+    int first = min(a->early, f.at.left);
+    f.where = place_of<S>(a, f.at.tile, p->rank);
+    feed again = f;
+    for (int i = 0; i < first; i++) { /* weights do not depend on the kernel before */
+        copy_weights<S>(p, &f);
+        next_feed<S>(a, p, &f);
+    }
+    wait_for_predecessor();
+    for (int i = 0; i < first; i++) {
+        copy_tokens<S>(a, p, &again);
+        next_feed<S>(a, p, &again);
+    }
+    while (f.at.left > 0) {
+        copy_weights<S>(p, &f);
+        copy_tokens<S>(a, p, &f);
+        next_feed<S>(a, p, &f);
+    }
+}
+
+#endif
