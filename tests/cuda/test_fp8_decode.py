@@ -61,7 +61,7 @@ def test_many_rounds_of_tiles(rng, algo):
 
 
 def test_a_scale_found_at_run_time_and_a_bias(rng):
-    for columns in (384, 8192):
+    for columns in (384, 8192, 28672):
         case = random_case(rng, "FP8", columns, [200], input_scale=False)
         bias = rng.standard_normal(200).astype(np.float32)
         for dtype in ("bfloat16", "float16"):
