@@ -91,14 +91,14 @@ def test_widths_that_no_kernel_likes(rng: Any, algo: str, columns: int) -> None:
     "rows", [[1], [8], [100], [1, 7, 9, 15, 17], [127, 129, 1], [4104], [1024, 128, 130], [3] * 64]
 )
 def test_heights_and_partitions(rng: Any, algo: str, rows: list[int]) -> None:
-    """A row of few outputs may be all cancellation, so that no norm bounds it."""
+    """Few outputs may be all cancellation, or one that outweighs the rest, so that no norm bounds them."""
     layer = Layer(rng, algo, 384, rows, "bfloat16")
     for tokens in (1, 5, 16, 64, 150):
         x = layer.x(tokens)
         values = reference.as_float32(x)
         y, exact = layer.run(x), layer.case.expected(values)
         assert_within_rounding(y, exact, layer.case.magnitude(values), "bfloat16", FP8_CORE_SUMS)
-        if sum(rows) > 16:
+        if y.size > 2000:
             assert_near(y, exact, "bfloat16")
 
 
