@@ -288,7 +288,8 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
                        .code_columns = q->code_columns,
                        .scales = q->scales,
                        .scale_row = q->scale_row,
-                       .scale_group = q->scale_group};
+                       .scale_group = q->scale_group,
+                       .next_is_busy = q->next_is_busy};
     any_source source;
     if (kind == MOQ_SILU_AND_MUL)
         source.silu = silu_source_of(&a.x, q->x, a.k);

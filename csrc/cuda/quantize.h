@@ -38,6 +38,8 @@ typedef struct {
     float *scale_2;  /* NVFP4, dynamic: the second-level scale */
     void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
     void *stream;    /* cudaStream_t */
+    /* The next kernel has work that does not depend on this one, and may start at once. */
+    bool next_is_busy;
 } moq_cuda_quantize;
 
 /* The longest rows of rms_norm on the device. */

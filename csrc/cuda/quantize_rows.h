@@ -34,6 +34,7 @@ typedef struct {
     int64_t code_stride, code_columns;
     void *scales;
     int64_t scale_row, scale_group;
+    bool next_is_busy;
     float *found; /* where the scale of the whole tensor goes, or NULL */
 } quantize_args;
 
@@ -243,9 +244,10 @@ static __device__ __forceinline__ void store_part(const quantize_args *a, uint32
 
 /* ---- scales of at most a group: spans ---- */
 
-/* Blocks let the next kernel in after they have waited themselves: of a chain of short kernels that
- * had all begun, several would share a multiprocessor. Where a thread has several chunks it is done
- * between loads and arithmetic, which the compiler does not mix across it. */
+/* Blocks let the next kernel in after they have waited themselves, unless it has work of its own:
+ * of a chain of short kernels that had all begun, several would share a multiprocessor. Where a
+ * thread has several chunks it is done between loads and arithmetic, which the compiler does not
+ * mix across it. */
 template <int DT, int WAY, int MODE, class SOURCE>
 static __global__ void __launch_bounds__(256)
     quantize_spans(const __grid_constant__ quantize_args a, const __grid_constant__ SOURCE source) {
@@ -253,6 +255,8 @@ static __global__ void __launch_bounds__(256)
     typedef typename chunk_place<WAY>::type place;
     const int threads = blockDim.x;
     uint32_t most = 0;
+    if (a.next_is_busy)
+        launch_dependents();
     wait_for_predecessor();
     if (KEPT == 1)
         launch_dependents();
@@ -310,6 +314,8 @@ static __global__ void __launch_bounds__(1024)
     __shared__ uint32_t room[2][32];
     const int threads = blockDim.x;
     const place first = threadIdx.x;
+    if (a.next_is_busy)
+        launch_dependents();
     wait_for_predecessor();
     if (KEPT == 1)
         launch_dependents();

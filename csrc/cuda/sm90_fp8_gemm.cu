@@ -189,7 +189,7 @@ static const variant VARIANTS[] = {
     variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.403, 0.591),
     variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.302, 0.554),
     variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.309, 0.553),
-    variant_of<WEIGHTS_FIRST, 128, 2, SHARE_TOKENS>(0.659, 1.024),
+    variant_of<TOKENS_FIRST, 128, 1, PARTS>(0.410, 0.537),
     variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.298, 0.418),
     variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.600, 0.750),
     variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.680, 0.820),
@@ -294,7 +294,7 @@ static method best_of_variant(const moq_linear_spec *spec, int64_t m, const vari
 /* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
 static bool suits(const variant *v, int64_t m) {
     if (v->first == TOKENS_FIRST)
-        return m > 128;
+        return m > (has_parts(v) ? 64 : 128);
     return v->tokens >= 128 ? m > 64 : v->tokens == 64 ? m > 32 && m <= 128 : m <= 64;
 }
 
@@ -336,8 +336,10 @@ static moq_cuda_quantize quantize_of(const moq_linear_call *call) {
                            .given = call->input_scale,
                            .group = STEP,
                            .code_stride = call->spec->in_features,
+                           .code_columns = call->spec->in_features,
                            .scale_row = 1,
-                           .stream = call->stream};
+                           .stream = call->stream,
+                           .next_is_busy = true};
     return q;
 }
 
@@ -394,7 +396,8 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         rest = TURN_BYTES;
     if (has_parts(v)) {
         int parts = way->cluster * (v->share == FINE_PARTS ? 2 : 1);
-        rest += (int)divide_up(v->tokens / 8, parts) * parts * CONSUMERS * 16;
+        int columns = v->first == TOKENS_FIRST ? v->weight_rows : v->tokens;
+        rest += (int)divide_up(columns / 8, parts) * parts * CONSUMERS * 16;
     }
     bool behind = !has_parts(v) || v->tokens < 128; /* the ring */
     int most = limit - 1024 - MAX_STAGES * 16 - (int)sizeof(board) - (behind ? rest : 0);

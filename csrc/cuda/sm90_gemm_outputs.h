@@ -178,11 +178,43 @@ static __device__ __forceinline__ void write_rows(const gemm_args *a, const boar
     }
 }
 
+/* Writes two outputs each of two tokens, of which a thread has the sums: the tile's 8 columns from
+ * `column` on. */
+template <class S>
+static __device__ __forceinline__ void write_pairs(const gemm_args *a, const board *b,
+                                                   const place *at, int column, float4 sum) {
+    int lane = threadIdx.x % 32, token = own_row(1), own = column + lane % 4 * 2;
+    int n = at->row + own;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int m = at->token + token + 8 * half;
+        float value[2] = {half ? sum.z : sum.x, half ? sum.w : sum.y};
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            if (!S::groups)
+                value[odd] *= b->x[token + 8 * half] * b->factor[own + odd];
+            if (a->out.bias)
+                value[odd] = __fadd_rn(value[odd], b->bias[own + odd]);
+        }
+        uint32_t word = pack_pair(a->out.dtype, value[0], value[1]);
+        uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
+        if (m >= a->m || n >= at->end)
+            continue;
+        if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
+            *(uint32_t *)to = word;
+            continue;
+        }
+        to[0] = (uint16_t)word;
+        if (n + 1 < at->end)
+            to[1] = (uint16_t)(word >> 16);
+    }
+}
+
 /* ---- parts of K ---- */
 
 /* Sums over parts of K, of the blocks of a cluster or the warpgroups in them, are brought together:
- * each gets all parts of some of the tokens, eight at a time, [eights][parts][threads], and adds
- * them in the order of the parts. */
+ * each gets all parts of some of the columns of the product, eight at a time,
+ * [eights][parts][threads], and adds them in the order of the parts. */
 template <class S>
 static __device__ __forceinline__ void bring_together(const gemm_args *a, uint8_t *shared, board *b,
                                                       const margin *edge, const place *at,
@@ -220,9 +252,14 @@ static __device__ __forceinline__ void bring_together(const gemm_args *a, uint8_
                 total.z += other.z;
                 total.w += other.w;
             }
-            turn_around(turn, j, total);
+            if constexpr (S::tokens_first)
+                write_pairs<S>(a, b, at, (first + base + j) * 8, total);
+            else
+                turn_around(turn, j, total);
         }
-        write_chunk<S>(a, b, turn, at, S::by_steps ? 0 : group * 64, (first + base) * 8, here * 8);
+        if constexpr (!S::tokens_first)
+            write_chunk<S>(a, b, turn, at, S::by_steps ? 0 : group * 64, (first + base) * 8,
+                           here * 8);
     }
 }
 

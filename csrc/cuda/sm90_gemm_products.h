@@ -54,11 +54,6 @@ static __device__ __forceinline__ float weight_scale(const float *const (&block)
     return S::groups ? block[S::tokens_first ? 0 : wave][step] : 1.0f;
 }
 
-/* The two tokens of a thread where tokens are rows: of the first of its waves. */
-static __device__ __forceinline__ int own_row(int waves) {
-    return threadIdx.x / 128 * waves * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-}
-
 /* sum += c, where x are the scales of the tokens in shared memory and w that of the rows of W. */
 template <class S>
 static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const float (&c)[S::T / 2],

@@ -111,6 +111,12 @@ template <class S> static __device__ place place_of(const gemm_args *a, int tile
     return p;
 }
 
+/* The row of a tile that a thread has the sums of, the upper one of two, of the first of its waves.
+ */
+static __device__ __forceinline__ int own_row(int waves) {
+    return threadIdx.x / 128 * waves * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
 /* ---- the producer ---- */
 
 /* Where operands come from and go to. */
