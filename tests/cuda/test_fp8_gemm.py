@@ -70,14 +70,17 @@ def test_columns_of_all_lengths(rng, algo):
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_many_tiles(rng, algo):
-    """More tiles than multiprocessors, of all shapes that may have so many."""
+    """More tiles than multiprocessors, of all shapes that may have so many; some tokens are compared."""
     case = random_case(rng, algo, 256, partitions(algo, [3000, 700, 260]))
     layer = OnDevice(case, "bfloat16")
     x = random_x(rng, (2900, 256), "bfloat16")
-    expected = case.expected(reference.as_float32(x))
+    some = np.r_[0:30, 1000:1060, 2880:2900]
+    expected = case.expected(reference.as_float32(x[some]))
     for variant in range(VARIANTS):
         layer.method._plan.keep(len(x), NAME, variant)
-        assert_close(to_numpy(layer(x)), expected, "bfloat16")
+        y = layer(x)
+        assert not y.isnan().any()
+        assert_close(to_numpy(y)[some], expected, "bfloat16")
 
 
 def test_partitions_that_share_an_input_scale(rng):
