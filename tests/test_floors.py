@@ -135,7 +135,7 @@ PROCESS_WIDE = {
 STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: the variables allowed
     "csrc/cuda/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
     "csrc/cuda/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
-    "csrc/cuda/device.cu": {"device_table"},  # the devices, under a lock
+    "csrc/cuda/device.cu": {"device_table", "has_set_one"},  # devices, under a lock; of a thread
     "csrc/cuda/launch.cu": {"process_facts"},  # kernels allowed their shared memory; two switches
     "csrc/cuda/tensor_map.cu": {"found"},  # an entry point
 }

@@ -87,9 +87,15 @@ static moq_status check(cudaError_t status, const char *what, moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, "%s: %s", what, cudaGetErrorString(status));
 }
 
+/* A thread has no context, which functions of the driver need, before it has set a device. */
 extern "C" moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err) {
+    static __thread bool has_set_one;
     MOQ_TRY(check(cudaGetDevice(previous), "cudaGetDevice", err));
-    return *previous == device ? MOQ_OK : check(cudaSetDevice(device), "cudaSetDevice", err);
+    if (*previous == device && has_set_one)
+        return MOQ_OK;
+    MOQ_TRY(check(cudaSetDevice(device), "cudaSetDevice", err));
+    has_set_one = true;
+    return MOQ_OK;
 }
 
 extern "C" void moq_cuda_leave(int32_t device, int32_t previous) {
