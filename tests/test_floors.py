@@ -136,7 +136,7 @@ STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: t
     "csrc/cuda/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
     "csrc/cuda/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
     "csrc/cuda/device.cu": {"device_table", "has_set_one"},  # devices, under a lock; of a thread
-    "csrc/cuda/launch.cu": {"process_facts"},  # kernels allowed their shared memory; two switches
+    "csrc/cuda/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
     "csrc/cuda/tensor_map.cu": {"found"},  # an entry point
 }
 
