@@ -18,33 +18,21 @@ static PFN_cuTensorMapEncodeTiled_v12000 encoder(void) {
     return encode;
 }
 
-/* Makes the context of the current device that of this thread: the runtime does so at a thread's
- * first work, the driver's own functions do not. */
-static cudaError_t take_context(void) {
-    int device;
-    cudaError_t status = cudaGetDevice(&device);
-    return status == cudaSuccess ? cudaSetDevice(device) : status;
-}
-
 /* Boxes of bytes in the 128-byte swizzle; what lies outside reads as 0. */
 static moq_status encode(CUtensorMap *map, const void *data, uint32_t dims,
                          const cuuint64_t *extent, const cuuint64_t *stride, const cuuint32_t *box,
                          moq_err *err) {
     cuuint32_t step[3] = {1, 1, 1};
-    CUresult result = CUDA_SUCCESS;
     PFN_cuTensorMapEncodeTiled_v12000 call = encoder();
     if (!call)
         return moq_fail(err, MOQ_ERR_INTERNAL, "the CUDA driver has no cuTensorMapEncodeTiled");
-    for (int tries = 0; tries < 2; tries++) {
-        result = call(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dims, (void *)data, extent, stride, box,
-                      step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-        if (result == CUDA_SUCCESS)
-            return MOQ_OK;
-        if (take_context() != cudaSuccess)
-            break;
-    }
-    return moq_fail(err, MOQ_ERR_INTERNAL, "cuTensorMapEncodeTiled failed with %d", (int)result);
+    CUresult result = call(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dims, (void *)data, extent, stride,
+                           box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        return moq_fail(err, MOQ_ERR_INTERNAL, "cuTensorMapEncodeTiled failed with %d",
+                        (int)result);
+    return MOQ_OK;
 }
 
 moq_status moq_tensor_map_blocks(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
