@@ -62,24 +62,6 @@ static __global__ void __launch_bounds__(256)
 
 /* ---- launch ---- */
 
-static const void *plain_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
-    switch (mode) {
-    case MOQ_FIND_AMAX:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
-                               memory_source);
-    case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
-                               memory_source);
-    case MOQ_INPUT_E4M3_TOKEN:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_tokens, MOQ_8X1, MOQ_16X2, memory_source);
-    case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
-                               memory_source);
-    default:
-        return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, memory_source);
-    }
-}
-
 static bool is_aligned(const void *data, int64_t stride_bytes, int64_t rows, int to) {
     return (uintptr_t)data % to == 0 && (rows < 2 || stride_bytes % to == 0);
 }
@@ -214,11 +196,14 @@ static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
         return few ? MOQ_8X1 : MOQ_16X2;
     if (a->k > 1024 * 32)
         return MOQ_ANY_ROWS;
+    bool narrow = a->k <= 1024 * 16;
+    if (kind == MOQ_RMS_NORM && (few || source->norm.residual.data))
+        return narrow ? MOQ_16X1 : MOQ_16X2;
     if (kind == MOQ_RMS_NORM)
-        return few || source->norm.residual.data ? MOQ_16X2 : MOQ_16X4;
-    if (few && a->k <= 1024 * 8)
+        return a->k > 4096 ? MOQ_16X4 : MOQ_16X2;
+    if (kind == MOQ_SILU_AND_MUL && few && a->k <= 1024 * 8)
         return MOQ_8X1;
-    return kind == MOQ_SILU_AND_MUL && a->k <= 1024 * 16 ? MOQ_16X1 : MOQ_16X2;
+    return kind == MOQ_SILU_AND_MUL && narrow ? MOQ_16X1 : MOQ_16X2;
 }
 
 static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any_source *source,
@@ -229,8 +214,9 @@ static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any
     shape s = shape_for(q, a, mode, way);
     moq_launch launch = {.what = "quantize",
                          .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, way)
-                                   : kind == MOQ_RMS_NORM   ? moq_norm_kernel(dtype, mode, way)
-                                                            : plain_kernel(dtype, mode, way),
+                                   : kind == MOQ_RMS_NORM
+                                       ? moq_norm_kernel(dtype, mode, way)
+                                       : kernel_of<memory_source>(dtype, mode, way),
                          .grid = s.grid,
                          .block = s.block,
                          .stream = (cudaStream_t)q->stream,

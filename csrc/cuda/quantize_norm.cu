@@ -4,60 +4,37 @@
  *
  * T threads have a row, whose chunks they keep. The sum of squares is a binary tree over
  * neighbours, so its bits do not depend on T: a warp's chunks follow each other, and every warp
- * adds up what the warps of the row have left. What a row costs beside its values (the sums over
- * lanes and warps, two divisions, a root, addresses) is some 200 instructions a thread: with few
- * rows a thread has 32 values, with many 64. */
+ * adds up what the warps of the row have left. What a row costs beside its values (sums over lanes
+ * and warps, two divisions, a root, addresses) is some 200 instructions a thread: with many long
+ * rows a thread has 64 values, and 16 where there is a residual, so that memory has more to do, or
+ * where there are few rows and it takes long what one thread does. */
 #include "cuda/quantize_rows.h"
 
-/* z of a chunk of x, stored where the chunk is `present`. */
 template <int DT, int WAY, int N>
-static __device__ __forceinline__ chunk<DT, N>
-add_residual(const quantize_args *a, const norm_source *s, const chunk<DT, N> &x, int64_t row,
-             int64_t column, bool present) {
+static __device__ __forceinline__ void store_z(const quantize_args *a, const norm_source *s,
+                                               const chunk<DT, N> &z, int64_t row, int64_t column) {
     constexpr int size = DT == MOQ_DT_F32 ? 4 : 2;
-    chunk<DT, N> z =
-        add(x, load_chunk<DT, N, WAY != MOQ_ANY_ROWS>(&s->residual, row, column, a->k));
     uint8_t *to = (uint8_t *)s->residual_out + (row * a->k + column) * size;
-    if (!present)
-        return z;
-    if (WAY != MOQ_ANY_ROWS || (s->aligned_out && column + N <= a->k)) {
+    bool whole = WAY != MOQ_ANY_ROWS || (s->aligned_out && column + N <= a->k);
 #pragma unroll
-        for (int i = 0; i < z.words; i += 4)
+    for (int i = 0; i < z.words; i += 4) {
+        if (whole)
             ((uint4 *)to)[i / 4] =
                 make_uint4(z.word[i], z.word[i + 1], z.word[i + 2], z.word[i + 3]);
-        return z;
     }
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        if (column + i >= a->k)
+        if (whole || column + i >= a->k)
             continue;
         if (DT == MOQ_DT_F32)
             ((uint32_t *)to)[i] = z.word[i % z.words];
         else
             ((uint16_t *)to)[i] = (uint16_t)(z.word[i / 2] >> (i % 2 * 16));
     }
-    return z;
 }
 
-/* The same of all chunks of a thread. */
-template <int DT, int WAY, int N, int KEPT>
-static __device__ __forceinline__ void add_residuals(const quantize_args *a, const norm_source *s,
-                                                     chunk<DT, N> (&kept)[KEPT], int64_t row,
-                                                     int first, int chunks) {
-#pragma unroll
-    for (int j = 0; j < KEPT; j++) {
-        int place = first + j * blockDim.x;
-        kept[j] = add_residual<DT, WAY>(a, s, kept[j], row, chunk_or_last(place, chunks) * N,
-                                        place < chunks);
-    }
-}
-
-/* The sum over a warp, neighbours first. */
-static __device__ __forceinline__ float sum_of_warp(float sum) {
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2)
-        sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i));
-    return sum;
+static __device__ __forceinline__ float sum_of(float x, float y) {
+    return __fadd_rn(x, y);
 }
 
 template <int DT, int N>
@@ -81,7 +58,8 @@ static __device__ __forceinline__ float total_of(const float *sum, int parts) {
         float own = at < parts ? sum[at] : 0.0f;
         if (EACH == 2 && at + 1 < parts)
             own = __fadd_rn(own, sum[at + 1]);
-        total = __fadd_rn(total, sum_of_warp(own));
+        float part[1] = {own};
+        total = __fadd_rn(total, fold_lanes<32>(part, sum_of));
     }
     return total;
 }
@@ -114,61 +92,50 @@ static __device__ __forceinline__ void sync_row(void) {
 
 /* ---- rows of whole chunks ---- */
 
-/* Sums over a warp, neighbours first: lane l has that of part[l % COUNT]. At each level half of
- * the parts are given away for the others of the same half of the lanes. */
-template <int COUNT> static __device__ __forceinline__ float sums_of_warp(float (&part)[COUNT]) {
-    int left = COUNT;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        if (left == 1) {
-            part[0] = __fadd_rn(part[0], __shfl_xor_sync(0xffffffffu, part[0], i));
-            continue;
-        }
-        left /= 2;
-#pragma unroll
-        for (int j = 0; j < COUNT / 2; j++) {
-            if (j >= left)
-                continue;
-            bool odd = threadIdx.x & i;
-            float mine = odd ? part[2 * j + 1] : part[2 * j];
-            float other = odd ? part[2 * j] : part[2 * j + 1];
-            part[j] = __fadd_rn(mine, __shfl_xor_sync(0xffffffffu, other, i));
-        }
-    }
-    return part[0];
-}
-
 template <int DT, int WAY, int MODE>
 static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MOQ_16X4 ? 2 : 1)
     norm_whole_rows(const __grid_constant__ quantize_args a,
                     const __grid_constant__ norm_source s) {
     constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
-    constexpr bool EARLY = WAY == MOQ_16X2; /* room for the weights of all chunks */
-    extern __shared__ float sums[];         /* [2][rows of the block][parts] */
+    constexpr bool FIND = MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX;
+    constexpr bool EARLY = KEPT <= 2; /* room for the weights and residuals of all chunks */
+    extern __shared__ float sums[];   /* [2][rows of the block][parts] */
     __shared__ uint32_t room[2][32];
     const int threads = blockDim.x, first = threadIdx.x, chunks = (int)(a.k / N);
     uint32_t most_of_all = 0;
     wait_for_predecessor();
+    if (KEPT == 1)
+        launch_dependents();
     divisor by = tensor_scale<MODE>(&a);
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
         float *sum = sums + (turn * blockDim.y + threadIdx.y) * s.parts;
-        chunk<DT, N> kept[KEPT], gain[KEPT];
+        chunk<DT, N> kept[KEPT], gain[KEPT], other[KEPT];
         float part[KEPT];
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int column = chunk_or_last(first + j * threads, chunks) * N;
             kept[j] = load_chunk<DT, N, true>(&a.x, row, column, a.k);
+            if (EARLY && s.residual.data)
+                other[j] = load_chunk<DT, N, true>(&s.residual, row, column, a.k);
             if (EARLY)
                 gain[j] = load_chunk<DT, N, true>(&s.weight, 0, column, a.k);
         }
-        launch_dependents();
-        if (s.residual.data)
-            add_residuals<DT, WAY>(&a, &s, kept, row, first, chunks);
+        if (KEPT > 1)
+            launch_dependents();
 #pragma unroll
-        for (int j = 0; j < KEPT; j++)
-            part[j] = first + j * threads < chunks ? sum_of_squares(kept[j]) : 0.0f;
-        float warps = sums_of_warp(part);
+        for (int j = 0; j < KEPT; j++) {
+            int place = first + j * threads, column = chunk_or_last(place, chunks) * N;
+            if (s.residual.data) {
+                if (!EARLY)
+                    other[j] = load_chunk<DT, N, true>(&s.residual, row, column, a.k);
+                kept[j] = add(kept[j], other[j]);
+                if (place < chunks)
+                    store_z<DT, WAY>(&a, &s, kept[j], row, column);
+            }
+            part[j] = place < chunks ? sum_of_squares(kept[j]) : 0.0f;
+        }
+        float warps = fold_lanes<32>(part, sum_of);
         int at = (threadIdx.x % 32 * threads + threadIdx.x) / 32;
         if (threadIdx.x % 32 < KEPT && at < s.parts)
             sum[at] = warps;
@@ -182,23 +149,20 @@ static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MO
                 gain[j] =
                     load_chunk<DT, N, true>(&s.weight, 0, chunk_or_last(place, chunks) * N, a.k);
             kept[j] = normalised(kept[j], r, gain[j]);
-            if (MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX)
+            if (FIND)
                 most = max(most, place < chunks ? chunk_amax(kept[j]) : 0);
-            else
-                emit<DT, WAY, MODE>(&a, row, place * N, place < chunks, kept[j], by);
+            if (MODE == MOQ_INPUT_E4M3_TENSOR && place < chunks)
+                emit<DT, WAY, MODE>(&a, row, place * N, kept[j], by);
         }
         most_of_all = max(most_of_all, most);
-        if (MODE != MOQ_INPUT_E4M3_TOKEN)
-            continue;
-        float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
-        by = divide_by<DT>(scale);
-        if (threadIdx.x == 0)
-            ((float *)a.scales)[row] = scale;
-#pragma unroll
-        for (int j = 0; j < KEPT; j++) {
-            int place = first + j * threads;
-            emit<DT, WAY, MODE>(&a, row, place * N, place < chunks, kept[j], by);
+        if (MODE == MOQ_INPUT_E4M3_TOKEN) {
+            float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+            by = divide_by<DT>(scale);
+            if (threadIdx.x == 0)
+                ((float *)a.scales)[row] = scale;
         }
+        if (MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_INPUT_E4M3_GROUP)
+            emit_chunks<DT, WAY, MODE>(&a, row, first, threads, chunks, kept, by);
     }
     if (MODE == MOQ_FIND_AMAX)
         store_part(&a, most_of_all);
@@ -257,11 +221,13 @@ static __global__ void __launch_bounds__(1024)
             float part[1] = {0.0f};
             if (at < chunks) {
                 chunk<DT, N> z = load_chunk<DT, N, false>(&a.x, row, at * N, a.k);
-                if (s.residual.data)
-                    z = add_residual<DT, WAY>(&a, &s, z, row, at * N, true);
+                if (s.residual.data) {
+                    z = add(z, load_chunk<DT, N, false>(&s.residual, row, at * N, a.k));
+                    store_z<DT, WAY>(&a, &s, z, row, at * N);
+                }
                 part[0] = sum_of_squares(z);
             }
-            float warp = sums_of_warp(part);
+            float warp = fold_lanes<32>(part, sum_of);
             if (threadIdx.x % 32 == 0 && at < chunks)
                 sum[at / 32] = warp;
         }
@@ -281,10 +247,10 @@ static __global__ void __launch_bounds__(1024)
                 ((float *)a.scales)[row] = scale;
         }
         for (int64_t at = threadIdx.x; at < end; at += threads) {
-            chunk<DT, N> v = {};
+            chunk<DT, N> v[1] = {};
             if (at < chunks)
-                v = normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N), at * N, r);
-            emit<DT, WAY, MODE>(&a, row, at * N, at < chunks, v, by);
+                v[0] = normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N), at * N, r);
+            emit_chunks<DT, WAY, MODE>(&a, row, at, threads, chunks, v, by);
         }
     }
     if (MODE == MOQ_FIND_AMAX)
@@ -292,11 +258,16 @@ static __global__ void __launch_bounds__(1024)
 }
 
 template <int MODE> static const void *norm_kernel(moq_dtype dtype, moq_row_way way) {
-    if (way == MOQ_16X2)
+    switch (way) {
+    case MOQ_16X1:
+        return MOQ_INSTANCE(dtype, MOQ_16X1, norm_whole_rows, MODE);
+    case MOQ_16X2:
         return MOQ_INSTANCE(dtype, MOQ_16X2, norm_whole_rows, MODE);
-    if (way == MOQ_16X4)
+    case MOQ_16X4:
         return MOQ_INSTANCE(dtype, MOQ_16X4, norm_whole_rows, MODE);
-    return MOQ_GENERAL(dtype, norm_any_rows, MODE);
+    default:
+        return MOQ_GENERAL(dtype, norm_any_rows, MODE);
+    }
 }
 
 const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {

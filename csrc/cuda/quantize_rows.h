@@ -119,14 +119,12 @@ template <int bytes, int WAY>
 static __device__ __forceinline__ void store_codes(const quantize_args *a, int64_t row, int64_t at,
                                                    uint4 code, int64_t count) {
     uint8_t *to = a->codes + row * a->code_stride + at;
-    if (WAY != MOQ_ANY_ROWS || (a->aligned_codes && count >= bytes)) {
-        if (bytes == 16)
-            *(uint4 *)to = code;
-        else
-            *(uint2 *)to = make_uint2(code.x, code.y);
-        return;
-    }
-    for (int i = 0; i < bytes && at + i < a->code_columns; i++) {
+    bool whole = WAY != MOQ_ANY_ROWS || (a->aligned_codes && count >= bytes);
+    if (whole && bytes == 16)
+        *(uint4 *)to = code;
+    else if (whole)
+        *(uint2 *)to = make_uint2(code.x, code.y);
+    for (int i = 0; !whole && i < bytes && at + i < a->code_columns; i++) {
         uint32_t word = i < 4 ? code.x : i < 8 ? code.y : i < 12 ? code.z : code.w;
         to[i] = i < count ? (uint8_t)(word >> (i % 4 * 8)) : 0;
     }
@@ -166,18 +164,60 @@ static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float
     return e2m1_codes(value);
 }
 
-/* Quantizes a chunk and stores it. All lanes of a warp call this; those whose chunk is not
- * `present` only take part in the maximum of a group. `by` is the scale of the tensor, its
- * reciprocal for E4M3_TENSOR, or that of the token. */
+/* Combines each part over LANES neighbours, nearest first: lane l has that of part[l % COUNT]. At
+ * each level half of the parts are given away for the other lane's half of the same ones. */
+template <int LANES, int COUNT, class T, class OP>
+static __device__ __forceinline__ T fold_lanes(T (&part)[COUNT], OP combine) {
+    int left = COUNT;
+#pragma unroll
+    for (int i = 1; i < LANES; i *= 2) {
+        if (left == 1) {
+            part[0] = combine(part[0], __shfl_xor_sync(0xffffffffu, part[0], i));
+            continue;
+        }
+        left /= 2;
+#pragma unroll
+        for (int j = 0; j < COUNT / 2; j++) {
+            if (j >= left)
+                continue;
+            bool odd = threadIdx.x & i;
+            T mine = odd ? part[2 * j + 1] : part[2 * j];
+            T other = odd ? part[2 * j] : part[2 * j + 1];
+            part[j] = combine(mine, __shfl_xor_sync(0xffffffffu, other, i));
+        }
+    }
+    return part[0];
+}
+
+/* The scales of the groups that a thread's chunks are in, which lie `step` apart. One lane finds
+ * and stores each. */
+template <int DT, int N, int KEPT, class PLACE>
+static __device__ __forceinline__ void
+find_group_scales(const quantize_args *a, int64_t row, PLACE first, PLACE step, PLACE chunks,
+                  const chunk<DT, N> (&kept)[KEPT], float (&scale)[KEPT]) {
+    constexpr int LANES = 128 / N;
+    uint32_t most[KEPT];
+    int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+        most[j] = first + j * step < chunks ? chunk_amax(kept[j]) : 0;
+    uint32_t amax = fold_lanes<LANES>(most, [](uint32_t x, uint32_t y) { return max(x, y); });
+    float own = group_scale<DT>(__uint_as_float(amax));
+    PLACE begin = first - lane + lane % KEPT * step;
+    if (lane < KEPT && begin < chunks)
+        ((float *)a->scales)[row * a->scale_row + begin / LANES * a->scale_group] = own;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+        scale[j] =
+            KEPT == 1 ? own : __shfl_sync(0xffffffffu, own, threadIdx.x % 32 / LANES * LANES + j);
+}
+
+/* Quantizes a chunk and stores it. `by` is the scale of the tensor, its reciprocal for E4M3_TENSOR,
+ * or that of the token or group. */
 template <int DT, int WAY, int MODE, int N>
 static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row, int64_t column,
-                                            bool present, const chunk<DT, N> &c, divisor by) {
+                                            const chunk<DT, N> &c, const divisor &by) {
     float value[N];
-    if (MODE == MOQ_INPUT_E4M3_GROUP)
-        by = divide_by<DT>(group_scale<DT>(
-            __uint_as_float(moq_max_of_lanes(present ? chunk_amax(c) : 0, 128 / N))));
-    if (!present)
-        return;
     widen(c, value);
     if constexpr (MODE == MOQ_INPUT_NVFP4) {
         uint8_t *to = (uint8_t *)a->scales + row * a->scale_row + column / 16 * a->scale_group;
@@ -185,8 +225,6 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
         store_codes<8, WAY>(a, row, column / 2, code, 8);
         return;
     }
-    if (MODE == MOQ_INPUT_E4M3_GROUP && column % 128 == 0)
-        ((float *)a->scales)[row * a->scale_row + column / 128 * a->scale_group] = by.scale;
     if (MODE == MOQ_INPUT_E4M3_TENSOR) {
 #pragma unroll
         for (int i = 0; i < N; i++)
@@ -200,6 +238,24 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
         code.w = moq_e4m3_word(value + N - 4);
     }
     store_codes<N, WAY>(a, row, column, code, a->k - column);
+}
+
+/* The chunks of a thread, those that there are. `by` as above but for E4M3_GROUP, whose scales are
+ * found here: all lanes of a warp call this. */
+template <int DT, int WAY, int MODE, int N, int KEPT, class PLACE>
+static __device__ __forceinline__ void emit_chunks(const quantize_args *a, int64_t row, PLACE first,
+                                                   PLACE step, PLACE chunks,
+                                                   const chunk<DT, N> (&kept)[KEPT], divisor by) {
+    float scale[KEPT];
+    if (MODE == MOQ_INPUT_E4M3_GROUP)
+        find_group_scales(a, row, first, step, chunks, kept, scale);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        if (MODE == MOQ_INPUT_E4M3_GROUP)
+            by = divide_by<DT>(scale[j]);
+        if (first + j * step < chunks)
+            emit<DT, WAY, MODE>(a, row, (int64_t)(first + j * step) * N, kept[j], by);
+    }
 }
 
 /* ---- scales of the whole tensor ---- */
@@ -274,15 +330,15 @@ static __global__ void __launch_bounds__(256)
             if (KEPT > 1)
                 if (KEPT > 1)
                     launch_dependents();
+            chunk<DT, N> kept[KEPT];
 #pragma unroll
             for (int j = 0; j < KEPT; j++) {
-                const place at = first + j * threads;
-                chunk<DT, N> c = SOURCE::finish(raw[j]);
+                kept[j] = SOURCE::finish(raw[j]);
                 if (MODE == MOQ_FIND_AMAX)
-                    most = max(most, chunk_amax(c));
-                else
-                    emit<DT, WAY, MODE>(&a, row, (int64_t)at * N, at < chunks, c, by);
+                    most = max(most, chunk_amax(kept[j]));
             }
+            if (MODE != MOQ_FIND_AMAX)
+                emit_chunks<DT, WAY, MODE>(&a, row, first, (place)threads, chunks, kept, by);
         }
     }
     if (MODE == MOQ_FIND_AMAX)
@@ -343,15 +399,32 @@ static __global__ void __launch_bounds__(1024)
         divisor by = divide_by<DT>(scale);
         if (threadIdx.x == 0)
             ((float *)a.scales)[row] = scale;
-#pragma unroll
-        for (int j = 0; j < KEPT; j++) {
-            const place at = first + j * threads;
-            emit<DT, WAY, MODE>(&a, row, (int64_t)at * N, at < chunks, kept[j], by);
-        }
+        emit_chunks<DT, WAY, MODE>(&a, row, first, (place)threads, chunks, kept, by);
         for (place at = first + KEPT * threads; !WHOLE && at < chunks; at += threads)
             emit<DT, WAY, MODE>(
-                &a, row, at * N, true,
+                &a, row, at * N,
                 SOURCE::finish(source.template fetch<DT, N, WHOLE>(&a, row, at * N)), by);
+    }
+}
+
+/* The kernel for values of a source. */
+template <class SOURCE>
+static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
+    switch (mode) {
+    case MOQ_FIND_AMAX:
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
+                               SOURCE);
+    case MOQ_INPUT_E4M3_TENSOR:
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
+                               SOURCE);
+    case MOQ_INPUT_E4M3_TOKEN:
+        return way == MOQ_16X2 ? MOQ_INSTANCE(dtype, MOQ_16X2, quantize_tokens, SOURCE)
+                               : MOQ_GENERAL(dtype, quantize_tokens, SOURCE);
+    case MOQ_INPUT_E4M3_GROUP:
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
+                               SOURCE);
+    default:
+        return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, SOURCE);
     }
 }
 

@@ -35,21 +35,9 @@ __device__ __forceinline__ chunk<DT, N> silu_source::finish(const raw<DT, N> &va
 }
 
 const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
-    switch (mode) {
-    case MOQ_FIND_AMAX:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
-                               silu_source);
-    case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
-                               silu_source);
-    case MOQ_INPUT_E4M3_TOKEN:
-        if (way == MOQ_8X1)
-            return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_tokens, MOQ_16X1, MOQ_16X2, silu_source);
-    case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
-                               silu_source);
-    default:
-        return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, silu_source);
-    }
+    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1)
+        return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
+    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_16X1)
+        return MOQ_INSTANCE(dtype, MOQ_16X1, quantize_tokens, silu_source);
+    return kernel_of<silu_source>(dtype, mode, way);
 }
