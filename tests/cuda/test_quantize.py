@@ -115,6 +115,21 @@ def test_quotients_are_those_of_a_division(rng, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype, bits", [("bfloat16", 7), ("float16", 10)])
+def test_every_quotient_by_a_scale_of_its_amax(dtype, bits):
+    """All significands under all of amax, 21 binades down, where the kernels multiply by a reciprocal."""
+    significands = 1 + np.arange(1 << bits) / (1 << bits)
+    values = np.concatenate([significands * 2.0**-e for e in range(21)] + [-significands])
+    values = np.pad(values, (0, -len(values) % 127)).reshape(-1, 127)
+    for some in np.split(significands, max(1, len(significands) // 128)):
+        amax = some[:, None, None]
+        x = np.where(np.abs(values)[None] <= amax, values[None], 0)
+        x = np.concatenate([np.broadcast_to(amax, (*x.shape[:2], 1)), x], axis=2)  # the amax of each group
+        x, host = on_gpu(x.reshape(len(some), -1), dtype)
+        compare(x, host, "fp8_token")
+        compare(x, host, "fp8_group")
+
+
 def test_float32_quotients_next_to_ties(rng):
     """x = tie * scale and its neighbours, where one wrong bit of a quotient is another code."""
     ties = np.array([(2 * m + 1) * 2.0**e for e in range(-10, 5) for m in range(8, 16)], np.float32)
