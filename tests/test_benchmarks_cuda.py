@@ -127,8 +127,9 @@ def test_everyone_is_told_apart_and_says_why_it_cannot_run(linear: Any) -> None:
 def test_without_dependent_launch_it_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = load("peers.own", monkeypatch).usual
     assert {peer.name for peer in usual({"MOQEXT_PDL": "0"})} == {"moqext, no PDL"}
-    assert {peer.name for peer in usual({"MOQEXT_PDL": "1"})} == {"moqext"}
-    assert {peer.name for peer in usual({})} == {"moqext"}
+    assert {peer.name for peer in usual({"MOQEXT_PDL": "1"})} == {"moqext", "moqext, fast"}
+    assert {peer.name for peer in usual({})} == {"moqext", "moqext, fast"}
+    assert {peer.quant_algo for peer in usual({}) if peer.fast_accum} == {"FP8", "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
 @pytest.mark.parametrize("seconds, calls", [(1e-6, 160), (10e-6, 100), (60e-6, 20), (5e-4, 8), (4e-3, 4)])
@@ -328,6 +329,14 @@ def test_a_cell_knows_its_best_path(goals: Any) -> None:
     (bare,) = goals.cells([row("moqext", 5e-6)], {})
     assert (bare.best, bare.published, bare.ratio) == (None, None, None)
     assert [goal.name for goal in goals.goals(bare)] == ["time"]
+
+
+def test_less_exact_sums_are_compared_among_themselves(goals: Any) -> None:
+    rows = [row("moqext", 5e-6), row("torch, fast", 4e-6), row("torch", 6e-6), row("moqext, fast", 3e-6)]
+    exact, fast = goals.cells(rows, {})
+    assert (exact.key[2], exact.best["peer"], exact.ratio) == ("FP8", "torch", pytest.approx(1.2))
+    assert (fast.key[2], fast.own["peer"], fast.best["peer"]) == ("FP8, fast", "moqext, fast", "torch, fast")
+    assert [cell.key[2] for cell in goals.cells(rows[:3], {})] == ["FP8"]
 
 
 def test_goals_of_blocks(goals: Any) -> None:

@@ -26,10 +26,11 @@ class Own:
     name: str
     quant_algo: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    fast_accum: bool = False
 
     def missing(self) -> str | None:
         try:
-            LinearMethod(self.quant_algo, 4096, [4096], device="cuda:0")
+            LinearMethod(self.quant_algo, 4096, [4096], device="cuda:0", fast_accum=self.fast_accum)
         except (ValueError, RuntimeError) as error:
             return str(error)
         return None
@@ -37,7 +38,8 @@ class Own:
     def method(self, layer: Layer) -> LinearMethod:
         """For a layer of one partition."""
         rows, columns = layer.shape
-        return LinearMethod(self.quant_algo, columns, [rows], device=str(layer.codes[0].device))
+        device = str(layer.codes[0].device)
+        return LinearMethod(self.quant_algo, columns, [rows], device=device, fast_accum=self.fast_accum)
 
     def weights(self, layer: Layer) -> Sequence[Any]:
         method = self.method(layer)
@@ -64,8 +66,11 @@ def forced(kernel: str) -> list[Own]:
 
 
 def usual(environment: Mapping[str, str]) -> list[Own]:
-    """As the plan chooses, one for each algorithm."""
-    return [Own(WITHOUT_PDL if environment.get("MOQEXT_PDL") == "0" else NAME, algo) for algo in ALGOS]
+    """As the plan chooses, one for each algorithm, and one with less exact sums where there is a choice."""
+    if environment.get("MOQEXT_PDL") == "0":
+        return [Own(WITHOUT_PDL, algo) for algo in ALGOS]
+    fast = [Own(f"{NAME}, fast", algo, fast_accum=True) for algo in ALGOS if algo != "FP8_PB_WO"]
+    return [*(Own(NAME, algo) for algo in ALGOS), *fast]
 
 
 PEERS = usual(os.environ)

@@ -150,7 +150,9 @@ def test_extreme_activations(rng: Any, algo: str, value: float, scaled: bool, to
         finite = np.isfinite(y) & np.isfinite(exact)
         assert (finite | np.isnan(y) | (np.abs(exact) > 3.3e38)).all()
         tops = np.abs(np.where(finite, exact, 0)).max(axis=-1, keepdims=True)
-        assert (np.where(finite, np.abs(y - exact), 0) <= 1e-2 * tops).all()
+        # where others left float32, tops are of what cancelled
+        sums = np.where(finite, layer.case.magnitude(reference.as_float32(x)) * FP8_CORE_SUMS, 0)
+        assert (np.where(finite, np.abs(y - exact), 0) <= 1e-2 * tops + sums).all()
 
 
 @pytest.mark.parametrize("algo", FP8)
