@@ -65,7 +65,7 @@ class LinearMethod:
         fast_accum: Sum FP8 products on CUDA as the tensor cores do, with about 14 bits, instead of in float32
             every 128 columns. Only cuBLASLt's kernels for FP8 and FP8_PER_CHANNEL_PER_TOKEN make use of it.
         one_input_scale: All partitions have the same `input_scale`, as those that were calibrated together
-            have; `prepare` checks it. Fused FP8 layers are then multiplied at once by cuBLASLt.
+            have; `prepare` checks it. On CUDA fused FP8 layers are then multiplied at once.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x

@@ -86,6 +86,7 @@ def load_layers(
     first = records[0]
     _refuse_unlike(records)
     names = [record.name for record in records]
+    params = _tensors(checkpoint, records)
     try:
         method = LinearMethod(
             first.quant_algo,
@@ -95,15 +96,10 @@ def load_layers(
             dtype=dtype,
             device=device,
             compute=compute,
+            one_input_scale=first.quant_algo == "FP8" and _all_the_same(params.get("input_scale", [])),
         )
     except UnsupportedQuantization as error:
         raise UnsupportedQuantization(f"{', '.join(names)}: {error}") from None
-    params: dict[str, Any] = {}
-    for role in sorted({role for record in records for role in record.tensors} - {"bias"}):
-        missing = [record.name for record in records if role not in record.tensors]
-        if missing:
-            raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
-        params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
     if method.device != "cpu":
         params = {role: _on_device(method, role, tensors) for role, tensors in params.items()}
     try:
@@ -114,6 +110,22 @@ def load_layers(
     if bias is not None and method.device != "cpu":
         bias = to_device(bias, method.device)
     return Layer(names, method, prepared, bias)
+
+
+def _tensors(checkpoint: "Checkpoint", records: Sequence[LayerRecord]) -> dict[str, list[NDArray[Any]]]:
+    """What each record has of each role but a bias."""
+    params = {}
+    for role in sorted({role for record in records for role in record.tensors} - {"bias"}):
+        missing = [record.name for record in records if role not in record.tensors]
+        if missing:
+            raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
+        params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
+    return params
+
+
+def _all_the_same(scales: Sequence[NDArray[Any]]) -> bool:
+    """Whether there are several, of one value."""
+    return len(scales) > 1 and all(np.array_equal(scale, scales[0]) for scale in scales)
 
 
 def _on_device(method: LinearMethod, role: str, tensors: list[NDArray[Any]]) -> list[Any]:

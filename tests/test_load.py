@@ -38,6 +38,22 @@ def test_fused_qkv_equals_the_three_layers(data, rng, case, dtype):
         np.testing.assert_array_equal(y, np.concatenate(alone, axis=-1))
 
 
+@pytest.mark.parametrize("unequal", [False, True])
+def test_fused_layers_calibrated_together_say_so(data, monkeypatch, unequal):
+    """So that CUDA multiplies them at once."""
+    with Checkpoint(data / "checkpoints" / "qwen3moe_fp8") as checkpoint:
+        names = [f"model.layers.0.mlp.experts.3.{half}_proj" for half in ("gate", "up")]
+        read, given = checkpoint.tensor, np.float32([0.5, 0.25 if unequal else 0.5])
+
+        def tensor(name):
+            half = name.endswith("up_proj.input_scale")
+            return given[int(half)].reshape(()) if name.endswith("input_scale") else read(name)
+
+        monkeypatch.setattr(checkpoint, "tensor", tensor)
+        assert checkpoint.load(names).method.one_input_scale is not unequal
+        assert not checkpoint.load(names[0]).method.one_input_scale
+
+
 def test_experts_stored_one_by_one_load_as_linears(data, rng):
     for case in ("qwen3moe_fp8", "qwen3moe_nvfp4"):
         with Checkpoint(data / "checkpoints" / case) as checkpoint:
