@@ -30,6 +30,24 @@ int moq_run_take_params(moq_state *state, const moq_plan_object *self, PyObject 
 /* Gives back what was taken. */
 void moq_run_release(moq_run_args *a);
 
+/* The keys under which mappings hold the tensors of a layer. */
+extern const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT];
+
+/* -1 with an exception that names the argument where it is no mapping. */
+int moq_plan_check_mapping(PyObject *object, const char *name);
+/* mapping[keyword], a new reference, since a mapping may make its values as they are asked for;
+ * NULL without an exception when it is not there. */
+PyObject *moq_plan_lookup(PyObject *mapping, PyObject *keyword);
+/* -1 with an exception where the tensor is not on the layer's device. */
+int moq_plan_check_device(const moq_linear_spec *spec, const moq_arg *arg);
+/* A tensor of the layer's device, or of the host where `host` says that it may be there. */
+int moq_plan_take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
+                  moq_dtype dtype, bool host, moq_arg *arg);
+
+/* The method of linear_prepare.c. */
+PyObject *moq_plan_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames);
+
 /* Methods of linear_tune.c. */
 PyObject *moq_plan_measure(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
                            PyObject *kwnames);

@@ -1,0 +1,287 @@
+/* `_C.LinearPlan.prepare`: the tensors of a checkpoint's layer to those that its kernels read, into
+ * new tensors or given ones. */
+#include "binding/args.h"
+#include "binding/boundary.h"
+#include "binding/linear.h"
+#include "binding/stream.h"
+
+#include <stdlib.h>
+
+enum { SOURCE_WEIGHT, SOURCE_SCALE, SOURCE_SCALE_2, SOURCE_INPUT_SCALE, SOURCES };
+
+typedef struct {
+    int count;
+    moq_arg arg[MOQ_MAX_PARTITIONS];
+    moq_tensor view[MOQ_MAX_PARTITIONS];
+} source_args;
+
+typedef struct {
+    source_args source[SOURCES];
+    int out_count;
+    const char *out_name[MOQ_MAX_PARAMS];
+    PyObject *out_object[MOQ_MAX_PARAMS];
+    moq_arg out[MOQ_MAX_PARAMS];
+} prepare_args;
+
+static const moq_keyword SOURCE_KEYWORD[SOURCES] = {KW_weight, KW_weight_scale, KW_weight_scale_2,
+                                                    KW_input_scale};
+static const char *const SOURCE_NAME[SOURCES] = {"weight", "weight_scale", "weight_scale_2",
+                                                 "input_scale"};
+
+static void release_prepare(prepare_args *p) {
+    for (int s = 0; s < SOURCES; s++) {
+        for (int i = 0; i < p->source[s].count; i++)
+            moq_arg_release(&p->source[s].arg[i]);
+    }
+    free(p);
+}
+
+static moq_dtype source_dtype(const moq_linear_spec *spec, int which) {
+    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
+    if (which == SOURCE_WEIGHT)
+        return e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
+    return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
+}
+
+static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+                     source_args *source) {
+    moq_arg *arg = &source->arg[source->count];
+    moq_dtype dtype = source_dtype(spec, which);
+    if (moq_plan_take(state, spec, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE, arg) <
+        0)
+        return -1;
+    /* bfloat16 scales arrive as uint16 where NumPy has no bfloat16. */
+    if (arg->view.dtype == MOQ_DT_U16)
+        arg->view.dtype = MOQ_DT_BF16;
+    source->view[source->count++] = arg->view;
+    return 0;
+}
+
+/* A tensor, or a list or tuple of one tensor per partition. */
+static int take_source(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+                       source_args *source) {
+    if (!PyList_Check(object) && !PyTuple_Check(object))
+        return take_part(state, spec, object, which, source);
+    Py_ssize_t count = PySequence_Size(object);
+    if (count != spec->partition_count) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %d tensors, one a partition, got %zd",
+                     SOURCE_NAME[which], (int)spec->partition_count, count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(object, i);
+        int status = item ? take_part(state, spec, item, which, source) : -1;
+        Py_XDECREF(item);
+        if (status < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Names that mean something for this layer; every other one belongs to another kind of layer. */
+static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *params) {
+    PyObject *keys = PyMapping_Keys(params);
+    Py_ssize_t count = keys ? PyList_Size(keys) : -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *key = PyList_GetItem(keys, i);
+        bool known = false;
+        for (int s = 0; s < SOURCES && !known; s++)
+            known = PyUnicode_Check(key) &&
+                    PyUnicode_Compare(key, state->keyword[SOURCE_KEYWORD[s]]) == 0 &&
+                    (s != SOURCE_SCALE_2 || spec->checkpoint == MOQ_WEIGHT_E2M1);
+        if (!known) {
+            PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
+                         spec->algo);
+            count = -1;
+        }
+    }
+    Py_XDECREF(keys);
+    return count < 0 ? -1 : 0;
+}
+
+static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
+                        prepare_args *p) {
+    if (moq_plan_check_mapping(params, "params") < 0 || check_names(state, spec, params) < 0)
+        return -1;
+    for (int s = 0; s < SOURCES; s++) {
+        PyObject *object = moq_plan_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
+        int status = !moq_arg_absent(object) ? take_source(state, spec, object, s, &p->source[s])
+                     : PyErr_Occurred()      ? -1
+                                             : 0;
+        Py_XDECREF(object);
+        if (status < 0)
+            return -1;
+    }
+    if (p->source[SOURCE_WEIGHT].count == 0) {
+        PyErr_SetString(PyExc_ValueError, "params: \"weight\" is missing");
+        return -1;
+    }
+    return 0;
+}
+
+/* Which of the prepared parameters exist: input_scale only where the checkpoint has one. */
+static bool is_wanted(const prepare_args *p, const moq_param_spec *param) {
+    return param->required || p->source[SOURCE_INPUT_SCALE].count > 0;
+}
+
+/* What a result is made like: block scales like those given, if they are where the weight is. */
+static const moq_arg *model_for(const prepare_args *p, moq_param id) {
+    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
+    const moq_arg *scale = &p->source[SOURCE_SCALE].arg[0];
+    bool like_scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].count &&
+                      scale->view.device.kind == weight->view.device.kind;
+    return like_scale ? scale : weight;
+}
+
+/* A result that holds what one tensor of the checkpoint does and may take its very place. */
+static bool is_in_place(const moq_linear_spec *spec, moq_param id, const moq_tensor *out,
+                        const prepare_args *p, int s) {
+    const moq_tensor *in = p->source[s].view;
+    bool same = spec->weight == spec->checkpoint &&
+                ((s == SOURCE_WEIGHT && id == MOQ_PARAM_WEIGHT) ||
+                 (s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && in->dtype == out->dtype));
+    return same && p->source[s].count == 1 && in->data == out->data &&
+           moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
+}
+
+static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prepare_args *p,
+                           const moq_arg *out) {
+    for (int s = 0; s < SOURCES; s++) {
+        for (int i = 0; i < p->source[s].count; i++) {
+            if (!is_in_place(spec, id, &out->view, p, s) &&
+                moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* The tensor of the mapping `out`. */
+static PyObject *take_given(moq_state *state, PyObject *given, const moq_param_spec *wanted,
+                            moq_arg *arg) {
+    if (moq_arg_take_output(state, given, "out", arg) < 0)
+        return NULL;
+    if (moq_arg_reinterpret(arg, wanted->dtype) == 0)
+        return Py_NewRef(given);
+    moq_arg_release(arg);
+    return NULL;
+}
+
+/* The i-th tensor prepare writes: that of the mapping `out`, or a new one of the source's kind. */
+static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                       const moq_param_spec *wanted, prepare_args *p) {
+    moq_arg *arg = &p->out[p->out_count];
+    bool fresh = moq_arg_absent(out);
+    PyObject *given =
+        fresh ? NULL : moq_plan_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[wanted->id]]);
+    if (!given && !fresh) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing", wanted->name);
+        return -1;
+    }
+    PyObject *object = given && !moq_arg_absent(given)
+                           ? take_given(state, given, wanted, arg)
+                           : moq_arg_new_like(state, model_for(p, wanted->id), wanted->dtype,
+                                              wanted->ndim, wanted->shape, arg);
+    Py_XDECREF(given);
+    if (!object)
+        return -1;
+    p->out_object[p->out_count] = object;
+    p->out_name[p->out_count++] = wanted->name;
+    if (fresh)
+        return 0;
+    arg->name = wanted->name;
+    return moq_plan_check_device(spec, arg) < 0 ? -1 : refuse_overlaps(spec, wanted->id, p, arg);
+}
+
+static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,
+                        prepare_args *p, moq_linear_params *params) {
+    if (!moq_arg_absent(out) && moq_plan_check_mapping(out, "out") < 0)
+        return -1;
+    for (int i = 0; i < self->param_count; i++) {
+        const moq_param_spec *wanted = &self->param[i];
+        if (!is_wanted(p, wanted))
+            continue;
+        if (open_output(state, &self->spec, out, wanted, p) < 0)
+            return -1;
+        *moq_linear_param(params, wanted->id) = p->out[p->out_count - 1].view;
+    }
+    return 0;
+}
+
+/* Device memory to process weights in. */
+static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, const moq_arg *weight,
+                               moq_arg *out) {
+    int64_t bytes = moq_prepare_workspace(spec);
+    if (bytes == 0 || weight->exchange)
+        return moq_arg_take_memory(state, weight, bytes, out);
+    *out = (moq_arg){.name = "workspace"};
+    out->object = moq_owned_new(state, MOQ_DT_U8, spec->device, 1, &bytes, &out->view);
+    return out->object ? 0 : -1;
+}
+
+static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
+                          bool fresh, moq_linear_params *params) {
+    moq_source source[SOURCES];
+    moq_status status;
+    moq_err err;
+    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
+    moq_prepare_way way = {.fresh = fresh, .ordered = weight->exchange != NULL};
+    if (moq_stream_take(NULL, weight, &way.stream) < 0)
+        return -1;
+    for (int s = 0; s < SOURCES; s++)
+        source[s] = (moq_source){p->source[s].count, p->source[s].view};
+    moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
+                                  source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
+    moq_arg workspace;
+    if (take_prepare_memory(state, spec, weight, &workspace) < 0)
+        return -1;
+    way.workspace = workspace.view.data;
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_linear_prepare(spec, &sources, way, params, &err);
+    Py_END_ALLOW_THREADS
+    moq_arg_release(&workspace);
+    if (status == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
+
+/* Hands every output back, filled or not, and gathers them: `out` itself, or a new dict. */
+static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p, int status) {
+    bool given = !moq_arg_absent(out);
+    PyObject *result = status < 0 ? NULL : given ? Py_NewRef(out) : PyDict_New();
+    for (int i = 0; i < p->out_count; i++) {
+        PyObject *object = moq_arg_finish(state, p->out_object[i], &p->out[i], result ? 0 : -1);
+        if (!object || (!given && PyDict_SetItemString(result, p->out_name[i], object) < 0))
+            Py_CLEAR(result);
+        Py_XDECREF(object);
+    }
+    return result;
+}
+
+static PyObject *prepare_with(moq_state *state, moq_plan_object *self, PyObject *sources,
+                              PyObject *out, prepare_args *p) {
+    moq_linear_params params = {0};
+    int status = -1;
+    if (take_sources(state, &self->spec, sources, p) == 0 &&
+        open_outputs(state, self, out, p, &params) == 0)
+        status = prepare_values(state, &self->spec, p, moq_arg_absent(out), &params);
+    return close_outputs(state, out, p, status);
+}
+
+static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
+
+PyObject *moq_plan_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames) {
+    moq_state *state = moq_plan_state(self);
+    PyObject *v[2];
+    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
+        return NULL;
+    prepare_args *p = calloc(1, sizeof *p);
+    if (!p)
+        return PyErr_NoMemory();
+    PyObject *result = prepare_with(state, (moq_plan_object *)self, v[0], v[1], p);
+    release_prepare(p);
+    return result;
+}
