@@ -110,21 +110,20 @@ def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> lis
     """All of a quantized algorithm, in order of the rows. Sustained runs are not among them.
 
     Those that are fast by less exact sums are compared among themselves, as an algorithm of their own, where
-    moqext was measured so.
+    moqext was measured so; elsewhere they count as any other.
     """
+    timed = [(_key(row), row) for row in rows if row["protocol"] != "sustained"]
+    apart = {key for key, row in timed if row["peer"] == OWN + FAST}
     groups: dict[Key, list[Row]] = {}
-    for row in rows:
-        if row["protocol"] != "sustained":
-            algo = row["quant_algo"] + (FAST if FAST in row["peer"] else "")
-            groups.setdefault((tuple(row["shape"]), row["tokens"], algo), []).append(row)
+    for key, row in timed:
+        algo = key[2] + (FAST if key in apart and FAST in row["peer"] else "")
+        groups.setdefault((key[0], key[1], algo), []).append(row)
     made = []
     for key, group in groups.items():
         if key[2] == PEER:
             continue
         fast = FAST if key[2].endswith(FAST) else ""
         own = next((row for row in group if row["peer"] == OWN + fast), None)
-        if fast and own is None:
-            continue
         without = next((row for row in group if row["peer"] == f"{OWN}, no PDL"), None)
         others = [row for row in group if not row["peer"].startswith(OWN)]
         others += groups.get((key[0], key[1], PEER), [])
@@ -132,6 +131,10 @@ def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> lis
         figure = best_published(published.get((*key[:2], key[2].removesuffix(FAST)), []), key[1])
         made.append(Cell(key, own, without, others, figure))
     return made
+
+
+def _key(row: Row) -> Key:
+    return (tuple(row["shape"]), row["tokens"], row["quant_algo"])
 
 
 def goals(cell: Cell) -> list[Goal]:
