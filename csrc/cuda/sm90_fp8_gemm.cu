@@ -83,6 +83,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, uint32_t full,
         }
         mbarrier_init_fence();
     }
+    __syncwarp();
     if (S::pair) {
         cluster_sync();
         return;
@@ -138,6 +139,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
                        rank};
             produce<S>(&args, &p);
         }
+        if (S::parts && blocks_in_cluster() == 1)
+            return;
         if (S::parts) { /* as the others, in bring_together */
             __syncwarp();
             if (S::own_room)

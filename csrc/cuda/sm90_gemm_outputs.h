@@ -225,7 +225,9 @@ static __device__ __forceinline__ void bring_together(const gemm_args *a, uint8_
     int part = (int)rank_in_cluster() * SPLIT + (S::by_steps ? group : 0);
     int side = (EIGHTS + parts - 1) / parts * parts * 128; /* of a warpgroup */
     uint32_t room = shared_address(shared + a->room);
-    if (S::own_room)
+    if (blocks_in_cluster() == 1)
+        barrier_sync(1, CONSUMERS); /* the ring is not needed any more */
+    else if (S::own_room)
         cluster_wait(); /* all blocks run */
     else
         cluster_sync(); /* no block needs its ring any more */
@@ -237,7 +239,10 @@ static __device__ __forceinline__ void bring_together(const gemm_args *a, uint8_
                         make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
     }
     post_margin<S>(edge, b);
-    cluster_sync();
+    if (blocks_in_cluster() == 1)
+        barrier_sync(1, CONSUMERS);
+    else
+        cluster_sync();
     int first = part * EIGHTS / parts, count = (part + 1) * EIGHTS / parts - first;
     const float4 *mine = (const float4 *)(shared + a->room) + group * side + thread;
     float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
