@@ -509,25 +509,25 @@ static __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&map);
     if (threadIdx.x < MAX_TOKENS)
         maxima[threadIdx.x] = 0;
+    __syncwarp();
     if (a->ranks > 1)
         cluster_arrive();
     b.ring = shared_address(smem);
+    b.codes = b.ring + a->codes_at;
+    b.scale = MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + a->scales_at) : scale;
+    b.maxima = maxima;
+    b.all_maxima = a->ranks > 1 ? maxima + MAX_TOKENS : maxima;
+    b.parked = (float2 *)(smem + a->parked_at);
+    b.inbox = (float2 *)(smem + a->inbox_at);
+    b.kept = (float2 *)(smem + a->kept_at);
+    __syncthreads();
     if (threadIdx.x < CONSUMERS) {
         more_registers<112>();
-        b.codes = b.ring + a->codes_at;
-        b.scale = MODE == MOQ_INPUT_E4M3_GROUP ? (float *)(smem + a->scales_at) : scale;
-        b.maxima = maxima;
-        b.all_maxima = a->ranks > 1 ? maxima + MAX_TOKENS : maxima;
-        b.parked = (float2 *)(smem + a->parked_at);
-        b.inbox = (float2 *)(smem + a->inbox_at);
-        b.kept = (float2 *)(smem + a->kept_at);
-        barrier_sync(2, THREADS);
         if (threadIdx.x == 0 && a->ranks > 1)
             mbarrier_expect(b.told, a->ranks * MAX_TOKENS * 4);
         consume<MT, MODE>(a, &b);
     } else {
         fewer_registers<24>();
-        barrier_sync(2, THREADS);
         if (threadIdx.x == CONSUMERS)
             produce(a, &map, &b);
     }
