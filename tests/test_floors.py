@@ -135,9 +135,9 @@ PROCESS_WIDE = {
 STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: the variables allowed
     "csrc/cuda/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
     "csrc/cuda/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
-    "csrc/cuda/device.cu": {"device_table", "has_set_one"},  # devices, under a lock; of a thread
+    "csrc/cuda/device.cu": {"device_table"},  # devices and their contexts, under a lock
+    "csrc/cuda/driver.cu": {"found_driver"},  # entry points, under a lock
     "csrc/cuda/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
-    "csrc/cuda/tensor_map.cu": {"found"},  # an entry point
 }
 
 

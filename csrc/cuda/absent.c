@@ -29,15 +29,14 @@ moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err) 
     return absent(err);
 }
 
-moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err) {
+moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err) {
     (void)device;
-    (void)previous;
+    *entered = false;
     return absent(err);
 }
 
-void moq_cuda_leave(int32_t device, int32_t previous) {
-    (void)device;
-    (void)previous;
+void moq_cuda_leave(bool entered) {
+    (void)entered;
 }
 
 moq_status moq_cuda_order(void *before, void *after, moq_err *err) {

@@ -35,9 +35,9 @@ const char *moq_cuda_archs(void);
 moq_status moq_cuda_device_count(int *count, moq_err *err);
 /* What a device is. Asked once a device and process, then remembered; any thread may ask. */
 moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err);
-/* Makes a device current; moq_cuda_leave restores what was. */
-moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err);
-void moq_cuda_leave(int32_t device, int32_t previous);
+/* Makes a device current; moq_cuda_leave restores what was, and gets what this one said. */
+moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err);
+void moq_cuda_leave(bool entered);
 /* What is queued on `after` from now on waits for what is queued on `before`; streams of the
  * current device. Works within a capture of either, which takes in the other. */
 moq_status moq_cuda_order(void *before, void *after, moq_err *err);

@@ -1,9 +1,9 @@
 /* The devices: how many the driver offers and what each is. See cuda.h.
  *
  * The runtime is linked statically, so this works, and fails with a reason, without a driver. */
-#include "cuda/cuda.h"
+#include "cuda/driver.h"
+#include "cuda/launch.h"
 
-#include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdio.h>
 
@@ -13,7 +13,8 @@ static struct device_table {
     pthread_mutex_t lock;
     bool known[MAX_DEVICES];
     moq_cuda_device device[MAX_DEVICES];
-} table = {PTHREAD_MUTEX_INITIALIZER, {false}, {}};
+    CUcontext context[MAX_DEVICES]; /* NULL until it is asked for */
+} table = {PTHREAD_MUTEX_INITIALIZER, {false}, {}, {}};
 
 extern "C" bool moq_cuda_built(void) {
     return true;
@@ -81,36 +82,69 @@ extern "C" bool moq_cuda_is_capturing(void *stream) {
            status != cudaStreamCaptureStatusNone;
 }
 
-static moq_status check(cudaError_t status, const char *what, moq_err *err) {
-    if (status == cudaSuccess)
+/* The primary context of a device, which the runtime uses too; kept from the first call on. */
+static moq_status find_context(const moq_driver *driver, int32_t device, CUcontext *context,
+                               moq_err *err) {
+    CUdevice handle;
+    moq_status status = MOQ_OK;
+    if (device < 0 || device >= MAX_DEVICES)
+        return moq_fail(err, MOQ_ERR_VALUE, "device: the first %d are used, got %d", MAX_DEVICES,
+                        (int)device);
+    *context = __atomic_load_n(&table.context[device], __ATOMIC_ACQUIRE);
+    if (*context)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_INTERNAL, "%s: %s", what, cudaGetErrorString(status));
+    pthread_mutex_lock(&table.lock);
+    if (!table.context[device]) { /* else another thread was here first */
+        status = moq_cuda_check_driver(driver->device(&handle, device), "cuDeviceGet", err);
+        if (status == MOQ_OK)
+            status = moq_cuda_check_driver(driver->primary_context(context, handle),
+                                           "cuDevicePrimaryCtxRetain", err);
+        if (status == MOQ_OK)
+            __atomic_store_n(&table.context[device], *context, __ATOMIC_RELEASE);
+    }
+    *context = table.context[device];
+    pthread_mutex_unlock(&table.lock);
+    return status;
 }
 
-/* A thread has no context, which functions of the driver need, before it has set a device. */
-extern "C" moq_status moq_cuda_enter(int32_t device, int32_t *previous, moq_err *err) {
-    static __thread bool has_set_one;
-    MOQ_TRY(check(cudaGetDevice(previous), "cudaGetDevice", err));
-    if (*previous == device && has_set_one)
+/* By contexts and not by cudaSetDevice: a thread that has none, because it is new or because
+ * another library took it away, gets one for the call, and one of another device has its own back,
+ * without one being made for a device that nobody uses. */
+extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err) {
+    const moq_driver *driver;
+    CUcontext wanted, current = NULL;
+    CUdevice now;
+    *entered = false;
+    MOQ_TRY(moq_cuda_find_driver(&driver, err));
+    MOQ_TRY(find_context(driver, device, &wanted, err));
+    MOQ_TRY(moq_cuda_check_driver(driver->current_context(&current), "cuCtxGetCurrent", err));
+    if (current == wanted)
         return MOQ_OK;
-    MOQ_TRY(check(cudaSetDevice(device), "cudaSetDevice", err));
-    has_set_one = true;
+    /* A context of the caller's own on the same device stays: his memory is its. */
+    if (current && driver->current_device(&now) == CUDA_SUCCESS && now == device)
+        return MOQ_OK;
+    MOQ_TRY(moq_cuda_check_driver(driver->push_context(wanted), "cuCtxPushCurrent", err));
+    *entered = true;
     return MOQ_OK;
 }
 
-extern "C" void moq_cuda_leave(int32_t device, int32_t previous) {
-    if (previous != device)
-        cudaSetDevice(previous);
+extern "C" void moq_cuda_leave(bool entered) {
+    const moq_driver *driver;
+    CUcontext own;
+    moq_err err;
+    if (entered && moq_cuda_find_driver(&driver, &err) == MOQ_OK)
+        driver->pop_context(&own);
 }
 
 extern "C" moq_status moq_cuda_order(void *before, void *after, moq_err *err) {
     cudaEvent_t event;
-    MOQ_TRY(check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event", err));
+    MOQ_TRY(
+        moq_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event", err));
     cudaError_t status = cudaEventRecord(event, (cudaStream_t)before);
     if (status == cudaSuccess)
         status = cudaStreamWaitEvent((cudaStream_t)after, event, 0);
     cudaEventDestroy(event); /* when it has happened */
-    return check(status, "ordering two streams", err);
+    return moq_cuda_check(status, "ordering two streams", err);
 }
 
 extern "C" void moq_cuda_versions(int *runtime, int *driver) {

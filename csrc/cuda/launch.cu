@@ -4,8 +4,8 @@
  * (docs/lab.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
 #include "cuda/launch.h"
 
-#include <cuda.h>
-#include <cudaTypedefs.h>
+#include "cuda/driver.h"
+
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -46,9 +46,8 @@ typedef struct {
 
 static struct kernel_table {
     pthread_mutex_t lock; /* of those who write a place */
-    PFN_cuLaunchKernelEx_v11060 launch;
     known_kernel place[PLACES];
-} table = {PTHREAD_MUTEX_INITIALIZER, NULL, {}};
+} table = {PTHREAD_MUTEX_INITIALIZER, {}};
 
 /* Its place, or the free one that it will have. */
 static known_kernel *place_of(const void *kernel) {
@@ -61,22 +60,11 @@ static known_kernel *place_of(const void *kernel) {
     }
 }
 
-static cudaError_t find_launch(void) {
-    void *entry = NULL;
-    cudaDriverEntryPointQueryResult result;
-    if (table.launch)
-        return cudaSuccess;
-    cudaError_t status = cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &entry, 11060,
-                                                          cudaEnableDefault, &result);
-    table.launch = (PFN_cuLaunchKernelEx_v11060)entry;
-    return status == cudaSuccess && !entry ? cudaErrorNotSupported : status;
-}
-
 static cudaError_t learn(const void *kernel) {
     pthread_mutex_lock(&table.lock);
     known_kernel *k = place_of(kernel);
-    cudaError_t status = find_launch();
-    if (status == cudaSuccess && !k->kernel) { /* else another thread was here first */
+    cudaError_t status = cudaSuccess;
+    if (!k->kernel) { /* else another thread was here first */
         status = cudaGetKernel(&k->handle, kernel);
         if (status == cudaSuccess)
             __atomic_store_n(&k->kernel, kernel, __ATOMIC_RELEASE);
@@ -119,9 +107,11 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) 
 }
 
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) {
+    const moq_driver *driver;
     CUlaunchAttribute attribute[2];
     CUlaunchConfig config = {};
     known_kernel *k = place_of(launch->kernel);
+    MOQ_TRY(moq_cuda_find_driver(&driver, err));
     config.gridDimX = launch->grid.x;
     config.gridDimY = launch->grid.y;
     config.gridDimZ = launch->grid.z;
@@ -147,8 +137,7 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
     }
     if (launch->shared > SHARED_WITHOUT_ASKING)
         MOQ_TRY(moq_cuda_check(allow_shared(k), launch->what, err));
-    /* Errors of the driver have the numbers of the runtime's. */
-    CUresult result = table.launch(&config, (CUfunction)k->handle, args, NULL);
-    MOQ_TRY(moq_cuda_check((cudaError_t)result, launch->what, err));
+    MOQ_TRY(moq_cuda_check_driver(driver->launch(&config, (CUfunction)k->handle, args, NULL),
+                                  launch->what, err));
     return moq_cuda_settle(launch->stream, launch->what, err);
 }

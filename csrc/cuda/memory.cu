@@ -43,13 +43,13 @@ extern "C" moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *str
 extern "C" moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     moq_cuda_device found;
-    int32_t previous;
+    bool entered;
     MOQ_TRY(moq_cuda_query_device(device, &found, err));
-    MOQ_TRY(moq_cuda_enter(device, &previous, err));
+    MOQ_TRY(moq_cuda_enter(device, &entered, err));
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaError_t status = cudaMalloc(out, bytes);
     cudaThreadExchangeStreamCaptureMode(&mode);
-    moq_cuda_leave(device, previous);
+    moq_cuda_leave(entered);
     if (status == cudaErrorMemoryAllocation)
         return moq_fail(err, MOQ_ERR_MEMORY, "no %zu bytes are free on cuda:%d", bytes,
                         (int)device);
@@ -58,14 +58,14 @@ extern "C" moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq
 
 extern "C" void moq_cuda_delete(int32_t device, void *memory) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    int32_t previous;
+    bool entered;
     moq_err err;
-    if (!memory || moq_cuda_enter(device, &previous, &err) != MOQ_OK)
+    if (!memory || moq_cuda_enter(device, &entered, &err) != MOQ_OK)
         return;
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaFree(memory);
     cudaThreadExchangeStreamCaptureMode(&mode);
-    moq_cuda_leave(device, previous);
+    moq_cuda_leave(entered);
 }
 
 extern "C" moq_status moq_cuda_wait(void *stream, moq_err *err) {

@@ -1,38 +1,20 @@
-/* Tensor maps: see tensor_map.h. The driver is asked by entry point, never linked. */
+/* Tensor maps: see tensor_map.h. */
 #include "cuda/tensor_map.h"
 
-#include <cuda_runtime.h>
-#include <cudaTypedefs.h>
-
-static PFN_cuTensorMapEncodeTiled_v12000 found; /* the same for every thread that looks */
-
-static PFN_cuTensorMapEncodeTiled_v12000 encoder(void) {
-    void *entry = NULL;
-    cudaDriverEntryPointQueryResult result;
-    PFN_cuTensorMapEncodeTiled_v12000 encode = __atomic_load_n(&found, __ATOMIC_ACQUIRE);
-    if (!encode && cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                    cudaEnableDefault, &result) == cudaSuccess) {
-        encode = (PFN_cuTensorMapEncodeTiled_v12000)entry;
-        __atomic_store_n(&found, encode, __ATOMIC_RELEASE);
-    }
-    return encode;
-}
+#include "cuda/driver.h"
 
 /* Boxes of bytes in the 128-byte swizzle; what lies outside reads as 0. */
 static moq_status encode(CUtensorMap *map, const void *data, uint32_t dims,
                          const cuuint64_t *extent, const cuuint64_t *stride, const cuuint32_t *box,
                          moq_err *err) {
     cuuint32_t step[3] = {1, 1, 1};
-    PFN_cuTensorMapEncodeTiled_v12000 call = encoder();
-    if (!call)
-        return moq_fail(err, MOQ_ERR_INTERNAL, "the CUDA driver has no cuTensorMapEncodeTiled");
-    CUresult result = call(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dims, (void *)data, extent, stride,
-                           box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-        return moq_fail(err, MOQ_ERR_INTERNAL, "cuTensorMapEncodeTiled failed with %d",
-                        (int)result);
-    return MOQ_OK;
+    const moq_driver *driver;
+    MOQ_TRY(moq_cuda_find_driver(&driver, err));
+    return moq_cuda_check_driver(
+        driver->encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dims, (void *)data, extent, stride,
+                             box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled", err);
 }
 
 moq_status moq_tensor_map_blocks(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,

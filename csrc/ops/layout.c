@@ -39,10 +39,10 @@ typedef moq_status (*device_work)(const moq_tensor *in, uint8_t *out, void *stre
 /* Queues the work with the device of `in` current. */
 static moq_status run_on_device(device_work work, const moq_tensor *in, void *stream,
                                 const moq_tensor *out, moq_err *err) {
-    int32_t previous;
-    MOQ_TRY(moq_cuda_enter(in->device.index, &previous, err));
+    bool entered;
+    MOQ_TRY(moq_cuda_enter(in->device.index, &entered, err));
     moq_status status = work(in, out->data, stream, err);
-    moq_cuda_leave(in->device.index, previous);
+    moq_cuda_leave(entered);
     return status;
 }
 
@@ -295,7 +295,7 @@ moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
                               const moq_tensor *out, const moq_tensor *max_scale, moq_err *err) {
     moq_tensor expected;
     const moq_tensor *inputs[] = {weight, scale};
-    int32_t previous = 0;
+    bool entered = false;
     MOQ_TRY(moq_describe_requantize(weight, scale, partitions, count, &expected, err));
     expected.device = weight->device;
     MOQ_TRY(moq_check_output(out, "out", &expected, inputs, 2, err));
@@ -303,11 +303,11 @@ moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
     if (!scales.of)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %lld scales", (long long)count);
     moq_status status =
-        on_device(weight) ? moq_cuda_enter(weight->device.index, &previous, err) : MOQ_OK;
+        on_device(weight) ? moq_cuda_enter(weight->device.index, &entered, err) : MOQ_OK;
     if (status == MOQ_OK) {
         status = requantize(weight, scale, partitions, count, stream, out, max_scale, &scales, err);
         if (on_device(weight))
-            moq_cuda_leave(weight->device.index, previous);
+            moq_cuda_leave(entered);
     }
     free(scales.of);
     return status;

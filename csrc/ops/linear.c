@@ -215,10 +215,10 @@ static moq_status run_in_order(moq_linear_job *job, moq_err *err) {
 
 /* Runs with the layer's device current, and gives the caller's back. */
 static moq_status run_on_device(moq_linear_job *job, moq_err *err) {
-    int32_t previous, index = job->call.spec->device.index;
-    MOQ_TRY(moq_cuda_enter(index, &previous, err));
+    bool entered;
+    MOQ_TRY(moq_cuda_enter(job->call.spec->device.index, &entered, err));
     moq_status status = run_in_order(job, err);
-    moq_cuda_leave(index, previous);
+    moq_cuda_leave(entered);
     return status;
 }
 

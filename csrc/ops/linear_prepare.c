@@ -302,12 +302,12 @@ static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linea
 
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               moq_prepare_way way, moq_linear_params *params, moq_err *err) {
-    int32_t previous;
+    bool entered;
     MOQ_TRY(moq_linear_check_params(spec, params, "out", err));
     if (spec->device.kind == MOQ_CPU)
         return prepare(spec, sources, way, params, err);
-    MOQ_TRY(moq_cuda_enter(spec->device.index, &previous, err));
+    MOQ_TRY(moq_cuda_enter(spec->device.index, &entered, err));
     moq_status status = prepare_on_stream(spec, sources, way, params, err);
-    moq_cuda_leave(spec->device.index, previous);
+    moq_cuda_leave(entered);
     return status;
 }

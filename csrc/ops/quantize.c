@@ -319,7 +319,7 @@ int64_t moq_quantize_workspace(const moq_quantize_plan *plan) {
 
 static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_call *call,
                               float given, moq_err *err) {
-    int32_t previous, device = plan->x.device.index;
+    bool entered;
     moq_cuda_quantize q = cuda_call(plan);
     moq_activation a = plan->activation;
     if (call->residual_out)
@@ -332,9 +332,9 @@ static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_
     q.scale_2 = call->scale_2 ? call->scale_2->data : NULL;
     q.workspace = call->workspace;
     q.stream = call->stream;
-    MOQ_TRY(moq_cuda_enter(device, &previous, err));
+    MOQ_TRY(moq_cuda_enter(plan->x.device.index, &entered, err));
     moq_status status = moq_cuda_quantize_rows(&q, err);
-    moq_cuda_leave(device, previous);
+    moq_cuda_leave(entered);
     return status;
 }
 

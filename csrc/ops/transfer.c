@@ -14,7 +14,7 @@ moq_status moq_run_transfer(const moq_tensor *x, void *stream, const moq_tensor 
     bool up = out->device.kind == MOQ_CUDA;
     size_t bytes = (size_t)moq_tensor_numel(x) * moq_dtype_size(x->dtype);
     char device[32];
-    int32_t previous;
+    bool entered;
     if (up == (x->device.kind == MOQ_CUDA))
         return moq_fail(err, MOQ_ERR_BUFFER, "x: expected a tensor %s, got one on %s",
                         up ? "in host memory" : "on a CUDA device",
@@ -23,9 +23,9 @@ moq_status moq_run_transfer(const moq_tensor *x, void *stream, const moq_tensor 
         return moq_fail(err, MOQ_ERR_BUFFER, "x: expected a contiguous tensor");
     if (bytes == 0)
         return MOQ_OK;
-    MOQ_TRY(moq_cuda_enter(up ? out->device.index : x->device.index, &previous, err));
+    MOQ_TRY(moq_cuda_enter(up ? out->device.index : x->device.index, &entered, err));
     moq_status status = up ? to_device(out, x, bytes, err)
                            : moq_cuda_download(out->data, x->data, bytes, stream, err);
-    moq_cuda_leave(up ? out->device.index : x->device.index, previous);
+    moq_cuda_leave(entered);
     return status;
 }

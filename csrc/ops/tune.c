@@ -300,18 +300,18 @@ static void report(const bench *b, moq_linear_timing *timings, int *count) {
 moq_status moq_linear_measure(const moq_linear_spec *spec, const moq_linear_plan *plan,
                               const moq_linear_params *params, int64_t m,
                               moq_linear_timing *timings, int *count, moq_err *err) {
-    int32_t previous = 0;
+    bool entered = false;
     bench *b = calloc(1, sizeof *b);
     if (!b)
         return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
     b->spec = spec;
     b->params = params;
-    moq_status status = on_cuda(b) ? moq_cuda_enter(spec->device.index, &previous, err) : MOQ_OK;
+    moq_status status = on_cuda(b) ? moq_cuda_enter(spec->device.index, &entered, err) : MOQ_OK;
     if (status == MOQ_OK) {
         status = measure(b, plan, m, err);
         finish(b);
         if (on_cuda(b))
-            moq_cuda_leave(spec->device.index, previous);
+            moq_cuda_leave(entered);
     }
     if (status == MOQ_OK)
         report(b, timings, count);

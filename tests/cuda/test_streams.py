@@ -1,5 +1,6 @@
 """The stream a call goes to, captures into graphs, and what the environment switches."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 KERNELS = ["cuda:simt", ""]
 COLUMNS, ROWS = 512, 384
@@ -239,7 +240,7 @@ def test_jax(layer, x):
     assert torch.equal(out, y * 2)
 
 
-# ---------------------------------------------------------------------------- threads and devices
+# --------------------------------------------------------------------------- threads and contexts
 
 
 def test_threads_each_with_a_stream(layer, x):
@@ -273,18 +274,36 @@ def test_the_first_work_of_a_thread(layer, x):
     assert torch.equal(out, y)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
-def test_the_device_is_that_of_the_tensors(rng):
-    case = random_case(rng, "FP8", COLUMNS, [ROWS])
-    first = OnDevice(case, "bfloat16")
-    x = to_cuda(random_x(rng, (5, COLUMNS), "bfloat16"), "bfloat16")
-    second = case.method(device="cuda:1")
-    params = {name: value.to("cuda:1") for name, value in first.params.items()}
-    assert torch.cuda.current_device() == 0
-    y = second(x.to("cuda:1"), params)
-    assert torch.cuda.current_device() == 0
-    assert y.device.index == 1
-    assert torch.equal(y.cpu(), first(x).cpu())
+@pytest.fixture
+def contexts():
+    """The driver's own calls; the context that the thread has is given back at the end."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    torch.cuda.current_stream().synchronize()
+    own = ctypes.c_void_p()
+    assert driver.cuCtxGetCurrent(ctypes.byref(own)) == 0
+    assert own.value
+    yield driver
+    assert driver.cuCtxSetCurrent(own) == 0
+
+
+@pytest.mark.parametrize(
+    "kernel", ["", "cuda:simt", "cuda:sm90_fp8_decode", "cuda:sm90_fp8_gemm", "cuda:cublaslt"]
+)
+def test_a_thread_whose_context_was_taken_away(rng, monkeypatch, contexts, x, kernel):
+    """Another library may pop it; it stays as that library left it."""
+    if kernel:
+        force(monkeypatch, kernel)
+    layer = OnDevice(random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", COLUMNS, [ROWS]), "bfloat16")
+    y, out = layer(x), poisoned(5, ROWS, dtype="bfloat16")
+    torch.cuda.synchronize()
+    assert contexts.cuCtxSetCurrent(None) == 0
+    layer.method(x, layer.params, out=out, stream=0)
+    left = ctypes.c_void_p()
+    assert contexts.cuCtxGetCurrent(ctypes.byref(left)) == 0
+    if kernel != "cuda:cublaslt":  # whose workspace is torch's, which makes a context
+        assert not left.value
+    torch.cuda.synchronize()
+    assert torch.equal(out, y)
 
 
 # ------------------------------------------------------------------------------ the environment
