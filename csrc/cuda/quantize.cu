@@ -4,7 +4,7 @@
 #include "cuda/quantize.h"
 
 #include "cuda/launch.h"
-#include "cuda/quantize_rows.h"
+#include "cuda/quantize_flat.h"
 
 #define MAX_BLOCKS 0x7fffffff
 /* Partial maxima of a tensor: enough blocks for every multiprocessor, few enough for one warp. */
@@ -220,7 +220,7 @@ static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any
                          .grid = s.grid,
                          .block = s.block,
                          .stream = (cudaStream_t)q->stream,
-                         .overlap = true};
+                         .overlap = !q->in_turn};
     if (kind == MOQ_RMS_NORM) {
         int part = 32 * chunk_values(way);
         source->norm.parts = (int)((a->k + part - 1) / part);
@@ -239,7 +239,7 @@ static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_a
                          .grid = dim3(at_most((warps + 7) / 8, MAX_BLOCKS)),
                          .block = dim3(256),
                          .stream = (cudaStream_t)q->stream,
-                         .overlap = true};
+                         .overlap = !q->in_turn};
     void *parameters[] = {(void *)a, &group};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -264,8 +264,7 @@ static moq_status find_amax(const moq_cuda_quantize *q, quantize_args *a, any_so
 extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err) {
     moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
     int64_t k = q->x->ndim > 0 ? q->x->shape[q->x->ndim - 1] : 1;
-    quantize_args a = {.x = input_of(q->x),
-                       .m = row_count(q->x),
+    quantize_args a = {.m = row_count(q->x),
                        .k = kind == MOQ_SILU_AND_MUL ? k / 2 : k,
                        .given = q->given,
                        .scale = q->scale,
@@ -275,7 +274,8 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
                        .scales = q->scales,
                        .scale_row = q->scale_row,
                        .scale_group = q->scale_group,
-                       .next_is_busy = q->next_is_busy};
+                       .next_is_busy = q->next_is_busy,
+                       .x = input_of(q->x)};
     any_source source;
     if (kind == MOQ_SILU_AND_MUL)
         source.silu = silu_source_of(&a.x, q->x, a.k);
@@ -284,6 +284,8 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
     a.aligned_codes = is_aligned(a.codes, a.code_stride, a.m, q->mode == MOQ_INPUT_NVFP4 ? 8 : 16);
     if (q->mode == MOQ_INPUT_E4M3_GROUP && q->group != 128)
         return launch_any_groups(q, &a, err);
+    if (is_whole(&a, kind, &source) && moq_quantize_suits_flat(q, &a))
+        return moq_quantize_flat(q, &a, err);
     if (is_dynamic(q))
         MOQ_TRY(find_amax(q, &a, &source, err));
     return launch(q, &a, &source, q->mode, err);

@@ -40,6 +40,9 @@ typedef struct {
     void *stream;    /* cudaStream_t */
     /* The next kernel has work that does not depend on this one, and may start at once. */
     bool next_is_busy;
+    /* The kernels before and after are launched without programmatic dependence, and so is this
+     * one. */
+    bool in_turn;
 } moq_cuda_quantize;
 
 /* The longest rows of rms_norm on the device. */

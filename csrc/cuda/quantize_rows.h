@@ -21,8 +21,8 @@
 /* Instead of codes, the largest magnitude of each block: the first of two kernels for one scale. */
 #define MOQ_FIND_AMAX MOQ_INPUT_AS_IS
 
+/* What every kernel reads comes first: parameters arrive a line at a time. */
 typedef struct {
-    quantize_input x;
     int64_t m, k;
     const float *given;    /* the scale, or NULL: `scale` */
     float scale;           /* 0: from the partial maxima */
@@ -36,6 +36,7 @@ typedef struct {
     int64_t scale_row, scale_group;
     bool next_is_busy;
     float *found; /* where the scale of the whole tensor goes, or NULL */
+    quantize_input x;
 } quantize_args;
 
 /* How a kernel goes over rows: of any strides and lengths, NVFP4 too, or, for whole aligned chunks
