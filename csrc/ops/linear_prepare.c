@@ -257,7 +257,10 @@ static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_so
                            moq_linear_scale_columns(spec), err));
     MOQ_TRY(allocate_scales(spec, scales, err));
     MOQ_TRY(read_weight_scales(spec, sources, scales, stream, err));
-    return read_input_scales(spec, sources, scales, stream, err);
+    moq_status status = read_input_scales(spec, sources, scales, stream, err);
+    if (status != MOQ_OK && scales->on_device) /* if both are wrong, the first is named */
+        MOQ_TRY(moq_prepare_bad_scale(spec, &sources->weight_scale, stream, err));
+    return status;
 }
 
 /* ---- */

@@ -176,6 +176,19 @@ def test_bad_scales_are_named_as_on_the_cpu(rng: Any, algo: str, bad: float, on_
     assert "17" in str(error.value)
 
 
+@pytest.mark.parametrize("algo", [PER_ROW, "FP8_PB_WO"])
+def test_of_two_bad_scales_the_first_is_named(rng: Any, algo: str) -> None:
+    case = random_case(rng, algo, 256, [200])
+    case.parts[0]["weight_scale"].reshape(-1)[1] = -1.0
+    params = case.listed() | {"input_scale": [np.float32("nan")]}
+    cpu, gpu = methods(case)
+    with pytest.raises(ValueError, match="^weight_scale: ") as expected:
+        cpu.prepare(params)
+    with pytest.raises(ValueError) as error:
+        gpu.prepare(params_to_cuda(params))
+    assert str(error.value) == str(expected.value)
+
+
 def test_a_weight_on_the_host_is_refused(rng: Any) -> None:
     case = random_case(rng, "FP8", 64, [8])
     _, gpu = methods(case)
