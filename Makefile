@@ -5,7 +5,7 @@
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck)
+#   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
 #   make format       apply the formatters
@@ -18,6 +18,7 @@ PYTEST ?=
 SECONDS ?= 20
 FUZZ   ?=
 TOOL   ?= memcheck
+JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
 # The tests and the demo run what was installed, never the source tree they are started in.
@@ -60,8 +61,11 @@ sanitize: .venv-sanitize/.installed
 	$(SANITIZED) .venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
+# In several processes, since starting one under the tool takes half a minute; the references are on the CPU, and
+# their threads would be in each other's way.
 sanitize-cuda:
-	compute-sanitizer --tool $(TOOL) --error-exitcode 9 $(PYTHON) -m pytest -q -m "gpu and not slow" tests/cuda $(PYTEST)
+	OMP_NUM_THREADS=1 compute-sanitizer --tool $(TOOL) --target-processes all --error-exitcode 9 $(PYTHON) -m pytest -q -n $(JOBS) \
+	  -m "gpu and not slow" tests/cuda tests/binding/test_tensor_gpu.py tests/test_cuda_device.py $(PYTEST)
 
 # The check comes first, before anything is built for nothing.
 fuzz:
