@@ -53,6 +53,22 @@ static __device__ __forceinline__ void wait_for_predecessor(void) {
 #endif
 }
 
+/* Brings a parameter of the kernel near, a line of the constant cache at a time: where a kernel
+ * starts ahead of time, the misses fall into the wait. What was read is stored where nobody looks,
+ * or the compiler would leave it out. */
+template <class T> static __device__ __forceinline__ void touch_parameter(const T &parameter) {
+    __shared__ uint32_t nowhere;
+    if constexpr (sizeof parameter < 4) /* it has no fields */
+        return;
+    const uint32_t *word = (const uint32_t *)&parameter;
+    uint32_t all = word[sizeof parameter / 4 - 1];
+#pragma unroll
+    for (unsigned i = 0; 64 * i < sizeof parameter; i++)
+        all |= word[16 * i];
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(shared_address(&nowhere)), "r"(all)
+                 : "memory");
+}
+
 /* ---- barriers ---- */
 
 static __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

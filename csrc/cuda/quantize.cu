@@ -11,6 +11,11 @@
 #define MAX_PARTS 1024
 /* Eight values each: an H200 has threads for four times as many. */
 #define FEW_CHUNKS (1 << 16)
+/* Rows of so many values are spread over clusters of up to 8 blocks, if there are few rows: of all
+ * of them as many blocks as leave half of an H200's multiprocessors to the next kernel. */
+#define SPREAD_COLUMNS 4096
+#define SPREAD_BLOCKS  66
+#define MAX_DEVICES    64
 
 /* x as it is in memory. */
 typedef struct {
@@ -95,17 +100,19 @@ static quantize_input input_of(const moq_tensor *x) {
     return in;
 }
 
-/* Threads of a row or span that keep all its chunks, at most `most`; with few, rows share a block.
- */
-static dim3 block_for(int64_t chunks, int kept, int most) {
+/* Threads of a row or span that keep all its chunks, at most `most`; with few, up to eight rows
+ * share a block of at most `limit` threads. */
+static dim3 block_for(int64_t chunks, int kept, int most, int limit) {
     int64_t spans = chunks ? (chunks + kept * most - 1) / (kept * most) : 1;
     int64_t threads = (chunks + kept * spans - 1) / (kept * spans);
     int warps = (int)((threads + 31) / 32);
-    return warps <= 1 ? dim3(32, 8) : dim3((unsigned)warps * 32);
+    return warps <= 1 ? dim3(32, limit < 256 ? (unsigned)limit / 32 : 8)
+                      : dim3((unsigned)warps * 32);
 }
 
 typedef struct {
     dim3 grid, block;
+    unsigned cluster;
 } shape;
 
 /* Blocks for a count, which may be 0: there is always one, which writes a scale of the tensor. */
@@ -118,13 +125,32 @@ static bool by_rows(const moq_cuda_quantize *q, moq_input_mode mode) {
     return mode == MOQ_INPUT_E4M3_TOKEN || (q->activation && q->activation->kind == MOQ_RMS_NORM);
 }
 
+/* Blocks of a row's cluster: as many as leave each 2048 values, if there is room for them. */
+static int ranks_for(const quantize_args *a) {
+    int ranks = a->k > 8192 ? 8 : 4;
+    while (ranks > 2 && a->m * ranks > SPREAD_BLOCKS)
+        ranks /= 2;
+    return ranks;
+}
+
+static shape spread_shape(const quantize_args *a, moq_row_way way) {
+    int ranks = ranks_for(a), values = chunk_values(way) * 32 * ranks;
+    shape s = {.grid = dim3((unsigned)(a->m * ranks)),
+               .block = dim3((unsigned)((a->k + values - 1) / values * 32)),
+               .cluster = (unsigned)ranks};
+    return s;
+}
+
 static shape shape_for(const moq_cuda_quantize *q, const quantize_args *a, moq_input_mode mode,
                        moq_row_way way) {
+    if (is_spread(way))
+        return spread_shape(a, way);
     bool rows = by_rows(q, mode);
     int kept = kept_chunks(q->x->dtype, way), values = chunk_values(way);
     int64_t chunks = (a->k + values - 1) / values;
-    int most = !rows ? (way == MOQ_8X1 ? 128 : 256) : way == MOQ_16X4 ? 512 : 1024;
-    shape s = {.block = block_for(chunks, kept, most)};
+    bool norm = q->activation && q->activation->kind == MOQ_RMS_NORM;
+    int limit = norm ? norm_threads(way) : rows ? 1024 : 256;
+    shape s = {.block = block_for(chunks, kept, !rows && way == MOQ_8X1 ? 128 : limit, limit)};
     int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)kept * s.block.x;
     s.grid =
         dim3(at_most(blocks, MAX_BLOCKS), rows ? 1 : at_most((chunks + span - 1) / span, 65535));
@@ -162,6 +188,7 @@ static silu_source silu_source_of(quantize_input *gate, const moq_tensor *x, int
 static norm_source norm_source_of(const moq_activation *n, int64_t k) {
     norm_source s = {.weight = input_of(&n->weight),
                      .wide_weight = n->weight.dtype == MOQ_DT_F32,
+                     .columns = (float)k,
                      .eps = n->eps};
     if (n->residual.ndim < 0)
         return s;
@@ -177,11 +204,39 @@ static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any
     if (kind == MOQ_SILU_AND_MUL)
         rest = source->silu.up.aligned;
     else if (kind == MOQ_RMS_NORM)
-        rest = source->norm.weight.aligned && !source->norm.wide_weight &&
+        rest = source->norm.weight.aligned &&
                (!source->norm.residual.data ||
                 (source->norm.residual.aligned && source->norm.aligned_out));
     return rest && a->x.aligned && a->k > 0 && a->k <= INT32_MAX / 2 && a->k % 16 == 0 &&
            a->aligned_codes && a->code_columns == a->k;
+}
+
+/* Whether the device of x runs code that was compiled for clusters; if that cannot be told, no. */
+static bool has_clusters(const moq_cuda_quantize *q) {
+    static signed char
+        known[MAX_DEVICES]; /* 0 unknown, 1 no, 2 yes; threads may find out the same */
+    int device = q->x->device.index;
+    if (device < 0 || device >= MAX_DEVICES)
+        return false;
+    signed char answer = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
+    cudaFuncAttributes facts;
+    if (!answer) {
+        const void *any = MOQ_GENERAL(MOQ_DT_F32, quantize_any_groups);
+        bool yes = cudaFuncGetAttributes(&facts, any) == cudaSuccess && facts.ptxVersion >= 90;
+        answer = yes ? 2 : 1;
+        __atomic_store_n(&known[device], answer, __ATOMIC_RELAXED);
+    }
+    return answer == 2;
+}
+
+/* Whether rows are faster on several blocks each than on one: always where there is room for these,
+ * else where a block would have much to do. */
+static bool is_worth_spreading(const moq_cuda_quantize *q, const quantize_args *a,
+                               const any_source *source) {
+    if (!q->activation || a->k < SPREAD_COLUMNS)
+        return false;
+    bool heavy = q->activation->kind == MOQ_SILU_AND_MUL || source->norm.residual.data;
+    return a->m * ranks_for(a) <= SPREAD_BLOCKS || (heavy && a->k > SPREAD_COLUMNS);
 }
 
 /* The way of whole rows, fastest on an H200 at 1 to 64 and at 8192 rows of 4096 and 8192; rows that
@@ -196,11 +251,13 @@ static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
         return few ? MOQ_8X1 : MOQ_16X2;
     if (a->k > 1024 * 32)
         return MOQ_ANY_ROWS;
+    if (few && is_worth_spreading(q, a, source) && has_clusters(q))
+        return MOQ_8X1_SPREAD;
     bool narrow = a->k <= 1024 * 16;
-    if (kind == MOQ_RMS_NORM && (few || source->norm.residual.data))
-        return narrow ? MOQ_16X1 : MOQ_16X2;
+    if (kind == MOQ_RMS_NORM && source->norm.residual.data)
+        return narrow ? MOQ_16X1 : MOQ_ANY_ROWS;
     if (kind == MOQ_RMS_NORM)
-        return a->k > 4096 ? MOQ_16X4 : MOQ_16X2;
+        return few && narrow ? MOQ_16X1 : a->k > 4096 ? MOQ_16X4 : MOQ_16X2;
     if (kind == MOQ_SILU_AND_MUL && few && a->k <= 1024 * 8)
         return MOQ_8X1;
     return kind == MOQ_SILU_AND_MUL && narrow ? MOQ_16X1 : MOQ_16X2;
@@ -215,10 +272,11 @@ static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any
     moq_launch launch = {.what = "quantize",
                          .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, way)
                                    : kind == MOQ_RMS_NORM
-                                       ? moq_norm_kernel(dtype, mode, way)
+                                       ? moq_norm_kernel(dtype, mode, way, source->norm.wide_weight)
                                        : kernel_of<memory_source>(dtype, mode, way),
                          .grid = s.grid,
                          .block = s.block,
+                         .cluster = s.cluster,
                          .stream = (cudaStream_t)q->stream,
                          .overlap = !q->in_turn};
     if (kind == MOQ_RMS_NORM) {

@@ -64,21 +64,29 @@ static __device__ __forceinline__ float total_of(const float *sum, int parts) {
     return total;
 }
 
-/* v of a chunk, `gain` the weights of its columns. */
-template <int DT, int N>
+/* v of a chunk, `gain` the weights of its columns: of its dtype or float32. */
+template <int DT, int WEIGHT, int N>
 static __device__ __forceinline__ chunk<DT, N> normalised(const chunk<DT, N> &z, float r,
-                                                          const chunk<DT, N> &gain) {
+                                                          const chunk<WEIGHT, N> &gain) {
     float value[N];
     widen(z, value);
 #pragma unroll
     for (int i = 0; i < N; i++)
         value[i] = __fmul_rn(value[i], r);
-    return multiply(narrow<DT>(value), gain);
+    if constexpr (WEIGHT == DT) {
+        return multiply(narrow<DT>(value), gain);
+    } else {
+        widen(narrow<DT>(value), value);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            value[i] = __fmul_rn(value[i], __uint_as_float(gain.word[i]));
+        return narrow<DT>(value);
+    }
 }
 
 /* The reciprocal of the root mean square of a row, of its sum of squares. */
-static __device__ __forceinline__ float reciprocal_rms(float sum, int64_t k, float eps) {
-    float mean = __fdiv_rn(sum, __ll2float_rn(k));
+static __device__ __forceinline__ float reciprocal_rms(float sum, float columns, float eps) {
+    float mean = __fdiv_rn(sum, columns);
     return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
@@ -92,43 +100,59 @@ static __device__ __forceinline__ void sync_row(void) {
 
 /* ---- rows of whole chunks ---- */
 
-template <int DT, int WAY, int MODE>
-static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MOQ_16X4 ? 2 : 1)
+/* Blocks of a multiprocessor: what leaves each thread the registers with which it was fastest. */
+static constexpr int least_blocks(int way) {
+    return way == MOQ_16X2 ? 10 : way == MOQ_16X4 ? 2 : 1;
+}
+
+/* Only threads with one chunk have room for that of a residual. */
+template <int DT, int WAY, int MODE, int WEIGHT>
+static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
     norm_whole_rows(const __grid_constant__ quantize_args a,
                     const __grid_constant__ norm_source s) {
     constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
     constexpr bool FIND = MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX;
-    constexpr bool EARLY = KEPT <= 2; /* room for the weights and residuals of all chunks */
-    extern __shared__ float sums[];   /* [2][rows of the block][parts] */
+    constexpr bool SPREAD = is_spread(WAY), ADD = KEPT == 1;
+    constexpr bool EARLY = KEPT <= (WEIGHT == DT ? 2 : 1); /* room for the weights of all chunks */
+    extern __shared__ float sums[];                        /* [2][rows of the block][parts] */
     __shared__ uint32_t room[2][32];
-    const int threads = blockDim.x, first = threadIdx.x, chunks = (int)(a.k / N);
+    __shared__ exchange told[2]; /* sums of squares, maxima */
+    const int threads = threads_of_row<WAY>(), first = thread_of_row<WAY>();
+    const int chunks = (int)(a.k / N);
     uint32_t most_of_all = 0;
+    divisor by = {};
+    if constexpr (SPREAD)
+        open_exchanges(told, MODE == MOQ_INPUT_E4M3_TOKEN ? 2 : 1, s.parts);
+    touch_parameter(a);
+    touch_parameter(s);
     wait_for_predecessor();
     if (KEPT == 1)
         launch_dependents();
-    divisor by = tensor_scale<MODE>(&a);
-    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    else
+        by = tensor_scale<MODE>(&a);
+    int64_t row = first_row<WAY>();
     for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
         float *sum = sums + (turn * blockDim.y + threadIdx.y) * s.parts;
-        chunk<DT, N> kept[KEPT], gain[KEPT], other[KEPT];
+        chunk<DT, N> kept[KEPT], other[KEPT];
+        chunk<WEIGHT, N> gain[KEPT];
         float part[KEPT];
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int column = chunk_or_last(first + j * threads, chunks) * N;
             kept[j] = load_chunk<DT, N, true>(&a.x, row, column, a.k);
-            if (EARLY && s.residual.data)
+            if (ADD && s.residual.data)
                 other[j] = load_chunk<DT, N, true>(&s.residual, row, column, a.k);
             if (EARLY)
-                gain[j] = load_chunk<DT, N, true>(&s.weight, 0, column, a.k);
+                gain[j] = load_chunk<WEIGHT, N, true>(&s.weight, 0, column, a.k);
         }
         if (KEPT > 1)
             launch_dependents();
+        else
+            by = tensor_scale<MODE>(&a); /* after the loads: it waits for its own */
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int place = first + j * threads, column = chunk_or_last(place, chunks) * N;
-            if (s.residual.data) {
-                if (!EARLY)
-                    other[j] = load_chunk<DT, N, true>(&s.residual, row, column, a.k);
+            if (ADD && s.residual.data) {
                 kept[j] = add(kept[j], other[j]);
                 if (place < chunks)
                     store_z<DT, WAY>(&a, &s, kept[j], row, column);
@@ -136,18 +160,24 @@ static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MO
             part[j] = place < chunks ? sum_of_squares(kept[j]) : 0.0f;
         }
         float warps = fold_lanes<32>(part, sum_of);
-        int at = (threadIdx.x % 32 * threads + threadIdx.x) / 32;
-        if (threadIdx.x % 32 < KEPT && at < s.parts)
-            sum[at] = warps;
-        sync_row();
-        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), a.k, s.eps);
+        if constexpr (SPREAD) {
+            cluster_wait();
+            tell(&told[0], first / 32, s.parts, __float_as_uint(warps));
+            sum = (float *)told[0].word;
+        } else {
+            int at = (threadIdx.x % 32 * threads + threadIdx.x) / 32;
+            if (threadIdx.x % 32 < KEPT && at < s.parts)
+                sum[at] = warps;
+            sync_row();
+        }
+        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), s.columns, s.eps);
         uint32_t most = 0;
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             int place = first + j * threads;
             if (!EARLY)
-                gain[j] =
-                    load_chunk<DT, N, true>(&s.weight, 0, chunk_or_last(place, chunks) * N, a.k);
+                gain[j] = load_chunk<WEIGHT, N, true>(&s.weight, 0,
+                                                      chunk_or_last(place, chunks) * N, a.k);
             kept[j] = normalised(kept[j], r, gain[j]);
             if (FIND)
                 most = max(most, place < chunks ? chunk_amax(kept[j]) : 0);
@@ -156,9 +186,13 @@ static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MO
         }
         most_of_all = max(most_of_all, most);
         if (MODE == MOQ_INPUT_E4M3_TOKEN) {
-            float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+            if constexpr (SPREAD)
+                most = max_of_cluster(&told[1], first / 32, s.parts, most);
+            else
+                most = max_of_row(most, room[turn]);
+            float scale = token_scale<DT>(__uint_as_float(most));
             by = divide_by<DT>(scale);
-            if (threadIdx.x == 0)
+            if (first == 0)
                 ((float *)a.scales)[row] = scale;
         }
         if (MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_INPUT_E4M3_GROUP)
@@ -166,6 +200,7 @@ static __global__ void __launch_bounds__(WAY == MOQ_16X4 ? 512 : 1024, WAY == MO
     }
     if (MODE == MOQ_FIND_AMAX)
         store_part(&a, most_of_all);
+    store_tensor_scale<MODE>(&a);
 }
 
 /* ---- rows of any kind ---- */
@@ -187,17 +222,7 @@ normalised_any(const quantize_args *a, const norm_source *s, const chunk<DT, N> 
                float r) {
     if (!s->wide_weight)
         return normalised(z, r, load_chunk<DT, N, false>(&s->weight, 0, column, a->k));
-    float value[N], weight[N];
-    widen(load_chunk<MOQ_DT_F32, N, false>(&s->weight, 0, column, a->k), weight);
-    widen(z, value);
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        value[i] = __fmul_rn(value[i], r);
-    widen(narrow<DT>(value), value);
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        value[i] = __fmul_rn(value[i], weight[i]);
-    return narrow<DT>(value);
+    return normalised(z, r, load_chunk<MOQ_DT_F32, N, false>(&s->weight, 0, column, a->k));
 }
 
 /* Chunks are read as often as they are needed, twice or three times. */
@@ -232,7 +257,7 @@ static __global__ void __launch_bounds__(1024)
                 sum[at / 32] = warp;
         }
         sync_row();
-        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), a.k, s.eps);
+        float r = reciprocal_rms(total_of<32 * N>(sum, s.parts), s.columns, s.eps);
         uint32_t most = 0;
         for (int64_t at = threadIdx.x; FIND && at < chunks; at += threads)
             most = max(most, chunk_amax(normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N),
@@ -255,31 +280,38 @@ static __global__ void __launch_bounds__(1024)
     }
     if (MODE == MOQ_FIND_AMAX)
         store_part(&a, most_of_all);
+    store_tensor_scale<MODE>(&a);
 }
 
-template <int MODE> static const void *norm_kernel(moq_dtype dtype, moq_row_way way) {
-    switch (way) {
-    case MOQ_16X1:
-        return MOQ_INSTANCE(dtype, MOQ_16X1, norm_whole_rows, MODE);
-    case MOQ_16X2:
-        return MOQ_INSTANCE(dtype, MOQ_16X2, norm_whole_rows, MODE);
-    case MOQ_16X4:
-        return MOQ_INSTANCE(dtype, MOQ_16X4, norm_whole_rows, MODE);
-    default:
+template <int DT, int MODE, int WEIGHT> static const void *whole_rows_kernel(moq_row_way way) {
+    return way == MOQ_8X1_SPREAD ? (const void *)norm_whole_rows<DT, MOQ_8X1_SPREAD, MODE, WEIGHT>
+           : way == MOQ_16X1     ? (const void *)norm_whole_rows<DT, MOQ_16X1, MODE, WEIGHT>
+           : way == MOQ_16X2     ? (const void *)norm_whole_rows<DT, MOQ_16X2, MODE, WEIGHT>
+                                 : (const void *)norm_whole_rows<DT, MOQ_16X4, MODE, WEIGHT>;
+}
+
+template <int MODE>
+static const void *norm_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight) {
+    if (way == MOQ_ANY_ROWS)
         return MOQ_GENERAL(dtype, norm_any_rows, MODE);
-    }
+    if (dtype == MOQ_DT_BF16)
+        return wide_weight ? whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_F32>(way)
+                           : whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_BF16>(way);
+    return wide_weight ? whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F32>(way)
+                       : whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F16>(way);
 }
 
-const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+                            bool wide_weight) {
     switch (mode) {
     case MOQ_FIND_AMAX:
-        return norm_kernel<MOQ_FIND_AMAX>(dtype, way);
+        return norm_kernel<MOQ_FIND_AMAX>(dtype, way, wide_weight);
     case MOQ_INPUT_E4M3_TENSOR:
-        return norm_kernel<MOQ_INPUT_E4M3_TENSOR>(dtype, way);
+        return norm_kernel<MOQ_INPUT_E4M3_TENSOR>(dtype, way, wide_weight);
     case MOQ_INPUT_E4M3_TOKEN:
-        return norm_kernel<MOQ_INPUT_E4M3_TOKEN>(dtype, way);
+        return norm_kernel<MOQ_INPUT_E4M3_TOKEN>(dtype, way, wide_weight);
     case MOQ_INPUT_E4M3_GROUP:
-        return norm_kernel<MOQ_INPUT_E4M3_GROUP>(dtype, way);
+        return norm_kernel<MOQ_INPUT_E4M3_GROUP>(dtype, way, wide_weight);
     default:
         return MOQ_GENERAL(dtype, norm_any_rows, MOQ_INPUT_NVFP4);
     }

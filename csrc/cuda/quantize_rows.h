@@ -11,7 +11,8 @@
  * 20 of them fit into the time in which memory moves the 3 bytes of a value. Maxima, sums and
  * products of pairs are therefore taken in 16 bits, where they round to the same, and quotients
  * with a reciprocal of two parts. With few tokens the time is that of one thread, and chunks are
- * shorter, but where a row's own work is what takes the time. */
+ * shorter, but where a row's own work is what takes the time. Long rows, if there are few, are
+ * spread over a cluster of blocks, which tell each other what their warps have found. */
 #ifndef MOQ_CUDA_QUANTIZE_ROWS_H
 #define MOQ_CUDA_QUANTIZE_ROWS_H
 
@@ -40,20 +41,31 @@ typedef struct {
 } quantize_args;
 
 /* How a kernel goes over rows: of any strides and lengths, NVFP4 too, or, for whole aligned chunks
- * of 16-bit values, with so many values a chunk times chunks that a thread keeps. */
-typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_way;
+ * of 16-bit values, with so many values a chunk times chunks that a thread keeps; SPREAD: on a
+ * cluster of blocks. */
+typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_8X1_SPREAD, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_way;
 
 /* The values of a chunk. */
 static __host__ __device__ constexpr int chunk_values(int way) {
-    return way == MOQ_8X1 ? 8 : 16;
+    return way == MOQ_8X1 || way == MOQ_8X1_SPREAD ? 8 : 16;
 }
 
 /* The chunks that a thread keeps. */
 static __host__ __device__ constexpr int kept_chunks(int dtype, int way) {
-    return way == MOQ_16X4                          ? 4
-           : way == MOQ_8X1 || way == MOQ_16X1      ? 1
-           : way == MOQ_16X2 || dtype != MOQ_DT_F32 ? 2
-                                                    : 1;
+    return way == MOQ_16X4                             ? 4
+           : chunk_values(way) == 8 || way == MOQ_16X1 ? 1
+           : way == MOQ_16X2 || dtype != MOQ_DT_F32    ? 2
+                                                       : 1;
+}
+
+/* Whether rows are spread over clusters, which code for older chips does not know: it is not asked
+ * to. */
+static __host__ __device__ constexpr bool is_spread(int way) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return false;
+#else
+    return way == MOQ_8X1_SPREAD;
+#endif
 }
 
 /* Places of chunks in a row: those of whole chunks are few. */
@@ -77,9 +89,15 @@ template <> struct chunk_place<MOQ_ANY_ROWS> {
      : (way) == (many) ? MOQ_INSTANCE(dtype, many, kernel, ##__VA_ARGS__)                          \
                        : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
 
+/* Threads of a block of the norm's kernels. */
+static __host__ __device__ constexpr int norm_threads(int way) {
+    return way == MOQ_16X2 ? 128 : way == MOQ_16X4 ? 512 : 1024;
+}
+
 /* Each kernel takes a quantize_args and a source. `mode` may be MOQ_FIND_AMAX. */
 const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way);
-const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way);
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+                            bool wide_weight);
 
 /* gate and up, halves of a row */
 struct silu_source {
@@ -102,7 +120,7 @@ typedef struct {
     bool wide_weight;        /* float32 */
     bool aligned_out;
     void *residual_out; /* [M, K] */
-    float eps;
+    float columns, eps;
     int parts; /* of a row: what a warp's chunks sum to */
 } norm_source;
 
@@ -111,6 +129,73 @@ template <class PLACE>
 static __device__ __forceinline__ PLACE chunk_or_last(PLACE chunk, PLACE chunks) {
     PLACE last = min(chunk, chunks - 1);
     return sizeof last == 4 ? last : max(last, (PLACE)0); /* there is one, if they are whole */
+}
+
+/* ---- where a thread stands ---- */
+
+template <int WAY> static __device__ __forceinline__ int64_t first_row(void) {
+    if constexpr (is_spread(WAY))
+        return blockIdx.x / blocks_in_cluster();
+    return (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+}
+
+/* Threads of a row, which may be those of several blocks, and this one's place among them. */
+template <int WAY> static __device__ __forceinline__ int threads_of_row(void) {
+    if constexpr (is_spread(WAY))
+        return blockDim.x * blocks_in_cluster();
+    return blockDim.x;
+}
+
+template <int WAY> static __device__ __forceinline__ int thread_of_row(void) {
+    if constexpr (is_spread(WAY))
+        return rank_in_cluster() * blockDim.x + threadIdx.x;
+    return threadIdx.x;
+}
+
+/* ---- rows on a cluster of blocks ---- */
+
+/* Warps that have values of a row. */
+#define MOQ_MOST_TOLD 128
+
+/* A word of each of them, told to all blocks of the cluster. */
+typedef struct {
+    uint64_t told; /* barrier */
+    uint32_t word[MOQ_MOST_TOLD];
+} exchange;
+
+/* All threads of the cluster open their exchanges, of so many warps, and wait for the cluster
+ * before they tell anything. */
+static __device__ __forceinline__ void open_exchanges(exchange *e, int count, int warps) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < count; i++)
+            mbarrier_init(shared_address(&e[i].told), 1);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < count; i++)
+            mbarrier_expect(shared_address(&e[i].told), warps * 4);
+    }
+    __syncwarp();
+    cluster_arrive();
+}
+
+/* All lanes have the word of their warp. Returns when the words of all `warps` are here. */
+static __device__ __forceinline__ void tell(exchange *e, int warp, int warps, uint32_t word) {
+    uint32_t rank = threadIdx.x % 32, told = shared_address(&e->told);
+    if (warp < warps && rank < blocks_in_cluster())
+        send_word(address_in(rank, shared_address(&e->word[warp])), word, address_in(rank, told));
+    mbarrier_wait(told, 0);
+}
+
+/* The largest of a row's threads. */
+static __device__ __forceinline__ uint32_t max_of_cluster(exchange *e, int warp, int warps,
+                                                          uint32_t bits) {
+    tell(e, warp, warps, __reduce_max_sync(0xffffffffu, bits));
+    bits = 0;
+    for (int i = threadIdx.x % 32; i < warps; i += 32)
+        bits = max(bits, e->word[i]);
+    return __reduce_max_sync(0xffffffffu, bits);
 }
 
 /* ---- codes ---- */
@@ -261,27 +346,38 @@ static __device__ __forceinline__ void emit_chunks(const quantize_args *a, int64
 
 /* ---- scales of the whole tensor ---- */
 
+/* From the partial maxima; all lanes of a warp call this. */
+template <int MODE> static __device__ __forceinline__ float scale_of_parts(const quantize_args *a) {
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < a->part_count; i += 32)
+        most = max(most, a->parts[i]);
+    float amax = __uint_as_float(__reduce_max_sync(0xffffffffu, most));
+    if (MODE == MOQ_INPUT_E4M3_TENSOR)
+        return moq_tensor_scale(amax);
+    float scale = __fdiv_rn(amax, 2688.0f);
+    return scale == 0.0f ? 1.0f : scale;
+}
+
 /* Every warp finds it anew. E4M3_TENSOR: the reciprocal, as `emit` takes it. */
 template <int MODE> static __device__ __forceinline__ divisor tensor_scale(const quantize_args *a) {
     if (MODE != MOQ_INPUT_E4M3_TENSOR && MODE != MOQ_INPUT_NVFP4)
         return {};
     float scale = a->given ? *a->given : a->scale;
-    if (a->part_count) {
-        uint32_t most = 0;
-#pragma unroll 4
-        for (int i = threadIdx.x % 32; i < a->part_count; i += 32)
-            most = max(most, a->parts[i]);
-        float amax = __uint_as_float(__reduce_max_sync(0xffffffffu, most));
-        if (MODE == MOQ_INPUT_NVFP4) {
-            scale = __fdiv_rn(amax, 2688.0f);
-            scale = scale == 0.0f ? 1.0f : scale;
-        } else {
-            scale = moq_tensor_scale(amax);
-        }
-        if (a->found && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x + threadIdx.y == 0)
-            *a->found = scale;
-    }
+    if (a->part_count)
+        scale = scale_of_parts<MODE>(a);
     return {MODE == MOQ_INPUT_E4M3_TENSOR ? __fdiv_rn(1.0f, scale) : scale, 0.0f, 0.0f};
+}
+
+/* Stores the scale that was found, also where there are no rows. */
+template <int MODE>
+static __device__ __forceinline__ void store_tensor_scale(const quantize_args *a) {
+    if ((MODE != MOQ_INPUT_E4M3_TENSOR && MODE != MOQ_INPUT_NVFP4) || !a->found ||
+        blockIdx.x + blockIdx.y + threadIdx.y > 0 || threadIdx.x >= 32)
+        return;
+    float scale = scale_of_parts<MODE>(a);
+    if (threadIdx.x == 0)
+        *a->found = scale;
 }
 
 /* Writes the largest magnitude that a block has met. All its threads call this. */
@@ -314,10 +410,14 @@ static __global__ void __launch_bounds__(256)
     uint32_t most = 0;
     if (a.next_is_busy)
         launch_dependents();
+    touch_parameter(a);
+    touch_parameter(source);
     wait_for_predecessor();
     if (KEPT == 1)
         launch_dependents();
-    divisor by = tensor_scale<MODE>(&a);
+    divisor by = {};
+    if (KEPT > 1)
+        by = tensor_scale<MODE>(&a);
     const place chunks = (place)((a.k + N - 1) / N), span = (place)KEPT * threads;
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     for (; row < a.m; row += (int64_t)gridDim.x * blockDim.y) {
@@ -329,8 +429,9 @@ static __global__ void __launch_bounds__(256)
                 raw[j] = source.template fetch<DT, N, WAY != MOQ_ANY_ROWS>(
                     &a, row, (int64_t)chunk_or_last<place>(first + j * threads, chunks) * N);
             if (KEPT > 1)
-                if (KEPT > 1)
-                    launch_dependents();
+                launch_dependents();
+            else
+                by = tensor_scale<MODE>(&a); /* after the loads: it waits for its own */
             chunk<DT, N> kept[KEPT];
 #pragma unroll
             for (int j = 0; j < KEPT; j++) {
@@ -344,6 +445,7 @@ static __global__ void __launch_bounds__(256)
     }
     if (MODE == MOQ_FIND_AMAX)
         store_part(&a, most);
+    store_tensor_scale<MODE>(&a);
 }
 
 /* ---- scales of rows ---- */
@@ -366,18 +468,25 @@ static __global__ void __launch_bounds__(1024)
                     const __grid_constant__ SOURCE source) {
     constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
     constexpr bool WHOLE = WAY != MOQ_ANY_ROWS;
+    constexpr bool SPREAD = is_spread(WAY);
     constexpr int MODE = MOQ_INPUT_E4M3_TOKEN;
     typedef typename chunk_place<WAY>::type place;
     __shared__ uint32_t room[2][32];
-    const int threads = blockDim.x;
-    const place first = threadIdx.x;
+    __shared__ exchange maxima[1];
+    const int threads = threads_of_row<WAY>();
+    const place first = thread_of_row<WAY>();
+    const place chunks = (place)((a.k + N - 1) / N);
+    const int warps = (int)((chunks + 31) / 32); /* if rows are spread */
+    if constexpr (SPREAD)
+        open_exchanges(maxima, 1, warps);
     if (a.next_is_busy)
         launch_dependents();
+    touch_parameter(a);
+    touch_parameter(source);
     wait_for_predecessor();
     if (KEPT == 1)
         launch_dependents();
-    const place chunks = (place)((a.k + N - 1) / N);
-    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    int64_t row = first_row<WAY>();
     for (int turn = 0; row < a.m; row += (int64_t)gridDim.x * blockDim.y, turn ^= 1) {
         typename SOURCE::template raw<DT, N> raw[KEPT];
         chunk<DT, N> kept[KEPT];
@@ -396,9 +505,15 @@ static __global__ void __launch_bounds__(1024)
         for (place at = first + KEPT * threads; !WHOLE && at < chunks; at += threads)
             most = max(most, chunk_amax(SOURCE::finish(
                                  source.template fetch<DT, N, WHOLE>(&a, row, at * N))));
-        float scale = token_scale<DT>(__uint_as_float(max_of_row(most, room[turn])));
+        if constexpr (SPREAD) {
+            cluster_wait();
+            most = max_of_cluster(maxima, first / 32, warps, most);
+        } else {
+            most = max_of_row(most, room[turn]);
+        }
+        float scale = token_scale<DT>(__uint_as_float(most));
         divisor by = divide_by<DT>(scale);
-        if (threadIdx.x == 0)
+        if (first == 0)
             ((float *)a.scales)[row] = scale;
         emit_chunks<DT, WAY, MODE>(&a, row, first, (place)threads, chunks, kept, by);
         for (place at = first + KEPT * threads; !WHOLE && at < chunks; at += threads)

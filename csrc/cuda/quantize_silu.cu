@@ -37,6 +37,8 @@ __device__ __forceinline__ chunk<DT, N> silu_source::finish(const raw<DT, N> &va
 const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
     if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1)
         return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
+    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1_SPREAD)
+        return MOQ_INSTANCE(dtype, MOQ_8X1_SPREAD, quantize_tokens, silu_source);
     if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_16X1)
         return MOQ_INSTANCE(dtype, MOQ_16X1, quantize_tokens, silu_source);
     return kernel_of<silu_source>(dtype, mode, way);
