@@ -28,6 +28,8 @@ SHAPES = [
     (96, 7168),
     (40, 14336),
     (20, 28672),
+    (5, 5136),  # on clusters whose last block has less
+    (50, 8192),
     (0, 32),
 ]
 
