@@ -4,8 +4,8 @@ Device time in CUDA graphs by the rules of benchmarks/device.py, bfloat16 normal
 the inputs that take turns are 260 MB together and come from memory; with fewer they are two and come from the
 cache, as they do behind the kernel that made them. The floor is the bytes read and written, each once, at the
 speed of an elementwise kernel over a gigabyte. Peers are the same in Triton, one kernel each, with and
-without programmatic dependent launch (benchmarks/peers). Triton compiles each kernel once, a second or so: fill
-its cache first, with a process for each kind and scheme side by side (`--kinds K --schemes S --tokens 1`).
+without programmatic dependent launch (benchmarks/peers). Triton compiles each kernel once, in a second or so:
+fill its cache first, with a process for each kind and scheme (`--kinds K --schemes S --tokens 1`).
 
     python -m benchmarks.quantize [--json FILE] [--kinds K,...] [--tokens M,...] [--columns K,...]
     python -m benchmarks.quantize --merge FILE... --json FILE

@@ -42,6 +42,8 @@ typedef struct {
     const void *kernel; /* written last; NULL for a free place */
     CUkernel handle;    /* as the driver knows it, whichever the context */
     uint64_t allowed;   /* a bit for each device where it may have all the shared memory */
+    uint64_t asked;     /* for each where it is known whether it has clusters */
+    uint64_t clusters;
 } known_kernel;
 
 static struct kernel_table {
@@ -91,6 +93,24 @@ static cudaError_t allow_shared(known_kernel *k) {
         return status;
     __atomic_fetch_or(&k->allowed, bit, __ATOMIC_RELAXED);
     return cudaSuccess;
+}
+
+bool moq_cuda_has_clusters(const void *kernel) {
+    cudaFuncAttributes attributes;
+    int device;
+    if ((__atomic_load_n(&place_of(kernel)->kernel, __ATOMIC_ACQUIRE) != kernel &&
+         learn(kernel) != cudaSuccess) ||
+        cudaGetDevice(&device) != cudaSuccess)
+        return false;
+    known_kernel *k = place_of(kernel);
+    uint64_t bit = 1ull << device; /* as above */
+    if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
+        if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+            attributes.ptxVersion >= 90)
+            __atomic_fetch_or(&k->clusters, bit, __ATOMIC_RELAXED);
+        __atomic_fetch_or(&k->asked, bit, __ATOMIC_RELEASE);
+    }
+    return __atomic_load_n(&k->clusters, __ATOMIC_RELAXED) & bit;
 }
 
 /* ---- launches ---- */

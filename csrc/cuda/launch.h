@@ -31,4 +31,8 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
  * nothing. The two variables are read once. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 
+/* Whether the current device runs code of the kernel, and of those compiled with it, that was made
+ * for compute capability 9.0 or later and may have clusters; false where that cannot be told. */
+bool moq_cuda_has_clusters(const void *kernel);
+
 #endif

@@ -15,7 +15,6 @@
  * of them as many blocks as leave half of an H200's multiprocessors to the next kernel. */
 #define SPREAD_COLUMNS 4096
 #define SPREAD_BLOCKS  66
-#define MAX_DEVICES    64
 
 /* x as it is in memory. */
 typedef struct {
@@ -211,24 +210,6 @@ static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any
            a->aligned_codes && a->code_columns == a->k;
 }
 
-/* Whether the device of x runs code that was compiled for clusters; if that cannot be told, no. */
-static bool has_clusters(const moq_cuda_quantize *q) {
-    static signed char
-        known[MAX_DEVICES]; /* 0 unknown, 1 no, 2 yes; threads may find out the same */
-    int device = q->x->device.index;
-    if (device < 0 || device >= MAX_DEVICES)
-        return false;
-    signed char answer = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
-    cudaFuncAttributes facts;
-    if (!answer) {
-        const void *any = MOQ_GENERAL(MOQ_DT_F32, quantize_any_groups);
-        bool yes = cudaFuncGetAttributes(&facts, any) == cudaSuccess && facts.ptxVersion >= 90;
-        answer = yes ? 2 : 1;
-        __atomic_store_n(&known[device], answer, __ATOMIC_RELAXED);
-    }
-    return answer == 2;
-}
-
 /* Whether rows are faster on several blocks each than on one: always where there is room for these,
  * else where a block would have much to do. */
 static bool is_worth_spreading(const moq_cuda_quantize *q, const quantize_args *a,
@@ -251,7 +232,8 @@ static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
         return few ? MOQ_8X1 : MOQ_16X2;
     if (a->k > 1024 * 32)
         return MOQ_ANY_ROWS;
-    if (few && is_worth_spreading(q, a, source) && has_clusters(q))
+    if (few && is_worth_spreading(q, a, source) &&
+        moq_cuda_has_clusters(MOQ_GENERAL(MOQ_DT_F32, quantize_any_groups)))
         return MOQ_8X1_SPREAD;
     bool narrow = a->k <= 1024 * 16;
     if (kind == MOQ_RMS_NORM && source->norm.residual.data)

@@ -182,7 +182,7 @@ def test_of_two_bad_scales_the_first_is_named(rng: Any, algo: str) -> None:
     case.parts[0]["weight_scale"].reshape(-1)[1] = -1.0
     params = case.listed() | {"input_scale": [np.float32("nan")]}
     cpu, gpu = methods(case)
-    with pytest.raises(ValueError, match="^weight_scale: ") as expected:
+    with pytest.raises(ValueError, match=r"^weight_scale: ") as expected:
         cpu.prepare(params)
     with pytest.raises(ValueError) as error:
         gpu.prepare(params_to_cuda(params))
