@@ -225,17 +225,6 @@ static __device__ __forceinline__ uint32_t blocks_in_cluster(void) {
     return count;
 }
 
-/* Stores to the place in block `rank` of the cluster that `to` is in this one. */
-static __device__ __forceinline__ void store_shared_of(uint32_t to, uint32_t rank, float4 value) {
-    asm volatile("{\n"
-                 ".reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};\n"
-                 "}" ::"r"(to),
-                 "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
-                 : "memory");
-}
-
 /* Every thread of the cluster arrives and waits. */
 static __device__ __forceinline__ void cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
@@ -276,6 +265,13 @@ static __device__ __forceinline__ void send_pair(uint32_t to, float2 value, uint
                  : "memory");
 }
 
+static __device__ __forceinline__ void send_four(uint32_t to, float4 value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, "
+                 "%4}, [%5];" ::"r"(to),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+                 : "memory");
+}
+
 /* Arrives at the barrier that block `rank` of the cluster has at the same place. */
 static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile("{\n"
@@ -292,6 +288,11 @@ static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
                  "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void store_shared_pair(uint32_t to, uint2 value) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(value.x), "r"(value.y)
                  : "memory");
 }
 

@@ -8,31 +8,50 @@
  * - Few tokens: W gives the rows of the products, so that a tile has as few tokens as there are. K
  *   is divided among the blocks of a cluster, and where that is not enough among their warpgroups,
  *   since a layer has but 16 to 64 tiles for 132 multiprocessors. W is constant, so the ring is
- *   filled with it before X is complete (dependent launch).
+ *   filled with it before X is complete (dependent launch). Where one scale is given x may be
+ *   quantized here instead, by two more warpgroups (sm90_gemm_quantize.h).
  * - Many tokens: the tokens give the rows, 256 to a tile, so that scales of groups are one number a
  *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
  *
- * What bounds it (H200, docs/lab.md): up to 64 tokens the wait for X, 2.5 us behind the end of the
- * kernel before, then the weights that are still to come, then 1.3 us to bring parts together; with
- * more what the second-level cache delivers, 7 to 8 TB/s, and the tensor cores. */
+ * What bounds it (H200, docs/lab.md): up to 64 tokens the weights, from 0.6 us after a block's
+ * start, and a microsecond for sums of parts and the end; with more what the second-level cache
+ * delivers, 7 to 8 TB/s, and the tensor cores. */
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/quantize.h"
 #include "cuda/sm90_gemm_outputs.h"
 #include "cuda/sm90_gemm_products.h"
+#include "cuda/sm90_gemm_quantize.h"
 #include "cuda/sm90_gemm_tile.h"
 #include "cuda/tensor_map.h"
 
 #include <math.h>
 
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
-#define EARLY       6    /* stages of weights before X where many blocks would keep it waiting */
 #define MAX_CLUSTER 8
+#define BARRIERS    (3 * MAX_STAGES + 2)
+
+/* The block scales of the rows of a warpgroup, held from step `first` on. */
+template <class S>
+static __device__ __forceinline__ block_scales<S> find_blocks(const gemm_args *a, const place *at,
+                                                              int group, int first) {
+    block_scales<S> block = {};
+    block.steps = a->steps;
+#pragma unroll
+    for (int i = 0; S::groups && i < block.ROWS; i++) {
+        int row = at->row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
+        int line = moq_block_row(&a->partitions, at->partition, min(row, at->end - 1));
+        block.row[i] = a->block_scale + (int64_t)line * a->steps;
+    }
+    if (S::groups)
+        hold_scales(&block, first);
+    return block;
+}
 
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board *b, int rank) {
+                                               board *b, const meeting *meet, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
@@ -40,22 +59,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
     for (cursor c = start<S>(a); c.left > 0; c.left -= c.end - c.first, c.tile += c.stride) {
         place at = place_of<S>(a, c.tile, rank);
         float sum[S::WAVES][S::T / 2] = {};
-        const float *block[S::WAVES];
-#pragma unroll
-        for (int i = 0; i < S::WAVES; i++) {
-            int row = at.row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
-            block[i] = a->block_scale +
-                       (int64_t)moq_block_row(&a->partitions, at.partition, min(row, at.end - 1)) *
-                           a->steps;
-            for (int step = c.first + threadIdx.x % 32 * 32; S::groups && step < c.end;
-                 step += 1024)
-                prefetch_l2(block[i] + step);
-        }
+        block_scales<S> block = find_blocks<S>(a, &at, group, c.first);
         wait_for_predecessor(); /* at once from the second tile on */
+        if (S::parts && blocks_in_cluster() > 1)
+            cluster_wait(); /* all blocks run */
         margin edge = fetch_margin<S>(a, &at);
-        multiply<S>(t, block, c.first, c.end, group, &slot, sum);
+        multiply<S>(t, &block, c.first, c.end, group, &slot, sum);
         if constexpr (S::parts) {
-            bring_together<S>(a, shared, b, &edge, &at, sum[0]);
+            bring_together<S>(a, shared, b, meet, &edge, &at, sum[0]);
             return;
         }
         barrier_sync(1, CONSUMERS); /* the tile before is written */
@@ -72,14 +83,30 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
     }
 }
 
-/* Barriers of the ring; the blocks of a cluster know of each other's. */
+/* Barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The blocks of
+ * a cluster know of each other's. */
 template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, uint32_t full, uint32_t empty) {
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < a->stages; i++) {
-            mbarrier_init(full + 8u * i, 1);
-            mbarrier_init(empty + 8u * i,
-                          CONSUMERS / 32 / (S::by_steps ? 2 : 1) * (S::pair ? 2 : 1));
+static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p,
+                                              const meeting *meet, feed *f) {
+    constexpr int RELEASES = CONSUMERS / 32 / (S::by_steps ? 2 : 1) * (S::pair ? 2 : 1);
+    int warp = threadIdx.x / 32;
+    if (threadIdx.x == S::copier) {
+        prefetch_map(p->weights);
+        *f = begin_feed<S>(a, p);
+        if (!S::pair)
+            copy_first<S>(a, p, f);
+    } else if (warp < S::copier / 32 && threadIdx.x % 32 == 0) {
+        if (S::parts && warp == 0) {
+            mbarrier_init(meet->posted, 1);
+            mbarrier_init(meet->ready, CONSUMERS / 32 * blocks_in_cluster());
+        }
+#pragma unroll 1
+        for (int i = warp + (S::pair ? 0 : FIRST_COPIES); i < a->stages; i += S::copier / 32)
+            mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
+#pragma unroll 1
+        for (int i = warp; i < a->stages; i += S::copier / 32) {
+            mbarrier_init(p->gate.codes + 8u * i, S::fused ? QUANTIZERS / 32 : 1);
+            mbarrier_init(p->gate.empty + 8u * i, RELEASES);
         }
         mbarrier_init_fence();
     }
@@ -89,8 +116,8 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, uint32_t full,
         return;
     }
     __syncthreads();
-    if (S::own_room)
-        cluster_arrive(); /* for whoever waits to store sums here */
+    if (S::parts && blocks_in_cluster() > 1)
+        cluster_arrive(); /* for whoever waits to send sums here */
 }
 
 template <class S>
@@ -98,60 +125,44 @@ static __global__ void __launch_bounds__(S::threads, 1)
     fp8_gemm(const __grid_constant__ CUtensorMap weights,
              const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
+    __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ board edge;
-    uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MAX_STAGES;
-    uint32_t ring = fixed_shared_address(smem);
-    int rank = S::pair || S::parts ? (int)rank_in_cluster() : 0;
+    uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
+    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
     int scales = args.stages * S::stage; /* of tokens, behind the ring */
+    uint64_t keep = policy_evict_normal(), once = policy_evict_first();
+    pipes p = {&weights, &tokens, ring, ring + scales, gate, args.few ? once : keep, keep, rank};
+    feed f = {};
     launch_dependents();
-    if (threadIdx.x == CONSUMERS) {
-        prefetch_map(&weights);
-        prefetch_map(&tokens);
-    }
-    set_up<S>(&args, full, empty);
+    set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < CONSUMERS) {
-        if (S::wide)
-            more_registers<232>();
+        if (S::uneven)
+            more_registers<S::registers>();
         uint32_t row = S::by_steps ? 0 : threadIdx.x / 128 * 64 * S::WAVES;
-        taps t = {full,
-                  empty,
-                  wgmma_operand(ring + row * STEP),
-                  wgmma_operand(ring + S::rows * STEP),
-                  (const float *)(smem + scales),
-                  args.stages};
-        consume<S>(&args, &t, smem, &edge, rank);
-        if (S::parts)
-            return;
+        taps t = {gate, wgmma_operand(ring + row * STEP), wgmma_operand(ring + S::rows * STEP),
+                  (const float *)(smem + scales), args.stages};
+        if (S::parts && threadIdx.x == 0)
+            mbarrier_expect(meet.posted, bytes_to_come<S>());
+        consume<S>(&args, &t, smem, &edge, &meet, rank);
+    } else if (threadIdx.x < S::copier) {
+        sink s = {ring + S::token_at, gate, 0.0f};
+        if (S::fused && S::uneven)
+            fewer_registers<S::quantizer_registers>();
+        if constexpr (S::fused)
+            quantize_x<S>(&args, &s);
     } else {
-        if (S::wide)
-            fewer_registers<40>();
-        if (threadIdx.x / 32 == CONSUMERS / 32 && is_elected()) {
-            uint64_t keep = policy_evict_normal();
-            pipes p = {&weights,
-                       &tokens,
-                       ring,
-                       ring + scales,
-                       full,
-                       empty,
-                       args.few ? policy_evict_first() : keep,
-                       keep,
-                       rank};
-            produce<S>(&args, &p);
-        }
-        if (S::parts && blocks_in_cluster() == 1)
-            return;
-        if (S::parts) { /* as the others, in bring_together */
-            __syncwarp();
-            if (S::own_room)
-                cluster_wait();
-            else
-                cluster_sync();
-        }
+        if (S::uneven)
+            fewer_registers<S::copier_registers>();
+        if (threadIdx.x == S::copier)
+            produce_weights<S>(&args, &p, f);
+        if (!S::fused && threadIdx.x == S::copier + 32)
+            produce_tokens<S>(&args, &p);
     }
-    if (S::pair || S::parts) {
+    if (S::pair) {
         __syncwarp();
-        cluster_sync(); /* other blocks may still copy to this one */
+        cluster_sync(); /* the other block may still copy to this one */
     }
 }
 
@@ -161,19 +172,21 @@ typedef struct {
     int tokens, weight_rows;
     orientation first;
     sharing share;
+    bool fused;
     int threads, stage;
     double step[2];        /* microseconds of a step, fitted; by groups */
     const void *kernel[2]; /* one scale a token or less; by groups */
 } variant;
 
-template <orientation FIRST, int T, int WAVES, sharing SHARE>
+template <orientation FIRST, int T, int WAVES, sharing SHARE, bool FUSED = false>
 static variant variant_of(double step, double group_step) {
-    typedef tile<FIRST, T, WAVES, SHARE, false> plain;
-    typedef tile<FIRST, T, WAVES, SHARE, true> groups;
+    typedef tile<FIRST, T, WAVES, SHARE, false, FUSED> plain;
+    typedef tile<FIRST, T, WAVES, SHARE, !FUSED, FUSED> groups; /* FUSED: unused */
     return {plain::tokens,
             plain::weight_rows,
             FIRST,
             SHARE,
+            FUSED,
             plain::threads,
             plain::stage,
             {step, group_step},
@@ -181,13 +194,13 @@ static variant variant_of(double step, double group_step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<WEIGHTS_FIRST, 32, 1, ALONE>(0.117, 0.232),
-    variant_of<WEIGHTS_FIRST, 32, 1, PARTS>(0.193, 0.334),
-    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS>(0.145, 0.190),
-    variant_of<WEIGHTS_FIRST, 32, 2, ALONE>(0.251, 0.401),
-    variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.169, 0.317),
-    variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.251, 0.400),
-    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.142, 0.217),
+    variant_of<WEIGHTS_FIRST, 32, 1, ALONE>(0.182, 0.301),
+    variant_of<WEIGHTS_FIRST, 32, 1, PARTS>(0.226, 0.303),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS>(0.168, 0.222),
+    variant_of<WEIGHTS_FIRST, 32, 2, ALONE>(0.290, 0.420),
+    variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.203, 0.357),
+    variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.291, 0.416),
+    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.183, 0.294),
     variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.376, 0.650),
     variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.403, 0.591),
     variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.302, 0.554),
@@ -196,11 +209,15 @@ static const variant VARIANTS[] = {
     variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.298, 0.418),
     variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.600, 0.750),
     variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.680, 0.820),
+    variant_of<WEIGHTS_FIRST, 32, 1, PARTS, true>(0.250, 0),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.219, 0),
+    variant_of<WEIGHTS_FIRST, 64, 1, PARTS, true>(0.394, 0),
+    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS, true>(0.301, 0),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
-static_assert(VARIANT_COUNT < 16,
-              "tune() measures 16 variants of a kernel, the first is the choice");
+static_assert(VARIANT_COUNT < 32,
+              "tune() measures 32 variants of a kernel, the first is the choice");
 
 static int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -238,35 +255,50 @@ static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
     return fit > 1 ? fit : 1;
 }
 
-/* The longest of three that overlap, and something for the others. */
-static double overlapped(double a, double b, double c) {
-    a *= a;
-    b *= b;
-    c *= c;
-    return sqrt(sqrt(a * a + b * b + c * c));
-}
+/* What an estimate is made of: seconds and rates a second. */
+typedef struct {
+    double start;         /* of every call */
+    double quantize[2];   /* the kernel that does, for one scale and for others, */
+    double values[2];     /* and how many it does */
+    double cache, memory; /* bytes */
+    double output, sum;   /* of a block's tile; of a token's parts */
+    double power;         /* the higher, the less do copies and products get in each other's way */
+} rates;
 
-/* Seconds of a call, fitted to an H200 (ten layers, 17 to 4096 tokens, all shapes: within 6 % in
- * four of five): x quantized, then the products, W from memory and all tiles from the second-level
- * cache at the same time, then outputs, and sums of parts. */
+/* Tiles of 32 and 64 tokens (six layers, 32 and 64 tokens, all shapes: 3.4 % off in the mean; the
+ * choice costs 0.5 %), where x is quantized in it or before; and of more (ten layers, up to 4096
+ * tokens: within 6 % in four of five). Both of an H200, but for the quantization, which has become
+ * 0.3 us shorter since: that is taken from `start`. */
+static const rates FUSED = {1.64e-6, {0, 0}, {1e30, 1e30}, 9.0e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
+static const rates FEW = {
+    1.5e-6, {0.4e-6, 0.5e-6}, {1.67e12, 1.67e12}, 6.28e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
+static const rates MANY = {1.4e-6,  {1.5e-6, 1.9e-6}, {1.4e12, 1.2e12}, 7.7e12,
+                           4.27e12, 1.1e-10,          1.5e-8,           4};
+
+/* Seconds of a call: x quantized, then the products, W from memory and all tiles from the
+ * second-level cache at the same time, then outputs, and sums of parts. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP, parts = has_parts(v);
-    bool simple = spec->input == MOQ_INPUT_E4M3_TENSOR;
+    bool other = spec->input != MOQ_INPUT_E4M3_TENSOR;
+    bool few = v->first == WEIGHTS_FIRST && v->tokens <= 64 && !has_pairs(v);
+    const rates *r = v->fused ? &FUSED : few ? &FEW : &MANY;
     double n = (double)spec->out_features, k = (double)spec->in_features;
     double tiles = (double)(way->row_tiles * way->columns) * (has_pairs(v) ? 2 : 1);
     double steps = (double)divide_up(spec->in_features, STEP);
     double turns = parts ? 1.0 : (double)divide_up(way->row_tiles * way->columns, way->workers);
     double rows = v->weight_rows * (v->share == SHARE_WEIGHTS ? 0.5 : 1.0);
-    double columns = v->tokens * (v->share == SHARE_TOKENS ? 0.5 : 1.0);
-    double quantize = (simple ? 1.5e-6 : 1.9e-6) + 3 * (double)m * k / (simple ? 4.2e12 : 3.6e12);
+    double columns = v->tokens * (v->share == SHARE_TOKENS ? 0.5 : 1.0) * (v->fused ? 2 : 1);
+    double quantize = r->quantize[other] + (double)m * k / r->values[other];
     double products = turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6;
-    double copies = tiles * steps * STEP * (rows + columns) / 7.7e12;
-    double memory = n * k / (v->share == ALONE && way->workers < 100 ? 4.05e12 : 4.27e12);
-    double outputs = turns * v->weight_rows * v->tokens * 1.1e-10;
-    double sums = parts ? 1.5e-8 * v->tokens : 0.0;
-    /* 0.3 us less than was fitted: the quantization has become shorter since. */
-    return 1.4e-6 + quantize + overlapped(products, memory, copies) + outputs + sums;
+    double copies = tiles * steps * STEP * (rows + columns) / r->cache;
+    double memory = n * k / r->memory * (few && way->workers * way->cluster < 100 ? 1.05 : 1);
+    double outputs = turns * v->weight_rows * v->tokens * r->output;
+    double sums = parts ? r->sum * v->tokens : 0.0;
+    double together =
+        pow(pow(products, r->power) + pow(memory, r->power) + pow(copies, r->power), 1 / r->power);
+    double all = r->start + quantize + together + outputs + sums;
+    return few && way->columns > 1 ? 1.08 * all : all; /* these were not fitted */
 }
 
 static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, int cluster) {
@@ -302,22 +334,32 @@ static bool suits(const variant *v, int64_t m) {
     return v->tokens >= 128 ? m > 64 : v->tokens == 64 ? m > 32 && m <= 128 : m <= 64;
 }
 
+/* Where x is quantized as it is multiplied, a cluster sees no more than rows of it: one scale for
+ * all of x has to be `given`. */
+static bool can_run(const moq_linear_spec *spec, bool given, const variant *v) {
+    return !v->fused || (spec->input == MOQ_INPUT_E4M3_TENSOR && given);
+}
+
 /* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
  * that shape cannot do the call. */
-static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
+static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which, bool given) {
     method best = {.seconds = INFINITY};
-    if (which > 0 && which <= VARIANT_COUNT)
+    if (which > 0 && which <= VARIANT_COUNT && can_run(spec, given, &VARIANTS[which - 1]))
         best = best_of_variant(spec, m, &VARIANTS[which - 1]);
     if (best.seconds < INFINITY)
         return best;
     for (int i = 0; i < VARIANT_COUNT; i++) {
-        if (!suits(&VARIANTS[i], m))
+        if (!suits(&VARIANTS[i], m) || !can_run(spec, given, &VARIANTS[i]))
             continue;
         method way = best_of_variant(spec, m, &VARIANTS[i]);
         if (way.seconds < best.seconds)
             best = way;
     }
     return best;
+}
+
+static method method_of_call(const moq_linear_call *call) {
+    return method_for(call->spec, call->m, call->variant, call->input_scale != NULL);
 }
 
 /* ---- launch ---- */
@@ -352,6 +394,8 @@ static areas areas_of(const moq_linear_call *call, const method *way) {
     moq_cuda_quantize q = quantize_of(call);
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP;
     areas w = {.tokens = way->columns * tokens_of(way->shape)};
+    if (way->shape->fused)
+        return w;
     reserve(&w, w.tokens * spec->in_features);
     w.scales = reserve(&w, 4 * w.tokens * (groups ? divide_up(spec->in_features, STEP) : 1));
     w.quantize = reserve(&w, moq_cuda_quantize_workspace(&q));
@@ -380,8 +424,11 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .row_tiles = (int)way->row_tiles,
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
+                   .part_steps = (int)(divide_up(spec->in_features, STEP) / way->cluster),
+                   .more_parts = (int)(divide_up(spec->in_features, STEP) % way->cluster),
                    .few = way->columns == 1,
                    .per_token = spec->input == MOQ_INPUT_E4M3_TOKEN,
+                   .x = moq_rows_of(call->x),
                    .out = moq_output_of(call),
                    .x_scale = given ? call->input_scale : found,
                    .x_scale_stride = w->tokens,
@@ -396,23 +443,25 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
 static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     const variant *v = way->shape;
     int stage = v->stage + (groups ? v->tokens * 4 : 0), rest = 0;
-    if (v->first == WEIGHTS_FIRST)
-        rest = TURN_BYTES;
     if (has_parts(v)) {
         int parts = way->cluster * (v->share == FINE_PARTS ? 2 : 1);
         int columns = v->first == TOKENS_FIRST ? v->weight_rows : v->tokens;
-        rest += (int)divide_up(columns / 8, parts) * parts * CONSUMERS * 16;
+        a->side = (int)divide_up(columns / 8, parts) * parts * 128;
+        rest = 2 * a->side * 16;
+    } else if (v->first == WEIGHTS_FIRST) {
+        rest = TURN_BYTES;
     }
     bool behind = !has_parts(v) || v->tokens < 128; /* the ring */
-    int most = limit - 1024 - MAX_STAGES * 16 - (int)sizeof(board) - (behind ? rest : 0);
+    int most = limit - 1024 - BARRIERS * 8 - (int)sizeof(board) - (behind ? rest : 0);
     a->stages = most / stage;
     if (a->stages > MAX_STAGES)
         a->stages = MAX_STAGES;
     if (v->share == FINE_PARTS)
         a->stages -= a->stages % 2;
-    a->early = has_parts(v) && way->cluster > 2 && a->stages > EARLY ? EARLY : a->stages;
+    bool fits = has_parts(v) && a->part_steps < a->stages;
+    a->flight = (fits ? 32768 : 49152) / (v->weight_rows * STEP);
     a->turn = behind ? a->stages * stage : 0;
-    a->room = a->turn + TURN_BYTES;
+    a->room = a->turn;
     return (size_t)(a->stages * stage + (behind ? rest : 0));
 }
 
@@ -428,42 +477,50 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
     uint32_t weight_box = (uint32_t)v->weight_rows / (v->share == SHARE_WEIGHTS ? 2 : 1);
     uint32_t token_box = (uint32_t)v->tokens / (v->share == SHARE_TOKENS ? 2 : 1);
     MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
-    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
-    moq_launch launch = {.what = "FP8 linear",
-                         .kernel = v->kernel[groups],
-                         .grid = dim3((unsigned)(way->workers * way->cluster)),
-                         .block = dim3((unsigned)v->threads),
-                         .cluster = way->cluster > 1 ? (unsigned)way->cluster : 0,
-                         .shared = shared,
-                         .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+    if (v->fused)
+        tokens = weights; /* it is not looked at */
+    else
+        MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
+    moq_launch launch = {
+        .what = "FP8 linear",
+        .kernel = v->kernel[groups],
+        .grid = has_parts(v)
+                    ? dim3((unsigned)way->cluster, (unsigned)way->row_tiles, (unsigned)way->columns)
+                    : dim3((unsigned)(way->workers * way->cluster)),
+        .block = dim3((unsigned)v->threads),
+        .cluster = way->cluster > 1 ? (unsigned)way->cluster : 0,
+        .shared = shared,
+        .stream = (cudaStream_t)call->stream,
+        .overlap = true};
     void *parameters[] = {&weights, &tokens, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
 
 extern "C" double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    return method_for(spec, m, 0).seconds;
+    return method_for(spec, m, 0, true).seconds;
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
 extern "C" uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
-    double best = method_for(call->spec, call->m, 0).seconds;
+    bool given = call->input_scale != NULL;
+    double best = method_for(call->spec, call->m, 0, given).seconds;
     uint32_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
-        if (suits(&VARIANTS[i], call->m) &&
+        if (suits(&VARIANTS[i], call->m) && can_run(call->spec, given, &VARIANTS[i]) &&
             best_of_variant(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
             some |= 2u << i;
     return some;
 }
 
 extern "C" int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call) {
-    method way = method_for(call->spec, call->m, call->variant);
+    method way = method_of_call(call);
     return areas_of(call, &way).bytes;
 }
 
 extern "C" moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err) {
-    method way = method_for(call->spec, call->m, call->variant);
+    method way = method_of_call(call);
     areas w = areas_of(call, &way);
-    MOQ_TRY(quantize(call, &w, err));
+    if (!way.shape->fused)
+        MOQ_TRY(quantize(call, &w, err));
     return multiply_codes(call, &way, &w, err);
 }

@@ -178,93 +178,141 @@ static __device__ __forceinline__ void write_rows(const gemm_args *a, const boar
     }
 }
 
-/* Writes two outputs each of two tokens, of which a thread has the sums: the tile's 8 columns from
- * `column` on. */
+/* ---- two outputs at a time: `value` are sums of a token and the rows `own` and one further ----
+ */
+
 template <class S>
-static __device__ __forceinline__ void write_pairs(const gemm_args *a, const board *b,
-                                                   const place *at, int column, float4 sum) {
-    int lane = threadIdx.x % 32, token = own_row(1), own = column + lane % 4 * 2;
-    int n = at->row + own;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int m = at->token + token + 8 * half;
-        float value[2] = {half ? sum.z : sum.x, half ? sum.w : sum.y};
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            if (!S::groups)
-                value[odd] *= b->x[token + 8 * half] * b->factor[own + odd];
-            if (a->out.bias)
-                value[odd] = __fadd_rn(value[odd], b->bias[own + odd]);
-        }
-        uint32_t word = pack_pair(a->out.dtype, value[0], value[1]);
-        uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
-        if (m >= a->m || n >= at->end)
-            continue;
-        if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
-            *(uint32_t *)to = word;
-            continue;
-        }
-        to[0] = (uint16_t)word;
-        if (n + 1 < at->end)
-            to[1] = (uint16_t)(word >> 16);
+static __device__ __forceinline__ void write_pair(const gemm_args *a, const board *b,
+                                                  const place *at, int token, int own, float low,
+                                                  float high) {
+    int m = at->token + token, n = at->row + own;
+    uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
+    if (!S::groups) {
+        low *= b->x[token] * b->factor[own];
+        high *= b->x[token] * b->factor[own + 1];
     }
+    if (a->out.bias) {
+        low = __fadd_rn(low, b->bias[own]);
+        high = __fadd_rn(high, b->bias[own + 1]);
+    }
+    uint32_t word = pack_pair(a->out.dtype, low, high);
+    if (m >= a->m || n >= at->end)
+        return;
+    if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
+        *(uint32_t *)to = word;
+        return;
+    }
+    to[0] = (uint16_t)word;
+    if (n + 1 < at->end)
+        to[1] = (uint16_t)(word >> 16);
+}
+
+/* Writes what a thread has the sums of: eight columns of the product from `column` on, by the rows
+ * of its warpgroup from `row` on. Where tokens are columns, two neighbours have two rows of the
+ * same two tokens; each takes one token. */
+template <class S>
+static __device__ __forceinline__ void
+write_eight(const gemm_args *a, const board *b, const place *at, int row, int column, float4 sum) {
+    int lane = threadIdx.x % 32, upper = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    column += lane % 4 * 2;
+    if (S::tokens_first) {
+        write_pair<S>(a, b, at, upper, column, sum.x, sum.y);
+        write_pair<S>(a, b, at, upper + 8, column, sum.z, sum.w);
+        return;
+    }
+    bool odd = lane & 4;
+    float x = __shfl_xor_sync(0xffffffffu, odd ? sum.x : sum.y, 4);
+    float z = __shfl_xor_sync(0xffffffffu, odd ? sum.z : sum.w, 4);
+    write_pair<S>(a, b, at, column + odd, upper - odd, odd ? x : sum.x, odd ? sum.y : x);
+    write_pair<S>(a, b, at, column + odd, upper - odd + 8, odd ? z : sum.z, odd ? sum.w : z);
 }
 
 /* ---- parts of K ---- */
 
+/* Barriers of a cluster for that, each used once: sums of others are here, and all blocks are done
+ * with their rings. */
+typedef struct {
+    uint32_t posted, ready;
+} meeting;
+
+/* The part that adds up the j-th eight columns of the product. */
+template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
+    return j * parts / (S::T / 8);
+}
+
+/* Those of a part. */
+typedef struct {
+    int first, count;
+} eights;
+
+template <class S> static __device__ __forceinline__ eights eights_of(int part, int parts) {
+    eights e = {0, 0};
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++) { /* shorter than to divide */
+        e.first += owner_of<S>(j, parts) < part;
+        e.count += owner_of<S>(j, parts) == part;
+    }
+    return e;
+}
+
+/* Bytes that a block gets. */
+template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
+    constexpr int SPLIT = S::by_steps ? 2 : 1;
+    int parts = (int)blocks_in_cluster() * SPLIT, part = (int)rank_in_cluster() * SPLIT;
+    int count = eights_of<S>(part, parts).count;
+    if (S::by_steps)
+        count += eights_of<S>(part + 1, parts).count;
+    return count * parts * (CONSUMERS / SPLIT) * 16;
+}
+
 /* Sums over parts of K, of the blocks of a cluster or the warpgroups in them, are brought together:
  * each gets all parts of some of the columns of the product, eight at a time,
- * [eights][parts][threads], and adds them in the order of the parts. */
+ * [warpgroups][eights][parts][threads], and adds them in the order of the parts. */
 template <class S>
-static __device__ __forceinline__ void bring_together(const gemm_args *a, uint8_t *shared, board *b,
-                                                      const margin *edge, const place *at,
-                                                      const float (&sum)[S::T / 2]) {
-    constexpr int EIGHTS = S::T / 8, SPLIT = S::by_steps ? 2 : 1;
+static __device__ __forceinline__ void
+bring_together(const gemm_args *a, uint8_t *shared, board *b, const meeting *meet,
+               const margin *edge, const place *at, const float (&sum)[S::T / 2]) {
+    constexpr int SPLIT = S::by_steps ? 2 : 1;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-    int parts = (int)blocks_in_cluster() * SPLIT;
+    int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
     int part = (int)rank_in_cluster() * SPLIT + (S::by_steps ? group : 0);
-    int side = (EIGHTS + parts - 1) / parts * parts * 128; /* of a warpgroup */
     uint32_t room = shared_address(shared + a->room);
-    if (blocks_in_cluster() == 1)
-        barrier_sync(1, CONSUMERS); /* the ring is not needed any more */
-    else if (S::own_room)
-        cluster_wait(); /* all blocks run */
-    else
-        cluster_sync(); /* no block needs its ring any more */
+    if (!S::own_room) {
+        __syncwarp();
+        if (threadIdx.x % 32 < blocks)
+            mbarrier_arrive_at(meet->ready, threadIdx.x % 32);
+        mbarrier_wait(meet->ready, 0);
+    }
+    int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
 #pragma unroll
-    for (int j = 0; j < EIGHTS; j++) {
-        int owner = ((j + 1) * parts - 1) / EIGHTS, local = j - owner * EIGHTS / parts;
-        int slot = (S::by_steps ? owner % 2 : group) * side + (local * parts + part) * 128 + thread;
-        store_shared_of(room + 16u * slot, owner / SPLIT,
-                        make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    for (int j = 0; j < S::T / 8; j++) {
+        int owner = owner_of<S>(j, parts), side = S::by_steps ? owner % 2 : group;
+        local = owner == before ? local : 0;
+        before = owner;
+        uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
+        float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        if (blocks > 1)
+            send_four(address_in(owner / SPLIT, to), four, address_in(owner / SPLIT, meet->posted));
+        else
+            store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),
+                                        __float_as_uint(four.z), __float_as_uint(four.w)));
     }
     post_margin<S>(edge, b);
-    if (blocks_in_cluster() == 1)
-        barrier_sync(1, CONSUMERS);
-    else
-        cluster_sync();
-    int first = part * EIGHTS / parts, count = (part + 1) * EIGHTS / parts - first;
-    const float4 *mine = (const float4 *)(shared + a->room) + group * side + thread;
-    float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
-    for (int base = 0; base < count; base += CHUNK / 8) {
-        int here = min(count - base, CHUNK / 8);
-        for (int j = 0; j < here; j++) {
-            float4 total = mine[(base + j) * parts * 128];
-            for (int i = 1; i < parts; i++) {
-                float4 other = mine[((base + j) * parts + i) * 128];
-                total.x += other.x;
-                total.y += other.y;
-                total.z += other.z;
-                total.w += other.w;
-            }
-            if constexpr (S::tokens_first)
-                write_pairs<S>(a, b, at, (first + base + j) * 8, total);
-            else
-                turn_around(turn, j, total);
+    eights own = eights_of<S>(part, parts);
+    const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
+    barrier_sync(1, CONSUMERS);
+    if (blocks > 1)
+        mbarrier_wait(meet->posted, 0);
+    for (int j = 0; j < own.count; j++) {
+        float4 total = mine[j * parts * 128];
+        for (int i = 1; i < parts; i++) {
+            float4 other = mine[(j * parts + i) * 128];
+            total.x += other.x;
+            total.y += other.y;
+            total.z += other.z;
+            total.w += other.w;
         }
-        if constexpr (!S::tokens_first)
-            write_chunk<S>(a, b, turn, at, S::by_steps ? 0 : group * 64, (first + base) * 8,
-                           here * 8);
+        write_eight<S>(a, b, at, S::by_steps ? 0 : group * 64, (own.first + j) * 8, total);
     }
 }
 

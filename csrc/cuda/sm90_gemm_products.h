@@ -9,11 +9,17 @@
 
 /* What a warpgroup takes steps from. */
 typedef struct {
-    uint32_t full, empty;
+    gates gate;
     uint64_t left, right; /* operands in the first stage: its own rows, all columns */
     const float *scales;  /* of tokens, in the first stage */
     int stages;
 } taps;
+
+/* Waits for a step's operands. */
+static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
+    mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->gate.codes + 8u * slot->index, slot->parity);
+}
 
 template <class S>
 static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int wave,
@@ -31,9 +37,9 @@ static __device__ __forceinline__ void release(const taps *t, const ring_place *
     __syncwarp();
     if (threadIdx.x % 32 < (S::pair ? 2 : 1)) {
         if (S::pair)
-            mbarrier_arrive_at(t->empty + 8u * slot->index, threadIdx.x % 32);
+            mbarrier_arrive_at(t->gate.empty + 8u * slot->index, threadIdx.x % 32);
         else
-            mbarrier_arrive(t->empty + 8u * slot->index);
+            mbarrier_arrive(t->gate.empty + 8u * slot->index);
     }
 }
 
@@ -47,11 +53,31 @@ static __device__ __forceinline__ void advance_own(ring_place *slot, int stages)
     }
 }
 
-/* Scales of blocks by step, a row of them for each wave of rows, or one for all. */
+/* Scales of blocks of W by step, a row of them for each wave of rows, or one for all: a lane holds
+ * one step in 32 of them, so that a step waits for none. */
+template <class S> struct block_scales {
+    static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
+    const float *row[ROWS];
+    float held[ROWS];
+    int first, steps; /* the step that lane 0 holds, and how many there are */
+};
+
 template <class S>
-static __device__ __forceinline__ float weight_scale(const float *const (&block)[S::WAVES],
-                                                     int wave, int step) {
-    return S::groups ? block[S::tokens_first ? 0 : wave][step] : 1.0f;
+static __device__ __forceinline__ void hold_scales(block_scales<S> *block, int step) {
+    int own = step + threadIdx.x % 32;
+    block->first = step;
+#pragma unroll
+    for (int i = 0; i < block->ROWS; i++)
+        block->held[i] = own < block->steps ? block->row[i][own] : 0.0f;
+}
+
+template <class S>
+static __device__ __forceinline__ float weight_scale(block_scales<S> *block, int wave, int step) {
+    if (!S::groups)
+        return 1.0f;
+    if (step - block->first >= 32)
+        hold_scales(block, block->first + 32);
+    return __shfl_sync(0xffffffffu, block->held[wave % block->ROWS], step - block->first);
 }
 
 /* sum += c, where x are the scales of the tokens in shared memory and w that of the rows of W. */
@@ -91,7 +117,7 @@ promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, fl
  * this one is added to the sums. */
 template <class S, int H>
 static __device__ __forceinline__ void
-continue_products(const taps *t, const float *const (&block)[S::WAVES], int step, ring_place *slot,
+continue_products(const taps *t, block_scales<S> *block, int step, ring_place *slot,
                   ring_place *next, float (&c)[S::T / 2], float (&other)[S::T / 2],
                   float (&sum)[S::WAVES][S::T / 2]) {
     const int wave = S::WAVES == 1 ? 0 : H;
@@ -99,7 +125,7 @@ continue_products(const taps *t, const float *const (&block)[S::WAVES], int step
     float w = weight_scale<S>(block, wave, step);
     if (last) {
         advance_own<S>(next, t->stages);
-        mbarrier_wait(t->full + 8u * next->index, next->parity);
+        await(t, next);
     }
     issue<S>(t, next, S::WAVES == 1 ? 0 : 1 - H, other);
     wgmma_wait<1>();
@@ -113,9 +139,9 @@ continue_products(const taps *t, const float *const (&block)[S::WAVES], int step
 }
 
 template <class S, int H>
-static __device__ __forceinline__ void
-end_products(const taps *t, const float *const (&block)[S::WAVES], int step, ring_place *slot,
-             float (&c)[S::T / 2], float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void end_products(const taps *t, block_scales<S> *block, int step,
+                                                    ring_place *slot, float (&c)[S::T / 2],
+                                                    float (&sum)[S::WAVES][S::T / 2]) {
     const int wave = S::WAVES == 1 ? 0 : H;
     float w = weight_scale<S>(block, wave, step);
     wgmma_wait<0>();
@@ -127,12 +153,12 @@ end_products(const taps *t, const float *const (&block)[S::WAVES], int step, rin
 }
 
 template <class S>
-static __device__ __forceinline__ void
-multiply_in_two_sets(const taps *t, const float *const (&block)[S::WAVES], int first, int steps,
-                     ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void multiply_in_two_sets(const taps *t, block_scales<S> *block,
+                                                            int first, int steps, ring_place *slot,
+                                                            float (&sum)[S::WAVES][S::T / 2]) {
     float even[S::T / 2], odd[S::T / 2];
     ring_place next = *slot;
-    mbarrier_wait(t->full + 8u * slot->index, slot->parity);
+    await(t, slot);
     issue<S>(t, slot, 0, even);
     int unit = 0, units = steps * S::WAVES;
     for (; unit + 2 < units; unit += 2) {
@@ -153,9 +179,9 @@ multiply_in_two_sets(const taps *t, const float *const (&block)[S::WAVES], int f
 /* ---- one set: the other warpgroup has the tensor cores meanwhile ---- */
 
 template <class S>
-static __device__ __forceinline__ void
-multiply_in_one_set(const taps *t, const float *const (&block)[S::WAVES], int first, int steps,
-                    ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void multiply_in_one_set(const taps *t, block_scales<S> *block,
+                                                           int first, int steps, ring_place *slot,
+                                                           float (&sum)[S::WAVES][S::T / 2]) {
     int row = own_row(S::WAVES);
     for (int step = first; step < first + steps; step++, advance(slot, t->stages)) {
         const float *scales = t->scales + slot->index * S::tokens;
@@ -163,7 +189,7 @@ multiply_in_one_set(const taps *t, const float *const (&block)[S::WAVES], int fi
 #pragma unroll
         for (int wave = 0; wave < S::WAVES; wave++)
             w[wave] = weight_scale<S>(block, wave, step);
-        mbarrier_wait(t->full + 8u * slot->index, slot->parity);
+        await(t, slot);
 #pragma unroll
         for (int wave = 0; wave < S::WAVES; wave++) {
             float c[S::T / 2];
@@ -190,9 +216,9 @@ multiply_in_one_set(const taps *t, const float *const (&block)[S::WAVES], int fi
 
 /* Sums of the steps of a tile from `first` to `end`, or every other of them for `group`. */
 template <class S>
-static __device__ __forceinline__ void
-multiply(const taps *t, const float *const (&block)[S::WAVES], int first, int end, int group,
-         ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void multiply(const taps *t, block_scales<S> *block, int first,
+                                                int end, int group, ring_place *slot,
+                                                float (&sum)[S::WAVES][S::T / 2]) {
     if (S::by_steps) { /* the ring has an even number of stages, so that each has one owner */
         slot->index = group;
         first += group;

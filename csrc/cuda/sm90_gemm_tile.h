@@ -10,9 +10,11 @@
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 
-#define CONSUMERS  256 /* threads of the two warpgroups that multiply */
-#define STEP       128
-#define MAX_STAGES 24
+#define CONSUMERS    256 /* threads of the two warpgroups that multiply */
+#define QUANTIZERS   256 /* threads that quantize x, where that is done here */
+#define STEP         128
+#define MAX_STAGES   24
+#define FIRST_COPIES 3 /* before the rest of a block is ready */
 
 typedef enum { WEIGHTS_FIRST, TOKENS_FIRST } orientation;
 
@@ -27,11 +29,15 @@ typedef struct {
     int columns;   /* along the tokens, likewise */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
-    int early;      /* of them are filled with weights before x is complete */
-    int room;       /* where sums of other blocks come to, in shared memory */
-    int turn;       /* where outputs turn around */
-    bool few;       /* weights are read once */
+    int flight;     /* of them whose weights are on their way at once, to begin with */
+    int part_steps; /* of a block, where K is divided, */
+    int more_parts; /* and how many blocks have one more */
+    int room,
+        side; /* where sums of other blocks come to, in shared memory, and float4 of each half */
+    int turn; /* where outputs turn around */
+    bool few; /* weights are read once */
     bool per_token; /* scale of x */
+    moq_rows x;     /* where it is quantized here */
     moq_output out;
     const float *x_scale;      /* one, [M], or by groups [steps][x_scale_stride] */
     int64_t x_scale_stride;    /* a multiple of 4 */
@@ -41,10 +47,11 @@ typedef struct {
 } gemm_args;
 
 /* A block's tile: 128 * WAVES rows of the first operand (half of that for FINE_PARTS) by T of the
- * other. */
-template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS> struct tile {
+ * other. FUSED: x is quantized here. */
+template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS, bool FUSED>
+struct tile {
     static constexpr int T = T_, WAVES = WAVES_;
-    static constexpr bool groups = GROUPS, tokens_first = FIRST == TOKENS_FIRST;
+    static constexpr bool groups = GROUPS, tokens_first = FIRST == TOKENS_FIRST, fused = FUSED;
     static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
     static constexpr bool share_tokens = SHARE == SHARE_TOKENS;
     static constexpr bool pair = share_weights || share_tokens;
@@ -59,23 +66,31 @@ template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS> str
     /* Two products may be under way where registers allow. */
     static constexpr bool two_sets = !tokens_first && WAVES * T <= 128;
     static constexpr bool wide = WAVES * T >= 128; /* more than 168 registers */
-    static constexpr int threads = CONSUMERS + (wide ? 128 : 32);
+    /* Registers of those who multiply, quantize and copy; 0 where all have the same. */
+    static constexpr bool uneven = wide || (FUSED && T == 64);
+    static constexpr int registers = wide ? 232 : 136, copier_registers = wide ? 40 : 24;
+    static constexpr int quantizer_registers = 88;
+    /* Threads from `copier` on copy. */
+    static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
+    static constexpr int threads = copier + (uneven ? 128 : 64);
     /* Sums of other blocks have room beside the ring, rather than where it was. */
     static constexpr bool own_room = parts && T < 128;
 };
 
 /* ---- the order of work ---- */
 
-/* What a block does: of each of its tiles the steps from `first` on, `left` steps in all. */
+/* What a block does: of each of its tiles the steps from `first` on, `left` steps in all. Where K
+ * is divided the grid is [tokens][rows of W][parts], which takes no division to find out. */
 typedef struct {
     int tile, stride, first, end, step, left;
 } cursor;
 
 template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
     if (S::parts) {
-        int parts = (int)blocks_in_cluster(), rank = (int)rank_in_cluster();
-        int first = a->steps * rank / parts, end = a->steps * (rank + 1) / parts;
-        return {(int)blockIdx.x / parts, 0, first, end, first, end - first};
+        int rank = (int)blockIdx.x;
+        int first = rank * a->part_steps + min(rank, a->more_parts);
+        int steps = a->part_steps + (rank < a->more_parts);
+        return {(int)blockIdx.y, 0, first, first + steps, first, steps};
     }
     int blocks = S::pair ? 2 : 1;
     int worker = blockIdx.x / blocks, workers = gridDim.x / blocks;
@@ -91,10 +106,14 @@ typedef struct {
 template <class S> static __device__ place place_of(const gemm_args *a, int tile, int rank) {
     constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
     constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
-    int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);
-    int width = min(a->band, a->columns - band * a->band);
-    int row_tile = within / width, begin = 0;
-    place p = {0, 0, 0, (band * a->band + within % width) * TOKENS};
+    place p = {0, 0, 0, (int)blockIdx.z * TOKENS};
+    int row_tile = tile, begin = 0;
+    if (!S::parts) {
+        int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);
+        int width = min(a->band, a->columns - band * a->band);
+        row_tile = within / width;
+        p.token = (band * a->band + within % width) * TOKENS;
+    }
     for (;; p.partition++) {
         p.end = a->partitions.end[p.partition];
         int tiles = (p.end - begin + ROWS - 1) / ROWS;
@@ -117,27 +136,41 @@ static __device__ __forceinline__ int own_row(int waves) {
     return threadIdx.x / 128 * waves * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-/* ---- the producer ---- */
+/* ---- the producers: one thread copies weights, one the codes of x ---- */
+
+/* Barriers of the stages: weights are there, codes are there, both may be replaced. */
+typedef struct {
+    uint32_t weights, codes, empty;
+} gates;
 
 /* Where operands come from and go to. */
 typedef struct {
     const CUtensorMap *weights, *tokens;
-    uint32_t ring, scales, full, empty;
+    uint32_t ring, scales;
+    gates gate;
     uint64_t weight_policy, token_policy;
     int rank;
 } pipes;
 
-/* The next step to copy. One thread does all of it, one instruction after the other, so that what
- * a step costs here limits the whole kernel. */
+/* The next step to copy. What a step costs here limits the whole kernel. */
 typedef struct {
     cursor at;
     place where;
     ring_place slot;
+    int copied;
 } feed;
+
+template <class S>
+static __device__ __forceinline__ feed begin_feed(const gemm_args *a, const pipes *p) {
+    feed f = {start<S>(a)};
+    f.where = place_of<S>(a, f.at.tile, p->rank);
+    return f;
+}
 
 template <class S>
 static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *p, feed *f) {
     advance(&f->slot, a->stages);
+    f->copied++;
     f->at.left--;
     if (++f->at.step == f->at.end) {
         f->at.step = f->at.first;
@@ -150,9 +183,8 @@ static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes
 template <class S>
 static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
     uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
-    uint32_t bar = p->full + 8u * f->slot.index;
-    mbarrier_wait(p->empty + 8u * f->slot.index, f->slot.parity ^ 1);
-    mbarrier_expect(bar, S::stage + (S::groups ? S::tokens * 4 : 0));
+    uint32_t bar = p->gate.weights + 8u * f->slot.index;
+    mbarrier_expect(bar, S::weight_rows * STEP);
     if (S::share_weights) {
         int half = p->rank * (S::weight_rows / 2);
         copy_box_2d_to(to + half * STEP, p->weights, f->at.step * STEP, f->where.row + half, bar,
@@ -166,7 +198,8 @@ template <class S>
 static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
                                                    const feed *f) {
     uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
-    uint32_t bar = p->full + 8u * f->slot.index;
+    uint32_t bar = p->gate.codes + 8u * f->slot.index;
+    mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
     if (S::share_tokens) {
         int half = p->rank * (S::tokens / 2);
         copy_box_2d_to(to + half * STEP, p->tokens, f->at.step * STEP, f->where.token + half, bar,
@@ -180,23 +213,43 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
                    bar);
 }
 
+static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
+    mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
+}
+
+/* Copies the first weights as soon as their own barriers are there. */
 template <class S>
-static __device__ __forceinline__ void produce(const gemm_args *a, const pipes *p) {
-    feed f = {start<S>(a)};
-    int first = min(a->early, f.at.left);
-    f.where = place_of<S>(a, f.at.tile, p->rank);
-    feed again = f;
-    for (int i = 0; i < first; i++) { /* weights do not depend on the kernel before */
+static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
+    int first = min(FIRST_COPIES, f->at.left);
+    for (int i = 0; i < first; i++)
+        mbarrier_init(p->gate.weights + 8u * i, 1);
+    mbarrier_init_fence();
+    for (int i = 0; i < first; i++) {
+        copy_weights<S>(p, f);
+        next_feed<S>(a, p, f);
+    }
+}
+
+/* Copies the others. They do not depend on the kernel before; no more of them are on their way than
+ * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
+    while (f.at.left > 0) {
+        if (f.copied >= a->stages)
+            wait_for_room(p, &f);
+        else if (f.copied >= a->flight)
+            mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
         copy_weights<S>(p, &f);
         next_feed<S>(a, p, &f);
     }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
+    feed f = begin_feed<S>(a, p);
     wait_for_predecessor();
-    for (int i = 0; i < first; i++) {
-        copy_tokens<S>(a, p, &again);
-        next_feed<S>(a, p, &again);
-    }
     while (f.at.left > 0) {
-        copy_weights<S>(p, &f);
+        wait_for_room(p, &f);
         copy_tokens<S>(a, p, &f);
         next_feed<S>(a, p, &f);
     }

@@ -5,7 +5,7 @@ import pytest
 
 from moqext import reference
 
-from ..linear_cases import assert_close, random_case, random_x
+from ..linear_cases import Case, assert_close, random_case, random_x
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from .cases import OnDevice, force, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_fp8_gemm"
-VARIANTS = 16
+VARIANTS = 20
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
 
 
@@ -65,6 +65,52 @@ def test_columns_of_all_lengths(rng, algo):
     for columns in (16, 112, 128, 144, 512, 4112):
         case = random_case(rng, algo, columns, [136])
         check(case, OnDevice(case, "bfloat16"), random_x(rng, (50, columns), "bfloat16"), "bfloat16")
+
+
+def identity(algo, columns, input_scale):
+    """A layer whose outputs are the codes of x times their scale."""
+    blocks = (-(-columns // 128),) * 2
+    shape = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (columns,), "FP8_PB_WO": blocks}[algo]
+    part = {"weight": np.eye(columns, dtype=np.uint8) * 0x38, "weight_scale": np.ones(shape, np.float32)}
+    if algo == "FP8":
+        part["input_scale"] = np.array(input_scale, np.float32)
+    return Case(algo, columns, [columns], [part])
+
+
+def hostile_x(rng, tokens, columns, dtype):
+    """Rows of all magnitudes, and some that are zero, subnormal, at the limits, infinite or NaN."""
+    spread = np.exp2(rng.uniform(-20, 6, (tokens, 1)) + rng.uniform(-6, 6, (1, columns)))
+    x = (rng.standard_normal((tokens, columns)) * spread).astype(np.float32)
+    x[1], x[2] = 0.0, 1e-7 * rng.standard_normal(columns)
+    x[3, ::7], x[4, 5], x[5, -1] = 65000.0, np.inf, np.nan
+    x[6, 128:256] = -0.0
+    return reference.encode(x, "bfloat16") if dtype == "bfloat16" else x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_codes_are_those_of_the_reference(rng, algo, dtype):
+    """In every variant, wherever it quantizes x."""
+    columns, scale = 656, np.float32(np.exp2(rng.uniform(-10, 0)))
+    layer = OnDevice(identity(algo, columns, scale), dtype)
+    for tokens in (18, 32, 61):
+        x = hostile_x(rng, tokens, columns, dtype)
+        values = reference.as_float32(x)
+        if algo == "FP8":
+            codes, scales = reference.quantize_fp8_static(values, scale), scale
+        elif algo == "FP8_PB_WO":
+            codes, scales = reference.quantize_fp8_group(values)
+            scales = scales.repeat(128, axis=-1)[:, :columns]
+        else:
+            codes, scales = reference.quantize_fp8_token(values)
+            scales = scales[:, None]
+        with np.errstate(invalid="ignore"):
+            expected = reference.decode(codes, "e4m3") * scales
+        expected[np.isnan(expected).any(axis=1)] = np.nan  # a product with zero is one too
+        expected = reference.as_float32(reference.round_to(expected.astype(np.float64), dtype))
+        for variant in range(VARIANTS):
+            layer.method._plan.keep(tokens, NAME, variant)
+            np.testing.assert_array_equal(reference.as_float32(to_numpy(layer(x))), expected)
 
 
 @pytest.mark.slow
