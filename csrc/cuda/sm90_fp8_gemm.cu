@@ -210,7 +210,7 @@ static const variant VARIANTS[] = {
     variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.600, 0.750),
     variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.680, 0.820),
     variant_of<WEIGHTS_FIRST, 32, 1, PARTS, true>(0.250, 0),
-    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.219, 0),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.280, 0),
     variant_of<WEIGHTS_FIRST, 64, 1, PARTS, true>(0.394, 0),
     variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS, true>(0.301, 0),
 };
