@@ -61,7 +61,7 @@ static inline double moq_block_product_seconds(const moq_linear_spec *spec, doub
 
 /* Sums read, and y written, by a kernel of ours; `width` bytes of a sum. */
 static inline double moq_finish_seconds(double m, double n, double width) {
-    return 1.6e-6 + m * n * (2 * width + 2) / 4.1e12;
+    return 1.7e-6 + m * n * (2 * width + 2) / 3.4e12;
 }
 
 /* Whether sums of a product with scalars, scaled by a kernel of ours, are sooner there than those

@@ -1,7 +1,8 @@
 /* Quantization of contiguous tensors: see quantize_flat.h.
  *
- *     codes = e4m3(x * (1 / scale))                                    the scale given
- *     codes = e4m3(x / scale), scale = max(amax, 1e-10) / 448          one for 128 columns
+ *     codes = e4m3(x * (1 / scale))                                       the scale given
+ *     codes = e4m3(x / scale), scale = max(amax / 448, 1 / (448 * 512))   one for a row
+ *     codes = e4m3(x / scale), scale = max(amax, 1e-10) / 448             one for 128 columns
  *
  * With few tokens it is the way to the first load that counts, and a kernel that runs once between
  * two others finds neither its code nor its parameters in a cache: the kernels of quantize_rows.h,
@@ -18,6 +19,9 @@
 #define N       16 /* values of a thread */
 /* Values up to which a thread has half as many: an H200 has threads for four times as many. */
 #define FEW (1 << 20)
+
+#define KEPT         2 /* chunks of a thread that has a part of a row */
+#define MOST_THREADS 1024
 
 #define GROUP_THREADS 128
 #define LANES         (128 / N) /* of a group */
@@ -109,6 +113,50 @@ static __global__ void __launch_bounds__(GROUP_THREADS)
         a.scales[row * a.scale_row + group * a.scale_group] = scale;
 }
 
+/* The largest of a block. */
+static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
+    __shared__ uint32_t room[32];
+    bits = __reduce_max_sync(0xffffffffu, bits);
+    if (threadIdx.x % 32 == 0)
+        room[threadIdx.x / 32] = bits;
+    __syncthreads();
+    bits = threadIdx.x % 32 < blockDim.x / 32 ? room[threadIdx.x % 32] : 0;
+    return __reduce_max_sync(0xffffffffu, bits);
+}
+
+/* A block a row, of `chunks` that its threads keep. */
+template <int DT>
+static __global__ void __launch_bounds__(MOST_THREADS)
+    quantize_flat_tokens(const uint4 *x, float *scales, uint8_t *codes, int chunks,
+                         bool next_is_busy) {
+    int64_t row = (int64_t)blockIdx.x * chunks;
+    uint32_t most = 0;
+    chunk<DT, N> c[KEPT];
+    if (next_is_busy)
+        launch_dependents();
+    wait_for_predecessor();
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) /* the last one more than once */
+        c[j] = load_flat<DT, N>(x, row + min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
+    launch_dependents();
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+        most = max(most, chunk_amax(c[j]));
+    float scale = token_scale<DT>(__uint_as_float(max_of_block(most)));
+    divisor by = divide_by<DT>(scale);
+    if (threadIdx.x == 0)
+        scales[blockIdx.x] = scale;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        int at = threadIdx.x + j * blockDim.x;
+        float value[N];
+        widen(c[j], value);
+        divide<DT>(value, by);
+        if (at < chunks)
+            store_flat(codes, row + at, value);
+    }
+}
+
 /* ---- launch ---- */
 
 bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a) {
@@ -117,6 +165,8 @@ bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a)
         return false;
     if (q->mode == MOQ_INPUT_E4M3_TENSOR)
         return q->given && a->m < INT32_MAX && a->k < INT32_MAX;
+    if (q->mode == MOQ_INPUT_E4M3_TOKEN)
+        return a->k <= MOST_THREADS * KEPT * N && a->m <= INT32_MAX;
     return q->mode == MOQ_INPUT_E4M3_GROUP && a->k % 128 == 0 && a->m <= 65535;
 }
 
@@ -133,6 +183,18 @@ static moq_status launch_given(const moq_cuda_quantize *q, const quantize_args *
     else
         launch->kernel = bf16 ? (const void *)quantize_flat<MOQ_DT_BF16, N>
                               : (const void *)quantize_flat<MOQ_DT_F16, N>;
+    return moq_cuda_launch(launch, args, err);
+}
+
+static moq_status launch_tokens(const moq_cuda_quantize *q, const quantize_args *a,
+                                moq_launch *launch, moq_err *err) {
+    int chunks = (int)(a->k / N);
+    void *args[] = {(void *)&a->x.data, (void *)&a->scales, (void *)&a->codes, &chunks,
+                    (void *)&a->next_is_busy};
+    launch->grid = dim3((unsigned)a->m);
+    launch->block = dim3((unsigned)((chunks + 32 * KEPT - 1) / (32 * KEPT) * 32));
+    launch->kernel = q->x->dtype == MOQ_DT_BF16 ? (const void *)quantize_flat_tokens<MOQ_DT_BF16>
+                                                : (const void *)quantize_flat_tokens<MOQ_DT_F16>;
     return moq_cuda_launch(launch, args, err);
 }
 
@@ -160,6 +222,7 @@ static moq_status launch_groups(const moq_cuda_quantize *q, const quantize_args 
 moq_status moq_quantize_flat(const moq_cuda_quantize *q, const quantize_args *a, moq_err *err) {
     moq_launch launch = {
         .what = "quantize", .stream = (cudaStream_t)q->stream, .overlap = !q->in_turn};
-    return q->mode == MOQ_INPUT_E4M3_GROUP ? launch_groups(q, a, &launch, err)
-                                           : launch_given(q, a, &launch, err);
+    return q->mode == MOQ_INPUT_E4M3_GROUP   ? launch_groups(q, a, &launch, err)
+           : q->mode == MOQ_INPUT_E4M3_TOKEN ? launch_tokens(q, a, &launch, err)
+                                             : launch_given(q, a, &launch, err);
 }
