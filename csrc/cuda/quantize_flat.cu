@@ -165,8 +165,8 @@ bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a)
         return false;
     if (q->mode == MOQ_INPUT_E4M3_TENSOR)
         return q->given && a->m < INT32_MAX && a->k < INT32_MAX;
-    if (q->mode == MOQ_INPUT_E4M3_TOKEN)
-        return a->k <= MOST_THREADS * KEPT * N && a->m <= INT32_MAX;
+    if (q->mode == MOQ_INPUT_E4M3_TOKEN) /* in a chain of quantizations the others are as fast */
+        return q->in_turn && a->k <= MOST_THREADS * KEPT * N && a->m <= INT32_MAX;
     return q->mode == MOQ_INPUT_E4M3_GROUP && a->k % 128 == 0 && a->m <= 65535;
 }
 

@@ -23,7 +23,7 @@
  * finds its weight there. */
 #define MAX_COPIES   32
 #define CACHE_FACTOR 5
-#define TILE         65536 /* random values, repeated along x */
+#define TILE         65521 /* random values, repeated along x; a prime, so that rows differ */
 
 typedef struct {
     moq_linear_job job;
