@@ -172,12 +172,12 @@ static bool can_run_fp8_gemm(const moq_linear_spec *spec, char *reason, size_t s
     return false;
 }
 
-/* Fitted in rounds with other kernels, the estimates are 6 % short of what the kernel takes beside
- * cuBLASLt or alone with more than 64 tokens, and 4 % too long with fewer. */
+/* With more than 64 tokens the estimates were fitted in rounds with other kernels, and are 6 %
+ * short of what the kernel takes alone. */
 static double cost_fp8_gemm(const moq_linear_spec *spec, int64_t m) {
     if (m > MOQ_FP8_GEMM_TOKENS)
         return INFINITY;
-    return moq_cuda_fp8_gemm_seconds(spec, m) * (m > 64 ? 1.06 : 0.96);
+    return moq_cuda_fp8_gemm_seconds(spec, m) * (m > 64 ? 1.06 : 1.0);
 }
 
 static bool can_run_sm80_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
