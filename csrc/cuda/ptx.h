@@ -313,6 +313,12 @@ static __device__ __forceinline__ void copy_async_16(uint32_t to, const void *fr
                  : "memory");
 }
 
+/* The same of 4 bytes. */
+static __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void copy_async_commit(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -9,6 +9,17 @@
 
 #include <stdint.h>
 
+static __device__ __forceinline__ void wgmma_e4m3(float (&d)[4], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, "
+                 "%4, %5, p, 1, 1;\n"
+                 "}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "l"(a), "l"(b), "r"(add));
+}
+
 static __device__ __forceinline__ void wgmma_e4m3(float (&d)[16], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n"
                  ".reg .pred p;\n"
