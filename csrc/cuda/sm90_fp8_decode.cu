@@ -45,7 +45,8 @@
 #define FLIGHT       6
 #define SMALL_FLIGHT 4 /* where two calls fill rings at once */
 #define LEAST_STAGES 8
-#define DECLARED     1024 /* bytes of shared memory declared in the kernel, and alignment */
+#define LONG         14336 /* columns beyond which two blocks share them for any x */
+#define DECLARED     1024  /* bytes of shared memory declared in the kernel, and alignment */
 static_assert(8 * BARRIERS + 4 * MAX_TOKENS * (2 + MAX_RANKS) <= DECLARED, "more is declared");
 
 /* ---- the producer ---- */
@@ -638,7 +639,7 @@ static way way_of(const decode_args *a, moq_input_mode mode, int sm_count) {
     if (w.tokens == 2 && (int64_t)a->n * a->k <= (int64_t)SMALL * sm_count)
         w.groups = 2;
     bool long_x = (a->k > 2048 && values > 32768) || (int64_t)w.tokens * a->k > 98304;
-    if (long_x && (a->k + STEP - 1) / STEP % 2 == 0)
+    if ((long_x || a->k > LONG) && (a->k + STEP - 1) / STEP % 2 == 0)
         w.ranks = 2;
     return w;
 }
