@@ -42,8 +42,8 @@ typedef struct {
     const void *kernel; /* written last; NULL for a free place */
     CUkernel handle;    /* as the driver knows it, whichever the context */
     uint64_t allowed;   /* a bit for each device where it may have all the shared memory */
-    uint64_t asked;     /* for each where it is known whether it has clusters */
-    uint64_t clusters;
+    uint64_t asked;     /* for each where it is known whether its code is recent */
+    uint64_t recent;
 } known_kernel;
 
 static struct kernel_table {
@@ -95,22 +95,27 @@ static cudaError_t allow_shared(known_kernel *k) {
     return cudaSuccess;
 }
 
-bool moq_cuda_has_clusters(const void *kernel) {
+/* Code of before 9.0 runs on later devices too, compiled by the driver from PTX. */
+static bool is_recent(known_kernel *k) {
     cudaFuncAttributes attributes;
     int device;
-    if ((__atomic_load_n(&place_of(kernel)->kernel, __ATOMIC_ACQUIRE) != kernel &&
-         learn(kernel) != cudaSuccess) ||
-        cudaGetDevice(&device) != cudaSuccess)
+    if (cudaGetDevice(&device) != cudaSuccess)
         return false;
-    known_kernel *k = place_of(kernel);
     uint64_t bit = 1ull << device; /* as above */
     if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
-        if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+        if (cudaFuncGetAttributes(&attributes, k->kernel) == cudaSuccess &&
             attributes.ptxVersion >= 90)
-            __atomic_fetch_or(&k->clusters, bit, __ATOMIC_RELAXED);
+            __atomic_fetch_or(&k->recent, bit, __ATOMIC_RELAXED);
         __atomic_fetch_or(&k->asked, bit, __ATOMIC_RELEASE);
     }
-    return __atomic_load_n(&k->clusters, __ATOMIC_RELAXED) & bit;
+    return __atomic_load_n(&k->recent, __ATOMIC_RELAXED) & bit;
+}
+
+bool moq_cuda_is_recent(const void *kernel) {
+    if (__atomic_load_n(&place_of(kernel)->kernel, __ATOMIC_ACQUIRE) != kernel &&
+        learn(kernel) != cudaSuccess)
+        return false;
+    return is_recent(place_of(kernel));
 }
 
 /* ---- launches ---- */
@@ -141,10 +146,6 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
     config.sharedMemBytes = (unsigned)launch->shared;
     config.hStream = launch->stream;
     config.attrs = attribute;
-    if (launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true)) {
-        attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attribute[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
-    }
     if (launch->cluster) {
         attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
         attribute[config.numAttrs].value.clusterDim.x = launch->cluster;
@@ -154,6 +155,10 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
     if (__atomic_load_n(&k->kernel, __ATOMIC_ACQUIRE) != launch->kernel) {
         MOQ_TRY(moq_cuda_check(learn(launch->kernel), launch->what, err));
         k = place_of(launch->kernel);
+    }
+    if (launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true) && is_recent(k)) {
+        attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
     }
     if (launch->shared > SHARED_WITHOUT_ASKING)
         MOQ_TRY(moq_cuda_check(allow_shared(k), launch->what, err));

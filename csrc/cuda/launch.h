@@ -16,7 +16,8 @@ typedef struct {
     size_t shared;    /* dynamic bytes */
     cudaStream_t stream;
     /* Programmatic dependent launch: the kernel may start while its predecessor in the stream still
-     * runs, and must execute griddepcontrol.wait before it touches what others may write. */
+     * runs, and must execute griddepcontrol.wait before it touches what others may write. Code of
+     * before 9.0 cannot wait, and is never launched so. */
     bool overlap;
 } moq_launch;
 
@@ -32,7 +33,8 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 
 /* Whether the current device runs code of the kernel, and of those compiled with it, that was made
- * for compute capability 9.0 or later and may have clusters; false where that cannot be told. */
-bool moq_cuda_has_clusters(const void *kernel);
+ * for compute capability 9.0 or later, and may have clusters and wait for its predecessor; false
+ * where that cannot be told. */
+bool moq_cuda_is_recent(const void *kernel);
 
 #endif

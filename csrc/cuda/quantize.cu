@@ -233,7 +233,7 @@ static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
     if (a->k > 1024 * 32)
         return MOQ_ANY_ROWS;
     if (few && is_worth_spreading(q, a, source) &&
-        moq_cuda_has_clusters(MOQ_GENERAL(MOQ_DT_F32, quantize_any_groups)))
+        moq_cuda_is_recent(MOQ_GENERAL(MOQ_DT_F32, quantize_any_groups)))
         return MOQ_8X1_SPREAD;
     bool narrow = a->k <= 1024 * 16;
     if (kind == MOQ_RMS_NORM && source->norm.residual.data)
