@@ -10,7 +10,7 @@ import pytest
 
 from moqext import LinearMethod, ops, reference
 
-from ..linear_cases import FP8_CORE_SUMS, LIMITS, assert_within_rounding, random_case, random_x
+from ..linear_cases import FP8_CORE_SUMS, LIMITS, assert_within_core_sums, random_case, random_x
 from .cases import params_to_cuda, poisoned, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_heights_and_partitions(rng: Any, algo: str, rows: list[int]) -> None:
         x = layer.x(tokens)
         values = reference.as_float32(x)
         y, exact = layer.run(x), layer.case.expected(values)
-        assert_within_rounding(y, exact, layer.case.magnitude(values), "bfloat16", FP8_CORE_SUMS)
+        assert_within_core_sums(y, exact, layer.case.magnitude(values), "bfloat16")
         if y.size > 2000:
             assert_near(y, exact, "bfloat16")
 
