@@ -136,8 +136,9 @@ FP8_CORE_WORST = 2.0**-7
 """What sums may be off by, of the magnitudes summed.
 
 The FP8 tensor cores of Hopper drop of each of 32 products, and of the sum before, what is below 2^-13 of the
-largest: half of that on average, 2^-11 of all magnitudes where the largest is eight times the mean, and 2^-7 at
-the worst, where one outweighs all others. The float32 sums that they are added to lose nothing of that size.
+largest: half of that on average, 2^-11 of all magnitudes where the largest is eight times the mean, and 2^-7
+at the worst, where one outweighs all others. The float32 sums that they are added to lose nothing
+of that size.
 """
 
 

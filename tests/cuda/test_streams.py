@@ -231,6 +231,7 @@ def test_jax(layer, x):
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no CUDA device")
+    torch.cuda.set_device(0)  # JAX, as it starts, makes the last device current
     y = layer(x)
     values = jax.numpy.from_dlpack(x) * 2
     for _ in range(10):
