@@ -10,6 +10,7 @@ torch is imported by the callers; this module works on any of its devices.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,21 @@ ROTATION = 260_000_000
 CHECKED_TOKENS = 64
 E4M3_MAX = 448.0
 BLOCK = 128
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """An option's "OUTxIN".
+
+    Raises:
+        argparse.ArgumentTypeError: It is not of that form.
+    """
+    try:
+        rows, columns = map(int, text.split("x"))
+    except ValueError:
+        rows, columns = 0, 0
+    if rows < 1 or columns < 1:
+        raise argparse.ArgumentTypeError(f"expected OUTxIN as in 4096x14336, got {text!r}")
+    return rows, columns
 
 
 @dataclass(frozen=True, slots=True)

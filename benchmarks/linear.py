@@ -287,7 +287,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="six shapes instead of sixteen")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="i/n", help="a part of the shapes")
     parser.add_argument("--algo", nargs="+", choices=layers.ALGOS, default=layers.ALGOS, help="default: all")
-    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="NxK", help="instead of the usual ones")
+    parser.add_argument(
+        "--shapes", nargs="+", type=layers.shape_of, metavar="NxK", help="instead of the usual ones"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=layers.TOKENS, metavar="M", help="rows of x")
     parser.add_argument("--peers", nargs="+", default=(), metavar="PART", help="parts of names; default: all")
     parser.add_argument("--kernels", nargs="+", default=(), metavar="NAME", help="kernels of moqext to force")
@@ -311,16 +313,6 @@ def _part(text: str) -> tuple[int, int]:
     if not 1 <= index <= count:
         raise argparse.ArgumentTypeError(f"expected i/n with 1 <= i <= n, got {text!r}")
     return index, count
-
-
-def _shape(text: str) -> tuple[int, int]:
-    try:
-        rows, columns = map(int, text.split("x"))
-    except ValueError:
-        rows, columns = 0, 0
-    if rows < 1 or columns < 1:
-        raise argparse.ArgumentTypeError(f"expected OUTxIN as in 4096x14336, got {text!r}")
-    return rows, columns
 
 
 def choose_peers(options: argparse.Namespace) -> list[Peer]:

@@ -83,9 +83,9 @@ def test_a_part_that_is_none(linear: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["4096", "4096x", "0x4096", "axb", "1x2x3"])
-def test_a_shape_that_is_none(linear: Any, text: str) -> None:
+def test_a_shape_that_is_none(layers: Any, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected OUTxIN"):
-        linear._shape(text)
+        layers.shape_of(text)
 
 
 def test_options(linear: Any, layers: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -464,3 +464,44 @@ def test_the_tables_of_quantization_are_what_their_results_make(monkeypatch: pyt
     page = load("quantize_page", monkeypatch)
     results = [page.read(page.record.RESULTS / f"{name}_cuda.h200.json") for name in ("quantize", "prepare")]
     assert page.render(page.PAGE.read_text(), *results) == page.PAGE.read_text()
+
+
+# ---- choices ----
+
+
+def test_choices_are_measured_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    choices = load("choices", monkeypatch)
+    path = tmp_path / "choices.json"
+    options = "--shapes 96x128 64x256 --tokens 3 1 --algo FP8 FP8_PB_WO --device cpu --json"
+    monkeypatch.setattr("sys.argv", ["choices", *options.split(), str(path)])
+    choices.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("8 cells: ")
+    rows = json.loads(path.read_text())["rows"]
+    cells = {(*r["shape"], r["quant_algo"], r["tokens"]) for r in rows}
+    assert len(cells) == 8
+    for cell in cells:
+        own = [r for r in rows if (*r["shape"], r["quant_algo"], r["tokens"]) == cell]
+        assert [r["seconds"] for r in own] == sorted(r["seconds"] for r in own)
+        assert sum(r["chosen"] for r in own) == 1
+
+
+def test_what_a_choice_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = load("choices", monkeypatch)
+    timings = [
+        choices.Timing(8, "cuda:b", 3, 8e-6, True),
+        choices.Timing(8, "cuda:b", 0, 10e-6, False),
+        choices.Timing(8, "cuda:a", 0, 12e-6, False),
+        choices.Timing(8, "cuda:a", 1, 14e-6, False),
+    ]
+    lost = choices.Choice((4096, 4096), "FP8", 8, "cuda:a", timings)
+    none = lost._replace(kernel="cuda:b")
+    assert (lost.chosen.seconds, none.chosen.seconds) == (12e-6, 10e-6)
+    assert (lost.loss, lost.loss_of_all) == pytest.approx((0.2, 0.5))
+    assert (none.loss, none.loss_of_all) == pytest.approx((0.0, 0.25))
+    assert "more than 1 % in 1; the worst: 4096x4096 FP8 M=8: cuda:a 12.00 us, 20.0% lost" in choices.summary(
+        [none, lost]
+    )
