@@ -145,7 +145,7 @@ class LinearMethod:
         return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.prepared_params()}
 
     def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Turns checkpoint tensors into prepared ones.
+        """Turns checkpoint tensors into prepared ones. On CUDA it returns when they are written.
 
         Args:
             params: The tensors of `checkpoint_params` by name. Each may also be a list of one tensor per
@@ -182,7 +182,8 @@ class LinearMethod:
 
         Args:
             x: [..., in_features] of `dtype`, any strides.
-            params: What `prepare` returned.
+            params: What `prepare` returned. On CUDA kernels read them ahead of time: a write to them by
+                others has to have ended, not only to be ahead in the stream.
             bias: [out_features] of `dtype` or float32, added in float32 before the one rounding.
             out: [..., out_features] of `dtype` with contiguous rows; must not share memory with the rest.
             stream: CUDA stream; None is the caller's current one. Must be None on the CPU.

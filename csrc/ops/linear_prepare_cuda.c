@@ -200,6 +200,20 @@ static moq_status place_scales(job *j, moq_err *err) {
     return MOQ_OK;
 }
 
+static moq_status process(job *j, bool fresh, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    MOQ_TRY(forget_findings(j, err));
+    if (moq_prepare_scale_count(spec) > 0)
+        MOQ_TRY(place_scales(j, err));
+    if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
+        MOQ_TRY(prepare_fp8(j, fresh, err));
+        return write_scales(j, err);
+    }
+    MOQ_TRY(check_block_scales(j, err));
+    MOQ_TRY(write_scales(j, err));
+    return spec->weight == MOQ_WEIGHT_E4M3_ROW ? fold(j, err) : copy_e2m1(j, err);
+}
+
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                const moq_prepare_scales *scales, moq_prepare_way way,
                                moq_linear_params *params, moq_err *err) {
@@ -214,14 +228,7 @@ moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sou
         .scale = scale,
         .factor = spec->per_row_scale ? scale : NULL,
     };
-    MOQ_TRY(forget_findings(&j, err));
-    if (moq_prepare_scale_count(spec) > 0)
-        MOQ_TRY(place_scales(&j, err));
-    if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
-        MOQ_TRY(prepare_fp8(&j, way.fresh, err));
-        return write_scales(&j, err);
-    }
-    MOQ_TRY(check_block_scales(&j, err));
-    MOQ_TRY(write_scales(&j, err));
-    return spec->weight == MOQ_WEIGHT_E4M3_ROW ? fold(&j, err) : copy_e2m1(&j, err);
+    MOQ_TRY(process(&j, way.fresh, err));
+    /* Kernels of linears read weights before the kernel ahead of them is known to have ended. */
+    return moq_cuda_wait(way.stream, err);
 }

@@ -7,7 +7,7 @@ import pytest
 
 from moqext import LinearMethod
 
-from ..linear_cases import ALGOS, COMPUTES, random_case, random_part, with_a_zero_part
+from ..linear_cases import ALGOS, COMPUTES, random_case, random_part, random_x, with_a_zero_part
 from .cases import params_to_cuda, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -131,6 +131,21 @@ def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
     assert gpu.prepare(params_to_cuda(other.listed()), first) is first
     assert addresses == {name: value.data_ptr() for name, value in first.items()}
     assert_same(first, cpu.prepare(other.listed()))
+
+
+@pytest.mark.parametrize("algo", ["FP8", PER_ROW, "FP8_PB_WO"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_call_right_after_a_reload(rng: Any, algo: str, tokens: int) -> None:
+    """The kernel asks for its weight before the kernel ahead of it is known to have ended."""
+    cases = [random_case(rng, algo, 1024, [2048]) for _ in range(2)]
+    sources = [params_to_cuda(case.listed()) for case in cases]
+    x = to_cuda(random_x(rng, (tokens, 1024), "bfloat16"), "bfloat16")
+    method = cases[0].method(device="cuda:0")
+    expected = [method(x, method.prepare(source)).clone() for source in sources]
+    params = method.prepare(sources[0])
+    for turn in range(50):
+        y = method(x, method.prepare(sources[turn % 2], params))
+        assert torch.equal(y.view(torch.int16), expected[turn % 2].view(torch.int16)), turn
 
 
 @pytest.mark.parametrize("algo, compute", COMPUTES)
