@@ -402,8 +402,14 @@ static __device__ __forceinline__ output_terms terms_of(const decode_args *a, se
     t.n = row + o.tile * TILE + o.half * UNIT + o.row;
     t.meant = threadIdx.x < share && t.token < a->m && t.n < s.end;
     t.factor = t.meant && S::mode != MOQ_INPUT_E4M3_GROUP ? a->output_scale[t.n] : 1.0f;
-    t.bias = t.meant ? moq_load_bias(&a->out, t.n) : 0.0f;
+    t.bias = 0;
     return t;
+}
+
+/* The bias, unlike scales, may be the work of the kernel before: not until that has ended. */
+static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_terms *t) {
+    if (t->meant)
+        t->bias = moq_load_bias(&a->out, t->n);
 }
 
 template <class S>
@@ -536,6 +542,7 @@ static __device__ __forceinline__ void consume(const decode_args *a, const block
                 quantize_pass<S>(a, b, pass, first && !given, first);
                 fence_async_proxy();
             }
+            fetch_bias(a, &terms);
             if (by_blocks)
                 copy_async_wait<0>();
             barrier_sync(1, S::consumers);
@@ -551,6 +558,7 @@ static __device__ __forceinline__ void consume(const decode_args *a, const block
                 if (row >= s.end)
                     break;
                 terms = terms_of<S>(a, s, row);
+                fetch_bias(a, &terms);
                 begin_round<S>(a, &r, s, row, pass, &dealt);
                 barrier_sync(1, S::consumers); /* before the sums of others */
             }

@@ -259,3 +259,23 @@ def test_every_kernel_that_can_run_here(rng, monkeypatch, algo, compute):
             within = assert_within_rounding if name in EXACT_SUMS else assert_within_core_sums
             within(y, expected, case.magnitude(values, compute), "bfloat16")
             assert_close(y, expected, "bfloat16")
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+@pytest.mark.parametrize("tokens", [1, 12, 40, 200])
+def test_a_bias_made_by_the_kernel_before(rng, algo, tokens):
+    """That one lets the next begin before it has ended; a bias is not among what is read ahead of time."""
+    first = OnDevice(random_case(rng, algo, 4096, [1024]), "bfloat16")
+    second = OnDevice(random_case(rng, algo, 1024, [1024]), "bfloat16")
+    rows = [to_cuda(random_x(rng, (1, 4096), "bfloat16"), "bfloat16") for _ in range(2)]
+    x = to_cuda(random_x(rng, (tokens, 1024), "bfloat16"), "bfloat16")
+    expected = []
+    for row in rows:
+        bias = first(row)[0]
+        torch.cuda.synchronize()
+        expected.append(bits(second(x, bias=bias)))
+    bias, out = poisoned(1, 1024, dtype="bfloat16"), poisoned(tokens, 1024, dtype="bfloat16")
+    for turn in range(50):
+        first(rows[turn % 2], out=bias)
+        second(x, bias=bias[0], out=out)
+        assert bits(out) == expected[turn % 2], turn
