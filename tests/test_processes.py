@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,15 @@ def read_until(terminal: int, text: bytes, process: "subprocess.Popen[bytes]") -
     return shown
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Interrupts are. Shells let what they start in the background ignore them, and that is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
 def test_an_interrupted_verify_leaves_nothing(data: Path, tmp_path: Path, options: list[str]) -> None:
     directory = data / "checkpoints" / "llama_nvfp4_kvfp8"

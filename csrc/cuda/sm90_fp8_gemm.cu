@@ -266,14 +266,31 @@ typedef struct {
 } rates;
 
 /* Tiles of 32 and 64 tokens (six layers, 32 and 64 tokens, all shapes: 3.4 % off in the mean; the
- * choice costs 0.5 %), where x is quantized in it or before; and of more (ten layers, up to 4096
- * tokens: within 6 % in four of five). Both of an H200, but for the quantization, which has become
- * 0.3 us shorter since: that is taken from `start`. */
+ * choice costs 0.5 %; of the choices for sixteen layers and 8 to 64 tokens 6.4 % in the mean, a
+ * fifth at most), where x is quantized in it or before; and of more (ten layers, up to 4096 tokens:
+ * within 6 % in four of five). Both of an H200, but for the quantization, which has become 0.3 us
+ * shorter since: that is taken from `start`. */
 static const rates FUSED = {1.64e-6, {0, 0}, {1e30, 1e30}, 9.0e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
 static const rates FEW = {
     1.5e-6, {0.4e-6, 0.5e-6}, {1.67e12, 1.67e12}, 6.28e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
 static const rates MANY = {1.4e-6,  {1.5e-6, 1.9e-6}, {1.4e12, 1.2e12}, 7.7e12,
                            4.27e12, 1.1e-10,          1.5e-8,           4};
+
+/* Blocks, one a multiprocessor, that keep the memory busy: fewer where nothing beside the ring
+ * takes shared memory. */
+#define BUSY_ALONE 80
+#define BUSY_PARTS 100
+
+/* Seconds to read the weights where blocks have some tiles each, the last turn some of the blocks.
+ */
+static double weight_seconds(const method *way, double bytes, double rate) {
+    double busy = has_parts(way->shape) ? BUSY_PARTS : BUSY_ALONE;
+    int64_t tiles = way->row_tiles * way->columns;
+    int64_t last = (tiles - 1) % way->workers + 1, rest = tiles - last;
+    double all = fmin(1, (double)(way->workers * way->cluster) / busy);
+    double few = fmin(1, (double)(last * way->cluster) / busy);
+    return bytes / (double)tiles * ((double)rest / all + (double)last / few) / rate;
+}
 
 /* Seconds of a call: x quantized, then the products, W from memory and all tiles from the
  * second-level cache at the same time, then outputs, and sums of parts. */
@@ -292,12 +309,14 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double quantize = r->quantize[other] + (double)m * k / r->values[other];
     double products = turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6;
     double copies = tiles * steps * STEP * (rows + columns) / r->cache;
-    double memory = n * k / r->memory * (few && way->workers * way->cluster < 100 ? 1.05 : 1);
+    double memory = few ? weight_seconds(way, n * k, r->memory) : n * k / r->memory;
     double outputs = turns * v->weight_rows * v->tokens * r->output;
     double sums = parts ? r->sum * v->tokens : 0.0;
     double together =
         pow(pow(products, r->power) + pow(memory, r->power) + pow(copies, r->power), 1 / r->power);
     double all = r->start + quantize + together + outputs + sums;
+    if (v->fused && m < v->tokens) /* a tile that is not full is read sooner */
+        all -= 1.2e-8 * (double)(v->tokens - m);
     return few && way->columns > 1 ? 1.08 * all : all; /* these were not fitted */
 }
 
