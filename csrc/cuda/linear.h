@@ -14,6 +14,10 @@ extern "C" {
 /* FP8 weights, x and y of 16 bits, up to MOQ_FP8_DECODE_TOKENS rows, K a multiple of 128; sm_90a.
  */
 #define MOQ_FP8_DECODE_TOKENS 16
+/* Two calls are on a multiprocessor at once where they have up to so many tokens, and bytes of W
+ * for each. */
+#define MOQ_FP8_DECODE_FEW   2
+#define MOQ_FP8_DECODE_SMALL (160 << 10)
 moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 
 /* FP8 weights, x and y of 16 bits, up to MOQ_FP8_GEMM_TOKENS rows, K a multiple of 16; sm_90a. The

@@ -631,9 +631,6 @@ typedef struct {
     int groups, tokens, ranks, clusters;
 } way;
 
-/* Bytes of W a multiprocessor up to which two calls are best there at once. */
-#define SMALL (160 << 10)
-
 /* One or two tokens of a small layer take half a multiprocessor a block: a call begins while the
  * one before runs, which hides its start. Elsewhere the ring of a whole one, and its warps, are
  * worth more.
@@ -643,8 +640,8 @@ typedef struct {
 static way way_of(const decode_args *a, moq_input_mode mode, int sm_count) {
     bool given = mode == MOQ_INPUT_E4M3_TENSOR && a->input_scale;
     int64_t values = (int64_t)a->m * a->k * (given ? 1 : 2);
-    way w = {4, a->m <= 2 ? 2 : a->m <= 8 ? 8 : 16, 1, 0};
-    if (w.tokens == 2 && (int64_t)a->n * a->k <= (int64_t)SMALL * sm_count)
+    way w = {4, a->m <= MOQ_FP8_DECODE_FEW ? 2 : a->m <= 8 ? 8 : 16, 1, 0};
+    if (w.tokens == 2 && (int64_t)a->n * a->k <= (int64_t)MOQ_FP8_DECODE_SMALL * sm_count)
         w.groups = 2;
     bool long_x = (a->k > 2048 && values > 32768) || (int64_t)w.tokens * a->k > 98304;
     if ((long_x || a->k > LONG) && (a->k + STEP - 1) / STEP % 2 == 0)

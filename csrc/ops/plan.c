@@ -145,7 +145,7 @@ static double norm4(double a, double b) {
 }
 
 /* Seconds, fitted to 77 layers and numbers of tokens on an H200 (docs/lab.md), 5 % off in the mean
- * and a sixth at most: the weight, or what each row of outputs costs where that is longer, then x,
+ * and a fifth at most: the weight, or what each row of outputs costs where that is longer, then x,
  * read and quantized by every multiprocessor, by the way it is quantized. Of small layers with a
  * token or two two calls are on a multiprocessor. Beyond its tokens another kernel has to do it. */
 static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
@@ -153,8 +153,8 @@ static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
     double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.43e-11
                    : spec->input == MOQ_INPUT_E4M3_GROUP ? 4.55e-11
                                                          : 3.84e-11;
-    double own = n * k / (double)(spec->target.sm_count > 0 ? spec->target.sm_count : 132);
-    double start = m <= 2 && own <= 160 * 1024 ? 1.31e-6 : 2.05e-6;
+    bool small = n * k <= (double)MOQ_FP8_DECODE_SMALL * spec->target.sm_count;
+    double start = m <= MOQ_FP8_DECODE_FEW && small ? 1.31e-6 : 2.05e-6;
     if (m > MOQ_FP8_DECODE_TOKENS)
         return INFINITY;
     return start + norm4(n * k / 4.47e12, n * (8.1e-11 + 8.4e-12 * tokens)) + value * tokens * k;
