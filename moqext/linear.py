@@ -18,8 +18,8 @@ class ParamSpec(NamedTuple):
     Attributes:
         shape: Extents; a per-partition scale is a vector of one value a partition, and a checkpoint's scalar
             of any rank is accepted for it where there is one partition.
-        dtype: "float8_e4m3fn", "float4_e2m1fn_x2" (two values a byte, the even column in the low nibble)
-            or "float32". A raw uint8 carrier is accepted for the first two.
+        dtype: "float8_e4m3fn", "float4_e2m1fn_x2" (two values a byte, the even column in the low nibble),
+            "uint8" for packed weights, or "float32". A raw uint8 carrier is accepted for the first two.
         role: "codes", "scale" or "factor".
         required: False for a tensor that may be absent from a checkpoint of this algorithm.
     """
@@ -152,8 +152,8 @@ class LinearMethod:
                 partition, and a scale a number. A scalar scale serves all partitions.
             out: Prepared tensors of an earlier call to overwrite, for a reload in place. Where the prepared
                 "weight" or "weight_scale" has the bytes of the checkpoint's (all but NVFP4 with
-                compute="fp8"), it may be that tensor itself, if that is one and contiguous: no second
-                weight is in memory then.
+                compute="fp8", or packed for CUDA), it may be that tensor itself, if that is one and
+                contiguous: no second weight is in memory then.
 
         Returns:
             A new dict of tensors of the same framework as the weight, or `out`.

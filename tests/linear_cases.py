@@ -172,3 +172,17 @@ def with_a_zero_part(case, algo):
         part[scale] = part[scale] * np.float32(0)
         part["weight_scale" if e2m1 else "weight"][:] = 0xFF
     return case
+
+
+def prepared_for_cuda(case, compute="exact"):
+    """What `prepare` returns for the layer on a CUDA device, by way of the CPU's and the reference."""
+    if compute == "fp4" or not case.algo.endswith("NVFP4"):
+        return case.method(compute=compute).prepare(case.listed())
+    rows = case.method().prepare(case.listed())
+    prepared = {name: rows[name] for name in rows if name not in ("weight", "weight_scale")}
+    prepared["weight"] = reference.pack_nvfp4(rows["weight"], rows["weight_scale"])
+    if compute == "fp8":
+        _, factor = reference.fold_nvfp4(rows)
+        prepared["output_scale"] = rows["output_scale"] * factor
+        prepared["fold_scale"] = 1 / factor
+    return prepared

@@ -13,6 +13,7 @@
     X(eps)                                                                                         \
     X(fast_accum)                                                                                  \
     X(fnmatch)                                                                                     \
+    X(fold_scale)                                                                                  \
     X(format)                                                                                      \
     X(group_size)                                                                                  \
     X(in_features)                                                                                 \

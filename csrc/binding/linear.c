@@ -19,6 +19,7 @@ const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_WEIGHT_SCALE] = KW_weight_scale,
     [MOQ_PARAM_WEIGHT_SCALE_2] = KW_weight_scale_2,
     [MOQ_PARAM_OUTPUT_SCALE] = KW_output_scale,
+    [MOQ_PARAM_FOLD_SCALE] = KW_fold_scale,
     [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
 };
 
@@ -133,9 +134,12 @@ static PyObject *describe_params(const moq_param_spec *params, int count) {
     PyObject *list = PyList_New(0);
     for (int i = 0; list && i < count; i++) {
         const moq_param_spec *p = &params[i];
-        PyObject *shape =
-            p->ndim == 1 ? Py_BuildValue("(L)", (long long)p->shape[0])
-                         : Py_BuildValue("(LL)", (long long)p->shape[0], (long long)p->shape[1]);
+        PyObject *shape = PyTuple_New(p->ndim);
+        for (int d = 0; shape && d < p->ndim; d++) {
+            PyObject *extent = PyLong_FromLongLong(p->shape[d]);
+            if (!extent || PyTuple_SetItem(shape, d, extent) < 0)
+                Py_CLEAR(shape);
+        }
         PyObject *row = shape ? Py_BuildValue("(sNssO)", p->name, shape, moq_dtype_name(p->dtype),
                                               p->role, p->required ? Py_True : Py_False)
                               : NULL;

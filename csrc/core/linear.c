@@ -3,6 +3,7 @@
 
 #include "core/algo.h"
 #include "core/formats.h"
+#include "core/nvfp4_pack.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -53,7 +54,11 @@ static moq_status parse_compute(const char *name, moq_compute *compute, moq_err 
                     "compute: expected \"exact\", \"fp8\" or \"fp4\", got \"%s\"", name);
 }
 
+/* CUDA kernels read NVFP4 weights packed, but for those that multiply NVFP4 activations. */
 static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
+    bool packs = spec->checkpoint == MOQ_WEIGHT_E2M1 && spec->device.kind == MOQ_CUDA;
+    if (packs && spec->compute != MOQ_COMPUTE_FP4)
+        spec->weight = MOQ_WEIGHT_E2M1_PACKED;
     if (spec->compute == MOQ_COMPUTE_EXACT)
         return MOQ_OK;
     if (spec->checkpoint != MOQ_WEIGHT_E2M1)
@@ -61,7 +66,8 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
                         "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"",
                         moq_compute_name(spec->compute), spec->algo);
     if (spec->compute == MOQ_COMPUTE_FP8) {
-        spec->weight = MOQ_WEIGHT_E4M3_ROW;
+        if (!packs)
+            spec->weight = MOQ_WEIGHT_E4M3_ROW;
         spec->input = MOQ_INPUT_E4M3_TOKEN;
         return MOQ_OK;
     }
@@ -142,7 +148,7 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
 
 moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
                                     moq_err *err) {
-    if (fast_accum && spec->weight == MOQ_WEIGHT_E2M1)
+    if (fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && spec->compute != MOQ_COMPUTE_FP8)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "fast_accum: is for FP8 products, %s with compute \"%s\" has none",
                         spec->algo, moq_compute_name(spec->compute));
@@ -181,6 +187,7 @@ static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_WEIGHT_SCALE] = "weight_scale",
     [MOQ_PARAM_WEIGHT_SCALE_2] = "weight_scale_2",
     [MOQ_PARAM_OUTPUT_SCALE] = "output_scale",
+    [MOQ_PARAM_FOLD_SCALE] = "fold_scale",
     [MOQ_PARAM_INPUT_SCALE] = "input_scale",
 };
 
@@ -210,8 +217,23 @@ static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
         params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E2M1X2, n, k / 2);
         params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_E4M3, n, columns);
         return 2;
+    case MOQ_WEIGHT_E2M1_PACKED:
+        params[0] = (moq_param_spec){
+            .id = MOQ_PARAM_WEIGHT,
+            .name = PARAM_NAMES[MOQ_PARAM_WEIGHT],
+            .role = "codes",
+            .dtype = MOQ_DT_U8,
+            .ndim = 3,
+            .shape = {moq_pack_slabs(n), moq_pack_blocks(k), MOQ_PACK_BYTES},
+            .required = true,
+        };
+        return 1;
     }
     return 0;
+}
+
+bool moq_linear_folds(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_FP8;
 }
 
 int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params) {
@@ -231,6 +253,8 @@ int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *para
     int count = weight_params(spec, spec->weight, params);
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
         params[count++] = vector(MOQ_PARAM_OUTPUT_SCALE, "factor", spec->out_features, true);
+    if (moq_linear_folds(spec))
+        params[count++] = vector(MOQ_PARAM_FOLD_SCALE, "factor", spec->out_features, true);
     if (spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4)
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", spec->partition_count, false);
     return count;

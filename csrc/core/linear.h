@@ -17,14 +17,15 @@ extern "C" {
 #endif
 
 #define MOQ_MAX_PARTITIONS 64
-#define MOQ_MAX_PARAMS     4
+#define MOQ_MAX_PARAMS     5
 
 typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4 } moq_compute;
 
 typedef enum {
     MOQ_WEIGHT_E4M3_ROW,   /* e4m3 [N, K]; one factor per row */
     MOQ_WEIGHT_E4M3_BLOCK, /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
-    MOQ_WEIGHT_E2M1        /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+    MOQ_WEIGHT_E2M1,       /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+    MOQ_WEIGHT_E2M1_PACKED /* the same codes and scales as core/nvfp4_pack.h has them */
 } moq_weight_layout;
 
 typedef enum {
@@ -70,6 +71,7 @@ typedef enum {
     MOQ_PARAM_WEIGHT_SCALE,
     MOQ_PARAM_WEIGHT_SCALE_2,
     MOQ_PARAM_OUTPUT_SCALE,
+    MOQ_PARAM_FOLD_SCALE,
     MOQ_PARAM_INPUT_SCALE,
     MOQ_PARAM_COUNT
 } moq_param;
@@ -80,7 +82,7 @@ typedef struct {
     const char *role; /* "codes", "scale", "factor" */
     moq_dtype dtype;
     int32_t ndim;
-    int64_t shape[2];
+    int64_t shape[3];
     bool required;
 } moq_param_spec;
 
@@ -101,6 +103,14 @@ moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_l
 int64_t moq_linear_block_rows(const moq_linear_spec *spec);
 /* Columns of the scale that runs along K: ceil(K / group_size). */
 int64_t moq_linear_scale_columns(const moq_linear_spec *spec);
+
+/* Whether kernels fold block scales into e4m3 codes as they read them: with v[k] = e2m1[k] *
+ * scale[k / group] of row n, the weight is e4m3(v[k] * fold_scale[n]). fold_scale is the power of
+ * two that brings the row's largest |v| above 224 and no further than 448 (moq_cpu_fold_e2m1_row
+ * returns 1 / fold_scale), and output_scale is weight_scale_2 / fold_scale. The product scale *
+ * fold_scale of a group whose codes are all zero may be large, up to 448 * 2^18: it must not become
+ * an infinity before it meets the codes. */
+bool moq_linear_folds(const moq_linear_spec *spec);
 
 /* The tensors of the checkpoint for this layer, and those of its prepared form; returns the count,
  * at most MOQ_MAX_PARAMS. */
@@ -123,9 +133,10 @@ typedef struct {
     int64_t m;                 /* rows of x and y */
     const moq_tensor *x;       /* [..., K]; [m, K] on CUDA */
     const moq_tensor *y;       /* [..., N]; [m, N] on CUDA */
-    const uint8_t *weight;     /* [N, K] or [N, K / 2] */
+    const uint8_t *weight;     /* [N, K], [N, K / 2] or packed units */
     const void *weight_scale;  /* e4m3 [N, K / group], float32 [block rows, K blocks], or NULL */
     const float *output_scale; /* [N], or NULL for blocks */
+    const float *fold_scale;   /* [N] where moq_linear_folds, else NULL */
     const float *input_scale;  /* [partitions], or NULL: dynamic */
     const void *bias;          /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;

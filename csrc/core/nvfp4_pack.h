@@ -65,11 +65,18 @@ MOQ_PACK_INLINE int moq_pack_sign(int pair) {
     return pair == 0 ? 15 : pair == 1 ? 12 : pair == 2 ? 14 : 13;
 }
 
-/* A byte of the checkpoint, the even column in its low nibble, as bits of the word. */
+/* Two codes of a pair, the even column's in the low half and the odd one's in the high half (bits
+ * above a code may be anything), as bits of the word. */
+MOQ_PACK_INLINE uint32_t moq_pack_halves(uint32_t codes, int pair) {
+    uint32_t magnitudes = codes << moq_pack_magnitude(pair),
+             signs = codes << (moq_pack_sign(pair) - 3);
+    return (magnitudes & 0x00070007u << moq_pack_magnitude(pair)) |
+           (signs & 0x00010001u << moq_pack_sign(pair));
+}
+
+/* The same of a byte of the checkpoint, the even column in its low nibble. */
 MOQ_PACK_INLINE uint32_t moq_pack_pair(uint32_t codes, int pair) {
-    uint32_t magnitudes = (codes & 0x7u) | (codes & 0x70u) << 12;
-    uint32_t signs = (codes >> 3 & 0x1u) | (codes & 0x80u) << 9;
-    return magnitudes << moq_pack_magnitude(pair) | signs << moq_pack_sign(pair);
+    return moq_pack_halves(codes | codes << 12, pair);
 }
 
 /* The inverse: the byte of a pair. */

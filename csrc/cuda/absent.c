@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 #include "cuda/layout.h"
 #include "cuda/linear.h"
+#include "cuda/nvfp4_pack.h"
 #include "cuda/prepare.h"
 #include "cuda/quantize.h"
 #include "cuda/rows.h"
@@ -156,8 +157,23 @@ moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err 
     return absent(err);
 }
 
-moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err) {
-    (void)fold;
+moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err) {
+    (void)pack;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, moq_err *err) {
+    (void)unpack;
+    (void)stream;
+    return absent(err);
+}
+
+moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale, int64_t rows,
+                                     void *stream, moq_err *err) {
+    (void)fold_scale;
+    (void)output_scale;
+    (void)rows;
     (void)stream;
     return absent(err);
 }

@@ -1,6 +1,5 @@
-/* Weight processing on the device: copies that check what they copy, and the folding of NVFP4 block
- * scales into e4m3 codes; the device's form of cpu/prepare.h, with the same bits. Callers have
- * validated shapes. */
+/* Weight processing on the device: copies that check what they copy; the device's form of
+ * cpu/prepare.h. Callers have validated shapes. NVFP4 weights are packed by cuda/nvfp4_pack.h. */
 #ifndef MOQ_CUDA_PREPARE_H
 #define MOQ_CUDA_PREPARE_H
 
@@ -51,23 +50,6 @@ moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t cou
 
 /* out[i] = value, `count` times. */
 moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream, moq_err *err);
-
-/* e2m1 [rows, columns] with a block scale per `group` columns to e4m3 [rows, columns], each row by
- * its own power of two r, as moq_cpu_fold_e2m1_row; out_factor[row] = factor * r. columns is a
- * multiple of 16. */
-typedef struct {
-    const uint8_t *codes;
-    int64_t code_stride;
-    const uint8_t *scales;
-    int64_t scale_stride;
-    int64_t rows, columns;
-    int32_t group; /* 16 or 32 */
-    float factor;
-    uint8_t *out;
-    float *out_factor;
-} moq_fold;
-
-moq_status moq_cuda_fold_e2m1(const moq_fold *fold, void *stream, moq_err *err);
 
 #ifdef __cplusplus
 }

@@ -1,8 +1,9 @@
 /* The linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
  * bias[n]), on plain CUDA cores with float32 sums.
  *
- * W is e4m3 [N, K] or packed e2m1 [N, K / 2] as prepared; X are rows of x, quantized here as the
- * layer prescribes (cpu/quantize.h has the formulas), or as they are. It is what runs where no
+ * W is e4m3 [N, K], e2m1 [N, K / 2] with block scales, or units of core/nvfp4_pack.h, whose scales
+ * are folded into e4m3 where the layer asks for it; X are rows of x, quantized here as the layer
+ * prescribes (cpu/quantize.h has the formulas), or as they are. It is what runs where no
  * kernel of a chip does, and what those are compared with on the device.
  *
  * - A block has TOKENS rows of x and ROWS rows of W for each of its warps. It goes through K in
@@ -19,6 +20,7 @@
  * which a step has 64 for four 16-byte reads from shared memory, beside the decoding (one in eight)
  * and the quantization. */
 #include "core/formats.h"
+#include "core/nvfp4_pack.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
@@ -40,6 +42,7 @@ typedef struct {
     const uint8_t *weight;
     const void *weight_scale;
     const float *output_scale; /* [N], or NULL for blocks */
+    const float *fold_scale;   /* [N] of FOLDED */
     const float *input_scale;  /* one a partition, or NULL */
     const float *amax;         /* [m] for tokens, or [parts] of x without an input_scale */
     int parts;
@@ -161,12 +164,15 @@ static __device__ __forceinline__ void quantize(float (&value)[LANE_K], float *s
 
 /* ---- W ---- */
 
+/* How it is stored. FOLDED is PACKED with scales to be folded. */
+enum { E4M3_ROW, E4M3_BLOCK, E2M1, PACKED, FOLDED };
+
 /* Powers of two that the decoding leaves out: the biases of fp16 and of the format differ. */
 #define E4M3_UNIT 256.0f
 #define E2M1_UNIT 16384.0f
 
 typedef struct {
-    uint4 codes;
+    uint4 codes; /* of e2m1 the first half */
     float scale; /* e2m1: of the lane's columns; blocks: of the lane's 128 */
 } weights;
 
@@ -214,14 +220,37 @@ static __device__ __forceinline__ uint4 load_e4m3(const uint8_t *row, int64_t co
     return codes;
 }
 
+/* The lane's group of row n from its unit. */
+static __device__ __forceinline__ weights load_packed(const simt_args *a, int64_t n,
+                                                      int64_t column) {
+    int r = n % MOQ_PACK_ROWS, g = r % 8, h = r / 8;
+    int s = column % MOQ_PACK_K / LANE_K;
+    int64_t unit = n / MOQ_PACK_ROWS * moq_pack_blocks(a->k) + column / MOQ_PACK_K;
+    const uint8_t *from = a->weight + unit * MOQ_PACK_BYTES;
+    weights w = {make_uint4(0, 0, 0, 0), decode_scale(from[moq_pack_scale_at(r, s)])};
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        uint32_t word = *(const uint32_t *)(from + moq_pack_word_at(g, t, s));
+        w.codes.x |= moq_unpack_pair(word, h) << 8 * t;
+        w.codes.y |= moq_unpack_pair(word, 2 + h) << 8 * t;
+    }
+    return w;
+}
+
 /* The lane's columns of row n of W, zeros from k on. */
-template <int MODE>
+template <int WEIGHT>
 static __device__ __forceinline__ weights load_weights(const simt_args *a, int64_t n,
                                                        int64_t block_row, int64_t column) {
     weights w = {make_uint4(0, 0, 0, 0), 0.0f};
     if (column >= a->k)
         return w;
-    if (MODE == MOQ_INPUT_AS_IS || MODE == MOQ_INPUT_NVFP4) {
+    if (WEIGHT == PACKED || WEIGHT == FOLDED) {
+        w = load_packed(a, n, column);
+        if (WEIGHT == FOLDED)
+            w.scale *= a->fold_scale[n];
+        return w;
+    }
+    if (WEIGHT == E2M1) {
         uint2 codes = *(const uint2 *)(a->weight + (n * a->k + column) / 2);
         w.codes = make_uint4(codes.x, codes.y, 0, 0);
         w.scale = decode_scale(
@@ -229,20 +258,36 @@ static __device__ __forceinline__ weights load_weights(const simt_args *a, int64
         return w;
     }
     w.codes = load_e4m3(a->weight + n * a->k, column, a->k);
-    if (MODE == MOQ_INPUT_E4M3_GROUP)
+    if (WEIGHT == E4M3_BLOCK)
         w.scale = ((const float *)a->weight_scale)[block_row * ((a->k + 127) / 128) + column / 128];
     return w;
 }
 
+/* Without the unit of the format, which sums get at the end. Folding needs none. */
+template <int WEIGHT>
+static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE_K]) {
+    if (WEIGHT == E4M3_ROW || WEIGHT == E4M3_BLOCK) {
+        decode_e4m3(in.codes, w);
+        return;
+    }
+    decode_e2m1(in.codes, w);
+#pragma unroll
+    for (int i = 0; i < LANE_K && WEIGHT == FOLDED; i++)
+        w[i] = round_e4m3(w[i] * E2M1_UNIT * in.scale);
+}
+
+template <int WEIGHT> static __device__ __forceinline__ float unit_of(void) {
+    return WEIGHT == FOLDED ? 1.0f : WEIGHT == E2M1 || WEIGHT == PACKED ? E2M1_UNIT : E4M3_UNIT;
+}
+
 /* ---- the kernel ---- */
 
-template <int MODE, int ROWS>
+template <int MODE, int WEIGHT, int ROWS>
 static __global__ void __launch_bounds__(THREADS)
     simt_linear(const __grid_constant__ simt_args args) {
     __shared__ float4 values[TOKENS][LANE_K / 4][32];
     __shared__ float group_scale[TOKENS][STEP / 128], token_scale[TOKENS];
     __shared__ uint32_t shared[WARPS];
-    const bool e2m1 = MODE == MOQ_INPUT_AS_IS || MODE == MOQ_INPUT_NVFP4;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     moq_tile t = moq_find_tile(&args.partitions, args.partition_count,
                                blockIdx.x / args.token_tiles, WARPS * ROWS);
@@ -264,8 +309,8 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int n = min(row + r, t.end - 1);
-            w[r] = load_weights<MODE>(&args, n, moq_block_row(&args.partitions, t.partition, n),
-                                      column);
+            w[r] = load_weights<WEIGHT>(&args, n, moq_block_row(&args.partitions, t.partition, n),
+                                        column);
         }
         __syncthreads(); /* the values of the step before have been read */
         if (warp < tokens) {
@@ -282,12 +327,8 @@ static __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         float decoded[ROWS][LANE_K];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (e2m1)
-                decode_e2m1(w[r].codes, decoded[r]);
-            else
-                decode_e4m3(w[r].codes, decoded[r]);
-        }
+        for (int r = 0; r < ROWS; r++)
+            decode<WEIGHT>(w[r], decoded[r]);
 #pragma unroll
         for (int m = 0; m < TOKENS; m++) {
             if (m >= tokens)
@@ -305,7 +346,7 @@ static __global__ void __launch_bounds__(THREADS)
                     product = __fmaf_rn((&x[i / 4].x)[i % 4], decoded[r][i], product);
                 if (MODE == MOQ_INPUT_E4M3_GROUP)
                     product = __fmul_rn(product, __fmul_rn(of_x, w[r].scale));
-                else if (e2m1)
+                else if (WEIGHT == E2M1 || WEIGHT == PACKED)
                     product = __fmul_rn(product, w[r].scale);
                 sum[r][m] = __fadd_rn(sum[r][m], product);
             }
@@ -321,7 +362,7 @@ static __global__ void __launch_bounds__(THREADS)
                 total += __shfl_xor_sync(0xffffffffu, total, i);
             if (lane != r * TOKENS + m || m >= tokens || row + r >= t.end)
                 continue;
-            total *= e2m1 ? E2M1_UNIT : E4M3_UNIT;
+            total *= unit_of<WEIGHT>();
             if (args.output_scale)
                 total = __fmul_rn(total, __fmul_rn(token_scale[m], args.output_scale[row + r]));
             moq_store_output(&args.out, first + m, row + r, total,
@@ -362,23 +403,25 @@ static moq_status launch_amax(const moq_linear_call *call, moq_err *err) {
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-static const void *kernel_for(moq_input_mode mode, bool few) {
-    switch (mode) {
+template <int MODE, int WEIGHT> static const void *kernel_with(bool few) {
+    return few ? (const void *)simt_linear<MODE, WEIGHT, 1>
+               : (const void *)simt_linear<MODE, WEIGHT, MANY_ROWS>;
+}
+
+static const void *kernel_for(const moq_linear_spec *spec, bool few) {
+    bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
+    switch (spec->input) {
     case MOQ_INPUT_AS_IS:
-        return few ? (const void *)simt_linear<MOQ_INPUT_AS_IS, 1>
-                   : (const void *)simt_linear<MOQ_INPUT_AS_IS, MANY_ROWS>;
+        return kernel_with<MOQ_INPUT_AS_IS, PACKED>(few);
     case MOQ_INPUT_E4M3_TENSOR:
-        return few ? (const void *)simt_linear<MOQ_INPUT_E4M3_TENSOR, 1>
-                   : (const void *)simt_linear<MOQ_INPUT_E4M3_TENSOR, MANY_ROWS>;
+        return kernel_with<MOQ_INPUT_E4M3_TENSOR, E4M3_ROW>(few);
     case MOQ_INPUT_E4M3_TOKEN:
-        return few ? (const void *)simt_linear<MOQ_INPUT_E4M3_TOKEN, 1>
-                   : (const void *)simt_linear<MOQ_INPUT_E4M3_TOKEN, MANY_ROWS>;
+        return packed ? kernel_with<MOQ_INPUT_E4M3_TOKEN, FOLDED>(few)
+                      : kernel_with<MOQ_INPUT_E4M3_TOKEN, E4M3_ROW>(few);
     case MOQ_INPUT_E4M3_GROUP:
-        return few ? (const void *)simt_linear<MOQ_INPUT_E4M3_GROUP, 1>
-                   : (const void *)simt_linear<MOQ_INPUT_E4M3_GROUP, MANY_ROWS>;
+        return kernel_with<MOQ_INPUT_E4M3_GROUP, E4M3_BLOCK>(few);
     default:
-        return few ? (const void *)simt_linear<MOQ_INPUT_NVFP4, 1>
-                   : (const void *)simt_linear<MOQ_INPUT_NVFP4, MANY_ROWS>;
+        return kernel_with<MOQ_INPUT_NVFP4, E2M1>(few);
     }
 }
 
@@ -392,6 +435,7 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                       .weight = call->weight,
                       .weight_scale = call->weight_scale,
                       .output_scale = call->output_scale,
+                      .fold_scale = call->fold_scale,
                       .input_scale = call->input_scale,
                       .amax = (const float *)call->workspace,
                       .parts = (int)amax_count(call),
@@ -408,7 +452,7 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
     if (needs_amax(call))
         MOQ_TRY(launch_amax(call, err));
     moq_launch launch = {.what = "linear",
-                         .kernel = kernel_for(spec->input, few),
+                         .kernel = kernel_for(spec, few),
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)call->stream,

@@ -96,6 +96,8 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id) {
         return &params->weight_scale;
     case MOQ_PARAM_OUTPUT_SCALE:
         return &params->output_scale;
+    case MOQ_PARAM_FOLD_SCALE:
+        return &params->fold_scale;
     default:
         return &params->input_scale;
     }
@@ -251,6 +253,7 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
         .weight = params->weight.data,
         .weight_scale = params->weight_scale.data,
         .output_scale = params->output_scale.data,
+        .fold_scale = params->fold_scale.data,
         .input_scale = params->input_scale.data,
         .bias = bias ? bias->data : NULL,
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,

@@ -26,6 +26,7 @@ typedef struct {
     moq_tensor weight;
     moq_tensor weight_scale;
     moq_tensor output_scale;
+    moq_tensor fold_scale;
     moq_tensor input_scale;
 } moq_linear_params;
 

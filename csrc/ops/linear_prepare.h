@@ -1,5 +1,5 @@
 /* What the files of weight processing share: linear_prepare.c reads and checks the scales, and
- * linear_prepare_cpu.c and linear_prepare_cuda.c check, move and fold the codes. */
+ * linear_prepare_cpu.c and linear_prepare_cuda.c check, move, fold or pack the codes. */
 #ifndef MOQ_OPS_LINEAR_PREPARE_H
 #define MOQ_OPS_LINEAR_PREPARE_H
 

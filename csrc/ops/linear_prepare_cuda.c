@@ -9,6 +9,7 @@
 #include "ops/linear_prepare.h"
 
 #include "cuda/cuda.h"
+#include "cuda/nvfp4_pack.h"
 #include "cuda/prepare.h"
 
 /* In the workspace. */
@@ -110,32 +111,35 @@ static moq_status prepare_fp8(job *j, bool fresh, moq_err *err) {
     return fresh ? MOQ_OK : move_codes(j, source, k, MOQ_CODES_ANY, out, err);
 }
 
-/* Folds the block scales into e4m3 codes; the factors of the rows take the powers of two. */
-static moq_status fold(const job *j, moq_err *err) {
+/* Packs the codes and block scales of all partitions at once: a slab may have rows of two. */
+static moq_status pack(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
-    int64_t k = spec->in_features, first = 0;
+    int64_t first = 0;
+    moq_nvfp4_pack all = {
+        .rows = spec->out_features,
+        .columns = spec->in_features,
+        .group = spec->group_size,
+        .source_count = spec->partition_count,
+        .out = j->params->weight.data,
+    };
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows codes = moq_prepare_rows(&j->sources->weight, p, first);
         moq_code_rows scales = moq_prepare_rows(&j->sources->weight_scale, p, first);
-        uint8_t *out = (uint8_t *)j->params->weight.data + first * k;
-        moq_fold part = {
-            .codes = codes.data,
+        all.source[p] = (moq_pack_source){
+            .codes = is_zero(j, p) ? NULL : codes.data,
             .code_stride = codes.stride,
             .scales = scales.data,
             .scale_stride = scales.stride,
             .rows = spec->partition[p],
-            .columns = k,
-            .group = spec->group_size,
-            .factor = j->scales->weight[p],
-            .out = out,
-            .out_factor = (float *)j->params->output_scale.data + first,
         };
-        if (is_zero(j, p))
-            MOQ_TRY(moq_cuda_fill(out, 0, (size_t)(part.rows * k), j->stream, err));
-        else
-            MOQ_TRY(moq_cuda_fold_e2m1(&part, j->stream, err));
     }
-    return MOQ_OK;
+    if (!moq_linear_folds(spec))
+        return moq_cuda_pack_nvfp4(&all, j->stream, err);
+    all.largest = j->params->fold_scale.data;
+    MOQ_TRY(moq_cuda_fill(all.largest, 0, (size_t)all.rows * sizeof(float), j->stream, err));
+    MOQ_TRY(moq_cuda_pack_nvfp4(&all, j->stream, err));
+    return moq_cuda_find_fold_scales(all.largest, j->params->output_scale.data, all.rows, j->stream,
+                                     err);
 }
 
 static moq_status check_block_scales(const job *j, moq_err *err) {
@@ -211,7 +215,7 @@ static moq_status process(job *j, bool fresh, moq_err *err) {
     }
     MOQ_TRY(check_block_scales(j, err));
     MOQ_TRY(write_scales(j, err));
-    return spec->weight == MOQ_WEIGHT_E4M3_ROW ? fold(j, err) : copy_e2m1(j, err);
+    return spec->weight == MOQ_WEIGHT_E2M1_PACKED ? pack(j, err) : copy_e2m1(j, err);
 }
 
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,

@@ -16,6 +16,7 @@ from moqext.reference.activations import (
 from moqext.reference.fused import rms_norm, silu_and_mul
 from moqext.reference.linear import linear
 from moqext.reference.numbers import as_float32, decode, encode, round_to
+from moqext.reference.packed import pack_nvfp4, unpack_nvfp4
 from moqext.reference.producer import quantize_weight
 from moqext.reference.weights import dequantize, fold_nvfp4
 
@@ -27,6 +28,7 @@ __all__ = [
     "encode",
     "fold_nvfp4",
     "linear",
+    "pack_nvfp4",
     "quantize_fp8_group",
     "quantize_fp8_static",
     "quantize_fp8_tensor",
@@ -36,4 +38,5 @@ __all__ = [
     "rms_norm",
     "round_to",
     "silu_and_mul",
+    "unpack_nvfp4",
 ]

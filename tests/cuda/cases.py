@@ -59,8 +59,7 @@ class OnDevice:
     def __init__(self, case: Any, dtype: str, compute: str = "exact") -> None:
         self.dtype = dtype
         self.method = case.method(dtype=dtype, device="cuda:0", compute=compute)
-        host = on_host(case, dtype=dtype, compute=compute)
-        self.params = {name: to_cuda(value) for name, value in host.prepare(case.listed()).items()}
+        self.params = self.method.prepare(params_to_cuda(case.listed()))
 
     def __call__(self, x: Any, **options: Any) -> Any:
         """`x` is a NumPy array as `random_x` makes it, or a tensor on the device."""

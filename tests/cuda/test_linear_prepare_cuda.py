@@ -7,7 +7,14 @@ import pytest
 
 from moqext import LinearMethod
 
-from ..linear_cases import ALGOS, COMPUTES, random_case, random_part, random_x, with_a_zero_part
+from ..linear_cases import (
+    COMPUTES,
+    prepared_for_cuda,
+    random_case,
+    random_part,
+    random_x,
+    with_a_zero_part,
+)
 from .cases import params_to_cuda, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +39,8 @@ def assert_same(prepared: Any, expected: Any) -> None:
 )
 def test_same_bits_as_on_the_cpu(rng: Any, algo: str, compute: str, columns: int, rows: list[int]) -> None:
     case = random_case(rng, algo, columns, rows)
-    cpu, gpu = methods(case, compute)
-    expected = cpu.prepare(case.listed())
+    gpu = case.method(compute=compute, device="cuda:0")
+    expected = prepared_for_cuda(case, compute)
     assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
     if algo != "FP8_PB_WO" or all(n % 128 == 0 for n in rows[:-1]):
         assert_same(gpu.prepare(params_to_cuda(case.fused())), expected)
@@ -51,29 +58,29 @@ def test_columns_that_no_vector_divides(rng: Any, algo: str, columns: int) -> No
 @pytest.mark.parametrize("start", [16, 3])
 def test_rows_of_a_wider_tensor(rng: Any, algo: str, compute: str, start: int) -> None:
     case = random_case(rng, algo, 256, [20, 9])
-    cpu, gpu = methods(case, compute)
+    gpu = case.method(compute=compute, device="cuda:0")
     params = params_to_cuda(case.listed())
     for name in ("weight", "weight_scale") if algo.endswith("NVFP4") else ("weight",):
         for i, part in enumerate(params[name]):
             wide = torch.full((part.shape[0] * 2, part.shape[1] + 64), 0xFF, dtype=torch.uint8, device="cuda")
             wide[::2, start : start + part.shape[1]] = part
             params[name][i] = wide[::2, start : start + part.shape[1]]
-    assert_same(gpu.prepare(params), cpu.prepare(case.listed()))
+    assert_same(gpu.prepare(params), prepared_for_cuda(case, compute))
 
 
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 def test_scales_may_be_on_the_host_and_numbers(rng: Any, algo: str, compute: str) -> None:
     case = random_case(rng, algo, 128, [24, 40])
-    cpu, gpu = methods(case, compute)
+    gpu, expected = case.method(compute=compute, device="cuda:0"), prepared_for_cuda(case, compute)
     codes = ("weight", "weight_scale") if algo.endswith("NVFP4") else ("weight",)
     params = {name: values for name, values in case.listed().items() if name not in codes}
     params |= params_to_cuda({name: case.listed()[name] for name in codes})
-    assert_same(gpu.prepare(params), cpu.prepare(case.listed()))
+    assert_same(gpu.prepare(params), expected)
     numbers = {
         name: [float(v) if np.ndim(v) == 0 else v for v in values] if name not in codes else values
         for name, values in params.items()
     }
-    assert_same(gpu.prepare(numbers), cpu.prepare(case.listed()))
+    assert_same(gpu.prepare(numbers), expected)
 
 
 def test_dtypes_of_torch_and_bfloat16_scales(rng: Any) -> None:
@@ -100,20 +107,24 @@ def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: 
     elif algo != "FP8_PB_WO":
         case.parts[1]["weight_scale_2" if algo.endswith("NVFP4") else "weight_scale"] = np.float32(0)
         case.parts[1]["weight_scale" if algo.endswith("NVFP4") else "weight"][:] = 0xFF
-    cpu, gpu = methods(case, compute)
-    expected = cpu.prepare(case.listed())
+    gpu = case.method(compute=compute, device="cuda:0")
+    expected = prepared_for_cuda(case, compute)
     assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
     again = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
     assert gpu.prepare(params_to_cuda(case.listed()), again) is again
     assert_same(again, expected)
 
 
-@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize(
+    "algo, compute", [("FP8", "exact"), (PER_ROW, "exact"), ("FP8_PB_WO", "exact"), ("NVFP4", "fp4")]
+)
 @pytest.mark.parametrize("zero", [False, True])
-def test_prepared_codes_may_take_the_place_of_the_checkpoints(rng: Any, algo: str, zero: bool) -> None:
+def test_prepared_codes_may_take_the_place_of_the_checkpoints(
+    rng: Any, algo: str, compute: str, zero: bool
+) -> None:
     case = random_case(rng, algo, 8192, [128, 40])
     case = with_a_zero_part(case, algo) if zero else case
-    cpu, gpu = methods(case)
+    cpu, gpu = methods(case, compute)
     expected, params = cpu.prepare(case.fused()), params_to_cuda(case.fused())
     out = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
     out |= {name: params[name] for name in ("weight", "weight_scale") if name in out}
@@ -124,16 +135,57 @@ def test_prepared_codes_may_take_the_place_of_the_checkpoints(rng: Any, algo: st
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
     case = random_case(rng, algo, 128, [40, 24])
-    cpu, gpu = methods(case, compute)
+    gpu = case.method(compute=compute, device="cuda:0")
     first = gpu.prepare(params_to_cuda(case.listed()))
     addresses = {name: value.data_ptr() for name, value in first.items()}
     other = random_case(rng, algo, 128, [40, 24])
     assert gpu.prepare(params_to_cuda(other.listed()), first) is first
     assert addresses == {name: value.data_ptr() for name, value in first.items()}
-    assert_same(first, cpu.prepare(other.listed()))
+    assert_same(first, prepared_for_cuda(other, compute))
 
 
-@pytest.mark.parametrize("algo", ["FP8", PER_ROW, "FP8_PB_WO"])
+@pytest.mark.parametrize("compute", ["exact", "fp8"])
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("zero", [False, True])
+def test_slabs_with_rows_of_several_partitions(rng: Any, compute: str, group_size: int, zero: bool) -> None:
+    for columns, rows in ((32, [1] * 5), (96, [15, 2, 31, 8]), (4128, [3] * 64), (160, [64, 64, 1])):
+        case = random_case(rng, "W4A16_NVFP4", columns, rows, group_size)
+        case = with_a_zero_part(case, case.algo) if zero else case
+        gpu, expected = case.method(compute=compute, device="cuda:0"), prepared_for_cuda(case, compute)
+        assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
+        assert_same(gpu.prepare(params_to_cuda(case.fused())), expected)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale"])
+def test_a_packed_weight_takes_nobodys_place(rng: Any, name: str) -> None:
+    case = random_case(rng, "NVFP4", 1024, [128])
+    gpu, params = case.method(device="cuda:0"), params_to_cuda(case.fused())
+    out = gpu.prepare(params)
+    memory = torch.empty(2 * out["weight"].numel(), dtype=torch.uint8, device="cuda")
+    size = params[name].numel()
+    there = memory[:size].view(params[name].shape).copy_(params[name])
+    out["weight"] = memory[: out["weight"].numel()].view(out["weight"].shape)
+    with pytest.raises(BufferError, match="memory"):
+        gpu.prepare(params | {name: there}, out)
+
+
+def test_packing_needs_no_memory_but_its_result(rng: Any) -> None:
+    rows, columns = 8192, 8192
+    weight = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(0, 0x7F, (rows, columns // 16), dtype=torch.uint8, device="cuda")
+    params = {"weight": weight, "weight_scale": scale, "weight_scale_2": np.float32(1)}
+    for compute in ("exact", "fp8"):
+        method = LinearMethod("W4A16_NVFP4", columns, [rows], device="cuda:0", compute=compute)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        prepared = method.prepare(params)
+        held = sum(value.nbytes for value in prepared.values())
+        assert torch.cuda.max_memory_allocated() - before <= held + 4096
+        del prepared
+
+
+@pytest.mark.parametrize("algo", ["FP8", PER_ROW, "FP8_PB_WO", "NVFP4"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_a_call_right_after_a_reload(rng: Any, algo: str, tokens: int) -> None:
     """The kernel asks for its weight before the kernel ahead of it is known to have ended."""

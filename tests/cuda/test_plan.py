@@ -64,8 +64,8 @@ def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
     name = "cuda:sm90_fp8_decode"
     assert reasons(columns=4096)[name] is None
     assert "in_features to be a multiple of 128, got 4104" in reasons(columns=4104)[name]
-    assert "FP8 weights" in reasons("NVFP4")[name]
-    assert reasons("NVFP4", compute="fp8")[name] is None
+    for compute in ("exact", "fp8", "fp4"):
+        assert "FP8 weights" in reasons("NVFP4", compute=compute)[name]
 
 
 def test_more_rows_than_an_int_counts_are_refused():
@@ -81,8 +81,8 @@ def test_products_of_warps_want_fp8_and_parts_of_16():
             else:
                 assert found == f"needs compute capability {least} or later, this device has {capability}"
         assert "in_features to be a multiple of 16, got 4104" in reasons(columns=4104)[name]
-        assert "FP8 weights" in reasons("NVFP4")[name]
-        assert reasons("NVFP4", compute="fp8")[name] is None
+        for compute in ("exact", "fp8", "fp4"):
+            assert "FP8 weights" in reasons("NVFP4", compute=compute)[name]
 
 
 def test_float32_outputs_want_products_that_are_exact():

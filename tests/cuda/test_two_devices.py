@@ -10,13 +10,13 @@ import pytest
 
 from moqext import ops
 
-from ..linear_cases import random_case, random_x
+from ..linear_cases import prepared_for_cuda, random_case, random_x
 
 pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import OnDevice, force, on_host, to_cuda, to_numpy  # noqa: E402
+from .cases import OnDevice, force, to_cuda, to_numpy  # noqa: E402
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 SECOND = "cuda:1"
@@ -127,7 +127,7 @@ def test_a_capture_on_the_second_device(rng):
 @pytest.mark.parametrize("algo", [*FP8_ALGOS, "NVFP4"])
 def test_prepare(rng, algo):
     case = random_case(rng, algo, COLUMNS, [1024, 512])
-    expected = on_host(case).prepare(case.listed())
+    expected = prepared_for_cuda(case)
     checkpoint = {
         name: [torch.from_numpy(np.atleast_1d(value)).to(SECOND) for value in values]
         for name, values in case.listed().items()

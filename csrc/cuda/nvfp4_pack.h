@@ -1,0 +1,50 @@
+/* NVFP4 weights to the packed layout (core/nvfp4_pack.h) and back on the device. Callers have
+ * validated shapes. */
+#ifndef MOQ_CUDA_NVFP4_PACK_H
+#define MOQ_CUDA_NVFP4_PACK_H
+
+#include "core/linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of a layer that lie together. */
+typedef struct {
+    const uint8_t *codes; /* [rows, columns / 2]; NULL: zeros */
+    int64_t code_stride;  /* bytes from row to row */
+    const uint8_t *scales;
+    int64_t scale_stride;
+    int64_t rows;
+} moq_pack_source;
+
+typedef struct {
+    int64_t rows, columns; /* of the layer; columns is a multiple of group */
+    int32_t group;         /* 16 or 32 columns have a scale */
+    int32_t source_count;
+    moq_pack_source source[MOQ_MAX_PARTITIONS]; /* their rows follow each other */
+    uint8_t *out;                               /* units, at an address that is a multiple of 16 */
+    float *largest; /* [rows], zeros before: the row's largest |code * scale|, or NULL */
+} moq_nvfp4_pack;
+
+moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);
+
+/* From the largest value of each row, in its place, fold_scale = 1 / r (moq_linear_folds), and
+ * output_scale *= r. */
+moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale, int64_t rows,
+                                     void *stream, moq_err *err);
+
+typedef struct {
+    const uint8_t *packed; /* at an address that is a multiple of 16 */
+    int64_t rows, columns;
+    int32_t group;
+    uint8_t *codes;  /* [rows, columns / 2] */
+    uint8_t *scales; /* [rows, columns / group] */
+} moq_nvfp4_unpack;
+
+moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
