@@ -194,25 +194,25 @@ static variant variant_of(double step, double group_step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<WEIGHTS_FIRST, 32, 1, ALONE>(0.182, 0.301),
-    variant_of<WEIGHTS_FIRST, 32, 1, PARTS>(0.226, 0.303),
-    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS>(0.168, 0.222),
-    variant_of<WEIGHTS_FIRST, 32, 2, ALONE>(0.290, 0.420),
-    variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.203, 0.357),
-    variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.291, 0.416),
-    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.183, 0.294),
-    variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.376, 0.650),
-    variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.403, 0.591),
-    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.302, 0.554),
-    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.309, 0.553),
-    variant_of<TOKENS_FIRST, 128, 1, PARTS>(0.410, 0.537),
-    variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.298, 0.418),
-    variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.600, 0.750),
-    variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.680, 0.820),
-    variant_of<WEIGHTS_FIRST, 32, 1, PARTS, true>(0.250, 0),
-    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.280, 0),
-    variant_of<WEIGHTS_FIRST, 64, 1, PARTS, true>(0.394, 0),
-    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS, true>(0.301, 0),
+    variant_of<WEIGHTS_FIRST, 32, 1, ALONE>(0.248, 0.289),
+    variant_of<WEIGHTS_FIRST, 32, 1, PARTS>(0.306, 0.265),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS>(0.226, 0.190),
+    variant_of<WEIGHTS_FIRST, 32, 2, ALONE>(0.291, 0.430),
+    variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.234, 0.363),
+    variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.270, 0.468),
+    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.185, 0.235),
+    variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.387, 0.597),
+    variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.362, 0.585),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.346, 0.540),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.449, 0.550),
+    variant_of<TOKENS_FIRST, 128, 1, PARTS>(0.428, 0.478),
+    variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.347, 0.408),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.638, 0.785),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.667, 0.834),
+    variant_of<WEIGHTS_FIRST, 32, 1, PARTS, true>(0.264, 0),
+    variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.283, 0),
+    variant_of<WEIGHTS_FIRST, 64, 1, PARTS, true>(0.386, 0),
+    variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS, true>(0.302, 0),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -258,46 +258,59 @@ static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
 /* What an estimate is made of: seconds and rates a second. */
 typedef struct {
     double start;         /* of every call */
-    double quantize[2];   /* the kernel that does, for one scale and for others, */
-    double values[2];     /* and how many it does */
+    double quantize[3];   /* the kernel that does: one scale, by token, by group, */
+    double values[3];     /* and how many it does */
     double cache, memory; /* bytes */
-    double output, sum;   /* of a block's tile; of a token's parts */
+    double busy;          /* blocks, one a multiprocessor, that keep the memory busy */
+    double output;        /* of a block's tile */
+    double sum, sharing;  /* of a token's parts, and more for each block that has one */
     double power;         /* the higher, the less do copies and products get in each other's way */
 } rates;
 
-/* Tiles of 32 and 64 tokens (six layers, 32 and 64 tokens, all shapes: 3.4 % off in the mean; the
- * choice costs 0.5 %; of the choices for sixteen layers and 8 to 64 tokens 6.4 % in the mean, a
- * fifth at most), where x is quantized in it or before; and of more (ten layers, up to 4096 tokens:
- * within 6 % in four of five). Both of an H200, but for the quantization, which has become 0.3 us
- * shorter since: that is taken from `start`. */
-static const rates FUSED = {1.64e-6, {0, 0}, {1e30, 1e30}, 9.0e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
-static const rates FEW = {
-    1.5e-6, {0.4e-6, 0.5e-6}, {1.67e12, 1.67e12}, 6.28e12, 4.4e12, 2.2e-10, 0.8e-8, 8};
-static const rates MANY = {1.4e-6,  {1.5e-6, 1.9e-6}, {1.4e12, 1.2e12}, 7.7e12,
-                           4.27e12, 1.1e-10,          1.5e-8,           4};
-
-/* Blocks, one a multiprocessor, that keep the memory busy: fewer where nothing beside the ring
- * takes shared memory. */
-#define BUSY_ALONE 80
-#define BUSY_PARTS 100
+/* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted with the
+ * other kernels' estimates to what tune() measured of sixteen layers with 1 to 512 tokens on an
+ * H200, so that the choice loses least: 0.4 % beside the best of all shapes and kernels, 1.2 % with
+ * the estimates before (docs/lab.md). */
+static const rates FUSED = {
+    1.19e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.41e12, 4.5e12, 104, 1.3e-10, 7.88e-9, 5.7e-9, 8};
+static const rates FEW = {1.39e-6,
+                          {3.37e-7, 4.52e-7, 9.79e-7},
+                          {2.16e12, 2.62e12, 2.62e12},
+                          5.97e12,
+                          4.38e12,
+                          80,
+                          1.7e-10,
+                          5.93e-9,
+                          0,
+                          8};
+static const rates MANY = {1.82e-6,
+                           {1.67e-6, 1.79e-6, 2.55e-6},
+                           {1.58e12, 1.38e12, 1.38e12},
+                           6.57e12,
+                           4.7e12,
+                           0,
+                           8e-11,
+                           1.5e-8,
+                           0,
+                           4};
 
 /* Seconds to read the weights where blocks have some tiles each, the last turn some of the blocks.
  */
-static double weight_seconds(const method *way, double bytes, double rate) {
-    double busy = has_parts(way->shape) ? BUSY_PARTS : BUSY_ALONE;
+static double weight_seconds(const method *way, double bytes, const rates *r) {
     int64_t tiles = way->row_tiles * way->columns;
     int64_t last = (tiles - 1) % way->workers + 1, rest = tiles - last;
-    double all = fmin(1, (double)(way->workers * way->cluster) / busy);
-    double few = fmin(1, (double)(last * way->cluster) / busy);
-    return bytes / (double)tiles * ((double)rest / all + (double)last / few) / rate;
+    double all = fmin(1, (double)(way->workers * way->cluster) / r->busy);
+    double few = fmin(1, (double)(last * way->cluster) / r->busy);
+    return bytes / (double)tiles * ((double)rest / all + (double)last / few) / r->memory;
 }
 
 /* Seconds of a call: x quantized, then the products, W from memory and all tiles from the
- * second-level cache at the same time, then outputs, and sums of parts. */
+ * second-level cache at the same time, then outputs, and sums of parts. Outputs of all tiles of a
+ * block but the last are written while more is copied. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
+    int scaling = spec->input - MOQ_INPUT_E4M3_TENSOR;
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP, parts = has_parts(v);
-    bool other = spec->input != MOQ_INPUT_E4M3_TENSOR;
     bool few = v->first == WEIGHTS_FIRST && v->tokens <= 64 && !has_pairs(v);
     const rates *r = v->fused ? &FUSED : few ? &FEW : &MANY;
     double n = (double)spec->out_features, k = (double)spec->in_features;
@@ -306,18 +319,19 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double turns = parts ? 1.0 : (double)divide_up(way->row_tiles * way->columns, way->workers);
     double rows = v->weight_rows * (v->share == SHARE_WEIGHTS ? 0.5 : 1.0);
     double columns = v->tokens * (v->share == SHARE_TOKENS ? 0.5 : 1.0) * (v->fused ? 2 : 1);
-    double quantize = r->quantize[other] + (double)m * k / r->values[other];
-    double products = turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6;
+    double quantize = r->quantize[scaling] + (double)m * k / r->values[scaling];
+    double output = v->weight_rows * v->tokens * r->output;
+    double products =
+        turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6 + (turns - 1) * output;
     double copies = tiles * steps * STEP * (rows + columns) / r->cache;
-    double memory = few ? weight_seconds(way, n * k, r->memory) : n * k / r->memory;
-    double outputs = turns * v->weight_rows * v->tokens * r->output;
-    double sums = parts ? r->sum * v->tokens : 0.0;
+    double memory = few ? weight_seconds(way, n * k, r) : n * k / r->memory;
+    double sums = parts ? (r->sum + r->sharing * way->cluster) * v->tokens : 0.0;
     double together =
         pow(pow(products, r->power) + pow(memory, r->power) + pow(copies, r->power), 1 / r->power);
-    double all = r->start + quantize + together + outputs + sums;
+    double all = r->start + quantize + together + output + sums;
     if (v->fused && m < v->tokens) /* a tile that is not full is read sooner */
-        all -= 1.2e-8 * (double)(v->tokens - m);
-    return few && way->columns > 1 ? 1.08 * all : all; /* these were not fitted */
+        all -= 1.9e-8 * (double)(v->tokens - m);
+    return all;
 }
 
 static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, int cluster) {

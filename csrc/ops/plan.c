@@ -144,20 +144,20 @@ static double norm4(double a, double b) {
     return sqrt(sqrt(a * a * a * a + b * b * b * b));
 }
 
-/* Seconds, fitted to 77 layers and numbers of tokens on an H200 (docs/lab.md), 5 % off in the mean
- * and a fifth at most: the weight, or what each row of outputs costs where that is longer, then x,
- * read and quantized by every multiprocessor, by the way it is quantized. Of small layers with a
- * token or two two calls are on a multiprocessor. Beyond its tokens another kernel has to do it. */
+/* Seconds, fitted as the estimates of the FP8 GEMM are (sm90_fp8_gemm.cu): the weight, or what each
+ * row of outputs costs where that is longer, then x, read and quantized by every multiprocessor, by
+ * the way it is quantized. Of small layers with a token or two two calls are on a multiprocessor.
+ * Beyond its tokens another kernel has to do it. */
 static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
     double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
-    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.43e-11
-                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 4.55e-11
-                                                         : 3.84e-11;
+    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.55e-11
+                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 5.57e-11
+                                                         : 5.32e-11;
     bool small = n * k <= (double)MOQ_FP8_DECODE_SMALL * spec->target.sm_count;
-    double start = m <= MOQ_FP8_DECODE_FEW && small ? 1.31e-6 : 2.05e-6;
+    double start = m <= MOQ_FP8_DECODE_FEW && small ? 1.41e-6 : 1.75e-6;
     if (m > MOQ_FP8_DECODE_TOKENS)
         return INFINITY;
-    return start + norm4(n * k / 4.47e12, n * (8.1e-11 + 8.4e-12 * tokens)) + value * tokens * k;
+    return start + norm4(n * k / 4.54e12, n * (7.62e-11 + 1.66e-11 * tokens)) + value * tokens * k;
 }
 
 static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
@@ -179,12 +179,8 @@ static bool can_run_fp8_gemm(const moq_linear_spec *spec, char *reason, size_t s
     return false;
 }
 
-/* With more than 64 tokens the estimates were fitted in rounds with other kernels, and are 6 %
- * short of what the kernel takes alone. */
 static double cost_fp8_gemm(const moq_linear_spec *spec, int64_t m) {
-    if (m > MOQ_FP8_GEMM_TOKENS)
-        return INFINITY;
-    return moq_cuda_fp8_gemm_seconds(spec, m) * (m > 64 ? 1.06 : 1.0);
+    return m > MOQ_FP8_GEMM_TOKENS ? INFINITY : moq_cuda_fp8_gemm_seconds(spec, m);
 }
 
 static bool can_run_sm80_fp8(const moq_linear_spec *spec, char *reason, size_t size) {

@@ -94,11 +94,12 @@ def test_a_stream_of_the_second_device(rng, form):
     late = torch.full_like(x, float("nan"), device=SECOND)
     out = torch.full((5, ROWS), float("nan"), dtype=torch.bfloat16, device=SECOND)
     there = x.to(SECOND)
+    given = stream.cuda_stream if form == "handle" else stream
+    pair.second(there, pair.params)  # a kernel's first call loads it, which waits for what runs
     torch.cuda.synchronize(SECOND)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         late.copy_(there)
-    given = stream.cuda_stream if form == "handle" else stream
     pair.second(late, pair.params, out=out, stream=given)
     assert not stream.query()
     stream.synchronize()
