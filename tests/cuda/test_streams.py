@@ -329,10 +329,9 @@ method = LinearMethod("W4A16_NVFP4", 512, [384], device="cuda:0")
 x = torch.ones(3, 512, dtype=torch.bfloat16, device="cuda")
 
 # An address that no allocation has.
-wild = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 44, 384 * 256, None, 0), 0)
+wild = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 44, 24 * 8 * 576, None, 0), 0)
 params = {
-    "weight": cupy.ndarray((384, 256), cupy.uint8, memptr=wild),
-    "weight_scale": torch.zeros(384, 32, dtype=torch.uint8, device="cuda"),
+    "weight": cupy.ndarray((24, 8, 576), cupy.uint8, memptr=wild),
     "output_scale": torch.ones(384, device="cuda"),
 }
 try:
