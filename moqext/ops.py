@@ -96,10 +96,13 @@ def quantize(
     | "fp8_token" | [..., K] E4M3 | [..., 1] | scale = max(amax / 448, 1 / (448 * 512)), e4m3(x / scale) |
     | "fp8_group" | [..., K] E4M3 | [..., ceil(K / g)] | scale = max(amax, 1e-10) / 448, e4m3(x / scale) |
     | "nvfp4" | [..., K / 2] uint8 | [..., K / 16] E4M3 and [] | see below |
+    | "nvfp4_swizzled" | the same | [Mp, Kp] E4M3 and [] | the same, block scales of all M rows swizzled |
 
     NVFP4 has a second-level scale s, given or amax / 2688 over all of x; each group of 16 has the block scale
     b = e4m3(amax / (6 * s)), and the codes are e2m1(x / (b * s)), both products rounded to float32 first; the
     even column is in the low nibble. A block scale may be subnormal; where it is 0, so are the codes.
+    "nvfp4_swizzled" has the block scales as `swizzle_block_scales` of [M, K / 16] would, padded with zeros:
+    what block-scaled matrix products read.
 
     Arithmetic is float32, rounded to nearest even; codes saturate. A scale found over a whole tensor is 1
     where amax is 0 or too small for one (amax / 448 subnormal, amax / 2688 zero). Nothing hides a NaN: it
@@ -113,22 +116,22 @@ def quantize(
     Args:
         x: [..., K] of float32, float16 or bfloat16, with any strides; a raw uint16 array is bfloat16 unless
             `format` says otherwise. The last axis is what groups and tokens run along.
-        scheme: "fp8_tensor", "fp8_token", "fp8_group" or "nvfp4".
-        scale: "fp8_tensor" and "nvfp4": a number or a float32 tensor of one element, positive and finite;
-            None finds it from x. One on a CUDA device is used unseen: its value is not checked.
+        scheme: "fp8_tensor", "fp8_token", "fp8_group", "nvfp4" or "nvfp4_swizzled".
+        scale: "fp8_tensor" and both of NVFP4: a number or a float32 tensor of one element, positive and
+            finite; None finds it from x. One on a CUDA device is used unseen: its value is not checked.
         group_size: "fp8_group": g, default 128; the last group of a row may be shorter.
         out: contiguous tensor for the codes, of their dtype or raw uint8.
-        scale_out: the same for the scales (the block scales of "nvfp4"); not where `scale` is the result.
+        scale_out: the same for the scales (the block scales of NVFP4); not where `scale` is the result.
         format: dtype of a raw x, e.g. "float16".
         stream: CUDA: a handle or an object with `__cuda_stream__`; None is the current stream of the
             framework of x.
 
     Returns:
-        (codes, scales); (codes, block scales, second-level scale) for "nvfp4". A given scale is handed back.
+        (codes, scales); (codes, block scales, second-level scale) for NVFP4. A given scale is handed back.
 
     Raises:
         TypeError: a dtype that is not in these lists.
-        ValueError: an unknown scheme, K not divisible by 16 for "nvfp4", an argument the scheme does not
+        ValueError: an unknown scheme, K not divisible by 16 for NVFP4, an argument the scheme does not
             take, a scale that is not positive and finite, or an output of another shape.
         BufferError: tensors on other devices than x, a device that cannot be used, or an output that is
             read-only or overlaps another tensor.

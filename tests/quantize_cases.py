@@ -13,6 +13,15 @@ def carrier(array):
     return array[..., None].view(np.uint8) if array.itemsize > 1 else array.view(np.uint8)
 
 
+def swizzled(scale):
+    """Swizzled block scales as a reshape: tiles of 128 x 4, the four groups of 32 rows side by side."""
+    *batch, rows, columns = scale.shape
+    padded = np.pad(scale, [(0, 0)] * len(batch) + [(0, -rows % 128), (0, -columns % 4)])
+    count = int(np.prod(batch))
+    tiles = padded.reshape(count, padded.shape[-2] // 128, 4, 32, padded.shape[-1] // 4, 4)
+    return tiles.transpose(0, 1, 4, 3, 2, 5).reshape(padded.shape)
+
+
 def same_codes(actual, expected):
     """Equal E4M3 codes; the sign of a NaN is left open."""
     actual, expected = carrier(actual), carrier(expected)

@@ -48,7 +48,7 @@ enum { CODES, SCALES, SCALE_2, RESIDUAL, RESULTS };
  * is none or the given scale is what the caller gets. */
 static int take_results(moq_state *state, const wishes *w, const moq_arg *x,
                         const moq_quantize_plan *plan, PyObject **result, moq_arg *out) {
-    bool fixed = plan->given.ndim >= 0, nvfp4 = plan->scheme == MOQ_QUANTIZE_NVFP4;
+    bool fixed = plan->given.ndim >= 0, nvfp4 = moq_quantizes_to_nvfp4(plan->scheme);
     const moq_activation *a = &plan->activation;
     result[CODES] = take_result(state, w->out, "out", x, &plan->codes, &out[CODES]);
     if (!result[CODES])
@@ -101,7 +101,7 @@ static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *p
 static PyObject *pack(PyObject *const *result, PyObject *given, const moq_quantize_plan *plan) {
     PyObject *item[RESULTS] = {result[CODES], result[SCALES] ? result[SCALES] : given};
     Py_ssize_t count = 2;
-    if (plan->scheme == MOQ_QUANTIZE_NVFP4)
+    if (moq_quantizes_to_nvfp4(plan->scheme))
         item[count++] = result[SCALE_2] ? result[SCALE_2] : given;
     if (result[RESIDUAL])
         item[count++] = result[RESIDUAL];

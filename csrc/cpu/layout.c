@@ -10,19 +10,14 @@ int64_t moq_round_up(int64_t extent, int64_t tile) {
     return (extent + tile - 1) / tile * tile;
 }
 
-static int64_t swizzled_offset(int64_t m, int64_t k, int64_t padded_columns) {
-    int64_t tile = m / 128 * (padded_columns / 4) + k / 4;
-    return tile * 512 + m % 32 * 16 + m % 128 / 32 * 4 + k % 4;
-}
-
 /* Bytes of one padded matrix. */
 static int64_t swizzled_size(int64_t rows, int64_t columns) {
-    return moq_round_up(rows, MOQ_SWIZZLE_ROWS) * moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+    return moq_swizzle_down(rows) * moq_swizzle_across(columns) * MOQ_SWIZZLE_BYTES;
 }
 
 void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out) {
     int64_t columns = moq_row_length(scale), rows = scale->shape[scale->ndim - 2];
-    int64_t padded_columns = moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+    int64_t across = moq_swizzle_across(columns);
     int64_t size = swizzled_size(rows, columns), step = scale->stride[scale->ndim - 1];
     int64_t total = moq_row_count(scale);
     if (total == 0)
@@ -32,18 +27,18 @@ void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out) {
         const uint8_t *src = (const uint8_t *)scale->data + moq_row_offset(scale, r);
         uint8_t *dst = out + r / rows * size;
         for (int64_t k = 0; k < columns; k++)
-            dst[swizzled_offset(r % rows, k, padded_columns)] = src[k * step];
+            dst[moq_swizzle_at(r % rows, k, across)] = src[k * step];
     }
 }
 
 void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out) {
     int64_t columns = moq_row_length(logical), rows = logical->shape[logical->ndim - 2];
-    int64_t padded_columns = moq_round_up(columns, MOQ_SWIZZLE_COLUMNS);
+    int64_t across = moq_swizzle_across(columns);
     int64_t size = swizzled_size(rows, columns), total = moq_row_count(logical);
     for (int64_t r = 0; r < total; r++) {
         const uint8_t *src = swizzled + r / rows * size;
         for (int64_t k = 0; k < columns; k++)
-            *out++ = src[swizzled_offset(r % rows, k, padded_columns)];
+            *out++ = src[moq_swizzle_at(r % rows, k, across)];
     }
 }
 

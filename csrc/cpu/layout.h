@@ -3,19 +3,14 @@
 #ifndef MOQ_CPU_LAYOUT_H
 #define MOQ_CPU_LAYOUT_H
 
+#include "core/swizzle.h"
 #include "core/tensor.h"
-
-/* Swizzled block scales come in tiles of 128 rows x 4 columns. */
-#define MOQ_SWIZZLE_ROWS    128
-#define MOQ_SWIZZLE_COLUMNS 4
 
 /* Extent rounded up to a multiple of `tile`. */
 int64_t moq_round_up(int64_t extent, int64_t tile);
 
-/* scale [M, K] or [B, M, K] of one-byte elements, any strides, to the order of the tensor core's
- * block-scaled instructions: byte (m, k) of a matrix goes to
- *   ((m / 128) * (Kpad / 4) + k / 4) * 512 + (m % 32) * 16 + (m % 128) / 32 * 4 + k % 4,
- * with M padded to 128 and K to 4 by zeros. */
+/* scale [M, K] or [B, M, K] of one-byte elements, any strides, to matrices in the order of
+ * core/swizzle.h, with M padded to 128 and K to 4 by zeros. */
 void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out);
 /* The inverse, for the matrices that `logical` describes; out is row-major, without padding. */
 void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out);

@@ -9,12 +9,11 @@
  * so that both sides move whole sectors of 32 bytes. */
 #include "cuda/layout.h"
 
+#include "core/swizzle.h"
 #include "cuda/launch.h"
 
-#define THREADS    256
-#define TILE_ROWS  128
-#define TILE_BYTES 512
-#define TILES      8 /* of a block, next to each other in a row */
+#define THREADS 256
+#define TILES   8 /* of a block, next to each other in a row */
 
 /* ---- bytes to bytes ---- */
 
@@ -207,8 +206,8 @@ static __device__ __forceinline__ tile_part part_of(const tile_args *a) {
     int64_t across = block % a->groups * TILES + threadIdx.x % TILES;
     int64_t down = block / a->groups; /* of all matrices */
     int64_t tile = down * a->tile_columns + across;
-    tile_part part = {a->tiles + tile * TILE_BYTES + m * 16, down / a->tile_rows,
-                      down % a->tile_rows * TILE_ROWS + m, across * 4, across < a->tile_columns};
+    tile_part part = {a->tiles + tile * MOQ_SWIZZLE_BYTES + m * 16, down / a->tile_rows,
+                      down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4, across < a->tile_columns};
     return part;
 }
 
@@ -280,8 +279,8 @@ static moq_status move_tiles(const char *what, const void *kernel, const moq_ten
                   plain->stride[last]},
         .tiles = tiles,
     };
-    a.tile_rows = (a.plain.rows + TILE_ROWS - 1) / TILE_ROWS;
-    a.tile_columns = (a.plain.columns + 3) / 4;
+    a.tile_rows = moq_swizzle_down(a.plain.rows);
+    a.tile_columns = moq_swizzle_across(a.plain.columns);
     a.groups = (a.tile_columns + TILES - 1) / TILES;
     a.aligned = (uintptr_t)tiles % 16 == 0;
     a.whole = (uintptr_t)a.plain.data % 4 == 0 && a.plain.columns % 4 == 0 && a.plain.step == 1 &&

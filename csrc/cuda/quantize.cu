@@ -314,6 +314,7 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
                        .scales = q->scales,
                        .scale_row = q->scale_row,
                        .scale_group = q->scale_group,
+                       .scale_tiles = q->scale_tiles,
                        .next_is_busy = q->next_is_busy,
                        .x = input_of(q->x)};
     any_source source;

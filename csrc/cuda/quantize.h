@@ -35,6 +35,9 @@ typedef struct {
     void *scales;
     int64_t scale_row;
     int64_t scale_group;
+    /* NVFP4: where not 0, block scales are in swizzled order instead, with so many tiles in a row of
+     * them; what is beyond the ends of x stays as it is. */
+    int64_t scale_tiles;
     float *scale_2;  /* NVFP4, dynamic: the second-level scale */
     void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
     void *stream;    /* cudaStream_t */

@@ -16,6 +16,7 @@
 #ifndef MOQ_CUDA_QUANTIZE_ROWS_H
 #define MOQ_CUDA_QUANTIZE_ROWS_H
 
+#include "core/swizzle.h"
 #include "cuda/quantize.h"
 #include "cuda/quantize_chunk.h"
 
@@ -34,7 +35,7 @@ typedef struct {
     uint8_t *codes;
     int64_t code_stride, code_columns;
     void *scales;
-    int64_t scale_row, scale_group;
+    int64_t scale_row, scale_group, scale_tiles;
     bool next_is_busy;
     float *found; /* where the scale of the whole tensor goes, or NULL */
     quantize_input x;
@@ -306,8 +307,10 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
     float value[N];
     widen(c, value);
     if constexpr (MODE == MOQ_INPUT_NVFP4) {
-        uint8_t *to = (uint8_t *)a->scales + row * a->scale_row + column / 16 * a->scale_group;
-        uint4 code = quantize_nvfp4(value, by.scale, to);
+        int64_t group = column / 16;
+        int64_t at = a->scale_tiles ? moq_swizzle_at(row, group, a->scale_tiles)
+                                    : row * a->scale_row + group * a->scale_group;
+        uint4 code = quantize_nvfp4(value, by.scale, (uint8_t *)a->scales + at);
         store_codes<8, WAY>(a, row, column / 2, code, 8);
         return;
     }

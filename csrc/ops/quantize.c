@@ -2,8 +2,11 @@
 #include "ops/quantize.h"
 
 #include "core/formats.h"
+#include "core/swizzle.h"
 #include "cpu/activation.h"
+#include "cpu/layout.h"
 #include "cpu/quantize.h"
+#include "cpu/rows.h"
 #include "cuda/cuda.h"
 #include "cuda/quantize.h"
 #include "ops/check.h"
@@ -13,10 +16,9 @@
 #include <string.h>
 
 static const char *const NAMES[] = {
-    [MOQ_QUANTIZE_FP8_TENSOR] = "fp8_tensor",
-    [MOQ_QUANTIZE_FP8_TOKEN] = "fp8_token",
-    [MOQ_QUANTIZE_FP8_GROUP] = "fp8_group",
-    [MOQ_QUANTIZE_NVFP4] = "nvfp4",
+    [MOQ_QUANTIZE_FP8_TENSOR] = "fp8_tensor",         [MOQ_QUANTIZE_FP8_TOKEN] = "fp8_token",
+    [MOQ_QUANTIZE_FP8_GROUP] = "fp8_group",           [MOQ_QUANTIZE_NVFP4] = "nvfp4",
+    [MOQ_QUANTIZE_NVFP4_SWIZZLED] = "nvfp4_swizzled",
 };
 
 moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err) {
@@ -27,18 +29,19 @@ moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *
         }
     }
     return moq_fail(err, MOQ_ERR_VALUE,
-                    "scheme: expected 'fp8_tensor', 'fp8_token', 'fp8_group' or 'nvfp4', got '%s'",
+                    "scheme: expected 'fp8_tensor', 'fp8_token', 'fp8_group', 'nvfp4' or "
+                    "'nvfp4_swizzled', got '%s'",
                     name);
 }
 
 static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, int64_t *out,
                                 moq_err *err) {
     MOQ_TRY(moq_check_group_size(group_size, err));
-    if (scheme == MOQ_QUANTIZE_NVFP4) {
+    if (moq_quantizes_to_nvfp4(scheme)) {
         *out = MOQ_NVFP4_GROUP;
         if (group_size && group_size != MOQ_NVFP4_GROUP)
-            return moq_fail(err, MOQ_ERR_VALUE, "group_size: nvfp4 has groups of 16, got %lld",
-                            (long long)group_size);
+            return moq_fail(err, MOQ_ERR_VALUE, "group_size: %s has groups of 16, got %lld",
+                            NAMES[scheme], (long long)group_size);
         return MOQ_OK;
     }
     *out = group_size ? group_size : MOQ_FP8_BLOCK;
@@ -67,6 +70,14 @@ static moq_tensor result_of(const moq_tensor *x, moq_dtype dtype, int32_t ndim,
     moq_tensor t = moq_describe(dtype, ndim, shape);
     t.device = x->device;
     return t;
+}
+
+/* The shape of row-major scales in swizzled order: one matrix, whatever axes the rows have. */
+static moq_tensor swizzled(const moq_tensor *scale) {
+    int64_t columns = moq_row_length(scale);
+    int64_t shape[2] = {moq_swizzle_down(moq_row_count(scale)) * MOQ_SWIZZLE_ROWS,
+                        moq_swizzle_across(columns) * MOQ_SWIZZLE_COLUMNS};
+    return result_of(scale, scale->dtype, 2, shape);
 }
 
 /* The plan for values that are on a device that can be used. */
@@ -98,7 +109,7 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
         return moq_fail(err, MOQ_ERR_VALUE, "x: expected at least one dimension for %s, got none",
                         NAMES[scheme]);
     memcpy(extent, x->shape, sizeof extent);
-    if (scheme != MOQ_QUANTIZE_NVFP4) {
+    if (!moq_quantizes_to_nvfp4(scheme)) {
         plan->codes = result_of(x, MOQ_DT_E4M3, x->ndim, extent);
         extent[last] = scheme == MOQ_QUANTIZE_FP8_TOKEN
                            ? 1
@@ -108,12 +119,14 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
     }
     if (x->shape[last] % MOQ_NVFP4_GROUP != 0)
         return moq_fail(err, MOQ_ERR_VALUE,
-                        "x: expected a last extent divisible by 16 for nvfp4, got shape %s",
-                        moq_shape_text(x, shape, sizeof shape));
+                        "x: expected a last extent divisible by 16 for %s, got shape %s",
+                        NAMES[scheme], moq_shape_text(x, shape, sizeof shape));
     extent[last] = x->shape[last] / 2;
     plan->codes = result_of(x, MOQ_DT_U8, x->ndim, extent);
     extent[last] = x->shape[last] / MOQ_NVFP4_GROUP;
     plan->scale = result_of(x, MOQ_DT_E4M3, x->ndim, extent);
+    if (scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED)
+        plan->scale = swizzled(&plan->scale);
     plan->scale_2 = result_of(x, MOQ_DT_F32, 0, NULL);
     return MOQ_OK;
 }
@@ -236,32 +249,59 @@ static moq_status check_results(const moq_quantize_plan *plan, const moq_quantiz
     return MOQ_OK;
 }
 
-static void quantize_on_cpu(const moq_quantize_plan *plan, const moq_tensor *x,
-                            const moq_quantize_call *call, float given) {
+static void quantize_values(const moq_quantize_plan *plan, const moq_tensor *x,
+                            const moq_quantize_call *call, float given, void *scales) {
     float value = given;
     bool fixed = plan->given.ndim >= 0;
     switch (plan->scheme) {
     case MOQ_QUANTIZE_FP8_TENSOR:
         if (!fixed) {
             value = moq_fp8_dynamic_scale(moq_cpu_amax(x));
-            memcpy(call->scale->data, &value, sizeof value);
+            memcpy(scales, &value, sizeof value);
         }
         moq_cpu_quantize_fp8_tensor(x, value, call->codes->data);
         break;
     case MOQ_QUANTIZE_FP8_TOKEN:
-        moq_cpu_quantize_fp8_token(x, call->codes->data, call->scale->data);
+        moq_cpu_quantize_fp8_token(x, call->codes->data, scales);
         break;
     case MOQ_QUANTIZE_FP8_GROUP:
-        moq_cpu_quantize_fp8_group(x, plan->group, call->codes->data, call->scale->data);
+        moq_cpu_quantize_fp8_group(x, plan->group, call->codes->data, scales);
         break;
-    case MOQ_QUANTIZE_NVFP4:
+    default:
         if (!fixed) {
             value = moq_nvfp4_dynamic_scale(moq_cpu_amax(x));
             memcpy(call->scale_2->data, &value, sizeof value);
         }
-        moq_cpu_quantize_nvfp4(x, value, call->codes->data, call->scale->data);
+        moq_cpu_quantize_nvfp4(x, value, call->codes->data, scales);
         break;
     }
+}
+
+static moq_status no_memory(size_t bytes, moq_err *err) {
+    return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %zu bytes of values", bytes);
+}
+
+/* Block scales are found in the order of the rows. */
+static moq_status quantize_and_swizzle(const moq_quantize_plan *plan, const moq_tensor *x,
+                                       const moq_quantize_call *call, float given, moq_err *err) {
+    int64_t shape[2] = {moq_row_count(x), moq_row_length(x) / MOQ_NVFP4_GROUP};
+    moq_tensor scales = moq_describe(MOQ_DT_E4M3, 2, shape);
+    size_t bytes = (size_t)moq_tensor_numel(&scales);
+    scales.data = malloc(bytes ? bytes : 1);
+    if (!scales.data)
+        return no_memory(bytes, err);
+    quantize_values(plan, x, call, given, scales.data);
+    moq_cpu_swizzle(&scales, call->scale->data);
+    free(scales.data);
+    return MOQ_OK;
+}
+
+static moq_status quantize_on_cpu(const moq_quantize_plan *plan, const moq_tensor *x,
+                                  const moq_quantize_call *call, float given, moq_err *err) {
+    if (plan->scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED)
+        return quantize_and_swizzle(plan, x, call, given, err);
+    quantize_values(plan, x, call, given, call->scale ? call->scale->data : NULL);
+    return MOQ_OK;
 }
 
 /* The activation, if there is one, is written down before it is quantized. */
@@ -269,19 +309,17 @@ static moq_status run_on_cpu(const moq_quantize_plan *plan, const moq_quantize_c
                              float given, moq_err *err) {
     moq_activation a = plan->activation;
     moq_tensor values = plan->x;
-    if (a.kind == MOQ_ACTIVATION_NONE) {
-        quantize_on_cpu(plan, &values, call, given);
-        return MOQ_OK;
-    }
+    if (a.kind == MOQ_ACTIVATION_NONE)
+        return quantize_on_cpu(plan, &values, call, given, err);
     if (call->residual_out)
         a.residual_out = *call->residual_out;
     size_t bytes = (size_t)moq_tensor_numel(&values) * moq_dtype_size(values.dtype);
     values.data = malloc(bytes ? bytes : 1);
     if (!values.data)
-        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %zu bytes of values", bytes);
+        return no_memory(bytes, err);
     moq_status status = moq_cpu_activate(&a, &values, err);
     if (status == MOQ_OK)
-        quantize_on_cpu(plan, &values, call, given);
+        status = quantize_on_cpu(plan, &values, call, given, err);
     free(values.data);
     return status;
 }
@@ -291,6 +329,7 @@ static const moq_input_mode MODE[] = {
     [MOQ_QUANTIZE_FP8_TOKEN] = MOQ_INPUT_E4M3_TOKEN,
     [MOQ_QUANTIZE_FP8_GROUP] = MOQ_INPUT_E4M3_GROUP,
     [MOQ_QUANTIZE_NVFP4] = MOQ_INPUT_NVFP4,
+    [MOQ_QUANTIZE_NVFP4_SWIZZLED] = MOQ_INPUT_NVFP4,
 };
 
 /* The plan without its results. */
@@ -305,6 +344,8 @@ static moq_cuda_quantize cuda_call(const moq_quantize_plan *plan) {
                            .scale_row = scale->ndim > 0 ? scale->shape[scale->ndim - 1] : 1,
                            .scale_group = 1};
     q.code_columns = q.code_stride;
+    if (plan->scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED)
+        q.scale_tiles = scale->shape[1] / MOQ_SWIZZLE_COLUMNS;
     if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CUDA)
         q.given = plan->given.data;
     else if (plan->given.ndim >= 0)
@@ -315,6 +356,16 @@ static moq_cuda_quantize cuda_call(const moq_quantize_plan *plan) {
 int64_t moq_quantize_workspace(const moq_quantize_plan *plan) {
     moq_cuda_quantize q = cuda_call(plan);
     return plan->x.device.kind == MOQ_CUDA ? moq_cuda_quantize_workspace(&q) : 0;
+}
+
+/* Zeros where swizzled scales are more than there are groups. */
+static moq_status clear_padding(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                                moq_err *err) {
+    int64_t bytes =
+        plan->scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED ? moq_tensor_numel(&plan->scale) : 0;
+    if (bytes * MOQ_NVFP4_GROUP <= 2 * moq_tensor_numel(&plan->codes))
+        return MOQ_OK;
+    return moq_cuda_fill(call->scale->data, 0, (size_t)bytes, call->stream, err);
 }
 
 static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_call *call,
@@ -333,7 +384,9 @@ static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_
     q.workspace = call->workspace;
     q.stream = call->stream;
     MOQ_TRY(moq_cuda_enter(plan->x.device.index, &entered, err));
-    moq_status status = moq_cuda_quantize_rows(&q, err);
+    moq_status status = clear_padding(plan, call, err);
+    if (status == MOQ_OK)
+        status = moq_cuda_quantize_rows(&q, err);
     moq_cuda_leave(entered);
     return status;
 }

@@ -6,11 +6,17 @@
 #include "core/activation.h"
 
 typedef enum {
-    MOQ_QUANTIZE_FP8_TENSOR, /* one scale, given or amax / 448 */
-    MOQ_QUANTIZE_FP8_TOKEN,  /* one scale for each row */
-    MOQ_QUANTIZE_FP8_GROUP,  /* one scale for each group of 128 in a row */
-    MOQ_QUANTIZE_NVFP4       /* e4m3 scales for groups of 16 under one, given or amax / 2688 */
+    MOQ_QUANTIZE_FP8_TENSOR,    /* one scale, given or amax / 448 */
+    MOQ_QUANTIZE_FP8_TOKEN,     /* one scale for each row */
+    MOQ_QUANTIZE_FP8_GROUP,     /* one scale for each group of 128 in a row */
+    MOQ_QUANTIZE_NVFP4,         /* e4m3 scales for groups of 16 under one, given or amax / 2688 */
+    MOQ_QUANTIZE_NVFP4_SWIZZLED /* the same, the block scales of all rows in swizzled order */
 } moq_quantize_scheme;
+
+/* Whether codes are e2m1, and scales of two levels. */
+static inline bool moq_quantizes_to_nvfp4(moq_quantize_scheme scheme) {
+    return scheme == MOQ_QUANTIZE_NVFP4 || scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED;
+}
 
 typedef struct {
     moq_quantize_scheme scheme;
@@ -23,7 +29,7 @@ typedef struct {
     moq_tensor scale_2; /* NVFP4: float32, one element */
 } moq_quantize_plan;
 
-/* "fp8_tensor", "fp8_token", "fp8_group", "nvfp4" */
+/* "fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled" */
 moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *out, moq_err *err);
 /* Checks x [..., K], on the CPU or a CUDA device, and resolves the shapes of the results. `scale`
  * may be NULL, `group_size` 0 for the scheme's own. */
@@ -40,7 +46,7 @@ moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation 
 typedef struct {
     const moq_tensor *codes;
     const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale */
-    const moq_tensor *scale_2;      /* NULL unless the scheme is NVFP4 without a given scale */
+    const moq_tensor *scale_2;      /* NULL unless scales have two levels and none is given */
     const moq_tensor *residual_out; /* NULL unless there is a residual */
     void *stream;                   /* CUDA: cudaStream_t */
     void *workspace;                /* of moq_quantize_workspace bytes, on the device of x */

@@ -87,7 +87,7 @@ def decode(rng: np.random.Generator) -> Operation:
 
 def quantize(scheme: str, scales: tuple[int, ...] | None) -> Callable[[np.random.Generator], Operation]:
     def make(rng: np.random.Generator) -> Operation:
-        nvfp4 = scheme == "nvfp4"
+        nvfp4 = scheme.startswith("nvfp4")
         arguments = {"x": floats(rng, 3, 32), "out": poison(3, 16 if nvfp4 else 32)}
         if scales is None or nvfp4:
             arguments["scale"] = scale(rng, 1)
@@ -233,6 +233,7 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "quantize fp8_token": quantize("fp8_token", (3, 1)),
     "quantize fp8_group": quantize("fp8_group", (3, 1)),
     "quantize nvfp4": quantize("nvfp4", (3, 2)),
+    "quantize nvfp4_swizzled": quantize("nvfp4_swizzled", (128, 4)),
     "silu_and_mul_quantize": silu_and_mul,
     "rms_norm_quantize": rms_norm,
     "dequantize FP8": dequantize_fp8,

@@ -63,7 +63,7 @@ def test_silu_and_mul(rng, shape, dtype):
         for scheme in SCHEMES:
             if fits(shape, scheme):
                 compare(ops.silu_and_mul_quantize, x, scheme)
-                if scheme in ("fp8_tensor", "nvfp4"):
+                if scheme in ("fp8_tensor", "nvfp4", "nvfp4_swizzled"):
                     scale = float(np.exp2(rng.uniform(-10, 4)))
                     compare(ops.silu_and_mul_quantize, x, scheme, scale=scale)
 
@@ -81,7 +81,7 @@ def test_rms_norm(rng, shape, dtype):
             if fits(shape, scheme):
                 compare(ops.rms_norm_quantize, x, weight, 1e-6, scheme)
                 compare(ops.rms_norm_quantize, x, weight, 1e-6, scheme, residual=residual)
-                if scheme in ("fp8_tensor", "nvfp4"):
+                if scheme in ("fp8_tensor", "nvfp4", "nvfp4_swizzled"):
                     compare(ops.rms_norm_quantize, x, weight, 0.0, scheme, residual=residual, scale=0.25)
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SCHEMES = ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4"]
+SCHEMES = ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"]
 SHAPES = [
     (1, 128),
     (3, 16),
@@ -71,7 +71,7 @@ def compare(x, host, scheme, **options):
 
 
 def fits(shape, scheme):
-    if scheme == "nvfp4":
+    if scheme in ("nvfp4", "nvfp4_swizzled"):
         return len(shape) > 0 and shape[-1] % 16 == 0
     return len(shape) > 0 or scheme == "fp8_tensor"
 
@@ -86,7 +86,7 @@ def test_the_bits_of_the_cpu(rng, shape, dtype):
         for scheme in SCHEMES:
             if fits(shape, scheme):
                 compare(x, host, scheme)
-        for scheme in ("fp8_tensor", "nvfp4"):
+        for scheme in ("fp8_tensor", "nvfp4", "nvfp4_swizzled"):
             if fits(shape, scheme):
                 scale = float(np.exp2(rng.uniform(-10, 4)))
                 compare(x, host, scheme, scale=scale)

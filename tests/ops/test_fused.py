@@ -5,10 +5,11 @@ import pytest
 
 from moqext import ops, reference
 
-from ..quantize_cases import KINDS, as_dtype, carrier, hostile, same_codes, same_scales
+from ..quantize_cases import KINDS, as_dtype, carrier, hostile, same_codes, same_scales, swizzled
 
 SHAPES = [(1, 16), (3, 128), (2, 3, 272), (5, 1040), (257, 48), (2, 36112), (0, 32)]
-SCHEMES = ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4"]
+SCHEMES = ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"]
+NVFP4 = ("nvfp4", "nvfp4_swizzled")
 
 
 @pytest.fixture(params=["float32", "float16", "bfloat16"])
@@ -18,9 +19,12 @@ def dtype(request):
 
 def quantized(values, scheme, scale=None):
     """(codes, scales...) of the reference."""
-    if scheme == "nvfp4":
+    if scheme in NVFP4:
         wanted = reference.quantize_nvfp4(values, scale)
-        return wanted.codes, wanted.block_scale, wanted.input_scale
+        blocks = wanted.block_scale
+        if scheme == "nvfp4_swizzled":
+            blocks = swizzled(blocks.reshape(int(np.prod(blocks.shape[:-1])), blocks.shape[-1]))
+        return wanted.codes, blocks, wanted.input_scale
     if scheme == "fp8_token":
         codes, scales = reference.quantize_fp8_token(values)
         return codes, scales[..., None]
@@ -32,7 +36,7 @@ def quantized(values, scheme, scale=None):
 
 
 def same(actual, expected, scheme):
-    if scheme == "nvfp4":
+    if scheme in NVFP4:
         np.testing.assert_array_equal(carrier(actual[0]), expected[0])
         np.testing.assert_array_equal(carrier(actual[1]), expected[1])
         same_scales(actual[2], expected[2])
@@ -62,7 +66,7 @@ def test_silu_and_mul(rng, shape, kind, dtype):
     scale = np.float32(np.exp2(rng.uniform(-10, 4)))
     for scheme in SCHEMES:
         same(ops.silu_and_mul_quantize(x, scheme), quantized(v, scheme), scheme)
-        if scheme in ("fp8_tensor", "nvfp4"):
+        if scheme == "fp8_tensor" or scheme in NVFP4:
             actual = ops.silu_and_mul_quantize(x, scheme, scale=float(scale))
             same(actual, quantized(v, scheme, scale), scheme)
 

@@ -5,15 +5,7 @@ import pytest
 
 from moqext import ops, reference
 
-
-def swizzled(scale):
-    """The order as a reshape: tiles of 128 x 4 with the four groups of 32 rows side by side."""
-    *batch, rows, columns = scale.shape
-    padded = np.pad(scale, [(0, 0)] * len(batch) + [(0, -rows % 128), (0, -columns % 4)])
-    count = int(np.prod(batch))
-    tiles = padded.reshape(count, padded.shape[-2] // 128, 4, 32, padded.shape[-1] // 4, 4)
-    return tiles.transpose(0, 1, 4, 3, 2, 5).reshape(padded.shape)
-
+from ..quantize_cases import swizzled
 
 SHAPES = [(1, 1), (128, 4), (129, 5), (31, 3), (200, 17), (2, 128, 4), (3, 130, 9), (0, 4), (5, 0), (0, 7, 7)]
 

@@ -5,7 +5,7 @@ import pytest
 
 from moqext import ops, reference
 
-from ..quantize_cases import KINDS, SHAPES, as_dtype, carrier, hostile, same_codes, same_scales
+from ..quantize_cases import KINDS, SHAPES, as_dtype, carrier, hostile, same_codes, same_scales, swizzled
 
 F32_TINY = np.finfo(np.float32).tiny
 
@@ -48,6 +48,11 @@ def test_every_scheme_equals_the_reference(rng, shape, kind, dtype):
         np.testing.assert_array_equal(carrier(packed), wanted.codes)
         np.testing.assert_array_equal(carrier(block_scale), wanted.block_scale)
         same_scales(scale_2, wanted.input_scale)
+        packed, block_scale, scale_2 = ops.quantize(x, "nvfp4_swizzled", scale=second and float(second))
+        rows = wanted.block_scale.reshape(int(np.prod(shape[:-1])), shape[-1] // 16)
+        np.testing.assert_array_equal(carrier(packed), wanted.codes)
+        np.testing.assert_array_equal(carrier(block_scale), swizzled(rows))
+        same_scales(scale_2, wanted.input_scale)
 
     np.testing.assert_array_equal(x, before)  # the input is left alone
 
@@ -86,7 +91,7 @@ def test_zeros_get_the_scale_one_and_codes_of_zero(scheme):
 
 def test_values_near_the_smallest_float_do_not_turn_into_nan():
     x = np.array([[np.finfo(np.float32).smallest_subnormal] + [0.0] * 15], np.float32)
-    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4"):
+    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"):
         codes, *_ = ops.quantize(x, scheme)
         assert not carrier(codes).any()
 
@@ -127,7 +132,7 @@ def test_raw_halves_are_read_as_format_says(rng):
 def test_declared_bfloat16(rng):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = rng.standard_normal((3, 32)).astype(ml_dtypes.bfloat16)
-    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4"):
+    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"):
         results = ops.quantize(x.view(np.uint16), scheme)
         for actual, expected in zip(ops.quantize(x, scheme), results, strict=True):
             np.testing.assert_array_equal(carrier(actual), carrier(expected))
@@ -148,6 +153,9 @@ def test_outputs_are_written_in_place_and_in_full(rng):
     assert block_scale is scale_out
     np.testing.assert_array_equal(out, reference.quantize_nvfp4(x).codes)
     np.testing.assert_array_equal(scale_out, reference.quantize_nvfp4(x).block_scale)
+    scale_out = np.full((128, 12), 0xA5, np.uint8)
+    assert ops.quantize(x, "nvfp4_swizzled", scale_out=scale_out)[1] is scale_out
+    np.testing.assert_array_equal(scale_out, swizzled(reference.quantize_nvfp4(x).block_scale))
 
 
 def test_a_given_scale_tensor_is_handed_back():
@@ -290,10 +298,10 @@ def test_torch_tensors_get_torch_results(rng):
     torch = pytest.importorskip("torch")
     values = rng.standard_normal((3, 64)).astype(np.float32)
     x = torch.from_numpy(values).to(torch.bfloat16)
-    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4"):
+    for scheme in ("fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"):
         codes, *scales = ops.quantize(x, scheme)
         expected, *expected_scales = ops.quantize(x.float().numpy(), scheme)
-        assert codes.dtype == (torch.uint8 if scheme == "nvfp4" else torch.float8_e4m3fn)
+        assert codes.dtype == (torch.uint8 if scheme.startswith("nvfp4") else torch.float8_e4m3fn)
         np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), carrier(expected))
         for actual, wanted in zip(scales, expected_scales, strict=True):
             assert isinstance(actual, torch.Tensor)
