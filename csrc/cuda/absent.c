@@ -106,6 +106,16 @@ int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
     return 0;
 }
 
+moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
 moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {
     (void)bytes;
     (void)stream;

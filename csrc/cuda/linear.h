@@ -68,6 +68,10 @@ moq_status moq_cuda_mma_fp8_as_f16(const moq_linear_call *call, moq_err *err);
 moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call);
 
+/* Packed NVFP4 weights as they are, x and y of 16 bits, any number of rows; sm_80 and up. */
+moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -30,12 +30,12 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
+#include "cuda/mma_tile.h"
 #include "cuda/ptx.h"
 #include "cuda/quantize.h"
 
-#define STEP  128      /* columns; a row of a tile in bytes */
+#define STEP  MMA_ROW  /* columns, a byte each */
 #define SLICE 32       /* columns that registers of one load hold */
-#define PANEL 8        /* tiles of rows of x that meet the same rows of W one after the other */
 #define UNIT  65536.0f /* what fp16 codes of x and W leave out: 2^8 each */
 
 typedef struct {
@@ -112,67 +112,7 @@ multiply_as_e4m3(float (&sum)[MT][NT][4], const uint32_t (&x)[MT][4], const uint
 #endif
 }
 
-/* ---- tiles ---- */
-
-/* The block's place: panels of tiles of x, in each all of W, so that what blocks of one time read
- * is near. */
-typedef struct {
-    int64_t token, weight;
-} place;
-
-static __device__ __forceinline__ place place_of(const mma_args *a, int64_t index) {
-    int64_t whole = PANEL * a->weight_tiles, first = index / whole * PANEL;
-    int64_t tokens = min((int64_t)PANEL, a->token_tiles - first);
-    index %= whole;
-    place p = {first + index % tokens, index / tokens};
-    return p;
-}
-
-/* Rows of codes in memory. */
-typedef struct {
-    const uint8_t *data;
-    int64_t columns; /* a multiple of 16; rows follow each other */
-    int rows;
-} source;
-
-/* ROWS rows of 128 columns from `column` on to a buffer, zeros where there are none. */
-template <int ROWS, int THREADS>
-static __device__ __forceinline__ void copy_rows(uint32_t to, const source *from, int64_t column) {
-#pragma unroll
-    for (int i = 0; i < ROWS * STEP / 16; i += THREADS) {
-        int index = i + (int)threadIdx.x, row = index / (STEP / 16), part = index % (STEP / 16);
-        int64_t at = column + part * 16;
-        bool inside = row < from->rows && at < from->columns;
-        if (ROWS * STEP / 16 % THREADS == 0 || index < ROWS * STEP / 16)
-            copy_async_16(to + row * STEP + ((part ^ row % 8) * 16),
-                          from->data + (inside ? row * from->columns + at : 0), inside ? 16 : 0);
-    }
-}
-
-/* Where a 16-byte part of a row lies in it, for the lane that names row lane % 8 to ldmatrix. */
-static __device__ __forceinline__ uint32_t part_at(int part, int lane) {
-    return (uint32_t)((part ^ lane % 8) * 16);
-}
-
 /* ---- the kernel ---- */
-
-/* The sums of the THREADS threads of share 0 become those of all shares, in their order. */
-template <int COUNT, int THREADS, int SHARES>
-static __device__ __forceinline__ void add_shares(float *sum, float *memory, int share) {
-    int thread = threadIdx.x % THREADS;
-    __syncthreads(); /* the ring has been read */
-    if (share > 0) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            memory[((share - 1) * COUNT + i) * THREADS + thread] = sum[i];
-    }
-    __syncthreads();
-    if (share > 0)
-        return;
-#pragma unroll
-    for (int i = 0; i < (SHARES - 1) * COUNT; i++)
-        sum[i % COUNT] = __fadd_rn(sum[i % COUNT], memory[i * THREADS + thread]);
-}
 
 template <int TM, int TN, int WM, int WN, int WK, int STAGES, bool NATIVE>
 static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
@@ -184,12 +124,12 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
     extern __shared__ __align__(128) uint8_t memory[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int share = warp / (WM * WN), wm = warp / WN % WM * MT * 16, wn = warp % WN * NT * 8;
-    place p = place_of(&a, blockIdx.x);
+    mma_place p = place_of(blockIdx.x, a.token_tiles, a.weight_tiles);
     moq_tile t = moq_find_tile(&a.partitions, a.partition_count, p.weight, TN);
     int64_t first = p.token * TM;
     int tokens = (int)min(a.m - first, (int64_t)TM);
-    source x = {a.codes + t.partition * a.next_codes + first * a.k, a.k, tokens};
-    source w = {a.weight + (int64_t)t.begin * a.k, a.k, t.end - t.begin};
+    mma_source x = {a.codes + t.partition * a.next_codes + first * a.k, a.k, a.k, tokens};
+    mma_source w = {a.weight + (int64_t)t.begin * a.k, a.k, a.k, t.end - t.begin};
     int steps = (int)((a.k + STEP - 1) / STEP);
     const float *block_scale = a.block_scale;
     if (block_scale)

@@ -339,6 +339,15 @@ static __device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+/* 16 columns of bf16. */
+static __device__ __forceinline__ void mma_bf16(float (&sum)[4], const uint32_t (&a)[4],
+                                                const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 /* 32 columns of e4m3; sm_89 and later. */
 static __device__ __forceinline__ void mma_e4m3(float (&sum)[4], const uint32_t (&a)[4],
                                                 const uint32_t (&b)[2]) {

@@ -85,6 +85,24 @@ def test_products_of_warps_want_fp8_and_parts_of_16():
             assert "FP8 weights" in reasons("NVFP4", compute=compute)[name]
 
 
+def test_exact_products_of_nvfp4_run_from_ampere_on():
+    name = "cuda:sm80_nvfp4"
+    for capability in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"):
+        for algo in ("NVFP4", "W4A16_NVFP4"):
+            for dtype in ("bfloat16", "float16"):
+                assert reasons(algo, 4112, (100, 3), capability=capability, dtype=dtype)[name] is None
+    assert "float32" in reasons("NVFP4", dtype="float32")[name]
+    for compute in ("fp8", "fp4"):
+        assert f"compute {compute} asks for another" in reasons("NVFP4", compute=compute)[name]
+    assert "NVFP4 weights" in reasons("FP8")[name]
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_chips_but_hopper_take_products_of_warps_for_nvfp4(capability):
+    plan = _C.linear_plan("NVFP4", 4096, (4096,), None, "bfloat16", "cuda:0", "exact", capability=capability)
+    assert {plan.backend(tokens) for tokens in (1, 16, 64, 1000, 8192)} == {"cuda:sm80_nvfp4"}
+
+
 def test_float32_outputs_want_products_that_are_exact():
     found = reasons(dtype="float32", capability="8.9")
     assert found["cuda:sm80_fp8"] is None
