@@ -10,6 +10,7 @@ rows of `--json` are what estimates are fitted to.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -64,13 +65,14 @@ def measure(
     """A layer of normal values, quantized for real."""
     problem = layers.Problem.random(torch, shape, 64, device, seed, rotate=1)
     rows, columns = shape
-    method = LinearMethod(quant_algo, columns, [rows], device=device)
+    about = {"in_features": columns, "out_partitions": [rows], "device": device}
+    method = LinearMethod(**about, **layers.method_arguments(quant_algo))
     params = method.prepare(problem.layer(quant_algo).checkpoint(0))
     choices = []
     for count in tokens:
         kernel = method._plan.backend(count)
         choices.append(Choice(shape, quant_algo, count, kernel, method.tune([count], params)))
-        method = LinearMethod(quant_algo, columns, [rows], device=device)  # what was tuned is forgotten
+        method = copy.copy(method)  # what was tuned is forgotten
     return choices
 
 
@@ -119,7 +121,13 @@ def summary(choices: Sequence[Choice]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options, checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algo", nargs="+", choices=layers.ALGOS, default=layers.ALGOS, help="default: all")
+    parser.add_argument(
+        "--algo",
+        nargs="+",
+        choices=(*layers.ALGOS, *layers.NVFP4_ALGOS),
+        default=layers.ALGOS,
+        help="default: those of FP8",
+    )
     parser.add_argument("--shapes", nargs="+", type=layers.shape_of, metavar="NxK", default=layers.SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M", help="rows of x")
     parser.add_argument("--device", default="cuda:0")

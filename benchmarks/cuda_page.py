@@ -6,9 +6,9 @@ python -m benchmarks.cuda_page
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import record
 from benchmarks.goals import Cell, Goal, Row, cells, geomean, goals, read_published
@@ -26,32 +26,59 @@ RANGES = ((1, 16), (17, 64), (65, 1023), (1024, 1 << 20))
 PLOTTED = ((4096, 4096), (8192, 8192), (28672, 4096))
 
 
-def render(page: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+class Layout(NamedTuple):
+    """A page of results.
+
+    Attributes:
+        path: The page.
+        begin: Where its tables begin.
+        files: Results are benchmarks/results/`files`.*.json.
+        plot: What is drawn, and by whom.
+        goals: Columns of the summary: the goals counted, and the heads.
+        shows: Whether an algorithm of the results has a table.
+        table: An algorithm's.
+    """
+
+    path: Path
+    begin: str
+    files: str
+    plot: tuple[str, Callable[[Sequence[Row], str], str]]
+    goals: Sequence[tuple[str, str]]
+    shows: Callable[[str], bool]
+    table: Callable[[str, Sequence[Cell]], str]
+
+
+def render(
+    page: str, results: Mapping[str, Mapping[str, Any]], layout: Layout | None = None
+) -> dict[str, str]:
     """File name -> text of the page with its tables, and of the plots.
 
     Args:
         page: The page as it is; what stands between the markers is replaced.
         results: By the name of the chip, what benchmarks.linear wrote.
+        layout: The page's; that of docs/cuda.md without one.
     """
-    head, rest = page.split(BEGIN)
+    layout = layout or CUDA
+    head, rest = page.split(layout.begin)
     _, tail = rest.split(END)
     files, sections = {}, []
     for name, result in results.items():
-        measured = cells(result["rows"], read_published())
-        plot = f"cuda.{name}.svg"
-        files[plot] = roofline(plotted(result["rows"]), result["environment"]["gpu"])
+        measured = [cell for cell in cells(result["rows"], read_published()) if layout.shows(cell.key[2])]
+        plot = f"{layout.path.stem}.{name}.svg"
+        drawn, draw = layout.plot
+        files[plot] = draw(plotted(result["rows"]), result["environment"]["gpu"])
         parts = [
             f"### {result['environment']['gpu']}",
             facts(result),
-            summary(measured),
-            f"![Roofline: operations a second over tokens]({plot})",
+            summary(measured, layout.goals),
+            f"![{drawn} over tokens]({plot})",
             host(result["host"]),
             sustained(result["rows"]),
-            *(algorithm(algo, measured) for algo in dict.fromkeys(cell.key[2] for cell in measured)),
+            *(layout.table(algo, measured) for algo in dict.fromkeys(cell.key[2] for cell in measured)),
         ]
         sections.append("\n\n".join(part for part in parts if part))
     text = "\n\n".join(sections) or "No result is recorded yet."
-    files[PAGE.name] = f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}"
+    files[layout.path.name] = f"{head}{layout.begin}\n\n{text}\n\n{END}{tail}"
     return files
 
 
@@ -84,8 +111,8 @@ def lines(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 1) -> 
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *body])
 
 
-def summary(measured: Sequence[Cell]) -> str:
-    """A line for each algorithm and range of tokens: speed over the best path, and goals met."""
+def summary(measured: Sequence[Cell], columns: Sequence[tuple[str, str]]) -> str:
+    """A line for each algorithm and range of tokens: speed over the best path, and goals met by column."""
     body = []
     for algo in dict.fromkeys(cell.key[2] for cell in measured):
         for low, high in RANGES:
@@ -96,8 +123,7 @@ def summary(measured: Sequence[Cell]) -> str:
             if not ratios:
                 continue
             mine = [goal for cell in group for goal in goals(cell)]
-            names = ("time", "no slower than any", "without PDL", "torch blockwise", "rate")
-            counts = [count_met([goal for goal in mine if goal.name == name]) for name in names]
+            counts = [count_met([goal for goal in mine if goal.name == name]) for name, _ in columns]
             tokens = f"{low} to {high}" if high < RANGES[-1][1] else f"{low} and more"
             body.append(
                 [
@@ -109,8 +135,7 @@ def summary(measured: Sequence[Cell]) -> str:
                     *counts,
                 ]
             )
-    head = ["algorithm", "M", "cells", "geomean", "slowest", "time", "≥ 1.0×", "no PDL ≥ 1.0×"]
-    head += ["≥ 1.5× torch by blocks", "≥ 1250 Tflop/s"]
+    head = ["algorithm", "M", "cells", "geomean", "slowest", *(name for _, name in columns)]
     note = "How fast against the best path of the run or published, and in how many cells each goal is met:"
     return f"{note}\n\n{lines(head, body, 2)}"
 
@@ -202,7 +227,7 @@ def line(cell: Cell) -> list[str]:
 
 
 def missed(goal: Goal) -> str:
-    """A goal that was not reached, with what it asks for."""
+    """A goal that was not reached, with what it asks for, or the ratio that was."""
     if goal.name == "time":
         return f"time ({duration(goal.target)})"
     if goal.name == "rate":
@@ -210,18 +235,35 @@ def missed(goal: Goal) -> str:
     return f"{goal.name} ({goal.reached:.2f})"
 
 
-def read_results(folder: Path = record.RESULTS) -> dict[str, dict[str, Any]]:
+CUDA = Layout(
+    PAGE,
+    BEGIN,
+    "linear_cuda",
+    ("Roofline: operations a second", roofline),
+    (
+        ("time", "time"),
+        ("no slower than any", "≥ 1.0×"),
+        ("without PDL", "no PDL ≥ 1.0×"),
+        ("torch blockwise", "≥ 1.5× torch by blocks"),
+        ("rate", "≥ 1250 Tflop/s"),
+    ),
+    lambda algo: True,
+    algorithm,
+)
+
+
+def read_results(files: str = CUDA.files, folder: Path = record.RESULTS) -> dict[str, dict[str, Any]]:
     """Name of the chip -> result, in order of names."""
-    files = sorted(folder.glob("linear_cuda.*.json"))
-    return {path.name.split(".")[1]: json.loads(path.read_text()) for path in files}
+    found = sorted(folder.glob(f"{files}.*.json"))
+    return {path.name.split(".")[1]: json.loads(path.read_text()) for path in found}
 
 
-def main() -> None:
+def write(layout: Layout) -> None:
     """Writes the page and the plots."""
-    for name, text in render(PAGE.read_text(), read_results()).items():
+    for name, text in render(layout.path.read_text(), read_results(layout.files), layout).items():
         (DOCS / name).write_text(text, encoding="utf-8")
         print(f"written: docs/{name}")
 
 
 if __name__ == "__main__":
-    main()
+    write(CUDA)

@@ -1,4 +1,4 @@
-"""What the CUDA linears have to reach, and whether they did: the logic of docs/cuda.md, without a GPU.
+"""What the CUDA linears have to reach, and whether they did: the logic of docs/cuda.md and docs/nvfp4.md.
 
 The least time of a few tokens is a start and the floor at nearly the full rate of memory; beyond, no peer of
 the same run may be faster. Published figures come from benchmarks/published_h200.json.
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
 from moqext.bench import PEER
 
 PUBLISHED = Path(__file__).parent / "published_h200.json"
@@ -19,8 +20,22 @@ OWN = "moqext"
 FAST = ", fast"
 """In the name of a peer whose sums stay in the tensor cores' 14 bits; moqext's are promoted without it."""
 
-FEW_TOKENS = ((16, 1.6e-6, 0.97), (64, 2.0e-6, 0.95))
-"""(tokens up to, seconds to start, part of the floor's rate)."""
+FEW_TOKENS = ((1, 16, 1.6e-6, 0.97), (17, 64, 2.0e-6, 0.95))
+"""(tokens from, to, seconds to start, part of the floor's rate)."""
+
+NVFP4_FEW_TOKENS = ((1, 16, 1.9e-6, 0.90), (64, 64, 0.0, 0.75))
+
+NVFP4_OVER_BFLOAT16 = ((1, 64, 1.5), (65, 1023, 0.97), (1024, 1 << 40, 0.95))
+"""(tokens from, to, how many times as fast as the weight in bfloat16)."""
+
+ENGINES, ENGINE_TOKENS = 1.2, (32, 128, 256)
+"""NVFP4 over the better of Marlin and Humming, as published or measured."""
+
+AS_FP8 = ((128, 1 << 40, 1 / 1.05),)
+"""NVFP4 multiplied as e4m3 over FP8_PER_CHANNEL_PER_TOKEN, both of moqext and the same run."""
+
+AS_FP8_OVER_BFLOAT16 = ((1024, 1 << 40, 1.65),)
+FP8_REFERENCE = "FP8_PER_CHANNEL_PER_TOKEN"
 
 GEOMEAN = 1.3
 """Over the best public path, 64 tokens and fewer, of all shapes together."""
@@ -65,6 +80,8 @@ class Cell(NamedTuple):
         without: The row without dependent launch, None where it was not measured.
         peers: Rows of all others that compute the same, fastest first; torch in bfloat16 is among them.
         published: The fastest published figure, None where there is none.
+        bfloat16: torch with the weight in bfloat16, None where it was not measured.
+        fp8: moqext's FP8_PER_CHANNEL_PER_TOKEN, None where it was not measured.
     """
 
     key: Key
@@ -72,6 +89,8 @@ class Cell(NamedTuple):
     without: Row | None
     peers: Sequence[Row]
     published: Figure | None
+    bfloat16: Row | None = None
+    fp8: Row | None = None
 
     @property
     def best(self) -> Row | None:
@@ -89,6 +108,10 @@ class Cell(NamedTuple):
     def ratio(self) -> float | None:
         """How many times as fast as the best known path; more than 1 is faster."""
         return None if self.own is None or self.least is None else self.least / self.own["seconds"]
+
+    def over(self, other: Row | None) -> float | None:
+        """How many times as fast as another row."""
+        return None if self.own is None or other is None else float(other["seconds"] / self.own["seconds"])
 
 
 def read_published(path: Path = PUBLISHED) -> dict[Key, list[Figure]]:
@@ -129,7 +152,9 @@ def cells(rows: Iterable[Row], published: Mapping[Key, Sequence[Figure]]) -> lis
         others += groups.get((key[0], key[1], PEER), [])
         others.sort(key=lambda row: row["seconds"])
         figure = best_published(published.get((*key[:2], key[2].removesuffix(FAST)), []), key[1])
-        made.append(Cell(key, own, without, others, figure))
+        wide = groups.get((key[0], key[1], PEER), [None])[0]
+        fp8 = [row for row in groups.get((key[0], key[1], FP8_REFERENCE), []) if row["peer"] == OWN]
+        made.append(Cell(key, own, without, others, figure, wide, fp8[0] if fp8 else None))
     return made
 
 
@@ -143,9 +168,12 @@ def goals(cell: Cell) -> list[Goal]:
     found: list[Goal] = []
     if own is None:
         return found
-    limit = time_limit(tokens, own["floor_seconds"])
+    limits = NVFP4_FEW_TOKENS if algo in NVFP4_ALGOS else FEW_TOKENS
+    limit = None if algo == NVFP4_FP8 else time_limit(tokens, own["floor_seconds"], limits)
     if limit is not None:
         found.append(Goal("time", own["seconds"], limit, own["seconds"] <= limit))
+    if algo in NVFP4_ALGOS:
+        return found + nvfp4_goals(cell)
     if cell.ratio is not None:
         found.append(Goal("no slower than any", cell.ratio, 1.0, cell.ratio >= 1.0))
     if cell.without and cell.best:
@@ -156,12 +184,34 @@ def goals(cell: Cell) -> list[Goal]:
     return found
 
 
-def time_limit(tokens: int, floor: float) -> float | None:
+def time_limit(
+    tokens: int, floor: float, limits: Sequence[tuple[int, int, float, float]] = FEW_TOKENS
+) -> float | None:
     """Seconds that a call of a few tokens may take."""
-    for most, start, part in FEW_TOKENS:
-        if tokens <= most:
+    for least, most, start, part in limits:
+        if least <= tokens <= most:
             return start + floor / part
     return None
+
+
+def nvfp4_goals(cell: Cell) -> list[Goal]:
+    """What holds for NVFP4 weights but for their time."""
+    tokens, exact = cell.key[1], cell.key[2] != NVFP4_FP8
+    engines = [row["seconds"] for row in cell.peers if row["peer"] in ("Marlin", "Humming")]
+    engines += [cell.published.seconds] if cell.published else []
+    asked = [
+        ("bfloat16", cell.over(cell.bfloat16), NVFP4_OVER_BFLOAT16 if exact else AS_FP8_OVER_BFLOAT16),
+        ("FP8", cell.over(cell.fp8), () if exact else AS_FP8),
+    ]
+    if exact and engines and cell.own:
+        limits = [(count, count, ENGINES) for count in ENGINE_TOKENS]
+        asked.append(("Marlin and Humming", min(engines) / cell.own["seconds"], limits))
+    found = []
+    for name, ratio, ranges in asked:
+        for least, most, target in ranges:
+            if ratio is not None and least <= tokens <= most:
+                found.append(Goal(name, ratio, target, ratio >= target))
+    return found
 
 
 def block_goals(cell: Cell, own: Row) -> list[Goal]:
@@ -169,7 +219,7 @@ def block_goals(cell: Cell, own: Row) -> list[Goal]:
     tokens = cell.key[1]
     torch = next((row for row in cell.peers if row["peer"].startswith("torch blockwise")), None)
     found = []
-    if torch and tokens <= FEW_TOKENS[-1][0]:
+    if torch and tokens <= FEW_TOKENS[-1][1]:
         ratio = torch["seconds"] / own["seconds"]
         found.append(Goal("torch blockwise", ratio, BLOCKWISE, ratio >= BLOCKWISE))
     if own["flop"] >= LARGE_FLOP:

@@ -1,7 +1,7 @@
 """Layers that the CUDA benchmarks run, and what their outputs have to be.
 
-A layer has a normal weight, quantized for real to e4m3 codes and scales as a checkpoint holds them, in
-several copies that together exceed the last cache, so that the weight of every call comes from memory. All
+A layer has a normal weight, quantized for real to e4m3 or e2m1 codes and scales as a checkpoint holds them,
+in several copies that together exceed the last cache, so that the weight of every call comes from memory. All
 peers of an algorithm work on the same codes and the same activations. The reference quantizes the activations
 as the algorithm says, multiplies what the codes mean in float64, and is computed for 64 tokens at most.
 
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks import nvfp4
 from moqext.bench import PEER, copies
 
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+
+NVFP4, NVFP4_FP8, W4A16 = "NVFP4", "NVFP4, fp8", "W4A16_NVFP4"
+NVFP4_ALGOS = (NVFP4, NVFP4_FP8, W4A16)
+"""NVFP4 weights as their algorithm says, and multiplied as e4m3; W4A16_NVFP4 has NVFP4's kernels."""
 
 SHAPES = (
     (6144, 4096),
@@ -65,17 +70,25 @@ def shape_of(text: str) -> tuple[int, int]:
     return rows, columns
 
 
+def method_arguments(quant_algo: str) -> dict[str, str]:
+    """What `LinearMethod` is to be told for one of `ALGOS` or `NVFP4_ALGOS`."""
+    name, _, compute = quant_algo.partition(", ")
+    return {"quant_algo": name, "compute": compute or "exact"}
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A quantized layer on a device.
 
     Attributes:
         torch: The module.
-        quant_algo: One of `ALGOS`, or `PEER` for the weight in bfloat16.
+        quant_algo: One of `ALGOS` or `NVFP4_ALGOS`, or `PEER` for the weight in bfloat16.
         shape: (out_features, in_features).
-        codes: Copies of the weight: e4m3, or bfloat16 for `PEER`.
-        weight_scale: float32: one, one a row, or one for each 128 x 128 block; None for `PEER`.
+        codes: Copies of the weight: e4m3, pairs of e2m1 in uint8, or bfloat16 for `PEER`.
+        weight_scale: float32: one, one a row, or one for each 128 x 128 block; e4m3, one for each 16 columns
+            of a row, with e2m1; None for `PEER`.
         input_scale: float32, one: the static scale of the activations, None where they have their own.
+        second_scale: float32, of all scales of groups; None where there are none.
     """
 
     torch: Any
@@ -83,13 +96,14 @@ class Layer:
     shape: tuple[int, int]
     codes: Sequence[Any]
     weight_scale: Any
-    input_scale: Any
+    input_scale: Any = None
+    second_scale: Any = None
 
     @property
     def weight_bytes(self) -> int:
         """Of one copy with its scales."""
-        scales = 0 if self.weight_scale is None else self.weight_scale.numel() * 4
-        return int(self.codes[0].numel() * self.codes[0].element_size() + scales)
+        tensors = (self.codes[0], self.weight_scale, self.second_scale)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def bytes(self, tokens: int) -> int:
         """What a call has to move: the weight, x and y in bfloat16, each once."""
@@ -101,8 +115,13 @@ class Layer:
 
     def checkpoint(self, copy: int) -> dict[str, Any]:
         """The tensors of one copy under the names of a checkpoint."""
-        tensors = {"weight": self.codes[copy], "weight_scale": self.weight_scale}
-        return tensors if self.input_scale is None else tensors | {"input_scale": self.input_scale}
+        tensors = {
+            "weight": self.codes[copy],
+            "weight_scale": self.weight_scale,
+            "weight_scale_2": self.second_scale,
+            "input_scale": self.input_scale,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(slots=True)
@@ -142,18 +161,21 @@ class Problem:
         return self._layers[quant_algo]
 
     def _make(self, quant_algo: str) -> Layer:
-        torch = self.torch
+        torch, second = self.torch, None
+        if quant_algo in (NVFP4_FP8, W4A16):
+            return replace(self.layer(NVFP4), quant_algo=quant_algo)
         if quant_algo == PEER:
             codes, scale = self.weight.to(torch.bfloat16), None
+        elif quant_algo == NVFP4:
+            codes, scale, second = nvfp4.quantize(torch, self.weight)
         else:
             codes, scale = quantize_weight(torch, self.weight, quant_algo)
         count = copies(codes.numel() * codes.element_size(), self.rotate)
         static = None
         if quant_algo == "FP8":
             static = (self.x.abs().max().float() / E4M3_MAX).reshape(1)
-        return Layer(
-            torch, quant_algo, self.shape, [codes] + [codes.clone() for _ in range(count - 1)], scale, static
-        )
+        rotated = [codes] + [codes.clone() for _ in range(count - 1)]
+        return Layer(torch, quant_algo, self.shape, rotated, scale, static, second)
 
     def expected(self, quant_algo: str, rows: Any) -> Any:
         """float64 output for some rows of x, by their numbers."""
@@ -208,6 +230,9 @@ def to_e4m3(torch: Any, values: Any) -> Any:
 
 def weight_meaning(torch: Any, layer: Layer) -> Any:
     """What the codes stand for, float64 [N, K]."""
+    if layer.second_scale is not None:
+        find = nvfp4.folded_meaning if layer.quant_algo == NVFP4_FP8 else nvfp4.meaning
+        return find(torch, layer.codes[0], layer.weight_scale, layer.second_scale)
     codes = layer.codes[0].double()
     if layer.weight_scale is None:
         return codes
@@ -221,7 +246,7 @@ def weight_meaning(torch: Any, layer: Layer) -> Any:
 
 def activation_meaning(torch: Any, x: Any, layer: Layer) -> Any:
     """What the quantized rows of x stand for, float64 [rows, K]."""
-    if layer.quant_algo == PEER:
+    if layer.quant_algo in (PEER, NVFP4, W4A16):
         return x.double()
     codes, scale = quantize_activations(torch, x, layer)
     if layer.quant_algo == "FP8_PB_WO":
@@ -240,7 +265,7 @@ def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
     most = values.new_full((), E4M3_MAX)
     if layer.quant_algo == "FP8":
         return to_e4m3(torch, values * (1 / layer.input_scale)), layer.input_scale
-    if layer.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN":
+    if layer.quant_algo in ("FP8_PER_CHANNEL_PER_TOKEN", NVFP4_FP8):
         least = 1 / (E4M3_MAX * 512)
         scale = (values.abs().amax(1, keepdim=True) / most).clamp(min=least)
         return to_e4m3(torch, values / scale), scale

@@ -1,17 +1,20 @@
-"""FP8 linears on CUDA against every peer that runs here, in one process on the same data.
+"""FP8 and NVFP4 linears on CUDA against every peer that runs here, in one process on the same data.
 
 A cell is a layer and a number of tokens. Every peer's output is checked against float64 before it is timed;
 one that is wrong, or cannot run, is left out with the reason. benchmarks/device.py has the rules of timing,
 benchmarks/layers.py the data, benchmarks/peers the peers. Quantizing the activations is part of every call.
 
-    python -m benchmarks.linear [--quick] [--part i/n] [--algo NAME ...] [--shapes NxK ...] [--tokens M ...]
-                                [--peers PART ...] [--kernels NAME ...] [--compiled] [--json FILE]
+    python -m benchmarks.linear [--nvfp4] [--quick] [--part i/n] [--algo NAME ...] [--shapes NxK ...]
+                                [--tokens M ...] [--peers PART ...] [--kernels NAME ...] [--compiled]
+                                [--json FILE]
     MOQEXT_PDL=0 python -m benchmarks.linear --peers "no PDL" ...
     python -m benchmarks.linear --merge PART.json ... --json FILE
 
 The second one measures moqext without dependent launch; merged with the first it is a column beside it.
 
-`python -m benchmarks.cuda_page` makes the tables of docs/cuda.md from benchmarks/results/linear_cuda.*.json.
+`python -m benchmarks.cuda_page` makes the tables of docs/cuda.md from benchmarks/results/linear_cuda.*.json,
+`benchmarks.nvfp4_page` those of docs/nvfp4.md from nvfp4_cuda.*.json, the results of `--nvfp4`: NVFP4 weights
+as they are and multiplied as e4m3, beside them moqext's FP8 by token.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import device, layers, record
+from benchmarks.goals import FP8_REFERENCE
 from benchmarks.peers import Bound, Peer, all_peers, own, select, torch_linear
 from moqext.bench import PEER, Ceilings
 from moqext.environment import environment
@@ -221,7 +225,7 @@ def _text(row: Mapping[str, Any]) -> str:
 
 def multiplied(quant_algo: str) -> str:
     """Which rate of the matrix units holds."""
-    return "bfloat16" if quant_algo == PEER else "fp8"
+    return "bfloat16" if quant_algo in (PEER, layers.NVFP4, layers.W4A16) else "fp8"
 
 
 def part_of(shapes: Sequence[tuple[int, int]], part: tuple[int, int]) -> list[tuple[int, int]]:
@@ -286,7 +290,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="six shapes instead of sixteen")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="i/n", help="a part of the shapes")
-    parser.add_argument("--algo", nargs="+", choices=layers.ALGOS, default=layers.ALGOS, help="default: all")
+    known = (*layers.ALGOS, *layers.NVFP4_ALGOS)
+    parser.add_argument("--nvfp4", action="store_true", help="NVFP4 weights instead of FP8 ones")
+    parser.add_argument("--algo", nargs="+", choices=known, help="default: all of the weights' format")
     parser.add_argument(
         "--shapes", nargs="+", type=layers.shape_of, metavar="NxK", help="instead of the usual ones"
     )
@@ -301,6 +307,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.merge and not options.json:
         parser.error("--merge needs --json")
+    options.algo = options.algo or (layers.NVFP4_ALGOS[:2] if options.nvfp4 else layers.ALGOS)
     options.shapes = options.shapes or (layers.QUICK_SHAPES if options.quick else layers.SHAPES)
     return options
 
@@ -324,7 +331,11 @@ def choose_peers(options: argparse.Namespace) -> list[Peer]:
         peers += torch_linear.COMPILED
     chosen = []
     for peer in select(peers, options.peers):
-        if peer.quant_algo not in (*options.algo, PEER):
+        beside = layers.NVFP4_FP8 in options.algo and (peer.name, peer.quant_algo) == (
+            own.NAME,
+            FP8_REFERENCE,
+        )
+        if peer.quant_algo not in (*options.algo, PEER) and not beside:
             continue
         with variables(peer.environment):
             reason = peer.missing()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ CASES = (
     ("NVFP4", "exact"),
     ("NVFP4", "fp8"),
 )
+MODEL = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
+"""The four linears of a layer of a model of 70 billion weights, which has eighty."""
+
 ROUNDS = 15
 
 
@@ -51,31 +55,41 @@ def copy_speed(torch: Any) -> float:
     return float(2 * weight.numel() / seconds(torch, lambda: target.copy_(weight)))
 
 
-def tensors(torch: Any, algo: str, rows: int) -> dict[str, Any]:
-    """Checkpoint tensors of a layer on the device; e4m3 codes without NaN."""
+def tensors(torch: Any, algo: str, rows: int, columns: int) -> dict[str, Any]:
+    """Checkpoint tensors of a linear on the device; e4m3 codes without NaN."""
 
-    def codes(columns: int) -> Any:
-        return torch.randint(0, 0x7F, (rows, columns), dtype=torch.uint8, device="cuda")
+    def codes(width: int) -> Any:
+        return torch.randint(0, 0x7F, (rows, width), dtype=torch.uint8, device="cuda")
 
     if algo == "NVFP4":
         second = torch.full((), 0.01, device="cuda")
-        return {"weight": codes(COLUMNS // 2), "weight_scale": codes(COLUMNS // 16), "weight_scale_2": second}
-    shape = {"FP8": (), "FP8_PB_WO": (rows // 128, COLUMNS // 128)}.get(algo, (rows,))
-    return {"weight": codes(COLUMNS), "weight_scale": torch.rand(shape, device="cuda") + 0.01}
+        return {"weight": codes(columns // 2), "weight_scale": codes(columns // 16), "weight_scale_2": second}
+    shape = {"FP8": (), "FP8_PB_WO": (rows // 128, columns // 128)}.get(algo, (rows,))
+    return {"weight": codes(columns), "weight_scale": torch.rand(shape, device="cuda") + 0.01}
 
 
-def measure(torch: Any, algo: str, compute: str, rows: int, copy: float) -> dict[str, Any]:
-    """One layer, into new tensors and into those of an earlier call; `copy` in bytes a second."""
-    method = LinearMethod(algo, COLUMNS, [rows], device="cuda:0", compute=compute)
-    params = tensors(torch, algo, rows)
-    out = method.prepare(params)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*params.values(), *out.values()))
-    new = seconds(torch, lambda: method.prepare(params))
-    again = seconds(torch, lambda: method.prepare(params, out))
+def measure(
+    torch: Any, algo: str, compute: str, shapes: Sequence[tuple[int, int]], copy: float
+) -> dict[str, Any]:
+    """Linears one after the other, into new tensors and into those of an earlier call; `copy` in bytes/s."""
+    methods = [
+        LinearMethod(algo, columns, [rows], device="cuda:0", compute=compute) for rows, columns in shapes
+    ]
+    params = [tensors(torch, algo, *shape) for shape in shapes]
+
+    def prepare(targets: Sequence[Any]) -> list[Any]:
+        every = zip(methods, params, targets, strict=True)
+        return [method.prepare(given, target) for method, given, target in every]
+
+    fresh = [None] * len(shapes)
+    out = prepare(fresh)
+    every = [tensor for group in (*params, *out) for tensor in group.values()]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in every)
+    new, again = (seconds(torch, partial(prepare, targets)) for targets in (fresh, out))
     return {
         "quant_algo": algo,
         "compute": compute,
-        "shape": [rows, COLUMNS],
+        "shapes": [list(shape) for shape in shapes],
         "bytes": size,
         "seconds": new,
         "seconds_into_out": again,
@@ -95,15 +109,16 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s")
     print(f"{'layer':45} {'new':>10} {'of copy':>8} {'into out':>10} {'of copy':>8}")
     results = []
-    for rows in ROWS:
-        for algo, compute in CASES:
-            row = measure(torch, algo, compute, rows, copy)
-            results.append(row)
-            name = f"{algo} {compute} {rows} x {COLUMNS}"
-            print(
-                f"{name:45} {row['seconds'] * 1e6:7.1f} us {row['of_copy']:8.0%}"
-                f" {row['seconds_into_out'] * 1e6:7.1f} us {row['of_copy_into_out']:8.0%}"
-            )
+    cases = [(*case, [(rows, COLUMNS)]) for rows in ROWS for case in CASES]
+    cases += [(*case, MODEL) for case in CASES[-2:]]
+    for algo, compute, shapes in cases:
+        row = measure(torch, algo, compute, shapes, copy)
+        results.append(row)
+        name = f"{algo} {compute} {' '.join(f'{rows}x{columns}' for rows, columns in shapes)}"
+        print(
+            f"{name:45} {row['seconds'] * 1e6:7.1f} us {row['of_copy']:8.0%}"
+            f" {row['seconds_into_out'] * 1e6:7.1f} us {row['of_copy_into_out']:8.0%}"
+        )
     if args.json:
         device = torch.cuda.get_device_name()
         record.write("prepare", results, args.json, device=device, copy_bytes_per_second=copy)

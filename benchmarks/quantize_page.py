@@ -69,9 +69,10 @@ def preparation(result: Mapping[str, Any]) -> str:
     """A table of all layers."""
     lines = ["| | | new | of copy | into `out` | of copy |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
-        folded = " folded to FP8" if row["compute"] == "fp8" else ""
+        folded = ' for `compute="fp8"`' if row["compute"] == "fp8" else ""
+        shapes = ", ".join(f"{rows} × {columns}" for rows, columns in row["shapes"])
         lines.append(
-            f"| {row['quant_algo']}{folded} | {row['shape'][0]} × {row['shape'][1]} "
+            f"| {row['quant_algo']}{folded} | {shapes} "
             f"| {row['seconds'] * 1e6:.0f} µs | {row['of_copy']:.0%} "
             f"| {row['seconds_into_out'] * 1e6:.0f} µs | {row['of_copy_into_out']:.0%} |"
         )

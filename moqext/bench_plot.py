@@ -1,12 +1,13 @@
-"""A roofline of measured linears as SVG: operations a second over tokens, beside what the machine allows.
+"""Measured linears as SVG, beside what the machine allows: a roofline, or times.
 
-One panel a shape. Solid lines are what each algorithm reached, dashed ones of the same colour its roof: bytes
-decide on the left, where it rises with the tokens, and operations on the right, where it is level.
+One panel a shape, tokens from left to right. Solid lines are what each algorithm reached, dashed ones of the
+same colour what the machine allows: in a roofline bytes decide on the left, where it rises with the tokens,
+and operations on the right, where it is level; in times it is the other way round.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 _PANEL = (300, 260)
@@ -15,34 +16,53 @@ _COLOURS = ("#444444", "#0072b2", "#56b4e9", "#cc79a7", "#d55e00", "#e69f00", "#
 """Told apart by colour-blind readers too (Okabe and Ito); the first one is torch's."""
 
 _Point = tuple[float, float]
+_Row = Mapping[str, Any]
 
 
-def roofline(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """The drawing as text.
+class _Scale(NamedTuple):
+    """What is drawn upwards: of a row and the name of its seconds, its unit, the name of a power of ten."""
+
+    value: Callable[[_Row, str], float]
+    unit: str
+    name: Callable[[int], str]
+
+
+def roofline(rows: Sequence[_Row], title: str) -> str:
+    """Operations a second, as the text of a drawing.
 
     Args:
         rows: What `moqext.bench.Row.as_dict` gives, at least one; or the same out of JSON.
         title: Heads the drawing.
     """
+    return _draw(rows, title, _Scale(lambda row, seconds: row["flop"] / row[seconds], "flop/s", _speed))
+
+
+def times(rows: Sequence[_Row], title: str) -> str:
+    """The same of seconds."""
+    return _draw(rows, title, _Scale(lambda row, seconds: float(row[seconds]), "time", _time))
+
+
+def _draw(rows: Sequence[_Row], title: str, scale: _Scale) -> str:
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     algos = list(dict.fromkeys(row["quant_algo"] for row in rows))
     tokens = sorted({row["tokens"] for row in rows})
-    reached = [row["flop"] / row["seconds"] for row in rows]
-    roofs = [row["flop"] / row["floor_seconds"] for row in rows]
-    low = math.floor(math.log10(min(reached)))
+    reached = [scale.value(row, "seconds") for row in rows]
+    roofs = [scale.value(row, "floor_seconds") for row in rows]
+    low = math.floor(math.log10(min(reached + roofs)))
     high = max(math.ceil(math.log10(max(reached + roofs))), low + 1)
     width = _LEFT + len(shapes) * (_PANEL[0] + _GAP)
     parts = [_text(_LEFT, 24, title, size=15, weight="bold")]
     colours = dict(zip(algos, _colours(algos), strict=True))
     for number, shape in enumerate(shapes):
         left = _LEFT + number * (_PANEL[0] + _GAP)
-        parts += _axes(left, tokens, low, high, f"{shape[0]} × {shape[1]}", labelled=number == 0)
+        heading = f"{shape[0]} × {shape[1]}"
+        parts += _axes(left, tokens, low, high, heading, scale if number == 0 else None)
         for algo in algos:
             own = [row for row in rows if tuple(row["shape"]) == shape and row["quant_algo"] == algo]
             own.sort(key=lambda row: row["tokens"])
 
-            def place(row: Mapping[str, Any], seconds: str, left: float = left) -> _Point:
-                return _place(left, tokens, low, high, row["tokens"], row["flop"] / row[seconds])
+            def place(row: _Row, seconds: str, left: float = left) -> _Point:
+                return _place(left, tokens, low, high, row["tokens"], scale.value(row, seconds))
 
             colour = colours[algo]
             roof = _points(place(row, "floor_seconds") for row in own)
@@ -68,16 +88,17 @@ def _colours(algos: Sequence[str]) -> list[str]:
     ]
 
 
-def _place(left: float, tokens: Sequence[int], low: int, high: int, count: int, speed: float) -> _Point:
+def _place(left: float, tokens: Sequence[int], low: int, high: int, count: int, value: float) -> _Point:
     first, last = math.log2(tokens[0]), math.log2(tokens[-1])
     across = (math.log2(count) - first) / (last - first) if last > first else 0.5
-    up = (math.log10(speed) - low) / (high - low)
+    up = (math.log10(value) - low) / (high - low)
     return left + _PANEL[0] * (0.04 + 0.92 * across), _TOP + _PANEL[1] * (1 - up)
 
 
 def _axes(
-    left: float, tokens: Sequence[int], low: int, high: int, title: str, *, labelled: bool
+    left: float, tokens: Sequence[int], low: int, high: int, title: str, scale: _Scale | None
 ) -> list[str]:
+    """Those of a panel; the first one's have the names of the scale."""
     width, height = _PANEL
     parts = [
         f'<rect x="{left}" y="{_TOP}" width="{width}" height="{height}" stroke="#999999"/>',
@@ -87,14 +108,14 @@ def _axes(
     for power in range(low, high + 1):
         y = _TOP + height * (high - power) / (high - low)
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#dddddd"/>')
-        if labelled:
-            parts.append(_text(left - 6, y + 4, _speed(power), anchor="end"))
+        if scale:
+            parts.append(_text(left - 6, y + 4, scale.name(power), anchor="end"))
     for count in tokens:
         x, _ = _place(left, tokens, low, high, count, 10.0**low)
         parts.append(f'<path d="M{x:.1f} {_TOP + height}v4" stroke="#999999"/>')
         parts.append(_text(x, _TOP + height + 18, str(count), anchor="middle"))
-    if labelled:
-        parts.append(_text(left, _TOP - 8, "flop/s", anchor="middle"))
+    if scale:
+        parts.append(_text(left, _TOP - 8, scale.unit, anchor="middle"))
     return parts
 
 
@@ -117,6 +138,12 @@ def _speed(power: int) -> str:
     names = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P"}
     whole = power - power % 3
     return f"{10 ** (power - whole)} {names[whole]}".rstrip() if whole in names else f"1e{power}"
+
+
+def _time(power: int) -> str:
+    names = {-9: "ns", -6: "µs", -3: "ms", 0: "s"}
+    whole = power - power % 3
+    return f"{10 ** (power - whole)} {names[whole]}" if whole in names else f"1e{power} s"
 
 
 def _points(points: Iterable[_Point]) -> str:

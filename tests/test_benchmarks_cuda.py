@@ -91,6 +91,9 @@ def test_a_shape_that_is_none(layers: Any, text: str) -> None:
 def test_options(linear: Any, layers: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert linear.parse(["--quick"]).shapes == layers.QUICK_SHAPES
     assert linear.parse([]).shapes == layers.SHAPES
+    assert linear.parse([]).algo == layers.ALGOS
+    assert linear.parse(["--nvfp4"]).algo == ("NVFP4", "NVFP4, fp8")
+    assert linear.parse(["--nvfp4", "--algo", "W4A16_NVFP4"]).algo == ["W4A16_NVFP4"]
     given = linear.parse(["--shapes", "64x128", "128x64", "--part", "2/3", "--tokens", "1", "7"])
     assert (given.shapes, given.part, given.tokens) == ([(64, 128), (128, 64)], (2, 3), [1, 7])
     with pytest.raises(SystemExit):
@@ -140,7 +143,9 @@ def test_calls_of_a_graph(monkeypatch: pytest.MonkeyPatch, seconds: float, calls
 # ---- what is computed ----
 
 
-@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", PEER])
+@pytest.mark.parametrize(
+    "algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", PEER, "NVFP4", "NVFP4, fp8", "W4A16_NVFP4"]
+)
 def test_a_layer_means_what_moqext_computes(layers: Any, algo: str, rng: np.random.Generator) -> None:
     """Data, references and moqext's CPU path agree, so that a peer is measured against the right thing."""
     torch = pytest.importorskip("torch")
@@ -152,13 +157,37 @@ def test_a_layer_means_what_moqext_computes(layers: Any, algo: str, rng: np.rand
     if algo == PEER:
         got = problem.x @ layer.codes[0].T
     else:
-        method = pytest.importorskip("moqext").LinearMethod(algo, 256, [96])
+        options = {"in_features": 256, "out_partitions": [96], **layers.method_arguments(algo)}
+        method = pytest.importorskip("moqext").LinearMethod(**options)
         got = method(problem.x, method.prepare(layer.checkpoint(1)))
     assert layers.relative_error(torch, got, expected) < 2.5e-3
     assert math.isnan(layers.relative_error(torch, got * float("nan"), expected))
     plain = problem.x.double() @ problem.weight.double().T
     error = layers.relative_error(torch, got, plain)
-    assert 1e-4 < error < (0.01 if algo == PEER else 0.06)  # what the format costs
+    assert 1e-4 < error < (0.01 if algo == PEER else 0.13 if "NVFP4" in algo else 0.06)  # the format's cost
+
+
+def test_nvfp4_weights_are_rounded_to_the_nearest_code(
+    monkeypatch: pytest.MonkeyPatch, layers: Any, rng: np.random.Generator
+) -> None:
+    torch = pytest.importorskip("torch")
+    nvfp4 = load("nvfp4", monkeypatch)
+    # In one group, with a scale of 1 by the other 6 x 448: every tie, and both sides of zero.
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    first = torch.tensor([[*ties, -0.25, 6.0, -6.0, 0.0, 0.2, 0.3, -2.4, 4.9, 5.1] + [6.0 * 448] * 16])
+    codes, scale, second = nvfp4.quantize(torch, first)
+    assert (float(second), scale.float().tolist()) == (1.0, [[1.0, 448.0]])
+    found = nvfp4.meaning(torch, codes, scale, second)[0].tolist()
+    assert found[:7] == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert found[7:16] == [0.0, 6.0, -6.0, 0.0, 0.0, 0.5, -2.0, 4.0, 6.0]
+    weight = torch.from_numpy(rng.standard_normal((8, 256), np.float32))
+    own = nvfp4.quantize(torch, weight)
+    again = nvfp4.quantize(torch, nvfp4.meaning(torch, *own).float())
+    assert torch.equal(own[0], again[0])
+    halves = nvfp4.halves(torch, own[0], 128).reshape(8, 2, 64)
+    columns = torch.stack([own[0] & 15, own[0] >> 4], 2).reshape(8, 2, 2, 64)
+    assert torch.equal(halves & 15, columns[:, :, 0])
+    assert torch.equal(halves >> 4, columns[:, :, 1])
 
 
 @pytest.mark.parametrize(
@@ -353,6 +382,35 @@ def test_goals_of_blocks(goals: Any) -> None:
     assert verdicts(0.7e-3, 2e-3, 8192, goals.LARGE_FLOP)["rate"] is True
 
 
+def test_goals_of_nvfp4(goals: Any) -> None:
+    def verdicts(algo: str, tokens: int, own: float, **others: float) -> dict[str, bool]:
+        about = {"quant_algo": algo, "tokens": tokens}
+        rows = [row("moqext", own, **about)]
+        if "wide" in others:
+            rows.append(row("torch bfloat16", others["wide"], quant_algo=PEER, tokens=tokens))
+        if "marlin" in others:
+            rows.append(row("Marlin", others["marlin"], **about))
+        if "fp8" in others:
+            fp8 = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "tokens": tokens}
+            rows += [row("torch rowwise", 1e-9, **fp8), row("moqext", others["fp8"], **fp8)]
+        published = {((4096, 4096), tokens, "NVFP4"): [goals.Figure("Humming", "interleaved", 12.0e-6)]}
+        cell = next(cell for cell in goals.cells(rows, published) if cell.key[2] == algo)
+        return {goal.name: goal.met for goal in goals.goals(cell)}
+
+    assert verdicts("NVFP4", 1, 6.3e-6, wide=9.4e-6) == {"time": True, "bfloat16": False}
+    assert verdicts("NVFP4", 16, 6.4e-6, wide=9.6e-6) == {"time": False, "bfloat16": True}
+    assert verdicts("W4A16_NVFP4", 64, 5.3e-6, wide=8e-6) == {"time": True, "bfloat16": True}
+    assert verdicts("NVFP4", 32, 10e-6) == {"Marlin and Humming": True}
+    assert verdicts("NVFP4", 256, 10e-6, marlin=11.9e-6, wide=9.6e-6) == {
+        "Marlin and Humming": False,
+        "bfloat16": False,
+    }
+    assert verdicts("NVFP4", 1024, 10e-6, wide=9.5e-6) == {"bfloat16": True}
+    assert verdicts("NVFP4, fp8", 64, 10e-6, wide=9e-6, fp8=9e-6) == {}
+    assert verdicts("NVFP4, fp8", 128, 10e-6, wide=9e-6, fp8=9.6e-6) == {"FP8": True}
+    assert verdicts("NVFP4, fp8", 1024, 10e-6, wide=16e-6, fp8=9.4e-6) == {"bfloat16": False, "FP8": False}
+
+
 def test_published_figures_are_those_of_the_fair_protocol(goals: Any) -> None:
     published = goals.read_published()
     large = published[(8192, 8192), 8192, "FP8"]
@@ -374,11 +432,11 @@ def test_published_figures_have_a_meaning(goals: Any, layers: Any) -> None:
     assert len(data["cells"]) > 500
     for outs, ins, tokens, algo, peer, protocol, microseconds in data["cells"]:
         assert protocol in data["about"]["protocols"]
-        assert algo in (*layers.ALGOS, PEER)
+        assert algo in (*layers.ALGOS, *layers.NVFP4_ALGOS, PEER)
         assert peer
         # None beats reading the weight once at the memory's datasheet rate, or the chip's peak.
-        values = 1 if algo != PEER else 2
-        peak = 1979e12 if algo != PEER else 989e12
+        values = {PEER: 2, "NVFP4": 0.5625, "NVFP4, fp8": 0.5}.get(algo, 1)
+        peak = 989e12 if algo in (PEER, "NVFP4") else 1979e12
         assert microseconds * 1e-6 > max(values * outs * ins / 4.8e12, 2 * outs * ins * tokens / peak)
 
 
@@ -436,6 +494,39 @@ def test_the_page_of_cuda_is_what_its_results_make(page: Any) -> None:
     assert {path.name for path in (ROOT / "docs").glob("cuda.*")} == set(files)
 
 
+def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = load("nvfp4_page", monkeypatch).NVFP4
+    wide = {"quant_algo": PEER}
+    rows = [
+        row("moqext", 5e-6, quant_algo="NVFP4", kernel="cuda:decode"),
+        row("Triton", 10e-6, quant_algo="NVFP4"),
+        row("torch bfloat16", 12e-6, **wide),
+        row("moqext", 7e-6, quant_algo="NVFP4, fp8"),
+        row("moqext", 8e-6, quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        row("moqext", 2e-3, tokens=8192, quant_algo="NVFP4", protocol="alone", floor_seconds=1e-3),
+    ]
+    text = f"Before.\n{own.begin}\nold\n{page.END}\nAfter.\n"
+    files = page.render(text, {"chip": record(rows)}, own)
+    lines = files["nvfp4.md"].splitlines()
+    exact = "| 4096 × 4096 | 1 | **5.00 µs** | 80% | decode | 12.0 µs | 2.40 | 10.0 µs Triton | 2.00 | 9.50"
+    assert any(line.startswith(exact) for line in lines)
+    fp8 = "| 4096 × 4096 | 1 | **7.00 µs** | 57% | one | 12.0 µs | 1.71 | 8.00 µs | 1.14 |"
+    assert any(line.startswith(fp8) for line in lines)
+    assert "#### `FP8_PER_CHANNEL_PER_TOKEN`" not in lines
+    assert ElementTree.fromstring(files["nvfp4.chip.svg"]).tag.endswith("svg")
+    assert "10 µs" in files["nvfp4.chip.svg"]
+    assert page.render(files["nvfp4.md"], {"chip": record(rows)}, own) == files
+
+
+def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: python -m benchmarks.nvfp4_page."""
+    own = load("nvfp4_page", monkeypatch).NVFP4
+    files = page.render(own.path.read_text(), page.read_results(own.files), own)
+    for name, text in files.items():
+        assert (ROOT / "docs" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs").glob("nvfp4.*")} == set(files)
+
+
 def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     page = load("quantize_page", monkeypatch)
     facts = {
@@ -449,12 +540,18 @@ def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPa
         return case | {"seconds": seconds, "floor_seconds": floor}
 
     rows = [row("moqext", 1, 1.1e-6, 1e-9), row("Triton", 1, 2e-6, 1e-9), row("moqext", 8192, 25e-6, 24e-6)]
-    prepared = {"quant_algo": "NVFP4", "compute": "fp8", "shape": [8, 16], "seconds": 1e-4, "of_copy": 0.5}
+    prepared = {
+        "quant_algo": "NVFP4",
+        "compute": "fp8",
+        "shapes": [[8, 16], [4, 32]],
+        "seconds": 1e-4,
+        "of_copy": 0.5,
+    }
     prepared |= {"seconds_into_out": 2e-4, "of_copy_into_out": 0.25}
     text = "\n".join(["Before.", *page.QUANTIZE, "Between.", *page.PREPARE, "After."])
     made = page.render(text, facts | {"rows": rows}, facts | {"rows": [prepared]})
     assert "| `quantize` | token | 1.10 (2.00) | 25.0, 96% |" in made
-    assert "| NVFP4 folded to FP8 | 8 × 16 | 100 µs | 50% | 200 µs | 25% |" in made
+    assert '| NVFP4 for `compute="fp8"` | 8 × 16, 4 × 32 | 100 µs | 50% | 200 µs | 25% |' in made
     assert page.render(made, facts | {"rows": rows}, facts | {"rows": [prepared]}) == made
     assert page.render(made, None, None) == made
 

@@ -33,7 +33,7 @@ class Peer(Protocol):
 
     Attributes:
         name: Tells it from the others of its algorithm.
-        quant_algo: What it computes: one of `layers.ALGOS`, or `moqext.bench.PEER`.
+        quant_algo: What it computes: of `layers.ALGOS` or `layers.NVFP4_ALGOS`, or `PEER`.
         environment: Variables that hold while it is made and called.
     """
 
@@ -57,9 +57,9 @@ class Peer(Protocol):
 
 def all_peers() -> list[Peer]:
     """Everyone, whether they can run here or not; moqext first."""
-    from benchmarks.peers import cublaslt, engines, own, torch_linear
+    from benchmarks.peers import cublaslt, engines, nvfp4, own, torch_linear
 
-    return [*own.PEERS, *cublaslt.PEERS, *torch_linear.PEERS, *engines.PEERS]
+    return [*own.PEERS, *cublaslt.PEERS, *torch_linear.PEERS, *engines.PEERS, *nvfp4.PEERS]
 
 
 def select(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.layers import ALGOS, Layer
+from benchmarks.layers import ALGOS, NVFP4_ALGOS, Layer, method_arguments
 from benchmarks.peers import Bound
 from moqext.linear import LinearMethod
 
@@ -30,16 +30,20 @@ class Own:
 
     def missing(self) -> str | None:
         try:
-            LinearMethod(self.quant_algo, 4096, [4096], device="cuda:0", fast_accum=self.fast_accum)
+            self._method(4096, 4096, "cuda:0")
         except (ValueError, RuntimeError) as error:
             return str(error)
         return None
 
     def method(self, layer: Layer) -> LinearMethod:
         """For a layer of one partition."""
-        rows, columns = layer.shape
-        device = str(layer.codes[0].device)
-        return LinearMethod(self.quant_algo, columns, [rows], device=device, fast_accum=self.fast_accum)
+        return self._method(*layer.shape, str(layer.codes[0].device))
+
+    def _method(self, rows: int, columns: int, device: str) -> LinearMethod:
+        options: dict[str, Any] = {"device": device, "fast_accum": self.fast_accum}
+        return LinearMethod(
+            in_features=columns, out_partitions=[rows], **options, **method_arguments(self.quant_algo)
+        )
 
     def weights(self, layer: Layer) -> Sequence[Any]:
         method = self.method(layer)
@@ -62,15 +66,15 @@ def bound(method: LinearMethod, x: Any, out: Any) -> Bound:
 
 def forced(kernel: str) -> list[Own]:
     """One kernel by its name, "family:name", for every algorithm."""
-    return [Own(f"{NAME}, {kernel}", algo, {"MOQEXT_KERNEL": kernel}) for algo in ALGOS]
+    return [Own(f"{NAME}, {kernel}", algo, {"MOQEXT_KERNEL": kernel}) for algo in (*ALGOS, *NVFP4_ALGOS)]
 
 
 def usual(environment: Mapping[str, str]) -> list[Own]:
     """As the plan chooses, one for each algorithm, and one with less exact sums where there is a choice."""
     if environment.get("MOQEXT_PDL") == "0":
-        return [Own(WITHOUT_PDL, algo) for algo in ALGOS]
+        return [Own(WITHOUT_PDL, algo) for algo in (*ALGOS, *NVFP4_ALGOS)]
     fast = [Own(f"{NAME}, fast", algo, fast_accum=True) for algo in ALGOS if algo != "FP8_PB_WO"]
-    return [*(Own(NAME, algo) for algo in ALGOS), *fast]
+    return [*(Own(NAME, algo) for algo in (*ALGOS, *NVFP4_ALGOS)), *fast]
 
 
 PEERS = usual(os.environ)
