@@ -32,18 +32,20 @@ typedef struct {
 /* A row of the layer as it is stored; codes NULL where it is zeros or there is none. */
 typedef struct {
     const uint8_t *codes, *scales;
+    float factor;
 } stored_row;
 
 static __device__ __forceinline__ stored_row find_row(const moq_nvfp4_pack &p, int64_t row) {
     if (row >= p.rows)
-        return {NULL, NULL};
+        return {NULL, NULL, 0.0f};
     int i = 0;
     while (row >= p.source[i].rows)
         row -= p.source[i++].rows;
     const moq_pack_source &from = p.source[i];
-    if (!from.codes)
-        return {NULL, NULL};
-    return {from.codes + row * from.code_stride, from.scales + row * from.scale_stride};
+    float factor = p.factors ? p.factors[i] : from.factor;
+    if (factor == 0.0f)
+        return {NULL, NULL, factor};
+    return {from.codes + row * from.code_stride, from.scales + row * from.scale_stride, factor};
 }
 
 template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
@@ -147,6 +149,21 @@ static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int
     }
 }
 
+/* ---- bad scales ---- */
+
+/* What no intact checkpoint holds among the lane's scales of a row: the first is kept. */
+static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row, int64_t group,
+                                                const groups (&in)[RUN], int h) {
+#pragma unroll
+    for (int u = RUN; u-- > 0;) {
+        uint32_t scale = in[u].scale[h];
+        int64_t column = (group + u * MOQ_PACK_GROUPS) * 16 / p.group;
+        if (scale >= 0x7f && scale != 0x80)
+            atomicMin((unsigned long long *)p.bad,
+                      (unsigned long long)(row * (p.columns / p.group) + column));
+    }
+}
+
 /* ---- the kernels ---- */
 
 /* The warp's units: a slab, its first block, and how many of RUN there are. */
@@ -171,18 +188,25 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
     if (here.count == 0)
         return;
     int64_t row = here.slab * MOQ_PACK_ROWS + g, group_count = p.columns / 16;
+    int64_t group = here.first * MOQ_PACK_GROUPS + s;
     groups in[RUN] = {};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         stored_row from = find_row(p, row + 8 * h);
 #pragma unroll
         for (int u = 0; u < RUN; u++) {
-            int64_t group = (here.first + u) * MOQ_PACK_GROUPS + s;
-            if (!from.codes || group >= group_count)
+            int64_t at = group + u * MOQ_PACK_GROUPS;
+            if (!from.codes || at >= group_count)
                 continue;
-            in[u].codes[h] = load_codes<ALIGNED>(from.codes + group * 8);
-            in[u].scale[h] = from.scales[group * 16 / p.group];
+            in[u].codes[h] = load_codes<ALIGNED>(from.codes + at * 8);
+            in[u].scale[h] = from.scales[at * 16 / p.group];
         }
+        if (p.output_scale && group == 0 && row + 8 * h < p.rows)
+            p.output_scale[row + 8 * h] = from.factor;
+    }
+    if (p.bad) {
+        keep_bad(p, row, group, in, 0);
+        keep_bad(p, row + 8, group, in, 1);
     }
     if (p.largest)
         keep_largest(p, row, s, in);
