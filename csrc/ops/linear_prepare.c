@@ -9,6 +9,7 @@
 #include "core/scales.h"
 #include "cuda/cuda.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -176,8 +177,9 @@ static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scale
     size_t block =
         blocks ? (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)) : 0;
     size_t weight = blocks ? 0 : scales->per_row ? rows : parts;
-    size_t factor = blocks ? 0 : rows;
-    float *memory = malloc((weight + block + parts + factor) * sizeof *memory);
+    size_t factor = blocks ? 0 : rows, smooth = (size_t)spec->in_features * 2;
+    float *memory = malloc(
+        (weight + block + parts + factor + (spec->pre_quant_scale ? smooth : 0)) * sizeof *memory);
     if (!memory)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the scales of a linear layer");
     scales->memory = memory;
@@ -185,6 +187,7 @@ static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scale
     scales->block = blocks ? memory + weight : NULL;
     scales->input = memory + weight + block;
     scales->factor = blocks ? NULL : memory + weight + block + parts;
+    scales->smooth = memory + weight + block + parts + factor;
     return MOQ_OK;
 }
 
@@ -267,6 +270,42 @@ static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linea
     return MOQ_OK;
 }
 
+static moq_status read_smoothing(const moq_linear_spec *spec, const moq_source *source,
+                                 void *stream, int32_t p, float *out, moq_err *err) {
+    const char *name = "pre_quant_scale";
+    MOQ_TRY(read_scales(&source->part[p], name, spec->in_features, stream, out, err));
+    for (int64_t k = 0; k < spec->in_features; k++)
+        if (!isfinite(out[k]))
+            return moq_fail(err, MOQ_ERR_VALUE, "%s: expected finite values, got %g at index %lld",
+                            name, (double)out[k], (long long)k);
+    return MOQ_OK;
+}
+
+/* The factors of x: fused layers have one x, and so the same factors. */
+static moq_status read_pre_quant_scale(const moq_linear_spec *spec, const moq_source *source,
+                                       moq_prepare_scales *scales, void *stream, moq_err *err) {
+    float *values = scales->smooth, *others = values + spec->in_features;
+    if (!spec->pre_quant_scale || source->count == 0) {
+        scales->smooth = NULL;
+        return MOQ_OK;
+    }
+    if (source->count != 1 && source->count != spec->partition_count)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "pre_quant_scale: expected one tensor or %d, one a partition, got %d",
+                        (int)spec->partition_count, (int)source->count);
+    MOQ_TRY(read_smoothing(spec, source, stream, 0, values, err));
+    for (int32_t p = 1; p < source->count; p++) {
+        MOQ_TRY(read_smoothing(spec, source, stream, p, others, err));
+        for (int64_t k = 0; k < spec->in_features; k++)
+            if (others[k] != values[k])
+                return moq_fail(err, MOQ_ERR_VALUE,
+                                "pre_quant_scale: expected the same for all partitions, got %g and "
+                                "%g at index %lld",
+                                (double)values[k], (double)others[k], (long long)k);
+    }
+    return MOQ_OK;
+}
+
 static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                 moq_prepare_scales *scales, moq_prepare_way way, moq_err *err) {
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
@@ -279,6 +318,8 @@ static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_so
     MOQ_TRY(allocate_scales(spec, scales, err));
     MOQ_TRY(read_weight_scales(spec, sources, scales, way, err));
     moq_status status = read_input_scales(spec, sources, scales, way.stream, err);
+    if (status == MOQ_OK)
+        status = read_pre_quant_scale(spec, &sources->pre_quant_scale, scales, way.stream, err);
     if (status != MOQ_OK && scales->on_device) /* if both are wrong, the first is named */
         MOQ_TRY(moq_prepare_bad_scale(spec, sources, way.stream, err));
     return status;

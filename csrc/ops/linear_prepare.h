@@ -13,6 +13,7 @@ typedef struct {
     bool on_device; /* those of moq_prepare_scale_count are there, neither read nor checked */
     float *block;   /* [block rows, columns] for FP8_PB_WO, else NULL */
     float *input;   /* one per partition, or NULL */
+    float *smooth;  /* [K], or NULL */
     float *factor;  /* [N], NULL for blocks */
     float *memory;  /* what all of them point into */
 } moq_prepare_scales;

@@ -189,6 +189,18 @@ static moq_status write_factors(const job *j, moq_err *err) {
     return MOQ_OK;
 }
 
+/* Those of x. */
+static moq_status write_input_scales(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    if (j->scales->input)
+        MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
+                                (size_t)spec->partition_count * sizeof(float), j->stream, err));
+    if (j->scales->smooth)
+        MOQ_TRY(moq_cuda_upload(j->params->pre_quant_scale.data, j->scales->smooth,
+                                (size_t)spec->in_features * sizeof(float), j->stream, err));
+    return MOQ_OK;
+}
+
 static moq_status write_scales(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     size_t count = (size_t)moq_prepare_scale_count(spec);
@@ -197,10 +209,7 @@ static moq_status write_scales(const job *j, moq_err *err) {
     else
         MOQ_TRY(moq_cuda_copy(j->params->weight_scale.data, j->scale, count * sizeof(float),
                               j->stream, err));
-    if (j->scales->input)
-        MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
-                                (size_t)spec->partition_count * sizeof(float), j->stream, err));
-    return MOQ_OK;
+    return write_input_scales(j, err);
 }
 
 /* Scales on the device to the workspace, as float32. */
@@ -235,8 +244,10 @@ static moq_status process(job *j, bool fresh, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     MOQ_TRY(forget_findings(j, err));
     MOQ_TRY(place_scales(j, err));
-    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED)
-        return prepare_packed(j, fresh, err);
+    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED) {
+        MOQ_TRY(prepare_packed(j, fresh, err));
+        return write_input_scales(j, err);
+    }
     if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
         MOQ_TRY(prepare_fp8(j, fresh, err));
         return write_scales(j, err);
