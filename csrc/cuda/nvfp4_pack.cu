@@ -1,9 +1,10 @@
 /* NVFP4 weights to the packed layout and back: see nvfp4_pack.h.
  *
- * A warp has RUN units of a slab, one after the other in memory. Lane 4g + s takes group s of rows
- * g and g + 8 of each: 8 bytes of codes a row, 32 from four lanes, and two scales. It makes the
- * group's word of all four vectors of g in shared memory, without bank conflicts; from there units
- * go out 16 bytes a lane. Unpacking goes the same way back.
+ * A warp has RUN units of a slab, one after the other in memory: of each row 128 bytes of codes and
+ * 16 of scales. Lane 16p + 4u + s takes group s of unit u, 8 bytes and a scale, of rows 2i + p and
+ * 2i + p + 8 for i = 0..3, so that 16 lanes read a row's line. It makes the group's words in shared
+ * memory, where units are a vector further apart than they are in the result: no bank is met twice.
+ * From there they go out 16 bytes a lane. Unpacking goes the same way back.
  *
  * Bound by memory: 9/16 byte of a weight in and out, beside about 2.5 operations. What is not
  * aligned to 8 bytes goes byte by byte.
@@ -21,31 +22,31 @@
 #define WARPS   8
 #define THREADS (32 * WARPS)
 #define RUN     4
+#define PAIRS   4 /* of rows g and g + 8, of a lane */
 #define VECTORS (MOQ_PACK_BYTES / 16)
+#define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
 
-/* What a lane has of a unit: a group of rows g and g + 8. */
+/* A group of rows g and g + 8. */
 typedef struct {
     uint2 codes[2]; /* the first in the lowest nibble */
     uint32_t scale[2];
 } groups;
 
-/* A row of the layer as it is stored; codes NULL where it is zeros or there is none. */
+/* The source that a row is of, for rows in their order. */
 typedef struct {
-    const uint8_t *codes, *scales;
+    int index;
+    int64_t begin, end; /* its rows */
     float factor;
-} stored_row;
+} cursor;
 
-static __device__ __forceinline__ stored_row find_row(const moq_nvfp4_pack &p, int64_t row) {
-    if (row >= p.rows)
-        return {NULL, NULL, 0.0f};
-    int i = 0;
-    while (row >= p.source[i].rows)
-        row -= p.source[i++].rows;
-    const moq_pack_source &from = p.source[i];
-    float factor = p.factors ? p.factors[i] : from.factor;
-    if (factor == 0.0f)
-        return {NULL, NULL, factor};
-    return {from.codes + row * from.code_stride, from.scales + row * from.scale_stride, factor};
+static __device__ __forceinline__ cursor find_source(const moq_nvfp4_pack &p, int64_t row) {
+    cursor c = {0, 0, p.source[0].rows, 0.0f};
+    while (row >= c.end && c.index + 1 < p.source_count) {
+        c.begin = c.end;
+        c.end += p.source[++c.index].rows;
+    }
+    c.factor = p.factors ? p.factors[c.index] : p.source[c.index].factor;
+    return c;
 }
 
 template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
@@ -133,34 +134,46 @@ static __device__ __forceinline__ float largest_value(uint2 codes, uint32_t scal
            0x1p8f;
 }
 
-/* Of rows g and g + 8 of the lane's groups, then of the four lanes of a row. */
-static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int64_t row, int s,
-                                                    const groups (&in)[RUN]) {
+/* The largest value of each of the lane's rows, over the 16 lanes of p: lanes part with half of
+ * their rows each time, and end with one. */
+static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int64_t slab,
+                                                    const groups (&in)[PAIRS]) {
+    int lane = threadIdx.x % 32, index = 0;
+    float most[2 * PAIRS];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float most = 0.0f;
+    for (int i = 0; i < 2 * PAIRS; i++)
+        most[i] = largest_value(in[i / 2].codes[i % 2], in[i / 2].scale[i % 2]);
 #pragma unroll
-        for (int u = 0; u < RUN; u++)
-            most = fmaxf(most, largest_value(in[u].codes[h], in[u].scale[h]));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        if (s == 0 && row + 8 * h < p.rows)
-            atomicMax((unsigned *)p.largest + row + 8 * h, __float_as_uint(most));
+    for (int half = PAIRS; half > 0; half /= 2) {
+        bool upper = lane & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float kept = upper ? most[i + half] : most[i], given = upper ? most[i] : most[i + half];
+            most[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+        index += upper ? half : 0;
     }
+    most[0] = fmaxf(most[0], __shfl_xor_sync(0xffffffffu, most[0], 8));
+    int64_t row = slab * MOQ_PACK_ROWS + index / 2 * 2 + index % 2 * 8 + lane / 16;
+    if ((lane & 8) == 0 && row < p.rows)
+        atomicMax((unsigned *)p.largest + row, __float_as_uint(most[0]));
 }
 
 /* ---- bad scales ---- */
 
-/* What no intact checkpoint holds among the lane's scales of a row: the first is kept. */
-static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row, int64_t group,
-                                                const groups (&in)[RUN], int h) {
+/* What no intact checkpoint holds among the lane's scales, of rows row + 2i + 8h: the first is
+ * kept. Minus zero is no such thing. */
+static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row,
+                                                int64_t column, const groups (&in)[PAIRS]) {
+    uint32_t most = 0;
 #pragma unroll
-    for (int u = RUN; u-- > 0;) {
-        uint32_t scale = in[u].scale[h];
-        int64_t column = (group + u * MOQ_PACK_GROUPS) * 16 / p.group;
+    for (int i = 0; i < 2 * PAIRS; i++)
+        most = max(most, in[i / 2].scale[i % 2] == 0x80 ? 0 : in[i / 2].scale[i % 2]);
+    for (int i = 0; i < 2 * PAIRS && most >= 0x7f; i++) {
+        uint32_t scale = in[i % PAIRS].scale[i / PAIRS];
+        int64_t bad = (row + i % PAIRS * 2 + i / PAIRS * 8) * (p.columns / p.group) + column;
         if (scale >= 0x7f && scale != 0x80)
-            atomicMin((unsigned long long *)p.bad,
-                      (unsigned long long)(row * (p.columns / p.group) + column));
+            atomicMin((unsigned long long *)p.bad, (unsigned long long)bad);
     }
 }
 
@@ -173,78 +186,98 @@ typedef struct {
 } run;
 
 static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
-    int64_t blocks = moq_pack_blocks(columns), runs = (blocks + RUN - 1) / RUN;
-    int64_t index = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, slab = index / runs;
-    int64_t first = index % runs * RUN;
-    return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (int64_t)RUN) : 0};
+    uint32_t blocks = (uint32_t)moq_pack_blocks(columns), runs = (blocks + RUN - 1) / RUN;
+    uint32_t index = blockIdx.x * WARPS + threadIdx.x / 32; /* no memory holds 2^32 */
+    uint32_t slab = index / runs, first = index % runs * RUN;
+    return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (uint32_t)RUN) : 0};
+}
+
+/* A lane's part of the run: group s of unit u, of rows g and g + 8 for g = 2i + p. */
+typedef struct {
+    int lane, p, u, s;
+    int64_t group; /* of the layer; beyond its last one there is nothing */
+} part;
+
+static __device__ __forceinline__ part find_part(const run &here) {
+    int lane = threadIdx.x % 32, u = lane / 4 % RUN, s = lane % 4;
+    return {lane, lane / 16, u, s, (here.first + u) * MOQ_PACK_GROUPS + s};
 }
 
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ moq_nvfp4_pack p) {
-    __shared__ uint4 staged[WARPS][RUN * VECTORS];
-    uint8_t *units = (uint8_t *)staged[threadIdx.x / 32];
-    int lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
+    __shared__ uint4 staged[WARPS][RUN * APART];
+    uint4 *units = staged[threadIdx.x / 32];
     run here = find_run(p.rows, p.columns);
     if (here.count == 0)
         return;
-    int64_t row = here.slab * MOQ_PACK_ROWS + g, group_count = p.columns / 16;
-    int64_t group = here.first * MOQ_PACK_GROUPS + s;
-    groups in[RUN] = {};
+    part mine = find_part(here);
+    int64_t first = here.slab * MOQ_PACK_ROWS + mine.p;
+    int64_t at = p.group == 32 ? mine.group / 2 : mine.group; /* the scale's column */
+    groups in[PAIRS] = {};
+    cursor from = find_source(p, first);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        stored_row from = find_row(p, row + 8 * h);
-#pragma unroll
-        for (int u = 0; u < RUN; u++) {
-            int64_t at = group + u * MOQ_PACK_GROUPS;
-            if (!from.codes || at >= group_count)
-                continue;
-            in[u].codes[h] = load_codes<ALIGNED>(from.codes + at * 8);
-            in[u].scale[h] = from.scales[at * 16 / p.group];
+    for (int i = 0; i < 2 * PAIRS; i++) {
+        int64_t row = first + i % PAIRS * 2 + i / PAIRS * 8;
+        if (row >= from.end)
+            from = find_source(p, row);
+        if (row >= p.rows || mine.group * 16 >= p.columns)
+            continue;
+        const moq_pack_source &source = p.source[from.index];
+        if (from.factor != 0.0f) {
+            const uint8_t *codes = source.codes + (row - from.begin) * source.code_stride;
+            const uint8_t *scales = source.scales + (row - from.begin) * source.scale_stride;
+            in[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(codes + mine.group * 8);
+            in[i % PAIRS].scale[i / PAIRS] = scales[at];
         }
-        if (p.output_scale && group == 0 && row + 8 * h < p.rows)
-            p.output_scale[row + 8 * h] = from.factor;
+        if (p.output_scale && mine.group == 0)
+            p.output_scale[row] = from.factor;
     }
-    if (p.bad) {
-        keep_bad(p, row, group, in, 0);
-        keep_bad(p, row + 8, group, in, 1);
-    }
+    if (p.bad)
+        keep_bad(p, first, at, in);
     if (p.largest)
-        keep_largest(p, row, s, in);
+        keep_largest(p, here.slab, in);
 #pragma unroll
-    for (int u = 0; u < RUN; u++)
-        stage(units + u * MOQ_PACK_BYTES, g, s, in[u]);
+    for (int i = 0; i < PAIRS; i++)
+        stage((uint8_t *)(units + mine.u * APART), 2 * i + mine.p, mine.s, in[i]);
     __syncwarp();
     int64_t unit = here.slab * moq_pack_blocks(p.columns) + here.first;
     uint4 *to = (uint4 *)(p.out + unit * MOQ_PACK_BYTES);
 #pragma unroll
     for (int i = 0; i < RUN * VECTORS; i += 32) {
-        if (i + lane < here.count * VECTORS)
-            to[i + lane] = ((const uint4 *)units)[i + lane];
+        int v = i + mine.lane;
+        if (v < here.count * VECTORS)
+            to[v] = units[v + v / VECTORS];
     }
 }
 
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
-    __shared__ uint4 staged[WARPS][RUN * VECTORS];
-    uint8_t *units = (uint8_t *)staged[threadIdx.x / 32];
-    int lane = threadIdx.x % 32, g = lane / 4, s = lane % 4;
+    __shared__ uint4 staged[WARPS][RUN * APART];
+    uint4 *units = staged[threadIdx.x / 32];
     run here = find_run(p.rows, p.columns);
+    if (here.count == 0)
+        return;
+    part mine = find_part(here);
     int64_t unit = here.slab * moq_pack_blocks(p.columns) + here.first;
     const uint4 *from = (const uint4 *)(p.packed + unit * MOQ_PACK_BYTES);
-    for (int i = lane; i < here.count * VECTORS; i += 32)
-        ((uint4 *)units)[i] = from[i];
+    for (int v = mine.lane; v < here.count * VECTORS; v += 32)
+        units[v + v / VECTORS] = from[v];
     __syncwarp();
-    for (int u = 0; u < here.count; u++) {
-        groups out = unstage(units + u * MOQ_PACK_BYTES, g, s);
-        int64_t column = (here.first + u) * MOQ_PACK_K + 16 * s;
+    if (mine.group * 16 >= p.columns)
+        return;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        groups out = unstage((const uint8_t *)(units + mine.u * APART), 2 * i + mine.p, mine.s);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int64_t row = here.slab * MOQ_PACK_ROWS + g + 8 * h;
-            if (row >= p.rows || column >= p.columns)
+            int64_t row = here.slab * MOQ_PACK_ROWS + 2 * i + mine.p + 8 * h;
+            if (row >= p.rows)
                 continue;
-            store_codes<ALIGNED>(p.codes + (row * p.columns + column) / 2, out.codes[h]);
-            if (column % p.group == 0)
-                p.scales[(row * p.columns + column) / p.group] = (uint8_t)out.scale[h];
+            store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + mine.group * 8, out.codes[h]);
+            if (p.group == 16)
+                p.scales[row * (p.columns / 16) + mine.group] = (uint8_t)out.scale[h];
+            else if (mine.group % 2 == 0)
+                p.scales[row * (p.columns / 32) + mine.group / 2] = (uint8_t)out.scale[h];
         }
     }
 }
