@@ -63,12 +63,10 @@ template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const
 
 template <bool ALIGNED>
 static __device__ __forceinline__ void store_codes(uint8_t *to, const uint2 &codes) {
-    if (ALIGNED) {
+    if (ALIGNED)
         *(uint2 *)to = codes;
-        return;
-    }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4 && !ALIGNED; i++) {
         to[i] = (uint8_t)(codes.x >> 8 * i);
         to[4 + i] = (uint8_t)(codes.y >> 8 * i);
     }
