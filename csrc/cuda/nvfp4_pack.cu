@@ -32,21 +32,27 @@ typedef struct {
     uint32_t scale[2];
 } groups;
 
-/* The source that a row is of, for rows in their order. */
+/* The rows of a slab that are of one source, from row 0 of the slab as if it had them all. */
 typedef struct {
-    int index;
-    int64_t begin, end; /* its rows */
+    const uint8_t *codes, *scales; /* of the lane's group */
+    int64_t code_stride, scale_stride;
+    int rows; /* of the slab, up to the source's last */
     float factor;
 } cursor;
 
-static __device__ __forceinline__ cursor find_source(const moq_nvfp4_pack &p, int64_t row) {
-    cursor c = {0, 0, p.source[0].rows, 0.0f};
-    while (row >= c.end && c.index + 1 < p.source_count) {
-        c.begin = c.end;
-        c.end += p.source[++c.index].rows;
-    }
-    c.factor = p.factors ? p.factors[c.index] : p.source[c.index].factor;
-    return c;
+static __device__ __forceinline__ cursor find_source(const moq_nvfp4_pack &p, int64_t row,
+                                                     int64_t group, int64_t scale) {
+    int64_t slab = row / MOQ_PACK_ROWS * MOQ_PACK_ROWS, begin = 0;
+    int i = 0;
+    while (row - begin >= p.source[i].rows && i + 1 < p.source_count)
+        begin += p.source[i++].rows;
+    const moq_pack_source &of = p.source[i];
+    return {of.codes + (slab - begin) * of.code_stride + group * 8,
+            of.scales + (slab - begin) * of.scale_stride + scale,
+            of.code_stride,
+            of.scale_stride,
+            (int)min(begin + of.rows - slab, (int64_t)MOQ_PACK_ROWS),
+            p.factors ? p.factors[i] : of.factor};
 }
 
 template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
@@ -74,24 +80,39 @@ static __device__ __forceinline__ void store_codes(uint8_t *to, const uint2 &cod
 
 /* ---- words ---- */
 
-/* Byte t of four: its low nibble at the beginning of the low half, the high one of the high half.
- */
-static __device__ __forceinline__ uint32_t take_byte(uint32_t codes, int t) {
-    return __byte_perm(codes, codes >> 4, t | t << 4 | (4 + t) << 8 | t << 12);
+/* Bits of b where the mask has ones, else of a. */
+static __device__ __forceinline__ uint32_t select(uint32_t a, uint32_t b, uint32_t mask) {
+    return (a & ~mask) | (b & mask);
 }
 
-/* The word of vector t from a group of two rows. */
-static __device__ __forceinline__ uint32_t make_word(const groups &in, int t) {
-    return moq_pack_halves(take_byte(in.codes[0].x, t), 0) |
-           moq_pack_halves(take_byte(in.codes[1].x, t), 1) |
-           moq_pack_halves(take_byte(in.codes[0].y, t), 2) |
-           moq_pack_halves(take_byte(in.codes[1].y, t), 3);
+/* The words of all four vectors from a group of two rows, as moq_pack_pair has them; four codes of
+ * a row, in every other nibble, at a time. Where x are the codes of pairs 0 and 1, y those of 2 and
+ * 3: the signs of the four pairs are made neighbours, then magnitudes two by two (six bits in each
+ * byte: one of even, one of odd columns), then both bytes of each half, which are dealt out last.
+ */
+static __device__ __forceinline__ uint4 make_words(const groups &in) {
+    uint32_t x0 = in.codes[0].x, x1 = in.codes[1].x, y0 = in.codes[0].y, y1 = in.codes[1].y;
+    uint32_t signs = select(select(x0, y0 >> 1, 0x44444444u), select(y1 >> 2, x1 >> 3, 0x11111111u),
+                            0x33333333u);
+    uint32_t low_even = (y0 & 0x07070707u) | (x1 << 3 & 0x38383838u);
+    uint32_t low_odd = (y0 >> 4 & 0x07070707u) | (x1 >> 1 & 0x38383838u);
+    uint32_t high_even = (x0 & 0x07070707u) | (y1 << 3 & 0x38383838u);
+    uint32_t high_odd = (x0 >> 4 & 0x07070707u) | (y1 >> 1 & 0x38383838u);
+    uint32_t a = select(low_even, high_even << 6, 0xc0c0c0c0u);
+    uint32_t b = select(high_even >> 2, signs << 4, 0xf0f0f0f0u);
+    uint32_t c = select(low_odd, high_odd << 6, 0xc0c0c0c0u);
+    uint32_t d = select(high_odd >> 2, signs, 0xf0f0f0f0u);
+    uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
+    return make_uint4(__byte_perm(ab, cd, 0x5410), __byte_perm(ab, cd, 0x7632),
+                      __byte_perm(ab2, cd2, 0x5410), __byte_perm(ab2, cd2, 0x7632));
 }
 
 static __device__ __forceinline__ void stage(uint8_t *unit, int g, int s, const groups &in) {
+    uint4 words = make_words(in);
 #pragma unroll
     for (int t = 0; t < 4; t++)
-        *(uint32_t *)(unit + moq_pack_word_at(g, t, s)) = make_word(in, t);
+        *(uint32_t *)(unit + moq_pack_word_at(g, t, s)) = (&words.x)[t];
     *(uint16_t *)(unit + moq_pack_scale_at(g, s)) = (uint16_t)(in.scale[0] | in.scale[1] << 8);
 }
 
@@ -113,13 +134,15 @@ static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int
 
 /* ---- the largest value ---- */
 
-/* The largest of 16 magnitudes: their codes are in their order. */
+/* The largest of 16 magnitudes: their codes are in their order. Of each 16 bits the highest nibble
+ * decides, and every nibble is that once. */
 static __device__ __forceinline__ uint32_t largest_code(uint2 codes) {
-    uint32_t x = __vmaxu4(codes.x & 0x07070707u, codes.x >> 4 & 0x07070707u);
-    uint32_t y = __vmaxu4(codes.y & 0x07070707u, codes.y >> 4 & 0x07070707u);
-    uint32_t two = __vmaxu4(x, y);
-    two = __vmaxu4(two, two >> 16);
-    return max(two & 0xff, two >> 8 & 0xff);
+    uint32_t x = codes.x & 0x77777777u, y = codes.y & 0x77777777u;
+    uint32_t most = __vmaxu2(x, y);
+#pragma unroll
+    for (int i = 4; i < 16; i += 4)
+        most = __vmaxu2(most, __vmaxu2(x << i, y << i));
+    return max(most, most << 16) >> 28;
 }
 
 static __device__ __forceinline__ float half_of_bits(uint32_t bits) {
@@ -160,14 +183,17 @@ static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int
 /* ---- bad scales ---- */
 
 /* What no intact checkpoint holds among the lane's scales, of rows row + 2i + 8h: the first is
- * kept. Minus zero is no such thing. */
+ * kept. Minus zero is no such thing, but rare enough to be taken for one at first. */
 static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row,
                                                 int64_t column, const groups (&in)[PAIRS]) {
-    uint32_t most = 0;
+    uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++)
-        most = max(most, in[i / 2].scale[i % 2] == 0x80 ? 0 : in[i / 2].scale[i % 2]);
-    for (int i = 0; i < 2 * PAIRS && most >= 0x7f; i++) {
+        seen |= in[i % PAIRS].scale[i / PAIRS] | (in[i % PAIRS].scale[i / PAIRS] + 1);
+    if (!(seen & 0x80))
+        return;
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) {
         uint32_t scale = in[i % PAIRS].scale[i / PAIRS];
         int64_t bad = (row + i % PAIRS * 2 + i / PAIRS * 8) * (p.columns / p.group) + column;
         if (scale >= 0x7f && scale != 0x80)
@@ -209,29 +235,29 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
     if (here.count == 0)
         return;
     part mine = find_part(here);
-    int64_t first = here.slab * MOQ_PACK_ROWS + mine.p;
+    int64_t first = here.slab * MOQ_PACK_ROWS;
     int64_t at = p.group == 32 ? mine.group / 2 : mine.group; /* the scale's column */
+    int rows = (int)min(p.rows - first, (int64_t)MOQ_PACK_ROWS);
+    if (mine.group * 16 >= p.columns)
+        rows = 0;
     groups in[PAIRS] = {};
-    cursor from = find_source(p, first);
+    cursor from = find_source(p, first, mine.group, at);
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++) {
-        int64_t row = first + i % PAIRS * 2 + i / PAIRS * 8;
-        if (row >= from.end)
-            from = find_source(p, row);
-        if (row >= p.rows || mine.group * 16 >= p.columns)
+        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
+        if (r >= rows)
             continue;
-        const moq_pack_source &source = p.source[from.index];
+        if (r >= from.rows)
+            from = find_source(p, first + r, mine.group, at);
         if (from.factor != 0.0f) {
-            const uint8_t *codes = source.codes + (row - from.begin) * source.code_stride;
-            const uint8_t *scales = source.scales + (row - from.begin) * source.scale_stride;
-            in[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(codes + mine.group * 8);
-            in[i % PAIRS].scale[i / PAIRS] = scales[at];
+            in[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(from.codes + r * from.code_stride);
+            in[i % PAIRS].scale[i / PAIRS] = from.scales[r * from.scale_stride];
         }
         if (p.output_scale && mine.group == 0)
-            p.output_scale[row] = from.factor;
+            p.output_scale[first + r] = from.factor;
     }
     if (p.bad)
-        keep_bad(p, first, at, in);
+        keep_bad(p, first + mine.p, at, in);
     if (p.largest)
         keep_largest(p, here.slab, in);
 #pragma unroll
