@@ -430,7 +430,8 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
 def pack_nvfp4(weight: Any, weight_scale: Any, *, out: Any = None) -> Any:
     """NVFP4 codes and block scales in the order in which CUDA kernels read them: docs/formats.md, section 6.
 
-    A permutation of the bits, whatever they are; `LinearMethod.prepare` also checks the scales.
+    A permutation of the bits, but for scales of minus zero (0x80), which become zero. It looks at nothing
+    else; kernels need scales that are neither negative nor NaN, which `LinearMethod.prepare` checks.
 
     Args:
         weight: [N, K / 2], two codes to a byte, K a multiple of 16.
@@ -453,7 +454,7 @@ def pack_nvfp4(weight: Any, weight_scale: Any, *, out: Any = None) -> Any:
 def unpack_nvfp4(
     packed: Any, shape: Sequence[int], group_size: int = 16, *, out: Any = None, scale_out: Any = None
 ) -> tuple[Any, Any]:
-    """NVFP4 codes and block scales as a checkpoint has them: the inverse of `pack_nvfp4`.
+    """NVFP4 codes and block scales as a checkpoint has them: the inverse of `pack_nvfp4`, minus zeros apart.
 
     Args:
         packed: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576].

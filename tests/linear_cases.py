@@ -69,13 +69,19 @@ def e4m3_codes(rng, *shape):
     return codes | rng.integers(0, 2, shape, dtype=np.uint8) << 7
 
 
+def block_scales(rng, *shape):
+    """Every one that a checkpoint may hold; more zeros than by chance, also negative ones, over any codes."""
+    codes = rng.integers(0, 0x7F, shape, dtype=np.uint8)
+    return np.where(rng.random(shape) < 0.06, rng.choice(np.uint8([0, 0x80]), shape), codes)
+
+
 def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
     scalar = lambda: np.array(random_scale(rng))  # noqa: E731
     if "NVFP4" in algo:
         group = group_size or (32 if algo == "W4A8_NVFP4_FP8" else 16)
         part = {
             "weight": rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8),
-            "weight_scale": rng.integers(0, 0x7F, (rows, columns // group), dtype=np.uint8),
+            "weight_scale": block_scales(rng, rows, columns // group),
             "weight_scale_2": scalar(),
         }
     elif algo == "FP8_PB_WO":

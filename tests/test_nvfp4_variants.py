@@ -69,6 +69,14 @@ def test_reload_in_place_and_ops_linear(rng):
     assert_close(y, other.expected(x), "float32")
 
 
+def test_tuning_has_memory_for_the_smoothed_x(rng):
+    case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 96, [24]))
+    method = case.method()
+    params = method.prepare(case.listed())
+    assert {row.kernel for row in method.tune([3], params)} >= {"cpu:portable"}
+    check(case, random_x(rng, (3, 96), "bfloat16"), "bfloat16", "exact")
+
+
 def test_bad_factors_are_refused_by_name(rng):
     case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 96, [24, 8]))
     method, params = case.method(), case.listed()

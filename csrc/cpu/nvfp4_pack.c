@@ -49,7 +49,7 @@ static void pack_units(void *context, int64_t begin, int64_t end) {
                 uint32_t *word = find_word(words, &at, b, &pair);
                 *word |= moq_pack_pair(at.codes[b], pair);
             }
-            to[moq_pack_scale_at(at.r, at.s)] = *at.scale;
+            to[moq_pack_scale_at(at.r, at.s)] = moq_pack_scale(*at.scale);
         }
         memcpy(to, words, sizeof words);
     }

@@ -183,7 +183,7 @@ static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int
 /* ---- bad scales ---- */
 
 /* What no intact checkpoint holds among the lane's scales, of rows row + 2i + 8h: the first is
- * kept. Minus zero is no such thing, but rare enough to be taken for one at first. */
+ * kept. */
 static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row,
                                                 int64_t column, const groups (&in)[PAIRS]) {
     uint32_t seen = 0;
@@ -196,7 +196,7 @@ static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t
     for (int i = 0; i < 2 * PAIRS; i++) {
         uint32_t scale = in[i % PAIRS].scale[i / PAIRS];
         int64_t bad = (row + i % PAIRS * 2 + i / PAIRS * 8) * (p.columns / p.group) + column;
-        if (scale >= 0x7f && scale != 0x80)
+        if (scale >= 0x7f)
             atomicMin((unsigned long long *)p.bad, (unsigned long long)bad);
     }
 }
@@ -251,7 +251,7 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
             from = find_source(p, first + r, mine.group, at);
         if (from.factor != 0.0f) {
             in[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(from.codes + r * from.code_stride);
-            in[i % PAIRS].scale[i / PAIRS] = from.scales[r * from.scale_stride];
+            in[i % PAIRS].scale[i / PAIRS] = moq_pack_scale(from.scales[r * from.scale_stride]);
         }
         if (p.output_scale && mine.group == 0)
             p.output_scale[first + r] = from.factor;
