@@ -30,7 +30,6 @@
     X(params)                                                                                      \
     X(partitions)                                                                                  \
     X(pattern)                                                                                     \
-    X(pre_quant_scale)                                                                             \
     X(quant_algo)                                                                                  \
     X(requires_grad)                                                                               \
     X(residual)                                                                                    \

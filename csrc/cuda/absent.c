@@ -6,7 +6,6 @@
 #include "cuda/prepare.h"
 #include "cuda/quantize.h"
 #include "cuda/rows.h"
-#include "cuda/smooth.h"
 
 static moq_status absent(moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT);
@@ -78,6 +77,22 @@ double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
 }
 
 uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
+    (void)call;
+    return 1;
+}
+
+moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
+uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -184,15 +199,6 @@ moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale, int
                                      void *stream, moq_err *err) {
     (void)fold_scale;
     (void)output_scale;
-    (void)rows;
-    (void)stream;
-    return absent(err);
-}
-
-moq_status moq_cuda_smooth_rows(const moq_tensor *x, const float *scale, const moq_tensor *rows,
-                                void *stream, moq_err *err) {
-    (void)x;
-    (void)scale;
     (void)rows;
     (void)stream;
     return absent(err);

@@ -28,6 +28,13 @@ int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
 
+/* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows; sm_90a.
+ * The estimate is of a whole call; variants are shapes of tiles. */
+#define MOQ_NVFP4_GEMM_TOKENS (1 << 22)
+moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
+double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
+uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
+
 /* Every layer and any number of rows, on plain CUDA cores; sm_80 and up. */
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);

@@ -482,7 +482,7 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         a->side = (int)divide_up(columns / 8, parts) * parts * 128;
         rest = 2 * a->side * 16;
     } else if (v->first == WEIGHTS_FIRST) {
-        rest = TURN_BYTES;
+        rest = 2 * TURN_BYTES;
     }
     bool behind = !has_parts(v) || v->tokens < 128; /* the ring */
     int most = limit - 1024 - BARRIERS * 8 - (int)sizeof(board) - (behind ? rest : 0);

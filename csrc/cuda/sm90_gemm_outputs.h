@@ -1,14 +1,24 @@
-/* Outputs of the FP8 GEMM of Hopper: sums over parts of K brought together, scaled, rounded,
- * stored.
- */
+/* Outputs of the GEMMs of Hopper: sums over parts of K brought together, scaled, rounded, stored.
+ *
+ * The shape of a tile S says what there is: T columns of the product; row_groups warpgroups that
+ * have 64 rows (or some times 64) of it each, by k_groups that have every so many steps of K;
+ * whether tokens are its rows; whether outputs have factors of their row of W and their token; and
+ * the type of the kernel's arguments, which have m, n, out, output_scale, x_scale, per_token, and
+ * where in shared memory is what. */
 #ifndef MOQ_CUDA_SM90_GEMM_OUTPUTS_H
 #define MOQ_CUDA_SM90_GEMM_OUTPUTS_H
 
-#include "cuda/sm90_gemm_tile.h"
+#include "cuda/load.h"
+#include "cuda/ptx.h"
 
-#define CHUNK      32       /* tokens that are turned around at a time */
-#define PITCH      (64 + 4) /* floats, free of bank conflicts */
-#define TURN_BYTES (2 * CHUNK * PITCH * 4)
+#define CHUNK      32                  /* tokens that are turned around at a time */
+#define PITCH      (64 + 4)            /* floats, free of bank conflicts */
+#define TURN_BYTES (CHUNK * PITCH * 4) /* of a warpgroup */
+
+/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
+typedef struct {
+    int row, end, partition, token, last;
+} place;
 
 /* ---- factors ---- */
 
@@ -23,16 +33,19 @@ typedef struct {
 } margin;
 
 template <class S>
-static __device__ __forceinline__ margin fetch_margin(const gemm_args *a, const place *at) {
+static __device__ __forceinline__ margin fetch_margin(const typename S::args *a, const place *at) {
     margin f = {1.0f, 0.0f, 1.0f};
-    int n = at->row + threadIdx.x, m = at->token + threadIdx.x;
+    int n = at->row + threadIdx.x;
     if (threadIdx.x < S::weight_rows && n < at->end) {
-        if (!S::groups)
-            f.factor = a->output_scale[n];
+        if (S::row_factors)
+            f.factor = a->output_scale[n] * S::unit;
         f.bias = moq_load_bias(&a->out, n);
     }
-    if (!S::groups && threadIdx.x < S::tokens && m < a->m)
-        f.x = a->x_scale[a->per_token ? m : 0];
+    if constexpr (S::token_factors) {
+        int m = at->token + threadIdx.x;
+        if (threadIdx.x < S::tokens && m < at->last)
+            f.x = a->x_scale[a->per_token ? m : 0];
+    }
     return f;
 }
 
@@ -41,8 +54,16 @@ template <class S> static __device__ __forceinline__ void post_margin(const marg
         b->factor[threadIdx.x] = f->factor;
         b->bias[threadIdx.x] = f->bias;
     }
-    if (threadIdx.x < S::tokens)
+    if (S::token_factors && threadIdx.x < S::tokens)
         b->x[threadIdx.x] = f->x;
+}
+
+/* What the sum of a token and a row is multiplied by. */
+template <class S>
+static __device__ __forceinline__ float scaled(const board *b, int token, int own, float sum) {
+    if (!S::row_factors)
+        return sum;
+    return sum * (S::token_factors ? b->x[token] * b->factor[own] : b->factor[own]);
 }
 
 /* ---- stores ---- */
@@ -87,7 +108,7 @@ static __device__ __forceinline__ void turn_around(float *turn, int j, float4 su
 
 /* Writes `tokens` tokens of a chunk, the tile's from `first` on, of 64 rows from `row` on. */
 template <class S>
-static __device__ __forceinline__ void write_chunk(const gemm_args *a, const board *b,
+static __device__ __forceinline__ void write_chunk(const typename S::args *a, const board *b,
                                                    const float *turn, const place *at, int row,
                                                    int first, int tokens) {
     int thread = threadIdx.x % 128, own = row + thread % 8 * 8;
@@ -96,15 +117,14 @@ static __device__ __forceinline__ void write_chunk(const gemm_args *a, const boa
 #pragma unroll
     for (int pass = 0; pass < CHUNK / 16; pass++) {
         int token = pass * 16 + thread / 8, m = at->token + first + token;
-        if (token >= tokens || m >= a->m || n >= at->end)
+        if (token >= tokens || m >= at->last || n >= at->end)
             continue;
         const float4 *from = (const float4 *)(turn + token * PITCH + thread % 8 * 8);
         float4 low = from[0], high = from[1];
         float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (!S::groups)
-                value[i] *= b->x[first + token] * b->factor[own + i];
+            value[i] = scaled<S>(b, first + token, own + i, value[i]);
             if (a->out.bias)
                 value[i] = __fadd_rn(value[i], b->bias[own + i]);
         }
@@ -118,7 +138,7 @@ static __device__ __forceinline__ void write_chunk(const gemm_args *a, const boa
 }
 
 template <class S>
-static __device__ __forceinline__ void write_columns(const gemm_args *a, const board *b,
+static __device__ __forceinline__ void write_columns(const typename S::args *a, const board *b,
                                                      float *turn, const place *at, int row,
                                                      const float (&sum)[S::T / 2]) {
 #pragma unroll
@@ -146,7 +166,7 @@ static __device__ __forceinline__ uint4 exchange(uint4 w, int lane) {
 
 /* Writes 64 tokens, the tile's from `row` on. */
 template <class S>
-static __device__ __forceinline__ void write_rows(const gemm_args *a, const board *b,
+static __device__ __forceinline__ void write_rows(const typename S::args *a, const board *b,
                                                   const place *at, int row,
                                                   const float (&sum)[S::T / 2]) {
     int lane = threadIdx.x % 32, token = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -161,8 +181,7 @@ static __device__ __forceinline__ void write_rows(const gemm_args *a, const boar
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 value[odd] = sum[4 * (j + i / 2) + 2 * half + odd];
-                if (!S::groups)
-                    value[odd] *= b->x[token + 8 * half] * b->factor[own + odd];
+                value[odd] = scaled<S>(b, token + 8 * half, own + odd, value[odd]);
                 if (a->out.bias)
                     value[odd] = __fadd_rn(value[odd], b->bias[own + odd]);
             }
@@ -172,7 +191,7 @@ static __device__ __forceinline__ void write_rows(const gemm_args *a, const boar
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint4 own = exchange(word[half], lane % 4);
-            if (m + 8 * half < a->m && n < at->end)
+            if (m + 8 * half < at->last && n < at->end)
                 store_eight(&a->out, m + 8 * half, n, at->end - n, own);
         }
     }
@@ -182,21 +201,19 @@ static __device__ __forceinline__ void write_rows(const gemm_args *a, const boar
  */
 
 template <class S>
-static __device__ __forceinline__ void write_pair(const gemm_args *a, const board *b,
+static __device__ __forceinline__ void write_pair(const typename S::args *a, const board *b,
                                                   const place *at, int token, int own, float low,
                                                   float high) {
     int m = at->token + token, n = at->row + own;
     uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
-    if (!S::groups) {
-        low *= b->x[token] * b->factor[own];
-        high *= b->x[token] * b->factor[own + 1];
-    }
+    low = scaled<S>(b, token, own, low);
+    high = scaled<S>(b, token, own + 1, high);
     if (a->out.bias) {
         low = __fadd_rn(low, b->bias[own]);
         high = __fadd_rn(high, b->bias[own + 1]);
     }
     uint32_t word = pack_pair(a->out.dtype, low, high);
-    if (m >= a->m || n >= at->end)
+    if (m >= at->last || n >= at->end)
         return;
     if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
         *(uint32_t *)to = word;
@@ -211,8 +228,9 @@ static __device__ __forceinline__ void write_pair(const gemm_args *a, const boar
  * of its warpgroup from `row` on. Where tokens are columns, two neighbours have two rows of the
  * same two tokens; each takes one token. */
 template <class S>
-static __device__ __forceinline__ void
-write_eight(const gemm_args *a, const board *b, const place *at, int row, int column, float4 sum) {
+static __device__ __forceinline__ void write_eight(const typename S::args *a, const board *b,
+                                                   const place *at, int row, int column,
+                                                   float4 sum) {
     int lane = threadIdx.x % 32, upper = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
     column += lane % 4 * 2;
     if (S::tokens_first) {
@@ -234,6 +252,22 @@ write_eight(const gemm_args *a, const board *b, const place *at, int row, int co
 typedef struct {
     uint32_t posted, ready;
 } meeting;
+
+/* Blocks of a cluster that have parts of the same tile: all, or where pairs share tokens each
+ * other.
+ */
+template <class S> static __device__ __forceinline__ int blocks_with_parts(void) {
+    return (int)blocks_in_cluster() / (S::parts && S::pair ? 2 : 1);
+}
+
+template <class S> static __device__ __forceinline__ int place_among_parts(void) {
+    return (int)rank_in_cluster() / (S::parts && S::pair ? 2 : 1);
+}
+
+/* The rank in the cluster of the block with that part of this tile. */
+template <class S> static __device__ __forceinline__ int block_with_part(int part) {
+    return S::parts && S::pair ? 2 * part + (int)rank_in_cluster() % 2 : part;
+}
 
 /* The part that adds up the j-th eight columns of the product. */
 template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
@@ -257,42 +291,44 @@ template <class S> static __device__ __forceinline__ eights eights_of(int part, 
 
 /* Bytes that a block gets. */
 template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
-    constexpr int SPLIT = S::by_steps ? 2 : 1;
-    int parts = (int)blocks_in_cluster() * SPLIT, part = (int)rank_in_cluster() * SPLIT;
-    int count = eights_of<S>(part, parts).count;
-    if (S::by_steps)
-        count += eights_of<S>(part + 1, parts).count;
-    return count * parts * (CONSUMERS / SPLIT) * 16;
+    int parts = blocks_with_parts<S>() * S::k_groups, part = place_among_parts<S>() * S::k_groups;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < S::k_groups; i++)
+        count += eights_of<S>(part + i, parts).count;
+    return count * parts * (S::row_groups * 128) * 16;
 }
 
-/* Sums over parts of K, of the blocks of a cluster or the warpgroups in them, are brought together:
- * each gets all parts of some of the columns of the product, eight at a time,
- * [warpgroups][eights][parts][threads], and adds them in the order of the parts. */
+/* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
+ * together: each gets all parts of some of the columns of the product, eight at a time,
+ * [warpgroups][eights][parts][threads], and adds them in the order of the parts. Warpgroups count
+ * the parts of the first rows, then of the next. */
 template <class S>
 static __device__ __forceinline__ void
-bring_together(const gemm_args *a, uint8_t *shared, board *b, const meeting *meet,
+bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeting *meet,
                const margin *edge, const place *at, const float (&sum)[S::T / 2]) {
-    constexpr int SPLIT = S::by_steps ? 2 : 1;
-    int group = threadIdx.x / 128, thread = threadIdx.x % 128;
-    int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
-    int part = (int)rank_in_cluster() * SPLIT + (S::by_steps ? group : 0);
+    constexpr int SPLIT = S::k_groups;
+    int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
+    int blocks = blocks_with_parts<S>(), parts = blocks * SPLIT;
+    int part = place_among_parts<S>() * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
     if (!S::own_room) {
         __syncwarp();
         if (threadIdx.x % 32 < blocks)
-            mbarrier_arrive_at(meet->ready, threadIdx.x % 32);
+            mbarrier_arrive_at(meet->ready, block_with_part<S>(threadIdx.x % 32));
         mbarrier_wait(meet->ready, 0);
     }
     int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
 #pragma unroll
     for (int j = 0; j < S::T / 8; j++) {
-        int owner = owner_of<S>(j, parts), side = S::by_steps ? owner % 2 : group;
+        int owner = owner_of<S>(j, parts), side = rows * SPLIT + owner % SPLIT;
         local = owner == before ? local : 0;
         before = owner;
         uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
         float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        int block = block_with_part<S>(owner / SPLIT);
         if (blocks > 1)
-            send_four(address_in(owner / SPLIT, to), four, address_in(owner / SPLIT, meet->posted));
+            send_four(address_in(block, to), four, address_in(block, meet->posted));
         else
             store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),
                                         __float_as_uint(four.z), __float_as_uint(four.w)));
@@ -300,7 +336,7 @@ bring_together(const gemm_args *a, uint8_t *shared, board *b, const meeting *mee
     post_margin<S>(edge, b);
     eights own = eights_of<S>(part, parts);
     const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
-    barrier_sync(1, CONSUMERS);
+    barrier_sync(1, S::consumers);
     if (blocks > 1)
         mbarrier_wait(meet->posted, 0);
     for (int j = 0; j < own.count; j++) {
@@ -312,7 +348,7 @@ bring_together(const gemm_args *a, uint8_t *shared, board *b, const meeting *mee
             total.z += other.z;
             total.w += other.w;
         }
-        write_eight<S>(a, b, at, S::by_steps ? 0 : group * 64, (own.first + j) * 8, total);
+        write_eight<S>(a, b, at, rows * 64, (own.first + j) * 8, total);
     }
 }
 

@@ -9,6 +9,7 @@
 
 #include "cuda/load.h"
 #include "cuda/ptx.h"
+#include "cuda/sm90_gemm_outputs.h"
 
 #define CONSUMERS    256 /* threads of the two warpgroups that multiply */
 #define QUANTIZERS   256 /* threads that quantize x, where that is done here */
@@ -50,14 +51,19 @@ typedef struct {
  * other. FUSED: x is quantized here. */
 template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS, bool FUSED>
 struct tile {
-    static constexpr int T = T_, WAVES = WAVES_;
+    typedef gemm_args args;
+    static constexpr int T = T_, WAVES = WAVES_, consumers = CONSUMERS;
     static constexpr bool groups = GROUPS, tokens_first = FIRST == TOKENS_FIRST, fused = FUSED;
     static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
     static constexpr bool share_tokens = SHARE == SHARE_TOKENS;
     static constexpr bool pair = share_weights || share_tokens;
     static constexpr bool by_steps = SHARE == FINE_PARTS; /* warpgroups; otherwise by rows */
     static constexpr bool parts = SHARE == PARTS || by_steps;
-    static constexpr int rows = (by_steps ? 64 : 128) * WAVES;
+    static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
+    static constexpr int rows = row_groups * 64 * WAVES;
+    /* Of outputs. */
+    static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
+    static constexpr float unit = 1.0f;
     static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
     static constexpr int weight_at = tokens_first ? rows * STEP : 0;
     static constexpr int token_at = tokens_first ? 0 : rows * STEP;
@@ -98,15 +104,10 @@ template <class S> static __device__ __forceinline__ cursor start(const gemm_arg
     return {worker, workers, 0, a->steps, 0, tiles * a->steps};
 }
 
-/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` on. */
-typedef struct {
-    int row, end, partition, token;
-} place;
-
 template <class S> static __device__ place place_of(const gemm_args *a, int tile, int rank) {
     constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
     constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
-    place p = {0, 0, 0, (int)blockIdx.z * TOKENS};
+    place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
     int row_tile = tile, begin = 0;
     if (!S::parts) {
         int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);

@@ -82,7 +82,8 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
  * that it has of d: a[0] columns t % 4 * 2 (+ 1) of the upper row, a[1] of the lower, a[2] and a[3]
  * the same 8 columns further. Neither a nor d may be touched before the product has ended. ---- */
 
-#define NUMBERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NUMBERS_8  "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NUMBERS_16 NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NUMBERS_32                                                                                 \
     NUMBERS_16 ", "                                                                                \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -98,10 +99,10 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
                "%110, %111, "                                                                      \
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "    \
                "%125, %126, %127"
-#define FLOATS_16(d, i)                                                                            \
+#define FLOATS_8(d, i)                                                                             \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
-        "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]),           \
-        "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLOATS_16(d, i)  FLOATS_8(d, i), FLOATS_8(d, i + 8)
 #define FLOATS_32(d, i)  FLOATS_16(d, i), FLOATS_16(d, i + 16)
 #define FLOATS_64(d, i)  FLOATS_32(d, i), FLOATS_32(d, i + 32)
 #define FLOATS_128(d, i) FLOATS_64(d, i), FLOATS_64(d, i + 64)
@@ -120,10 +121,12 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
     }
 
+WGMMA_OF_REGISTERS(bf16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(bf16, 32, 16, 16, 17, 18, 19, 20)
 WGMMA_OF_REGISTERS(bf16, 64, 32, 32, 33, 34, 35, 36)
 WGMMA_OF_REGISTERS(bf16, 128, 64, 64, 65, 66, 67, 68)
 WGMMA_OF_REGISTERS(bf16, 256, 128, 128, 129, 130, 131, 132)
+WGMMA_OF_REGISTERS(f16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(f16, 32, 16, 16, 17, 18, 19, 20)
 WGMMA_OF_REGISTERS(f16, 64, 32, 32, 33, 34, 35, 36)
 WGMMA_OF_REGISTERS(f16, 128, 64, 64, 65, 66, 67, 68)

@@ -118,15 +118,9 @@ static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
-/* And x is not quantized. */
 static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
-    bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
-    if (packed && spec->input == MOQ_INPUT_AS_IS)
+    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_EXACT)
         return true;
-    if (packed && spec->compute == MOQ_COMPUTE_EXACT) {
-        snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
-        return false;
-    }
     snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
              spec->algo, moq_compute_name(spec->compute));
     return false;
@@ -212,14 +206,26 @@ static bool can_run_sm89_fp8(const moq_linear_spec *spec, char *reason, size_t s
 }
 
 /* Products of 16-bit activations with weights that 16 bits hold exactly. */
-static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_cuda(spec, reason, size) || !since(spec, 80, reason, size) ||
-        !is_exact_nvfp4(spec, reason, size) || !has_int_rows(spec, reason, size))
+static bool suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!is_exact_nvfp4(spec, reason, size) || !has_int_rows(spec, reason, size))
         return false;
     if (spec->dtype != MOQ_DT_F32)
         return true;
     snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
     return false;
+}
+
+static bool can_run_nvfp4_gemm(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size);
+}
+
+static double cost_nvfp4_gemm(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_NVFP4_GEMM_TOKENS ? INFINITY : moq_cuda_nvfp4_gemm_seconds(spec, m);
+}
+
+static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           suits_16_bits(spec, reason, size);
 }
 
 /* Seconds: W read at 2.3 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
@@ -305,6 +311,8 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants},
     {"cuda", "sm80_nvfp4", can_run_sm80_nvfp4, cost_sm80_nvfp4, moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
+    {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_gemm, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
+     moq_cuda_nvfp4_gemm_variants},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},

@@ -1,0 +1,325 @@
+/* Tiles of the NVFP4 GEMM of Hopper, how their operands come to them, and their products.
+ *
+ * A tile is some rows of W by some tokens; a step is 128 columns of both. W is in the packed layout
+ * (core/nvfp4_pack.h): a matrix of bytes with a row for each 16 rows of W and 576 bytes for each 64
+ * columns, of which the copy engine brings a box. x comes in the 128-byte swizzle. Beyond the last
+ * columns both are zeros.
+ *
+ * A warp reads the codes of its 16 rows and 64 columns with one load a lane, the scales with
+ * another, and decodes them into the fragments of four products, while the products of the 64
+ * columns before are under way: two sets of fragments take turns. */
+#ifndef MOQ_CUDA_SM90_NVFP4_GEMM_H
+#define MOQ_CUDA_SM90_NVFP4_GEMM_H
+
+#include "core/nvfp4_pack.h"
+#include "cuda/nvfp4_decode.h"
+#include "cuda/ptx.h"
+#include "cuda/sm90_gemm_outputs.h"
+#include "cuda/wgmma.h"
+
+#define STEP         128
+#define UNIT         MOQ_PACK_BYTES
+#define MAX_STAGES   24
+#define FIRST_COPIES 3 /* before the rest of a block is ready */
+
+typedef struct {
+    int m, n;
+    int steps;     /* of 128 columns */
+    int row_tiles; /* along W */
+    int columns;   /* along the tokens */
+    int tokens;    /* of a tile, at most T */
+    int box;       /* of those, how many are copied at once */
+    int stages;
+    int flight;     /* of them whose weights are on their way at once, to begin with */
+    int part_steps; /* of a block, where K is divided, */
+    int more_parts; /* and how many blocks have one more */
+    int room,
+        side; /* where sums of other blocks come to, in shared memory, and float4 of each share */
+    int turn; /* where outputs turn around */
+    moq_output out;
+    const float *output_scale; /* [N] */
+} gemm_args;
+
+/* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
+ * same rows each takes every so many steps. PARTS: the blocks of a cluster share K too. PAIR: two
+ * blocks, of the next rows each, copy half of the tokens each to both. */
+template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR>
+struct tile {
+    typedef gemm_args args;
+    static constexpr moq_nvfp4_type type = TYPE;
+    static constexpr int T = T_, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
+    static constexpr bool parts = PARTS, pair = PAIR;
+    static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
+    /* Registers of those who multiply and of those who copy, where not all have the same. */
+    static constexpr bool uneven = T * ROW_GROUPS * K_GROUPS >= 512;
+    static constexpr int registers = consumers == 512 ? 112 : 232;
+    static constexpr int copier_registers = consumers == 512 ? 32 : 40;
+    /* A warp copies weights, another tokens. */
+    static constexpr int threads = consumers + (uneven ? 128 : 64);
+    static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
+    static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
+    static constexpr int token_bytes = T * STEP * 2;
+    /* Products that a set of fragments is for: two of T = 128 where registers are few. */
+    static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
+    static constexpr int pieces = STEP / 16 / depth; /* of a step */
+    static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
+    /* Sums of other blocks have room beside the ring, rather than where it was. */
+    static constexpr bool own_room = T < 128;
+    /* Of outputs. */
+    static constexpr bool tokens_first = false, row_factors = true, token_factors = false;
+    static constexpr float unit = MOQ_NVFP4_FACTOR;
+};
+
+/* ---- the order of work ---- */
+
+/* What a block does: of each of its tiles the steps from `first` to `end`. Where K is divided the
+ * grid is [tokens][rows of W][parts]. */
+typedef struct {
+    int tile, stride, first, end, left; /* tiles left */
+} cursor;
+
+template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
+    if (S::parts) {
+        int rank = place_among_parts<S>();
+        int first = rank * a->part_steps + min(rank, a->more_parts);
+        return {(int)blockIdx.y, 0, first, first + a->part_steps + (rank < a->more_parts), 1};
+    }
+    int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
+    int worker = (int)blockIdx.x / blocks, workers = (int)gridDim.x / blocks;
+    return {worker, workers, 0, a->steps, (tiles - worker + workers - 1) / workers};
+}
+
+/* Tiles of the same rows follow each other, so that their weights are in the L2. */
+template <class S> static __device__ __forceinline__ place place_of(const gemm_args *a, int tile) {
+    int column = S::parts ? (int)blockIdx.z : tile % a->columns;
+    int row = S::parts ? tile : tile / a->columns;
+    int token = column * a->tokens;
+    if (S::pair)
+        row = 2 * row + (int)rank_in_cluster() % 2;
+    return {row * S::weight_rows, a->n, 0, token, min(token + a->tokens, a->m)};
+}
+
+/* ---- the producers: one thread copies weights, one tokens ---- */
+
+/* Barriers of the stages: weights are there, tokens are there, both may be replaced. */
+typedef struct {
+    uint32_t weights, tokens, empty;
+} gates;
+
+/* Where operands come from and go to: in a stage tokens are first. */
+typedef struct {
+    const CUtensorMap *weights, *tokens;
+    uint32_t ring;
+    gates gate;
+    uint64_t weight_policy, token_policy;
+} pipes;
+
+/* The next step to copy. */
+typedef struct {
+    cursor at;
+    place where;
+    int step;
+    ring_place slot;
+    int copied;
+} feed;
+
+template <class S> static __device__ __forceinline__ feed begin_feed(const gemm_args *a) {
+    cursor at = start<S>(a);
+    return {at, place_of<S>(a, at.tile), at.first};
+}
+
+template <class S> static __device__ __forceinline__ void next_feed(const gemm_args *a, feed *f) {
+    advance(&f->slot, a->stages);
+    f->copied++;
+    if (++f->step == f->at.end) {
+        f->step = f->at.first;
+        f->at.tile += f->at.stride;
+        if (--f->at.left > 0)
+            f->where = place_of<S>(a, f->at.tile);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
+    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
+    uint32_t bar = p->gate.weights + 8u * f->slot.index;
+    mbarrier_expect(bar, S::weight_bytes);
+    copy_box_2d(to, p->weights, f->step * (2 * UNIT / 8), f->where.row / 16, bar, p->weight_policy);
+}
+
+template <class S>
+static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
+                                                   const feed *f) {
+    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
+    uint32_t bar = p->gate.tokens + 8u * f->slot.index;
+    mbarrier_expect(bar, a->box * (STEP * 2) * (S::pair ? 2 : 1));
+#pragma unroll
+    for (int half = 0; half < 2; half++, to += S::T * STEP) {
+        int column = (2 * f->step + half) * STEP, rank = (int)rank_in_cluster();
+        if constexpr (S::pair) /* this block and its neighbour */
+            copy_box_2d_to(to + rank % 2 * a->box * STEP, p->tokens, column,
+                           f->where.token + rank % 2 * a->box, bar, p->token_policy,
+                           (uint16_t)(3 << (rank & ~1)));
+        else
+            copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
+    }
+}
+
+static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
+    mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
+}
+
+/* Copies the first weights as soon as their own barriers are there. */
+template <class S>
+static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
+    int first = min(FIRST_COPIES, (f->at.end - f->at.first) * f->at.left);
+    for (int i = 0; i < first; i++)
+        mbarrier_init(p->gate.weights + 8u * i, 1);
+    mbarrier_init_fence();
+    for (int i = 0; i < first; i++) {
+        copy_weights<S>(p, f);
+        next_feed<S>(a, f);
+    }
+}
+
+/* Copies the others. They do not depend on the kernel before; no more of them are on their way than
+ * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
+    while (f.at.left > 0) {
+        if (f.copied >= a->stages)
+            wait_for_room(p, &f);
+        else if (f.copied >= a->flight)
+            mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
+        copy_weights<S>(p, &f);
+        next_feed<S>(a, &f);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
+    feed f = begin_feed<S>(a);
+    wait_for_predecessor();
+    while (f.at.left > 0) {
+        wait_for_room(p, &f);
+        copy_tokens<S>(a, p, &f);
+        next_feed<S>(a, &f);
+    }
+}
+
+/* ---- products ---- */
+
+/* What a warp takes steps from. */
+typedef struct {
+    gates gate;
+    const uint8_t *codes, *scales; /* of this lane, in the first stage */
+    uint64_t tokens;               /* the operand in the first stage */
+    int stages;
+} taps;
+
+/* Fragments of some products of 16 columns. */
+template <class S> struct fragments {
+    uint32_t a[S::depth][4];
+};
+
+/* Those of a piece of a step. */
+template <class S>
+static __device__ __forceinline__ void decode(const taps *t, const ring_place *slot, int piece,
+                                              fragments<S> *f) {
+    int first = piece * S::depth; /* of the products of the step, four to a unit */
+    int at = slot->index * S::stage + first / 4 * UNIT;
+    uint32_t codes[S::depth], scales[S::depth / 2];
+    if constexpr (S::depth == 4) {
+        *(uint4 *)codes = *(const uint4 *)(t->codes + at);
+        *(uint2 *)scales = *(const uint2 *)(t->scales + at);
+    } else {
+        *(uint2 *)codes = *(const uint2 *)(t->codes + at + first % 4 * 4);
+        *scales = *(const uint32_t *)(t->scales + at + first % 4 * 2);
+    }
+#pragma unroll
+    for (int i = 0; i < S::depth; i++)
+        moq_nvfp4_fragment<S::type>(codes[i], moq_nvfp4_scales<S::type>(scales[i / 2], i % 2),
+                                    f->a[i]);
+}
+
+template <class S>
+static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int piece,
+                                             const fragments<S> *f, float (&sum)[S::T / 2]) {
+    int first = piece * S::depth;
+    uint64_t right = t->tokens + (uint32_t)(slot->index * (S::stage / 16) +
+                                            first / 4 * (S::T * STEP / 16) + first % 4 * 2);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::depth; i++) {
+        if constexpr (S::type == MOQ_NVFP4_F16)
+            wgmma_f16(sum, f->a[i], right + 2 * i);
+        else
+            wgmma_bf16(sum, f->a[i], right + 2 * i);
+    }
+    wgmma_commit();
+}
+
+/* The products of these fragments have ended: until here they stay in their registers. */
+template <class S> static __device__ __forceinline__ void give_up(fragments<S> *f) {
+#pragma unroll
+    for (int i = 0; i < S::depth * 4; i++)
+        asm volatile("" : "+r"(f->a[i / 4][i % 4])::"memory");
+}
+
+template <class S>
+static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
+    __syncwarp();
+    if (S::pair && threadIdx.x % 32 < 2)
+        mbarrier_arrive_at(t->gate.empty + 8u * slot->index,
+                           ((int)rank_in_cluster() & ~1) + threadIdx.x % 32);
+    if (!S::pair && threadIdx.x % 32 == 0)
+        mbarrier_arrive(t->gate.empty + 8u * slot->index);
+}
+
+template <class S>
+static __device__ __forceinline__ void advance_own(ring_place *slot, int stages) {
+    slot->index += S::k_groups;
+    if (slot->index >= stages) {
+        slot->index -= stages;
+        slot->parity ^= 1;
+    }
+}
+
+/* Adds `steps` steps of this warpgroup from `slot` on to the sums: while a piece is multiplied the
+ * next is decoded. */
+template <class S>
+static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
+                                                float (&sum)[S::T / 2]) {
+    fragments<S> set[2] = {};
+    ring_place before = *slot;
+    if (steps <= 0)
+        return;
+    mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
+    decode<S>(t, slot, 0, &set[0]);
+    for (int step = 0; step < steps; step++) {
+        mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
+#pragma unroll
+        for (int piece = 0; piece < S::pieces; piece++) {
+            fragments<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
+            issue<S>(t, slot, piece, own, sum);
+            wgmma_wait<1>();
+            give_up<S>(other);
+            if (piece == 0 && step > 0)
+                release<S>(t, &before);
+            if (piece + 1 < S::pieces)
+                decode<S>(t, slot, piece + 1, other);
+        }
+        before = *slot;
+        advance_own<S>(slot, t->stages);
+        if (step + 1 < steps) {
+            mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
+            decode<S>(t, slot, 0, &set[0]);
+        }
+    }
+    wgmma_wait<0>();
+    give_up<S>(&set[1]);
+    stay_here(sum);
+    release<S>(t, &before);
+}
+
+#endif
