@@ -1,17 +1,26 @@
 """Writes the tables of docs/nvfp4.md, and a plot for each, from benchmarks/results/nvfp4_cuda.*.json.
 
+The README gets some of the cells of the first chip.
+
 python -m benchmarks.nvfp4_page
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from benchmarks.cuda_page import DOCS, Layout, lines, missed, write
-from benchmarks.goals import Cell, goals
+from benchmarks.cpu_page import fill
+from benchmarks.cuda_page import DOCS, PLOTTED, Layout, lines, missed, read_results, write
+from benchmarks.goals import Cell, cells, goals, read_published
+from benchmarks.layers import NVFP4 as EXACT
 from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
 from moqext.bench_plot import times
 from moqext.cli.bench import duration
+
+README = DOCS.parent / "README.md"
+HEADLINE = ("<!-- nvfp4: python -m benchmarks.nvfp4_page -->", "<!-- end of nvfp4 -->")
+HEADLINE_TOKENS = (1, 16, 64, 256, 4096)
 
 
 def algorithm(algo: str, measured: Sequence[Cell]) -> str:
@@ -43,6 +52,34 @@ def line(cell: Cell) -> list[str]:
     return [*texts, ", ".join(missed(goal) for goal in goals(cell) if not goal.met)]
 
 
+def headline(result: Mapping[str, Any]) -> str:
+    """The README's table, of the shapes that are plotted."""
+    found = {cell.key: cell for cell in cells(result["rows"], read_published())}
+    body = []
+    for shape in PLOTTED:
+        for tokens in HEADLINE_TOKENS:
+            exact, as_fp8 = (found.get((shape, tokens, algo)) for algo in (EXACT, NVFP4_FP8))
+            if not (exact and exact.own):
+                continue
+            seconds = [exact.own["seconds"], as_fp8.own["seconds"] if as_fp8 and as_fp8.own else None]
+            seconds.append(exact.bfloat16["seconds"] if exact.bfloat16 else None)
+            texts = [duration(value) if value else "" for value in seconds]
+            other = exact.published
+            texts.append(f"{duration(other.seconds)} {other.peer}" if other else "")
+            body.append([f"{shape[0]} × {shape[1]}", str(tokens), *texts])
+    head = ["N × K", "M", "NVFP4, exact", "NVFP4, as FP8", "torch, bfloat16", "published"]
+    gpu = result["environment"]["gpu"]
+    return f"NVFP4 on an {gpu}, a call with M tokens ([docs/nvfp4.md](docs/nvfp4.md)):\n\n{lines(head, body)}"
+
+
+def write_headline() -> None:
+    """Into the README, where there is a result."""
+    results = list(read_results(NVFP4.files).values())
+    if results:
+        text = fill(README.read_text(encoding="utf-8"), *HEADLINE, [headline(results[0])])
+        README.write_text(text, encoding="utf-8")
+
+
 NVFP4 = Layout(
     DOCS / "nvfp4.md",
     "<!-- results: python -m benchmarks.nvfp4_page -->",
@@ -60,3 +97,4 @@ NVFP4 = Layout(
 
 if __name__ == "__main__":
     write(NVFP4)
+    write_headline()

@@ -96,7 +96,8 @@ def load_layers(
             dtype=dtype,
             device=device,
             compute=compute,
-            one_input_scale=first.quant_algo == "FP8" and _all_the_same(params.get("input_scale", [])),
+            one_input_scale=first.quant_algo in ("FP8", "W4A8_NVFP4_FP8")
+            and _all_the_same(params.get("input_scale", [])),
         )
     except UnsupportedQuantization as error:
         raise UnsupportedQuantization(f"{', '.join(names)}: {error}") from None

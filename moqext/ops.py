@@ -20,6 +20,7 @@ __all__ = [
     "encode",
     "linear",
     "pack_fp4",
+    "pack_nvfp4",
     "quantize",
     "requantize_to_max",
     "rms_norm_quantize",
@@ -28,6 +29,7 @@ __all__ = [
     "to_device",
     "to_host",
     "unpack_fp4",
+    "unpack_nvfp4",
     "unswizzle_block_scales",
 ]
 
@@ -423,6 +425,54 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
             overlaps an input.
     """
     return _C.unpack_fp4(packed, out=out)
+
+
+def pack_nvfp4(weight: Any, weight_scale: Any, *, out: Any = None) -> Any:
+    """NVFP4 codes and block scales in the order in which CUDA kernels read them: docs/formats.md, section 6.
+
+    A permutation of the bits, but for scales of minus zero (0x80), which become zero. It looks at nothing
+    else; kernels need scales that are neither negative nor NaN, which `LinearMethod.prepare` checks.
+
+    Args:
+        weight: [N, K / 2], two codes to a byte, K a multiple of 16.
+        weight_scale: [N, K / 16] or [N, K / 32], one byte each. Rows of both are contiguous.
+        out: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576]; on a CUDA device its address is a
+            multiple of 16.
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: shapes that do not belong together, or an empty weight.
+        BufferError: a device that cannot be used, tensors of different devices, rows with gaps, an out that
+            is read-only, misaligned or overlaps an input.
+    """
+    return _C.pack_nvfp4(weight, weight_scale, out=out)
+
+
+def unpack_nvfp4(
+    packed: Any, shape: Sequence[int], group_size: int = 16, *, out: Any = None, scale_out: Any = None
+) -> tuple[Any, Any]:
+    """NVFP4 codes and block scales as a checkpoint has them: the inverse of `pack_nvfp4`, minus zeros apart.
+
+    Args:
+        packed: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576].
+        shape: (N, K) of the layer.
+        group_size: columns of a block scale, 16 or 32.
+        out: contiguous [N, K / 2] for the codes.
+        scale_out: contiguous [N, K / group_size] for the scales.
+
+    Returns:
+        `out` and `scale_out`, or new tensors.
+
+    Raises:
+        TypeError: a dtype of another width.
+        ValueError: shapes that do not belong together, or another group size.
+        BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
+            overlaps another tensor, a packed tensor on a CUDA device at no multiple of 16.
+    """
+    return _C.unpack_nvfp4(packed, shape, group_size, out=out, scale_out=scale_out)
 
 
 def to_device(x: Any, device: str = "cuda:0") -> Any:

@@ -107,7 +107,7 @@ def verify_layer(
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return Row(*about, "error", message=f"{type(error).__name__}: {_reason(record, error)}")
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
-    expected = _expected(checkpoint, record, reference.as_float32(x), bias, compute)
+    expected = _expected(checkpoint, record, x, bias, compute)
     relative, largest = compare(y, reference.round_to(expected, dtype))
     limit, limit_max = LIMITS[dtype]
     good = relative <= limit and largest <= limit_max
@@ -174,7 +174,7 @@ def _carrier(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 def _expected(
     checkpoint: Checkpoint,
     record: LayerRecord,
-    x: NDArray[np.float32],
+    x: NDArray[Any],
     bias: NDArray[np.float32] | None,
     compute: str,
 ) -> NDArray[np.float64]:
@@ -202,7 +202,7 @@ def _rows(params: Mapping[str, Any], rows: int, first: int, last: int) -> dict[s
         return dict(params)
     part = {}
     for role, tensor in params.items():
-        if tensor.size == 1 or tensor.ndim == 0 or role == "input_scale":
+        if tensor.size == 1 or tensor.ndim == 0 or role in ("input_scale", "pre_quant_scale"):
             part[role] = tensor
         elif tensor.shape[0] == rows:
             part[role] = tensor[first:last]

@@ -37,24 +37,23 @@ class Case:
 
     def fused(self) -> dict[str, np.ndarray]:
         """The tensors fused as a framework's parameter is: rows stacked, scalars as a vector."""
-        return {
+        fused = {
             role: np.concatenate([np.atleast_1d(value) for value in values])
             for role, values in self.listed().items()
         }
+        return fused | {role: self.parts[0][role] for role in fused if role == "pre_quant_scale"}
 
     def magnitude(self, x, compute="exact"):
         """The sums of magnitudes |X| |W| behind each output: what rounding errors are proportional to."""
-        mask = 0x77 if self.algo.endswith("NVFP4") else 0x7F
+        mask = 0x77 if "NVFP4" in self.algo else 0x7F
         parts = [part | {"weight": part["weight"] & np.uint8(mask)} for part in self.parts]
         return replace(self, parts=parts).expected(np.abs(x), compute)
 
-    def expected(self, x, compute="exact", bias=None, out_dtype="float64"):
+    def expected(self, x, compute="exact", bias=None, out_dtype="float64", x_dtype=None):
         """The reference, partition by partition, so that it knows nothing of fusing."""
+        options = {"compute": compute, "group_size": self.group_size, "x_dtype": x_dtype}
         outputs = [
-            reference.linear(
-                x, part, self.algo, compute=compute, group_size=self.group_size, out_dtype="float64"
-            )
-            for part in self.parts
+            reference.linear(x, part, self.algo, **options, out_dtype="float64") for part in self.parts
         ]
         y = np.concatenate(outputs, axis=-1)
         return reference.round_to(y if bias is None else y + bias.astype(np.float64), out_dtype)
@@ -70,12 +69,19 @@ def e4m3_codes(rng, *shape):
     return codes | rng.integers(0, 2, shape, dtype=np.uint8) << 7
 
 
+def block_scales(rng, *shape):
+    """Every one that a checkpoint may hold; more zeros than by chance, also negative ones, over any codes."""
+    codes = rng.integers(0, 0x7F, shape, dtype=np.uint8)
+    return np.where(rng.random(shape) < 0.06, rng.choice(np.uint8([0, 0x80]), shape), codes)
+
+
 def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
     scalar = lambda: np.array(random_scale(rng))  # noqa: E731
-    if algo.endswith("NVFP4"):
+    if "NVFP4" in algo:
+        group = group_size or (32 if algo == "W4A8_NVFP4_FP8" else 16)
         part = {
             "weight": rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8),
-            "weight_scale": rng.integers(0, 0x7F, (rows, columns // (group_size or 16)), dtype=np.uint8),
+            "weight_scale": block_scales(rng, rows, columns // group),
             "weight_scale_2": scalar(),
         }
     elif algo == "FP8_PB_WO":
@@ -88,7 +94,7 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
         per_row = algo == "FP8_PER_CHANNEL_PER_TOKEN"
         scale = np.exp2(rng.uniform(-12, -4, rows)).astype(np.float32) if per_row else scalar()
         part = {"weight": e4m3_codes(rng, rows, columns), "weight_scale": scale}
-    if algo in ("FP8", "NVFP4") and input_scale:
+    if algo in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8") and input_scale:
         part["input_scale"] = scalar()
     return part
 
@@ -96,6 +102,13 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
 def random_case(rng, algo, columns, rows, group_size=None, input_scale=True):
     parts = [random_part(rng, algo, n, columns, group_size, input_scale) for n in rows]
     return Case(algo, columns, list(rows), parts, group_size)
+
+
+def smoothed(rng, case):
+    """The case with one pre_quant_scale of all partitions, in bfloat16 as uint16 bits, as files have it."""
+    values = np.exp2(rng.uniform(-3, 3, case.in_features)).astype(np.float32)
+    scale = reference.encode(values, "bfloat16")
+    return replace(case, parts=[part | {"pre_quant_scale": scale} for part in case.parts])
 
 
 def random_x(rng, shape, dtype):
@@ -166,7 +179,7 @@ def assert_within_core_sums(y, expected, magnitude, dtype):
 
 def with_a_zero_part(case, algo):
     """The first partition means zero by its scale, and its codes are NaN, as an exporter writes it."""
-    e2m1 = algo.endswith("NVFP4")
+    e2m1 = "NVFP4" in algo
     if algo != "FP8_PB_WO":
         part, scale = case.parts[0], "weight_scale_2" if e2m1 else "weight_scale"
         part[scale] = part[scale] * np.float32(0)
@@ -176,7 +189,7 @@ def with_a_zero_part(case, algo):
 
 def prepared_for_cuda(case, compute="exact"):
     """What `prepare` returns for the layer on a CUDA device, by way of the CPU's and the reference."""
-    if compute == "fp4" or not case.algo.endswith("NVFP4"):
+    if compute == "fp4" or "NVFP4" not in case.algo:
         return case.method(compute=compute).prepare(case.listed())
     rows = case.method().prepare(case.listed())
     prepared = {name: rows[name] for name in rows if name not in ("weight", "weight_scale")}

@@ -527,6 +527,23 @@ def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pyte
     assert {path.name for path in (ROOT / "docs").glob("nvfp4.*")} == set(files)
 
 
+def test_the_readme_has_the_times_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = load("nvfp4_page", monkeypatch)
+    rows = [
+        row("moqext", 5e-6, quant_algo="NVFP4"),
+        row("moqext", 7e-6, quant_algo="NVFP4", tokens=64),
+        row("moqext", 6e-6, quant_algo="NVFP4, fp8", tokens=64),
+        row("torch bfloat16", 12e-6, quant_algo=PEER),
+        row("moqext", 9e-6, quant_algo="NVFP4", tokens=63),
+    ]
+    assert own.headline(record(rows)).splitlines()[4:] == [
+        "| 4096 × 4096 | 1 | 5.00 µs |  | 12.0 µs | 9.50 µs Marlin |",
+        "| 4096 × 4096 | 64 | 7.00 µs | 6.00 µs |  | 13.2 µs Humming |",
+    ]
+    for result in list(page.read_results(own.NVFP4.files).values())[:1]:
+        assert own.headline(result) in (ROOT / "README.md").read_text()
+
+
 def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     page = load("quantize_page", monkeypatch)
     facts = {

@@ -11,7 +11,14 @@ from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, referen
 from .linear_cases import assert_close, random_x
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-RUNNABLE = ("llama_fp8_kvfp8", "llama_fp8_pc_pt", "llama_fp8_pb_wo", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4")
+RUNNABLE = (
+    "llama_fp8_kvfp8",
+    "llama_fp8_pc_pt",
+    "llama_fp8_pb_wo",
+    "llama_nvfp4_kvfp8",
+    "llama_w4a16_nvfp4",
+    "llama_w4a8_nvfp4_fp8",
+)
 
 
 def expected(checkpoint, names, x):
@@ -92,7 +99,6 @@ def test_runs_on_torch_tensors(data, rng):
     "case",
     [
         "llama_mxfp8",
-        "llama_w4a8_nvfp4_fp8",
         "llama_w4a8_mxfp4_fp8",
         "llama_int4_awq",
         "llama_w4a8_awq",

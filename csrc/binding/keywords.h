@@ -30,6 +30,7 @@
     X(params)                                                                                      \
     X(partitions)                                                                                  \
     X(pattern)                                                                                     \
+    X(pre_quant_scale)                                                                             \
     X(quant_algo)                                                                                  \
     X(requires_grad)                                                                               \
     X(residual)                                                                                    \

@@ -21,6 +21,7 @@ const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_OUTPUT_SCALE] = KW_output_scale,
     [MOQ_PARAM_FOLD_SCALE] = KW_fold_scale,
     [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
+    [MOQ_PARAM_PRE_QUANT_SCALE] = KW_pre_quant_scale,
 };
 
 /* ---- construction ---- */

@@ -7,7 +7,14 @@
 
 #include <stdlib.h>
 
-enum { SOURCE_WEIGHT, SOURCE_SCALE, SOURCE_SCALE_2, SOURCE_INPUT_SCALE, SOURCES };
+enum {
+    SOURCE_WEIGHT,
+    SOURCE_SCALE,
+    SOURCE_SCALE_2,
+    SOURCE_INPUT_SCALE,
+    SOURCE_PRE_QUANT_SCALE,
+    SOURCES
+};
 
 typedef struct {
     int count;
@@ -24,9 +31,9 @@ typedef struct {
 } prepare_args;
 
 static const moq_keyword SOURCE_KEYWORD[SOURCES] = {KW_weight, KW_weight_scale, KW_weight_scale_2,
-                                                    KW_input_scale};
+                                                    KW_input_scale, KW_pre_quant_scale};
 static const char *const SOURCE_NAME[SOURCES] = {"weight", "weight_scale", "weight_scale_2",
-                                                 "input_scale"};
+                                                 "input_scale", "pre_quant_scale"};
 
 static void release_prepare(prepare_args *p) {
     for (int s = 0; s < SOURCES; s++) {
@@ -78,6 +85,12 @@ static int take_source(moq_state *state, const moq_linear_spec *spec, PyObject *
     return 0;
 }
 
+static bool has_source(const moq_linear_spec *spec, int which) {
+    if (which == SOURCE_SCALE_2)
+        return spec->checkpoint == MOQ_WEIGHT_E2M1;
+    return which != SOURCE_PRE_QUANT_SCALE || spec->pre_quant_scale;
+}
+
 /* Names that mean something for this layer; every other one belongs to another kind of layer. */
 static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *params) {
     PyObject *keys = PyMapping_Keys(params);
@@ -88,7 +101,7 @@ static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *
         for (int s = 0; s < SOURCES && !known; s++)
             known = PyUnicode_Check(key) &&
                     PyUnicode_Compare(key, state->keyword[SOURCE_KEYWORD[s]]) == 0 &&
-                    (s != SOURCE_SCALE_2 || spec->checkpoint == MOQ_WEIGHT_E2M1);
+                    has_source(spec, s);
         if (!known) {
             PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
                          spec->algo);
@@ -119,9 +132,10 @@ static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject 
     return 0;
 }
 
-/* Which of the prepared parameters exist: input_scale only where the checkpoint has one. */
+/* Which of the prepared parameters exist: scales of x only where the checkpoint has them. */
 static bool is_wanted(const prepare_args *p, const moq_param_spec *param) {
-    return param->required || p->source[SOURCE_INPUT_SCALE].count > 0;
+    int s = param->id == MOQ_PARAM_PRE_QUANT_SCALE ? SOURCE_PRE_QUANT_SCALE : SOURCE_INPUT_SCALE;
+    return param->required || p->source[s].count > 0;
 }
 
 /* What a result is made like: block scales like those given, if they are where the weight is. */
@@ -231,8 +245,13 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
         return -1;
     for (int s = 0; s < SOURCES; s++)
         source[s] = (moq_source){p->source[s].count, p->source[s].view};
-    moq_linear_sources sources = {source[SOURCE_WEIGHT], source[SOURCE_SCALE],
-                                  source[SOURCE_SCALE_2], source[SOURCE_INPUT_SCALE]};
+    moq_linear_sources sources = {
+        .weight = source[SOURCE_WEIGHT],
+        .weight_scale = source[SOURCE_SCALE],
+        .weight_scale_2 = source[SOURCE_SCALE_2],
+        .input_scale = source[SOURCE_INPUT_SCALE],
+        .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
+    };
     moq_arg workspace;
     if (take_prepare_memory(state, spec, weight, &workspace) < 0)
         return -1;

@@ -1,10 +1,12 @@
 /* Operations that rearrange stored tensors: `_C.swizzle_block_scales`, `_C.unswizzle_block_scales`,
- * `_C.pack_fp4`, `_C.unpack_fp4` and `_C.requantize_to_max`. */
+ * `_C.pack_fp4`, `_C.unpack_fp4`, `_C.pack_nvfp4`, `_C.unpack_nvfp4` and `_C.requantize_to_max`. */
 #include "binding/args.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 
+#include "core/formats.h"
 #include "ops/layout.h"
+#include "ops/nvfp4_pack.h"
 
 #include <stdlib.h>
 
@@ -120,6 +122,114 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
+/* Runs pack_nvfp4 of tensors that were taken. */
+static PyObject *run_pack_nvfp4(moq_state *state, PyObject *given, const moq_arg *weight,
+                                const moq_arg *scale) {
+    moq_arg out;
+    moq_tensor expected;
+    moq_status status;
+    moq_err err;
+    void *stream;
+    if (moq_describe_pack_nvfp4(&weight->view, &scale->view, &expected, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    if (moq_stream_take(NULL, weight, &stream) < 0)
+        return NULL;
+    PyObject *result =
+        moq_arg_output(state, given, weight, MOQ_DT_U8, expected.ndim, expected.shape, &out);
+    if (!result)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    status = moq_run_pack_nvfp4(&weight->view, &scale->view, stream, &out.view, &err);
+    Py_END_ALLOW_THREADS;
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+}
+
+static PyObject *pack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *kwnames) {
+    static const moq_signature signature = {
+        "pack_nvfp4", 2, 2, 3, {KW_weight, KW_weight_scale, KW_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[3], *result = NULL;
+    moq_arg weight = {0}, scale = {0};
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    if (moq_arg_take(state, values[0], "weight", &weight) == 0 &&
+        moq_arg_take(state, values[1], "weight_scale", &scale) == 0)
+        result = run_pack_nvfp4(state, values[2], &weight, &scale);
+    moq_arg_release(&weight);
+    moq_arg_release(&scale);
+    return result;
+}
+
+/* A result of unpack_nvfp4: the tensor given for it, or a new one. The operation checks it. */
+static PyObject *take_result(moq_state *state, PyObject *given, const char *name,
+                             const moq_arg *like, const moq_tensor *expected, moq_arg *out) {
+    if (moq_arg_absent(given))
+        return moq_arg_new_like(state, like, expected->dtype, expected->ndim, expected->shape, out);
+    return moq_arg_take_output(state, given, name, out) < 0 ? NULL : Py_NewRef(given);
+}
+
+/* Runs unpack_nvfp4 into (out, scale_out). */
+static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, const moq_arg *packed,
+                                  const int64_t *shape, int64_t group_size) {
+    moq_arg weight = {0}, scale = {0};
+    PyObject *codes = NULL, *scales = NULL, *result = NULL;
+    moq_tensor expected, expected_scale;
+    moq_status status;
+    moq_err err;
+    void *stream;
+    int failed = -1;
+    if (moq_describe_unpack_nvfp4(&packed->view, shape, group_size, &expected, &expected_scale,
+                                  &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    if (moq_stream_take(NULL, packed, &stream) < 0)
+        return NULL;
+    codes = take_result(state, given[0], "out", packed, &expected, &weight);
+    if (codes)
+        scales = take_result(state, given[1], "scale_out", packed, &expected_scale, &scale);
+    if (scales) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = moq_run_unpack_nvfp4(&packed->view, shape, group_size, stream, &weight.view,
+                                      &scale.view, &err);
+        Py_END_ALLOW_THREADS;
+        failed = status == MOQ_OK ? 0 : -1;
+        if (failed)
+            moq_raise(state, &err);
+    }
+    codes = codes ? moq_arg_finish(state, codes, &weight, failed) : NULL;
+    scales = scales ? moq_arg_finish(state, scales, &scale, failed) : NULL;
+    if (codes && scales)
+        result = PyTuple_Pack(2, codes, scales);
+    Py_XDECREF(codes);
+    Py_XDECREF(scales);
+    return result;
+}
+
+static PyObject *unpack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *kwnames) {
+    static const moq_signature signature = {
+        "unpack_nvfp4", 3, 2, 5, {KW_packed, KW_shape, KW_group_size, KW_out, KW_scale_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[5], *result = NULL;
+    int64_t shape[2], group_size = MOQ_NVFP4_GROUP;
+    moq_arg packed;
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    Py_ssize_t count = take_extents(values[1], "shape", 2, shape);
+    if (count >= 0 && count != 2)
+        PyErr_Format(PyExc_ValueError, "shape: expected rows and columns, got %R", values[1]);
+    if (count != 2 || (!moq_arg_absent(values[2]) &&
+                       moq_arg_int(values[2], "group_size", 1, INT32_MAX, &group_size) < 0))
+        return NULL;
+    if (moq_arg_take(state, values[0], "packed", &packed) < 0)
+        return NULL;
+    result = run_unpack_nvfp4(state, values + 3, &packed, shape, group_size);
+    moq_arg_release(&packed);
+    return result;
+}
+
 /* Runs requantize into (out, max_scale). */
 static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg *weight,
                                 const moq_arg *scale, const int64_t *partitions, int64_t count) {
@@ -185,6 +295,10 @@ static PyMethodDef METHODS[] = {
      "See moqext.ops.pack_fp4."},
     {"unpack_fp4", (PyCFunction)(void (*)(void))unpack_fp4, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.unpack_fp4."},
+    {"pack_nvfp4", (PyCFunction)(void (*)(void))pack_nvfp4, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.pack_nvfp4."},
+    {"unpack_nvfp4", (PyCFunction)(void (*)(void))unpack_nvfp4, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.unpack_nvfp4."},
     {"requantize_to_max", (PyCFunction)(void (*)(void))requantize, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.requantize_to_max."},
     {NULL, NULL, 0, NULL},

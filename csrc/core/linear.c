@@ -12,20 +12,23 @@ typedef struct {
     moq_algo algo;
     moq_weight_layout checkpoint;
     moq_input_mode input; /* of compute "exact" */
-    bool input_scale;
+    bool input_scale, pre_quant_scale;
 } algo_row;
 
 /* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
  * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
 static const algo_row ALGOS[] = {
-    {MOQ_ALGO_FP8, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true},
-    {MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false},
-    {MOQ_ALGO_FP8_PB_WO, MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false},
-    {MOQ_ALGO_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true},
-    {MOQ_ALGO_W4A16_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false},
+    {MOQ_ALGO_FP8, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true, false},
+    {MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false, false},
+    {MOQ_ALGO_FP8_PB_WO, MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false, false},
+    {MOQ_ALGO_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, false},
+    {MOQ_ALGO_NVFP4_AWQ, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, true},
+    {MOQ_ALGO_W4A16_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false, false},
+    {MOQ_ALGO_W4A8_NVFP4_FP8, MOQ_WEIGHT_E2M1, MOQ_INPUT_E4M3_TENSOR, true, false},
 };
 
-static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4";
+static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, NVFP4_AWQ, "
+                               "W4A16_NVFP4, W4A8_NVFP4_FP8";
 
 static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4"};
 
@@ -68,10 +71,12 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
     if (spec->compute == MOQ_COMPUTE_FP8) {
         if (!packs)
             spec->weight = MOQ_WEIGHT_E4M3_ROW;
-        spec->input = MOQ_INPUT_E4M3_TOKEN;
+        if (spec->input == MOQ_INPUT_AS_IS)
+            spec->input = MOQ_INPUT_E4M3_TOKEN;
         return MOQ_OK;
     }
-    if (!spec->checkpoint_input_scale || spec->group_size != MOQ_NVFP4_GROUP)
+    if (spec->input != MOQ_INPUT_AS_IS || !spec->checkpoint_input_scale ||
+        spec->group_size != MOQ_NVFP4_GROUP)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "compute \"fp4\" needs NVFP4 with groups of 16; %s with groups of %d runs "
                         "with compute \"exact\" or \"fp8\"",
@@ -135,6 +140,7 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
     spec->checkpoint = spec->weight = row->checkpoint;
     spec->input = row->input;
     spec->checkpoint_input_scale = row->input_scale;
+    spec->pre_quant_scale = row->pre_quant_scale;
     spec->dtype = moq_dtype_from_name(dtype);
     if (spec->dtype != MOQ_DT_BF16 && spec->dtype != MOQ_DT_F16 && spec->dtype != MOQ_DT_F32)
         return moq_fail(err, MOQ_ERR_VALUE,
@@ -189,6 +195,7 @@ static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_OUTPUT_SCALE] = "output_scale",
     [MOQ_PARAM_FOLD_SCALE] = "fold_scale",
     [MOQ_PARAM_INPUT_SCALE] = "input_scale",
+    [MOQ_PARAM_PRE_QUANT_SCALE] = "pre_quant_scale",
 };
 
 static moq_param_spec matrix(moq_param id, const char *role, moq_dtype dtype, int64_t rows,
@@ -246,6 +253,8 @@ int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *pa
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, true);
     if (spec->checkpoint_input_scale)
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", parts, false);
+    if (spec->pre_quant_scale)
+        params[count++] = vector(MOQ_PARAM_PRE_QUANT_SCALE, "factor", spec->in_features, false);
     return count;
 }
 
@@ -257,6 +266,8 @@ int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *para
         params[count++] = vector(MOQ_PARAM_FOLD_SCALE, "factor", spec->out_features, true);
     if (spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4)
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", spec->partition_count, false);
+    if (spec->pre_quant_scale)
+        params[count++] = vector(MOQ_PARAM_PRE_QUANT_SCALE, "factor", spec->in_features, false);
     return count;
 }
 

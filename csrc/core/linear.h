@@ -1,7 +1,8 @@
 /* What a quantized linear layer is, independent of who computes it.
  *
  * y[m, n] = round(sum_k X[m, k] * W[n, k] + bias[n]), where W is what the checkpoint's codes and
- * scales mean, and X the activation after the treatment that the algorithm prescribes. Several
+ * scales mean, and X the activation after the treatment that the algorithm prescribes: smoothed by
+ * pre_quant_scale where there is one, then quantized or not. Several
  * layers fused along rows ("partitions": q, k, v) keep their own scales: a factor per output row
  * carries every scale that is constant along K, so that nothing is requantized to a common one.
  *
@@ -58,6 +59,7 @@ typedef struct {
     bool fast_accum;             /* FP8 products may be summed as the tensor cores do */
     bool one_input_scale;        /* the partitions have the same */
     bool checkpoint_input_scale; /* the algorithm writes an input_scale (it may still be absent) */
+    bool pre_quant_scale;        /* and, where none was folded elsewhere, a pre_quant_scale */
     int32_t group_size;          /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */
     int64_t in_features;
     int64_t out_features; /* sum of the partitions */
@@ -73,6 +75,7 @@ typedef enum {
     MOQ_PARAM_OUTPUT_SCALE,
     MOQ_PARAM_FOLD_SCALE,
     MOQ_PARAM_INPUT_SCALE,
+    MOQ_PARAM_PRE_QUANT_SCALE,
     MOQ_PARAM_COUNT
 } moq_param;
 
@@ -138,7 +141,10 @@ typedef struct {
     const float *output_scale; /* [N], or NULL for blocks */
     const float *fold_scale;   /* [N] where moq_linear_folds, else NULL */
     const float *input_scale;  /* [partitions], or NULL: dynamic */
-    const void *bias;          /* [N] of bias_dtype, or NULL */
+    /* [K]: x is first round(x * pre_quant_scale), float32 rounded to its dtype. NULL: it is not, or
+     * that was done before; others than kernels that smooth (ops/plan.h) get NULL. */
+    const float *pre_quant_scale;
+    const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
     int32_t variant; /* of a kernel that has several ways to do the same; 0 is its own choice */
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */

@@ -1,5 +1,6 @@
 /* The packed layout of NVFP4 weights: where each code and block scale of a layer lies in the form
- * that CUDA kernels read. It is a permutation of the checkpoint's bits; nothing is rounded.
+ * that CUDA kernels read. It is a permutation of the checkpoint's bits; nothing is rounded, and of
+ * what a scale means nothing is lost: minus zero becomes zero, so that no good scale has a sign.
  *
  * K goes in blocks of 64 columns, rows in slabs of 16, as many slabs as make rows a multiple of 64;
  * what is beyond the layer is zero codes under zero scales. A unit is a slab by a block: 576 bytes,
@@ -16,8 +17,8 @@
  *             for the even column, 16 bits higher for the odd one. A pair is one byte of the
  *             checkpoint. The vector of lane (g, t) is at 16 * (4g + (t ^ g / 2)): lanes that read
  *             one word of every fourth vector, or one vector each, meet no bank twice.
- *   512..575  block scales, e4m3 as in the checkpoint: that of row g + 8h and group s at
- *             512 + 8g + 2s + h. A scale of 32 columns is there twice. */
+ *   512..575  block scales, e4m3 as in the checkpoint (0x80 is 0x00): that of row g + 8h and group
+ * s at 512 + 8g + 2s + h. A scale of 32 columns is there twice. */
 #ifndef MOQ_CORE_NVFP4_PACK_H
 #define MOQ_CORE_NVFP4_PACK_H
 
@@ -54,6 +55,11 @@ MOQ_PACK_INLINE int moq_pack_word_at(int g, int t, int s) {
 /* The same to the block scale of row r = 0..15 of the slab and group s. */
 MOQ_PACK_INLINE int moq_pack_scale_at(int r, int s) {
     return MOQ_PACK_SCALES + 8 * (r & 7) + 2 * s + (r >> 3);
+}
+
+/* A block scale of the checkpoint as it is packed. */
+MOQ_PACK_INLINE uint8_t moq_pack_scale(uint8_t scale) {
+    return scale == 0x80 ? 0 : scale;
 }
 
 /* Where the magnitude of a pair begins in each half of its word, and where the sign is. */

@@ -73,16 +73,31 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
     return found;
 }
 
+/* A row as it is, for e2m1 weights. */
+static void convert_row(const pass *p, const row_memory *r, void *out) {
+    memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
+    p->tiles->convert(r->row, p->padded, p->few ? MOQ_ORDER_FEW : MOQ_ORDER_E2M1, out);
+}
+
 /* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
  * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
  * found from the row there is one where that scale is not finite. */
+/* e2m1 weights have their own order of columns. */
+static void decode_codes(const pass *p, const row_memory *r, void *out) {
+    if (p->call->spec->weight != MOQ_WEIGHT_E2M1) {
+        p->tiles->decode_e4m3(r->codes, p->k, out);
+        return;
+    }
+    moq_cpu_row_kernels()->decode(MOQ_DT_E4M3, r->codes, p->k, r->row);
+    convert_row(p, r, out);
+}
+
 static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
     float factor = p->input_scale;
     switch (p->call->spec->input) {
     case MOQ_INPUT_AS_IS:
-        memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
-        tiles->convert(r->row, p->padded, p->few ? MOQ_ORDER_FEW : MOQ_ORDER_E2M1, out);
+        convert_row(p, r, out);
         return 1.0f;
     case MOQ_INPUT_NVFP4:
         moq_quantize_row_nvfp4(r->row, p->k, factor, r->codes, r->groups);
@@ -91,7 +106,8 @@ static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) 
     case MOQ_INPUT_E4M3_TENSOR:
         moq_quantize_row_fp8_static(r->row, p->k, 1.0f / factor, r->codes);
         factor = has_nan(r->codes, p->k) ? NAN : factor;
-        break;
+        decode_codes(p, r, out);
+        return p->call->spec->weight == MOQ_WEIGHT_E2M1 ? factor : factor * tiles->e4m3_unit;
     case MOQ_INPUT_E4M3_TOKEN:
         factor = moq_quantize_row_fp8_token(r->row, p->k, r->codes);
         factor = isfinite(factor) ? factor : NAN;

@@ -11,11 +11,12 @@ extern "C" {
 
 /* Rows of a layer that lie together. */
 typedef struct {
-    const uint8_t *codes; /* [rows, columns / 2]; NULL: zeros */
+    const uint8_t *codes; /* [rows, columns / 2] */
     int64_t code_stride;  /* bytes from row to row */
     const uint8_t *scales;
     int64_t scale_stride;
     int64_t rows;
+    float factor; /* weight_scale_2; of 0, all of these rows are zeros, whatever their codes */
 } moq_pack_source;
 
 typedef struct {
@@ -23,8 +24,13 @@ typedef struct {
     int32_t group;         /* 16 or 32 columns have a scale */
     int32_t source_count;
     moq_pack_source source[MOQ_MAX_PARTITIONS]; /* their rows follow each other */
-    uint8_t *out;                               /* units, at an address that is a multiple of 16 */
-    float *largest; /* [rows], zeros before: the row's largest |code * scale|, or NULL */
+    const float
+        *factors; /* [source_count] on the device, instead of those of the sources; or NULL */
+    uint8_t *out; /* units, at an address that is a multiple of 16 */
+    float *output_scale; /* [rows]: the factor of the row's source; or NULL */
+    float *largest;      /* [rows], zeros before: the row's largest |code * scale|; or NULL */
+    uint64_t *bad; /* the least row * scales of a row + column of a scale that is NaN or negative
+                    * (minus zero is not); NULL: they are not looked at */
 } moq_nvfp4_pack;
 
 moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);

@@ -414,7 +414,9 @@ static const void *kernel_for(const moq_linear_spec *spec, bool few) {
     case MOQ_INPUT_AS_IS:
         return kernel_with<MOQ_INPUT_AS_IS, PACKED>(few);
     case MOQ_INPUT_E4M3_TENSOR:
-        return kernel_with<MOQ_INPUT_E4M3_TENSOR, E4M3_ROW>(few);
+        return !packed                  ? kernel_with<MOQ_INPUT_E4M3_TENSOR, E4M3_ROW>(few)
+               : moq_linear_folds(spec) ? kernel_with<MOQ_INPUT_E4M3_TENSOR, FOLDED>(few)
+                                        : kernel_with<MOQ_INPUT_E4M3_TENSOR, PACKED>(few);
     case MOQ_INPUT_E4M3_TOKEN:
         return packed ? kernel_with<MOQ_INPUT_E4M3_TOKEN, FOLDED>(few)
                       : kernel_with<MOQ_INPUT_E4M3_TOKEN, E4M3_ROW>(few);

@@ -1,8 +1,10 @@
 /* The call of a linear: shapes and layouts checked, a kernel picked, launched. See ops/linear.h. */
 #include "ops/linear.h"
 
+#include "cpu/smooth.h"
 #include "cuda/cuda.h"
 #include "cuda/rows.h"
+#include "cuda/smooth.h"
 #include "ops/target.h"
 
 #include <math.h>
@@ -98,6 +100,8 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id) {
         return &params->output_scale;
     case MOQ_PARAM_FOLD_SCALE:
         return &params->fold_scale;
+    case MOQ_PARAM_PRE_QUANT_SCALE:
+        return &params->pre_quant_scale;
     default:
         return &params->input_scale;
     }
@@ -113,7 +117,7 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
     return MOQ_OK;
 }
 
-/* ---- CUDA: x and y as its kernels want them ---- */
+/* ---- x and y as kernels want them ---- */
 
 /* Kernels read rows of x 16 bytes at a time. */
 #define ROW_ALIGNMENT 16
@@ -154,12 +158,30 @@ static int64_t reserve_rows(moq_linear_job *job, const moq_tensor *rows) {
     return reserve(job, rows->shape[0] * rows->stride[0] * (int64_t)moq_dtype_size(rows->dtype));
 }
 
+/* What the kernel leaves to others. */
+static void place_smoothing(moq_linear_job *job) {
+    job->smoothing = job->kernel->smooths ? NULL : job->call.pre_quant_scale;
+    if (job->smoothing)
+        job->call.pre_quant_scale = NULL;
+}
+
+/* On the CPU kernels take x as it is. */
+static void place_on_cpu(moq_linear_job *job) {
+    job->x = job->call.x;
+    if (!job->smoothing)
+        return;
+    job->x_rows = make_rows(job->x, job->call.m);
+    job->x_at = reserve_rows(job, &job->x_rows);
+    job->call.x = &job->x_rows;
+}
+
 /* Finds the matrices and what the job works in: first the kernel's part, then copies. */
-static void place(moq_linear_job *job) {
+static void place_on_cuda(moq_linear_job *job) {
     int64_t m = job->call.m;
     job->x = job->call.x;
     job->y = job->call.y;
-    job->copies_x = !moq_tensor_as_rows(job->x, &job->x_rows) || !kernels_read(&job->x_rows);
+    job->copies_x =
+        !moq_tensor_as_rows(job->x, &job->x_rows) || !kernels_read(&job->x_rows) || job->smoothing;
     job->copies_y = !moq_tensor_as_rows(job->y, &job->y_rows); /* contiguous rows were demanded */
     if (job->copies_x)
         job->x_rows = make_rows(job->x, m);
@@ -191,7 +213,9 @@ static moq_status run_on_rows(moq_linear_job *job, moq_err *err) {
         job->y_rows.data = workspace + job->y_at;
     if (job->copies_x) {
         job->x_rows.data = workspace + job->x_at;
-        MOQ_TRY(moq_cuda_gather_rows(job->x, &job->x_rows, stream, err));
+        MOQ_TRY(job->smoothing
+                    ? moq_cuda_smooth_rows(job->x, job->smoothing, &job->x_rows, stream, err)
+                    : moq_cuda_gather_rows(job->x, &job->x_rows, stream, err));
     }
     MOQ_TRY(job->kernel->run(&job->call, err));
     return job->copies_y ? moq_cuda_scatter_rows(&job->y_rows, job->y, stream, err) : MOQ_OK;
@@ -255,6 +279,7 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
         .output_scale = params->output_scale.data,
         .fold_scale = params->fold_scale.data,
         .input_scale = params->input_scale.data,
+        .pre_quant_scale = params->pre_quant_scale.data,
         .bias = bias ? bias->data : NULL,
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
     };
@@ -266,11 +291,14 @@ moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *p
     job->kernel = choice.kernel;
     job->call.variant = choice.variant;
     MOQ_TRY(check_kernel(job, err));
-    if (spec->device.kind != MOQ_CUDA)
+    place_smoothing(job);
+    if (spec->device.kind != MOQ_CUDA) {
+        place_on_cpu(job);
         return MOQ_OK;
+    }
     MOQ_TRY(moq_check_target(spec->device, &spec->target, err));
     MOQ_TRY(check_weight_address(&job->call, err));
-    place(job);
+    place_on_cuda(job);
     return MOQ_OK;
 }
 
@@ -278,9 +306,16 @@ int64_t moq_linear_workspace(const moq_linear_job *job) {
     return job->workspace;
 }
 
+static moq_status run_on_cpu(moq_linear_job *job, moq_err *err) {
+    if (job->smoothing) {
+        job->x_rows.data = (char *)job->call.workspace + job->x_at;
+        MOQ_TRY(moq_cpu_smooth_rows(job->x, job->smoothing, &job->x_rows, err));
+    }
+    return job->kernel->run(&job->call, err);
+}
+
 moq_status moq_linear_run(moq_linear_job *job, moq_err *err) {
     if (job->call.m == 0)
         return MOQ_OK;
-    return job->call.spec->device.kind == MOQ_CUDA ? run_on_device(job, err)
-                                                   : job->kernel->run(&job->call, err);
+    return job->call.spec->device.kind == MOQ_CUDA ? run_on_device(job, err) : run_on_cpu(job, err);
 }

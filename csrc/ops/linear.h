@@ -18,6 +18,7 @@ typedef struct {
     moq_source weight_scale;
     moq_source weight_scale_2;
     moq_source input_scale;
+    moq_source pre_quant_scale;
 } moq_linear_sources;
 
 /* The prepared tensors of a layer: contiguous, of the shapes moq_linear_prepared_params gives.
@@ -28,6 +29,7 @@ typedef struct {
     moq_tensor output_scale;
     moq_tensor fold_scale;
     moq_tensor input_scale;
+    moq_tensor pre_quant_scale;
 } moq_linear_params;
 
 /* The tensor of a prepared parameter. */
@@ -60,11 +62,12 @@ moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sour
 typedef struct {
     moq_linear_call call;
     const moq_linear_kernel *kernel;
-    /* CUDA: x and y as matrices. One that is not of the caller's memory lies in the workspace, at
-     * x_at or y_at. */
+    /* x and y as matrices on CUDA, and x smoothed where the kernel does not do it. One that is not
+     * of the caller's memory lies in the workspace, at x_at or y_at. */
     const moq_tensor *x, *y;
     moq_tensor x_rows, y_rows;
     bool copies_x, copies_y;
+    const float *smoothing; /* [K], or NULL */
     int64_t x_at, y_at, workspace;
     /* Set where the workspace, or a new y, is memory in the order of another stream than that of
      * the call: the two wait for each other. */

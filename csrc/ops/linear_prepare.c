@@ -9,6 +9,7 @@
 #include "core/scales.h"
 #include "cuda/cuda.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,6 +20,8 @@ static int64_t partition_blocks(const moq_linear_spec *spec, int32_t p) {
 int64_t moq_prepare_scale_count(const moq_linear_spec *spec) {
     if (spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
         return moq_linear_block_rows(spec) * moq_linear_scale_columns(spec);
+    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED)
+        return spec->partition_count;
     return spec->per_row_scale ? spec->out_features : 0;
 }
 
@@ -146,17 +149,23 @@ static moq_status read_blocks(const moq_linear_spec *spec, const moq_source *sou
     return MOQ_OK;
 }
 
-/* Scales of rows or blocks that need not come to the host: they are on the device, and if they are
- * wrong, then by their values. */
+static bool can_stay(const moq_tensor *t) {
+    return t->device.kind != MOQ_CPU && moq_tensor_is_contiguous(t) &&
+           (t->dtype == MOQ_DT_F32 || t->dtype == MOQ_DT_BF16 || t->dtype == MOQ_DT_F16);
+}
+
+/* Scales that need not come to the host: they are on the device, and if they are wrong, then by
+ * their values. Block scales were looked at before. */
 static bool stay_on_device(const moq_linear_spec *spec, const moq_source *source) {
-    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK, rows = spec->per_row_scale;
     bool all = source->count == 1 || source->count == spec->partition_count;
     for (int32_t p = 0; all && p < source->count; p++) {
         const moq_tensor *t = &source->part[p];
-        int64_t rows = source->count == 1 ? spec->out_features : spec->partition[p];
-        all = t->device.kind != MOQ_CPU && moq_tensor_is_contiguous(t) &&
-              (blocks || moq_tensor_numel(t) == rows) &&
-              (t->dtype == MOQ_DT_F32 || t->dtype == MOQ_DT_BF16 || t->dtype == MOQ_DT_F16);
+        int64_t count = moq_tensor_numel(t), parts = source->count == 1 ? spec->partition_count : 1;
+        int64_t wanted = !rows                ? parts
+                         : source->count == 1 ? spec->out_features
+                                              : spec->partition[p];
+        all = can_stay(t) && (blocks || count == wanted || (!rows && count == 1));
     }
     return all;
 }
@@ -168,8 +177,9 @@ static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scale
     size_t block =
         blocks ? (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)) : 0;
     size_t weight = blocks ? 0 : scales->per_row ? rows : parts;
-    size_t factor = blocks ? 0 : rows;
-    float *memory = malloc((weight + block + parts + factor) * sizeof *memory);
+    size_t factor = blocks ? 0 : rows, smooth = (size_t)spec->in_features * 2;
+    float *memory = malloc(
+        (weight + block + parts + factor + (spec->pre_quant_scale ? smooth : 0)) * sizeof *memory);
     if (!memory)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the scales of a linear layer");
     scales->memory = memory;
@@ -177,6 +187,7 @@ static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scale
     scales->block = blocks ? memory + weight : NULL;
     scales->input = memory + weight + block;
     scales->factor = blocks ? NULL : memory + weight + block + parts;
+    scales->smooth = memory + weight + block + parts + factor;
     return MOQ_OK;
 }
 
@@ -191,36 +202,49 @@ static moq_status read_many(const moq_linear_spec *spec, const moq_source *sourc
                             MOQ_SCALE_MAY_BE_ZERO, err);
 }
 
-moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_source *scales,
+/* Scales of partitions. */
+static moq_status read_few(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                           void *stream, float *out, moq_err *err) {
+    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
+    const char *name = e2m1 ? "weight_scale_2" : "weight_scale";
+    const moq_source *source = e2m1 ? &sources->weight_scale_2 : &sources->weight_scale;
+    MOQ_TRY(read_per_partition(spec, source, name, stream, out, err));
+    return moq_check_scales(out, spec->partition_count, name, MOQ_SCALE_MAY_BE_ZERO, err);
+}
+
+moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                  void *stream, moq_err *err) {
     size_t count = (size_t)moq_prepare_scale_count(spec);
     float *values = malloc(count * sizeof *values);
     if (!values)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the scales of a linear layer");
-    moq_status status = read_many(spec, scales, stream, values, err);
+    moq_status status = spec->checkpoint == MOQ_WEIGHT_E2M1
+                            ? read_few(spec, sources, stream, values, err)
+                            : read_many(spec, &sources->weight_scale, stream, values, err);
     free(values);
     return status;
 }
 
 static moq_status read_weight_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                     moq_prepare_scales *scales, void *stream, moq_err *err) {
+                                     moq_prepare_scales *scales, moq_prepare_way way,
+                                     moq_err *err) {
     if (scales->block)
         MOQ_TRY(check_block_shapes(spec, &sources->weight_scale, err));
     if (scales->block || scales->per_row) {
         scales->on_device = stay_on_device(spec, &sources->weight_scale);
         float *out = scales->block ? scales->block : scales->weight;
         if (!scales->on_device)
-            MOQ_TRY(read_many(spec, &sources->weight_scale, stream, out, err));
+            MOQ_TRY(read_many(spec, &sources->weight_scale, way.stream, out, err));
         if (scales->per_row && !scales->on_device)
             memcpy(scales->factor, out, (size_t)spec->out_features * sizeof(float));
         return MOQ_OK;
     }
-    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
-    const char *name = e2m1 ? "weight_scale_2" : "weight_scale";
-    const moq_source *source = e2m1 ? &sources->weight_scale_2 : &sources->weight_scale;
-    MOQ_TRY(read_per_partition(spec, source, name, stream, scales->weight, err));
-    MOQ_TRY(
-        moq_check_scales(scales->weight, spec->partition_count, name, MOQ_SCALE_MAY_BE_ZERO, err));
+    /* Only where all is checked at the end. */
+    scales->on_device = way.fresh && spec->weight == MOQ_WEIGHT_E2M1_PACKED &&
+                        stay_on_device(spec, &sources->weight_scale_2);
+    if (scales->on_device)
+        return MOQ_OK;
+    MOQ_TRY(read_few(spec, sources, way.stream, scales->weight, err));
     moq_expand_to_rows(scales->weight, spec->partition, spec->partition_count, scales->factor);
     return MOQ_OK;
 }
@@ -246,8 +270,44 @@ static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linea
     return MOQ_OK;
 }
 
+static moq_status read_smoothing(const moq_linear_spec *spec, const moq_source *source,
+                                 void *stream, int32_t p, float *out, moq_err *err) {
+    const char *name = "pre_quant_scale";
+    MOQ_TRY(read_scales(&source->part[p], name, spec->in_features, stream, out, err));
+    for (int64_t k = 0; k < spec->in_features; k++)
+        if (!isfinite(out[k]))
+            return moq_fail(err, MOQ_ERR_VALUE, "%s: expected finite values, got %g at index %lld",
+                            name, (double)out[k], (long long)k);
+    return MOQ_OK;
+}
+
+/* The factors of x: fused layers have one x, and so the same factors. */
+static moq_status read_pre_quant_scale(const moq_linear_spec *spec, const moq_source *source,
+                                       moq_prepare_scales *scales, void *stream, moq_err *err) {
+    float *values = scales->smooth, *others = values + spec->in_features;
+    if (!spec->pre_quant_scale || source->count == 0) {
+        scales->smooth = NULL;
+        return MOQ_OK;
+    }
+    if (source->count != 1 && source->count != spec->partition_count)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "pre_quant_scale: expected one tensor or %d, one a partition, got %d",
+                        (int)spec->partition_count, (int)source->count);
+    MOQ_TRY(read_smoothing(spec, source, stream, 0, values, err));
+    for (int32_t p = 1; p < source->count; p++) {
+        MOQ_TRY(read_smoothing(spec, source, stream, p, others, err));
+        for (int64_t k = 0; k < spec->in_features; k++)
+            if (others[k] != values[k])
+                return moq_fail(err, MOQ_ERR_VALUE,
+                                "pre_quant_scale: expected the same for all partitions, got %g and "
+                                "%g at index %lld",
+                                (double)values[k], (double)others[k], (long long)k);
+    }
+    return MOQ_OK;
+}
+
 static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                moq_prepare_scales *scales, void *stream, moq_err *err) {
+                                moq_prepare_scales *scales, moq_prepare_way way, moq_err *err) {
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
     int64_t k = spec->in_features;
     MOQ_TRY(check_rows(spec, &sources->weight, "weight", e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3,
@@ -256,10 +316,12 @@ static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_so
         MOQ_TRY(check_rows(spec, &sources->weight_scale, "weight_scale", MOQ_DT_E4M3,
                            moq_linear_scale_columns(spec), err));
     MOQ_TRY(allocate_scales(spec, scales, err));
-    MOQ_TRY(read_weight_scales(spec, sources, scales, stream, err));
-    moq_status status = read_input_scales(spec, sources, scales, stream, err);
+    MOQ_TRY(read_weight_scales(spec, sources, scales, way, err));
+    moq_status status = read_input_scales(spec, sources, scales, way.stream, err);
+    if (status == MOQ_OK)
+        status = read_pre_quant_scale(spec, &sources->pre_quant_scale, scales, way.stream, err);
     if (status != MOQ_OK && scales->on_device) /* if both are wrong, the first is named */
-        MOQ_TRY(moq_prepare_bad_scale(spec, &sources->weight_scale, stream, err));
+        MOQ_TRY(moq_prepare_bad_scale(spec, sources, way.stream, err));
     return status;
 }
 
@@ -284,7 +346,7 @@ moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_
 static moq_status prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                           moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     moq_prepare_scales scales = {.per_row = spec->per_row_scale};
-    moq_status status = check_sources(spec, sources, &scales, way.stream, err);
+    moq_status status = check_sources(spec, sources, &scales, way, err);
     if (status == MOQ_OK)
         status = spec->device.kind == MOQ_CPU
                      ? moq_prepare_on_cpu(spec, sources, &scales, params, err)

@@ -10,9 +10,10 @@
 typedef struct {
     float *weight;  /* one per partition, or one per row (per-channel FP8) */
     bool per_row;   /* which of the two */
-    bool on_device; /* those of rows or blocks are there, neither read nor checked */
+    bool on_device; /* those of moq_prepare_scale_count are there, neither read nor checked */
     float *block;   /* [block rows, columns] for FP8_PB_WO, else NULL */
     float *input;   /* one per partition, or NULL */
+    float *smooth;  /* [K], or NULL */
     float *factor;  /* [N], NULL for blocks */
     float *memory;  /* what all of them point into */
 } moq_prepare_scales;
@@ -26,11 +27,11 @@ typedef struct {
 /* Those of partition p, which starts at row `first` of the layer. */
 moq_code_rows moq_prepare_rows(const moq_source *source, int32_t p, int64_t first);
 
-/* How many scales of rows or blocks a layer has. */
+/* How many scales, of rows, blocks or packed partitions, may stay on the device. */
 int64_t moq_prepare_scale_count(const moq_linear_spec *spec);
 
-/* The failure of the first bad scale of a row or block among those on the device. */
-moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_source *scales,
+/* The failure of the first bad one among those that stayed there. */
+moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                  void *stream, moq_err *err);
 
 /* The failure of a code that no intact checkpoint holds. */

@@ -96,5 +96,8 @@ moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sour
     if (scales->input)
         memcpy(params->input_scale.data, scales->input,
                (size_t)spec->partition_count * sizeof(float));
+    if (scales->smooth)
+        memcpy(params->pre_quant_scale.data, scales->smooth,
+               (size_t)spec->in_features * sizeof(float));
     return MOQ_OK;
 }

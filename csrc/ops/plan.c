@@ -118,9 +118,15 @@ static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
+/* And x is not quantized. */
 static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_EXACT)
+    bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
+    if (packed && spec->input == MOQ_INPUT_AS_IS)
         return true;
+    if (packed && spec->compute == MOQ_COMPUTE_EXACT) {
+        snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
+        return false;
+    }
     snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
              spec->algo, moq_compute_name(spec->compute));
     return false;

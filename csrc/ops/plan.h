@@ -22,6 +22,8 @@ typedef struct {
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
     /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
     uint32_t (*variants)(const moq_linear_call *call);
+    /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
+    bool smooths;
 } moq_linear_kernel;
 
 /* A kernel and one of its variants. */

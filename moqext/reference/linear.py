@@ -35,6 +35,7 @@ def linear(
     compute: str = "exact",
     bias: ArrayLike | None = None,
     group_size: int | None = None,
+    x_dtype: str | None = None,
     out_dtype: str = "bfloat16",
 ) -> Array:
     """The layer x @ W.T + bias in float64, with quantized activations, rounded once at the end.
@@ -48,10 +49,11 @@ def linear(
 
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
-    token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact.
+    token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
+    for W4A8_NVFP4_FP8, with x quantized as above.
 
-    pre_quant_scale multiplies x, rounded to float32, before it is quantized; lora_a and lora_b act on the
-    smoothed, unquantized x.
+    pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
+    dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
 
     Args:
         x: [..., K]; float32 or float16, or bfloat16 (also as float32 values or as uint16 carrier).
@@ -60,6 +62,7 @@ def linear(
         compute: "exact", "fp4" or "fp8".
         bias: (N,); default params["bias"] where there is one.
         group_size: as for `dequantize`.
+        x_dtype: what x is, where it is an array of float32 that holds "bfloat16" or "float16" values.
         out_dtype: "bfloat16" (returned as float32 that holds bfloat16 values), "float16", "float32" or
             "float64".
 
@@ -73,7 +76,8 @@ def linear(
     columns = values.shape[-1]
     smooth = params.get("pre_quant_scale")
     if smooth is not None:
-        values = values * as_float32(smooth)
+        product = (values * as_float32(smooth)).astype(np.float64)
+        values = round_to(product, x_dtype or _dtype_of(x)).astype(np.float32)
     weight = _weight(params, quant_algo, compute, group_size)
     if weight.ndim != 2 or weight.shape[1] != columns:
         raise ValueError(f"x: last axis {columns} does not fit a weight of shape {weight.shape}")
@@ -87,12 +91,18 @@ def linear(
     return round_to(result, out_dtype)
 
 
+def _dtype_of(x: ArrayLike) -> str:
+    name = np.asarray(x).dtype.name
+    return {"uint16": "bfloat16", "float64": "float32"}.get(name, name)
+
+
 def _weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
     if compute == "exact" and quant_algo not in EXACT:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
         raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
-    if compute != "exact" and quant_algo not in NVFP4_FAMILY:
+    folds = compute == "fp8" and quant_algo == "W4A8_NVFP4_FP8"
+    if compute != "exact" and quant_algo not in NVFP4_FAMILY and not folds:
         raise ValueError(f"compute: {compute} is for {', '.join(NVFP4_FAMILY)} only, got {quant_algo!r}")
     if compute != "fp8":
         return weight64(params, quant_algo, group_size=group_size)
@@ -107,7 +117,7 @@ def _activation(x: F32, params: Params, quant_algo: str, compute: str, group_siz
     """The values that the quantized activations stand for, exactly."""
     if compute == "fp4":
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
-    kind = "token" if compute == "fp8" else EXACT[quant_algo]
+    kind = "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]
     if kind == "untouched":
         return x.astype(np.float64)
     scale: Array

@@ -20,9 +20,10 @@ def pack_nvfp4(weight: ArrayLike, weight_scale: ArrayLike) -> Array:
         weight_scale: e4m3 (N, K / 16) or (N, K / 32), also as uint8.
 
     Returns:
-        uint8 (slabs, blocks, 576), with zeros beyond the layer.
+        uint8 (slabs, blocks, 576), with zeros beyond the layer. A scale of minus zero (0x80) becomes zero.
     """
     packed, scales = raw(weight), raw(weight_scale)
+    scales = np.where(scales == 0x80, np.uint8(0), scales)
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     slabs, blocks = -(-rows // (4 * ROWS)) * 4, -(-columns // COLUMNS)
     codes = np.zeros((slabs * ROWS, blocks * COLUMNS), np.uint32)
@@ -47,7 +48,7 @@ def pack_nvfp4(weight: ArrayLike, weight_scale: ArrayLike) -> Array:
 
 
 def unpack_nvfp4(packed: ArrayLike, rows: int, columns: int, group_size: int = GROUP) -> tuple[Array, Array]:
-    """The inverse: weight (N, K / 2) and weight_scale (N, K / group_size) of an N x K layer."""
+    """The inverse, minus zeros apart: weight (N, K / 2) and weight_scale (N, K / group_size) of a layer."""
     units = raw(packed)
     slabs, blocks, _ = units.shape
     vectors = np.ascontiguousarray(units[:, :, :512]).view("<u4").reshape(slabs, blocks, 32, 4)

@@ -177,6 +177,18 @@ def unpack(rng: np.random.Generator) -> Operation:
     )
 
 
+def pack_nvfp4(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.pack_nvfp4(a["weight"], a["weight_scale"], out=a["out"])  # noqa: E731
+    arguments = {"weight": e4m3(rng, 3, 16), "weight_scale": e4m3(rng, 3, 2), "out": poison(4, 1, 576)}
+    return Operation(call, arguments)
+
+
+def unpack_nvfp4(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.unpack_nvfp4(a["packed"], (3, 32), out=a["out"], scale_out=a["scale_out"])  # noqa: E731
+    arguments = {"packed": e4m3(rng, 4, 1, 576), "out": poison(3, 16), "scale_out": poison(3, 2)}
+    return Operation(call, arguments, ("out", "scale_out"))
+
+
 LAYERS = {"FP8": (32, [3, 2]), "FP8_PB_WO": (130, [3, 2]), "NVFP4": (32, [3, 2])}
 """Algorithm -> in_features, out_partitions."""
 
@@ -243,6 +255,8 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "unswizzle_block_scales": unswizzle,
     "pack_fp4": pack,
     "unpack_fp4": unpack,
+    "pack_nvfp4": pack_nvfp4,
+    "unpack_nvfp4": unpack_nvfp4,
     **{f"prepare {algo}": prepare(algo) for algo in LAYERS},
     **{f"linear {algo}": linear(algo) for algo in LAYERS},
     "ops.linear": linear_function,

@@ -352,6 +352,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "unswizzle_block_scales": {"swizzled": np.zeros((128, 4), np.uint8), "shape": (3, 3)},
     "pack_fp4": {"codes": TENSOR.view(np.uint8)},
     "unpack_fp4": {"packed": TENSOR.view(np.uint8)},
+    "pack_nvfp4": {"weight": TENSOR.view(np.uint8)[:, :8], "weight_scale": TENSOR.view(np.uint8)[:, :1]},
+    "unpack_nvfp4": {"packed": np.zeros((4, 1, 576), np.uint8), "shape": (3, 32)},
 }
 
 

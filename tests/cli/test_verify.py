@@ -18,12 +18,12 @@ RUNNABLE = {
     "llama_fp8_pb_wo": ("FP8_PB_WO", 7),
     "llama_nvfp4_kvfp8": ("NVFP4", 7),
     "llama_w4a16_nvfp4": ("W4A16_NVFP4", 7),
+    "llama_w4a8_nvfp4_fp8": ("W4A8_NVFP4_FP8", 7),
     "qwen3moe_fp8": ("FP8", 4 + 4 * 3),
     "qwen3moe_nvfp4": ("NVFP4", 4 + 4 * 3),
 }
 RECOGNISED = {
     "llama_mxfp8": "MXFP8",
-    "llama_w4a8_nvfp4_fp8": "W4A8_NVFP4_FP8",
     "llama_w4a8_mxfp4_fp8": "W4A8_MXFP4_FP8",
     "llama_int4_awq": "W4A16_AWQ",
     "llama_w4a8_awq": "W4A8_AWQ",

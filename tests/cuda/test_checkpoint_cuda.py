@@ -19,6 +19,7 @@ RUNNABLE = {
     "llama_fp8_pb_wo": 7,
     "llama_nvfp4_kvfp8": 7,
     "llama_w4a16_nvfp4": 7,
+    "llama_w4a8_nvfp4_fp8": 7,
     "qwen3moe_fp8": 4 + 4 * 3,
     "qwen3moe_nvfp4": 4 + 4 * 3,
 }

@@ -46,6 +46,32 @@ def test_fp4_packing(rng: Any, shape: tuple[int, ...]) -> None:
                 np.testing.assert_array_equal(to_numpy(out), expected)
 
 
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize(
+    "rows, groups", [(1, 1), (16, 2), (65, 3), (130, 7), (64, 16), (77, 129), (4096, 256), (3, 1792)]
+)
+def test_nvfp4_packing(rng: Any, rows: int, groups: int, group_size: int) -> None:
+    """All bits, NaN scales among them, from rows at any address, and back."""
+    columns = groups * group_size
+    scale = rng.integers(0, 256, (rows, groups), dtype=np.uint8)
+    for host, device in views(rng, (rows, columns // 2)):
+        if host.strides[1] != 1:
+            with pytest.raises(BufferError, match="contiguous rows"):
+                ops.pack_nvfp4(device, to_cuda(scale))
+            continue
+        expected = ops.pack_nvfp4(host, scale)
+        packed = poisoned_like(expected)
+        assert ops.pack_nvfp4(device, to_cuda(scale), out=packed) is packed
+        np.testing.assert_array_equal(to_numpy(packed), expected)
+        for offset in (0, 1):
+            outs = poisoned_like(host, offset), poisoned_like(scale, offset)
+            ops.unpack_nvfp4(packed, (rows, columns), group_size, out=outs[0], scale_out=outs[1])
+            np.testing.assert_array_equal(to_numpy(outs[0]), host)
+            np.testing.assert_array_equal(to_numpy(outs[1]), np.where(scale == 0x80, 0, scale))
+    with pytest.raises(BufferError, match=r"^out: expected an address that is a multiple of 16"):
+        ops.pack_nvfp4(device, to_cuda(scale), out=poisoned_like(expected, 8))
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 1), (128, 4), (129, 5), (300, 64), (4096, 512), (2, 130, 7), (3, 1, 33), (0, 4)]
 )

@@ -243,6 +243,45 @@ def test_bad_scales_are_named_as_on_the_cpu(rng: Any, algo: str, bad: float, on_
     assert "17" in str(error.value)
 
 
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("compute", ["exact", "fp8"])
+def test_bad_scales_of_packed_partitions_are_named_as_on_the_cpu(rng: Any, bad: float, compute: str) -> None:
+    """Before a bad block scale, and before a bad input_scale."""
+    case = random_case(rng, "NVFP4", 1152, [300, 30, 8])
+    case.parts[1]["weight_scale_2"] = np.float32(bad)
+    case.parts[0]["weight_scale"][3, 5] = 0x7F
+    case.parts[2]["input_scale"] = np.float32(-1)
+    cpu, gpu = methods(case, compute)
+    out = gpu.prepare(params_to_cuda(random_case(rng, "NVFP4", 1152, [300, 30, 8]).listed()))
+    copies = {name: value.clone() for name, value in out.items()}
+    for params in (case.listed(), case.fused()):
+        with pytest.raises(ValueError, match=r"^weight_scale_2: .* at index 1") as expected:
+            cpu.prepare(params)
+        for given in (None, out):
+            with pytest.raises(ValueError) as error:
+                gpu.prepare(params_to_cuda(params), given)
+            assert str(error.value) == str(expected.value)
+    for name, value in out.items():
+        assert torch.equal(value, copies[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compute", ["exact", "fp8"])
+@pytest.mark.parametrize("value", [0.0, 0.25])
+def test_one_scale_of_all_packed_partitions(rng: Any, dtype: Any, compute: str, value: float) -> None:
+    case = random_case(rng, "W4A16_NVFP4", 96, [30, 7, 60])
+    for part in case.parts:
+        part["weight_scale_2"] = np.float32(value)
+    if value == 0:
+        case.parts[2]["weight_scale"][:] = 0xFF
+    gpu, expected = case.method(compute=compute, device="cuda:0"), prepared_for_cuda(case, compute)
+    for shape in ((), (1,), (1, 1)):
+        scale = torch.full(shape, value, dtype=dtype, device="cuda")
+        params = params_to_cuda(case.fused()) | {"weight_scale_2": scale}
+        assert_same(gpu.prepare(params), expected)
+        assert_same(gpu.prepare(params, gpu.prepare(params)), expected)
+
+
 @pytest.mark.parametrize("algo", [PER_ROW, "FP8_PB_WO"])
 def test_of_two_bad_scales_the_first_is_named(rng: Any, algo: str) -> None:
     case = random_case(rng, algo, 256, [200])

@@ -4,6 +4,11 @@ import pytest
 
 from moqext import _C, LinearMethod, UnsupportedQuantization
 
+ALGOS = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
+    *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
+)
+
 
 def reasons(algo="FP8", columns=4096, rows=(4096,), compute="exact", capability="9.0", dtype="bfloat16"):
     """Reasons by kernel, None where it can run, on a chip that need not be here."""
@@ -32,9 +37,9 @@ def test_cpu_kernels_run_elsewhere():
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.1"])
-@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("algo", ALGOS)
 def test_every_layer_has_a_kernel_from_ampere_on(algo, capability):
-    assert reasons(algo, columns=4112, capability=capability)["cuda:simt"] is None
+    assert reasons(algo, columns=4128, capability=capability)["cuda:simt"] is None
 
 
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"])
@@ -95,6 +100,8 @@ def test_exact_products_of_nvfp4_run_from_ampere_on():
     for compute in ("fp8", "fp4"):
         assert f"compute {compute} asks for another" in reasons("NVFP4", compute=compute)[name]
     assert "NVFP4 weights" in reasons("FP8")[name]
+    assert reasons("NVFP4_AWQ")[name] is None
+    assert "multiplies x as it is, W4A8_NVFP4_FP8 quantizes it" in reasons("W4A8_NVFP4_FP8")[name]
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])

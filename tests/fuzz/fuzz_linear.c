@@ -26,7 +26,7 @@ typedef struct {
 
 typedef struct {
     moq_linear_spec spec;
-    source_set weight, weight_scale, weight_scale_2, input_scale;
+    source_set weight, weight_scale, weight_scale_2, input_scale, pre_quant_scale;
     bool spoiled; /* a tensor is not what the layer asks for */
 } layer;
 
@@ -48,8 +48,8 @@ static moq_status resolve(fuzz_input *in, moq_linear_spec *spec, moq_err *err) {
                                         "MXFP4",
                                         "",
                                         "MIXED_PRECISION",
-                                        "W4A16_NVFP4",
-                                        "NVFP4",
+                                        "W4A8_NVFP4_FP8",
+                                        "NVFP4_AWQ",
                                         "FP8_PER_CHANNEL_PER_TOKEN",
                                         "FP8_PB_WO",
                                         "FP8",
@@ -91,7 +91,8 @@ static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, so
     const int damage = (int)fuzz_range(in, 0, 255); /* only a few values do any */
     const bool rows =
         want->shape[0] == spec->out_features && (want->ndim == 2 || spec->per_row_scale);
-    const bool split = fuzz_flag(in) && spec->partition_count > 1;
+    const bool of_x = want->id == MOQ_PARAM_PRE_QUANT_SCALE; /* of all partitions */
+    const bool split = fuzz_flag(in) && spec->partition_count > 1 && !of_x;
     const bool wild = fuzz_range(in, 0, 31) == 0;
     int32_t count = split ? spec->partition_count : 1;
     l->spoiled = l->spoiled || damage < 5 || wild;
@@ -133,16 +134,17 @@ static void make_sources(fuzz_input *in, layer *l, moq_linear_sources *sources) 
     moq_param_spec want[MOQ_MAX_PARAMS];
     const int count = moq_linear_checkpoint_params(&l->spec, want);
     for (int i = 0; i < count; i++) {
-        const bool second = strcmp(want[i].name, "weight_scale_2") == 0;
-        source_set *s = strcmp(want[i].name, "weight") == 0         ? &l->weight
-                        : strcmp(want[i].name, "weight_scale") == 0 ? &l->weight_scale
-                        : second                                    ? &l->weight_scale_2
-                                                                    : &l->input_scale;
+        source_set *s = want[i].id == MOQ_PARAM_WEIGHT           ? &l->weight
+                        : want[i].id == MOQ_PARAM_WEIGHT_SCALE   ? &l->weight_scale
+                        : want[i].id == MOQ_PARAM_WEIGHT_SCALE_2 ? &l->weight_scale_2
+                        : want[i].id == MOQ_PARAM_INPUT_SCALE    ? &l->input_scale
+                                                                 : &l->pre_quant_scale;
         if (want[i].required || fuzz_flag(in))
             make_source(in, l, &want[i], s);
     }
-    *sources = (moq_linear_sources){l->weight.source, l->weight_scale.source,
-                                    l->weight_scale_2.source, l->input_scale.source};
+    *sources =
+        (moq_linear_sources){l->weight.source, l->weight_scale.source, l->weight_scale_2.source,
+                             l->input_scale.source, l->pre_quant_scale.source};
 }
 
 static int32_t partition_of(const moq_linear_spec *spec, int64_t n, int64_t *row) {
@@ -204,6 +206,19 @@ static double allowed(const moq_linear_spec *spec, double sum, double size, doub
     return (size + flat / 8) * slack + fabs(sum) * rounding + 1e-6;
 }
 
+/* Element i of x, by its pre_quant_scale where there is one. */
+static double smoothed(const layer *l, const moq_tensor *x, int64_t i) {
+    const double value = fuzz_element(x, i);
+    if (l->pre_quant_scale.source.count == 0)
+        return value;
+    const moq_tensor *scale = &l->pre_quant_scale.view[0];
+    float product = (float)value * (float)fuzz_element(scale, i % l->spec.in_features);
+    uint8_t rounded[4];
+    moq_encode_row(x->dtype, &product, 1, rounded);
+    moq_decode_row(x->dtype, rounded, 1, &product);
+    return product;
+}
+
 typedef struct {
     double sum, near;
 } expectation;
@@ -216,7 +231,7 @@ static expectation *expect(const layer *l, const moq_tensor *x, int64_t m, const
     double *values = malloc((size_t)(m * k) * sizeof *values),
            *row = malloc((size_t)k * sizeof *row);
     for (int64_t i = 0; i < m * k; i++)
-        values[i] = fuzz_element(x, i);
+        values[i] = smoothed(l, x, i);
     for (int64_t n = 0; n < count; n++) {
         double largest = 0;
         for (int64_t i = 0; i < k; i++) {
@@ -328,8 +343,12 @@ static void run(fuzz_input *in, const layer *l, const moq_linear_params *params)
         moq_linear_job job;
         moq_status status =
             moq_linear_open(spec, &plan, params, &x.view, used, &y.view, &job, &err);
+        void *workspace = NULL;
+        if (status == MOQ_OK && moq_linear_workspace(&job) > 0)
+            job.call.workspace = workspace = malloc((size_t)moq_linear_workspace(&job));
         if (status == MOQ_OK)
             status = moq_linear_run(&job, &err);
+        free(workspace);
         FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.message);
         if (judged)
             check_output(spec, name, expected, &y.view);
@@ -350,7 +369,8 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
     const int count = moq_linear_prepared_params(&l->spec, want);
     for (int i = 0; i < count; i++) {
         moq_tensor shape = {.dtype = want[i].dtype, .ndim = want[i].ndim};
-        if (!want[i].required && sources.input_scale.count == 0)
+        const bool of_x = want[i].id == MOQ_PARAM_PRE_QUANT_SCALE;
+        if (!want[i].required && (of_x ? sources.pre_quant_scale : sources.input_scale).count == 0)
             continue;
         memcpy(shape.shape, want[i].shape, sizeof want[i].shape);
         prepared[i] = fuzz_result(&shape, 0xff);
@@ -405,6 +425,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     free_source(&l->weight_scale);
     free_source(&l->weight_scale_2);
     free_source(&l->input_scale);
+    free_source(&l->pre_quant_scale);
     free(l);
     return 0;
 }

@@ -113,7 +113,7 @@ def dequantize() -> Iterator[bytes]:
 
 
 def linear() -> Iterator[bytes]:
-    for case in with_heads(range(8), range(0, 6), range(0, 4)):  # algorithm, compute mode, dtype
+    for case in with_heads((*range(8), 10, 11), range(0, 6), range(0, 4)):  # algorithm, compute mode, dtype
         yield case[:3] + bytes([200, 64, 0, 0, 1 + case[0], 200, 33, 0, 200, 12, 0]) + case[3:]
 
 
