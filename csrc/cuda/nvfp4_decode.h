@@ -14,13 +14,14 @@
  * Instructions for 8 weights, from SASS of sm_90a:
  *
  *                LOP3  SHF.R  PRMT  left shifts  HMUL2
- *   bfloat16        6      1     0            4      4
- *   float16         8      0     0            6      4
+ *   bfloat16        6      1     0            3      4
+ *   float16         8      0     0            4      4
  *   two scales      0      0     1            1      2   (float16: 1)
  *
- * so 0.875 logic operations a weight, 1.0 with scales for every word. Left shifts are written as
- * multiplications; ptxas makes IMAD.SHL of them, which is another pipe's, or SHF.L where it finds
- * that pipe busier: half of each where nothing else is done.
+ * so 0.875 logic operations a weight, 1.0 with scales for every word. A sign and a magnitude that
+ * go different ways are masked, multiplied by the sum of two powers and masked again: nothing that
+ * is shifted out of a field reaches another. Left shifts are written as multiplications; ptxas
+ * makes IMAD.SHL of them, which is another pipe's, or SHF.L where it finds that pipe busier.
  */
 #ifndef MOQ_CUDA_NVFP4_DECODE_H
 #define MOQ_CUDA_NVFP4_DECODE_H
@@ -90,15 +91,15 @@ static __device__ __forceinline__ void moq_nvfp4_codes(uint32_t word, uint32_t (
     const uint32_t SIGN = 0x80008000u;
     if (TYPE == MOQ_NVFP4_F16) {
         const uint32_t MAGNITUDE = 0x0e000e00u;
-        pair[0] = (word & SIGN) | (word * 8 & MAGNITUDE);
-        pair[1] = (word * 8 & SIGN) | (word * 64 & MAGNITUDE);
-        pair[2] = (word * 2 & SIGN) | (word * 512 & MAGNITUDE);
+        pair[0] = (word & 0x81c081c0u) * (1 + 8) & (SIGN | MAGNITUDE);
+        pair[1] = (word & 0x10381038u) * (8 + 64) & (SIGN | MAGNITUDE);
+        pair[2] = (word & 0x40074007u) * (2 + 512) & (SIGN | MAGNITUDE);
         pair[3] = (word * 4 & SIGN) | (word & MAGNITUDE);
     } else {
         const uint32_t MAGNITUDE = 0x01c001c0u;
         pair[0] = word & (SIGN | MAGNITUDE);
         pair[1] = word * 8 & (SIGN | MAGNITUDE);
-        pair[2] = (word * 2 & SIGN) | (word * 64 & MAGNITUDE);
+        pair[2] = (word & 0x40074007u) * (2 + 64) & (SIGN | MAGNITUDE);
         pair[3] = (word * 4 & SIGN) | (word >> 3 & MAGNITUDE);
     }
 }

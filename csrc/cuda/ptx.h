@@ -211,6 +211,15 @@ static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from,
                  : "memory");
 }
 
+/* The same of bytes that are read once. */
+static __device__ __forceinline__ void
+copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
 /* ---- clusters ---- */
 
 static __device__ __forceinline__ uint32_t rank_in_cluster(void) {
@@ -291,6 +300,27 @@ static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
                  : "memory");
 }
 
+static __device__ __forceinline__ uint4 load_shared(uint32_t from) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(from)
+                 : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
+    uint16_t value;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
+    return value;
+}
+
 static __device__ __forceinline__ void store_shared_pair(uint32_t to, uint2 value) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(value.x), "r"(value.y)
                  : "memory");
@@ -317,6 +347,12 @@ static __device__ __forceinline__ void copy_async_16(uint32_t to, const void *fr
 static __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
+}
+
+/* Arrives at the barrier once all copies of this thread so far have come; an arrival that the
+ * barrier was made for. */
+static __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 static __device__ __forceinline__ void copy_async_commit(void) {

@@ -221,8 +221,12 @@ static bool suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size
     return false;
 }
 
-static bool can_run_nvfp4_gemm(const moq_linear_spec *spec, char *reason, size_t size) {
+static bool can_run_nvfp4_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size);
+}
+
+static double cost_nvfp4_decode(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_NVFP4_DECODE_TOKENS ? INFINITY : moq_cuda_nvfp4_decode_seconds(spec, m);
 }
 
 static double cost_nvfp4_gemm(const moq_linear_spec *spec, int64_t m) {
@@ -315,9 +319,11 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_fp8_as_f16},
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
      moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants},
+    {"cuda", "sm90_nvfp4_decode", can_run_nvfp4_sm90, cost_nvfp4_decode, NULL,
+     moq_cuda_nvfp4_decode},
     {"cuda", "sm80_nvfp4", can_run_sm80_nvfp4, cost_sm80_nvfp4, moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
-    {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_gemm, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
+    {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_sm90, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
      moq_cuda_nvfp4_gemm_variants},
     {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
