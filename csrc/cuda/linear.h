@@ -35,6 +35,21 @@ moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
 double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
 
+/* Packed NVFP4 weights, exact, x and y of 16 bits, any number of rows up to MOQ_NVFP4_WIDE_TOKENS,
+ * K a multiple of 16; sm_90a. For hundreds of rows and more. */
+#define MOQ_NVFP4_WIDE_TOKENS (1 << 24)
+moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err);
+double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m);
+uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
+
+/* The same weights as FP8 ones: x quantized by token before, block scales folded into codes on the
+ * way, K up to MOQ_NVFP4_FP8_COLUMNS. Variants are shapes of tiles. */
+#define MOQ_NVFP4_FP8_COLUMNS (1 << 16)
+moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m);
+uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
+
 /* Every layer and any number of rows, on plain CUDA cores; sm_80 and up. */
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);

@@ -281,6 +281,13 @@ static __device__ __forceinline__ void send_four(uint32_t to, float4 value, uint
                  : "memory");
 }
 
+static __device__ __forceinline__ void send_words(uint32_t to, uint4 value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, "
+                 "%4}, [%5];" ::"r"(to),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+                 : "memory");
+}
+
 /* Arrives at the barrier that block `rank` of the cluster has at the same place. */
 static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile("{\n"
@@ -333,6 +340,35 @@ static __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
                  : "r"(row)
                  : "memory");
+}
+
+static __device__ __forceinline__ uint4 load_shared(uint32_t from) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(from)
+                 : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
+    uint2 value;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(value.x), "=r"(value.y)
+                 : "r"(from)
+                 : "memory");
+    return value;
+}
+
+/* Four 8 x 8 matrices of 16 bits, whose columns become rows of shared memory: lane i names the
+ * place of column i % 8 of matrix i / 8, and has of row i / 4 of each the columns 2 * (i % 4) and
+ * the next. */
+static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
+                                                             const uint32_t (&matrix)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column),
+        "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+        : "memory");
 }
 
 /* ---- copies of a thread ---- */

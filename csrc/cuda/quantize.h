@@ -35,8 +35,8 @@ typedef struct {
     void *scales;
     int64_t scale_row;
     int64_t scale_group;
-    /* NVFP4: where not 0, block scales are in swizzled order instead, with so many tiles in a row of
-     * them; what is beyond the ends of x stays as it is. */
+    /* NVFP4: where not 0, block scales are in swizzled order instead, with so many tiles in a row
+     * of them; what is beyond the ends of x stays as it is. */
     int64_t scale_tiles;
     float *scale_2;  /* NVFP4, dynamic: the second-level scale */
     void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
@@ -46,10 +46,16 @@ typedef struct {
     /* The kernels before and after are launched without programmatic dependence, and so is this
      * one. */
     bool in_turn;
+    /* E4M3_TOKEN, 16-bit x of contiguous rows at multiples of 16 bytes, K a multiple of 16 up to
+     * MOQ_CUDA_PAIRED_COLUMNS: of each 16 codes those of columns 2t, 2t + 1, 2t + 8 and 2t + 9 are
+     * next to each other, t = 0 to 3, as products with packed NVFP4 weights have them. */
+    bool paired;
 } moq_cuda_quantize;
 
 /* The longest rows of rms_norm on the device. */
 #define MOQ_CUDA_NORM_COLUMNS (1 << 21)
+
+#define MOQ_CUDA_PAIRED_COLUMNS (1 << 16)
 
 /* Bytes that a call needs beside its results: for one scale of a whole tensor, found from it. */
 int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q);

@@ -20,7 +20,7 @@
 /* Values up to which a thread has half as many: an H200 has threads for four times as many. */
 #define FEW (1 << 20)
 
-#define KEPT         2 /* chunks of a thread that has a part of a row */
+#define TOKEN_CHUNKS 2 /* of a thread that has a part of a row */
 #define MOST_THREADS 1024
 
 #define GROUP_THREADS 128
@@ -51,6 +51,14 @@ static __device__ __forceinline__ void store_flat(uint8_t *codes, int64_t at,
 static __device__ __forceinline__ void store_flat(uint8_t *codes, int64_t at,
                                                   const float (&value)[16]) {
     ((uint4 *)codes)[at] = moq_e4m3_codes(value);
+}
+
+/* 16 codes in the order of moq_cuda_quantize.paired. */
+static __device__ __forceinline__ void store_paired(uint8_t *codes, int64_t at,
+                                                    const float (&value)[16]) {
+    uint4 c = moq_e4m3_codes(value);
+    ((uint4 *)codes)[at] = make_uint4(__byte_perm(c.x, c.z, 0x5410), __byte_perm(c.x, c.z, 0x7632),
+                                      __byte_perm(c.y, c.w, 0x5410), __byte_perm(c.y, c.w, 0x7632));
 }
 
 template <int DT, int COUNT>
@@ -124,12 +132,12 @@ static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
     return __reduce_max_sync(0xffffffffu, bits);
 }
 
-/* A block a row, of `chunks` that its threads keep. */
-template <int DT>
+/* A block a row, of `chunks` that its threads keep. PAIRED: rows of x are `stride` chunks apart. */
+template <int DT, bool PAIRED, int KEPT>
 static __global__ void __launch_bounds__(MOST_THREADS)
     quantize_flat_tokens(const uint4 *x, float *scales, uint8_t *codes, int chunks,
-                         bool next_is_busy) {
-    int64_t row = (int64_t)blockIdx.x * chunks;
+                         bool next_is_busy, int64_t stride) {
+    int64_t row = (int64_t)blockIdx.x * chunks, from = PAIRED ? blockIdx.x * stride : row;
     uint32_t most = 0;
     chunk<DT, N> c[KEPT];
     if (next_is_busy)
@@ -137,7 +145,7 @@ static __global__ void __launch_bounds__(MOST_THREADS)
     wait_for_predecessor();
 #pragma unroll
     for (int j = 0; j < KEPT; j++) /* the last one more than once */
-        c[j] = load_flat<DT, N>(x, row + min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
+        c[j] = load_flat<DT, N>(x, from + min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
     launch_dependents();
 #pragma unroll
     for (int j = 0; j < KEPT; j++)
@@ -152,7 +160,9 @@ static __global__ void __launch_bounds__(MOST_THREADS)
         float value[N];
         widen(c[j], value);
         divide<DT>(value, by);
-        if (at < chunks)
+        if (at < chunks && PAIRED)
+            store_paired(codes, row + at, value);
+        else if (at < chunks)
             store_flat(codes, row + at, value);
     }
 }
@@ -160,13 +170,15 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 /* ---- launch ---- */
 
 bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a) {
+    if (q->paired)
+        return a->m > 0;
     if (q->activation || q->x->dtype == MOQ_DT_F32 || a->m == 0 ||
         (a->m > 1 && (a->x.stride != a->k || a->code_stride != a->k)))
         return false;
     if (q->mode == MOQ_INPUT_E4M3_TENSOR)
         return q->given && a->m < INT32_MAX && a->k < INT32_MAX;
     if (q->mode == MOQ_INPUT_E4M3_TOKEN) /* in a chain of quantizations the others are as fast */
-        return q->in_turn && a->k <= MOST_THREADS * KEPT * N && a->m <= INT32_MAX;
+        return q->in_turn && a->k <= MOST_THREADS * TOKEN_CHUNKS * N && a->m <= INT32_MAX;
     return q->mode == MOQ_INPUT_E4M3_GROUP && a->k % 128 == 0 && a->m <= 65535;
 }
 
@@ -189,12 +201,35 @@ static moq_status launch_given(const moq_cuda_quantize *q, const quantize_args *
 static moq_status launch_tokens(const moq_cuda_quantize *q, const quantize_args *a,
                                 moq_launch *launch, moq_err *err) {
     int chunks = (int)(a->k / N);
-    void *args[] = {(void *)&a->x.data, (void *)&a->scales, (void *)&a->codes, &chunks,
-                    (void *)&a->next_is_busy};
+    int64_t stride = chunks;
+    void *args[] = {(void *)&a->x.data,       (void *)&a->scales,
+                    (void *)&a->codes,        &chunks,
+                    (void *)&a->next_is_busy, &stride};
     launch->grid = dim3((unsigned)a->m);
-    launch->block = dim3((unsigned)((chunks + 32 * KEPT - 1) / (32 * KEPT) * 32));
-    launch->kernel = q->x->dtype == MOQ_DT_BF16 ? (const void *)quantize_flat_tokens<MOQ_DT_BF16>
-                                                : (const void *)quantize_flat_tokens<MOQ_DT_F16>;
+    launch->block = dim3((unsigned)((chunks + 32 * TOKEN_CHUNKS - 1) / (32 * TOKEN_CHUNKS) * 32));
+    launch->kernel = q->x->dtype == MOQ_DT_BF16
+                         ? (const void *)quantize_flat_tokens<MOQ_DT_BF16, false, TOKEN_CHUNKS>
+                         : (const void *)quantize_flat_tokens<MOQ_DT_F16, false, TOKEN_CHUNKS>;
+    return moq_cuda_launch(launch, args, err);
+}
+
+static moq_status launch_paired(const moq_cuda_quantize *q, const quantize_args *a,
+                                moq_launch *launch, moq_err *err) {
+    bool bf16 = q->x->dtype == MOQ_DT_BF16, wide = a->k > MOST_THREADS * TOKEN_CHUNKS * N;
+    int chunks = (int)(a->k / N), kept = wide ? 2 * TOKEN_CHUNKS : TOKEN_CHUNKS;
+    int64_t stride = a->x.stride / N;
+    void *args[] = {(void *)&a->x.data,       (void *)&a->scales,
+                    (void *)&a->codes,        &chunks,
+                    (void *)&a->next_is_busy, &stride};
+    launch->grid = dim3((unsigned)a->m);
+    launch->block = dim3((unsigned)((chunks + 32 * kept - 1) / (32 * kept) * 32));
+    if (wide)
+        launch->kernel =
+            bf16 ? (const void *)quantize_flat_tokens<MOQ_DT_BF16, true, 2 * TOKEN_CHUNKS>
+                 : (const void *)quantize_flat_tokens<MOQ_DT_F16, true, 2 * TOKEN_CHUNKS>;
+    else
+        launch->kernel = bf16 ? (const void *)quantize_flat_tokens<MOQ_DT_BF16, true, TOKEN_CHUNKS>
+                              : (const void *)quantize_flat_tokens<MOQ_DT_F16, true, TOKEN_CHUNKS>;
     return moq_cuda_launch(launch, args, err);
 }
 
@@ -222,6 +257,8 @@ static moq_status launch_groups(const moq_cuda_quantize *q, const quantize_args 
 moq_status moq_quantize_flat(const moq_cuda_quantize *q, const quantize_args *a, moq_err *err) {
     moq_launch launch = {
         .what = "quantize", .stream = (cudaStream_t)q->stream, .overlap = !q->in_turn};
+    if (q->paired)
+        return launch_paired(q, a, &launch, err);
     return q->mode == MOQ_INPUT_E4M3_GROUP   ? launch_groups(q, a, &launch, err)
            : q->mode == MOQ_INPUT_E4M3_TOKEN ? launch_tokens(q, a, &launch, err)
                                              : launch_given(q, a, &launch, err);

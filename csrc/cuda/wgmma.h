@@ -134,4 +134,28 @@ WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
 #undef WGMMA_OF_REGISTERS
 
+/* ---- e4m3, A from registers: d = A B^T, or d += A B^T, for 32 columns. A thread has of A the 4
+ * columns from t % 4 * 4 on, of the upper row in a[0] and the lower in a[1], and the same 16
+ * columns further in a[2] and a[3]. ---- */
+
+#define WGMMA_E4M3_OF_REGISTERS(columns, sums, a0, a1, a2, a3, right, more)                        \
+    static __device__ __forceinline__ void wgmma_e4m3(float (&d)[sums], const uint32_t (&a)[4],    \
+                                                      uint64_t b, int add) {                       \
+        asm volatile("{\n"                                                                         \
+                     ".reg .pred p;\n"                                                             \
+                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3"              \
+                     " {" NUMBERS_##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #right   \
+                                         ", p, 1, 1;\n"                                            \
+                                         "}"                                                       \
+                     : FLOATS_##sums(d, 0)                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));              \
+    }
+
+WGMMA_E4M3_OF_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_E4M3_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_E4M3_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69)
+
+#undef WGMMA_E4M3_OF_REGISTERS
+
 #endif

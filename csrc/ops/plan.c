@@ -245,6 +245,39 @@ static double cost_sm80_nvfp4(const moq_linear_spec *spec, int64_t m) {
     return 3e-6 + 0.5625 * weights / 2.3e12 + 2 * weights * (double)(m < 8 ? 8 : m) / 3.2e14;
 }
 
+static bool can_run_nvfp4_wide(const moq_linear_spec *spec, char *reason, size_t size) {
+    return on_sm90(spec, reason, size) && can_run_sm80_nvfp4(spec, reason, size);
+}
+
+static double cost_nvfp4_wide(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_NVFP4_WIDE_TOKENS ? INFINITY : moq_cuda_nvfp4_wide_seconds(spec, m);
+}
+
+/* FP8 products of packed NVFP4 weights. */
+static bool can_run_nvfp4_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !has_int_rows(spec, reason, size))
+        return false;
+    if (!moq_linear_folds(spec))
+        snprintf(reason, size,
+                 "multiplies NVFP4 weights with compute fp8, %s with compute %s is "
+                 "another layer",
+                 spec->algo, moq_compute_name(spec->compute));
+    else if (spec->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "sums to about 1e-4, float32 outputs ask for 1e-5");
+    else if (spec->in_features > MOQ_NVFP4_FP8_COLUMNS)
+        snprintf(reason, size, "needs at most %d in_features, got %lld", MOQ_NVFP4_FP8_COLUMNS,
+                 (long long)spec->in_features);
+    else if (spec->input != MOQ_INPUT_E4M3_TOKEN)
+        snprintf(reason, size, "quantizes x by token");
+    else
+        return true;
+    return false;
+}
+
+static double cost_nvfp4_fp8(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_NVFP4_WIDE_TOKENS ? INFINITY : moq_cuda_nvfp4_fp8_seconds(spec, m);
+}
+
 static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size) {
     return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
            has_int_rows(spec, reason, size);
@@ -312,6 +345,7 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
+    {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
     {"cuda", "sm90_fp8_decode", can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
     {"cuda", "sm89_fp8", can_run_sm89_fp8, cost_sm89_fp8, moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_e4m3},
@@ -325,7 +359,11 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_nvfp4},
     {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_sm90, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
      moq_cuda_nvfp4_gemm_variants},
-    {"cuda", "simt", can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
+
+    {"cuda", "sm90_nvfp4_wide", can_run_nvfp4_wide, cost_nvfp4_wide, NULL, moq_cuda_nvfp4_wide,
+     moq_cuda_nvfp4_wide_variants},
+    {"cuda", "sm90_nvfp4_fp8", can_run_nvfp4_fp8, cost_nvfp4_fp8, moq_cuda_nvfp4_fp8_workspace,
+     moq_cuda_nvfp4_fp8, moq_cuda_nvfp4_fp8_variants},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
 };
@@ -367,7 +405,7 @@ static bool is_for(const moq_linear_kernel *kernel, moq_device device) {
 
 /* Why none of the kernels for the layer's device can run it. */
 static moq_status refuse(const moq_linear_spec *spec, moq_err *err) {
-    char text[160], reason[256], reasons[640] = "";
+    char text[160], reason[256], reasons[832] = "";
     size_t used = 0;
     for (int i = 0; i < KERNEL_COUNT && used < sizeof reasons; i++) {
         const moq_linear_kernel *kernel = &KERNELS[i];

@@ -8,7 +8,7 @@
 
 #include "core/linear.h"
 
-#define MOQ_MAX_KERNELS 16
+#define MOQ_MAX_KERNELS 24
 
 typedef struct {
     const char *family; /* "cpu" */

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def force(patch: pytest.MonkeyPatch, kernel: str, algo: str = "FP8") -> None:
+def force(patch: pytest.MonkeyPatch, kernel: str, algo: str = "FP8", compute: str = "exact") -> None:
     """Makes layers of the test run on the kernel; skips the test where the device or the build has none."""
-    method = LinearMethod(algo, 128, [128], device="cuda:0")
+    method = LinearMethod(algo, 128, [128], device="cuda:0", compute=compute)
     reason = dict(method._plan.explain())[kernel]
     if reason is not None:
         pytest.skip(f"{kernel}: {reason}")

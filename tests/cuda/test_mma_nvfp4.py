@@ -1,4 +1,4 @@
-"""NVFP4 linears by products of warps (cuda:sm80_nvfp4), against the reference and the CPU."""
+"""Exact NVFP4 linears by tensor cores, kernel by kernel, against the reference and the CPU."""
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from .cases import DTYPES, OnDevice, force, on_host, to_cuda, to_numpy  # noqa: 
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
 
 
-@pytest.fixture(autouse=True)
-def kernel(monkeypatch):
-    force(monkeypatch, "cuda:sm80_nvfp4", "NVFP4")
+@pytest.fixture(autouse=True, params=["cuda:sm80_nvfp4", "cuda:sm90_nvfp4_wide"])
+def kernel(request, monkeypatch):
+    force(monkeypatch, request.param, "NVFP4")
+    return request.param
 
 
 @pytest.fixture(params=["bfloat16", "float16"])
@@ -39,11 +40,11 @@ def check(case, layer, tokens, rng, bias=None):
 @pytest.mark.parametrize(
     "columns, rows", [(1296, [130, 31, 1]), (16, [129]), (272, [7, 64, 300]), (4160, [65])]
 )
-def test_shapes_around_tiles(rng, dtype, columns, rows):
+def test_shapes_around_tiles(rng, kernel, dtype, columns, rows):
     """Partitions within a tile, parts of a block of K, K split over blocks and not."""
     case = random_case(rng, "NVFP4", columns, rows)
     layer = OnDevice(case, dtype)
-    assert layer.method.backend == "cuda:sm80_nvfp4"
+    assert layer.method.backend == kernel
     for tokens in TOKENS:
         check(case, layer, tokens, rng)
 
@@ -52,6 +53,18 @@ def test_groups_of_32(rng, dtype):
     case = random_case(rng, "W4A16_NVFP4", 608, [70, 40], group_size=32)
     for tokens in (3, 40, 130):
         check(case, OnDevice(case, dtype), tokens, rng)
+
+
+def test_every_shape_of_tiles(rng, kernel, dtype):
+    """Each is a variant; pairs of blocks may have one tile, and tiles end within tokens and rows."""
+    if kernel == "cuda:sm80_nvfp4":
+        pytest.skip("has one")
+    case = random_case(rng, "NVFP4", 1296, [330, 70, 24])
+    layer = OnDevice(case, dtype)
+    for tokens in (100, 257, 600):
+        for variant in range(5):
+            layer.method._plan.keep(tokens, kernel, variant)
+            check(case, layer, tokens, rng)
 
 
 @pytest.mark.slow

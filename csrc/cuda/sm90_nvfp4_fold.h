@@ -1,0 +1,273 @@
+/* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: a
+ * warpgroup folds block scales into codes and writes them to shared memory, where two others take
+ * them to registers and multiply.
+ *
+ * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/prepare.h, where fold
+ * is the row's power of two, or 16 if that is more (used_fold): both products in float16 are exact
+ * where the code is not 0, having six significant bits and lying between 2^-10 and 448, so that it
+ * is rounded once; and they are finite whatever the scale, at most 6 * 448 * 16. */
+#ifndef MOQ_CUDA_SM90_NVFP4_FOLD_H
+#define MOQ_CUDA_SM90_NVFP4_FOLD_H
+
+#include "cuda/nvfp4_decode.h"
+#include "cuda/sm90_nvfp4_tile.h"
+#include "cuda/wgmma.h"
+
+#define FOLDERS    128  /* threads that fold */
+#define UNIT_BYTES 1024 /* of the operand that a unit becomes */
+
+/* Barriers of the stages of the ring that is multiplied from, each with tokens and operands: tokens
+ * are there, operands are there, both may be replaced. */
+typedef struct {
+    uint32_t tokens, operands, empty;
+} gates;
+
+static __device__ __forceinline__ uint32_t e4m3_four(uint32_t low, uint32_t high) {
+    uint32_t four;
+    asm("{\n"
+        ".reg .b16 a, b;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
+        "mov.b32 %0, {a, b};\n"
+        "}"
+        : "=r"(four)
+        : "r"(low), "r"(high));
+    return four;
+}
+
+/* Codes of a word's rows g and g + 8. */
+static __device__ __forceinline__ void fold_word(uint32_t word, uint32_t scales, uint32_t *a) {
+    uint32_t pair[4];
+    moq_nvfp4_codes<MOQ_NVFP4_F16>(word, pair);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], 0x74007400u); /* 2^14 */
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], moq_nvfp4_twice(scales, i % 2));
+    }
+    a[0] = e4m3_four(pair[0], pair[2]);
+    a[1] = e4m3_four(pair[1], pair[3]);
+}
+
+/* No scale has this bit. Where the last step has but one unit, the other is what was in shared
+ * memory before: it meets zeros of x, and must not be NaN. */
+#define SCALES 0x7f7f7f7fu
+
+/* The operand of a unit, 4 registers for each 32 columns. `folds` are 256 times those of rows g and
+ * g + 8 in float16, where a byte of scales is scale / 256. */
+static __device__ __forceinline__ void fold_unit(const packed_unit *unit, uint32_t folds,
+                                                 uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
+        uint32_t bytes = (&unit->scales.x)[s / 2] & SCALES;
+        uint32_t apart = __byte_perm(bytes, 0, s % 2 ? 0x4342 : 0x4140) * 128;
+        fold_word((&unit->codes.x)[s], moq_nvfp4_multiply<MOQ_NVFP4_F16>(apart, folds),
+                  a[s / 2] + s % 2 * 2);
+    }
+}
+
+/* The powers of two of rows g and g + 8 of a slab. */
+static __device__ __forceinline__ uint32_t fetch_folds(const gemm_args *a, int slab) {
+    int n = slab * MOQ_PACK_ROWS + threadIdx.x % 32 / 4, last = a->n - 1;
+    float upper = 256.0f * used_fold(a->fold_scale[min(n, last)]);
+    float lower = 256.0f * used_fold(a->fold_scale[min(n + 8, last)]);
+    return pack_pair(MOQ_DT_F16, upper, lower);
+}
+
+/* What a folding warp has: slabs of each tile, `other` where the other block of a pair has its
+ * ring. */
+template <class S> struct folder {
+    static constexpr int SLABS_EACH = S::slabs / 4;
+    uint32_t packed, operands, other; /* its slabs in the first stages */
+    uint32_t posted;                  /* the other block's barrier */
+};
+
+/* Folds the stage of packed weights at `from` into the stage of operands at `to`. */
+template <class S>
+static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint32_t *folds,
+                                                  int from, int to) {
+    uint32_t unit = f->packed + (uint32_t)(from * S::weight_bytes);
+    uint32_t at = (uint32_t)(to * (SLABS * S::units * UNIT_BYTES)) + threadIdx.x % 32 * 16;
+    packed_unit next = load_unit(unit);
+#pragma unroll
+    for (int i = 0; i < S::units * f->SLABS_EACH; i++) {
+        packed_unit now = next;
+        uint32_t a[2][4];
+        if (i + 1 < S::units * f->SLABS_EACH)
+            next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
+        fold_unit(&now, folds[i / S::units], a);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            uint4 four = make_uint4(a[j][0], a[j][1], a[j][2], a[j][3]);
+            store_shared(f->operands + at + i * UNIT_BYTES + j * 512, four);
+            if (S::share_weights)
+                send_words(f->other + at + i * UNIT_BYTES + j * 512, four, f->posted + 8u * to);
+        }
+    }
+}
+
+/* Folds all that comes. */
+template <class S>
+static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pipe *packed,
+                                                    const gates *gate, folder<S> f) {
+    constexpr int EACH = f.SLABS_EACH;
+    int warp = threadIdx.x % FOLDERS / 32, lane = threadIdx.x % 32;
+    uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
+    ring_place from = {0, 0}, to = {0, 0};
+    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+        int slab = place_of<S>(a, c.index, packed->rank).row / MOQ_PACK_ROWS +
+                   (S::share_weights ? packed->rank * S::slabs : 0) + warp * EACH;
+        uint32_t folds[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            folds[i] = fetch_folds(a, slab + i);
+#pragma unroll 1
+        for (int step = 0; step < a->steps; step++) {
+            mbarrier_wait(packed->full + 8u * from.index, from.parity);
+            mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
+            fold_stage<S>(&f, folds, from.index, to.index);
+            __syncwarp();
+            if (lane == 0) {
+                mbarrier_arrive(packed->empty + 8u * from.index);
+                mbarrier_expect(gate->operands + 8u * to.index, sent);
+            }
+            advance(&from, packed->stages);
+            advance(&to, a->stages);
+        }
+    }
+}
+
+/* ---- products ---- */
+
+/* What a thread multiplies: its operand and all tokens, in the first stage. */
+typedef struct {
+    gates gate;
+    uint32_t operands;
+    uint64_t x;
+    int stages;
+} taps;
+
+/* An operand of a unit. */
+typedef struct {
+    uint32_t part[2][4];
+} operand_unit;
+
+static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
+    mbarrier_wait(t->gate.operands + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
+}
+
+template <class S>
+static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
+    __syncwarp();
+    if (threadIdx.x % 32 < (S::pair ? 2 : 1)) {
+        if (S::pair)
+            mbarrier_arrive_at(t->gate.empty + 8u * slot->index, threadIdx.x % 32);
+        else
+            mbarrier_arrive(t->gate.empty + 8u * slot->index);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void take(const taps *t, const ring_place *slot, int unit,
+                                            operand_unit *o) {
+    uint32_t at = (uint32_t)(slot->index * (SLABS * S::units * UNIT_BYTES) + unit * UNIT_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        uint4 four = load_shared(t->operands + at + i * 512);
+        o->part[i][0] = four.x;
+        o->part[i][1] = four.y;
+        o->part[i][2] = four.z;
+        o->part[i][3] = four.w;
+    }
+}
+
+/* c = or += products of a unit with a half of the tokens. */
+template <class S>
+static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int unit,
+                                             int half, const operand_unit *o, int add,
+                                             float (&c)[S::T / 4]) {
+    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16) +
+                                   half * (S::token_bytes / 32) + unit * 4);
+    wgmma_fence();
+    wgmma_e4m3(c, o->part[0], x, add);
+    wgmma_e4m3(c, o->part[1], x + 2, 1);
+    wgmma_commit();
+}
+
+template <class S>
+static __device__ __forceinline__ void promote(float (&sum)[S::T / 4], float (&c)[S::T / 4]) {
+    wgmma_wait<0>();
+    stay_here(c);
+#pragma unroll
+    for (int i = 0; i < S::T / 4; i++)
+        sum[i] += c[i];
+}
+
+/* The products of a tile by halves of its tokens: what of a step's 128 columns is in the tensor
+ * cores, whose sums of e4m3 keep about 14 bits, is added to float32 sums by one half while the
+ * other warpgroup has the tensor cores. The operand of a step's first unit is in `even` when it
+ * begins. */
+template <class S>
+static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
+                                                float (&sum)[2][S::T / 4]) {
+    operand_unit even, odd;
+    float c[S::T / 4];
+    await(t, slot);
+    take<S>(t, slot, 0, &even);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        ring_place next = *slot;
+        advance(&next, t->stages);
+        issue<S>(t, slot, 0, 0, &even, 0, c);
+        take<S>(t, slot, 1, &odd);
+        issue<S>(t, slot, 1, 0, &odd, 1, c);
+        promote<S>(sum[0], c);
+        issue<S>(t, slot, 0, 1, &even, 0, c);
+        issue<S>(t, slot, 1, 1, &odd, 1, c);
+        if (step + 1 < steps) {
+            await(t, &next);
+            wgmma_wait<1>();
+            take<S>(t, &next, 0, &even);
+        }
+        promote<S>(sum[1], c);
+        release<S>(t, slot);
+        stay_here(sum[0]);
+        stay_here(sum[1]);
+        *slot = next;
+    }
+}
+
+/* The same, where sums stay in the tensor cores. */
+template <class S>
+static __device__ __forceinline__ void multiply_fast(const taps *t, int steps, ring_place *slot,
+                                                     float (&sum)[2][S::T / 4]) {
+    operand_unit even, odd;
+    ring_place before = *slot;
+    await(t, slot);
+    take<S>(t, slot, 0, &even);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        issue<S>(t, slot, 0, 0, &even, 1, sum[0]);
+        issue<S>(t, slot, 0, 1, &even, 1, sum[1]);
+        if (step > 0) {
+            wgmma_wait<2>();
+            release<S>(t, &before);
+        }
+        take<S>(t, slot, 1, &odd);
+        issue<S>(t, slot, 1, 0, &odd, 1, sum[0]);
+        issue<S>(t, slot, 1, 1, &odd, 1, sum[1]);
+        wgmma_wait<2>();
+        before = *slot;
+        advance(slot, t->stages);
+        if (step + 1 < steps) {
+            await(t, slot);
+            take<S>(t, slot, 0, &even);
+        }
+    }
+    wgmma_wait<0>();
+    stay_here(sum[0]);
+    stay_here(sum[1]);
+    release<S>(t, &before);
+}
+
+#endif

@@ -1,0 +1,274 @@
+/* NVFP4 linear with FP8 products on Hopper (compute "fp8"): y[m, n] = round(sum_k X[m, k] W[n, k] *
+ * scales + bias[n]).
+ *
+ * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
+ * columns of each 16 in the order that operands have them (moq_cuda_quantize). W is packed NVFP4 in
+ * memory and becomes e4m3 here (sm90_nvfp4_fold.h). A block has a tile at a time, 128 rows of W by
+ * T tokens: a warpgroup folds, two multiply 64 rows each, two warps copy.
+ *
+ * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
+ * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
+ * where there are tokens enough, and each folds half of them for both. */
+#include "cuda/launch.h"
+#include "cuda/linear.h"
+#include "cuda/quantize.h"
+#include "cuda/sm90_nvfp4_fold.h"
+#include "cuda/sm90_nvfp4_tile.h"
+#include "cuda/tensor_map.h"
+
+#include <math.h>
+
+#define THREADS       512
+#define STEP          128
+#define PACKED_STAGES 3
+#define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
+#define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
+
+template <class S>
+static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
+                                               uint32_t turn, int group, int rank) {
+    ring_place slot = {0, 0};
+    wait_for_predecessor();
+    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+        place at = place_of<S>(a, c.index, rank);
+        float sum[2][S::T / 4] = {};
+        fetch_board<S>(a, b, &at, group);
+        if constexpr (S::fast)
+            multiply_fast<S>(t, a->steps, &slot, sum);
+        else
+            multiply<S>(t, a->steps, &slot, sum);
+        write_outputs<S>(a, b, turn, &at, group, sum[0]);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void set_up(const gates *gate, const pipe *packed, int stages) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; i++) {
+            mbarrier_init(gate->tokens + 8u * i, 1);
+            mbarrier_init(gate->operands + 8u * i, FOLDERS / 32);
+            mbarrier_init(gate->empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1));
+        }
+        for (int i = 0; i < packed->stages; i++) {
+            mbarrier_init(packed->full + 8u * i, 1);
+            mbarrier_init(packed->empty + 8u * i, FOLDERS / 32);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    if (S::pair)
+        cluster_sync();
+    else
+        __syncthreads();
+}
+
+template <class S>
+static __global__ void __launch_bounds__(THREADS, 1)
+    nvfp4_fp8(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
+    __shared__ __align__(16) board<S> boards[2];
+    uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
+    uint32_t operands = x + args.stages * S::token_bytes;
+    uint32_t weights = operands + args.stages * OPERAND_BYTES;
+    uint32_t turn = weights + PACKED_STAGES * S::weight_bytes;
+    uint32_t behind = first + 24 * MAX_STAGES;
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
+    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    pipe packed = {behind, behind + 8 * PACKED_STAGES, weights, PACKED_STAGES, rank};
+    launch_dependents();
+    set_up<S>(&gate, &packed, args.stages);
+    if (threadIdx.x < CONSUMERS) {
+        more_registers<216>();
+        int group =
+            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
+        taps t = {gate, operands + own, wgmma_operand(x), args.stages};
+        consume<S>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
+    } else if (threadIdx.x < CONSUMERS + FOLDERS) {
+        fewer_registers<56>();
+        folder<S> f;
+        int slab = threadIdx.x % FOLDERS / 32 * f.SLABS_EACH;
+        f.packed = weights + slab * S::slab_bytes;
+        f.operands =
+            operands + (slab + (S::share_weights ? rank * S::slabs : 0)) * (2 * UNIT_BYTES);
+        f.other = S::share_weights ? address_in(rank ^ 1, f.operands) : 0;
+        f.posted = S::share_weights ? address_in(rank ^ 1, gate.operands) : 0;
+        fold_weights<S>(&args, &packed, &gate, f);
+    } else {
+        fewer_registers<24>();
+        pipe of_tokens = {gate.tokens, gate.empty, x, args.stages, rank};
+        if (threadIdx.x < CONSUMERS + FOLDERS + 32)
+            produce_weights<S>(&args, &packed);
+        else if (threadIdx.x == CONSUMERS + FOLDERS + 32)
+            produce_tokens<S>(&args, &of_tokens, &tokens);
+    }
+    if (S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still write to this one */
+    }
+}
+
+/* ---- shapes ---- */
+
+typedef struct {
+    int tokens, blocks; /* of a tile; that share its weights */
+    int stage;          /* bytes of tokens and operands, */
+    int rest;           /* and of the packed ring and the outputs' way */
+    int boards;         /* bytes of static shared memory */
+    double step[2];     /* microseconds of 128 columns, sums promoted, or fast */
+    const void *kernel[2];
+} variant;
+
+template <int T, sharing SHARE> static variant variant_of(double step, double fast_step) {
+    typedef tile<AS_E4M3, T, SHARE, false> exact;
+    typedef tile<AS_E4M3, T, SHARE, true> fast;
+    return {T,
+            exact::pair ? 2 : 1,
+            exact::token_bytes + OPERAND_BYTES,
+            PACKED_STAGES * exact::weight_bytes + 2 * exact::turn_bytes,
+            2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
+            {step, fast_step},
+            {(const void *)nvfp4_fp8<exact>, (const void *)nvfp4_fp8<fast>}};
+}
+
+static const variant VARIANTS[] = {
+    variant_of<256, SHARE_WEIGHTS>(0.95, 0.81),
+    variant_of<256, ALONE>(1.05, 0.95),
+    variant_of<128, SHARE_WEIGHTS>(0.60, 0.55),
+    variant_of<128, ALONE>(0.775, 0.72),
+};
+
+enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
+
+static int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+/* How a call is done. Workers are blocks or pairs of them. */
+typedef struct {
+    const variant *shape;
+    int64_t row_tiles, columns, workers;
+    double seconds;
+} method;
+
+static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v) {
+    method way = {v, divide_up(spec->out_features, ROWS), divide_up(m, v->tokens * v->blocks)};
+    int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
+    double steps = (double)divide_up(spec->in_features, STEP);
+    double turns = (double)divide_up(tiles, most);
+    double quantize = 1.5e-6 + (double)m * (double)spec->in_features / 1.4e12;
+    way.workers = tiles < most ? tiles : most;
+    way.seconds =
+        2.5e-6 + quantize + turns * (steps * v->step[spec->fast_accum] + 0.004 * v->tokens) * 1e-6;
+    return way;
+}
+
+/* Variant 0 is the choice among the shapes, the others are one shape each. */
+static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
+    method best = {.seconds = INFINITY};
+    for (int i = 0; i < VARIANT_COUNT; i++) {
+        method way = method_of(spec, m, &VARIANTS[i]);
+        if (which == i + 1)
+            return way;
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+/* ---- launch ---- */
+
+/* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
+ * never looked at, and not copying it would take longer. */
+typedef struct {
+    int64_t tokens, scales, bytes;
+} areas;
+
+static areas areas_of(const moq_linear_spec *spec, const method *way) {
+    areas w = {.tokens = way->columns * way->shape->tokens * way->shape->blocks};
+    w.scales = divide_up(w.tokens * spec->in_features, 256) * 256;
+    w.bytes = w.scales + w.tokens * 4;
+    return w;
+}
+
+static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+    uint8_t *workspace = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = {.x = call->x,
+                           .mode = MOQ_INPUT_E4M3_TOKEN,
+                           .codes = workspace,
+                           .code_stride = call->spec->in_features,
+                           .code_columns = call->spec->in_features,
+                           .scales = workspace + w->scales,
+                           .scale_row = 1,
+                           .stream = call->stream,
+                           .next_is_busy = true,
+                           .paired = true};
+    return moq_cuda_quantize_rows(&q, err);
+}
+
+static gemm_args args_of(const moq_linear_call *call, const method *way, const areas *w,
+                         int limit) {
+    const moq_linear_spec *spec = call->spec;
+    const variant *v = way->shape;
+    int64_t band = BAND_TOKENS / (v->tokens * v->blocks);
+    int stages = (limit - 1024 - v->boards - v->rest) / v->stage;
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .slabs = (int)moq_pack_slabs(spec->out_features),
+                   .blocks = (int)moq_pack_blocks(spec->in_features),
+                   .steps = (int)divide_up(spec->in_features, STEP),
+                   .row_tiles = (int)way->row_tiles,
+                   .columns = (int)way->columns,
+                   .band = (int)(band < way->columns ? band : way->columns),
+                   .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .weight = call->weight,
+                   .out = moq_output_of(call),
+                   .output_scale = call->output_scale,
+                   .fold_scale = call->fold_scale,
+                   .x_scale = (const float *)((uint8_t *)call->workspace + w->scales)};
+    return a;
+}
+
+extern "C" double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
+    return method_for(spec, m, 0).seconds;
+}
+
+/* The choice, and the shapes that are not expected to take half as long again. */
+extern "C" uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
+    double best = method_for(call->spec, call->m, 0).seconds;
+    uint32_t some = 1;
+    for (int i = 0; i < VARIANT_COUNT; i++)
+        if (method_of(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
+            some |= 2u << i;
+    return some;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call) {
+    method way = method_for(call->spec, call->m, call->variant);
+    return areas_of(call->spec, &way).bytes;
+}
+
+extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    method way = method_for(spec, call->m, call->variant);
+    const variant *v = way.shape;
+    areas w = areas_of(spec, &way);
+    moq_cuda_device device;
+    CUtensorMap tokens;
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    MOQ_TRY(quantize(call, &w, err));
+    gemm_args a = args_of(call, &way, &w, device.shared_per_block);
+    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
+                                spec->in_features, (uint32_t)v->tokens, err));
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = v->kernel[spec->fast_accum],
+                         .grid = dim3((unsigned)(way.workers * v->blocks)),
+                         .block = dim3(THREADS),
+                         .cluster = v->blocks > 1 ? (unsigned)v->blocks : 0,
+                         .shared = (size_t)(a.stages * v->stage + v->rest),
+                         .stream = (cudaStream_t)call->stream,
+                         .overlap = true};
+    void *parameters[] = {&tokens, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}

@@ -1,0 +1,269 @@
+/* Tiles of the NVFP4 GEMM of Hopper for many tokens: which a block makes, how operands come to it,
+ * and how its outputs leave.
+ *
+ * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_pack.h) become
+ * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of
+ * the columns of a token in the 128-byte swizzle, by one unit of each of 8 slabs. */
+#ifndef MOQ_CUDA_SM90_NVFP4_TILE_H
+#define MOQ_CUDA_SM90_NVFP4_TILE_H
+
+#include "core/nvfp4_pack.h"
+#include "cuda/load.h"
+#include "cuda/nvfp4_decode.h"
+#include "cuda/ptx.h"
+
+#define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
+#define ROWS       128
+#define SLABS      (ROWS / MOQ_PACK_ROWS)
+#define MAX_STAGES 16
+#define CHUNK      32 /* tokens that turn around at a time */
+#define TURN_BYTES (CHUNK * 64 * 2)
+
+/* What the operands are. */
+typedef enum { AS_BF16, AS_F16, AS_E4M3 } operand_type;
+
+/* What two blocks have in common. */
+typedef enum { ALONE, SHARE_TOKENS, SHARE_WEIGHTS } sharing;
+
+typedef struct {
+    int m, n;
+    int slabs, blocks; /* units of W, along rows and K */
+    int steps;
+    int row_tiles; /* of a block or pair of blocks */
+    int columns;   /* tiles along the tokens */
+    int band;      /* columns that are done together, for the sake of L2 */
+    int stages;
+    const uint8_t *weight;
+    moq_output out;
+    const float *output_scale; /* [N] */
+    const float *fold_scale;   /* of e4m3: [N], powers of two, */
+    const float *x_scale;      /* and scales of whole tiles of tokens */
+} gemm_args;
+
+/* A pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums of e4m3 stay in
+ * the tensor cores. */
+template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
+    static constexpr operand_type type = TYPE;
+    static constexpr int T = T_;
+    static constexpr bool share_tokens = SHARE == SHARE_TOKENS, pair = SHARE != ALONE;
+    static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
+    static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
+    static constexpr int units = quantized ? 2 : 1;                 /* of a slab in a step */
+    static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
+    static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
+    static constexpr int weight_bytes = slabs * slab_bytes;
+    static constexpr int turns = quantized ? 1 : 2; /* chunks that a warpgroup has room for */
+    static constexpr int turn_bytes = turns * TURN_BYTES;
+};
+
+/* What rows and tokens of a tile bring to its outputs, of a warpgroup. */
+template <class S> struct board {
+    float factor[64], fold[64];
+    float x[S::quantized ? S::T : 2];
+};
+
+/* A unit as a lane has it: its vector of codes, and the scales of its rows. */
+typedef struct {
+    uint4 codes;
+    uint2 scales;
+} packed_unit;
+
+static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
+    int lane = threadIdx.x % 32;
+    return {load_shared(unit + moq_pack_word_at(lane / 4, lane % 4, 0)),
+            load_shared_pair(unit + moq_pack_scale_at(lane / 4, 0))};
+}
+
+/* ---- the order of work ---- */
+
+typedef struct {
+    int row, token;
+} place;
+
+template <class S>
+static __device__ __forceinline__ place place_of(const gemm_args *a, int index, int rank) {
+    int band = index / (a->row_tiles * a->band), within = index % (a->row_tiles * a->band);
+    int width = min(a->band, a->columns - band * a->band);
+    int row = within / width, column = band * a->band + within % width;
+    if (S::share_tokens)
+        row = 2 * row + rank;
+    if (S::share_weights)
+        column = 2 * column + rank;
+    return {row * ROWS, column * S::T};
+}
+
+/* The tiles of a block, one after the other. */
+typedef struct {
+    int index, stride, count;
+} course;
+
+template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
+    int blocks = S::pair ? 2 : 1;
+    return {(int)blockIdx.x / blocks, (int)gridDim.x / blocks, a->row_tiles * a->columns};
+}
+
+/* ---- the producers: one warp copies weights, a thread x ---- */
+
+/* What one of them fills. */
+typedef struct {
+    uint32_t full, empty; /* barriers of the stages */
+    uint32_t to;          /* the ring */
+    int stages, rank;
+} pipe;
+
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
+    int lane = threadIdx.x % 32;
+    ring_place slot = {0, 0};
+    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+        int slab = place_of<S>(a, c.index, p->rank).row / MOQ_PACK_ROWS +
+                   (S::share_weights ? p->rank * S::slabs : 0);
+        int slabs = max(0, min(S::slabs, a->slabs - slab));
+        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
+        for (int step = 0; step < a->steps; step++, advance(&slot, p->stages)) {
+            int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            if (lane == 0)
+                mbarrier_expect(full, (uint32_t)(slabs * bytes));
+            __syncwarp();
+            if (lane < slabs)
+                copy_bytes(p->to + (uint32_t)(slot.index * S::weight_bytes + lane * S::slab_bytes),
+                           from, (uint32_t)bytes, full);
+            from += S::slab_bytes;
+        }
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipe *p,
+                                                      const CUtensorMap *map) {
+    ring_place slot = {0, 0};
+    uint64_t keep = policy_evict_normal();
+    wait_for_predecessor();
+    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+        int token = place_of<S>(a, c.index, p->rank).token;
+        for (int step = 0; step < a->steps; step++, advance(&slot, p->stages)) {
+            uint32_t full = p->full + 8u * slot.index;
+            uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::token_bytes);
+            if (S::share_tokens) {
+                int half = p->rank * (S::T / 2);
+                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep, 3);
+            } else {
+                copy_box_2d(to, map, step * 128, token, full, keep);
+            }
+        }
+    }
+}
+
+/* ---- outputs ---- */
+
+/* Asks for what a tile's rows and tokens bring, which arrives by copy_async_wait. */
+template <class S>
+static __device__ __forceinline__ void fetch_board(const gemm_args *a, board<S> *b, const place *at,
+                                                   int group) {
+    int thread = threadIdx.x % 128, n = at->row + group * 64 + thread % 64;
+    int row = n < a->n ? n : 0, bytes = n < a->n ? 4 : 0;
+    if (thread < 64)
+        copy_async_4(shared_address(&b->factor[thread]), a->output_scale + row, bytes);
+    else if (S::quantized)
+        copy_async_4(shared_address(&b->fold[thread - 64]), a->fold_scale + row, bytes);
+    for (int i = thread; S::quantized && i < S::T; i += 128)
+        copy_async_4(shared_address(&b->x[i]), a->x_scale + at->token + i, 4);
+    copy_async_commit();
+}
+
+/* What codes of e4m3 are multiplied by: of the power of two that belongs to a row no more than 16,
+ * since the least product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already.
+ * What is left of it goes to the outputs. */
+static __device__ __forceinline__ float used_fold(float fold) {
+    return fminf(fold, 16.0f);
+}
+
+static __device__ __forceinline__ uint32_t pack_pair(moq_dtype dtype, float low, float high) {
+    uint32_t word;
+    if (dtype == MOQ_DT_BF16) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        memcpy(&word, &pair, 4);
+    } else {
+        __half2 pair = __floats2half2_rn(low, high);
+        memcpy(&word, &pair, 4);
+    }
+    return word;
+}
+
+/* Stores `count` outputs, 8 if there are more, of token m from n on; in one go where it can. */
+static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
+                                                   int count, uint4 word) {
+    uint16_t *to = (uint16_t *)out->data + m * out->stride + n;
+    if (count >= 8 && (uintptr_t)to % 16 == 0) {
+        *(uint4 *)to = word;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < count)
+            to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
+}
+
+/* Scales, rounds and writes a warpgroup's 64 rows of a tile. Through shared memory, a chunk of
+ * tokens at a time, 128 bytes a token: the 16 bytes of rows 8i and on at (i ^ token % 8) * 16. */
+template <class S>
+static __device__ __forceinline__ void write_outputs(const gemm_args *a, const board<S> *b,
+                                                     uint32_t turn, const place *at, int group,
+                                                     const float *sum) {
+    int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    int first = at->row + group * 64, own = warp * 16 + lane / 4;
+    float factor[2], bias[2];
+    copy_async_wait<0>();
+    barrier_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int n = first + own + 8 * i;
+        float fold = b->fold[own + 8 * i];
+        factor[i] =
+            b->factor[own + 8 * i] * (S::quantized ? fold / used_fold(fold) : MOQ_NVFP4_FACTOR);
+        bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
+    }
+    bool add = a->out.bias != NULL;
+    int n = first + thread % 8 * 8;
+#pragma unroll
+    for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
+        uint32_t room = turn + chunk % S::turns * TURN_BYTES;
+        if (S::turns == 1 && chunk > 0)
+            barrier_sync(2 + group, 128); /* the chunk before is out */
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t matrix[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int j = chunk * 4 + half * 2 + i / 2;
+                float low = sum[4 * j + 2 * (i % 2)], high = sum[4 * j + 2 * (i % 2) + 1];
+                float2 x = {1.0f, 1.0f};
+                if (S::quantized)
+                    x = *(const float2 *)&b->x[8 * j + lane % 4 * 2];
+                low *= x.x * factor[i % 2];
+                high *= x.y * factor[i % 2];
+                if (add) {
+                    low = __fadd_rn(low, bias[i % 2]);
+                    high = __fadd_rn(high, bias[i % 2]);
+                }
+                matrix[i] = pack_pair(a->out.dtype, low, high);
+            }
+            int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+            store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);
+        }
+        barrier_sync(2 + group, 128);
+#pragma unroll
+        for (int pass = 0; pass < 2; pass++) {
+            int token = pass * 16 + thread / 8, m = at->token + chunk * CHUNK + token;
+            uint4 word = load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16);
+            if (m < a->m && n < a->n)
+                store_eight(&a->out, m, n, a->n - n, word);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,19 @@
+"""What compute="fp8" adds to the error of NVFP4 weights: little beside what is there, and less than W4A4."""
+
+import numpy as np
+import pytest
+
+from benchmarks.numerics import ACTIVATIONS, WEIGHTS, errors
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
+    found = errors(weights, kind, rng, rows=128, columns=1024, tokens=64)
+    whole = {name: pair[0] for name, pair in found.items()}
+    to_exact = {name: pair[1] for name, pair in found.items()}
+    assert to_exact["NVFP4, fp8"] < 0.045
+    assert to_exact["NVFP4, fp8"] < 0.55 * to_exact["NVFP4, fp4"]
+    assert whole["NVFP4, exact"] < whole["NVFP4, fp8"] < 1.12 * whole["NVFP4, exact"]
+    assert whole["NVFP4, fp8"] < 0.9 * whole["NVFP4, fp4"]
+    assert np.isfinite(list(whole.values())).all()
