@@ -128,8 +128,9 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
     moq_tile t = moq_find_tile(&a.partitions, a.partition_count, p.weight, TN);
     int64_t first = p.token * TM;
     int tokens = (int)min(a.m - first, (int64_t)TM);
-    mma_source x = {a.codes + t.partition * a.next_codes + first * a.k, a.k, a.k, tokens};
-    mma_source w = {a.weight + (int64_t)t.begin * a.k, a.k, a.k, t.end - t.begin};
+    row_copies<TM, 1, THREADS> x(a.codes + t.partition * a.next_codes + first * a.k, a.k, a.k,
+                                 tokens, 0);
+    row_copies<TN, 1, THREADS> w(a.weight + (int64_t)t.begin * a.k, a.k, a.k, t.end - t.begin, 0);
     int steps = (int)((a.k + STEP - 1) / STEP);
     const float *block_scale = a.block_scale;
     if (block_scale)
@@ -140,13 +141,16 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
     uint32_t w_row = (uint32_t)(TM + wn + lane / 16 * 8 + lane % 8) * STEP;
 
     launch_dependents();
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (i < steps)
+            w.copy(ring + i * STAGE + TM * STEP);
+    }
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < steps) {
-            copy_rows<TM, THREADS>(ring + i * STAGE, &x, (int64_t)i * STEP);
-            copy_rows<TN, THREADS>(ring + i * STAGE + TM * STEP, &w, (int64_t)i * STEP);
-        }
+        if (i < steps)
+            x.copy(ring + i * STAGE);
         copy_async_commit();
     }
     float sum[MT][NT][4] = {};
@@ -156,8 +160,8 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
         int next = step + STAGES - 1;
         if (next < steps) {
             uint32_t to = ring + next % STAGES * STAGE;
-            copy_rows<TM, THREADS>(to, &x, (int64_t)next * STEP);
-            copy_rows<TN, THREADS>(to + TM * STEP, &w, (int64_t)next * STEP);
+            x.copy(to);
+            w.copy(to + TM * STEP);
         }
         copy_async_commit();
         float scale[MT][2]; /* of the groups of this lane's rows */

@@ -18,10 +18,11 @@
  * W does not depend on the kernel before, so that the first stages are on their way before it has
  * ended.
  *
- * Up to some 16 tokens reading W bounds it, and the number of bytes on their way: STAGES - 1
- * buffers of each block. Many are bound by the tensor cores, which mma.sync feeds to 62 % on
- * Hopper: a warp of 64 rows has 4 products of 8 tokens for the 60 instructions that decode 4
- * fragments. */
+ * Up to some 16 tokens it is reading W and the instructions of decoding and copying that bound it:
+ * of 8 tokens 230 a warp for 2048 weights, which an H200 could issue for 3.3 TB/s of W at most, and
+ * does for 2.5. Many tokens are bound by the tensor cores as mma.sync feeds them: a warp has 128
+ * products for each 110 instructions that decode 32 rows of a block, and reaches 365 TFLOP/s there.
+ */
 #include "core/nvfp4_pack.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
@@ -35,6 +36,7 @@
 #define UNIT_PARTS (MOQ_PACK_BYTES / VECTOR)            /* copies of a unit */
 #define BLOCK_X    (MOQ_PACK_K * (int)sizeof(uint16_t)) /* bytes of a row of x for one */
 
+#define MAX_SPLITS      4
 #define UNSIGNED_SCALES 0x7f7f7f7fu /* a scale may be minus zero */
 
 static_assert(BLOCK_X == MMA_ROW, "64 values of x are a row of a step");
@@ -70,32 +72,38 @@ struct tiling {
 
 /* ---- copies ---- */
 
-/* The units of W of a tile from block `first` on, those of a slab together; zeros beyond the ends.
- */
-template <class SHAPE>
-static __device__ __forceinline__ void copy_units(uint32_t to, const nvfp4_args *a, int slab,
-                                                  int first) {
-    constexpr int PARTS = SHAPE::BLOCKS * UNIT_PARTS; /* of a slab */
-    constexpr int ALL = SHAPE::TILE_SLABS * PARTS;
-    int there = (a->blocks - first) * UNIT_PARTS;
-#pragma unroll
-    for (int i = 0; i < ALL; i += SHAPE::THREADS) {
-        int index = i + (int)threadIdx.x, row = index / PARTS, part = index % PARTS;
-        bool inside = part < there && slab + row < a->slabs;
-        int64_t unit = inside ? (int64_t)(slab + row) * a->blocks + first : 0;
-        const uint8_t *from = a->weight + unit * MOQ_PACK_BYTES + (inside ? part * VECTOR : 0);
-        if (ALL % SHAPE::THREADS == 0 || index < ALL)
-            copy_async_16(to + index * VECTOR, from, inside ? VECTOR : 0);
-    }
-}
+/* What a thread copies of W each step, as row_copies does of x: the units of a slab together. */
+template <class SHAPE> struct unit_copies {
+    static constexpr int SLAB = SHAPE::BLOCKS * UNIT_PARTS; /* copies of a slab, side by side */
+    static constexpr int ALL = SHAPE::TILE_SLABS * SLAB;
+    static constexpr int COUNT = (ALL + SHAPE::THREADS - 1) / SHAPE::THREADS;
 
-template <class SHAPE>
-static __device__ __forceinline__ void copy_x(uint32_t to, const mma_source *x, int first) {
+    const uint8_t *from[COUNT];
+    int block[COUNT]; /* of the step */
+    int blocks;       /* that there are from this step on */
+
+    __device__ __forceinline__ unit_copies(const nvfp4_args *a, int slab, int first) {
 #pragma unroll
-    for (int i = 0; i < SHAPE::BLOCKS; i++)
-        copy_rows<SHAPE::TOKENS, SHAPE::THREADS>(to + i * SHAPE::TOKENS * MMA_ROW, x,
-                                                 (int64_t)(first + i) * BLOCK_X);
-}
+        for (int i = 0; i < COUNT; i++) {
+            int index = i * SHAPE::THREADS + (int)threadIdx.x, which = slab + index / SLAB;
+            int64_t unit = (int64_t)min(which, a->slabs - 1) * a->blocks + first;
+            block[i] = which < a->slabs ? index % SLAB / UNIT_PARTS : INT32_MAX;
+            from[i] = a->weight + unit * MOQ_PACK_BYTES + index % SLAB * VECTOR;
+        }
+        blocks = a->blocks - first;
+    }
+
+    __device__ __forceinline__ void copy(uint32_t to) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int index = i * SHAPE::THREADS + (int)threadIdx.x;
+            if (ALL % SHAPE::THREADS == 0 || index < ALL)
+                copy_async_16(to + index * VECTOR, from[i], block[i] < blocks ? VECTOR : 0);
+            from[i] += SHAPE::BLOCKS * MOQ_PACK_BYTES;
+        }
+        blocks -= SHAPE::BLOCKS;
+    }
+};
 
 /* ---- products ---- */
 
@@ -176,38 +184,38 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
     int slab = (int)p.weight * SHAPE::TILE_SLABS;
     int64_t first = p.token * SHAPE::TOKENS;
     int tokens = (int)min(a.m - first, (int64_t)SHAPE::TOKENS);
-    mma_source x = {a.x + first * a.x_stride, a.x_stride, a.k * 2, tokens};
     int all = (a.blocks + SHAPE::BLOCKS - 1) / SHAPE::BLOCKS;
     int begin = (int)((int64_t)all * blockIdx.y / a.splits);
     int steps = (int)((int64_t)all * (blockIdx.y + 1) / a.splits) - begin;
     uint32_t ring = shared_address(memory);
+    unit_copies<SHAPE> w(&a, slab, begin * SHAPE::BLOCKS);
+    row_copies<SHAPE::TOKENS, SHAPE::BLOCKS, SHAPE::THREADS> x(
+        a.x + first * a.x_stride, a.x_stride, a.k * 2, tokens,
+        (int64_t)begin * SHAPE::BLOCKS * MMA_ROW);
 
     launch_dependents();
 #pragma unroll
     for (int i = 0; i < SHAPE::STAGES - 1; i++) {
         if (i < steps)
-            copy_units<SHAPE>(ring + i * SHAPE::STAGE + SHAPE::X_BYTES, &a, slab,
-                              (begin + i) * SHAPE::BLOCKS);
+            w.copy(ring + i * SHAPE::STAGE + SHAPE::X_BYTES);
     }
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < SHAPE::STAGES - 1; i++) {
         if (i < steps)
-            copy_x<SHAPE>(ring + i * SHAPE::STAGE, &x, (begin + i) * SHAPE::BLOCKS);
+            x.copy(ring + i * SHAPE::STAGE);
         copy_async_commit();
     }
     float sum[SHAPE::SLABS][SHAPE::TILES][4] = {};
+    int stage = 0, free = (SHAPE::STAGES - 1) * SHAPE::STAGE;
     for (int step = 0; step < steps; step++) {
         copy_async_wait<SHAPE::STAGES - 2>();
         __syncthreads(); /* this step is there, and the one before has been read by all */
-        int next = step + SHAPE::STAGES - 1;
-        if (next < steps) {
-            uint32_t to = ring + next % SHAPE::STAGES * SHAPE::STAGE;
-            copy_units<SHAPE>(to + SHAPE::X_BYTES, &a, slab, (begin + next) * SHAPE::BLOCKS);
-            copy_x<SHAPE>(to, &x, (begin + next) * SHAPE::BLOCKS);
+        if (step + SHAPE::STAGES - 1 < steps) {
+            w.copy(ring + free + SHAPE::X_BYTES);
+            x.copy(ring + free);
         }
         copy_async_commit();
-        int stage = step % SHAPE::STAGES * SHAPE::STAGE;
 #pragma unroll
         for (int i = 0; i < SHAPE::BLOCKS / SHAPE::WK; i++) {
             int block = i * SHAPE::WK + share;
@@ -216,6 +224,10 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
                 memory + stage + SHAPE::X_BYTES + (wr * SHAPE::BLOCKS + block) * MOQ_PACK_BYTES,
                 ring + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane);
         }
+        free = stage;
+        stage += SHAPE::STAGE;
+        if (stage == SHAPE::STAGES * SHAPE::STAGE)
+            stage = 0;
     }
     if (SHAPE::WK > 1) {
         copy_async_wait<0>();
@@ -265,36 +277,40 @@ static __global__ void __launch_bounds__(ADD_THREADS)
 typedef struct {
     int tokens, rows, threads, blocks, shared;
     int registers;         /* blocks of a multiprocessor that have enough of them */
-    int splits;            /* the most that are worth their second kernel */
     const void *kernel[2]; /* by moq_nvfp4_type */
 } shape;
 
-template <class TILING> static constexpr shape shape_of(int registers, int splits) {
+template <class TILING> static constexpr shape shape_of(int registers) {
     return {TILING::TOKENS,
             TILING::ROWS,
             TILING::THREADS,
             TILING::BLOCKS,
             TILING::STAGES * TILING::STAGE,
             registers,
-            splits,
             {(const void *)mma_nvfp4_linear<TILING, MOQ_NVFP4_BF16>,
              (const void *)mma_nvfp4_linear<TILING, MOQ_NVFP4_F16>}};
 }
 
-/* By their tokens; each is the fastest of several on an H200 (docs/lab.md). At most 96 KiB of
- * shared memory: what every chip has but for 8.0 and 9.0 is 99. */
+/* By their tokens, the last for many of them: of some twenty the fastest on an H200 (docs/lab.md).
+ * At most 96 KiB of shared memory: what every chip has but for 8.0 and 9.0 is 99. */
 static const shape SHAPES[] = {
-    shape_of<tiling<8, 64, 1, 2, 4, 4, 5>>(3, 4), shape_of<tiling<16, 64, 1, 2, 4, 4, 5>>(3, 4),
-    shape_of<tiling<32, 64, 1, 2, 4, 4, 3>>(2, 4), shape_of<tiling<64, 128, 1, 4, 2, 2, 3>>(1, 4),
-    shape_of<tiling<64, 128, 1, 4, 1, 1, 4>>(3, 2)};
+    shape_of<tiling<8, 64, 1, 4, 2, 4, 5>>(3), shape_of<tiling<16, 64, 1, 4, 2, 4, 5>>(3),
+    shape_of<tiling<32, 128, 1, 4, 2, 2, 4>>(2), shape_of<tiling<64, 64, 1, 2, 2, 2, 4>>(2),
+    shape_of<tiling<128, 128, 1, 4, 1, 1, 4>>(2)};
 
 enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
 
-static const shape *shape_for(int64_t m) {
-    int i = 0;
-    while (i + 1 < SHAPE_COUNT && m > SHAPES[i].tokens)
-        i++;
-    return &SHAPES[i];
+static int64_t tiles_of(const moq_linear_call *call, const shape *s) {
+    int64_t rows = (call->spec->out_features + s->rows - 1) / s->rows;
+    return (call->m + s->tokens - 1) / s->tokens * rows;
+}
+
+/* The largest tiles where they give nearly all multiprocessors one, else those of few tokens. */
+static const shape *shape_for(const moq_linear_call *call) {
+    const shape *most = &SHAPES[SHAPE_COUNT - 1], *s = SHAPES;
+    while (s < most && call->m > s->tokens)
+        s++;
+    return s == most && tiles_of(call, most) * 8 < call->spec->target.sm_count * 7 ? s - 1 : s;
 }
 
 /* Bytes of shared memory of a multiprocessor; a block takes 1 KiB more than it asks for. */
@@ -304,25 +320,19 @@ static int shared_of(int32_t capability) {
     return capability / 10 == 9 || capability / 10 == 10 ? 228 << 10 : 100 << 10;
 }
 
-static int64_t tiles_of(const moq_linear_call *call, const shape *s) {
-    int64_t rows = (call->spec->out_features + s->rows - 1) / s->rows;
-    return (call->m + s->tokens - 1) / s->tokens * rows;
-}
-
-/* As many splits of K as leave no block waiting for another to end, and each four steps. */
+/* As many splits of K as leave no block waiting for another to end, and each eight steps. */
 static int splits_for(const moq_linear_call *call, const shape *s) {
     const moq_target *target = &call->spec->target;
     int64_t steps = moq_pack_blocks(call->spec->in_features) / s->blocks;
     int together = shared_of(target->capability) / (s->shared + 1024);
     together = together < s->registers ? together : s->registers;
     int64_t splits = (int64_t)together * target->sm_count / tiles_of(call, s);
-    splits = splits < steps / 4 ? splits : steps / 4;
-    splits = splits < s->splits ? splits : s->splits;
-    return splits < 1 ? 1 : (int)splits;
+    splits = splits < steps / 8 ? splits : steps / 8;
+    return splits < 1 ? 1 : splits < MAX_SPLITS ? (int)splits : MAX_SPLITS;
 }
 
 extern "C" int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call) {
-    int splits = splits_for(call, shape_for(call->m));
+    int splits = splits_for(call, shape_for(call));
     return splits > 1 ? splits * call->m * call->spec->out_features * (int64_t)sizeof(float) : 0;
 }
 
@@ -360,7 +370,7 @@ static moq_status launch(const moq_linear_call *call, const void *kernel, dim3 g
 }
 
 extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {
-    const shape *s = shape_for(call->m);
+    const shape *s = shape_for(call);
     int splits = splits_for(call, s);
     int64_t tiles = tiles_of(call, s);
     nvfp4_args args = args_of(call, s, splits);

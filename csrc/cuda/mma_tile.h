@@ -11,32 +11,54 @@
 
 /* ---- rows in shared memory: their 16-byte parts in the order part ^ (row % 8) ---- */
 
-/* Rows in memory. */
-typedef struct {
-    const uint8_t *data;
-    int64_t stride, bytes; /* of a row; multiples of 16 */
-    int rows;
-} mma_source;
-
-/* ROWS rows of 128 bytes from byte `at` on to a buffer, zeros where there are none. */
-template <int ROWS, int THREADS>
-static __device__ __forceinline__ void copy_rows(uint32_t to, const mma_source *from, int64_t at) {
-#pragma unroll
-    for (int i = 0; i < ROWS * MMA_ROW / 16; i += THREADS) {
-        int index = i + (int)threadIdx.x, row = index / (MMA_ROW / 16),
-            part = index % (MMA_ROW / 16);
-        int64_t byte = at + part * 16;
-        bool inside = row < from->rows && byte < from->bytes;
-        if (ROWS * MMA_ROW / 16 % THREADS == 0 || index < ROWS * MMA_ROW / 16)
-            copy_async_16(to + row * MMA_ROW + ((part ^ row % 8) * 16),
-                          from->data + (inside ? row * from->stride + byte : 0), inside ? 16 : 0);
-    }
-}
-
 /* Where a 16-byte part of a row lies in it, for the lane that names row lane % 8 to ldmatrix. */
 static __device__ __forceinline__ uint32_t part_at(int part, int lane) {
     return (uint32_t)((part ^ lane % 8) * 16);
 }
+
+/* What a thread copies of ROWS rows each step: BLOCKS times 128 bytes of each, block by block. Only
+ * addresses change from step to step, so that a copy costs five instructions: with few rows it is
+ * these that bound a kernel. What lies beyond the ends becomes zeros. */
+template <int ROWS, int BLOCKS, int THREADS> struct row_copies {
+    static constexpr int PARTS = MMA_ROW / 16, BLOCK = ROWS * PARTS; /* copies of a row, a block */
+    static constexpr int COUNT = BLOCKS * BLOCK / THREADS;
+    /* copies that a thread has in a block, or blocks of one copy of all threads */
+    static constexpr int DOWN = BLOCK > THREADS ? BLOCK / THREADS : 1;
+    static constexpr int ACROSS = BLOCK < THREADS ? THREADS / BLOCK : 1;
+    static_assert(COUNT * THREADS == BLOCKS * BLOCK && THREADS % (8 * PARTS) == 0,
+                  "copies come out even, eight rows at a time");
+
+    const uint8_t *from;
+    int64_t down;   /* bytes to the rows of the next copy */
+    int part, rows; /* the part of a row that is this thread's, and rows from its first on */
+    int parts;      /* that there are in a row from this step on */
+
+    /* Of `rows` rows, `stride` bytes apart and of so many bytes, from byte `at` on; all three are
+     * multiples of 16. */
+    __device__ __forceinline__ row_copies(const uint8_t *data, int64_t stride, int64_t bytes,
+                                          int rows, int64_t at) {
+        int index = (int)threadIdx.x % BLOCK, row = index / PARTS; /* of its first copy */
+        part = (int)threadIdx.x / BLOCK * PARTS + index % PARTS;
+        from = data + row * stride + at + part * 16;
+        down = THREADS / PARTS * stride;
+        this->rows = rows - row;
+        parts = (int)((bytes - at) / 16);
+    }
+
+    __device__ __forceinline__ void copy(uint32_t to) {
+        int row = (int)threadIdx.x / PARTS; /* counting those of all blocks */
+        to += row * MMA_ROW + part_at((int)threadIdx.x % PARTS, row);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int block = i / DOWN * ACROSS;
+            bool inside = i % DOWN * (THREADS / PARTS) < rows && part + block * PARTS < parts;
+            copy_async_16(to + i * THREADS * 16, from + block * MMA_ROW + i % DOWN * down,
+                          inside ? 16 : 0);
+        }
+        from += BLOCKS * MMA_ROW;
+        parts -= BLOCKS * PARTS;
+    }
+};
 
 /* ---- tiles ---- */
 
