@@ -230,12 +230,13 @@ class LinearMethod:
         return self._plan.backend(1)
 
     def explain(self) -> str:
-        """One line per kernel: chosen, can run, or the reason why it cannot."""
-        chosen = self.backend
+        """One line per kernel: chosen, can run, or the reason why it cannot; and what else there is to know."""
+        chosen, notes = self.backend, dict(self._plan.notes())
         lines = []
         for name, reason in self._plan.explain():
             verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
-            lines.append(f"{name:20} {verdict}")
+            note = f" ({notes[name]})" if name in notes else ""
+            lines.append(f"{name:20} {verdict}{note}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ import numpy as np
 
 from moqext import LinearMethod, reference
 
+from .quantize_cases import swizzled
+
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
 COMPUTES = [(algo, "exact") for algo in ALGOS] + [
     ("NVFP4", "fp8"),
@@ -189,8 +191,12 @@ def with_a_zero_part(case, algo):
 
 def prepared_for_cuda(case, compute="exact"):
     """What `prepare` returns for the layer on a CUDA device, by way of the CPU's and the reference."""
-    if compute == "fp4" or "NVFP4" not in case.algo:
+    if "NVFP4" not in case.algo:
         return case.method(compute=compute).prepare(case.listed())
+    if compute == "fp4":
+        rows = case.method(compute=compute).prepare(case.listed())
+        parts = np.split(rows["weight_scale"], np.cumsum(case.out_partitions)[:-1])
+        return rows | {"weight_scale": np.concatenate([swizzled(part) for part in parts])}
     rows = case.method().prepare(case.listed())
     prepared = {name: rows[name] for name in rows if name not in ("weight", "weight_scale")}
     prepared["weight"] = reference.pack_nvfp4(rows["weight"], rows["weight_scale"])

@@ -190,6 +190,24 @@ static PyObject *explain(PyObject *self, PyObject *unused) {
     return list;
 }
 
+/* What there is to know about kernels beside the layer: [(name, note)]. */
+static PyObject *notes(PyObject *self, PyObject *unused) {
+    PyObject *list = PyList_New(0);
+    const moq_linear_kernel *kernel;
+    (void)self;
+    (void)unused;
+    for (int i = 0; list && (kernel = moq_linear_kernel_at(i)); i++) {
+        if (!kernel->note)
+            continue;
+        PyObject *name = PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
+        PyObject *row = name ? Py_BuildValue("(Ns)", name, kernel->note) : NULL;
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
 static PyObject *quant_algo(PyObject *self, void *unused) {
     (void)unused;
     return PyUnicode_FromString(((moq_plan_object *)self)->spec.algo);
@@ -444,6 +462,7 @@ static PyMethodDef PLAN_METHODS[] = {
     {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many rows"},
     {"explain", explain, METH_NOARGS,
      "explain() -> list of (kernel, reason it cannot run or None)"},
+    {"notes", notes, METH_NOARGS, "notes() -> list of (kernel, what else there is to know)"},
     {"prepare", (PyCFunction)(void (*)(void))moq_plan_prepare, METH_FASTCALL | METH_KEYWORDS,
      "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,

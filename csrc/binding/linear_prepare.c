@@ -151,9 +151,11 @@ static const moq_arg *model_for(const prepare_args *p, moq_param id) {
 static bool is_in_place(const moq_linear_spec *spec, moq_param id, const moq_tensor *out,
                         const prepare_args *p, int s) {
     const moq_tensor *in = p->source[s].view;
-    bool same = spec->weight == spec->checkpoint &&
-                ((s == SOURCE_WEIGHT && id == MOQ_PARAM_WEIGHT) ||
-                 (s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && in->dtype == out->dtype));
+    bool all = spec->weight == spec->checkpoint;
+    bool same =
+        s == SOURCE_WEIGHT
+            ? id == MOQ_PARAM_WEIGHT && (all || spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+            : s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && all && in->dtype == out->dtype;
     return same && p->source[s].count == 1 && in->data == out->data &&
            moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
 }

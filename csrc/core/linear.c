@@ -4,6 +4,7 @@
 #include "core/algo.h"
 #include "core/formats.h"
 #include "core/nvfp4_pack.h"
+#include "core/swizzle.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -57,7 +58,8 @@ static moq_status parse_compute(const char *name, moq_compute *compute, moq_err 
                     "compute: expected \"exact\", \"fp8\" or \"fp4\", got \"%s\"", name);
 }
 
-/* CUDA kernels read NVFP4 weights packed, but for those that multiply NVFP4 activations. */
+/* CUDA kernels read NVFP4 weights packed, but for those that multiply NVFP4 activations: they read
+ * what block-scaled matrix products take. */
 static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
     bool packs = spec->checkpoint == MOQ_WEIGHT_E2M1 && spec->device.kind == MOQ_CUDA;
     if (packs && spec->compute != MOQ_COMPUTE_FP4)
@@ -82,6 +84,8 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
                         "with compute \"exact\" or \"fp8\"",
                         spec->algo, (int)spec->group_size);
     spec->input = MOQ_INPUT_NVFP4;
+    if (packs)
+        spec->weight = MOQ_WEIGHT_E2M1_SWIZZLED;
     return MOQ_OK;
 }
 
@@ -235,6 +239,12 @@ static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
             .required = true,
         };
         return 1;
+    case MOQ_WEIGHT_E2M1_SWIZZLED: /* tiles have as many rows as blocks of FP8 */
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E2M1X2, n, k / 2);
+        params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_E4M3,
+                           moq_linear_block_rows(spec) * MOQ_SWIZZLE_ROWS,
+                           moq_swizzle_across(columns) * MOQ_SWIZZLE_COLUMNS);
+        return 2;
     }
     return 0;
 }

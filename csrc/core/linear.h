@@ -23,10 +23,12 @@ extern "C" {
 typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4 } moq_compute;
 
 typedef enum {
-    MOQ_WEIGHT_E4M3_ROW,   /* e4m3 [N, K]; one factor per row */
-    MOQ_WEIGHT_E4M3_BLOCK, /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
-    MOQ_WEIGHT_E2M1,       /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
-    MOQ_WEIGHT_E2M1_PACKED /* the same codes and scales as core/nvfp4_pack.h has them */
+    MOQ_WEIGHT_E4M3_ROW,     /* e4m3 [N, K]; one factor per row */
+    MOQ_WEIGHT_E4M3_BLOCK,   /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
+    MOQ_WEIGHT_E2M1,         /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+    MOQ_WEIGHT_E2M1_PACKED,  /* the same codes and scales as core/nvfp4_pack.h has them */
+    MOQ_WEIGHT_E2M1_SWIZZLED /* the same codes; scales of each partition as core/swizzle.h has them
+                              */
 } moq_weight_layout;
 
 typedef enum {
@@ -137,7 +139,8 @@ typedef struct {
     const moq_tensor *x;       /* [..., K]; [m, K] on CUDA */
     const moq_tensor *y;       /* [..., N]; [m, N] on CUDA */
     const uint8_t *weight;     /* [N, K], [N, K / 2] or packed units */
-    const void *weight_scale;  /* e4m3 [N, K / group], float32 [block rows, K blocks], or NULL */
+    const void *weight_scale;  /* e4m3 [N, K / group], swizzled or not, float32 [block rows, K
+                                * blocks], or NULL */
     const float *output_scale; /* [N], or NULL for blocks */
     const float *fold_scale;   /* [N] where moq_linear_folds, else NULL */
     const float *input_scale;  /* [partitions], or NULL: dynamic */

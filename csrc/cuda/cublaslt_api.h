@@ -35,19 +35,22 @@ moq_status moq_cublaslt_open(int32_t device, void *stream, const moq_cublaslt_ap
 typedef enum {
     MOQ_SCALED_TENSOR, /* one scale of x, one of w, or NULL for 1 */
     MOQ_SCALED_VECTOR, /* one a row of x, one a row of w; sm_90 alone, like the next */
-    MOQ_SCALED_BLOCK   /* x: [K / 128][m]; w: [n / 128][K / 128], both rounded up, the last to 4 */
+    MOQ_SCALED_BLOCK,  /* x: [K / 128][m]; w: [n / 128][K / 128], both rounded up, the last to 4 */
+    MOQ_SCALED_NVFP4 /* e4m3 for 16 columns, swizzled (core/swizzle.h), and alpha; from sm_100 on */
 } moq_scaling;
 
-/* y[m, n] = round(sum_k sx x[m, k] sw w[n, k] + bias[n]), x and w contiguous e4m3, all pointers
- * multiples of 16 bytes, k, n and the rows of y likewise; m a multiple of 4 for MOQ_SCALED_BLOCK.
- * The bias is of y's dtype, float16 or bfloat16, or NULL. */
+/* y[m, n] = round(alpha sum_k sx x[m, k] sw w[n, k] + bias[n]), x and w contiguous e4m3, or e2m1
+ * for MOQ_SCALED_NVFP4, all pointers multiples of 16 bytes, k, n and the rows of y likewise (of
+ * e2m1 k of 32); m a multiple of 4 for MOQ_SCALED_BLOCK. The bias is of y's dtype, float16 or
+ * bfloat16, or NULL. */
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
-    bool fast_accum; /* sums as the tensor cores have them; not for MOQ_SCALED_BLOCK */
+    bool fast_accum; /* sums as the tensor cores have them; for scales of tensors and vectors */
     int64_t m, n, k;
     const uint8_t *x, *w;
-    const float *x_scale, *w_scale;
+    const void *x_scale, *w_scale; /* float32 where nothing else is said */
+    const float *alpha;            /* on the device, and after it a zero; NULL for 1 */
     void *y;
     moq_dtype dtype;
     int64_t y_stride; /* elements */

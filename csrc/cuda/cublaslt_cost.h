@@ -74,10 +74,19 @@ static inline bool moq_cublaslt_scales_after(const moq_linear_spec *spec, int64_
                moq_vector_product_seconds(spec, m);
 }
 
+/* NVFP4, one partition after the other: an estimate, of half of what a B200 is said to do. */
+static inline double moq_nvfp4_product_seconds(const moq_linear_spec *spec, double m) {
+    double n = (double)spec->out_features, k = (double)spec->in_features;
+    double bytes = (n + m) * k * 0.5625 + 2 * m * n;
+    return spec->partition_count * 8e-6 + bytes / 4e12 + 2 * m * n * k / 4e15;
+}
+
 /* Seconds of a call. */
 static inline double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t tokens) {
     double m = (double)tokens, n = (double)spec->out_features, k = (double)spec->in_features;
     double quantize = moq_quantize_seconds(m, k), product = moq_tensor_product_seconds(spec, m);
+    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        return quantize + moq_nvfp4_product_seconds(spec, m);
     if (spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec)) {
         double more = moq_cublaslt_by_partition(spec) ? spec->partition_count - 1 : 0;
         return quantize + product + more * (quantize + 4.5e-6);

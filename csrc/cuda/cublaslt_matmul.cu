@@ -51,6 +51,7 @@ static moq_status describe_scales(const moq_cublaslt_api *api, const moq_matmul 
         {CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F},
         {CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
         {CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F},
+        {CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3},
     };
     MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, MODE[p->scaling].w, err));
     MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, MODE[p->scaling].x, err));
@@ -76,6 +77,10 @@ static moq_status describe_matrix(const moq_cublaslt_api *api, cublasLtMatrixLay
                  "cublasLtMatrixLayoutInit", err);
 }
 
+static cudaDataType codes_of(const moq_matmul *p) {
+    return p->scaling == MOQ_SCALED_NVFP4 ? CUDA_R_4F_E2M1 : CUDA_R_8F_E4M3;
+}
+
 /* A product of m rows that is `p` otherwise. */
 static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int64_t m,
                            descriptors *d, moq_err *err) {
@@ -86,10 +91,13 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
     MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, err));
     int8_t fast = p->fast_accum;
     MOQ_TRY(set(api, d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
+    if (p->alpha)
+        MOQ_TRY(
+            set_int(api, d, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE, err));
     MOQ_TRY(describe_scales(api, p, d, err));
     MOQ_TRY(describe_bias(api, p, d, err));
-    MOQ_TRY(describe_matrix(api, &d->w, CUDA_R_8F_E4M3, p->k, p->n, p->k, err));
-    MOQ_TRY(describe_matrix(api, &d->x, CUDA_R_8F_E4M3, p->k, m, p->k, err));
+    MOQ_TRY(describe_matrix(api, &d->w, codes_of(p), p->k, p->n, p->k, err));
+    MOQ_TRY(describe_matrix(api, &d->x, codes_of(p), p->k, m, p->k, err));
     return describe_matrix(api, &d->y, type_of(p->dtype), p->n, m, p->y_stride, err);
 }
 
@@ -98,7 +106,7 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
 /* What the library's proposals depend on; compared as bytes, so without gaps. */
 typedef struct {
     int64_t m, n, k, y_stride, workspace;
-    int32_t device, scaling, dtype, bias, fast_accum, zero;
+    int32_t device, scaling, dtype, bias, fast_accum, alpha;
 } algorithm_key;
 
 typedef struct {
@@ -127,7 +135,7 @@ static algorithm_key key_of(const moq_matmul *p) {
                          (int32_t)p->dtype,
                          p->bias != NULL,
                          p->fast_accum,
-                         0};
+                         p->alpha != NULL};
     return key;
 }
 
@@ -219,7 +227,7 @@ int moq_matmul_variants(const moq_matmul *p) {
 }
 
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
-    const float one = 1, zero = 0;
+    const float host[2] = {1, 0}, *alpha = p->alpha ? p->alpha : host;
     const moq_cublaslt_api *api;
     cublasLtHandle_t handle;
     cublasLtMatmulAlgo_t algorithm;
@@ -229,8 +237,8 @@ moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
     MOQ_TRY(find_algorithm(api, handle, p, &algorithm, &count, err));
     MOQ_TRY(describe(api, p, p->m, &d, err));
     return check(api,
-                 api->cublasLtMatmul(handle, &d.product, &one, p->w, &d.w, p->x, &d.x, &zero, p->y,
-                                     &d.y, p->y, &d.y, &algorithm, p->workspace, p->workspace_bytes,
-                                     (cudaStream_t)p->stream),
+                 api->cublasLtMatmul(handle, &d.product, alpha, p->w, &d.w, p->x, &d.x, alpha + 1,
+                                     p->y, &d.y, p->y, &d.y, &algorithm, p->workspace,
+                                     p->workspace_bytes, (cudaStream_t)p->stream),
                  "cublasLtMatmul", err);
 }

@@ -54,9 +54,9 @@ uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
-/* FP8 weights, any number of rows, K a multiple of 16 and N too: x quantized, then cuBLASLt. Its
- * variants are the algorithms that the library proposes for the call, in two ways where scales are
- * vectors. */
+/* FP8 weights, any number of rows, K a multiple of 16 and N too, or NVFP4 ones with swizzled
+ * scales, K a multiple of 32 (sm_100 and up): x quantized, then cuBLASLt. Its variants are the
+ * algorithms that the library proposes for the call, in two ways where scales are vectors. */
 int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
 uint32_t moq_cublaslt_variants(const moq_linear_call *call);
@@ -75,6 +75,8 @@ static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
 /* Whether it multiplies partition by partition: where each has a scale of its own for all of x, or
  * begins a block of scales where a fused matrix would not. Each is then a multiple of 16. */
 static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
+    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        return spec->partition_count > 1;
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
         return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&
                !spec->one_input_scale;

@@ -1,4 +1,4 @@
-/* FP8 linear by cuBLASLt: y[m, n] = round(sum_k sx X[m, k] sw W[n, k] + bias[n]).
+/* FP8 and NVFP4 linear by cuBLASLt: y[m, n] = round(sum_k sx X[m, k] sw W[n, k] + bias[n]).
  *
  * X is quantized into the workspace as the layer prescribes, then multiplied with W as it is:
  * - one scale of all of x: scalars, the partition's input_scale (or the one found) and the
@@ -9,7 +9,10 @@
  *   kernels for vectors leave the chip empty while there are few tiles. Variants from
  *   MOQ_MAX_ALGORITHMS on are those of the other way;
  * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
- *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing.
+ *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing;
+ * - NVFP4: block scales of 16 columns in swizzled order, those of W prepared so for each partition,
+ *   and the product of both second-level scales as alpha, which a kernel finds on the device, for
+ *   each partition its own. This has not yet run on hardware.
  *
  * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
  * multiples of 16. Whatever else a caller has, and a number of tokens that was rounded up, goes
@@ -17,6 +20,7 @@
  *
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
+#include "core/swizzle.h"
 #include "cuda/cublaslt_api.h"
 #include "cuda/cublaslt_cost.h"
 #include "cuda/launch.h"
@@ -25,7 +29,8 @@
 #include "cuda/ptx.h"
 #include "cuda/quantize.h"
 
-#define WHAT "linear FP8 by cuBLASLt"
+#define WHAT  "linear by cuBLASLt"
+#define ALPHA 16 /* bytes from one to the next */
 /* What the library is given, as NVIDIA recommends for the generation. */
 #define MEMORY_HOPPER  (32 << 20)
 #define MEMORY_EARLIER (4 << 20)
@@ -37,6 +42,8 @@ static int64_t round_up(int64_t value, int64_t step) {
 static moq_scaling scaling_of(const moq_linear_spec *spec) {
     if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
         return MOQ_SCALED_BLOCK;
+    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        return MOQ_SCALED_NVFP4;
     bool scalars = spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec);
     return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
 }
@@ -57,9 +64,12 @@ static bool scales_after(const moq_linear_call *call) {
 
 /* Offsets of what a call keeps in its workspace. */
 typedef struct {
-    int64_t rows;    /* of codes and of `sums` */
-    int64_t columns; /* of block scales of W: a row of them is that long */
+    int64_t rows;       /* of codes and of `sums` */
+    int64_t columns;    /* of block scales of W: a row of them is that long */
+    int64_t code_bytes; /* of a row of codes */
     int64_t codes, x_scale, x_vector, input_scale, w_scale, quantize, sums, library, end;
+    int64_t scale_bytes;     /* of x */
+    int64_t scale_2, alphas; /* NVFP4: what quantization has found, and an ALPHA a partition */
     int64_t library_bytes;
     bool moves_scales;  /* w_scale is the layer's, with rows of that length, and aligned */
     bool aligns_inputs; /* input_scale is the layer's, each at a multiple of 16 bytes */
@@ -99,8 +109,10 @@ static moq_cuda_quantize quantization(const moq_linear_call *call, const layout 
     q.mode = call->spec->input;
     q.group = MOQ_FP8_BLOCK;
     q.codes = memory + l->codes;
-    q.code_stride = q.code_columns = call->spec->in_features;
+    q.code_stride = q.code_columns = l->code_bytes;
     q.scales = memory + l->x_scale;
+    q.scale_2 = (float *)(memory + l->scale_2);
+    q.scale_tiles = moq_swizzle_across(call->spec->in_features / MOQ_NVFP4_GROUP);
     q.scale_row = 1;
     q.scale_group = l->rows;
     q.given = call->input_scale;
@@ -110,26 +122,42 @@ static moq_cuda_quantize quantization(const moq_linear_call *call, const layout 
     return q;
 }
 
+/* Block scales of so many rows of k columns in swizzled order. */
+static int64_t swizzled_bytes(int64_t rows, int64_t k) {
+    return moq_swizzle_down(rows) * moq_swizzle_across(k / MOQ_NVFP4_GROUP) * MOQ_SWIZZLE_BYTES;
+}
+
+static int64_t w_scale_bytes(const moq_linear_spec *spec, const layout *l) {
+    int64_t blocks = moq_linear_block_rows(spec); /* tiles of swizzled scales have as many rows */
+    if (scaling_of(spec) == MOQ_SCALED_NVFP4)
+        return blocks * swizzled_bytes(MOQ_SWIZZLE_ROWS, spec->in_features);
+    return 4 * (scaling_of(spec) == MOQ_SCALED_BLOCK ? blocks * l->columns : spec->out_features);
+}
+
 static layout lay_out(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     int64_t k = spec->in_features, blocks = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
-    bool block = scaling_of(spec) == MOQ_SCALED_BLOCK;
+    bool block = scaling_of(spec) == MOQ_SCALED_BLOCK, nvfp4 = scaling_of(spec) == MOQ_SCALED_NVFP4;
     moq_output y = moq_output_of(call);
     layout l = {};
     l.rows = block ? round_up(call->m, 4) : call->m;
     l.columns = round_up(blocks, 4);
-    l.moves_scales = block ? l.columns != blocks || !is_aligned(call->weight_scale)
-                           : !is_aligned(call->output_scale);
+    l.code_bytes = nvfp4 ? k / 2 : k;
+    l.moves_scales = block   ? l.columns != blocks || !is_aligned(call->weight_scale)
+                     : nvfp4 ? !is_aligned(call->weight_scale)
+                             : !is_aligned(call->output_scale);
     l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
                       (spec->partition_count > 1 || !is_aligned(call->input_scale));
     lay_out_results(call, &y, &l);
     l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
-    l.codes = take(&l, l.rows * k);
-    l.x_scale = take(&l, l.rows * (block ? blocks : 1) * 4);
+    l.codes = take(&l, l.rows * l.code_bytes);
+    l.scale_bytes = nvfp4 ? swizzled_bytes(call->m, k) : l.rows * (block ? blocks : 1) * 4;
+    l.x_scale = take(&l, l.scale_bytes);
+    l.scale_2 = take(&l, nvfp4 ? 4 : 0);
+    l.alphas = take(&l, nvfp4 ? spec->partition_count * ALPHA : 0);
     l.x_vector = take(&l, l.repeats_scale ? l.rows * 4 : 0);
     l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
-    int64_t scales = block ? moq_linear_block_rows(spec) * l.columns : spec->out_features;
-    l.w_scale = take(&l, l.moves_scales ? scales * 4 : 0);
+    l.w_scale = take(&l, l.moves_scales ? w_scale_bytes(spec, &l) : 0);
     moq_cuda_quantize q = quantization(call, &l);
     l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
     l.sums = take(
@@ -164,12 +192,15 @@ static segment segment_at(const moq_linear_spec *spec, int index) {
 }
 
 /* The scale of W for a segment, with rows of block scales as the library wants them. */
-static const float *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
-    bool block = call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
-    const float *all = block ? (const float *)call->weight_scale : call->output_scale;
+static const void *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+    moq_scaling scaling = scaling_of(call->spec);
+    bool blocks = scaling == MOQ_SCALED_BLOCK || scaling == MOQ_SCALED_NVFP4;
+    const uint8_t *all = (const uint8_t *)(blocks ? call->weight_scale : call->output_scale);
     if (l->moves_scales)
-        all = (const float *)((const uint8_t *)call->workspace + l->w_scale);
-    return all + (block ? s->first_block * l->columns : s->begin);
+        all = (const uint8_t *)call->workspace + l->w_scale;
+    if (scaling == MOQ_SCALED_NVFP4)
+        return all + s->first_block * swizzled_bytes(MOQ_SWIZZLE_ROWS, call->spec->in_features);
+    return all + 4 * (scaling == MOQ_SCALED_BLOCK ? s->first_block * l->columns : s->begin);
 }
 
 /* The scales of x as quantization found them, or as they are given. */
@@ -179,8 +210,10 @@ static const float *quantized_scale(const moq_linear_call *call, const layout *l
 }
 
 /* The scale of x for a segment, where the library wants it. */
-static const float *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+static const void *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
     const uint8_t *memory = (const uint8_t *)call->workspace;
+    if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        return memory + l->x_scale;
     if (l->repeats_scale)
         return (const float *)(memory + l->x_vector);
     if (l->aligns_inputs)
@@ -195,11 +228,13 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     p.device = call->spec->device.index;
     p.scaling = l->scales_after ? MOQ_SCALED_TENSOR : scaling_of(call->spec);
     p.fast_accum = call->spec->fast_accum && p.scaling != MOQ_SCALED_BLOCK;
+    if (p.scaling == MOQ_SCALED_NVFP4)
+        p.alpha = (const float *)(memory + l->alphas + ALPHA * s->partition);
     p.m = l->rows;
     p.n = s->rows;
     p.k = call->spec->in_features;
     p.x = memory + l->codes;
-    p.w = call->weight + s->begin * p.k;
+    p.w = call->weight + s->begin * l->code_bytes;
     p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
     p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
     p.dtype = l->direct ? y.dtype : l->sums_dtype;
@@ -232,9 +267,10 @@ static moq_status place_scales(const moq_linear_call *call, const layout *l, moq
     if (!l->moves_scales)
         return MOQ_OK;
     const moq_linear_spec *spec = call->spec;
+    int64_t bytes = w_scale_bytes(spec, l);
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
-        return spread(call, l->w_scale, spec->out_features * 4, call->output_scale,
-                      spec->out_features * 4, 1, err);
+        return spread(call, l->w_scale, bytes,
+                      call->weight_scale ? call->weight_scale : call->output_scale, bytes, 1, err);
     return spread(call, l->w_scale, l->columns * 4, call->weight_scale,
                   moq_linear_scale_columns(spec) * 4, moq_linear_block_rows(spec), err);
 }
@@ -267,6 +303,42 @@ static moq_status repeat_scale(const moq_linear_call *call, const layout *l, moq
     void *args[] = {&value, &out, &count};
     dim3 grid((unsigned)((count + THREADS - 1) / THREADS));
     return launch_overlapping(call, (const void *)repeat, grid, args, err);
+}
+
+/* ---- NVFP4 ---- */
+
+/* The second-level scales of each partition's first row, times that of x, then a zero. */
+static __global__ void find_alphas(const __grid_constant__ moq_partitions partitions, int count,
+                                   const float *output_scale, const float *x_scale, bool one,
+                                   uint8_t *alphas) {
+    int i = threadIdx.x;
+    wait_for_predecessor();
+    if (i >= count)
+        return;
+    int begin = i ? partitions.end[i - 1] : 0;
+    float *alpha = (float *)(alphas + i * ALPHA);
+    alpha[0] = __fmul_rn(output_scale[begin], x_scale[one ? 0 : i]);
+    alpha[1] = 0.0f;
+}
+
+/* The alphas of all partitions, after the first quantization. */
+static moq_status scale_products(const moq_linear_call *call, const layout *l, moq_err *err) {
+    uint8_t *memory = (uint8_t *)call->workspace, *alphas = memory + l->alphas;
+    moq_partitions partitions = moq_partitions_of(call->spec);
+    int count = call->spec->partition_count;
+    bool one = !call->input_scale;
+    const float *x_scale = one ? (const float *)(memory + l->scale_2) : call->input_scale;
+    void *args[] = {&partitions, &count, (void *)&call->output_scale, &x_scale, &one, &alphas};
+    static_assert(MOQ_MAX_PARTITIONS <= THREADS, "a block has a thread for each");
+    return launch_overlapping(call, (const void *)find_alphas, dim3(1), args, err);
+}
+
+/* Scales of columns that are not there meet zeros, but must not be NaN. */
+static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
+    if (call->spec->in_features % (MOQ_NVFP4_GROUP * MOQ_SWIZZLE_COLUMNS) == 0)
+        return MOQ_OK;
+    return moq_cuda_fill((uint8_t *)call->workspace + l->x_scale, 0, (size_t)l->scale_bytes,
+                         call->stream, err);
 }
 
 /* ---- from the workspace to y ---- */
@@ -390,8 +462,10 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
     moq_cuda_quantize q = quantization(call, l);
     if (index > 0 && q.given)
         q.given += s.partition;
-    if (index == 0 || q.given) /* other scales give other codes */
+    if (index == 0 || (q.given && !call->spec->one_input_scale)) /* other scales, other codes */
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
+    if (index == 0 && scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        MOQ_TRY(scale_products(call, l, err));
     if (l->repeats_scale)
         MOQ_TRY(repeat_scale(call, l, err));
     moq_matmul p = product(call, l, &s);
@@ -403,6 +477,8 @@ extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *
     layout l = lay_out(call);
     int segments = moq_cublaslt_by_partition(call->spec) ? call->spec->partition_count : 1;
     MOQ_TRY(place_scales(call, &l, err));
+    if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        MOQ_TRY(clear_scales(call, &l, err));
     for (int i = 0; i < segments; i++)
         MOQ_TRY(run_segment(call, &l, i, err));
     return l.direct ? MOQ_OK : finish_results(call, &l, err);

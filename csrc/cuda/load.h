@@ -244,10 +244,16 @@ typedef struct {
     int first_block[MOQ_MAX_PARTITIONS];
 } moq_partitions;
 
+/* The row where each partition begins a new block. */
+static __device__ __forceinline__ int64_t moq_padded_row(const moq_partitions *p, int partition,
+                                                         int row) {
+    int begin = partition ? p->end[partition - 1] : 0;
+    return (int64_t)p->first_block[partition] * 128 + row - begin;
+}
+
 static __device__ __forceinline__ int moq_block_row(const moq_partitions *p, int partition,
                                                     int row) {
-    int begin = partition ? p->end[partition - 1] : 0;
-    return p->first_block[partition] + (row - begin) / 128;
+    return (int)(moq_padded_row(p, partition, row) / 128);
 }
 
 static inline moq_partitions moq_partitions_of(const moq_linear_spec *spec) {

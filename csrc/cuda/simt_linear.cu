@@ -1,9 +1,9 @@
 /* The linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
  * bias[n]), on plain CUDA cores with float32 sums.
  *
- * W is e4m3 [N, K], e2m1 [N, K / 2] with block scales, or units of core/nvfp4_pack.h, whose scales
- * are folded into e4m3 where the layer asks for it; X are rows of x, quantized here as the layer
- * prescribes (cpu/quantize.h has the formulas), or as they are. It is what runs where no
+ * W is e4m3 [N, K], e2m1 [N, K / 2] with swizzled block scales, or units of core/nvfp4_pack.h,
+ * whose scales are folded into e4m3 where the layer asks for it; X are rows of x, quantized here as
+ * the layer prescribes (cpu/quantize.h has the formulas), or as they are. It is what runs where no
  * kernel of a chip does, and what those are compared with on the device.
  *
  * - A block has TOKENS rows of x and ROWS rows of W for each of its warps. It goes through K in
@@ -21,6 +21,7 @@
  * and the quantization. */
 #include "core/formats.h"
 #include "core/nvfp4_pack.h"
+#include "core/swizzle.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
@@ -46,7 +47,6 @@ typedef struct {
     const float *input_scale;  /* one a partition, or NULL */
     const float *amax;         /* [m] for tokens, or [parts] of x without an input_scale */
     int parts;
-    int group; /* columns of a block scale of e2m1 */
     int partition_count;
     moq_partitions partitions;
 } simt_args;
@@ -240,7 +240,7 @@ static __device__ __forceinline__ weights load_packed(const simt_args *a, int64_
 /* The lane's columns of row n of W, zeros from k on. */
 template <int WEIGHT>
 static __device__ __forceinline__ weights load_weights(const simt_args *a, int64_t n,
-                                                       int64_t block_row, int64_t column) {
+                                                       int64_t padded_row, int64_t column) {
     weights w = {make_uint4(0, 0, 0, 0), 0.0f};
     if (column >= a->k)
         return w;
@@ -253,13 +253,15 @@ static __device__ __forceinline__ weights load_weights(const simt_args *a, int64
     if (WEIGHT == E2M1) {
         uint2 codes = *(const uint2 *)(a->weight + (n * a->k + column) / 2);
         w.codes = make_uint4(codes.x, codes.y, 0, 0);
-        w.scale = decode_scale(
-            ((const uint8_t *)a->weight_scale)[n * (a->k / a->group) + column / a->group]);
+        int64_t across = moq_swizzle_across(a->k / LANE_K);
+        int64_t at = moq_swizzle_at(padded_row, column / LANE_K, across);
+        w.scale = decode_scale(((const uint8_t *)a->weight_scale)[at]);
         return w;
     }
     w.codes = load_e4m3(a->weight + n * a->k, column, a->k);
     if (WEIGHT == E4M3_BLOCK)
-        w.scale = ((const float *)a->weight_scale)[block_row * ((a->k + 127) / 128) + column / 128];
+        w.scale = ((const float *)
+                       a->weight_scale)[padded_row / 128 * ((a->k + 127) / 128) + column / 128];
     return w;
 }
 
@@ -309,7 +311,7 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int n = min(row + r, t.end - 1);
-            w[r] = load_weights<WEIGHT>(&args, n, moq_block_row(&args.partitions, t.partition, n),
+            w[r] = load_weights<WEIGHT>(&args, n, moq_padded_row(&args.partitions, t.partition, n),
                                         column);
         }
         __syncthreads(); /* the values of the step before have been read */
@@ -441,7 +443,6 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                       .input_scale = call->input_scale,
                       .amax = (const float *)call->workspace,
                       .parts = (int)amax_count(call),
-                      .group = spec->group_size,
                       .partition_count = spec->partition_count,
                       .partitions = moq_partitions_of(spec)};
     int64_t blocks = moq_tile_count(spec, WARPS * MANY_ROWS) * args.token_tiles;

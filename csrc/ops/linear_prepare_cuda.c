@@ -8,7 +8,9 @@
  * The workspace holds what the kernels have found and the scales that may stay, as float32. */
 #include "ops/linear_prepare.h"
 
+#include "core/swizzle.h"
 #include "cuda/cuda.h"
+#include "cuda/layout.h"
 #include "cuda/nvfp4_pack.h"
 #include "cuda/prepare.h"
 
@@ -169,11 +171,34 @@ static moq_status prepare_packed(const job *j, bool fresh, moq_err *err) {
     return refuse_bad_code(j, &found, moq_linear_scale_columns(j->spec), err);
 }
 
+/* The block scales of each partition in swizzled order. */
+static moq_status swizzle_scales(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    int64_t columns = moq_linear_scale_columns(spec), first = 0;
+    uint8_t *out = j->params->weight_scale.data;
+    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
+        moq_code_rows rows = moq_prepare_rows(&j->sources->weight_scale, p, first);
+        moq_tensor plain = {.data = (void *)(uintptr_t)rows.data,
+                            .device = spec->device,
+                            .dtype = MOQ_DT_E4M3,
+                            .ndim = 2,
+                            .shape = {spec->partition[p], columns},
+                            .stride = {rows.stride, 1}};
+        int64_t bytes =
+            moq_swizzle_down(spec->partition[p]) * moq_swizzle_across(columns) * MOQ_SWIZZLE_BYTES;
+        if (is_zero(j, p))
+            MOQ_TRY(moq_cuda_fill(out, 0, (size_t)bytes, j->stream, err));
+        else
+            MOQ_TRY(moq_cuda_swizzle(&plain, out, j->stream, err));
+        out += bytes;
+    }
+    return MOQ_OK;
+}
+
 static moq_status copy_e2m1(const job *j, moq_err *err) {
     MOQ_TRY(move_codes(j, &j->sources->weight, j->spec->in_features / 2, MOQ_CODES_ANY,
                        j->params->weight.data, err));
-    return move_codes(j, &j->sources->weight_scale, moq_linear_scale_columns(j->spec),
-                      MOQ_CODES_ANY, j->params->weight_scale.data, err);
+    return swizzle_scales(j, err);
 }
 
 /* The factor of each row, not yet folded. */

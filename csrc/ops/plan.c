@@ -238,11 +238,12 @@ static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, char *reason, size_t
            suits_16_bits(spec, reason, size);
 }
 
-/* Seconds: W read at 2.3 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
- * takes on an H200 from 8192 x 8192 on, a third with few tokens below; an estimate elsewhere. */
+/* Seconds: W read at 2.9 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
+ * takes on an H200 from 8192 x 8192 on, up to a third short of it for 32 to 256 tokens of 4096 x
+ * 4096 (docs/lab.md); an estimate elsewhere. */
 static double cost_sm80_nvfp4(const moq_linear_spec *spec, int64_t m) {
     double weights = (double)spec->in_features * (double)spec->out_features;
-    return 3e-6 + 0.5625 * weights / 2.3e12 + 2 * weights * (double)(m < 8 ? 8 : m) / 3.2e14;
+    return 3e-6 + 0.5625 * weights / 2.9e12 + 2 * weights * (double)(m < 8 ? 8 : m) / 3.7e14;
 }
 
 static bool can_run_nvfp4_wide(const moq_linear_spec *spec, char *reason, size_t size) {
@@ -324,6 +325,13 @@ static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) 
     return false;
 }
 
+static bool has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!spec->target.cublaslt_missing[0])
+        return true;
+    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
+    return false;
+}
+
 static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
     if (!on_cuda(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
         !has_scaling(spec, reason, size) ||
@@ -333,10 +341,29 @@ static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t s
     for (int i = 0; moq_cublaslt_by_partition(spec) && i < spec->partition_count; i++)
         if (!is_sixteens("each of out_partitions", spec->partition[i], reason, size))
             return false;
-    if (!spec->target.cublaslt_missing[0])
-        return true;
-    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
-    return false;
+    return has_cublaslt(spec, reason, size);
+}
+
+/* Products of NVFP4 codes, both with block scales: since compute capability 10.0. */
+static bool can_run_cublaslt_fp4(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_cuda(spec, reason, size) || !since(spec, 100, reason, size))
+        return false;
+    if (spec->weight != MOQ_WEIGHT_E2M1_SWIZZLED || spec->dtype == MOQ_DT_F32) {
+        snprintf(reason, size,
+                 "multiplies NVFP4 codes to 16-bit outputs (compute fp4), the layer is %s with "
+                 "compute %s, %s",
+                 spec->algo, moq_compute_name(spec->compute), moq_dtype_name(spec->dtype));
+        return false;
+    }
+    if (spec->in_features % 32 != 0) { /* 16 bytes of codes */
+        snprintf(reason, size, "needs in_features to be a multiple of 32, got %lld",
+                 (long long)spec->in_features);
+        return false;
+    }
+    for (int i = 0; i < spec->partition_count; i++)
+        if (!is_sixteens("each of out_partitions", spec->partition[i], reason, size))
+            return false;
+    return has_cublaslt(spec, reason, size);
 }
 
 static const moq_linear_kernel KERNELS[] = {
@@ -359,13 +386,14 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_nvfp4},
     {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_sm90, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
      moq_cuda_nvfp4_gemm_variants},
-
     {"cuda", "sm90_nvfp4_wide", can_run_nvfp4_wide, cost_nvfp4_wide, NULL, moq_cuda_nvfp4_wide,
      moq_cuda_nvfp4_wide_variants},
     {"cuda", "sm90_nvfp4_fp8", can_run_nvfp4_fp8, cost_nvfp4_fp8, moq_cuda_nvfp4_fp8_workspace,
      moq_cuda_nvfp4_fp8, moq_cuda_nvfp4_fp8_variants},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
+    {"cuda", "cublaslt_fp4", can_run_cublaslt_fp4, moq_cublaslt_seconds, moq_cublaslt_workspace,
+     moq_cublaslt_linear, moq_cublaslt_variants, false, "not yet run on hardware"},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -24,6 +24,7 @@ typedef struct {
     uint32_t (*variants)(const moq_linear_call *call);
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
+    const char *note; /* what explain() says beside its name, or NULL */
 } moq_linear_kernel;
 
 /* A kernel and one of its variants. */

@@ -179,3 +179,45 @@ def test_a_build_without_it_says_so():
     path, version, text = _C.cublaslt()
     assert (path, version) == (None, None)
     assert text.startswith("moqext was built without cuBLASLt: ")
+
+
+FP4 = "cuda:cublaslt_fp4"
+
+
+def fp4_reason(columns=4096, rows=(4096,), compute="fp4", capability="10.0", dtype="bfloat16"):
+    plan = _C.linear_plan("NVFP4", columns, rows, None, dtype, "cuda:0", compute, capability=capability)
+    return dict(plan.explain())[FP4]
+
+
+def test_products_of_nvfp4_codes_run_from_blackwell_on():
+    for capability in ("10.0", "10.3", "12.0"):
+        assert fp4_reason(capability=capability) is None
+        assert fp4_reason(4128, (16, 48, 4096), capability=capability, dtype="float16") is None
+    assert fp4_reason(capability="9.0") == "needs compute capability 10.0 or later, this device has 9.0"
+    assert "in_features to be a multiple of 32, got 4112" in fp4_reason(4112)
+    assert "each of out_partitions to be a multiple of 16, got 40" in fp4_reason(rows=(64, 40))
+    assert "float32" in fp4_reason(dtype="float32")
+    for compute in ("exact", "fp8"):
+        assert f"with compute {compute}" in fp4_reason(compute=compute)
+
+
+def test_what_multiplies_nvfp4_activations_on_each_chip():
+    for capability, kernel in (("9.0", "cuda:simt"), ("10.0", FP4), ("12.0", FP4)):
+        plan = _C.linear_plan(
+            "NVFP4", 4096, (4096,), None, "bfloat16", "cuda:0", "fp4", capability=capability
+        )
+        assert {plan.backend(tokens) for tokens in (1, 64, 4096)} == {kernel}
+    plan = _C.linear_plan("NVFP4", 4112, (64,), None, "bfloat16", "cuda:0", "fp4", capability="10.0")
+    assert plan.backend(1) == "cuda:simt"
+
+
+def test_what_has_not_run_on_hardware_says_so():
+    plan = _C.linear_plan("NVFP4", 64, (64,), None, "bfloat16", "cuda:0", "fp4", capability="10.0")
+    assert dict(plan.notes())[FP4] == "not yet run on hardware"
+
+
+def test_block_scales_are_prepared_as_products_read_them():
+    plan = _C.linear_plan("NVFP4", 96, (130, 16), None, "bfloat16", "cuda:0", "fp4", capability="10.0")
+    shapes = {name: shape for name, shape, *_ in plan.prepared_params()}
+    assert shapes["weight"] == (146, 48)
+    assert shapes["weight_scale"] == (384, 8)  # each partition in tiles of its own
