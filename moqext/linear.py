@@ -230,7 +230,7 @@ class LinearMethod:
         return self._plan.backend(1)
 
     def explain(self) -> str:
-        """One line per kernel: chosen, can run, or the reason why it cannot; and what else there is to know."""
+        """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known."""
         chosen, notes = self.backend, dict(self._plan.notes())
         lines = []
         for name, reason in self._plan.explain():

@@ -36,8 +36,7 @@
 #define UNIT_PARTS (MOQ_PACK_BYTES / VECTOR)            /* copies of a unit */
 #define BLOCK_X    (MOQ_PACK_K * (int)sizeof(uint16_t)) /* bytes of a row of x for one */
 
-#define MAX_SPLITS      4
-#define UNSIGNED_SCALES 0x7f7f7f7fu /* a scale may be minus zero */
+#define MAX_SPLITS 4
 
 static_assert(BLOCK_X == MMA_ROW, "64 values of x are a row of a step");
 
@@ -126,8 +125,7 @@ static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int l
     int g = lane / 4, t = lane % 4;
     uint4 words = *(const uint4 *)(unit + moq_pack_word_at(g, t, 0));
     uint2 scales = *(const uint2 *)(unit + moq_pack_scale_at(g, 0));
-    return {{words.x, words.y, words.z, words.w},
-            {scales.x & UNSIGNED_SCALES, scales.y & UNSIGNED_SCALES}};
+    return {{words.x, words.y, words.z, words.w}, {scales.x, scales.y}};
 }
 
 /* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
