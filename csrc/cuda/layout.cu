@@ -207,7 +207,8 @@ static __device__ __forceinline__ tile_part part_of(const tile_args *a) {
     int64_t down = block / a->groups; /* of all matrices */
     int64_t tile = down * a->tile_columns + across;
     tile_part part = {a->tiles + tile * MOQ_SWIZZLE_BYTES + m * 16, down / a->tile_rows,
-                      down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4, across < a->tile_columns};
+                      down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4,
+                      across < a->tile_columns};
     return part;
 }
 
