@@ -342,15 +342,6 @@ static __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint
                  : "memory");
 }
 
-static __device__ __forceinline__ uint4 load_shared(uint32_t from) {
-    uint4 value;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(from)
-                 : "memory");
-    return value;
-}
-
 static __device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
     uint2 value;
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
