@@ -141,14 +141,15 @@ template <class S>
 static __device__ __forceinline__ void write_columns(const typename S::args *a, const board *b,
                                                      float *turn, const place *at, int row,
                                                      const float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = S::T < CHUNK ? S::T : CHUNK;
 #pragma unroll
-    for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
+    for (int first = 0; first < S::T; first += AT_ONCE) {
 #pragma unroll
-        for (int j = 0; j < CHUNK / 8; j++) {
-            int i = (chunk * (CHUNK / 8) + j) * 4;
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            int i = (first / 8 + j) * 4;
             turn_around(turn, j, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
         }
-        write_chunk<S>(a, b, turn, at, row, chunk * CHUNK, CHUNK);
+        write_chunk<S>(a, b, turn, at, row, first, AT_ONCE);
     }
 }
 

@@ -28,9 +28,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
                                                board *b, const meeting *meet) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-    int own = group % S::k_groups;
     float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
-    ring_place slot = {own, 0};
+    spot step = {};
     for (cursor c = start<S>(a); c.left > 0; c.left--, c.tile += c.stride) {
         place at = place_of<S>(a, c.tile);
         float sum[S::T / 2] = {};
@@ -39,7 +38,12 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
         if (S::parts && !S::pair && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
         edge = fetch_margin<S>(a, &at);
-        multiply<S>(t, (c.end - c.first - own + S::k_groups - 1) / S::k_groups, &slot, sum);
+        if (S::k_groups == 1 || group % S::k_groups == 0) {
+            multiply<S>(t, (c.end - c.first + S::k_groups - 1) / S::k_groups, &step, sum);
+        } else {
+            spot second = {S::stage, 8, 0};
+            multiply<S>(t, (c.end - c.first) / S::k_groups, &second, sum);
+        }
         if constexpr (S::parts) {
             bring_together<S>(a, shared, b, meet, &edge, &at, sum);
             return;
@@ -111,7 +115,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
         int lane = threadIdx.x % 32;
         const uint8_t *unit = smem + S::token_bytes + slab * (2 * UNIT);
         taps t = {gate, unit + 16 * (lane ^ (lane >> 3)), unit + MOQ_PACK_SCALES + 8 * (lane / 4),
-                  wgmma_operand(ring), args.stages};
+                  wgmma_operand(ring), (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
         consume<S>(&args, &t, smem, &edge, &meet);
@@ -150,17 +154,21 @@ static variant variant_of(double step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<16, 2, 1, true>(0.428),         variant_of<16, 2, 2, true>(0.763),
-    variant_of<16, 1, 2, true>(0.512),         variant_of<32, 2, 1, false>(0.426),
-    variant_of<32, 4, 1, false>(0.71),         variant_of<32, 2, 1, true>(0.445),
-    variant_of<32, 4, 1, true>(0.711),         variant_of<32, 2, 2, true>(0.824),
-    variant_of<32, 1, 2, true>(0.519),         variant_of<64, 2, 1, false>(0.511),
-    variant_of<64, 4, 1, false>(0.841),        variant_of<64, 2, 1, true>(0.501),
-    variant_of<64, 4, 1, true>(0.914),         variant_of<64, 2, 2, true>(0.996),
-    variant_of<64, 1, 2, true>(0.573),         variant_of<128, 2, 1, false>(0.717),
-    variant_of<128, 4, 1, false>(1.225),       variant_of<128, 2, 1, true>(0.651),
-    variant_of<128, 4, 1, true>(1.394),        variant_of<128, 2, 2, true>(1.342),
-    variant_of<128, 2, 1, false, true>(0.733),
+    variant_of<16, 2, 1, false>(0.402),        variant_of<16, 4, 1, false>(0.610),
+    variant_of<16, 2, 1, true>(0.430),         variant_of<16, 2, 2, true>(0.671),
+    variant_of<16, 1, 2, true>(0.445),         variant_of<32, 2, 1, false>(0.427),
+    variant_of<32, 4, 1, false>(0.697),        variant_of<32, 3, 1, false>(0.540),
+    variant_of<32, 2, 1, true>(0.405),         variant_of<32, 3, 1, true>(0.504),
+    variant_of<32, 4, 1, true>(0.645),         variant_of<32, 2, 2, true>(0.656),
+    variant_of<32, 1, 2, true>(0.428),         variant_of<64, 2, 1, false>(0.501),
+    variant_of<64, 4, 1, false>(0.886),        variant_of<64, 3, 1, false>(0.664),
+    variant_of<64, 2, 1, true>(0.451),         variant_of<64, 3, 1, true>(0.591),
+    variant_of<64, 4, 1, true>(0.821),         variant_of<64, 2, 2, true>(0.823),
+    variant_of<64, 1, 2, true>(0.488),         variant_of<128, 2, 1, false>(0.668),
+    variant_of<128, 4, 1, false>(1.342),       variant_of<128, 3, 1, false>(1.011),
+    variant_of<128, 2, 1, true>(0.572),        variant_of<128, 3, 1, true>(0.939),
+    variant_of<128, 4, 1, true>(1.322),        variant_of<128, 2, 2, true>(1.285),
+    variant_of<128, 2, 1, false, true>(0.720),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -221,8 +229,8 @@ static int64_t tokens_of(int64_t m, const method *way) {
 }
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
- * same time, then sums and outputs. Fitted to 471 times of 11 layers and 16 to 256 tokens on an
- * H200 (docs/lab.md): 4 % off in the mean, and the choice costs 0.8 %. */
+ * same time, then sums and outputs. Fitted to 591 times of 16 layers and 16 to 256 tokens on an
+ * H200 (docs/lab.md): 4 % off in the mean, and the choice costs 0.5 %. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
@@ -232,10 +240,10 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);
     double share = v->row_groups * 64 * 72 + tokens * (STEP * 2) * (v->pair ? 0.5 : 1.0);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
-    double copies = tiles * steps * share / 1.01e13;
+    double copies = tiles * steps * share / 9.57e12;
     double memory = n * k * 0.5625 / 4.6e12 / fmin(1, blocks / 80);
-    double outputs = turns * (5.36e-7 * v->row_groups + (v->parts ? 4.42e-8 : 1.52e-8) * tokens);
-    return 0.77e-6 + outputs +
+    double outputs = turns * (3.9e-7 * v->row_groups + (v->parts ? 5.56e-8 : 2.1e-8) * tokens);
+    return 0.5e-6 + outputs +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }

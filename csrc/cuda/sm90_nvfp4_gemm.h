@@ -51,9 +51,9 @@ struct tile {
     static constexpr bool parts = PARTS, pair = PAIR;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of those who multiply and of those who copy, where not all have the same. */
-    static constexpr bool uneven = T * ROW_GROUPS * K_GROUPS >= 512;
-    static constexpr int registers = consumers == 512 ? 112 : 232;
-    static constexpr int copier_registers = consumers == 512 ? 32 : 40;
+    static constexpr bool uneven = T * ROW_GROUPS * K_GROUPS >= 384;
+    static constexpr int registers = consumers == 512 ? 112 : 152;
+    static constexpr int copier_registers = consumers == 512 ? 32 : 56;
     /* A warp copies weights, another tokens. */
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
@@ -62,6 +62,7 @@ struct tile {
     /* Products that a set of fragments is for: two of T = 128 where registers are few. */
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth; /* of a step */
+    static_assert(K_GROUPS <= 2, "those of other steps have code of their own");
     static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
     /* Sums of other blocks have room beside the ring, rather than where it was. */
     static constexpr bool own_room = T < 128;
@@ -209,13 +210,31 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
 
 /* ---- products ---- */
 
-/* What a warp takes steps from. */
+/* What a warp takes steps from, in the first stage. */
 typedef struct {
     gates gate;
-    const uint8_t *codes, *scales; /* of this lane, in the first stage */
-    uint64_t tokens;               /* the operand in the first stage */
-    int stages;
+    const uint8_t *codes, *scales; /* of this lane */
+    uint64_t tokens;               /* the operand */
+    uint32_t stages;
 } taps;
+
+/* A step of a warpgroup: the place in the ring, of it and of its barriers, and the parity of the
+ * phase in which it is used next. The compiler has to see that all threads have the same, or every
+ * product takes its operand through two registers. */
+typedef struct {
+    uint32_t at, gate, parity;
+} spot;
+
+/* To the next step of this warpgroup. */
+template <class S> static __device__ __forceinline__ void advance_own(spot *s, uint32_t stages) {
+    s->at += S::k_groups * S::stage;
+    s->gate += S::k_groups * 8;
+    if (s->gate >= stages * 8) {
+        s->at -= stages * S::stage;
+        s->gate -= stages * 8;
+        s->parity ^= 1;
+    }
+}
 
 /* Fragments of some products of 16 columns. */
 template <class S> struct fragments {
@@ -224,17 +243,18 @@ template <class S> struct fragments {
 
 /* Those of a piece of a step. */
 template <class S>
-static __device__ __forceinline__ void decode(const taps *t, const ring_place *slot, int piece,
+static __device__ __forceinline__ void decode(const taps *t, const spot *s, int piece,
                                               fragments<S> *f) {
     int first = piece * S::depth; /* of the products of the step, four to a unit */
-    int at = slot->index * S::stage + first / 4 * UNIT;
+    const uint8_t *from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
+    const uint8_t *scales_from = t->scales + s->at + first / 4 * UNIT + first % 4 * 2;
     uint32_t codes[S::depth], scales[S::depth / 2];
     if constexpr (S::depth == 4) {
-        *(uint4 *)codes = *(const uint4 *)(t->codes + at);
-        *(uint2 *)scales = *(const uint2 *)(t->scales + at);
+        *(uint4 *)codes = *(const uint4 *)from;
+        *(uint2 *)scales = *(const uint2 *)scales_from;
     } else {
-        *(uint2 *)codes = *(const uint2 *)(t->codes + at + first % 4 * 4);
-        *scales = *(const uint32_t *)(t->scales + at + first % 4 * 2);
+        *(uint2 *)codes = *(const uint2 *)from;
+        *scales = *(const uint32_t *)scales_from;
     }
 #pragma unroll
     for (int i = 0; i < S::depth; i++)
@@ -243,11 +263,11 @@ static __device__ __forceinline__ void decode(const taps *t, const ring_place *s
 }
 
 template <class S>
-static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int piece,
+static __device__ __forceinline__ void issue(const taps *t, const spot *s, int piece,
                                              const fragments<S> *f, float (&sum)[S::T / 2]) {
     int first = piece * S::depth;
-    uint64_t right = t->tokens + (uint32_t)(slot->index * (S::stage / 16) +
-                                            first / 4 * (S::T * STEP / 16) + first % 4 * 2);
+    uint64_t right =
+        t->tokens + s->at / 16 + (uint32_t)(first / 4 * (S::T * STEP / 16) + first % 4 * 2);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < S::depth; i++) {
@@ -266,54 +286,45 @@ template <class S> static __device__ __forceinline__ void give_up(fragments<S> *
         asm volatile("" : "+r"(f->a[i / 4][i % 4])::"memory");
 }
 
-template <class S>
-static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
+template <class S> static __device__ __forceinline__ void release(const taps *t, const spot *s) {
+    uint32_t barrier = t->gate.empty + s->gate;
     __syncwarp();
     if (S::pair && threadIdx.x % 32 < 2)
-        mbarrier_arrive_at(t->gate.empty + 8u * slot->index,
-                           ((int)rank_in_cluster() & ~1) + threadIdx.x % 32);
+        mbarrier_arrive_at(barrier, ((int)rank_in_cluster() & ~1) + threadIdx.x % 32);
     if (!S::pair && threadIdx.x % 32 == 0)
-        mbarrier_arrive(t->gate.empty + 8u * slot->index);
+        mbarrier_arrive(barrier);
 }
 
-template <class S>
-static __device__ __forceinline__ void advance_own(ring_place *slot, int stages) {
-    slot->index += S::k_groups;
-    if (slot->index >= stages) {
-        slot->index -= stages;
-        slot->parity ^= 1;
-    }
-}
-
-/* Adds `steps` steps of this warpgroup from `slot` on to the sums: while a piece is multiplied the
+/* Adds `steps` steps of this warpgroup from `s` on to the sums: while a piece is multiplied the
  * next is decoded. */
 template <class S>
-static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
+static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *s,
                                                 float (&sum)[S::T / 2]) {
     fragments<S> set[2] = {};
-    ring_place before = *slot;
+    spot before = *s;
     if (steps <= 0)
         return;
-    mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
-    decode<S>(t, slot, 0, &set[0]);
-    for (int step = 0; step < steps; step++) {
-        mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->gate.weights + s->gate, s->parity);
+    decode<S>(t, s, 0, &set[0]);
+#pragma unroll 1
+    for (int left = steps; left > 0; left--) {
+        mbarrier_wait(t->gate.tokens + s->gate, s->parity);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
-            issue<S>(t, slot, piece, own, sum);
+            issue<S>(t, s, piece, own, sum);
             wgmma_wait<1>();
             give_up<S>(other);
-            if (piece == 0 && step > 0)
+            if (piece == 0 && left < steps)
                 release<S>(t, &before);
             if (piece + 1 < S::pieces)
-                decode<S>(t, slot, piece + 1, other);
+                decode<S>(t, s, piece + 1, other);
         }
-        before = *slot;
-        advance_own<S>(slot, t->stages);
-        if (step + 1 < steps) {
-            mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
-            decode<S>(t, slot, 0, &set[0]);
+        before = *s;
+        advance_own<S>(s, t->stages);
+        if (left > 1) {
+            mbarrier_wait(t->gate.weights + s->gate, s->parity);
+            decode<S>(t, s, 0, &set[0]);
         }
     }
     wgmma_wait<0>();

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_nvfp4_gemm"
-VARIANTS = 21
+VARIANTS = 29
 
 
 @pytest.fixture(autouse=True)
