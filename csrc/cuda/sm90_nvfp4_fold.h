@@ -1,6 +1,6 @@
-/* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: a
- * warpgroup folds block scales into codes and writes them to shared memory, where two others take
- * them to registers and multiply.
+/* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: one
+ * or two warpgroups fold block scales into codes and write them to shared memory, where two others
+ * take them to registers and multiply.
  *
  * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/prepare.h, where fold
  * is the row's power of two, or 16 if that is more (used_fold): both products in float16 are exact
@@ -13,7 +13,6 @@
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/wgmma.h"
 
-#define FOLDERS    128  /* threads that fold */
 #define UNIT_BYTES 1024 /* of the operand that a unit becomes */
 
 /* Barriers of the stages of the ring that is multiplied from, each with tokens and operands: tokens
@@ -73,11 +72,12 @@ static __device__ __forceinline__ uint32_t fetch_folds(const gemm_args *a, int s
     return pack_pair(MOQ_DT_F16, upper, lower);
 }
 
-/* What a folding warp has: slabs of each tile, `other` where the other block of a pair has its
- * ring. */
+/* What a folding warp has: some units of each step, one behind the other, and `other` where the
+ * other block of a pair has its ring. */
 template <class S> struct folder {
-    static constexpr int SLABS_EACH = S::slabs / 4;
-    uint32_t packed, operands, other; /* its slabs in the first stages */
+    static constexpr int UNITS = S::slabs * S::units / (S::folders / 32);
+    static constexpr int SLABS_OF = UNITS > S::units ? UNITS / S::units : 1;
+    uint32_t packed, operands, other; /* its units in the first stages */
     uint32_t posted;                  /* the other block's barrier */
 };
 
@@ -89,10 +89,10 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
     uint32_t at = (uint32_t)(to * (SLABS * S::units * UNIT_BYTES)) + threadIdx.x % 32 * 16;
     packed_unit next = load_unit(unit);
 #pragma unroll
-    for (int i = 0; i < S::units * f->SLABS_EACH; i++) {
+    for (int i = 0; i < f->UNITS; i++) {
         packed_unit now = next;
         uint32_t a[2][4];
-        if (i + 1 < S::units * f->SLABS_EACH)
+        if (i + 1 < f->UNITS)
             next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
         fold_unit(&now, folds[i / S::units], a);
 #pragma unroll
@@ -109,16 +109,15 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
 template <class S>
 static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pipe *packed,
                                                     const gates *gate, folder<S> f) {
-    constexpr int EACH = f.SLABS_EACH;
-    int warp = threadIdx.x % FOLDERS / 32, lane = threadIdx.x % 32;
+    int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     ring_place from = {0, 0}, to = {0, 0};
     for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
         int slab = place_of<S>(a, c.index, packed->rank).row / MOQ_PACK_ROWS +
-                   (S::share_weights ? packed->rank * S::slabs : 0) + warp * EACH;
-        uint32_t folds[EACH];
+                   (S::share_weights ? packed->rank * S::slabs : 0) + warp * f.UNITS / S::units;
+        uint32_t folds[f.SLABS_OF];
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int i = 0; i < f.SLABS_OF; i++)
             folds[i] = fetch_folds(a, slab + i);
 #pragma unroll 1
         for (int step = 0; step < a->steps; step++) {

@@ -4,7 +4,7 @@
  * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
  * columns of each 16 in the order that operands have them (moq_cuda_quantize). W is packed NVFP4 in
  * memory and becomes e4m3 here (sm90_nvfp4_fold.h). A block has a tile at a time, 128 rows of W by
- * T tokens: a warpgroup folds, two multiply 64 rows each, two warps copy.
+ * T tokens: one or two warpgroups fold, two multiply 64 rows each, two warps copy.
  *
  * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
  * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
@@ -18,8 +18,8 @@
 
 #include <math.h>
 
-#define THREADS       512
 #define STEP          128
+#define COPIERS       128
 #define PACKED_STAGES 3
 #define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
 #define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
@@ -46,12 +46,12 @@ static __device__ __forceinline__ void set_up(const gates *gate, const pipe *pac
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; i++) {
             mbarrier_init(gate->tokens + 8u * i, 1);
-            mbarrier_init(gate->operands + 8u * i, FOLDERS / 32);
+            mbarrier_init(gate->operands + 8u * i, S::folders / 32);
             mbarrier_init(gate->empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1));
         }
         for (int i = 0; i < packed->stages; i++) {
             mbarrier_init(packed->full + 8u * i, 1);
-            mbarrier_init(packed->empty + 8u * i, FOLDERS / 32);
+            mbarrier_init(packed->empty + 8u * i, S::folders / 32);
         }
         mbarrier_init_fence();
     }
@@ -63,7 +63,7 @@ static __device__ __forceinline__ void set_up(const gates *gate, const pipe *pac
 }
 
 template <class S>
-static __global__ void __launch_bounds__(THREADS, 1)
+static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
     nvfp4_fp8(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
@@ -79,28 +79,28 @@ static __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     set_up<S>(&gate, &packed, args.stages);
     if (threadIdx.x < CONSUMERS) {
-        more_registers<216>();
+        more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
         taps t = {gate, operands + own, wgmma_operand(x), args.stages};
         consume<S>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
-    } else if (threadIdx.x < CONSUMERS + FOLDERS) {
-        fewer_registers<56>();
+    } else if (threadIdx.x < CONSUMERS + S::folders) {
+        fewer_registers<S::folder_registers>();
         folder<S> f;
-        int slab = threadIdx.x % FOLDERS / 32 * f.SLABS_EACH;
-        f.packed = weights + slab * S::slab_bytes;
+        int unit = (threadIdx.x - CONSUMERS) / 32 * f.UNITS;
+        f.packed = weights + unit * MOQ_PACK_BYTES;
         f.operands =
-            operands + (slab + (S::share_weights ? rank * S::slabs : 0)) * (2 * UNIT_BYTES);
+            operands + (unit + (S::share_weights ? rank * S::slabs * S::units : 0)) * UNIT_BYTES;
         f.other = S::share_weights ? address_in(rank ^ 1, f.operands) : 0;
         f.posted = S::share_weights ? address_in(rank ^ 1, gate.operands) : 0;
         fold_weights<S>(&args, &packed, &gate, f);
     } else {
         fewer_registers<24>();
         pipe of_tokens = {gate.tokens, gate.empty, x, args.stages, rank};
-        if (threadIdx.x < CONSUMERS + FOLDERS + 32)
+        if (threadIdx.x < CONSUMERS + S::folders + 32)
             produce_weights<S>(&args, &packed);
-        else if (threadIdx.x == CONSUMERS + FOLDERS + 32)
+        else if (threadIdx.x == CONSUMERS + S::folders + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
     }
     if (S::pair) {
@@ -113,10 +113,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 typedef struct {
     int tokens, blocks; /* of a tile; that share its weights */
-    int stage;          /* bytes of tokens and operands, */
-    int rest;           /* and of the packed ring and the outputs' way */
-    int boards;         /* bytes of static shared memory */
-    double step[2];     /* microseconds of 128 columns, sums promoted, or fast */
+    int threads;
+    int stage;      /* bytes of tokens and operands, */
+    int rest;       /* and of the packed ring and the outputs' way */
+    int boards;     /* bytes of static shared memory */
+    double step[2]; /* microseconds of 128 columns, sums promoted, or fast */
     const void *kernel[2];
 } variant;
 
@@ -125,6 +126,7 @@ template <int T, sharing SHARE> static variant variant_of(double step, double fa
     typedef tile<AS_E4M3, T, SHARE, true> fast;
     return {T,
             exact::pair ? 2 : 1,
+            CONSUMERS + exact::folders + COPIERS,
             exact::token_bytes + OPERAND_BYTES,
             PACKED_STAGES * exact::weight_bytes + 2 * exact::turn_bytes,
             2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
@@ -133,10 +135,9 @@ template <int T, sharing SHARE> static variant variant_of(double step, double fa
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_WEIGHTS>(0.95, 0.81),
-    variant_of<256, ALONE>(1.05, 0.95),
-    variant_of<128, SHARE_WEIGHTS>(0.60, 0.55),
-    variant_of<128, ALONE>(0.775, 0.72),
+    variant_of<256, SHARE_WEIGHTS>(0.90, 0.80), variant_of<256, ALONE>(1.03, 0.95),
+    variant_of<128, SHARE_WEIGHTS>(0.60, 0.55), variant_of<128, ALONE>(0.745, 0.68),
+    variant_of<64, SHARE_WEIGHTS>(0.51, 0.46),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -264,7 +265,7 @@ extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *e
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = v->kernel[spec->fast_accum],
                          .grid = dim3((unsigned)(way.workers * v->blocks)),
-                         .block = dim3(THREADS),
+                         .block = dim3((unsigned)v->threads),
                          .cluster = v->blocks > 1 ? (unsigned)v->blocks : 0,
                          .shared = (size_t)(a.stages * v->stage + v->rest),
                          .stream = (cudaStream_t)call->stream,

@@ -52,6 +52,13 @@ template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
+    /* Of e4m3: threads that fold, twice as many where they are faster (docs/lab.md), and registers
+     * of theirs and of those who multiply. */
+    static constexpr bool twice = T < 128 || (T == 128 && SHARE == ALONE);
+    static constexpr int folders = twice ? 256 : 128;
+    static constexpr bool full = T == 256 && !fast; /* of sums */
+    static constexpr int registers = twice ? 144 : full ? 224 : 216;
+    static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
     static constexpr int turns = quantized ? 1 : 2; /* chunks that a warpgroup has room for */
     static constexpr int turn_bytes = turns * TURN_BYTES;
 };

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from .cases import DTYPES, OnDevice, force, on_host, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_nvfp4_fp8"
-VARIANTS = 5
+VARIANTS = 6
 
 
 @pytest.fixture(autouse=True)
