@@ -10,8 +10,8 @@
  * - K is split over the warps of a block, and over the two blocks of a cluster where that is
  * better; rows over clusters. Where K is short, groups of warps take different rows.
  * - A warp has a ring of stages of its own, which it fills itself: a stage is 8 units of W, some
- *   slabs by some blocks of K, by bulk copies, and those columns of x. It waits for nothing but its
- *   stages.
+ *   slabs by some blocks of K, by bulk copies, and those columns of x, unless all that a warp needs
+ *   of x fits beside its ring and is needed again. It waits for nothing but its stages.
  * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
  *   follows when it has. Where half of a multiprocessor is enough for its rings, a block takes no
  *   more, so that the blocks of the next call are there when this one ends.
@@ -35,19 +35,20 @@
 
 #include <math.h>
 
-#define WARPS       8
-#define THREADS     (32 * WARPS)
-#define STAGE_UNITS 8 /* of W in a stage */
+#define STAGES      96 /* of a block, at most */
+#define STAGE_UNITS 8  /* of W in a stage */
 #define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
-#define MAX_STAGES  12
 #define MAX_RANKS   2
-#define X_BLOCK     128  /* bytes of a token in a block of K */
-#define DECLARED    1024 /* bytes of shared memory declared in the kernel */
-static_assert(8 * (WARPS * MAX_STAGES + 2) <= DECLARED, "more is declared");
+#define X_BLOCK     128        /* bytes of a token in a block of K */
+#define KEPT        (80 << 10) /* bytes of x that a block keeps, at most */
+#define SHORT       2048       /* columns up to which fewer than 8 warps may share K */
+#define DECLARED    1024       /* bytes of shared memory declared in the kernel */
+static_assert(8 * (STAGES + 2) <= DECLARED, "more is declared");
 
-/* What is known when the kernel is compiled: slabs of W that a warp multiplies with what it has
- * read of x, tiles of 8 tokens, and the type of x. */
-template <int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
+/* What is known when the kernel is compiled: the warps of a block, slabs of W that a warp
+ * multiplies with what it has read of x, tiles of 8 tokens, and the type of x. */
+template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
+    static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
     static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
     static constexpr int rows = SLABS * MOQ_PACK_ROWS,
                          row_pitch = rows + 4; /* parked, no conflicts */
@@ -62,7 +63,9 @@ typedef struct {
     int slabs, more_slabs;    /* of a cluster, and how many have one more */
     int turn;                 /* blocks of K in a stage */
     int stages;               /* of a warp */
-    int stage_bytes;          /* weights, then x: [blocks][m][128] */
+    int stage_bytes;          /* weights, then x: [blocks][m][128], */
+    bool x_stays;             /* or that is kept behind the stages, for all rounds */
+    int warp_bytes;           /* of its stages, and x */
     int parked_at, parked_bytes, parked_turn; /* sums: offset; bytes of a warp, of a round or 0 */
     int inbox_at; /* [2][ranks][pairs of tokens][rows of a rank] float2 */
     int64_t slab_bytes;
@@ -81,7 +84,8 @@ typedef struct {
     int step;         /* slabs from round to round */
 } share;
 
-static __device__ __forceinline__ share share_of(const decode_args *a, int slabs, int warp) {
+static __device__ __forceinline__ share share_of(const decode_args *a, int warps, int slabs,
+                                                 int warp) {
     share s;
     int rank = (int)blockIdx.x & ((1 << a->log_ranks) - 1),
         cluster = (int)blockIdx.x >> a->log_ranks;
@@ -91,7 +95,7 @@ static __device__ __forceinline__ share share_of(const decode_args *a, int slabs
     s.slab = cluster * a->slabs + min(cluster, a->more_slabs);
     s.end = cluster < a->clusters ? s.slab + a->slabs + (cluster < a->more_slabs) : 0;
     s.slab += (warp >> a->log_parts) * slabs;
-    s.step = (WARPS >> a->log_parts) * slabs;
+    s.step = (warps >> a->log_parts) * slabs;
     return s;
 }
 
@@ -99,6 +103,7 @@ static __device__ __forceinline__ share share_of(const decode_args *a, int slabs
 
 typedef struct {
     uint32_t stages, full; /* memory and barriers */
+    uint32_t x;            /* of the first stage, or of all columns */
     uint64_t policy;
     int lane;
 } ring;
@@ -140,22 +145,31 @@ static __device__ __forceinline__ void fetch_weights(const decode_args *a, const
     }
 }
 
-/* The tokens' part of a stage, 16 bytes a lane; zeros beyond K. Pieces of a row are xored with it,
- * so that lanes that read the same piece of 8 rows meet no bank twice. */
-static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const share *s,
-                                                    const ring *r, const cursor *c, int stage) {
-    int blocks = min(a->turn, s->count - c->done), piece = r->lane % 8;
-    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes) + WEIGHTS;
-    int column = (s->begin + c->done) * MOQ_PACK_K + piece * 8;
+/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. Pieces of a row are
+ * xored with it, so that lanes that read the same piece of 8 rows meet no bank twice. */
+static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const ring *r, int first,
+                                                    int blocks, uint32_t to, uint32_t bar) {
+    int piece = r->lane % 8, row = r->lane / 8, column = first * MOQ_PACK_K + piece * 8;
     const uint16_t *x = (const uint16_t *)a->x.data;
 #pragma unroll 1
-    for (int i = r->lane / 8; i < blocks * a->m; i += 4) {
-        int block = (i >= a->m) + (i >= 2 * a->m) + (i >= 3 * a->m), row = i - block * a->m;
-        int at = column + block * MOQ_PACK_K;
-        const uint16_t *from = at < a->k ? x + row * a->x.stride + at : x;
-        copy_async_16(to + i * X_BLOCK + ((piece ^ (row & 7)) << 4), from, at < a->k ? 16 : 0);
+    for (int i = row; i < blocks * a->m; i += 4) {
+        while (row >= a->m) {
+            row -= a->m;
+            column += MOQ_PACK_K;
+        }
+        const uint16_t *from = column < a->k ? x + row * a->x.stride + column : x;
+        copy_async_16(to + i * X_BLOCK + ((piece ^ (row & 7)) << 4), from, column < a->k ? 16 : 0);
+        row += 4;
     }
-    copy_async_arrive(r->full + 8u * stage);
+    copy_async_arrive(bar);
+}
+
+/* The tokens' part of a stage. */
+static __device__ __forceinline__ void fetch_columns(const decode_args *a, const share *s,
+                                                     const ring *r, const cursor *c, int stage) {
+    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes) + WEIGHTS;
+    fetch_tokens(a, r, s->begin + c->done, min(a->turn, s->count - c->done), to,
+                 r->full + 8u * stage);
 }
 
 /* ---- products ---- */
@@ -176,7 +190,7 @@ static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a,
 #pragma unroll
     for (int i = 0; i < S::tiles; i++) {
         int row = min(8 * i + g, a->m - 1); /* tokens that are not there: any that is */
-        p.x[i][0] = r->stages + WEIGHTS + row * X_BLOCK + ((2 * t ^ (row & 7)) << 4);
+        p.x[i][0] = r->x + row * X_BLOCK + ((2 * t ^ (row & 7)) << 4);
         p.x[i][1] = p.x[i][0] ^ 16;
     }
     return p;
@@ -194,38 +208,62 @@ static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t 
         mma_bf16(sum, w, x);
 }
 
-/* A slab by a block of K. Words 0 and 1 have columns 0..3 of the lane's group and 8..11, words 2
- * and 3 the rest: the steps are such that two neighbouring words of x belong to each. */
+/* Two slabs by a block of K, `x` its columns. Words 0 and 1 have columns 0..3 of the lane's group
+ * and 8..11, words 2 and 3 the rest: the steps are such that two neighbouring words of x belong to
+ * each. Slabs take turns, so that products that add to the same sums do not follow each other. */
 template <class S>
-static __device__ __forceinline__ void multiply_unit(float (&sum)[S::tiles][4],
-                                                     const uint32_t (&word)[4], uint32_t scales,
-                                                     const uint4 (&x)[S::tiles][2]) {
+static __device__ __forceinline__ void multiply_pair(const lane_places<S> &p, uint32_t unit,
+                                                     const uint4 (&x)[S::tiles][2],
+                                                     float (&sum)[2][S::tiles][4]) {
+    constexpr uint32_t slab = S::blocks * MOQ_PACK_BYTES;
+    uint32_t word[2][4], scales[2];
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        uint32_t a[4], b[4];
-        moq_nvfp4_fragment<S::type>(word[i], scales, a);
-        moq_nvfp4_fragment<S::type>(word[i + 1], scales, b);
-        const uint32_t low[4] = {a[0], a[1], b[0], b[1]}, high[4] = {a[2], a[3], b[2], b[3]};
+    for (int i = 0; i < 2; i++) {
+        scales[i] = load_shared_half(p.scale + unit + i * slab);
 #pragma unroll
-        for (int tile = 0; tile < S::tiles; tile++) {
-            const uint32_t *near = &x[tile][0].x + i, *far = &x[tile][1].x + i;
-            multiply<S>(sum[tile], low, near[0], near[1]);
-            multiply<S>(sum[tile], high, far[0], far[1]);
+        for (int j = 0; j < 4; j++)
+            word[i][j] = load_shared_word(p.word[j] + unit + i * slab);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        scales[i] = moq_nvfp4_scales<S::type>(scales[i], false);
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+        uint32_t a[2][4], b[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            moq_nvfp4_fragment<S::type>(word[i][j], scales[i], a[i]);
+            moq_nvfp4_fragment<S::type>(word[i][j + 1], scales[i], b[i]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int tile = 0; tile < S::tiles; tile++) {
+                const uint32_t *v = &x[tile][half].x + j;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
+                                           b[i][2 * half + 1]};
+                    multiply<S>(sum[i][tile], w, v[0], v[1]);
+                }
+            }
         }
     }
 }
 
 template <class S>
 static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
-                                                      int stage, int blocks, sums<S> &sum) {
+                                                      int stage, int done, int blocks,
+                                                      sums<S> &sum) {
     uint32_t at = (uint32_t)(stage * a->stage_bytes), step = (uint32_t)(a->m * X_BLOCK);
+    uint32_t x_at = a->x_stays ? done * step : at;
 #pragma unroll
     for (int i = 0; i < 4; i++)
         p.word[i] += at;
     p.scale += at;
 #pragma unroll
     for (int i = 0; i < 2 * S::tiles; i++)
-        p.x[i / 2][i % 2] += at;
+        p.x[i / 2][i % 2] += x_at;
 #pragma unroll 1
     for (int block = 0; block < blocks; block++) {
         uint4 x[S::tiles][2];
@@ -235,15 +273,9 @@ static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane
             p.x[i / 2][i % 2] += step;
         }
 #pragma unroll
-        for (int slab = 0; slab < S::slabs; slab++) {
-            const uint32_t unit = slab * S::blocks * MOQ_PACK_BYTES;
-            uint32_t word[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                word[i] = load_shared_word(p.word[i] + unit);
-            uint32_t scales = moq_nvfp4_scales<S::type>(load_shared_half(p.scale + unit), false);
-            multiply_unit<S>(sum[slab], word, scales, x);
-        }
+        for (int slab = 0; slab < S::slabs; slab += 2)
+            multiply_pair<S>(p, slab * S::blocks * MOQ_PACK_BYTES, x,
+                             (float (&)[2][S::tiles][4])sum[slab]);
 #pragma unroll
         for (int i = 0; i < 4; i++)
             p.word[i] += MOQ_PACK_BYTES;
@@ -273,6 +305,7 @@ static __device__ __forceinline__ void park_sums(float2 *parked, int pairs, int 
 }
 
 /* Adds up what the warps that share K have of a pair. */
+template <int WARPS>
 static __device__ __forceinline__ float2 gather(const decode_args *a, const uint8_t *parked) {
     float2 v[WARPS];
 #pragma unroll
@@ -379,7 +412,7 @@ static __device__ __forceinline__ void finish_round(const decode_args *a, uint8_
     if (!a->log_ranks) {
 #pragma unroll 1
         for (int pair = o->pair; pair < pairs; pair += o->pair_step)
-            store_pair<S>(a, o, pair, gather(a, parked + pair * S::row_pitch * 8));
+            store_pair<S>(a, o, pair, gather<S::warps>(a, parked + pair * S::row_pitch * 8));
         return;
     }
     box b = box_of<S>(a, smem, posted, round, o->row, pairs);
@@ -389,7 +422,8 @@ static __device__ __forceinline__ void finish_round(const decode_args *a, uint8_
     uint32_t bar = address_in(b.owner, b.posted);
 #pragma unroll 1
     for (int pair = o->pair; pair < pairs; pair += o->pair_step)
-        send_pair(to + pair * b.pitch * 8, gather(a, parked + pair * S::row_pitch * 8), bar);
+        send_pair(to + pair * b.pitch * 8, gather<S::warps>(a, parked + pair * S::row_pitch * 8),
+                  bar);
     if (b.owner != b.rank || o->pair >= pairs)
         return;
     mbarrier_wait(b.posted, b.parity);
@@ -401,21 +435,23 @@ static __device__ __forceinline__ void finish_round(const decode_args *a, uint8_
 /* ---- the kernel ---- */
 
 template <class S>
-static __global__ void __launch_bounds__(THREADS, 2)
+static __global__ void __launch_bounds__(32 * S::warps, 2)
     nvfp4_decode(const __grid_constant__ decode_args args) {
     extern __shared__ __align__(128) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[WARPS * MAX_STAGES + 2];
+    __shared__ __align__(8) uint64_t barrier[STAGES + 2];
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     ring r;
     r.lane = (int)threadIdx.x % 32;
-    r.stages = shared_address(smem) + (uint32_t)(warp * a->stages * a->stage_bytes);
-    r.full = shared_address(barrier + warp * MAX_STAGES);
+    r.stages = shared_address(smem) + (uint32_t)(warp * a->warp_bytes);
+    r.x = r.stages + (uint32_t)(a->x_stays ? a->stages * a->stage_bytes : WEIGHTS);
+    r.full = shared_address(barrier + warp * S::max_stages);
     r.policy = policy_evict_first();
-    uint32_t posted = shared_address(barrier + WARPS * MAX_STAGES);
+    uint32_t posted = shared_address(barrier + STAGES);
     launch_dependents();
-    if (r.lane < a->stages)
-        mbarrier_init(r.full + 8u * r.lane, 1 + 32); /* weights; lanes with their part of x */
+    uint32_t kept = r.full + 8u * a->stages;
+    if (r.lane <= a->stages) /* weights, and lanes with their part of x, or they by themselves */
+        mbarrier_init(r.full + 8u * r.lane, r.lane == a->stages ? 32 : a->x_stays ? 1 : 1 + 32);
     if (a->log_ranks && threadIdx.x < 2)
         mbarrier_init(posted + 8u * threadIdx.x, 1);
     mbarrier_init_fence();
@@ -423,7 +459,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (a->log_ranks)
         cluster_arrive();
 
-    share s = share_of(a, S::slabs, warp);
+    share s = share_of(a, S::warps, S::slabs, warp);
     cursor next = {s.slab, 0}, x_next = next;
     for (int i = 0; i < a->stages && is_meant(&s, &next); i++) {
         fetch_weights<S>(a, &s, &r, &next, i);
@@ -434,14 +470,18 @@ static __global__ void __launch_bounds__(THREADS, 2)
     lane_places<S> places = places_of<S>(a, &r);
     output_row out = output_of<S>(a, &s, index);
     wait_for_predecessor();
-    for (int i = 0; i < a->stages && is_meant(&s, &x_next); i++) {
-        fetch_tokens(a, &s, &r, &x_next, i);
+    if (a->x_stays)
+        fetch_tokens(a, &r, s.begin, s.count, r.x, kept);
+    for (int i = 0; i < a->stages && !a->x_stays && is_meant(&s, &x_next); i++) {
+        fetch_columns(a, &s, &r, &x_next, i);
         advance_cursor(a, &s, &x_next);
     }
     if (a->log_ranks)
         cluster_wait();
     fetch_bias(a, &out);
 
+    if (a->x_stays)
+        mbarrier_wait(kept, 0);
     ring_place place = {0, 0};
 #pragma unroll 1
     for (int round = 0; s.slab < s.end; round++) {
@@ -449,11 +489,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll 1
         for (int done = 0; done < s.count; done += a->turn) {
             mbarrier_wait(r.full + 8u * place.index, place.parity);
-            multiply_stage<S>(a, places, place.index, min(a->turn, s.count - done), sum);
+            multiply_stage<S>(a, places, place.index, done, min(a->turn, s.count - done), sum);
             __syncwarp();
             if (is_meant(&s, &next)) {
                 fetch_weights<S>(a, &s, &r, &next, place.index);
-                fetch_tokens(a, &s, &r, &next, place.index);
+                if (!a->x_stays)
+                    fetch_columns(a, &s, &r, &next, place.index);
                 advance_cursor(a, &s, &next);
             }
             advance(&place, a->stages);
@@ -476,7 +517,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 /* A way to run a call. */
 typedef struct {
-    int slabs, tiles, log_ranks, log_parts;
+    int warps, slabs, tiles, log_ranks, log_parts;
     bool whole; /* a block has a multiprocessor to itself */
 } way;
 
@@ -487,7 +528,7 @@ static int quotient_up(int a, int b) {
 /* Rounds of the cluster that has most. */
 static int rounds_of(const decode_args *a, const way *w) {
     int most = a->slabs + (a->more_slabs > 0);
-    return quotient_up(most, w->slabs * (WARPS >> w->log_parts));
+    return quotient_up(most, w->slabs * (w->warps >> w->log_parts));
 }
 
 /* Shares rows and K out. */
@@ -503,7 +544,9 @@ static void share_out(decode_args *a, const way *w, int sm_count) {
     a->more_slabs = slabs % a->clusters;
     int most = a->blocks + (a->more_blocks > 0);
     a->turn = quotient_up(most, quotient_up(most, STAGE_UNITS / w->slabs));
-    a->stage_bytes = WEIGHTS + a->turn * a->m * X_BLOCK;
+    int columns = most * a->m * X_BLOCK;
+    a->x_stays = rounds_of(a, w) > 1 && w->warps * columns <= KEPT;
+    a->stage_bytes = WEIGHTS + (a->x_stays ? 0 : a->turn * a->m * X_BLOCK);
     a->slab_bytes = moq_pack_blocks(a->k) * MOQ_PACK_BYTES;
 }
 
@@ -516,53 +559,63 @@ static size_t lay_out(decode_args *a, way *w, const moq_cuda_device *device) {
     int rows = w->slabs * MOQ_PACK_ROWS, parked = pairs * (rows + 4) * 8;
     int boxes = w->log_ranks ? 2 * rows * pairs * 8 : 0;
     int most = a->blocks + (a->more_blocks > 0);
-    int needed = min(rounds * quotient_up(most, a->turn), MAX_STAGES);
+    int needed = min(rounds * quotient_up(most, a->turn), STAGES / w->warps - 1);
+    int x = a->x_stays ? most * a->m * X_BLOCK : 0;
     for (w->whole = false;; w->whole = true) {
         int room = (w->whole ? limit : (limit + 1024) / 2 - 1024) - DECLARED - boxes;
-        int stages = min(needed, room / (WARPS * a->stage_bytes));
+        int stages = min(needed, room / w->warps / a->stage_bytes);
         bool alias = rounds == 1 && stages * a->stage_bytes >= parked;
         if (!alias)
-            stages = min(needed, (room - 2 * WARPS * parked) / (WARPS * a->stage_bytes));
-        if (!w->whole && stages < min(needed, 2))
+            stages = min(needed, (room / w->warps - 2 * parked - x) / a->stage_bytes);
+        if (!w->whole && stages < min(needed, 16 / w->warps))
             continue;
         a->stages = stages;
-        a->parked_at = alias ? 0 : WARPS * a->stages * a->stage_bytes;
-        a->parked_bytes = alias ? a->stages * a->stage_bytes : parked;
-        a->parked_turn = alias ? 0 : WARPS * parked;
-        a->inbox_at = a->parked_at + (alias ? WARPS * a->parked_bytes : 2 * WARPS * parked);
+        a->warp_bytes = stages * a->stage_bytes + x;
+        a->parked_at = alias ? 0 : w->warps * a->warp_bytes;
+        a->parked_bytes = alias ? a->warp_bytes : parked;
+        a->parked_turn = alias ? 0 : w->warps * parked;
+        a->inbox_at = w->warps * (a->warp_bytes + (alias ? 0 : 2 * parked));
         return (size_t)(a->inbox_at + boxes);
     }
 }
 
-/* Seconds of a call, fitted to 113 times on an H200 (docs/lab.md), 7 % off in the mean and a sixth
- * at most: the instructions of the warps of a block, the end of each round, x from the L2, the
- * exchange of a cluster. `cost` is of a unit, by slabs; its instructions alone would take 10 ns. */
+/* Seconds of a call, fitted to 185 times on an H200 (docs/lab.md), a tenth off in the mean: the
+ * instructions of the warps of a block, the end of each round, x from the L2, the exchange of a
+ * cluster. `cost` is of a unit, by slabs; its instructions alone would take 10 ns. */
 static double seconds_of(const decode_args *a, const way *w) {
-    static const double cost[2][3] = {{2.04e-8, 2.05e-8, 2.34e-8}, {1.90e-8, 2.42e-8, 3.26e-8}};
+    static const double cost[2][3] = {{2.14e-8, 2.09e-8, 2.11e-8}, {1.90e-8, 2.42e-8, 3.26e-8}};
     int most = a->blocks + (a->more_blocks > 0), rounds = rounds_of(a, w);
-    double blocks = (double)rounds * most * WARPS;
-    double ends = w->log_ranks ? rounds * 1e-6 - 3.1e-7 : rounds * 7.7e-7;
-    return 8.6e-7 + blocks * w->slabs * cost[w->tiles - 1][w->slabs / 4] + ends +
-           blocks * X_BLOCK * a->m * 3.1e-11;
+    double blocks = (double)most * w->warps;
+    double unit = w->warps == 16 ? 1.68e-8 : cost[w->tiles - 1][w->slabs / 4];
+    double ends = rounds * (w->warps == 16 ? 1.1e-6 : 6.6e-7);
+    double exchange = w->log_ranks ? rounds * 2.1e-7 - 7e-8 : 0;
+    double x = (a->x_stays ? 1 : rounds) * blocks * X_BLOCK * a->m;
+    return 1.15e-6 + rounds * blocks * w->slabs * unit + ends + exchange +
+           x * (w->tiles == 1 ? 2.15e-11 : 3.1e-11);
+}
+
+/* Whether a kernel was compiled for it, with rows for all threads of a group, and with blocks that
+ * share K only where their warps do. */
+static bool is_way(const way *w) {
+    if (w->warps == 16 && (w->slabs > 2 || w->tiles > 1))
+        return false;
+    return 1 << w->log_parts <= w->warps && 32 << w->log_parts >= w->slabs * MOQ_PACK_ROWS &&
+           (!w->log_ranks || 1 << w->log_parts == w->warps);
 }
 
 /* The best of all ways. */
 static way way_of(decode_args *a, int sm_count, double *seconds) {
     way best = {};
     *seconds = INFINITY;
-    for (int slabs = 2; slabs <= STAGE_UNITS; slabs *= 2) {
-        for (int parts = 1; 1 << parts <= WARPS; parts++) {
-            for (int ranks = 0; 1 << ranks <= MAX_RANKS; ranks++) {
-                way w = {slabs, a->m > 8 ? 2 : 1, ranks, parts, false};
-                if (32 << parts < slabs * MOQ_PACK_ROWS || (ranks && 1 << parts < WARPS))
-                    continue;
-                share_out(a, &w, sm_count);
-                double estimate = seconds_of(a, &w);
-                if (estimate < *seconds) {
-                    *seconds = estimate;
-                    best = w;
-                }
-            }
+    for (int i = 0; i < 2 * 3 * 4 * 2; i++) {
+        way w = {8 << i % 2, 2 << i / 2 % 3, a->m > 8 ? 2 : 1, i / 24, 1 + i / 6 % 4, false};
+        if (!is_way(&w) || (w.log_parts < 3 && a->k > SHORT))
+            continue;
+        share_out(a, &w, sm_count);
+        double estimate = seconds_of(a, &w);
+        if (estimate < *seconds) {
+            *seconds = estimate;
+            best = w;
         }
     }
     return best;
@@ -570,13 +623,16 @@ static way way_of(decode_args *a, int sm_count, double *seconds) {
 
 template <int SLABS> static const void *kernel_of(int tiles, moq_dtype dtype) {
     if (dtype == MOQ_DT_F16)
-        return tiles == 1 ? (const void *)nvfp4_decode<shape<SLABS, 1, MOQ_NVFP4_F16>>
-                          : (const void *)nvfp4_decode<shape<SLABS, 2, MOQ_NVFP4_F16>>;
-    return tiles == 1 ? (const void *)nvfp4_decode<shape<SLABS, 1, MOQ_NVFP4_BF16>>
-                      : (const void *)nvfp4_decode<shape<SLABS, 2, MOQ_NVFP4_BF16>>;
+        return tiles == 1 ? (const void *)nvfp4_decode<shape<8, SLABS, 1, MOQ_NVFP4_F16>>
+                          : (const void *)nvfp4_decode<shape<8, SLABS, 2, MOQ_NVFP4_F16>>;
+    return tiles == 1 ? (const void *)nvfp4_decode<shape<8, SLABS, 1, MOQ_NVFP4_BF16>>
+                      : (const void *)nvfp4_decode<shape<8, SLABS, 2, MOQ_NVFP4_BF16>>;
 }
 
 static const void *kernel_for(const way *w, moq_dtype dtype) {
+    if (w->warps == 16)
+        return dtype == MOQ_DT_F16 ? (const void *)nvfp4_decode<shape<16, 2, 1, MOQ_NVFP4_F16>>
+                                   : (const void *)nvfp4_decode<shape<16, 2, 1, MOQ_NVFP4_BF16>>;
     return w->slabs == 2   ? kernel_of<2>(w->tiles, dtype)
            : w->slabs == 4 ? kernel_of<4>(w->tiles, dtype)
                            : kernel_of<8>(w->tiles, dtype);
@@ -606,7 +662,7 @@ extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = kernel_for(&w, spec->dtype),
                          .grid = dim3((unsigned)((device.sm_count >> w.log_ranks) << w.log_ranks)),
-                         .block = dim3(THREADS),
+                         .block = dim3((unsigned)(32 * w.warps)),
                          .cluster = w.log_ranks ? 1u << w.log_ranks : 0,
                          .shared = shared,
                          .stream = (cudaStream_t)call->stream,
