@@ -234,7 +234,8 @@ static int64_t tokens_of(int64_t m, const method *way) {
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
-    double steps = (double)divide_up(spec->in_features, STEP), tokens = (double)tokens_of(m, way);
+    double steps = (double)divide_up(spec->in_features, STEP),
+           tokens = fmax(16, (double)tokens_of(m, way));
     double tiles = (double)(way->row_tiles * way->columns) * (v->pair ? 2 : 1);
     double turns = (double)divide_up(way->row_tiles * way->columns, way->workers);
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);

@@ -105,8 +105,8 @@ template <int T, sharing SHARE> static variant variant_of(double step) {
 static const variant VARIANTS[] = {
     variant_of<256, SHARE_TOKENS>(0.635),
     variant_of<256, ALONE>(0.65),
-    variant_of<128, SHARE_TOKENS>(0.35),
-    variant_of<128, ALONE>(0.36),
+    variant_of<128, SHARE_TOKENS>(0.42),
+    variant_of<128, ALONE>(0.43),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
