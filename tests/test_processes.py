@@ -84,7 +84,14 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
-@pytest.mark.parametrize("script", [FORK, FORK_AMONG_THREADS, POOL], ids=["fork", "among threads", "pool"])
+# A child that is forked while a thread is in the allocator of gcc 12's AddressSanitizer, which does not
+# prepare for forks, may wait for its lock forever.
+AMONG_THREADS = pytest.param(FORK_AMONG_THREADS, id="among threads", marks=pytest.mark.unsanitized)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(FORK, id="fork"), AMONG_THREADS, pytest.param(POOL, id="pool")]
+)
 def test_children_after_a_fork(script: str) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     command = [sys.executable, "-W", "ignore", "-c", COMMON + script, str(seed)]
