@@ -254,22 +254,6 @@ typedef struct {
     uint32_t posted, ready;
 } meeting;
 
-/* Blocks of a cluster that have parts of the same tile: all, or where pairs share tokens each
- * other.
- */
-template <class S> static __device__ __forceinline__ int blocks_with_parts(void) {
-    return (int)blocks_in_cluster() / (S::parts && S::pair ? 2 : 1);
-}
-
-template <class S> static __device__ __forceinline__ int place_among_parts(void) {
-    return (int)rank_in_cluster() / (S::parts && S::pair ? 2 : 1);
-}
-
-/* The rank in the cluster of the block with that part of this tile. */
-template <class S> static __device__ __forceinline__ int block_with_part(int part) {
-    return S::parts && S::pair ? 2 * part + (int)rank_in_cluster() % 2 : part;
-}
-
 /* The part that adds up the j-th eight columns of the product. */
 template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
     return j * parts / (S::T / 8);
@@ -292,7 +276,7 @@ template <class S> static __device__ __forceinline__ eights eights_of(int part, 
 
 /* Bytes that a block gets. */
 template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
-    int parts = blocks_with_parts<S>() * S::k_groups, part = place_among_parts<S>() * S::k_groups;
+    int parts = (int)blocks_in_cluster() * S::k_groups, part = (int)rank_in_cluster() * S::k_groups;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < S::k_groups; i++)
@@ -310,13 +294,13 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
                const margin *edge, const place *at, const float (&sum)[S::T / 2]) {
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
-    int blocks = blocks_with_parts<S>(), parts = blocks * SPLIT;
-    int part = place_among_parts<S>() * SPLIT + group % SPLIT;
+    int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
+    int part = (int)rank_in_cluster() * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
     if (!S::own_room) {
         __syncwarp();
         if (threadIdx.x % 32 < blocks)
-            mbarrier_arrive_at(meet->ready, block_with_part<S>(threadIdx.x % 32));
+            mbarrier_arrive_at(meet->ready, threadIdx.x % 32);
         mbarrier_wait(meet->ready, 0);
     }
     int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
@@ -327,7 +311,7 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
         before = owner;
         uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
         float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
-        int block = block_with_part<S>(owner / SPLIT);
+        int block = owner / SPLIT;
         if (blocks > 1)
             send_four(address_in(block, to), four, address_in(block, meet->posted));
         else

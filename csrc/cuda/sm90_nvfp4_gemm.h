@@ -48,6 +48,7 @@ struct tile {
     typedef gemm_args args;
     static constexpr moq_nvfp4_type type = TYPE;
     static constexpr int T = T_, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
+    static_assert(!PARTS || !PAIR, "the blocks of a cluster share K or tokens");
     static constexpr bool parts = PARTS, pair = PAIR;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of those who multiply and of those who copy, where not all have the same. */
@@ -81,7 +82,7 @@ typedef struct {
 
 template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
     if (S::parts) {
-        int rank = place_among_parts<S>();
+        int rank = (int)rank_in_cluster();
         int first = rank * a->part_steps + min(rank, a->more_parts);
         return {(int)blockIdx.y, 0, first, first + a->part_steps + (rank < a->more_parts), 1};
     }
