@@ -2,7 +2,8 @@
 
 The layer is NVFP4 with 16 columns and 1 row, bfloat16, so that what is measured is the path from Python to
 the kernel and back. Beside it, in parentheses, stand calls of NumPy and torch that do as little. On a CUDA
-device the layer is FP8, 4096 x 4096 with one row of x, and what is measured is the time to queue the work.
+device the layers are FP8 and NVFP4, 4096 x 4096 with one row of x or with 64, and what is measured is the time
+to queue the work.
 Batches of all rows take turns; the best batch is what the code costs, the median what this machine made of
 it.
 
@@ -102,22 +103,37 @@ SIZE = 4096
 """Rows and columns of the layer on a CUDA device."""
 
 
+def cuda_layer_cases(quant_algo: str) -> list[Case]:
+    """A layer with one row of x and with 64, which other kernels multiply."""
+    method = moqext.LinearMethod(quant_algo, SIZE, [SIZE], device="cuda:0")
+    params = method.prepare(
+        {
+            name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype), device="cuda")
+            if spec.dtype == "float32"
+            else torch.zeros(spec.shape, dtype=torch.uint8, device="cuda")
+            for name, spec in method.checkpoint_params.items()
+        }
+    )
+    cases = []
+    for tokens in (1, 64):
+        x = torch.zeros(tokens, SIZE, dtype=torch.bfloat16, device="cuda")
+        names = {"method": method, "x": x, "params": params, "out": torch.empty_like(x)}
+        title = f"LinearMethod, {quant_algo}, CUDA, {tokens} rows, "
+        cases.append(Case(title + "out=", "method(x, params, None, out)", names, 3.0))
+        cases.append(Case(title + "new result", "method(x, params)", names, 3.0))
+    return cases
+
+
 def cuda_cases() -> list[Case]:
     """Rows of torch's CUDA tensors; none without a device."""
     if torch is None or not torch.cuda.is_available():
         return []
-    method = moqext.LinearMethod("FP8", SIZE, [SIZE], device="cuda:0")
-    one = torch.ones(1, device="cuda")
-    codes = torch.zeros(SIZE, SIZE, dtype=torch.uint8, device="cuda")
-    params = method.prepare({"weight": codes, "weight_scale": one, "input_scale": one})
     x = torch.zeros(1, SIZE, dtype=torch.bfloat16, device="cuda")
     w = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
-    names = {"method": method, "x": x, "params": params, "out": torch.empty_like(x)}
+    rows = [case for algo in ("FP8", "NVFP4") for case in cuda_layer_cases(algo)]
     peer = {"mm": torch.mm, "empty_like": torch.empty_like, "x": x, "w": w, "out": torch.empty_like(x)}
     sync = {"sync": torch.cuda.synchronize}
-    rows = [
-        Case("LinearMethod, torch CUDA, out=", "method(x, params, None, out)", names, 3.0),
-        Case("LinearMethod, torch CUDA, new result", "method(x, params)", names, 3.0),
+    rows += [
         Case("(torch.empty_like, CUDA)", "empty_like(x)", peer),
         Case("(torch.mm, CUDA, out=)", "mm(x, w, out=out)", peer),
         Case("(torch.mm, CUDA)", "mm(x, w)", peer),

@@ -383,8 +383,7 @@ static int order_memory(moq_linear_job *job, PyObject **v, const moq_run_args *a
     return 0;
 }
 
-static PyObject *run_with(moq_state *state, const moq_plan_object *self, PyObject **v,
-                          moq_run_args *a) {
+static PyObject *run_with(moq_state *state, moq_plan_object *self, PyObject **v, moq_run_args *a) {
     const moq_linear_spec *spec = &self->spec;
     const moq_tensor *bias;
     moq_linear_params params = {0};

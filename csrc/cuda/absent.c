@@ -82,6 +82,12 @@ uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
     return 1;
 }
 
+int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
@@ -96,6 +102,12 @@ double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
 uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
+}
+
+int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
 }
 
 moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err) {

@@ -27,6 +27,7 @@ moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
+int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows; sm_90a.
  * The estimate is of a whole call; variants are shapes of tiles. */
@@ -34,6 +35,7 @@ uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
 double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
+int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights, exact, x and y of 16 bits, any number of rows up to MOQ_NVFP4_WIDE_TOKENS,
  * K a multiple of 16; sm_90a. For hundreds of rows and more. */

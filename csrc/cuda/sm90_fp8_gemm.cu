@@ -533,6 +533,10 @@ extern "C" double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t
     return method_for(spec, m, 0, true).seconds;
 }
 
+extern "C" int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
+    return (int32_t)(method_for(spec, m, 0, true).shape - VARIANTS) + 1;
+}
+
 /* The choice, and the shapes that are not expected to take half as long again. */
 extern "C" uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
     bool given = call->input_scale != NULL;

@@ -362,6 +362,10 @@ extern "C" double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64
     return method_for(spec, m, 0).seconds;
 }
 
+extern "C" int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m) {
+    return (int32_t)(method_for(spec, m, 0).shape - VARIANTS) + 1;
+}
+
 /* The choice, and the shapes that are not expected to take half as long again. */
 extern "C" uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
     double best = method_for(call->spec, call->m, 0).seconds;

@@ -261,7 +261,7 @@ static moq_status check_kernel(const moq_linear_job *job, moq_err *err) {
                     kernel->family, kernel->name, (long long)job->call.m);
 }
 
-moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
+moq_status moq_linear_open(const moq_linear_spec *spec, moq_linear_plan *plan,
                            const moq_linear_params *params, const moq_tensor *x,
                            const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
                            moq_err *err) {

@@ -78,7 +78,7 @@ typedef struct {
 /* Checks y = x W^T + bias and picks the kernel. x is [..., in_features] with any strides, y [...,
  * out_features] with contiguous rows; bias, of x's dtype or float32, may be NULL. The job refers to
  * spec, x and y. */
-moq_status moq_linear_open(const moq_linear_spec *spec, const moq_linear_plan *plan,
+moq_status moq_linear_open(const moq_linear_spec *spec, moq_linear_plan *plan,
                            const moq_linear_params *params, const moq_tensor *x,
                            const moq_tensor *bias, const moq_tensor *y, moq_linear_job *job,
                            moq_err *err);

@@ -7,6 +7,7 @@
 #include "cuda/linear.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -379,13 +380,13 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm80_fp8", can_run_sm80_fp8, cost_sm80_fp8, moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16},
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
-     moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants},
+     moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants, moq_cuda_fp8_gemm_choose},
     {"cuda", "sm90_nvfp4_decode", can_run_nvfp4_sm90, cost_nvfp4_decode, NULL,
      moq_cuda_nvfp4_decode},
     {"cuda", "sm80_nvfp4", can_run_sm80_nvfp4, cost_sm80_nvfp4, moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
     {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_sm90, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,
-     moq_cuda_nvfp4_gemm_variants},
+     moq_cuda_nvfp4_gemm_variants, moq_cuda_nvfp4_gemm_choose},
     {"cuda", "sm90_nvfp4_wide", can_run_nvfp4_wide, cost_nvfp4_wide, NULL, moq_cuda_nvfp4_wide,
      moq_cuda_nvfp4_wide_variants},
     {"cuda", "sm90_nvfp4_fp8", can_run_nvfp4_fp8, cost_nvfp4_fp8, moq_cuda_nvfp4_fp8_workspace,
@@ -393,7 +394,7 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
     {"cuda", "cublaslt_fp4", can_run_cublaslt_fp4, moq_cublaslt_seconds, moq_cublaslt_workspace,
-     moq_cublaslt_linear, moq_cublaslt_variants, false, "not yet run on hardware"},
+     moq_cublaslt_linear, moq_cublaslt_variants, NULL, false, "not yet run on hardware"},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -451,7 +452,6 @@ static moq_status refuse(const moq_linear_spec *spec, moq_err *err) {
 static moq_status collect(const moq_linear_spec *spec, const char *forced, moq_linear_plan *plan,
                           moq_err *err) {
     char reason[256];
-    plan->count = plan->tuned_count = 0;
     if (forced && *forced)
         return plan_forced(spec, forced, plan, err);
     for (int i = 0; i < KERNEL_COUNT; i++) {
@@ -461,8 +461,8 @@ static moq_status collect(const moq_linear_spec *spec, const char *forced, moq_l
     return plan->count ? MOQ_OK : refuse(spec, err);
 }
 
-static const moq_linear_kernel *find_cheapest(const moq_linear_plan *plan,
-                                              const moq_linear_spec *spec, int64_t m) {
+static moq_linear_choice find_cheapest(const moq_linear_plan *plan, const moq_linear_spec *spec,
+                                       int64_t m) {
     const moq_linear_kernel *best = plan->kernel[0];
     double least = best->cost(spec, m);
     for (int i = 1; i < plan->count; i++) {
@@ -472,16 +472,43 @@ static const moq_linear_kernel *find_cheapest(const moq_linear_plan *plan,
             least = seconds;
         }
     }
-    return best;
+    return (moq_linear_choice){best, best->choose && isfinite(least) ? best->choose(spec, m) : 0};
+}
+
+/* ---- choices that are remembered, a word each: m, then the kernel's row, then the variant ---- */
+
+#define ROW_BITS     8
+#define VARIANT_BITS 8
+
+static uint64_t to_word(int64_t m, moq_linear_choice choice) {
+    uint64_t row = (uint64_t)(choice.kernel - KERNELS);
+    return ((uint64_t)m << ROW_BITS | row) << VARIANT_BITS | (uint64_t)choice.variant;
+}
+
+static moq_linear_choice from_word(uint64_t word) {
+    return (moq_linear_choice){&KERNELS[word >> VARIANT_BITS & ((1u << ROW_BITS) - 1)],
+                               (int32_t)(word & ((1u << VARIANT_BITS) - 1))};
+}
+
+static moq_linear_choice find_remembered(moq_linear_plan *plan, const moq_linear_spec *spec,
+                                         int64_t m) {
+    if (m < 1)
+        m = 1;                               /* nothing runs */
+    if (m >> (63 - ROW_BITS - VARIANT_BITS)) /* more rows than a word holds */
+        return find_cheapest(plan, spec, m);
+    _Atomic uint64_t *place = &plan->remembered[m % MOQ_REMEMBERED];
+    uint64_t word = atomic_load_explicit(place, memory_order_relaxed);
+    if (word && word >> (ROW_BITS + VARIANT_BITS) == (uint64_t)m)
+        return from_word(word);
+    moq_linear_choice choice = find_cheapest(plan, spec, m);
+    atomic_store_explicit(place, to_word(m, choice), memory_order_relaxed);
+    return choice;
 }
 
 moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err) {
-    MOQ_TRY(collect(spec, forced, plan, err));
-    for (int64_t m = 1; m <= MOQ_FEW_TOKENS; m++)
-        plan->few[m] = find_cheapest(plan, spec, m);
-    plan->few[0] = plan->few[1]; /* nothing runs */
-    return MOQ_OK;
+    memset(plan, 0, sizeof *plan);
+    return collect(spec, forced, plan, err);
 }
 
 static int find_tuned(const moq_linear_plan *plan, int64_t m) {
@@ -492,13 +519,9 @@ static int find_tuned(const moq_linear_plan *plan, int64_t m) {
     return i;
 }
 
-moq_linear_choice moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
-                                  int64_t m) {
+moq_linear_choice moq_linear_pick(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m) {
     int tuned = plan->tuned_count ? find_tuned(plan, m) : 0;
-    if (tuned < plan->tuned_count)
-        return plan->tuned[tuned].choice;
-    return (moq_linear_choice){m <= MOQ_FEW_TOKENS ? plan->few[m] : find_cheapest(plan, spec, m),
-                               0};
+    return tuned < plan->tuned_count ? plan->tuned[tuned].choice : find_remembered(plan, spec, m);
 }
 
 moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,

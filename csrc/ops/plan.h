@@ -22,6 +22,9 @@ typedef struct {
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
     /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
     uint32_t (*variants)(const moq_linear_call *call);
+    /* The variant that variant 0 stands for with m rows, where finding it takes a while; or NULL.
+     */
+    int32_t (*choose)(const moq_linear_spec *spec, int64_t m);
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
     const char *note; /* what explain() says beside its name, or NULL */
@@ -35,13 +38,15 @@ typedef struct {
 
 /* Numbers of tokens for which tuning has chosen. */
 #define MOQ_MAX_TUNED 64
-/* Up to so many rows the cheapest kernel is found when the plan is made: their calls are short. */
-#define MOQ_FEW_TOKENS 64
+/* Numbers of rows for which a choice is remembered. */
+#define MOQ_REMEMBERED 256
 
 typedef struct {
     int count;
     const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
-    const moq_linear_kernel *few[MOQ_FEW_TOKENS + 1]; /* by the number of rows */
+    /* What was chosen for m rows, at m modulo their number: comparing all kernels takes longer than
+     * a call may cost the host. One word each, since several threads may ask; 0 for none. */
+    _Atomic uint64_t remembered[MOQ_REMEMBERED];
     int tuned_count;
     struct {
         int64_t bucket; /* moq_token_bucket */
@@ -58,9 +63,8 @@ moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err);
 
 /* What runs m rows: the choice that was kept for as many, else the cheapest kernel. The kernel is
- * never NULL for a plan that was made. */
-moq_linear_choice moq_linear_pick(const moq_linear_plan *plan, const moq_linear_spec *spec,
-                                  int64_t m);
+ * never NULL for a plan that was made. Threads may ask at once. */
+moq_linear_choice moq_linear_pick(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m);
 
 /* Keeps a choice for all numbers of rows of m's bucket: a kernel of the plan by its name,
  * "family:name", that can run m rows. MOQ_ERR_VALUE for others, and where the plan is full. */

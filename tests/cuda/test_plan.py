@@ -50,6 +50,20 @@ def test_a_kernel_for_every_number_of_rows(algo):
     assert plan.backend(0) == plan.backend(1)
 
 
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"])
+def test_a_remembered_choice_is_the_choice(algo):
+    """Also where another number of rows had the same place before, and for more than a place can tell."""
+
+    def plan():
+        return _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", capability="9.0")
+
+    used = plan()
+    tokens = [first + 256 * i for first in (1, 16, 40, 255, 256) for i in (0, 1, 2, 0, 40)] + [2**47 + 1, 1, 2**62]
+    assert len({plan().backend(count) for count in tokens}) > 1
+    for count in tokens * 2:
+        assert used.backend(count) == plan().backend(count), count
+
+
 def test_older_chips_have_none():
     text = refusal(capability="7.5")
     assert "cuda:simt needs compute capability 8.0 or later, this device has 7.5" in text
