@@ -9,6 +9,7 @@ Environment:
   MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
+  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
   MAX_JOBS                 compilers at a time; default: the number of cores
 """
@@ -303,6 +304,7 @@ class BuildExt(build_ext):
             "-t0",
             "--compress-mode=size",
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "device.cu" else []),
+            *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
         archs = gencode(archs_of(source, archs))

@@ -299,6 +299,46 @@ static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint
                  : "memory");
 }
 
+/* What a warp's lanes have read is read before any of them goes on from where they meet, and the
+ * first then tells a barrier or starts a copy into the same place. The compiler leaves the meeting
+ * out where the warp is whole anyway, so that racecheck sees no order but for the first lane. For
+ * it (MOQEXT_RACECHECK=1) lanes meet by a mask that the compiler does not know, and all of them
+ * arrive.
+ */
+#ifdef MOQ_RACECHECK
+#define WARP_ARRIVALS 32
+static __device__ __forceinline__ void warp_meets(void) {
+    uint32_t after, before;
+    asm volatile("mov.u32 %0, %%lanemask_ge;" : "=r"(after));
+    asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(before));
+    asm volatile("bar.warp.sync %0;" ::"r"(after | before) : "memory");
+}
+#else
+#define WARP_ARRIVALS 1
+static __device__ __forceinline__ void warp_meets(void) {
+    __syncwarp();
+}
+#endif
+
+/* This warp is done with what `barrier` guards: told to this block, or to blocks `first` and the
+ * next of the cluster, which share it. The whole warp calls. */
+template <bool PAIR>
+static __device__ __forceinline__ void warp_releases(uint32_t barrier, uint32_t first = 0) {
+    uint32_t lane = threadIdx.x % 32;
+    warp_meets();
+    if (WARP_ARRIVALS > 1 && PAIR) {
+        mbarrier_arrive_at(barrier, first);
+        mbarrier_arrive_at(barrier, first + 1);
+    } else if (WARP_ARRIVALS > 1) {
+        mbarrier_arrive(barrier);
+    } else if (lane < (PAIR ? 2 : 1)) {
+        if (PAIR)
+            mbarrier_arrive_at(barrier, first + lane);
+        else
+            mbarrier_arrive(barrier);
+    }
+}
+
 /* ---- shared memory ---- */
 
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {

@@ -106,7 +106,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += S::copier / 32) {
             mbarrier_init(p->gate.codes + 8u * i, S::fused ? QUANTIZERS / 32 : 1);
-            mbarrier_init(p->gate.empty + 8u * i, RELEASES);
+            mbarrier_init(p->gate.empty + 8u * i, RELEASES * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }

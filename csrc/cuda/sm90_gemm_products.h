@@ -34,13 +34,7 @@ static __device__ __forceinline__ void issue(const taps *t, const ring_place *sl
 
 template <class S>
 static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
-    __syncwarp();
-    if (threadIdx.x % 32 < (S::pair ? 2 : 1)) {
-        if (S::pair)
-            mbarrier_arrive_at(t->gate.empty + 8u * slot->index, threadIdx.x % 32);
-        else
-            mbarrier_arrive(t->gate.empty + 8u * slot->index);
-    }
+    warp_releases<S::pair>(t->gate.empty + 8u * slot->index);
 }
 
 /* To the next step of this warpgroup. */

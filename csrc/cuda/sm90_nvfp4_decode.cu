@@ -490,7 +490,7 @@ static __global__ void __launch_bounds__(32 * S::warps, 2)
         for (int done = 0; done < s.count; done += a->turn) {
             mbarrier_wait(r.full + 8u * place.index, place.parity);
             multiply_stage<S>(a, places, place.index, done, min(a->turn, s.count - done), sum);
-            __syncwarp();
+            warp_meets();
             if (is_meant(&s, &next)) {
                 fetch_weights<S>(a, &s, &r, &next, place.index);
                 if (!a->x_stays)

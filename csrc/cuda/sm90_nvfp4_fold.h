@@ -124,11 +124,9 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
             mbarrier_wait(packed->full + 8u * from.index, from.parity);
             mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
             fold_stage<S>(&f, folds, from.index, to.index);
-            __syncwarp();
-            if (lane == 0) {
-                mbarrier_arrive(packed->empty + 8u * from.index);
+            warp_releases<false>(packed->empty + 8u * from.index);
+            if (lane == 0)
                 mbarrier_expect(gate->operands + 8u * to.index, sent);
-            }
             advance(&from, packed->stages);
             advance(&to, a->stages);
         }
@@ -157,13 +155,7 @@ static __device__ __forceinline__ void await(const taps *t, const ring_place *sl
 
 template <class S>
 static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
-    __syncwarp();
-    if (threadIdx.x % 32 < (S::pair ? 2 : 1)) {
-        if (S::pair)
-            mbarrier_arrive_at(t->gate.empty + 8u * slot->index, threadIdx.x % 32);
-        else
-            mbarrier_arrive(t->gate.empty + 8u * slot->index);
-    }
+    warp_releases<S::pair>(t->gate.empty + 8u * slot->index);
 }
 
 template <class S>

@@ -79,7 +79,8 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += WARPS) {
             mbarrier_init(p->gate.tokens + 8u * i, 1);
-            mbarrier_init(p->gate.empty + 8u * i, S::row_groups * (S::pair ? 8 : 4));
+            mbarrier_init(p->gate.empty + 8u * i,
+                          S::row_groups * (S::pair ? 8 : 4) * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }

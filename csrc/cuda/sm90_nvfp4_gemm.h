@@ -288,12 +288,7 @@ template <class S> static __device__ __forceinline__ void give_up(fragments<S> *
 }
 
 template <class S> static __device__ __forceinline__ void release(const taps *t, const spot *s) {
-    uint32_t barrier = t->gate.empty + s->gate;
-    __syncwarp();
-    if (S::pair && threadIdx.x % 32 < 2)
-        mbarrier_arrive_at(barrier, ((int)rank_in_cluster() & ~1) + threadIdx.x % 32);
-    if (!S::pair && threadIdx.x % 32 == 0)
-        mbarrier_arrive(barrier);
+    warp_releases<S::pair>(t->gate.empty + s->gate, S::pair ? rank_in_cluster() & ~1u : 0);
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums: while a piece is multiplied the

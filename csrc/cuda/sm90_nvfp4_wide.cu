@@ -49,7 +49,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < args.stages; i++) {
             mbarrier_init(full + 8u * i, 2);
-            mbarrier_init(empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1));
+            mbarrier_init(empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
