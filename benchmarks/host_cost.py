@@ -2,8 +2,8 @@
 
 The layer is NVFP4 with 16 columns and 1 row, bfloat16, so that what is measured is the path from Python to
 the kernel and back. Beside it, in parentheses, stand calls of NumPy and torch that do as little. On a CUDA
-device the layers are FP8 and NVFP4, 4096 x 4096 with one row of x or with 64, and what is measured is the time
-to queue the work.
+device the layers are FP8 and NVFP4, 4096 x 4096, with one row of x or 64, and what is measured is the time to
+queue the work.
 Batches of all rows take turns; the best batch is what the code costs, the median what this machine made of
 it.
 

@@ -187,9 +187,9 @@ int64_t moq_linear_scale_columns(const moq_linear_spec *spec) {
 
 int64_t moq_token_bucket(int64_t m) {
     int64_t step = 1;
-    while (m >= 16 * step)
+    while (m / 16 >= step)
         step *= 2;
-    return ceil_div(m, step) * step;
+    return m > INT64_MAX - step ? m : ceil_div(m, step) * step;
 }
 
 static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {

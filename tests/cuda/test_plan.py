@@ -58,7 +58,11 @@ def test_a_remembered_choice_is_the_choice(algo):
         return _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", capability="9.0")
 
     used = plan()
-    tokens = [first + 256 * i for first in (1, 16, 40, 255, 256) for i in (0, 1, 2, 0, 40)] + [2**47 + 1, 1, 2**62]
+    tokens = [first + 256 * i for first in (1, 16, 40, 255, 256) for i in (0, 1, 2, 0, 40)] + [
+        2**47 + 1,
+        1,
+        2**62,
+    ]
     assert len({plan().backend(count) for count in tokens}) > 1
     for count in tokens * 2:
         assert used.backend(count) == plan().backend(count), count
