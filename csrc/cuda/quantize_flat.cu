@@ -22,6 +22,9 @@
 
 #define TOKEN_CHUNKS 2 /* of a thread that has a part of a row */
 #define MOST_THREADS 1024
+/* Rows of more values than these have blocks so large that those of a GEMM, which begin ahead of
+ * their turn, keep them out: the ones here, of 32 registers a thread for 48, take their place. */
+#define BUSY_COLUMNS 8192
 
 #define GROUP_THREADS 128
 #define LANES         (128 / N) /* of a group */
@@ -178,7 +181,8 @@ bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a)
     if (q->mode == MOQ_INPUT_E4M3_TENSOR)
         return q->given && a->m < INT32_MAX && a->k < INT32_MAX;
     if (q->mode == MOQ_INPUT_E4M3_TOKEN) /* in a chain of quantizations the others are as fast */
-        return q->in_turn && a->k <= MOST_THREADS * TOKEN_CHUNKS * N && a->m <= INT32_MAX;
+        return (q->in_turn || (q->next_is_busy && a->k > BUSY_COLUMNS)) &&
+               a->k <= MOST_THREADS * TOKEN_CHUNKS * N && a->m <= INT32_MAX;
     return q->mode == MOQ_INPUT_E4M3_GROUP && a->k % 128 == 0 && a->m <= 65535;
 }
 
