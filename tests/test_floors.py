@@ -138,6 +138,7 @@ STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: t
     "csrc/cuda/device.cu": {"device_table"},  # devices and their contexts, under a lock
     "csrc/cuda/driver.cu": {"found_driver"},  # entry points, under a lock
     "csrc/cuda/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
+    "csrc/cuda/prepare.cu": {"notebook"},  # memory that kernels and the host see, under a lock
 }
 
 

@@ -226,9 +226,9 @@ static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject 
 }
 
 /* Device memory to process weights in. */
-static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, const moq_arg *weight,
-                               moq_arg *out) {
-    int64_t bytes = moq_prepare_workspace(spec);
+static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, bool fresh,
+                               const moq_arg *weight, moq_arg *out) {
+    int64_t bytes = moq_prepare_workspace(spec, fresh);
     if (bytes == 0 || weight->exchange)
         return moq_arg_take_memory(state, weight, bytes, out);
     *out = (moq_arg){.name = "workspace"};
@@ -242,7 +242,7 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
     moq_status status;
     moq_err err;
     const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
-    moq_prepare_way way = {.fresh = fresh, .ordered = weight->exchange != NULL};
+    moq_prepare_way way = {.fresh = fresh};
     if (moq_stream_take(NULL, weight, &way.stream) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++)
@@ -255,7 +255,7 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
         .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
     };
     moq_arg workspace;
-    if (take_prepare_memory(state, spec, weight, &workspace) < 0)
+    if (take_prepare_memory(state, spec, fresh, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
     Py_BEGIN_ALLOW_THREADS
@@ -299,9 +299,12 @@ PyObject *moq_plan_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nar
     PyObject *v[2];
     if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
         return NULL;
-    prepare_args *p = calloc(1, sizeof *p);
+    prepare_args *p = malloc(sizeof *p); /* 100 KB, of which little is used */
     if (!p)
         return PyErr_NoMemory();
+    for (int s = 0; s < SOURCES; s++)
+        p->source[s].count = 0;
+    p->out_count = 0;
     PyObject *result = prepare_with(state, (moq_plan_object *)self, v[0], v[1], p);
     release_prepare(p);
     return result;

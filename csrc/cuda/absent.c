@@ -256,15 +256,6 @@ moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, m
     return absent(err);
 }
 
-moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale, int64_t rows,
-                                     void *stream, moq_err *err) {
-    (void)fold_scale;
-    (void)output_scale;
-    (void)rows;
-    (void)stream;
-    return absent(err);
-}
-
 moq_status moq_cuda_smooth_rows(const moq_tensor *x, const float *scale, const moq_tensor *rows,
                                 void *stream, moq_err *err) {
     (void)x;
@@ -346,13 +337,17 @@ void moq_cuda_delete(int32_t device, void *memory) {
     (void)memory;
 }
 
-moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t count, float *out,
-                                uint32_t *met, void *stream, moq_err *err) {
-    (void)scales;
-    (void)dtype;
-    (void)count;
-    (void)out;
-    (void)met;
+moq_status moq_cuda_take_note(moq_findings **note, moq_err *err) {
+    (void)note;
+    return absent(err);
+}
+
+void moq_cuda_return_note(moq_findings *note) {
+    (void)note;
+}
+
+moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err) {
+    (void)copy;
     (void)stream;
     return absent(err);
 }

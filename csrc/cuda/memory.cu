@@ -31,7 +31,7 @@ extern "C" moq_status moq_cuda_download(void *host, const void *memory, size_t b
 extern "C" moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream,
                                     moq_err *err) {
     return moq_cuda_check(
-        cudaMemcpyAsync(out, memory, bytes, cudaMemcpyDeviceToDevice, (cudaStream_t)stream),
+        cudaMemcpyAsync(out, memory, bytes, cudaMemcpyDefault, (cudaStream_t)stream),
         "a copy on the device", err);
 }
 

@@ -1,21 +1,28 @@
 /* NVFP4 weights to the packed layout and back: see nvfp4_pack.h.
  *
  * A warp has RUN units of a slab, one after the other in memory: of each row 128 bytes of codes and
- * 16 of scales. Lane 16p + 4u + s takes group s of unit u, 8 bytes and a scale, of rows 2i + p and
- * 2i + p + 8 for i = 0..3, so that 16 lanes read a row's line. It makes the group's words in shared
- * memory, where units are a vector further apart than they are in the result: no bank is met twice.
- * From there they go out 16 bytes a lane. Unpacking goes the same way back.
+ * 16 of scales. Packing, lane 16p + 4u + s loads group s of unit u, 8 bytes, of rows 2i + p and
+ * 2i + p + 8 for i = 0..3, so that 16 lanes read a row's line. The four lanes of a unit then
+ * exchange bytes, so that lane s has the codes of its four groups that belong to vector t = s, and
+ * with them makes the whole vector, which goes out as it is. Of scales, lane 2r + h loads the 8 of
+ * row r and units 2h and 2h + 1, parts with one unit to the lane that has row r + 8 or r - 8, and
+ * stores those of both rows. Nothing goes through shared memory but scales for the largest values.
+ *
+ * Unpacking goes by shared memory, where units are a vector further apart than they are in the
+ * result: no bank is met twice.
  *
  * Bound by memory: 9/16 byte of a weight in and out, beside about 2.5 operations. What is not
  * aligned to 8 bytes goes byte by byte.
  *
- * The largest value of a row, for folding, is found on the way: magnitudes of codes are in the
- * order of the codes, and those of floats in that of their bits, so the order of the atomic maxima
- * does not matter. */
+ * Where rows are to be folded, a block has a whole slab, and finds the largest value of each row on
+ * the way: magnitudes of codes are in the order of the codes, and those of floats in that of their
+ * bits. */
 #include "cuda/nvfp4_pack.h"
 
+#include "core/formats.h"
 #include "core/nvfp4_pack.h"
 #include "cuda/launch.h"
+#include "cuda/load.h"
 
 #include <cuda_fp16.h>
 
@@ -23,37 +30,15 @@
 #define THREADS (32 * WARPS)
 #define RUN     4
 #define PAIRS   4 /* of rows g and g + 8, of a lane */
-#define VECTORS (MOQ_PACK_BYTES / 16)
-#define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
+/* At once on a multiprocessor, where a block has a slab: registers for as many. */
+#define BLOCKS_OF_SM 4
+#define VECTORS      (MOQ_PACK_BYTES / 16)
+#define APART        (VECTORS + 1) /* vectors from unit to unit in shared memory */
 
 /* A group of rows g and g + 8. */
 typedef struct {
     uint2 codes[2]; /* the first in the lowest nibble */
-    uint32_t scale[2];
 } groups;
-
-/* The rows of a slab that are of one source, from row 0 of the slab as if it had them all. */
-typedef struct {
-    const uint8_t *codes, *scales; /* of the lane's group */
-    int64_t code_stride, scale_stride;
-    int rows; /* of the slab, up to the source's last */
-    float factor;
-} cursor;
-
-static __device__ __forceinline__ cursor find_source(const moq_nvfp4_pack &p, int64_t row,
-                                                     int64_t group, int64_t scale) {
-    int64_t slab = row / MOQ_PACK_ROWS * MOQ_PACK_ROWS, begin = 0;
-    int i = 0;
-    while (row - begin >= p.source[i].rows && i + 1 < p.source_count)
-        begin += p.source[i++].rows;
-    const moq_pack_source &of = p.source[i];
-    return {of.codes + (slab - begin) * of.code_stride + group * 8,
-            of.scales + (slab - begin) * of.scale_stride + scale,
-            of.code_stride,
-            of.scale_stride,
-            (int)min(begin + of.rows - slab, (int64_t)MOQ_PACK_ROWS),
-            p.factors ? p.factors[i] : of.factor};
-}
 
 template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
     if (ALIGNED)
@@ -94,10 +79,10 @@ static __device__ __forceinline__ uint4 make_words(const groups &in) {
     uint32_t x0 = in.codes[0].x, x1 = in.codes[1].x, y0 = in.codes[0].y, y1 = in.codes[1].y;
     uint32_t signs = select(select(x0, y0 >> 1, 0x44444444u), select(y1 >> 2, x1 >> 3, 0x11111111u),
                             0x33333333u);
-    uint32_t low_even = (y0 & 0x07070707u) | (x1 << 3 & 0x38383838u);
-    uint32_t low_odd = (y0 >> 4 & 0x07070707u) | (x1 >> 1 & 0x38383838u);
-    uint32_t high_even = (x0 & 0x07070707u) | (y1 << 3 & 0x38383838u);
-    uint32_t high_odd = (x0 >> 4 & 0x07070707u) | (y1 >> 1 & 0x38383838u);
+    uint32_t low_even = select(y0, x1 << 3, 0x38383838u);
+    uint32_t low_odd = select(y0 >> 4, x1 >> 1, 0x38383838u);
+    uint32_t high_even = select(x0, y1 << 3, 0x38383838u);
+    uint32_t high_odd = select(x0 >> 4, y1 >> 1, 0x38383838u);
     uint32_t a = select(low_even, high_even << 6, 0xc0c0c0c0u);
     uint32_t b = select(high_even >> 2, signs << 4, 0xf0f0f0f0u);
     uint32_t c = select(low_odd, high_odd << 6, 0xc0c0c0c0u);
@@ -106,14 +91,6 @@ static __device__ __forceinline__ uint4 make_words(const groups &in) {
     uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
     return make_uint4(__byte_perm(ab, cd, 0x5410), __byte_perm(ab, cd, 0x7632),
                       __byte_perm(ab2, cd2, 0x5410), __byte_perm(ab2, cd2, 0x7632));
-}
-
-static __device__ __forceinline__ void stage(uint8_t *unit, int g, int s, const groups &in) {
-    uint4 words = make_words(in);
-#pragma unroll
-    for (int t = 0; t < 4; t++)
-        *(uint32_t *)(unit + moq_pack_word_at(g, t, s)) = (&words.x)[t];
-    *(uint16_t *)(unit + moq_pack_scale_at(g, s)) = (uint16_t)(in.scale[0] | in.scale[1] << 8);
 }
 
 static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int s) {
@@ -127,8 +104,6 @@ static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int
             out.codes[h].y |= moq_unpack_pair(word, 2 + h) << 8 * t;
         }
     }
-    out.scale[0] = unit[moq_pack_scale_at(g, s)];
-    out.scale[1] = unit[moq_pack_scale_at(g + 8, s)];
     return out;
 }
 
@@ -155,53 +130,7 @@ static __device__ __forceinline__ float largest_value(uint2 codes, uint32_t scal
            0x1p8f;
 }
 
-/* The largest value of each of the lane's rows, over the 16 lanes of p: lanes part with half of
- * their rows each time, and end with one. */
-static __device__ __forceinline__ void keep_largest(const moq_nvfp4_pack &p, int64_t slab,
-                                                    const groups (&in)[PAIRS]) {
-    int lane = threadIdx.x % 32, index = 0;
-    float most[2 * PAIRS];
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++)
-        most[i] = largest_value(in[i / 2].codes[i % 2], in[i / 2].scale[i % 2]);
-#pragma unroll
-    for (int half = PAIRS; half > 0; half /= 2) {
-        bool upper = lane & half;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            float kept = upper ? most[i + half] : most[i], given = upper ? most[i] : most[i + half];
-            most[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
-        }
-        index += upper ? half : 0;
-    }
-    most[0] = fmaxf(most[0], __shfl_xor_sync(0xffffffffu, most[0], 8));
-    int64_t row = slab * MOQ_PACK_ROWS + index / 2 * 2 + index % 2 * 8 + lane / 16;
-    if ((lane & 8) == 0 && row < p.rows)
-        atomicMax((unsigned *)p.largest + row, __float_as_uint(most[0]));
-}
-
-/* ---- bad scales ---- */
-
-/* What no intact checkpoint holds among the lane's scales, of rows row + 2i + 8h: the first is
- * kept. */
-static __device__ __forceinline__ void keep_bad(const moq_nvfp4_pack &p, int64_t row,
-                                                int64_t column, const groups (&in)[PAIRS]) {
-    uint32_t seen = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++)
-        seen |= in[i % PAIRS].scale[i / PAIRS] | (in[i % PAIRS].scale[i / PAIRS] + 1);
-    if (!(seen & 0x80))
-        return;
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-        uint32_t scale = in[i % PAIRS].scale[i / PAIRS];
-        int64_t bad = (row + i % PAIRS * 2 + i / PAIRS * 8) * (p.columns / p.group) + column;
-        if (scale >= 0x7f)
-            atomicMin((unsigned long long *)p.bad, (unsigned long long)bad);
-    }
-}
-
-/* ---- the kernels ---- */
+/* ---- a lane's share of a run ---- */
 
 /* The warp's units: a slab, its first block, and how many of RUN there are. */
 typedef struct {
@@ -216,7 +145,7 @@ static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
     return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (uint32_t)RUN) : 0};
 }
 
-/* A lane's part of the run: group s of unit u, of rows g and g + 8 for g = 2i + p. */
+/* Which codes are a lane's: group s of unit u, of rows g and g + 8 for g = 2i + p. */
 typedef struct {
     int lane, p, u, s;
     int64_t group; /* of the layer; beyond its last one there is nothing */
@@ -227,51 +156,244 @@ static __device__ __forceinline__ part find_part(const run &here) {
     return {lane, lane / 16, u, s, (here.first + u) * MOQ_PACK_GROUPS + s};
 }
 
+/* What a lane has loaded. */
+typedef struct {
+    groups codes[PAIRS];
+    uint2 scales; /* of row lane / 2, the units from lane % 2 * 2 on, groups from the lowest byte */
+} share;
+
+/* The source of a row, and its first row. */
+typedef struct {
+    int index;
+    int64_t first;
+} place;
+
+static __device__ __forceinline__ place find_place(const moq_nvfp4_pack &p, int64_t row) {
+    place at = {0, 0};
+    while (row - at.first >= p.source[at.index].rows && at.index + 1 < p.source_count)
+        at.first += p.source[at.index++].rows;
+    return at;
+}
+
+static __device__ __forceinline__ float factor_of(const moq_pack_source &source) {
+    return source.factor_at ? moq_load_one(source.factor_at, 0, source.factor_dtype)
+                            : source.factor;
+}
+
+/* The scales of a row for groups `group` to group + 7: all of them are there, or none. */
+static __device__ __forceinline__ uint2 load_eight(const moq_nvfp4_pack &p, const uint8_t *row,
+                                                   int64_t group) {
+    if (group * MOQ_NVFP4_GROUP >= p.columns)
+        return make_uint2(0, 0);
+    if (p.group == MOQ_NVFP4_GROUP)
+        return *(const uint2 *)(row + group);
+    uint32_t four = *(const uint32_t *)(row + group / 2);
+    return make_uint2(__byte_perm(four, 0, 0x1100), __byte_perm(four, 0, 0x3322));
+}
+
+/* The same one by one: some may be there. */
+static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const uint8_t *row,
+                                                  int64_t group) {
+    uint32_t word[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++, group++) {
+        if (group * MOQ_NVFP4_GROUP < p.columns)
+            word[i / 4] |= (uint32_t)row[p.group == MOQ_NVFP4_GROUP ? group : group / 2]
+                           << i % 4 * 8;
+    }
+    return make_uint2(word[0], word[1]);
+}
+
+/* Loads what is of one source: rows `begin` to end - 1 of the slab, of which row 0 would be the
+ * source's row `shift`. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift, int begin, int end,
+          const run &here, const part &mine, share &out) {
+    const uint8_t *codes = source.codes + shift * source.code_stride + mine.group * 8;
+    int row = mine.lane / 2;
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) {
+        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
+        if (r >= begin && r < end && mine.group * MOQ_NVFP4_GROUP < p.columns)
+            out.codes[i % PAIRS].codes[i / PAIRS] =
+                load_codes<ALIGNED>(codes + r * source.code_stride);
+    }
+    bool own = row >= begin && row < end;
+    if (own) {
+        const uint8_t *scales = source.scales + (shift + row) * source.scale_stride;
+        int64_t group = (here.first + mine.lane % 2 * 2) * MOQ_PACK_GROUPS;
+        out.scales = ALIGNED ? load_eight(p, scales, group) : load_each(p, scales, group);
+    }
+    if (factor_of(source) == 0.0f) {
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; i++) {
+            int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
+            if (r >= begin && r < end)
+                out.codes[i % PAIRS].codes[i / PAIRS] = make_uint2(0, 0);
+        }
+        if (own)
+            out.scales = make_uint2(0, 0);
+    }
+}
+
+/* All of it, with minus zeros made zeros; tells of what no intact checkpoint holds. */
+template <bool ALIGNED>
+static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, place at,
+                                                   const run &here, const part &mine) {
+    int64_t row = here.slab * MOQ_PACK_ROWS;
+    share out = {};
+#pragma unroll 1
+    for (; at.index < p.source_count && at.first < row + MOQ_PACK_ROWS;
+         at.first += p.source[at.index++].rows) {
+        const moq_pack_source &source = p.source[at.index];
+        int begin = (int)max(at.first - row, (int64_t)0);
+        int end = (int)min(at.first + source.rows - row, (int64_t)MOQ_PACK_ROWS);
+        load_rows<ALIGNED>(p, source, row - at.first, begin, end, here, mine, out);
+    }
+    out.scales.x &= ~__vcmpeq4(out.scales.x, 0x80808080u);
+    out.scales.y &= ~__vcmpeq4(out.scales.y, 0x80808080u);
+    if (p.found && (__vcmpgeu4(out.scales.x, 0x7f7f7f7fu) | __vcmpgeu4(out.scales.y, 0x7f7f7f7fu)))
+        p.found->bad_code = 1;
+    return out;
+}
+
+/* ---- exchanges ---- */
+
+/* Bytes 0 to 3 of a, and those of b, go to the four lanes of a unit: lane t gets byte t of each,
+ * that of lane s into byte s. */
+static __device__ __forceinline__ void transpose(uint32_t &a, uint32_t &b, int s) {
+    bool odd = s & 1, upper = s & 2;
+    uint32_t given = __byte_perm(a, b, odd ? 0x6420 : 0x7531);
+    uint32_t got = __shfl_xor_sync(0xffffffffu, given, 1);
+    uint32_t a2 = __byte_perm(a, got, odd ? 0x3514 : 0x5240); /* of two lanes: t % 2, then + 2 */
+    uint32_t b2 = __byte_perm(b, got, odd ? 0x3716 : 0x7260);
+    given = __byte_perm(a2, b2, upper ? 0x5410 : 0x7632);
+    got = __shfl_xor_sync(0xffffffffu, given, 2);
+    a = __byte_perm(a2, got, upper ? 0x3254 : 0x5410);
+    b = __byte_perm(b2, got, upper ? 0x3276 : 0x7610);
+}
+
+static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, const run &here,
+                                                   const part &mine, share &in) {
+    uint8_t *to = p.out + (here.slab * moq_pack_blocks(p.columns) + here.first) * MOQ_PACK_BYTES;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        groups &pair = in.codes[i];
+        transpose(pair.codes[0].x, pair.codes[0].y, mine.s);
+        transpose(pair.codes[1].x, pair.codes[1].y, mine.s);
+        uint4 vector = make_words(pair);
+        int at = moq_pack_word_at(2 * i + mine.p, mine.s, 0);
+        if (mine.u < here.count)
+            *(uint4 *)(to + mine.u * MOQ_PACK_BYTES + at) = vector;
+    }
+    bool lower = mine.p == 0; /* rows 0 to 7 */
+    uint32_t kept = lower ? in.scales.x : in.scales.y;
+    uint32_t got = __shfl_xor_sync(0xffffffffu, lower ? in.scales.y : in.scales.x, 16);
+    uint32_t low = lower ? kept : got, high = lower ? got : kept;
+    int unit = mine.lane % 2 * 2 + mine.p, at = moq_pack_scale_at(mine.lane / 2 % 8, 0);
+    if (unit < here.count)
+        *(uint2 *)(to + unit * MOQ_PACK_BYTES + at) =
+            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+}
+
+/* ---- factors ---- */
+
+/* By 16 threads of those that have a slab: output_scale of row r, where `largest` is its largest
+ * value, or nothing where it is not folded. */
+static __device__ __forceinline__ void write_factor(const moq_nvfp4_pack &p, int64_t row,
+                                                    float largest) {
+    if (row >= p.rows || !p.output_scale)
+        return;
+    float factor = factor_of(p.source[find_place(p, row).index]);
+    if (p.found && (!(factor >= 0) || __float_as_uint(factor) == 0x7f800000u))
+        p.found->bad_scale = 1;
+    uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
+    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
+    float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
+    p.output_scale[row] = factor * r;
+    if (p.fold_scale)
+        p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
+}
+
+/* The largest value of each of the lane's rows so far, with those of another share. */
+static __device__ __forceinline__ void keep_largest(const share &in, const part &mine,
+                                                    uint2 (&scales)[32], float (&most)[2 * PAIRS]) {
+    scales[mine.lane] = in.scales;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) {
+        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
+        uint32_t scale = ((const uint8_t *)scales)[r * 16 + mine.u * 4 + mine.s];
+        most[i] = fmaxf(most[i], largest_value(in.codes[i % PAIRS].codes[i / PAIRS], scale));
+    }
+    __syncwarp();
+}
+
+/* Over the 16 lanes of p: lanes part with half of their rows each time, and end with one, of which
+ * the number in the slab is returned. */
+static __device__ __forceinline__ int reduce_largest(float (&most)[2 * PAIRS]) {
+    int lane = threadIdx.x % 32, index = 0;
+#pragma unroll
+    for (int half = PAIRS; half > 0; half /= 2) {
+        bool upper = lane & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float kept = upper ? most[i + half] : most[i], given = upper ? most[i] : most[i + half];
+            most[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+        index += upper ? half : 0;
+    }
+    most[0] = fmaxf(most[0], __shfl_xor_sync(0xffffffffu, most[0], 8));
+    return lane / 16 + index % PAIRS * 2 + index / PAIRS * 8;
+}
+
+/* ---- the kernels ---- */
+
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ moq_nvfp4_pack p) {
-    __shared__ uint4 staged[WARPS][RUN * APART];
-    uint4 *units = staged[threadIdx.x / 32];
     run here = find_run(p.rows, p.columns);
     if (here.count == 0)
         return;
     part mine = find_part(here);
-    int64_t first = here.slab * MOQ_PACK_ROWS;
-    int64_t at = p.group == 32 ? mine.group / 2 : mine.group; /* the scale's column */
-    int rows = (int)min(p.rows - first, (int64_t)MOQ_PACK_ROWS);
-    if (mine.group * 16 >= p.columns)
-        rows = 0;
-    groups in[PAIRS] = {};
-    cursor from = find_source(p, first, mine.group, at);
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
-        if (r >= rows)
-            continue;
-        if (r >= from.rows)
-            from = find_source(p, first + r, mine.group, at);
-        if (from.factor != 0.0f) {
-            in[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(from.codes + r * from.code_stride);
-            in[i % PAIRS].scale[i / PAIRS] = moq_pack_scale(from.scales[r * from.scale_stride]);
-        }
-        if (p.output_scale && mine.group == 0)
-            p.output_scale[first + r] = from.factor;
+    int64_t row = here.slab * MOQ_PACK_ROWS;
+    share loaded = load_share<ALIGNED>(p, find_place(p, row), here, mine);
+    if (moq_has_met(p.unless))
+        return;
+    store_share(p, here, mine, loaded);
+    if (here.first == 0 && mine.lane < MOQ_PACK_ROWS)
+        write_factor(p, row + mine.lane, 0.0f);
+}
+
+/* A block has a slab. */
+template <bool ALIGNED>
+static __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM)
+    pack_and_fold(const __grid_constant__ moq_nvfp4_pack p) {
+    __shared__ uint2 scales[WARPS][32];
+    __shared__ float largest[WARPS][MOQ_PACK_ROWS];
+    int64_t slab = blockIdx.x, blocks = moq_pack_blocks(p.columns);
+    int warp = threadIdx.x / 32;
+    place at = find_place(p, slab * MOQ_PACK_ROWS);
+    float most[2 * PAIRS] = {};
+    if (moq_has_met(p.unless))
+        return;
+#pragma unroll 1
+    for (int64_t first = warp * RUN; first < blocks; first += WARPS * RUN) {
+        run here = {slab, first, (int)min(blocks - first, (int64_t)RUN)};
+        part mine = find_part(here);
+        share loaded = load_share<ALIGNED>(p, at, here, mine);
+        keep_largest(loaded, mine, scales[warp], most);
+        store_share(p, here, mine, loaded);
     }
-    if (p.bad)
-        keep_bad(p, first + mine.p, at, in);
-    if (p.largest)
-        keep_largest(p, here.slab, in);
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-        stage((uint8_t *)(units + mine.u * APART), 2 * i + mine.p, mine.s, in[i]);
-    __syncwarp();
-    int64_t unit = here.slab * moq_pack_blocks(p.columns) + here.first;
-    uint4 *to = (uint4 *)(p.out + unit * MOQ_PACK_BYTES);
-#pragma unroll
-    for (int i = 0; i < RUN * VECTORS; i += 32) {
-        int v = i + mine.lane;
-        if (v < here.count * VECTORS)
-            to[v] = units[v + v / VECTORS];
-    }
+    int row = reduce_largest(most);
+    if ((threadIdx.x & 8) == 0)
+        largest[warp][row] = most[0];
+    __syncthreads();
+    if (threadIdx.x >= MOQ_PACK_ROWS)
+        return;
+    for (int w = 0; w < WARPS; w++)
+        most[0] = fmaxf(w ? most[0] : 0.0f, largest[w][threadIdx.x]);
+    write_factor(p, slab * MOQ_PACK_ROWS + threadIdx.x, most[0]);
 }
 
 template <bool ALIGNED>
@@ -291,32 +413,21 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
         return;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
-        groups out = unstage((const uint8_t *)(units + mine.u * APART), 2 * i + mine.p, mine.s);
+        const uint8_t *from_unit = (const uint8_t *)(units + mine.u * APART);
+        groups out = unstage(from_unit, 2 * i + mine.p, mine.s);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int64_t row = here.slab * MOQ_PACK_ROWS + 2 * i + mine.p + 8 * h;
             if (row >= p.rows)
                 continue;
+            uint8_t scale = from_unit[moq_pack_scale_at(2 * i + mine.p + 8 * h, mine.s)];
             store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + mine.group * 8, out.codes[h]);
             if (p.group == 16)
-                p.scales[row * (p.columns / 16) + mine.group] = (uint8_t)out.scale[h];
+                p.scales[row * (p.columns / 16) + mine.group] = scale;
             else if (mine.group % 2 == 0)
-                p.scales[row * (p.columns / 32) + mine.group / 2] = (uint8_t)out.scale[h];
+                p.scales[row * (p.columns / 32) + mine.group / 2] = scale;
         }
     }
-}
-
-static __global__ void __launch_bounds__(THREADS)
-    find_fold_scales(float *fold_scale, float *output_scale, int64_t rows) {
-    int64_t row = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (row >= rows)
-        return;
-    float largest = fold_scale[row];
-    uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
-    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
-    float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
-    fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
-    output_scale[row] *= r;
 }
 
 /* ---- launch ---- */
@@ -337,34 +448,29 @@ static int64_t blocks_for(int64_t rows, int64_t columns) {
     return (runs + WARPS - 1) / WARPS;
 }
 
-static bool by_eights(const void *pointer, int64_t stride) {
-    return (uintptr_t)pointer % 8 == 0 && stride % 8 == 0;
+static bool by(int64_t bytes, const void *pointer, int64_t stride) {
+    return (int64_t)((uintptr_t)pointer % (uintptr_t)bytes) == 0 && stride % bytes == 0;
 }
 
 extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream, moq_err *err) {
     moq_nvfp4_pack parameter = *p;
-    bool aligned = true;
-    for (int i = 0; i < p->source_count; i++)
-        aligned = aligned && by_eights(p->source[i].codes, p->source[i].code_stride);
-    return launch(aligned ? (const void *)pack<true> : (const void *)pack<false>,
-                  "prepare: packing NVFP4", blocks_for(p->rows, p->columns), &parameter, stream,
-                  err);
+    bool aligned = p->columns % (2 * MOQ_PACK_K) == 0;
+    for (int i = 0; i < p->source_count; i++) {
+        const moq_pack_source *of = &p->source[i];
+        aligned = aligned && by(8, of->codes, of->code_stride) &&
+                  by(p->group == MOQ_NVFP4_GROUP ? 8 : 4, of->scales, of->scale_stride);
+    }
+    const void *plain = aligned ? (const void *)pack<true> : (const void *)pack<false>;
+    const void *folding =
+        aligned ? (const void *)pack_and_fold<true> : (const void *)pack_and_fold<false>;
+    return launch(p->fold_scale ? folding : plain, "prepare: packing NVFP4",
+                  p->fold_scale ? moq_pack_slabs(p->rows) : blocks_for(p->rows, p->columns),
+                  &parameter, stream, err);
 }
 
 extern "C" moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *p, void *stream, moq_err *err) {
     moq_nvfp4_unpack parameter = *p;
-    bool aligned = by_eights(p->codes, p->columns / 2);
+    bool aligned = by(8, p->codes, p->columns / 2);
     return launch(aligned ? (const void *)unpack<true> : (const void *)unpack<false>,
                   "unpacking NVFP4", blocks_for(p->rows, p->columns), &parameter, stream, err);
-}
-
-extern "C" moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale,
-                                                int64_t rows, void *stream, moq_err *err) {
-    void *args[] = {&fold_scale, &output_scale, &rows};
-    moq_launch launch = {.what = "prepare: powers of two of rows",
-                         .kernel = (const void *)find_fold_scales,
-                         .grid = dim3((unsigned)((rows + THREADS - 1) / THREADS)),
-                         .block = dim3(THREADS),
-                         .stream = (cudaStream_t)stream};
-    return moq_cuda_launch(&launch, args, err);
 }

@@ -4,6 +4,7 @@
 #define MOQ_CUDA_NVFP4_PACK_H
 
 #include "core/linear.h"
+#include "cuda/prepare.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,7 +17,10 @@ typedef struct {
     const uint8_t *scales;
     int64_t scale_stride;
     int64_t rows;
-    float factor; /* weight_scale_2; of 0, all of these rows are zeros, whatever their codes */
+    /* weight_scale_2; where it is 0, all of these rows are zeros, whatever their codes. */
+    const void *factor_at; /* where it is on the device, float32 or 16 bits; NULL: */
+    moq_dtype factor_dtype;
+    float factor;
 } moq_pack_source;
 
 typedef struct {
@@ -24,21 +28,14 @@ typedef struct {
     int32_t group;         /* 16 or 32 columns have a scale */
     int32_t source_count;
     moq_pack_source source[MOQ_MAX_PARTITIONS]; /* their rows follow each other */
-    const float
-        *factors; /* [source_count] on the device, instead of those of the sources; or NULL */
-    uint8_t *out; /* units, at an address that is a multiple of 16 */
+    uint8_t *out;                               /* units, at an address that is a multiple of 16 */
     float *output_scale; /* [rows]: the factor of the row's source; or NULL */
-    float *largest;      /* [rows], zeros before: the row's largest |code * scale|; or NULL */
-    uint64_t *bad; /* the least row * scales of a row + column of a scale that is NaN or negative
-                    * (minus zero is not); NULL: they are not looked at */
+    float *fold_scale;   /* [rows], beside output_scale, as moq_linear_folds has both; or NULL */
+    moq_findings *found; /* where bad scales of groups and bad factors are told; NULL: nowhere */
+    const moq_findings *unless; /* nothing is written if these are not all zero; or NULL */
 } moq_nvfp4_pack;
 
 moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);
-
-/* From the largest value of each row, in its place, fold_scale = 1 / r (moq_linear_folds), and
- * output_scale *= r. */
-moq_status moq_cuda_find_fold_scales(float *fold_scale, float *output_scale, int64_t rows,
-                                     void *stream, moq_err *err);
 
 typedef struct {
     const uint8_t *packed; /* at an address that is a multiple of 16 */

@@ -1,7 +1,7 @@
 /* Weight processing on the device: see prepare.h.
  *
- * Codes: out[row, column] = codes[row, column], or 0 where factor[row] is 0, and bad = the least
- * position of a code that the rule forbids. Bound by memory: a thread moves 16 bytes and looks at
+ * Codes: out[row, column] = codes[row, column], or 0 where factor[row] is 0; told is whether the
+ * rule forbids one, or which is the first. Bound by memory: a thread moves 16 bytes and looks at
  * them in between, or only looks at four times as many. Rows without gaps are one long row, so that
  * only its end is uneven. What is not aligned to 16 bytes goes byte by byte. A copy of what was
  * just looked at begins at its end, which the cache still has. */
@@ -9,6 +9,8 @@
 
 #include "cuda/launch.h"
 #include "cuda/load.h"
+
+#include <pthread.h>
 
 #define THREADS   256
 #define LOOKED_AT 4 /* pieces of a thread that only looks at them */
@@ -36,6 +38,13 @@ static __device__ __forceinline__ int first_bad(const uint4 &codes, moq_code_rul
         return -1;
     uint32_t word = x ? x : y ? y : z ? z : w;
     return (x ? 0 : y ? 4 : z ? 8 : 12) + (__ffs((int)word) - 1) / 8;
+}
+
+static __device__ __forceinline__ void tell_bad(const moq_code_copy &c, int64_t position) {
+    if (c.bad)
+        atomicMin((unsigned long long *)c.bad, (unsigned long long)position);
+    else
+        c.found->bad_code = 1;
 }
 
 static __device__ __forceinline__ void set_zero(uint8_t &piece) {
@@ -67,10 +76,9 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
         int at = first_bad(piece[i], c.rule);
         int64_t column = (begin + i * THREADS) * (int64_t)sizeof(Piece) + at;
         if (at >= 0)
-            atomicMin((unsigned long long *)c.bad,
-                      (unsigned long long)(c.first + row * c.columns + column));
+            tell_bad(c, c.first + row * c.columns + column);
     }
-    if (!c.out)
+    if (!c.out || moq_has_met(c.unless))
         return;
     Piece *to = (Piece *)(c.out + row * c.columns);
 #pragma unroll
@@ -126,27 +134,79 @@ extern "C" moq_status moq_cuda_fill_floats(float *out, float value, int64_t coun
     return moq_cuda_launch(&launch, args, err);
 }
 
-static __global__ void __launch_bounds__(THREADS)
-    read_scales(const void *scales, moq_dtype dtype, int64_t count, float *out, uint32_t *met) {
+static __global__ void __launch_bounds__(THREADS) copy_scales(moq_scale_copy c) {
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    float scale = i < count ? moq_load_one(scales, i, dtype) : 1.0f;
-    uint32_t found = scale == 0 ? MOQ_ZERO_SCALE : 0;
-    if (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u)
-        found = MOQ_BAD_SCALE;
-    if (i < count)
-        out[i] = scale;
-    found = __reduce_or_sync(0xffffffffu, found);
-    if (found && threadIdx.x % 32 == 0)
-        atomicAnd(met, ~found);
+    if (i >= c.count)
+        return;
+    float scale = moq_load_one(c.scales, i * c.step, c.dtype);
+    if (c.bad && (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u))
+        *c.bad = 1;
+    if (c.zero && scale == 0)
+        *c.zero = 1;
+    if (c.out && !moq_has_met(c.unless))
+        c.out[i] = scale;
 }
 
-extern "C" moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t count,
-                                           float *out, uint32_t *met, void *stream, moq_err *err) {
-    moq_launch launch = {.what = "prepare: reading scales",
-                         .kernel = (const void *)read_scales,
-                         .grid = dim3((unsigned)((count + THREADS - 1) / THREADS)),
+extern "C" moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err) {
+    moq_scale_copy c = *copy;
+    if (!c.out && c.step == 0)
+        c.count = 1;
+    moq_launch launch = {.what = "prepare: scales",
+                         .kernel = (const void *)copy_scales,
+                         .grid = dim3((unsigned)((c.count + THREADS - 1) / THREADS)),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream};
-    void *args[] = {&scales, &dtype, &count, &out, &met};
+    void *args[] = {&c};
     return moq_cuda_launch(&launch, args, err);
+}
+
+/* ---- notes ---- */
+
+#define NOTES      64
+#define NOTE_BYTES 64
+
+/* Memory that all devices reach by the host's addresses, got when the first note is taken and kept:
+ * getting it takes longer than what it is used for. */
+static struct notebook {
+    pthread_mutex_t lock;
+    pthread_cond_t returned;
+    char *memory;
+    uint64_t taken; /* a bit for each note */
+} notebook = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0};
+static_assert(NOTES == 64 && sizeof(moq_findings) <= NOTE_BYTES, "a bit each, and enough bytes");
+
+static cudaError_t open_notebook(void) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed; /* as in memory.cu */
+    void *memory;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaError_t status =
+        cudaHostAlloc(&memory, NOTES * NOTE_BYTES, cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (status == cudaSuccess)
+        notebook.memory = (char *)memory;
+    return status;
+}
+
+extern "C" moq_status moq_cuda_take_note(moq_findings **note, moq_err *err) {
+    cudaError_t status = cudaSuccess;
+    pthread_mutex_lock(&notebook.lock);
+    if (!notebook.memory)
+        status = open_notebook();
+    while (status == cudaSuccess && ~notebook.taken == 0)
+        pthread_cond_wait(&notebook.returned, &notebook.lock);
+    if (status == cudaSuccess) {
+        int free = __builtin_ctzll(~notebook.taken);
+        notebook.taken |= 1ull << free;
+        *note = (moq_findings *)(notebook.memory + free * NOTE_BYTES);
+        **note = {};
+    }
+    pthread_mutex_unlock(&notebook.lock);
+    return moq_cuda_check(status, "memory for what kernels find", err);
+}
+
+extern "C" void moq_cuda_return_note(moq_findings *note) {
+    pthread_mutex_lock(&notebook.lock);
+    notebook.taken &= ~(1ull << ((char *)note - notebook.memory) / NOTE_BYTES);
+    pthread_cond_signal(&notebook.returned);
+    pthread_mutex_unlock(&notebook.lock);
 }

@@ -6,6 +6,7 @@
 #include "core/status.h"
 #include "core/tensor.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -19,6 +20,19 @@ typedef enum {
     MOQ_CODES_BLOCK_SCALE /* NaN, and negative but for minus zero */
 } moq_code_rule;
 
+/* What kernels have met: not zero where they have. They only ever write ones, so it does not matter
+ * how many of them do. */
+typedef struct {
+    uint32_t bad_code, bad_scale, zero_scale; /* bad: NaN, or negative, or an infinite scale */
+    uint32_t bad_input_scale;                 /* also zero */
+} moq_findings;
+
+/* A note: findings in the host's memory, all zero, which kernels of any device may write and the
+ * host reads after a wait, without a copy. To be returned when no queued work writes it any more.
+ */
+moq_status moq_cuda_take_note(moq_findings **note, moq_err *err);
+void moq_cuda_return_note(moq_findings *note);
+
 /* Rows of one-byte codes on the device, contiguous each, and what becomes of them. */
 typedef struct {
     const uint8_t *codes;
@@ -28,30 +42,39 @@ typedef struct {
     const float
         *factor;  /* [rows]; rows of factor 0 become zeros, unchecked. NULL: there are none */
     uint8_t *out; /* [rows, columns] without gaps, apart from codes or these; NULL: only to check */
-    bool backwards; /* where the last codes were read a moment ago */
-    int64_t first;  /* position of the first code, for `bad` */
-    uint64_t *bad;  /* where the least position of a bad code is kept; NULL with MOQ_CODES_ANY */
+    bool backwards;             /* where the last codes were read a moment ago */
+    moq_findings *found;        /* where a bad code is told */
+    const moq_findings *unless; /* nothing is written if these are not all zero; or NULL */
+    uint64_t *bad; /* where the least position of a bad code is kept instead; NULL: nowhere */
+    int64_t first; /* position of the first code, for `bad` */
 } moq_code_copy;
 
 moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err);
 
-/* What kernels have met, in the workspace of a layer; all bits are set before. */
+/* out[i] = scales[i * step] as float32. */
 typedef struct {
-    uint64_t bad_code; /* the least position */
-    uint32_t scales;   /* of these bits those are cleared that were met */
-} moq_findings;
+    const void *scales; /* float32, bfloat16 or float16 */
+    moq_dtype dtype;
+    int64_t count, step;        /* a step of 0: one scale for all */
+    float *out;                 /* NULL: they are only looked at */
+    uint32_t *bad, *zero;       /* of the findings: where those are told; NULL: nowhere */
+    const moq_findings *unless; /* as above */
+} moq_scale_copy;
 
-#define MOQ_ZERO_SCALE 1u
-#define MOQ_BAD_SCALE  2u /* negative, infinite or NaN */
-
-/* out[i] = scales[i], of float32, bfloat16 or float16, and what was met among them to `met`. */
-moq_status moq_cuda_read_scales(const void *scales, moq_dtype dtype, int64_t count, float *out,
-                                uint32_t *met, void *stream, moq_err *err);
+moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err);
 
 /* out[i] = value, `count` times. */
 moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream, moq_err *err);
 
 #ifdef __cplusplus
+}
+#endif
+
+#ifdef __CUDACC__
+/* Whether a kernel before this one has met something; of no findings (NULL), no. */
+static __device__ __forceinline__ bool moq_has_met(const moq_findings *found) {
+    return found &&
+           (found->bad_code | found->bad_scale | found->zero_scale | found->bad_input_scale);
 }
 #endif
 #endif

@@ -40,18 +40,16 @@ moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear
                                    const char *mapping, moq_err *err);
 
 /* How weights are processed: `fresh` outputs, which nobody else has seen, may have been written
- * when it fails, others are not. On CUDA the work goes to `stream`, which is waited for in between,
- * since scales are read back (so not within a capture); unless the caller's further work is
- * `ordered` after that of the stream, also at the end. `workspace` has the bytes that
- * moq_prepare_workspace asks for, on the device. */
+ * when it fails, others are not. On CUDA the work goes to `stream`, which is waited for (so not
+ * within a capture). `workspace` has the bytes that moq_prepare_workspace asks for, on the device.
+ */
 typedef struct {
     bool fresh;
-    bool ordered;
     void *stream;
     void *workspace;
 } moq_prepare_way;
 
-int64_t moq_prepare_workspace(const moq_linear_spec *spec);
+int64_t moq_prepare_workspace(const moq_linear_spec *spec, bool fresh);
 
 /* Turns checkpoint tensors into prepared ones. On CUDA, codes are on the layer's device, scales of
  * any other kind there or on the host. */

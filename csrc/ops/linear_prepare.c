@@ -17,14 +17,6 @@ static int64_t partition_blocks(const moq_linear_spec *spec, int32_t p) {
     return (spec->partition[p] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
 }
 
-int64_t moq_prepare_scale_count(const moq_linear_spec *spec) {
-    if (spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
-        return moq_linear_block_rows(spec) * moq_linear_scale_columns(spec);
-    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED)
-        return spec->partition_count;
-    return spec->per_row_scale ? spec->out_features : 0;
-}
-
 /* ---- the codes: rows of the weight and of e4m3 group scales ---- */
 
 static moq_status check_rows(const moq_linear_spec *spec, const moq_source *source,
@@ -154,11 +146,18 @@ static bool can_stay(const moq_tensor *t) {
            (t->dtype == MOQ_DT_F32 || t->dtype == MOQ_DT_BF16 || t->dtype == MOQ_DT_F16);
 }
 
+/* The scales of rows, blocks or partitions. */
+static const moq_source *weight_scales(const moq_linear_spec *spec,
+                                       const moq_linear_sources *sources) {
+    return spec->checkpoint == MOQ_WEIGHT_E2M1 ? &sources->weight_scale_2 : &sources->weight_scale;
+}
+
 /* Scales that need not come to the host: they are on the device, and if they are wrong, then by
  * their values. Block scales were looked at before. */
 static bool stay_on_device(const moq_linear_spec *spec, const moq_source *source) {
     bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK, rows = spec->per_row_scale;
-    bool all = source->count == 1 || source->count == spec->partition_count;
+    bool all = spec->weight != MOQ_WEIGHT_E2M1_SWIZZLED &&
+               (source->count == 1 || source->count == spec->partition_count);
     for (int32_t p = 0; all && p < source->count; p++) {
         const moq_tensor *t = &source->part[p];
         int64_t count = moq_tensor_numel(t), parts = source->count == 1 ? spec->partition_count : 1;
@@ -173,9 +172,10 @@ static bool stay_on_device(const moq_linear_spec *spec, const moq_source *source
 static moq_status allocate_scales(const moq_linear_spec *spec, moq_prepare_scales *scales,
                                   moq_err *err) {
     bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
-    size_t parts = (size_t)spec->partition_count, rows = (size_t)spec->out_features;
+    bool many = !scales->on_device; /* else those of partitions may still be wanted */
+    size_t parts = (size_t)spec->partition_count, rows = many ? (size_t)spec->out_features : 0;
     size_t block =
-        blocks ? (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)) : 0;
+        blocks && many ? (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)) : 0;
     size_t weight = blocks ? 0 : scales->per_row ? rows : parts;
     size_t factor = blocks ? 0 : rows, smooth = (size_t)spec->in_features * 2;
     float *memory = malloc(
@@ -207,44 +207,43 @@ static moq_status read_few(const moq_linear_spec *spec, const moq_linear_sources
                            void *stream, float *out, moq_err *err) {
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
     const char *name = e2m1 ? "weight_scale_2" : "weight_scale";
-    const moq_source *source = e2m1 ? &sources->weight_scale_2 : &sources->weight_scale;
+    const moq_source *source = weight_scales(spec, sources);
     MOQ_TRY(read_per_partition(spec, source, name, stream, out, err));
     return moq_check_scales(out, spec->partition_count, name, MOQ_SCALE_MAY_BE_ZERO, err);
 }
 
 moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                  void *stream, moq_err *err) {
-    size_t count = (size_t)moq_prepare_scale_count(spec);
-    float *values = malloc(count * sizeof *values);
+    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    int64_t count = blocks ? moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)
+                    : spec->per_row_scale ? spec->out_features
+                                          : spec->partition_count;
+    float *values = malloc((size_t)count * sizeof *values);
     if (!values)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the scales of a linear layer");
-    moq_status status = spec->checkpoint == MOQ_WEIGHT_E2M1
-                            ? read_few(spec, sources, stream, values, err)
-                            : read_many(spec, &sources->weight_scale, stream, values, err);
+    moq_status status = blocks || spec->per_row_scale
+                            ? read_many(spec, &sources->weight_scale, stream, values, err)
+                            : read_few(spec, sources, stream, values, err);
     free(values);
     return status;
 }
 
+moq_status moq_prepare_bring_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                                    moq_prepare_scales *scales, void *stream, moq_err *err) {
+    scales->on_device = false;
+    return read_few(spec, sources, stream, scales->weight, err);
+}
+
 static moq_status read_weight_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                     moq_prepare_scales *scales, moq_prepare_way way,
-                                     moq_err *err) {
+                                     moq_prepare_scales *scales, void *stream, moq_err *err) {
     if (scales->block)
-        MOQ_TRY(check_block_shapes(spec, &sources->weight_scale, err));
-    if (scales->block || scales->per_row) {
-        scales->on_device = stay_on_device(spec, &sources->weight_scale);
-        float *out = scales->block ? scales->block : scales->weight;
-        if (!scales->on_device)
-            MOQ_TRY(read_many(spec, &sources->weight_scale, way.stream, out, err));
-        if (scales->per_row && !scales->on_device)
-            memcpy(scales->factor, out, (size_t)spec->out_features * sizeof(float));
+        return read_many(spec, &sources->weight_scale, stream, scales->block, err);
+    if (scales->per_row) {
+        MOQ_TRY(read_many(spec, &sources->weight_scale, stream, scales->weight, err));
+        memcpy(scales->factor, scales->weight, (size_t)spec->out_features * sizeof(float));
         return MOQ_OK;
     }
-    /* Only where all is checked at the end. */
-    scales->on_device = way.fresh && spec->weight == MOQ_WEIGHT_E2M1_PACKED &&
-                        stay_on_device(spec, &sources->weight_scale_2);
-    if (scales->on_device)
-        return MOQ_OK;
-    MOQ_TRY(read_few(spec, sources, way.stream, scales->weight, err));
+    MOQ_TRY(read_few(spec, sources, stream, scales->weight, err));
     moq_expand_to_rows(scales->weight, spec->partition, spec->partition_count, scales->factor);
     return MOQ_OK;
 }
@@ -268,6 +267,26 @@ static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linea
     if (!used || sources->input_scale.count == 0)
         scales->input = NULL;
     return MOQ_OK;
+}
+
+/* They too may stay, where none has to be compared with another. */
+static bool input_stays(const moq_linear_spec *spec, const moq_source *source) {
+    int32_t parts = spec->partition_count;
+    bool all =
+        (source->count == 1 || source->count == parts) && (!spec->one_input_scale || parts == 1);
+    for (int32_t p = 0; all && p < source->count; p++) {
+        int64_t count = moq_tensor_numel(&source->part[p]);
+        all = can_stay(&source->part[p]) && (count == 1 || (source->count == 1 && count == parts));
+    }
+    return all;
+}
+
+moq_status moq_prepare_bad_input_scale(const moq_linear_spec *spec,
+                                       const moq_linear_sources *sources, void *stream,
+                                       moq_err *err) {
+    float values[MOQ_MAX_PARTITIONS];
+    moq_prepare_scales scales = {.input = values};
+    return read_input_scales(spec, sources, &scales, stream, err);
 }
 
 static moq_status read_smoothing(const moq_linear_spec *spec, const moq_source *source,
@@ -307,7 +326,7 @@ static moq_status read_pre_quant_scale(const moq_linear_spec *spec, const moq_so
 }
 
 static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                moq_prepare_scales *scales, moq_prepare_way way, moq_err *err) {
+                                moq_prepare_scales *scales, void *stream, moq_err *err) {
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
     int64_t k = spec->in_features;
     MOQ_TRY(check_rows(spec, &sources->weight, "weight", e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3,
@@ -315,13 +334,23 @@ static moq_status check_sources(const moq_linear_spec *spec, const moq_linear_so
     if (e2m1)
         MOQ_TRY(check_rows(spec, &sources->weight_scale, "weight_scale", MOQ_DT_E4M3,
                            moq_linear_scale_columns(spec), err));
+    if (spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
+        MOQ_TRY(check_block_shapes(spec, &sources->weight_scale, err));
+    scales->on_device = stay_on_device(spec, weight_scales(spec, sources));
     MOQ_TRY(allocate_scales(spec, scales, err));
-    MOQ_TRY(read_weight_scales(spec, sources, scales, way, err));
-    moq_status status = read_input_scales(spec, sources, scales, way.stream, err);
+    if (!scales->on_device)
+        MOQ_TRY(read_weight_scales(spec, sources, scales, stream, err));
+    scales->input_on_device = input_stays(spec, &sources->input_scale);
+    moq_status status =
+        scales->input_on_device ? MOQ_OK : read_input_scales(spec, sources, scales, stream, err);
+    if (scales->input_on_device)
+        scales->input = NULL;
     if (status == MOQ_OK)
-        status = read_pre_quant_scale(spec, &sources->pre_quant_scale, scales, way.stream, err);
-    if (status != MOQ_OK && scales->on_device) /* if both are wrong, the first is named */
-        MOQ_TRY(moq_prepare_bad_scale(spec, sources, way.stream, err));
+        status = read_pre_quant_scale(spec, &sources->pre_quant_scale, scales, stream, err);
+    if (status != MOQ_OK && scales->on_device) /* if several are wrong, the first is named */
+        MOQ_TRY(moq_prepare_bad_scale(spec, sources, stream, err));
+    if (status != MOQ_OK && scales->input_on_device)
+        MOQ_TRY(moq_prepare_bad_input_scale(spec, sources, stream, err));
     return status;
 }
 
@@ -346,7 +375,7 @@ moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_
 static moq_status prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
                           moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     moq_prepare_scales scales = {.per_row = spec->per_row_scale};
-    moq_status status = check_sources(spec, sources, &scales, way, err);
+    moq_status status = check_sources(spec, sources, &scales, way.stream, err);
     if (status == MOQ_OK)
         status = spec->device.kind == MOQ_CPU
                      ? moq_prepare_on_cpu(spec, sources, &scales, params, err)
@@ -361,8 +390,7 @@ static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linea
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "prepare: its stream is being captured into a CUDA graph, but scales have "
                         "to be read back; prepare weights before the capture");
-    MOQ_TRY(prepare(spec, sources, way, params, err));
-    return way.ordered ? MOQ_OK : moq_cuda_wait(way.stream, err);
+    return prepare(spec, sources, way, params, err);
 }
 
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,

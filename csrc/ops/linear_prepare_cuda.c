@@ -1,11 +1,16 @@
-/* Weight processing on a CUDA device: the codes stay there, the scales were read on the host.
+/* Weight processing on a CUDA device: the codes stay there.
  *
- * Into tensors that somebody may already look at, two passes over FP8 codes: the first checks, the
- * second writes. Into fresh ones both at once. Of NVFP4 only the block scales can be wrong, a ninth
- * of the bytes. Scales of rows or blocks that are on the device stay there: a kernel reads them,
- * none of a row is taken to be zero, and if one is, the codes are gone through once more. Those of
- * partitions stay there too where fresh outputs are packed: the kernel that packs looks at them.
- * The workspace holds what the kernels have found and the scales that may stay, as float32. */
+ * Scales that are there stay there, too, and kernels look at them; scales on the host, and those of
+ * x, were read and checked before. What kernels meet they tell in a note (cuda/prepare.h), which is
+ * read after the one wait that ends the work. Only what is found wrong is looked for once more, by
+ * itself, to be named.
+ *
+ * Outputs that nobody has seen yet are written while codes and scales are checked. Into others two
+ * passes go, of NVFP4 one over the block scales and one over all: the first checks and tells in the
+ * workspace, and the second writes nothing if it has told something. None of the scales of rows is
+ * taken to be zero; if one is, whose codes may be anything, the work is done once more.
+ *
+ * Only for swizzled NVFP4 weights the host waits twice. */
 #include "ops/linear_prepare.h"
 
 #include "core/swizzle.h"
@@ -21,32 +26,55 @@ _Static_assert(sizeof(moq_findings) <= SCALES_AT, "what was found comes first");
 typedef struct {
     const moq_linear_spec *spec;
     const moq_linear_sources *sources;
-    const moq_prepare_scales *scales;
+    moq_prepare_scales *scales;
     moq_linear_params *params;
     void *stream;
-    moq_findings *found; /* on the device */
-    float *scale;        /* of rows, blocks or packed partitions, there too */
+    bool fresh;
+    moq_findings *note;  /* what was met, for the host */
+    moq_findings *found; /* the same for kernels to tell, and where outputs are not fresh, to see */
+    float *scale;        /* of rows or blocks, on the device */
     float *factor;       /* the same where they are of rows, else NULL */
     bool zero_rows;      /* among those */
+    uint64_t *bad;       /* while the first bad code is looked for */
 } job;
 
-int64_t moq_prepare_workspace(const moq_linear_spec *spec) {
-    int64_t scales = moq_prepare_scale_count(spec) * (int64_t)sizeof(float);
-    return spec->device.kind == MOQ_CPU ? 0 : SCALES_AT + scales;
+/* Float32 scales that exist on the device, of rows or blocks. */
+static int64_t scale_count(const moq_linear_spec *spec) {
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1)
+        return 0;
+    return spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK
+               ? moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)
+               : spec->out_features;
 }
 
-static bool has_zero(const float *factor, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        if (factor[i] == 0)
-            return true;
-    }
-    return false;
+int64_t moq_prepare_workspace(const moq_linear_spec *spec, bool fresh) {
+    if (spec->device.kind == MOQ_CPU || fresh)
+        return 0;
+    return SCALES_AT + scale_count(spec) * (int64_t)sizeof(float);
 }
 
-/* True for a partition that means zero, whatever its codes are. */
+/* ---- what is found ---- */
+
+static moq_status forget_findings(const job *j, moq_err *err) {
+    *j->note = (moq_findings){0};
+    if (j->found == j->note)
+        return MOQ_OK;
+    return moq_cuda_fill(j->found, 0, sizeof *j->found, j->stream, err);
+}
+
+/* Waits for all that was queued. */
+static moq_status read_findings(const job *j, moq_err *err) {
+    if (j->found != j->note)
+        MOQ_TRY(moq_cuda_copy(j->note, j->found, sizeof *j->note, j->stream, err));
+    return moq_cuda_wait(j->stream, err);
+}
+
+/* ---- codes ---- */
+
+/* True for a partition that means zero, whatever its codes are: where that is known. */
 static bool is_zero(const job *j, int32_t p) {
     const moq_prepare_scales *scales = j->scales;
-    return scales->weight && !scales->per_row && !scales->on_device && scales->weight[p] == 0;
+    return j->spec->checkpoint == MOQ_WEIGHT_E2M1 && !scales->on_device && scales->weight[p] == 0;
 }
 
 /* Copies or checks (out NULL) the codes of a source, rows of `columns` bytes, partition by
@@ -54,6 +82,7 @@ static bool is_zero(const job *j, int32_t p) {
 static moq_status move_codes(const job *j, const moq_source *source, int64_t columns,
                              moq_code_rule rule, uint8_t *out, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
+    bool checked_before = rule == MOQ_CODES_ANY && spec->checkpoint != MOQ_WEIGHT_E2M1;
     int64_t first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows rows = moq_prepare_rows(source, p, first);
@@ -66,8 +95,10 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
             .factor = j->zero_rows ? j->factor + first : NULL,
             .out = out ? out + first * columns : NULL,
             .backwards = rule == MOQ_CODES_ANY,
+            .found = j->found,
+            .unless = checked_before ? j->found : NULL,
+            .bad = j->bad,
             .first = first * columns,
-            .bad = &j->found->bad_code,
         };
         bool there = copy.out == copy.codes && copy.rule == MOQ_CODES_ANY && !copy.factor;
         if (!is_zero(j, p) && !there)
@@ -78,57 +109,184 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
     return MOQ_OK;
 }
 
-static moq_status forget_findings(const job *j, moq_err *err) {
-    return moq_cuda_fill(j->found, 0xff, sizeof *j->found, j->stream, err);
+/* Looks at those that no intact checkpoint may hold some of: e4m3 weights, or block scales. */
+static moq_status check_codes(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1)
+        return move_codes(j, &j->sources->weight_scale, moq_linear_scale_columns(spec),
+                          MOQ_CODES_BLOCK_SCALE, NULL, err);
+    return move_codes(j, &j->sources->weight, spec->in_features, MOQ_CODES_E4M3, NULL, err);
 }
 
-/* Waits for the checks so far. */
-static moq_status read_findings(const job *j, moq_findings *found, moq_err *err) {
-    return moq_cuda_download(found, j->found, sizeof *found, j->stream, err);
+/* The failure of the first bad one, of which there is one. */
+static moq_status refuse_bad_code(job *j, moq_err *err) {
+    bool e2m1 = j->spec->checkpoint == MOQ_WEIGHT_E2M1;
+    int64_t columns = e2m1 ? moq_linear_scale_columns(j->spec) : j->spec->in_features;
+    uint64_t first = 0;
+    void *memory;
+    MOQ_TRY(moq_cuda_allocate(sizeof first, j->stream, &memory, err));
+    j->bad = memory;
+    moq_status status = moq_cuda_fill(memory, 0xff, sizeof first, j->stream, err);
+    if (status == MOQ_OK)
+        status = check_codes(j, err);
+    if (status == MOQ_OK)
+        status = moq_cuda_download(&first, memory, sizeof first, j->stream, err);
+    j->bad = NULL;
+    moq_cuda_release(memory, j->stream);
+    MOQ_TRY(status);
+    return moq_prepare_bad_code(j->spec, (int64_t)first / columns, (int64_t)first % columns, err);
 }
 
-static moq_status refuse_bad_code(const job *j, const moq_findings *found, int64_t columns,
-                                  moq_err *err) {
-    if (found->bad_code == UINT64_MAX)
+/* ---- scales ---- */
+
+/* Where the scale of partition p is. */
+static const void *scale_of(const moq_source *source, int32_t p) {
+    const moq_tensor *t = &source->part[source->count == 1 ? 0 : p];
+    bool several = source->count == 1 && moq_tensor_numel(t) > 1;
+    return (const char *)t->data + (several ? (size_t)p * moq_dtype_size(t->dtype) : 0);
+}
+
+/* Looks at scales that stay on the device, and copies them to `out` (or not: NULL) as float32, one
+ * for each row or block. */
+static moq_status copy_device_scales(const job *j, const moq_source *source, float *out,
+                                     moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    bool spread = out && !blocks && !spec->per_row_scale; /* each over the rows of its partition */
+    for (int32_t p = 0; p < (spread ? spec->partition_count : source->count); p++) {
+        const moq_tensor *t = &source->part[source->count == 1 ? 0 : p];
+        moq_scale_copy copy = {
+            .scales = spread ? scale_of(source, p) : t->data,
+            .dtype = t->dtype,
+            .count = spread ? spec->partition[p] : moq_tensor_numel(t),
+            .step = spread ? 0 : 1,
+            .out = out,
+            .bad = &j->found->bad_scale,
+            .zero = blocks ? NULL : &j->found->zero_scale,
+        };
+        MOQ_TRY(moq_cuda_copy_scales(&copy, j->stream, err));
+        if (out)
+            out += copy.count;
+    }
+    return MOQ_OK;
+}
+
+static bool has_zero(const float *factor, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (factor[i] == 0)
+            return true;
+    }
+    return false;
+}
+
+/* One scale for each row from those of partitions, which are on the host. */
+static moq_status fill_rows(const job *j, float *out, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    for (int32_t p = 0; p < spec->partition_count; out += spec->partition[p++])
+        MOQ_TRY(
+            moq_cuda_fill_floats(out, j->scales->weight[p], spec->partition[p], j->stream, err));
+    return MOQ_OK;
+}
+
+/* The scales of rows or blocks to where they are wanted on the device. */
+static moq_status place_scales(job *j, moq_err *err) {
+    const moq_prepare_scales *scales = j->scales;
+    size_t bytes = (size_t)scale_count(j->spec) * sizeof(float);
+    if (scales->on_device)
+        return copy_device_scales(j, &j->sources->weight_scale, j->scale, err);
+    if (scales->block)
+        return moq_cuda_upload(j->scale, scales->block, bytes, j->stream, err);
+    j->zero_rows = has_zero(scales->factor, j->spec->out_features);
+    if (scales->per_row)
+        return moq_cuda_upload(j->scale, scales->factor, bytes, j->stream, err);
+    return fill_rows(j, j->scale, err);
+}
+
+/* From the workspace to outputs that are not fresh. */
+static moq_status write_scales(const job *j, moq_err *err) {
+    moq_scale_copy copy = {
+        .scales = j->scale,
+        .dtype = MOQ_DT_F32,
+        .count = scale_count(j->spec),
+        .step = 1,
+        .out = j->factor ? j->params->output_scale.data : j->params->weight_scale.data,
+        .unless = j->found,
+    };
+    return moq_cuda_copy_scales(&copy, j->stream, err);
+}
+
+/* Those of x that are on the device: looked at, or copied, or both at once. */
+static moq_status copy_input_scales(const job *j, bool look, bool copy, moq_err *err) {
+    const moq_source *source = &j->sources->input_scale;
+    float *out = copy ? j->params->input_scale.data : NULL; /* NULL where they are not used */
+    int32_t parts = j->spec->partition_count;
+    if (!j->scales->input_on_device || !(look || out))
         return MOQ_OK;
-    return moq_prepare_bad_code(j->spec, (int64_t)found->bad_code / columns,
-                                (int64_t)found->bad_code % columns, err);
+    for (int32_t p = 0; p < source->count; p++) {
+        const moq_tensor *t = &source->part[p];
+        bool shared = source->count == 1 && moq_tensor_numel(t) == 1;
+        moq_scale_copy each = {
+            .scales = t->data,
+            .dtype = t->dtype,
+            .count = shared ? parts : moq_tensor_numel(t),
+            .step = shared ? 0 : 1,
+            .out = out ? out + p : NULL,
+            .bad = look ? &j->found->bad_input_scale : NULL,
+            .zero = look ? &j->found->bad_input_scale : NULL,
+            .unless = look ? NULL : j->found,
+        };
+        MOQ_TRY(moq_cuda_copy_scales(&each, j->stream, err));
+    }
+    return MOQ_OK;
 }
 
-static moq_status prepare_fp8(job *j, bool fresh, moq_err *err) {
+/* Those of x that are on the host. */
+static bool has_input_scales(const job *j) {
+    return j->scales->input || j->scales->smooth;
+}
+
+static moq_status write_input_scales(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    if (j->scales->input)
+        MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
+                                (size_t)spec->partition_count * sizeof(float), j->stream, err));
+    if (j->scales->smooth)
+        MOQ_TRY(moq_cuda_upload(j->params->pre_quant_scale.data, j->scales->smooth,
+                                (size_t)spec->in_features * sizeof(float), j->stream, err));
+    return MOQ_OK;
+}
+
+/* ---- FP8 ---- */
+
+static moq_status queue_fp8(const job *j, moq_err *err) {
     const moq_source *source = &j->sources->weight;
     int64_t k = j->spec->in_features;
     uint8_t *out = j->params->weight.data;
-    moq_findings found;
-    MOQ_TRY(move_codes(j, source, k, MOQ_CODES_E4M3, fresh ? out : NULL, err));
-    MOQ_TRY(read_findings(j, &found, err));
-    if (!(found.scales & MOQ_BAD_SCALE))
-        MOQ_TRY(moq_prepare_bad_scale(j->spec, j->sources, j->stream, err));
-    if (j->factor && !(found.scales & MOQ_ZERO_SCALE)) {
-        j->zero_rows = true;
-        MOQ_TRY(forget_findings(j, err));
-        MOQ_TRY(move_codes(j, source, k, MOQ_CODES_E4M3, fresh ? out : NULL, err));
-        MOQ_TRY(read_findings(j, &found, err));
-    }
-    MOQ_TRY(refuse_bad_code(j, &found, k, err));
-    return fresh ? MOQ_OK : move_codes(j, source, k, MOQ_CODES_ANY, out, err);
+    if (j->fresh)
+        return move_codes(j, source, k, MOQ_CODES_E4M3, out, err);
+    MOQ_TRY(check_codes(j, err));
+    MOQ_TRY(move_codes(j, source, k, MOQ_CODES_ANY, out, err));
+    return write_scales(j, err);
 }
 
+/* ---- packed NVFP4 ---- */
+
 /* Packs the codes and block scales of all partitions at once: a slab may have rows of two. */
-static moq_status pack(const job *j, bool checks, moq_err *err) {
+static moq_status pack(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     moq_linear_params *params = j->params;
+    bool on_device = j->scales->on_device;
     int64_t first = 0;
     moq_nvfp4_pack all = {
         .rows = spec->out_features,
         .columns = spec->in_features,
         .group = spec->group_size,
         .source_count = spec->partition_count,
-        .factors = j->scales->on_device ? j->scale : NULL,
         .out = params->weight.data,
         .output_scale = params->output_scale.data,
-        .largest = params->fold_scale.data,
-        .bad = checks ? &j->found->bad_code : NULL,
+        .fold_scale = params->fold_scale.data,
+        .found = j->fresh ? j->found : NULL,
+        .unless = j->fresh ? NULL : j->found,
     };
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows codes = moq_prepare_rows(&j->sources->weight, p, first);
@@ -139,37 +297,27 @@ static moq_status pack(const job *j, bool checks, moq_err *err) {
             .scales = scales.data,
             .scale_stride = scales.stride,
             .rows = spec->partition[p],
-            .factor = j->scales->on_device ? 0 : j->scales->weight[p],
         };
+        if (on_device) {
+            all.source[p].factor_at = scale_of(&j->sources->weight_scale_2, p);
+            all.source[p].factor_dtype = j->sources->weight_scale_2.part[0].dtype;
+        } else {
+            all.source[p].factor = j->scales->weight[p];
+        }
     }
-    if (!moq_linear_folds(spec))
-        return moq_cuda_pack_nvfp4(&all, j->stream, err);
-    MOQ_TRY(moq_cuda_fill(all.largest, 0, (size_t)all.rows * sizeof(float), j->stream, err));
-    MOQ_TRY(moq_cuda_pack_nvfp4(&all, j->stream, err));
-    return moq_cuda_find_fold_scales(all.largest, all.output_scale, all.rows, j->stream, err);
+    return moq_cuda_pack_nvfp4(&all, j->stream, err);
 }
 
-static moq_status check_block_scales(const job *j, moq_err *err) {
-    int64_t columns = moq_linear_scale_columns(j->spec);
-    moq_findings found;
-    MOQ_TRY(move_codes(j, &j->sources->weight_scale, columns, MOQ_CODES_BLOCK_SCALE, NULL, err));
-    MOQ_TRY(read_findings(j, &found, err));
-    return refuse_bad_code(j, &found, columns, err);
+static moq_status queue_packed(const job *j, moq_err *err) {
+    if (j->fresh)
+        return pack(j, err);
+    if (j->scales->on_device)
+        MOQ_TRY(copy_device_scales(j, &j->sources->weight_scale_2, NULL, err));
+    MOQ_TRY(check_codes(j, err));
+    return pack(j, err);
 }
 
-/* Fresh outputs are packed while they are checked, and nothing is waited for in between. */
-static moq_status prepare_packed(const job *j, bool fresh, moq_err *err) {
-    moq_findings found;
-    if (!fresh) {
-        MOQ_TRY(check_block_scales(j, err));
-        return pack(j, false, err);
-    }
-    MOQ_TRY(pack(j, true, err));
-    MOQ_TRY(read_findings(j, &found, err));
-    if (!(found.scales & MOQ_BAD_SCALE))
-        MOQ_TRY(moq_prepare_bad_scale(j->spec, j->sources, j->stream, err));
-    return refuse_bad_code(j, &found, moq_linear_scale_columns(j->spec), err);
-}
+/* ---- swizzled NVFP4 ---- */
 
 /* The block scales of each partition in swizzled order. */
 static moq_status swizzle_scales(const job *j, moq_err *err) {
@@ -195,108 +343,102 @@ static moq_status swizzle_scales(const job *j, moq_err *err) {
     return MOQ_OK;
 }
 
-static moq_status copy_e2m1(const job *j, moq_err *err) {
-    MOQ_TRY(move_codes(j, &j->sources->weight, j->spec->in_features / 2, MOQ_CODES_ANY,
+static moq_status queue_swizzled(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    MOQ_TRY(fill_rows(j, j->params->output_scale.data, err));
+    MOQ_TRY(copy_input_scales(j, false, true, err));
+    MOQ_TRY(write_input_scales(j, err));
+    MOQ_TRY(move_codes(j, &j->sources->weight, spec->in_features / 2, MOQ_CODES_ANY,
                        j->params->weight.data, err));
     return swizzle_scales(j, err);
 }
 
-/* The factor of each row, not yet folded. */
-static moq_status write_factors(const job *j, moq_err *err) {
-    const moq_linear_spec *spec = j->spec;
-    float *out = j->params->output_scale.data;
+/* ---- */
+
+static bool is_swizzled(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED;
+}
+
+/* All that can be queued before the wait. */
+static moq_status queue(const job *j, moq_err *err) {
+    if (is_swizzled(j->spec)) {
+        MOQ_TRY(copy_input_scales(j, true, false, err));
+        return check_codes(j, err);
+    }
+    if (!j->fresh)
+        MOQ_TRY(copy_input_scales(j, true, false, err));
+    MOQ_TRY(j->spec->checkpoint == MOQ_WEIGHT_E2M1 ? queue_packed(j, err) : queue_fp8(j, err));
+    MOQ_TRY(copy_input_scales(j, j->fresh, true, err));
+    return j->fresh ? write_input_scales(j, err) : MOQ_OK;
+}
+
+/* One of the scales that stayed on the device is zero: now that matters. */
+static moq_status begin_again(job *j, moq_err *err) {
     if (j->factor)
-        return moq_cuda_copy(out, j->factor, (size_t)spec->out_features * sizeof(float), j->stream,
-                             err);
-    for (int32_t p = 0; p < spec->partition_count; out += spec->partition[p++])
-        MOQ_TRY(
-            moq_cuda_fill_floats(out, j->scales->weight[p], spec->partition[p], j->stream, err));
-    return MOQ_OK;
-}
-
-/* Those of x. */
-static moq_status write_input_scales(const job *j, moq_err *err) {
-    const moq_linear_spec *spec = j->spec;
-    if (j->scales->input)
-        MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
-                                (size_t)spec->partition_count * sizeof(float), j->stream, err));
-    if (j->scales->smooth)
-        MOQ_TRY(moq_cuda_upload(j->params->pre_quant_scale.data, j->scales->smooth,
-                                (size_t)spec->in_features * sizeof(float), j->stream, err));
-    return MOQ_OK;
-}
-
-static moq_status write_scales(const job *j, moq_err *err) {
-    const moq_linear_spec *spec = j->spec;
-    size_t count = (size_t)moq_prepare_scale_count(spec);
-    if (!j->scales->block)
-        MOQ_TRY(write_factors(j, err));
+        j->zero_rows = true;
     else
-        MOQ_TRY(moq_cuda_copy(j->params->weight_scale.data, j->scale, count * sizeof(float),
-                              j->stream, err));
-    return write_input_scales(j, err);
+        MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
+    MOQ_TRY(forget_findings(j, err));
+    MOQ_TRY(queue(j, err));
+    return read_findings(j, err);
 }
 
-/* Scales on the device to the workspace, as float32. */
-static moq_status place_device_scales(const job *j, moq_err *err) {
-    bool packed = j->spec->weight == MOQ_WEIGHT_E2M1_PACKED;
-    const moq_source *source = packed ? &j->sources->weight_scale_2 : &j->sources->weight_scale;
-    float *out = j->scale;
-    for (int32_t i = 0; i < source->count; i++) {
-        const moq_tensor *t = &source->part[i];
-        int64_t own = moq_tensor_numel(t);
-        int32_t times = packed && source->count == 1 && own == 1 ? j->spec->partition_count : 1;
-        for (; times > 0; times--, out += own) /* one may serve all partitions */
-            MOQ_TRY(moq_cuda_read_scales(t->data, t->dtype, own, out, &j->found->scales, j->stream,
-                                         err));
-    }
+static moq_status refuse_bad_scales(const job *j, moq_err *err) {
+    if (j->note->bad_scale)
+        MOQ_TRY(moq_prepare_bad_scale(j->spec, j->sources, j->stream, err));
+    if (j->note->bad_input_scale)
+        MOQ_TRY(moq_prepare_bad_input_scale(j->spec, j->sources, j->stream, err));
     return MOQ_OK;
 }
 
-/* The scales of rows or blocks to the workspace, and those of partitions if they stay there. */
-static moq_status place_scales(job *j, moq_err *err) {
-    const float *host = j->factor ? j->scales->factor : j->scales->block;
-    size_t count = (size_t)moq_prepare_scale_count(j->spec);
-    if (j->scales->on_device)
-        return place_device_scales(j, err);
-    if (!host)
-        return MOQ_OK;
-    j->zero_rows = j->factor && has_zero(host, (int64_t)count);
-    return moq_cuda_upload(j->scale, host, count * sizeof(float), j->stream, err);
-}
-
-static moq_status process(job *j, bool fresh, moq_err *err) {
-    const moq_linear_spec *spec = j->spec;
+static moq_status prepare(job *j, moq_err *err) {
+    bool e2m1 = j->spec->checkpoint == MOQ_WEIGHT_E2M1, swizzled = is_swizzled(j->spec);
     MOQ_TRY(forget_findings(j, err));
-    MOQ_TRY(place_scales(j, err));
-    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED) {
-        MOQ_TRY(prepare_packed(j, fresh, err));
-        return write_input_scales(j, err);
-    }
-    if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
-        MOQ_TRY(prepare_fp8(j, fresh, err));
-        return write_scales(j, err);
-    }
-    MOQ_TRY(check_block_scales(j, err));
-    MOQ_TRY(write_scales(j, err));
-    return copy_e2m1(j, err);
+    if (!e2m1)
+        MOQ_TRY(place_scales(j, err));
+    MOQ_TRY(queue(j, err));
+    MOQ_TRY(read_findings(j, err));
+    MOQ_TRY(refuse_bad_scales(j, err));
+    if (j->note->zero_scale)
+        MOQ_TRY(begin_again(j, err));
+    if (j->note->bad_code && e2m1 && j->scales->on_device) /* which partitions are zero? */
+        MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
+    if (j->note->bad_code)
+        return refuse_bad_code(j, err);
+    if (!swizzled && (j->fresh || !has_input_scales(j)))
+        return MOQ_OK;
+    MOQ_TRY(swizzled ? queue_swizzled(j, err) : write_input_scales(j, err));
+    return moq_cuda_wait(j->stream, err);
 }
 
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                               const moq_prepare_scales *scales, moq_prepare_way way,
+                               moq_prepare_scales *scales, moq_prepare_way way,
                                moq_linear_params *params, moq_err *err) {
-    float *scale = (float *)((char *)way.workspace + SCALES_AT);
+    moq_findings *note;
+    moq_err after;
+    MOQ_TRY(moq_cuda_take_note(&note, err));
+    moq_tensor *out =
+        spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? &params->weight_scale : &params->output_scale;
+    float *scale = way.fresh ? out->data : (float *)((char *)way.workspace + SCALES_AT);
+    bool sees = !way.fresh && !is_swizzled(spec);
     job j = {
         .spec = spec,
         .sources = sources,
         .scales = scales,
         .params = params,
         .stream = way.stream,
-        .found = way.workspace,
+        .fresh = way.fresh,
+        .note = note,
+        .found = sees ? way.workspace : note,
         .scale = scale,
-        .factor = spec->per_row_scale ? scale : NULL,
+        .factor =
+            scale_count(spec) == 0 || spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? NULL : scale,
     };
-    MOQ_TRY(process(&j, way.fresh, err));
-    /* Kernels of linears read weights before the kernel ahead of them is known to have ended. */
-    return moq_cuda_wait(way.stream, err);
+    /* Also since kernels of linears read weights before the kernel ahead of them is known to have
+     * ended, nothing is left to do when this returns. */
+    moq_status status = prepare(&j, err);
+    if (status != MOQ_OK)
+        moq_cuda_wait(way.stream, &after);
+    moq_cuda_return_note(note);
+    return status;
 }

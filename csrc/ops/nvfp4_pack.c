@@ -65,7 +65,7 @@ static moq_status pack_on_device(const moq_nvfp4_rows *p, void *stream, moq_err 
         .columns = p->columns,
         .group = p->group,
         .source_count = 1,
-        .source = {{p->codes, p->code_stride, p->scales, p->scale_stride, p->rows, 1.0f}},
+        .source = {{p->codes, p->code_stride, p->scales, p->scale_stride, p->rows, .factor = 1.0f}},
         .out = p->packed,
     };
     return moq_cuda_pack_nvfp4(&pack, stream, err);

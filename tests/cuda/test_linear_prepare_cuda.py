@@ -1,5 +1,6 @@
 """Weight processing on the device: the same bits, and the same refusals, as on the CPU."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,8 @@ def test_dtypes_of_torch_and_bfloat16_scales(rng: Any) -> None:
 
 
 @pytest.mark.parametrize("algo, compute", COMPUTES)
-def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: str) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: str, on_device: bool) -> None:
     case = random_case(rng, algo, 128, [40, 24, 8])
     if algo == PER_ROW:
         zero = rng.random(40) < 0.3
@@ -109,9 +111,13 @@ def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: 
         case.parts[1]["weight_scale" if algo.endswith("NVFP4") else "weight"][:] = 0xFF
     gpu = case.method(compute=compute, device="cuda:0")
     expected = prepared_for_cuda(case, compute)
-    assert_same(gpu.prepare(params_to_cuda(case.listed())), expected)
+    params = params_to_cuda(case.listed())
+    if not on_device:
+        scale = "weight_scale_2" if algo.endswith("NVFP4") else "weight_scale"
+        params[scale] = case.listed()[scale]
+    assert_same(gpu.prepare(params), expected)
     again = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
-    assert gpu.prepare(params_to_cuda(case.listed()), again) is again
+    assert gpu.prepare(params, again) is again
     assert_same(again, expected)
 
 
@@ -168,6 +174,28 @@ def test_a_packed_weight_takes_nobodys_place(rng: Any, name: str) -> None:
     out["weight"] = memory[: out["weight"].numel()].view(out["weight"].shape)
     with pytest.raises(BufferError, match="memory"):
         gpu.prepare(params | {name: there}, out)
+
+
+def test_many_threads_at_once(rng: Any) -> None:
+    """What one call finds wrong is not another's, also where there are more calls than notes."""
+    cases = [random_case(rng, "NVFP4", 128, [32]) for _ in range(4)]
+    method, expected = cases[0].method(device="cuda:0"), [prepared_for_cuda(case, "exact") for case in cases]
+    cases[3].parts[0]["weight_scale"][5, 2] = 0x7F
+    params = [params_to_cuda(case.listed()) for case in cases]
+
+    def work(index: int) -> Any:
+        try:
+            return method.prepare(params[index % 4])
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(100) as pool:
+        results = list(pool.map(work, range(800)))
+    for index, result in enumerate(results):
+        if index % 4 == 3:
+            assert result.endswith("at row 5, column 2")
+        elif index < 100 or index > 700:
+            assert_same(result, expected[index % 4])
 
 
 def test_packing_needs_no_memory_but_its_result(rng: Any) -> None:
@@ -264,6 +292,45 @@ def test_bad_scales_of_packed_partitions_are_named_as_on_the_cpu(rng: Any, bad: 
             assert str(error.value) == str(expected.value)
     for name, value in out.items():
         assert torch.equal(value, copies[name])
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("algo, compute", [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp4")])
+@pytest.mark.parametrize("fused", [False, True])
+def test_bad_input_scales_are_named_as_on_the_cpu(
+    rng: Any, algo: str, compute: str, bad: float, fused: bool
+) -> None:
+    """Before a bad code, after a scale of zero."""
+    case = random_case(rng, algo, 1152, [300, 30, 8])
+    cpu, gpu = methods(case, compute)
+    out = gpu.prepare(params_to_cuda(case.listed()))
+    copies = {name: value.clone() for name, value in out.items()}
+    case.parts[1]["input_scale"] = np.float32(bad)
+    case.parts[0]["weight_scale_2" if algo == "NVFP4" else "weight_scale"] = np.float32(0)
+    case.parts[2]["weight_scale" if algo == "NVFP4" else "weight"][3, 5] = 0x7F
+    params = case.fused() if fused else case.listed()
+    with pytest.raises(ValueError, match=r"^input_scale: ") as expected:
+        cpu.prepare(params)
+    for given in (None, out):
+        with pytest.raises(ValueError) as error:
+            gpu.prepare(params_to_cuda(params), given)
+        assert str(error.value) == str(expected.value)
+    for name, value in out.items():
+        assert torch.equal(value.view(torch.uint8), copies[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_input_scale_of_all_partitions(rng: Any, dtype: Any) -> None:
+    case = random_case(rng, "FP8", 96, [30, 7, 60])
+    for part in case.parts:
+        part["input_scale"] = np.float32(0.25)
+    gpu, expected = case.method(device="cuda:0"), prepared_for_cuda(case, "exact")
+    for shape in ((), (1,), (1, 1)):
+        scale = torch.full(shape, 0.25, dtype=dtype, device="cuda")
+        params = params_to_cuda(case.fused()) | {"input_scale": scale}
+        assert_same(gpu.prepare(params), expected)
+        again = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
+        assert_same(gpu.prepare(params, again), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
