@@ -15,8 +15,7 @@
  * aligned to 8 bytes goes byte by byte.
  *
  * Where rows are to be folded, a block has a whole slab, and finds the largest value of each row on
- * the way: magnitudes of codes are in the order of the codes, and those of floats in that of their
- * bits. */
+ * the way: magnitudes of codes are in the order of the codes. */
 #include "cuda/nvfp4_pack.h"
 
 #include "core/formats.h"
@@ -42,7 +41,7 @@ typedef struct {
 
 template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
     if (ALIGNED)
-        return __ldcs((const uint2 *)from);
+        return *(const uint2 *)from;
     uint2 codes = {0, 0};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -105,29 +104,6 @@ static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int
         }
     }
     return out;
-}
-
-/* ---- the largest value ---- */
-
-/* The largest of 16 magnitudes: their codes are in their order. Of each 16 bits the highest nibble
- * decides, and every nibble is that once. */
-static __device__ __forceinline__ uint32_t largest_code(uint2 codes) {
-    uint32_t x = codes.x & 0x77777777u, y = codes.y & 0x77777777u;
-    uint32_t most = __vmaxu2(x, y);
-#pragma unroll
-    for (int i = 4; i < 16; i += 4)
-        most = __vmaxu2(most, __vmaxu2(x << i, y << i));
-    return max(most, most << 16) >> 28;
-}
-
-static __device__ __forceinline__ float half_of_bits(uint32_t bits) {
-    return __half2float(__ushort_as_half((unsigned short)bits));
-}
-
-/* Both formats are the upper part of a half with another bias. */
-static __device__ __forceinline__ float largest_value(uint2 codes, uint32_t scale) {
-    return half_of_bits(largest_code(codes) << 9) * 0x1p14f * half_of_bits((scale & 0x7f) << 7) *
-           0x1p8f;
 }
 
 /* ---- a lane's share of a run ---- */
@@ -274,8 +250,25 @@ static __device__ __forceinline__ void transpose(uint32_t &a, uint32_t &b, int s
     b = __byte_perm(b2, got, upper ? 0x3276 : 0x7610);
 }
 
+/* The scales of rows g and g + 8 for one unit, in the order of the result. */
+typedef struct {
+    int unit, g;
+    uint2 scales;
+} scale_pair;
+
+/* Lanes of rows r and r + 8 part with a unit each. */
+static __device__ __forceinline__ scale_pair exchange_scales(const part &mine, uint2 scales) {
+    bool lower = mine.p == 0; /* rows 0 to 7 */
+    uint32_t kept = lower ? scales.x : scales.y;
+    uint32_t got = __shfl_xor_sync(0xffffffffu, lower ? scales.y : scales.x, 16);
+    uint32_t low = lower ? kept : got, high = lower ? got : kept;
+    return {mine.lane % 2 * 2 + mine.p, mine.lane / 2 % 8,
+            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362))};
+}
+
 static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, const run &here,
-                                                   const part &mine, share &in) {
+                                                   const part &mine, share &in,
+                                                   const scale_pair &scales) {
     uint8_t *to = p.out + (here.slab * moq_pack_blocks(p.columns) + here.first) * MOQ_PACK_BYTES;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -287,65 +280,104 @@ static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, cons
         if (mine.u < here.count)
             *(uint4 *)(to + mine.u * MOQ_PACK_BYTES + at) = vector;
     }
-    bool lower = mine.p == 0; /* rows 0 to 7 */
-    uint32_t kept = lower ? in.scales.x : in.scales.y;
-    uint32_t got = __shfl_xor_sync(0xffffffffu, lower ? in.scales.y : in.scales.x, 16);
-    uint32_t low = lower ? kept : got, high = lower ? got : kept;
-    int unit = mine.lane % 2 * 2 + mine.p, at = moq_pack_scale_at(mine.lane / 2 % 8, 0);
-    if (unit < here.count)
-        *(uint2 *)(to + unit * MOQ_PACK_BYTES + at) =
-            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362));
+    if (scales.unit < here.count)
+        *(uint2 *)(to + scales.unit * MOQ_PACK_BYTES + moq_pack_scale_at(scales.g, 0)) =
+            scales.scales;
 }
 
 /* ---- factors ---- */
 
-/* By 16 threads of those that have a slab: output_scale of row r, where `largest` is its largest
- * value, or nothing where it is not folded. */
+/* Whether a warp is to write nothing, since something is wrong that an earlier kernel, or it, has
+ * found; bad factors, of all sources, are told, also to later kernels. */
+static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
+    bool bad = false;
+    if (!p.found)
+        return false;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < p.source_count; i += 32) {
+        float factor = factor_of(p.source[i]);
+        bad = bad || !(factor >= 0) || __float_as_uint(factor) == 0x7f800000u;
+    }
+    if (bad)
+        p.found->bad_scale = 1;
+    if (bad && p.unless)
+        p.unless->bad_scale = 1;
+    return __any_sync(0xffffffffu, bad) || moq_has_met(p.unless, p.found);
+}
+
+/* output_scale of a row, and fold_scale where there is one, from its largest value. */
 static __device__ __forceinline__ void write_factor(const moq_nvfp4_pack &p, int64_t row,
                                                     float largest) {
     if (row >= p.rows || !p.output_scale)
         return;
-    float factor = factor_of(p.source[find_place(p, row).index]);
-    if (p.found && (!(factor >= 0) || __float_as_uint(factor) == 0x7f800000u))
-        p.found->bad_scale = 1;
     uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
     uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
     float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
-    p.output_scale[row] = factor * r;
+    p.output_scale[row] = factor_of(p.source[find_place(p, row).index]) * r;
     if (p.fold_scale)
         p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
 }
 
-/* The largest value of each of the lane's rows so far, with those of another share. */
-static __device__ __forceinline__ void keep_largest(const share &in, const part &mine,
-                                                    uint2 (&scales)[32], float (&most)[2 * PAIRS]) {
-    scales[mine.lane] = in.scales;
-    __syncwarp();
+/* ---- the largest values ---- */
+
+/* The largest of 16 magnitudes, in the upper bits of one of two halves: of each 16 bits the highest
+ * nibble decides, and every nibble is that once. */
+static __device__ __forceinline__ uint32_t largest_codes(uint2 codes) {
+    uint32_t x = codes.x & 0x77777777u, y = codes.y & 0x77777777u;
+    uint32_t most = __vmaxu2(x, y);
 #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
-        uint32_t scale = ((const uint8_t *)scales)[r * 16 + mine.u * 4 + mine.s];
-        most[i] = fmaxf(most[i], largest_value(in.codes[i % PAIRS].codes[i / PAIRS], scale));
-    }
-    __syncwarp();
+    for (int i = 4; i < 16; i += 4)
+        most = __vimax3_u16x2(most, x << i, y << i);
+    return most;
 }
 
-/* Over the 16 lanes of p: lanes part with half of their rows each time, and end with one, of which
- * the number in the slab is returned. */
-static __device__ __forceinline__ int reduce_largest(float (&most)[2 * PAIRS]) {
+static __device__ __forceinline__ __half2 halves(uint32_t bits) {
+    __half2 value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The largest values of rows g and g + 8, times 2^-7: code * scale has 6 bits and is at least
+ * 2^-10, so that nothing is rounded. Both formats are the upper part of a half with another bias.
+ */
+static __device__ __forceinline__ __half2 largest_values(const groups &in, uint32_t scales) {
+    uint32_t low = largest_codes(in.codes[0]), high = largest_codes(in.codes[1]);
+    uint32_t codes = __vmaxu2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+    __half2 code = __hmul2(halves(codes >> 3 & 0x0e000e00u), __float2half2_rn(0x1p14f));
+    __half2 scale = __hmul2(halves(__byte_perm(scales, 0, 0x4140) << 7), __float2half2_rn(0x1p1f));
+    return __hmul2(code, scale);
+}
+
+/* Keeps the largest of each row that the lane has codes of. */
+static __device__ __forceinline__ void keep_largest(const share &in, const part &mine,
+                                                    const uint2 (&scales)[RUN][MOQ_PACK_ROWS / 2],
+                                                    __half2 (&most)[PAIRS]) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const uint16_t *both = (const uint16_t *)&scales[mine.u][2 * i + mine.p];
+        most[i] = __hmax2(most[i], largest_values(in.codes[i], both[mine.s]));
+    }
+}
+
+/* Over the 16 lanes of p: lanes part with half of their rows, then with half of the rest, and end
+ * with rows g and g + 8 for the g that is returned. */
+static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
     int lane = threadIdx.x % 32, index = 0;
 #pragma unroll
-    for (int half = PAIRS; half > 0; half /= 2) {
+    for (int half = PAIRS / 2; half > 0; half /= 2) {
         bool upper = lane & half;
 #pragma unroll
         for (int i = 0; i < half; i++) {
-            float kept = upper ? most[i + half] : most[i], given = upper ? most[i] : most[i + half];
-            most[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, half));
+            __half2 kept = upper ? most[i + half] : most[i];
+            __half2 given = upper ? most[i] : most[i + half];
+            most[i] = __hmax2(kept, __shfl_xor_sync(0xffffffffu, given, half));
         }
         index += upper ? half : 0;
     }
-    most[0] = fmaxf(most[0], __shfl_xor_sync(0xffffffffu, most[0], 8));
-    return lane / 16 + index % PAIRS * 2 + index / PAIRS * 8;
+#pragma unroll
+    for (int i = PAIRS; i < 16; i *= 2)
+        most[0] = __hmax2(most[0], __shfl_xor_sync(0xffffffffu, most[0], i));
+    return 2 * index + lane / 16;
 }
 
 /* ---- the kernels ---- */
@@ -358,9 +390,9 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
     part mine = find_part(here);
     int64_t row = here.slab * MOQ_PACK_ROWS;
     share loaded = load_share<ALIGNED>(p, find_place(p, row), here, mine);
-    if (moq_has_met(p.unless))
+    if (is_refused(p))
         return;
-    store_share(p, here, mine, loaded);
+    store_share(p, here, mine, loaded, exchange_scales(mine, loaded.scales));
     if (here.first == 0 && mine.lane < MOQ_PACK_ROWS)
         write_factor(p, row + mine.lane, 0.0f);
 }
@@ -369,31 +401,36 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM)
     pack_and_fold(const __grid_constant__ moq_nvfp4_pack p) {
-    __shared__ uint2 scales[WARPS][32];
+    __shared__ uint2 staged[WARPS][RUN][MOQ_PACK_ROWS / 2];
     __shared__ float largest[WARPS][MOQ_PACK_ROWS];
     int64_t slab = blockIdx.x, blocks = moq_pack_blocks(p.columns);
     int warp = threadIdx.x / 32;
     place at = find_place(p, slab * MOQ_PACK_ROWS);
-    float most[2 * PAIRS] = {};
-    if (moq_has_met(p.unless))
+    __half2 most[PAIRS] = {};
+    if (is_refused(p)) /* all warps, or none */
         return;
 #pragma unroll 1
     for (int64_t first = warp * RUN; first < blocks; first += WARPS * RUN) {
         run here = {slab, first, (int)min(blocks - first, (int64_t)RUN)};
         part mine = find_part(here);
         share loaded = load_share<ALIGNED>(p, at, here, mine);
-        keep_largest(loaded, mine, scales[warp], most);
-        store_share(p, here, mine, loaded);
+        scale_pair scales = exchange_scales(mine, loaded.scales);
+        staged[warp][scales.unit][scales.g] = scales.scales;
+        __syncwarp();
+        keep_largest(loaded, mine, staged[warp], most);
+        __syncwarp();
+        store_share(p, here, mine, loaded, scales);
     }
-    int row = reduce_largest(most);
-    if ((threadIdx.x & 8) == 0)
-        largest[warp][row] = most[0];
+    int g = reduce_largest(most);
+    largest[warp][g] = __low2float(most[0]) * 0x1p7f;
+    largest[warp][g + 8] = __high2float(most[0]) * 0x1p7f;
     __syncthreads();
     if (threadIdx.x >= MOQ_PACK_ROWS)
         return;
+    float all = 0;
     for (int w = 0; w < WARPS; w++)
-        most[0] = fmaxf(w ? most[0] : 0.0f, largest[w][threadIdx.x]);
-    write_factor(p, slab * MOQ_PACK_ROWS + threadIdx.x, most[0]);
+        all = fmaxf(all, largest[w][threadIdx.x]);
+    write_factor(p, slab * MOQ_PACK_ROWS + threadIdx.x, all);
 }
 
 template <bool ALIGNED>

@@ -31,8 +31,10 @@ typedef struct {
     uint8_t *out;                               /* units, at an address that is a multiple of 16 */
     float *output_scale; /* [rows]: the factor of the row's source; or NULL */
     float *fold_scale;   /* [rows], beside output_scale, as moq_linear_folds has both; or NULL */
-    moq_findings *found; /* where bad scales of groups and bad factors are told; NULL: nowhere */
-    const moq_findings *unless; /* nothing is written if these are not all zero; or NULL */
+    /* Where bad scales of groups, and bad factors, are told; with one of those nothing is written.
+     * NULL: there are none. */
+    moq_findings *found;
+    moq_findings *unless; /* as in moq_code_copy; bad factors are told there, too */
 } moq_nvfp4_pack;
 
 moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);

@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
         if (at >= 0)
             tell_bad(c, c.first + row * c.columns + column);
     }
-    if (!c.out || moq_has_met(c.unless))
+    if (!c.out || moq_has_met(c.unless, c.found))
         return;
     Piece *to = (Piece *)(c.out + row * c.columns);
 #pragma unroll
@@ -143,7 +143,7 @@ static __global__ void __launch_bounds__(THREADS) copy_scales(moq_scale_copy c) 
         *c.bad = 1;
     if (c.zero && scale == 0)
         *c.zero = 1;
-    if (c.out && !moq_has_met(c.unless))
+    if (c.out && !moq_has_met(c.unless, c.found))
         c.out[i] = scale;
 }
 

@@ -44,7 +44,8 @@ typedef struct {
     uint8_t *out; /* [rows, columns] without gaps, apart from codes or these; NULL: only to check */
     bool backwards;             /* where the last codes were read a moment ago */
     moq_findings *found;        /* where a bad code is told */
-    const moq_findings *unless; /* nothing is written if these are not all zero; or NULL */
+    const moq_findings *unless; /* if these are not all zero, nothing is written but they, to
+                                 * `found`; or NULL */
     uint64_t *bad; /* where the least position of a bad code is kept instead; NULL: nowhere */
     int64_t first; /* position of the first code, for `bad` */
 } moq_code_copy;
@@ -55,10 +56,11 @@ moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err 
 typedef struct {
     const void *scales; /* float32, bfloat16 or float16 */
     moq_dtype dtype;
-    int64_t count, step;        /* a step of 0: one scale for all */
-    float *out;                 /* NULL: they are only looked at */
-    uint32_t *bad, *zero;       /* of the findings: where those are told; NULL: nowhere */
-    const moq_findings *unless; /* as above */
+    int64_t count, step;  /* a step of 0: one scale for all */
+    float *out;           /* NULL: they are only looked at */
+    uint32_t *bad, *zero; /* of findings: where those are told; NULL: nowhere */
+    moq_findings *found;  /* as above */
+    const moq_findings *unless;
 } moq_scale_copy;
 
 moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err);
@@ -71,10 +73,21 @@ moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *st
 #endif
 
 #ifdef __CUDACC__
-/* Whether a kernel before this one has met something; of no findings (NULL), no. */
-static __device__ __forceinline__ bool moq_has_met(const moq_findings *found) {
-    return found &&
-           (found->bad_code | found->bad_scale | found->zero_scale | found->bad_input_scale);
+/* Whether a kernel before this one has met something, which is then told to `found`, too. */
+static __device__ __forceinline__ bool moq_has_met(const moq_findings *unless,
+                                                   moq_findings *found) {
+    if (!unless ||
+        !(unless->bad_code | unless->bad_scale | unless->zero_scale | unless->bad_input_scale))
+        return false;
+    if (unless->bad_code)
+        found->bad_code = 1;
+    if (unless->bad_scale)
+        found->bad_scale = 1;
+    if (unless->zero_scale)
+        found->zero_scale = 1;
+    if (unless->bad_input_scale)
+        found->bad_input_scale = 1;
+    return true;
 }
 #endif
 #endif

@@ -31,7 +31,7 @@ typedef struct {
     void *stream;
     bool fresh;
     moq_findings *note;  /* what was met, for the host */
-    moq_findings *found; /* the same for kernels to tell, and where outputs are not fresh, to see */
+    moq_findings *found; /* where checks tell it: there, or where later kernels see it */
     float *scale;        /* of rows or blocks, on the device */
     float *factor;       /* the same where they are of rows, else NULL */
     bool zero_rows;      /* among those */
@@ -62,13 +62,6 @@ static moq_status forget_findings(const job *j, moq_err *err) {
     return moq_cuda_fill(j->found, 0, sizeof *j->found, j->stream, err);
 }
 
-/* Waits for all that was queued. */
-static moq_status read_findings(const job *j, moq_err *err) {
-    if (j->found != j->note)
-        MOQ_TRY(moq_cuda_copy(j->note, j->found, sizeof *j->note, j->stream, err));
-    return moq_cuda_wait(j->stream, err);
-}
-
 /* ---- codes ---- */
 
 /* True for a partition that means zero, whatever its codes are: where that is known. */
@@ -95,7 +88,7 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
             .factor = j->zero_rows ? j->factor + first : NULL,
             .out = out ? out + first * columns : NULL,
             .backwards = rule == MOQ_CODES_ANY,
-            .found = j->found,
+            .found = checked_before ? j->note : j->found,
             .unless = checked_before ? j->found : NULL,
             .bad = j->bad,
             .first = first * columns,
@@ -146,13 +139,13 @@ static const void *scale_of(const moq_source *source, int32_t p) {
     return (const char *)t->data + (several ? (size_t)p * moq_dtype_size(t->dtype) : 0);
 }
 
-/* Looks at scales that stay on the device, and copies them to `out` (or not: NULL) as float32, one
- * for each row or block. */
-static moq_status copy_device_scales(const job *j, const moq_source *source, float *out,
-                                     moq_err *err) {
+/* Scales of rows, blocks or partitions that stay on the device, to `out` as float32, one for each
+ * row or block; what they are is told. */
+static moq_status copy_device_scales(const job *j, float *out, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
+    const moq_source *source = &j->sources->weight_scale;
     bool blocks = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
-    bool spread = out && !blocks && !spec->per_row_scale; /* each over the rows of its partition */
+    bool spread = !blocks && !spec->per_row_scale; /* each over the rows of its partition */
     for (int32_t p = 0; p < (spread ? spec->partition_count : source->count); p++) {
         const moq_tensor *t = &source->part[source->count == 1 ? 0 : p];
         moq_scale_copy copy = {
@@ -165,8 +158,7 @@ static moq_status copy_device_scales(const job *j, const moq_source *source, flo
             .zero = blocks ? NULL : &j->found->zero_scale,
         };
         MOQ_TRY(moq_cuda_copy_scales(&copy, j->stream, err));
-        if (out)
-            out += copy.count;
+        out += copy.count;
     }
     return MOQ_OK;
 }
@@ -193,7 +185,7 @@ static moq_status place_scales(job *j, moq_err *err) {
     const moq_prepare_scales *scales = j->scales;
     size_t bytes = (size_t)scale_count(j->spec) * sizeof(float);
     if (scales->on_device)
-        return copy_device_scales(j, &j->sources->weight_scale, j->scale, err);
+        return copy_device_scales(j, j->scale, err);
     if (scales->block)
         return moq_cuda_upload(j->scale, scales->block, bytes, j->stream, err);
     j->zero_rows = has_zero(scales->factor, j->spec->out_features);
@@ -210,6 +202,7 @@ static moq_status write_scales(const job *j, moq_err *err) {
         .count = scale_count(j->spec),
         .step = 1,
         .out = j->factor ? j->params->output_scale.data : j->params->weight_scale.data,
+        .found = j->note,
         .unless = j->found,
     };
     return moq_cuda_copy_scales(&copy, j->stream, err);
@@ -233,6 +226,7 @@ static moq_status copy_input_scales(const job *j, bool look, bool copy, moq_err 
             .out = out ? out + p : NULL,
             .bad = look ? &j->found->bad_input_scale : NULL,
             .zero = look ? &j->found->bad_input_scale : NULL,
+            .found = j->note,
             .unless = look ? NULL : j->found,
         };
         MOQ_TRY(moq_cuda_copy_scales(&each, j->stream, err));
@@ -285,7 +279,7 @@ static moq_status pack(const job *j, moq_err *err) {
         .out = params->weight.data,
         .output_scale = params->output_scale.data,
         .fold_scale = params->fold_scale.data,
-        .found = j->fresh ? j->found : NULL,
+        .found = j->note,
         .unless = j->fresh ? NULL : j->found,
     };
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
@@ -309,11 +303,8 @@ static moq_status pack(const job *j, moq_err *err) {
 }
 
 static moq_status queue_packed(const job *j, moq_err *err) {
-    if (j->fresh)
-        return pack(j, err);
-    if (j->scales->on_device)
-        MOQ_TRY(copy_device_scales(j, &j->sources->weight_scale_2, NULL, err));
-    MOQ_TRY(check_codes(j, err));
+    if (!j->fresh)
+        MOQ_TRY(check_codes(j, err));
     return pack(j, err);
 }
 
@@ -372,7 +363,7 @@ static moq_status queue(const job *j, moq_err *err) {
     return j->fresh ? write_input_scales(j, err) : MOQ_OK;
 }
 
-/* One of the scales that stayed on the device is zero: now that matters. */
+/* The codes of rows that a scale on the device makes zero were checked all the same. */
 static moq_status begin_again(job *j, moq_err *err) {
     if (j->factor)
         j->zero_rows = true;
@@ -380,7 +371,7 @@ static moq_status begin_again(job *j, moq_err *err) {
         MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
     MOQ_TRY(forget_findings(j, err));
     MOQ_TRY(queue(j, err));
-    return read_findings(j, err);
+    return moq_cuda_wait(j->stream, err);
 }
 
 static moq_status refuse_bad_scales(const job *j, moq_err *err) {
@@ -397,12 +388,10 @@ static moq_status prepare(job *j, moq_err *err) {
     if (!e2m1)
         MOQ_TRY(place_scales(j, err));
     MOQ_TRY(queue(j, err));
-    MOQ_TRY(read_findings(j, err));
+    MOQ_TRY(moq_cuda_wait(j->stream, err));
     MOQ_TRY(refuse_bad_scales(j, err));
-    if (j->note->zero_scale)
+    if (j->note->zero_scale || (j->note->bad_code && e2m1 && j->scales->on_device))
         MOQ_TRY(begin_again(j, err));
-    if (j->note->bad_code && e2m1 && j->scales->on_device) /* which partitions are zero? */
-        MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
     if (j->note->bad_code)
         return refuse_bad_code(j, err);
     if (!swizzled && (j->fresh || !has_input_scales(j)))
