@@ -16,6 +16,24 @@
 typedef moq_status (*describe_function)(const moq_tensor *, moq_tensor *, moq_err *);
 typedef moq_status (*run_function)(const moq_tensor *, void *, const moq_tensor *, moq_err *);
 
+/* The result of an operation that was run. */
+static PyObject *finish_one(moq_state *state, PyObject *result, moq_arg *out, moq_status status,
+                            const moq_err *err) {
+    if (status != MOQ_OK)
+        moq_raise(state, err);
+    return moq_arg_finish(state, result, out, status == MOQ_OK ? 0 : -1);
+}
+
+/* Where a result like the first tensor read is to be written, and the stream to do it on; NULL with
+ * an exception. */
+static PyObject *open_one(moq_state *state, PyObject *given, const moq_arg *like,
+                          const moq_tensor *expected, void **stream, moq_arg *out) {
+    if (moq_stream_take(NULL, like, stream) < 0)
+        return NULL;
+    return moq_arg_output(state, given, like, expected->dtype, expected->ndim, expected->shape,
+                          out);
+}
+
 /* The operations of one tensor and nothing else. */
 static PyObject *rearrange(PyObject *module, const moq_signature *signature, const char *name,
                            PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
@@ -26,22 +44,19 @@ static PyObject *rearrange(PyObject *module, const moq_signature *signature, con
     moq_tensor expected;
     moq_status status;
     moq_err err;
-    void *stream = NULL;
+    void *stream;
     if (moq_args_parse(state, signature, args, nargs, kwnames, values) < 0 ||
         moq_arg_take(state, values[0], name, &in) < 0)
         return NULL;
     if (describe(&in.view, &expected, &err) != MOQ_OK)
         moq_raise(state, &err);
-    else if (moq_stream_take(NULL, &in, &stream) == 0)
-        result = moq_arg_output(state, values[1], &in, expected.dtype, expected.ndim,
-                                expected.shape, &out);
+    else
+        result = open_one(state, values[1], &in, &expected, &stream, &out);
     if (result) {
         Py_BEGIN_ALLOW_THREADS;
         status = run(&in.view, stream, &out.view, &err);
         Py_END_ALLOW_THREADS;
-        if (status != MOQ_OK)
-            moq_raise(state, &err);
-        result = moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+        result = finish_one(state, result, &out, status, &err);
     }
     moq_arg_release(&in);
     return result;
@@ -99,7 +114,7 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
     moq_tensor expected;
     moq_status status;
     moq_err err;
-    void *stream = NULL;
+    void *stream;
     if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
         return NULL;
     Py_ssize_t ndim = take_extents(values[1], "shape", 3, shape);
@@ -107,18 +122,28 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
         return NULL;
     if (moq_describe_unswizzle(&in.view, (int32_t)ndim, shape, &expected, &err) != MOQ_OK)
         moq_raise(state, &err);
-    else if (moq_stream_take(NULL, &in, &stream) == 0)
-        result = moq_arg_output(state, values[2], &in, expected.dtype, expected.ndim,
-                                expected.shape, &out);
+    else
+        result = open_one(state, values[2], &in, &expected, &stream, &out);
     if (result) {
         Py_BEGIN_ALLOW_THREADS;
         status = moq_run_unswizzle(&in.view, &expected, stream, &out.view, &err);
         Py_END_ALLOW_THREADS;
-        if (status != MOQ_OK)
-            moq_raise(state, &err);
-        result = moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+        result = finish_one(state, result, &out, status, &err);
     }
     moq_arg_release(&in);
+    return result;
+}
+
+/* Hands back the two results of an operation, which may be missing where it failed, as a tuple. */
+static PyObject *finish_two(moq_state *state, PyObject *first, moq_arg *first_arg, PyObject *second,
+                            moq_arg *second_arg, int failed) {
+    PyObject *result = NULL;
+    first = first ? moq_arg_finish(state, first, first_arg, failed) : NULL;
+    second = second ? moq_arg_finish(state, second, second_arg, failed) : NULL;
+    if (first && second)
+        result = PyTuple_Pack(2, first, second);
+    Py_XDECREF(first);
+    Py_XDECREF(second);
     return result;
 }
 
@@ -132,18 +157,13 @@ static PyObject *run_pack_nvfp4(moq_state *state, PyObject *given, const moq_arg
     void *stream;
     if (moq_describe_pack_nvfp4(&weight->view, &scale->view, &expected, &err) != MOQ_OK)
         return moq_raise(state, &err);
-    if (moq_stream_take(NULL, weight, &stream) < 0)
-        return NULL;
-    PyObject *result =
-        moq_arg_output(state, given, weight, MOQ_DT_U8, expected.ndim, expected.shape, &out);
+    PyObject *result = open_one(state, given, weight, &expected, &stream, &out);
     if (!result)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
     status = moq_run_pack_nvfp4(&weight->view, &scale->view, stream, &out.view, &err);
     Py_END_ALLOW_THREADS;
-    if (status != MOQ_OK)
-        moq_raise(state, &err);
-    return moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);
+    return finish_one(state, result, &out, status, &err);
 }
 
 static PyObject *pack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
@@ -175,7 +195,7 @@ static PyObject *take_result(moq_state *state, PyObject *given, const char *name
 static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, const moq_arg *packed,
                                   const int64_t *shape, int64_t group_size) {
     moq_arg weight = {0}, scale = {0};
-    PyObject *codes = NULL, *scales = NULL, *result = NULL;
+    PyObject *codes = NULL, *scales = NULL;
     moq_tensor expected, expected_scale;
     moq_status status;
     moq_err err;
@@ -198,13 +218,7 @@ static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, cons
         if (failed)
             moq_raise(state, &err);
     }
-    codes = codes ? moq_arg_finish(state, codes, &weight, failed) : NULL;
-    scales = scales ? moq_arg_finish(state, scales, &scale, failed) : NULL;
-    if (codes && scales)
-        result = PyTuple_Pack(2, codes, scales);
-    Py_XDECREF(codes);
-    Py_XDECREF(scales);
-    return result;
+    return finish_two(state, codes, &weight, scales, &scale, failed);
 }
 
 static PyObject *unpack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
@@ -234,7 +248,7 @@ static PyObject *unpack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_
 static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg *weight,
                                 const moq_arg *scale, const int64_t *partitions, int64_t count) {
     moq_arg out = {0}, max_scale = {0};
-    PyObject *codes = NULL, *largest = NULL, *result = NULL;
+    PyObject *codes = NULL, *largest = NULL;
     moq_tensor expected;
     moq_status status;
     moq_err err;
@@ -257,13 +271,7 @@ static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg
         if (failed)
             moq_raise(state, &err);
     }
-    codes = codes ? moq_arg_finish(state, codes, &out, failed) : NULL;
-    largest = largest ? moq_arg_finish(state, largest, &max_scale, failed) : NULL;
-    if (codes && largest)
-        result = PyTuple_Pack(2, codes, largest);
-    Py_XDECREF(codes);
-    Py_XDECREF(largest);
-    return result;
+    return finish_two(state, codes, &out, largest, &max_scale, failed);
 }
 
 static PyObject *requantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,

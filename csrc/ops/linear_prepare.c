@@ -1,8 +1,8 @@
 /* Weight processing of a linear layer: checkpoint tensors to prepared ones. See ops/linear.h.
  *
- * Here: what is common to the devices. Shapes are checked and every scale is read, on the host and
- * in float32, since there are few of them; scales become one factor per row, so unequal scales of
- * fused layers stay exact. The codes are for the files next to this one. */
+ * Here: what is common to the devices. Shapes are checked, and scales read in float32 and checked,
+ * but for those that may stay on a device; scales become one factor per row, so unequal scales of
+ * fused layers stay exact. Codes, and what stays, are for the files next to this one. */
 #include "ops/linear_prepare.h"
 
 #include "core/formats.h"
@@ -388,8 +388,8 @@ static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linea
                                     moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     if (moq_cuda_is_capturing(way.stream))
         return moq_fail(err, MOQ_ERR_INTERNAL,
-                        "prepare: its stream is being captured into a CUDA graph, but scales have "
-                        "to be read back; prepare weights before the capture");
+                        "prepare: its stream is being captured into a CUDA graph, but has to be "
+                        "waited for; prepare weights before the capture");
     return prepare(spec, sources, way, params, err);
 }
 

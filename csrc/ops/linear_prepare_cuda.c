@@ -1,16 +1,15 @@
-/* Weight processing on a CUDA device: the codes stay there.
+/* Weight processing on a CUDA device: codes stay there, and so do scales that are there, which
+ * kernels look at. Other scales, and pre_quant_scale, were read and checked on the host before.
  *
- * Scales that are there stay there, too, and kernels look at them; scales on the host, and those of
- * x, were read and checked before. What kernels meet they tell in a note (cuda/prepare.h), which is
- * read after the one wait that ends the work. Only what is found wrong is looked for once more, by
- * itself, to be named.
+ * There is one wait, at the end. What kernels find wrong they tell the host in a note
+ * (cuda/prepare.h); only then it is looked for once more, to be named.
  *
- * Outputs that nobody has seen yet are written while codes and scales are checked. Into others two
- * passes go, of NVFP4 one over the block scales and one over all: the first checks and tells in the
- * workspace, and the second writes nothing if it has told something. None of the scales of rows is
- * taken to be zero; if one is, whose codes may be anything, the work is done once more.
+ * Outputs that nobody has seen yet are written while codes and scales are checked. Into others goes
+ * a second pass, which writes nothing if the first, over FP8 codes or NVFP4 block scales, has told
+ * something in the workspace. Rows under a scale of zero may hold any codes: where such a scale is
+ * on the device, it is met on the way, and the work is done once more with that known.
  *
- * Only for swizzled NVFP4 weights the host waits twice. */
+ * For swizzled NVFP4 weights the host waits after the checks, too. */
 #include "ops/linear_prepare.h"
 
 #include "core/swizzle.h"
@@ -208,7 +207,7 @@ static moq_status write_scales(const job *j, moq_err *err) {
     return moq_cuda_copy_scales(&copy, j->stream, err);
 }
 
-/* Those of x that are on the device: looked at, or copied, or both at once. */
+/* Those of x that are on the device: looked at, or copied, or both. */
 static moq_status copy_input_scales(const job *j, bool look, bool copy, moq_err *err) {
     const moq_source *source = &j->sources->input_scale;
     float *out = copy ? j->params->input_scale.data : NULL; /* NULL where they are not used */
@@ -268,6 +267,7 @@ static moq_status queue_fp8(const job *j, moq_err *err) {
 /* Packs the codes and block scales of all partitions at once: a slab may have rows of two. */
 static moq_status pack(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
+    const moq_source *factors = &j->sources->weight_scale_2;
     moq_linear_params *params = j->params;
     bool on_device = j->scales->on_device;
     int64_t first = 0;
@@ -293,8 +293,8 @@ static moq_status pack(const job *j, moq_err *err) {
             .rows = spec->partition[p],
         };
         if (on_device) {
-            all.source[p].factor_at = scale_of(&j->sources->weight_scale_2, p);
-            all.source[p].factor_dtype = j->sources->weight_scale_2.part[0].dtype;
+            all.source[p].factor_at = scale_of(factors, p);
+            all.source[p].factor_dtype = factors->part[factors->count == 1 ? 0 : p].dtype;
         } else {
             all.source[p].factor = j->scales->weight[p];
         }
@@ -363,7 +363,7 @@ static moq_status queue(const job *j, moq_err *err) {
     return j->fresh ? write_input_scales(j, err) : MOQ_OK;
 }
 
-/* The codes of rows that a scale on the device makes zero were checked all the same. */
+/* Once more, with the scales known that are zero: what is under them was checked all the same. */
 static moq_status begin_again(job *j, moq_err *err) {
     if (j->factor)
         j->zero_rows = true;
