@@ -25,14 +25,16 @@
 
 #include <cuda_fp16.h>
 
-#define WARPS   8
+#define WARPS   4 /* of a block */
 #define THREADS (32 * WARPS)
 #define RUN     4
 #define PAIRS   4 /* of rows g and g + 8, of a lane */
-/* At once on a multiprocessor, where a block has a slab: registers for as many. */
+#define VECTORS (MOQ_PACK_BYTES / 16)
+#define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
+
+/* Where a block has a slab: its warps, and how many blocks registers are to be enough for. */
+#define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
-#define VECTORS      (MOQ_PACK_BYTES / 16)
-#define APART        (VECTORS + 1) /* vectors from unit to unit in shared memory */
 
 /* A group of rows g and g + 8. */
 typedef struct {
@@ -108,15 +110,16 @@ static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int
 
 /* ---- a lane's share of a run ---- */
 
-/* The warp's units: a slab, its first block, and how many of RUN there are. */
+/* The warp's units: a slab, its first block, and how many of RUN there are. No memory holds 2^32
+ * units or groups. */
 typedef struct {
-    int64_t slab, first;
+    uint32_t slab, first;
     int count; /* 0: none */
 } run;
 
 static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
     uint32_t blocks = (uint32_t)moq_pack_blocks(columns), runs = (blocks + RUN - 1) / RUN;
-    uint32_t index = blockIdx.x * WARPS + threadIdx.x / 32; /* no memory holds 2^32 */
+    uint32_t index = blockIdx.x * WARPS + threadIdx.x / 32;
     uint32_t slab = index / runs, first = index % runs * RUN;
     return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (uint32_t)RUN) : 0};
 }
@@ -124,8 +127,12 @@ static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
 /* Which codes are a lane's: group s of unit u, of rows g and g + 8 for g = 2i + p. */
 typedef struct {
     int lane, p, u, s;
-    int64_t group; /* of the layer; beyond its last one there is nothing */
+    uint32_t group; /* of the layer; beyond its last one there is nothing */
 } part;
+
+static __device__ __forceinline__ uint32_t groups_of(int64_t columns) {
+    return (uint32_t)(columns / MOQ_NVFP4_GROUP);
+}
 
 static __device__ __forceinline__ part find_part(const run &here) {
     int lane = threadIdx.x % 32, u = lane / 4 % RUN, s = lane % 4;
@@ -158,8 +165,8 @@ static __device__ __forceinline__ float factor_of(const moq_pack_source &source)
 
 /* The scales of a row for groups `group` to group + 7: all of them are there, or none. */
 static __device__ __forceinline__ uint2 load_eight(const moq_nvfp4_pack &p, const uint8_t *row,
-                                                   int64_t group) {
-    if (group * MOQ_NVFP4_GROUP >= p.columns)
+                                                   uint32_t group) {
+    if (group >= groups_of(p.columns))
         return make_uint2(0, 0);
     if (p.group == MOQ_NVFP4_GROUP)
         return *(const uint2 *)(row + group);
@@ -169,11 +176,11 @@ static __device__ __forceinline__ uint2 load_eight(const moq_nvfp4_pack &p, cons
 
 /* The same one by one: some may be there. */
 static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const uint8_t *row,
-                                                  int64_t group) {
+                                                  uint32_t group) {
     uint32_t word[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; i++, group++) {
-        if (group * MOQ_NVFP4_GROUP < p.columns)
+        if (group < groups_of(p.columns))
             word[i / 4] |= (uint32_t)row[p.group == MOQ_NVFP4_GROUP ? group : group / 2]
                            << i % 4 * 8;
     }
@@ -186,26 +193,25 @@ template <bool ALIGNED>
 static __device__ __forceinline__ void
 load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift, int begin, int end,
           const run &here, const part &mine, share &out) {
-    const uint8_t *codes = source.codes + shift * source.code_stride + mine.group * 8;
-    int row = mine.lane / 2;
+    const uint8_t *codes =
+        source.codes + (shift + mine.p) * source.code_stride + (int64_t)mine.group * 8;
+    int row = mine.lane / 2, last = mine.group < groups_of(p.columns) ? end : 0;
 #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) {
-        int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
-        if (r >= begin && r < end && mine.group * MOQ_NVFP4_GROUP < p.columns)
-            out.codes[i % PAIRS].codes[i / PAIRS] =
-                load_codes<ALIGNED>(codes + r * source.code_stride);
+    for (int i = 0; i < 2 * PAIRS; i++, codes += 2 * source.code_stride) {
+        int r = mine.p + 2 * i;
+        if (r >= begin && r < last)
+            out.codes[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(codes);
     }
     bool own = row >= begin && row < end;
     if (own) {
         const uint8_t *scales = source.scales + (shift + row) * source.scale_stride;
-        int64_t group = (here.first + mine.lane % 2 * 2) * MOQ_PACK_GROUPS;
+        uint32_t group = (here.first + mine.lane % 2 * 2) * MOQ_PACK_GROUPS;
         out.scales = ALIGNED ? load_eight(p, scales, group) : load_each(p, scales, group);
     }
     if (factor_of(source) == 0.0f) {
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) {
-            int r = mine.p + i % PAIRS * 2 + i / PAIRS * 8;
-            if (r >= begin && r < end)
+            if (mine.p + 2 * i >= begin && mine.p + 2 * i < end)
                 out.codes[i % PAIRS].codes[i / PAIRS] = make_uint2(0, 0);
         }
         if (own)
@@ -213,11 +219,11 @@ load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift,
     }
 }
 
-/* All of it, with minus zeros made zeros; tells of what no intact checkpoint holds. */
+/* All of it. */
 template <bool ALIGNED>
 static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, place at,
                                                    const run &here, const part &mine) {
-    int64_t row = here.slab * MOQ_PACK_ROWS;
+    int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS;
     share out = {};
 #pragma unroll 1
     for (; at.index < p.source_count && at.first < row + MOQ_PACK_ROWS;
@@ -227,11 +233,16 @@ static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, plac
         int end = (int)min(at.first + source.rows - row, (int64_t)MOQ_PACK_ROWS);
         load_rows<ALIGNED>(p, source, row - at.first, begin, end, here, mine, out);
     }
-    out.scales.x &= ~__vcmpeq4(out.scales.x, 0x80808080u);
-    out.scales.y &= ~__vcmpeq4(out.scales.y, 0x80808080u);
-    if (p.found && (__vcmpgeu4(out.scales.x, 0x7f7f7f7fu) | __vcmpgeu4(out.scales.y, 0x7f7f7f7fu)))
-        p.found->bad_code = 1;
     return out;
+}
+
+/* Makes minus zeros zeros, and tells of scales that no intact checkpoint holds. */
+static __device__ __forceinline__ void check_scales(const moq_nvfp4_pack &p, share &loaded) {
+    loaded.scales.x &= ~__vcmpeq4(loaded.scales.x, 0x80808080u);
+    loaded.scales.y &= ~__vcmpeq4(loaded.scales.y, 0x80808080u);
+    if (p.found &&
+        (__vcmpgeu4(loaded.scales.x, 0x7f7f7f7fu) | __vcmpgeu4(loaded.scales.y, 0x7f7f7f7fu)))
+        p.found->bad_code = 1;
 }
 
 /* ---- exchanges ---- */
@@ -388,8 +399,9 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
     if (here.count == 0)
         return;
     part mine = find_part(here);
-    int64_t row = here.slab * MOQ_PACK_ROWS;
+    int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS;
     share loaded = load_share<ALIGNED>(p, find_place(p, row), here, mine);
+    check_scales(p, loaded);
     if (is_refused(p))
         return;
     store_share(p, here, mine, loaded, exchange_scales(mine, loaded.scales));
@@ -399,21 +411,22 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
 
 /* A block has a slab. */
 template <bool ALIGNED>
-static __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM)
+static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
     pack_and_fold(const __grid_constant__ moq_nvfp4_pack p) {
-    __shared__ uint2 staged[WARPS][RUN][MOQ_PACK_ROWS / 2];
-    __shared__ float largest[WARPS][MOQ_PACK_ROWS];
-    int64_t slab = blockIdx.x, blocks = moq_pack_blocks(p.columns);
-    int warp = threadIdx.x / 32;
-    place at = find_place(p, slab * MOQ_PACK_ROWS);
+    __shared__ uint2 staged[SLAB_WARPS][RUN][MOQ_PACK_ROWS / 2];
+    __shared__ float largest[SLAB_WARPS][MOQ_PACK_ROWS];
+    uint32_t blocks = (uint32_t)moq_pack_blocks(p.columns), warp = threadIdx.x / 32;
+    int64_t row = (int64_t)blockIdx.x * MOQ_PACK_ROWS;
+    place at = find_place(p, row);
     __half2 most[PAIRS] = {};
     if (is_refused(p)) /* all warps, or none */
         return;
 #pragma unroll 1
-    for (int64_t first = warp * RUN; first < blocks; first += WARPS * RUN) {
-        run here = {slab, first, (int)min(blocks - first, (int64_t)RUN)};
+    for (uint32_t first = warp * RUN; first < blocks; first += SLAB_WARPS * RUN) {
+        run here = {blockIdx.x, first, (int)min(blocks - first, (uint32_t)RUN)};
         part mine = find_part(here);
         share loaded = load_share<ALIGNED>(p, at, here, mine);
+        check_scales(p, loaded);
         scale_pair scales = exchange_scales(mine, loaded.scales);
         staged[warp][scales.unit][scales.g] = scales.scales;
         __syncwarp();
@@ -428,9 +441,9 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_OF_SM)
     if (threadIdx.x >= MOQ_PACK_ROWS)
         return;
     float all = 0;
-    for (int w = 0; w < WARPS; w++)
+    for (int w = 0; w < SLAB_WARPS; w++)
         all = fmaxf(all, largest[w][threadIdx.x]);
-    write_factor(p, slab * MOQ_PACK_ROWS + threadIdx.x, all);
+    write_factor(p, row + threadIdx.x, all);
 }
 
 template <bool ALIGNED>
@@ -446,7 +459,7 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
     for (int v = mine.lane; v < here.count * VECTORS; v += 32)
         units[v + v / VECTORS] = from[v];
     __syncwarp();
-    if (mine.group * 16 >= p.columns)
+    if (mine.group >= groups_of(p.columns))
         return;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
@@ -454,11 +467,12 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
         groups out = unstage(from_unit, 2 * i + mine.p, mine.s);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int64_t row = here.slab * MOQ_PACK_ROWS + 2 * i + mine.p + 8 * h;
+            int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS + 2 * i + mine.p + 8 * h;
             if (row >= p.rows)
                 continue;
             uint8_t scale = from_unit[moq_pack_scale_at(2 * i + mine.p + 8 * h, mine.s)];
-            store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + mine.group * 8, out.codes[h]);
+            store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + (int64_t)mine.group * 8,
+                                 out.codes[h]);
             if (p.group == 16)
                 p.scales[row * (p.columns / 16) + mine.group] = scale;
             else if (mine.group % 2 == 0)
@@ -469,12 +483,12 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
 
 /* ---- launch ---- */
 
-static moq_status launch(const void *kernel, const char *what, int64_t blocks, void *parameter,
-                         void *stream, moq_err *err) {
+static moq_status launch(const void *kernel, const char *what, int64_t blocks, int warps,
+                         void *parameter, void *stream, moq_err *err) {
     moq_launch launch = {.what = what,
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
-                         .block = dim3(THREADS),
+                         .block = dim3(32 * (unsigned)warps),
                          .stream = (cudaStream_t)stream};
     void *args[] = {parameter};
     return moq_cuda_launch(&launch, args, err);
@@ -497,17 +511,19 @@ extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream,
         aligned = aligned && by(8, of->codes, of->code_stride) &&
                   by(p->group == MOQ_NVFP4_GROUP ? 8 : 4, of->scales, of->scale_stride);
     }
-    const void *plain = aligned ? (const void *)pack<true> : (const void *)pack<false>;
-    const void *folding =
-        aligned ? (const void *)pack_and_fold<true> : (const void *)pack_and_fold<false>;
-    return launch(p->fold_scale ? folding : plain, "prepare: packing NVFP4",
-                  p->fold_scale ? moq_pack_slabs(p->rows) : blocks_for(p->rows, p->columns),
-                  &parameter, stream, err);
+    if (p->fold_scale)
+        return launch(
+            aligned ? (const void *)pack_and_fold<true> : (const void *)pack_and_fold<false>,
+            "prepare: packing NVFP4", moq_pack_slabs(p->rows), SLAB_WARPS, &parameter, stream, err);
+    return launch(aligned ? (const void *)pack<true> : (const void *)pack<false>,
+                  "prepare: packing NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter,
+                  stream, err);
 }
 
 extern "C" moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *p, void *stream, moq_err *err) {
     moq_nvfp4_unpack parameter = *p;
     bool aligned = by(8, p->codes, p->columns / 2);
     return launch(aligned ? (const void *)unpack<true> : (const void *)unpack<false>,
-                  "unpacking NVFP4", blocks_for(p->rows, p->columns), &parameter, stream, err);
+                  "unpacking NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter, stream,
+                  err);
 }
