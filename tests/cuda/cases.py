@@ -68,3 +68,35 @@ class OnDevice:
         shape = (*x.shape[:-1], self.method.out_features)
         options.setdefault("out", poisoned(*shape, dtype=self.dtype))
         return self.method(x, self.params, **options)
+
+
+def assert_writes_only_its_result(layer: OnDevice, x: Any) -> None:
+    """Into a part of a larger tensor, at an address that suits no vector."""
+    columns = layer.method.out_features
+    memory = poisoned(len(x) + 2, columns + 11, dtype=layer.dtype)
+    out = memory[1:-1, 3 : columns + 3]
+    layer(x, out=out)
+    assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
+    assert int((~memory.isnan()).sum()) == out.numel()
+
+
+def assert_calls_follow_each_other(layer: OnDevice, x: Any, bias: bool = False) -> None:
+    """In a graph: each reads what the one before wrote, as x or as bias too, and begins before it ends."""
+
+    def call(x: Any, **out: Any) -> Any:
+        return layer(x, bias=x[0] if bias else None, **out)
+
+    steps = [poisoned(*x.shape, dtype=layer.dtype) for _ in range(6)]
+    expected = [call(x)]
+    for _ in steps[1:]:
+        torch.cuda.synchronize()
+        expected.append(call(expected[-1]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for before, after in zip([x, *steps], steps, strict=False):
+            call(before, out=after)
+    for _ in range(3):
+        graph.replay()
+    for step, y in zip(steps, expected, strict=True):
+        assert not step.isnan().any()
+        assert to_numpy(step).tobytes() == to_numpy(y).tobytes()

@@ -7,12 +7,16 @@ import pytest
 from moqext import reference
 
 from ..linear_cases import assert_within_core_sums, random_case, random_x
+from .cases import (
+    OnDevice,
+    assert_calls_follow_each_other,
+    assert_writes_only_its_result,
+    force,
+    to_cuda,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.gpu
-
-torch = pytest.importorskip("torch")
-
-from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_fp8_decode"
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
@@ -77,27 +81,11 @@ def test_nothing_around_the_result_is_written(rng):
     case = random_case(rng, "FP8_PB_WO", 4096, [129])
     layer = OnDevice(case, "bfloat16")
     x = to_cuda(random_x(rng, (11, 4096), "bfloat16"), "bfloat16")
-    memory = poisoned(13, 140, dtype="bfloat16")
-    out = memory[1:12, 3:132]
-    layer(x, out=out)
-    assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
-    assert int((~memory.isnan()).sum()) == out.numel()
+    assert_writes_only_its_result(layer, x)
 
 
 def test_calls_that_follow_each_other_in_a_graph(rng):
-    """Each reads what the one before wrote, and begins before that has ended."""
     case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 4096, [4096])
     layer = OnDevice(case, "bfloat16")
     x = to_cuda(random_x(rng, (16, 4096), "bfloat16"), "bfloat16")
-    steps = [poisoned(16, 4096, dtype="bfloat16") for _ in range(6)]
-    expected = [layer(x)]
-    for _ in steps[1:]:
-        torch.cuda.synchronize()
-        expected.append(layer(expected[-1]))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for before, after in zip([x, *steps], steps, strict=False):
-            layer(before, out=after)
-    graph.replay()
-    for step, y in zip(steps, expected, strict=True):
-        assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+    assert_calls_follow_each_other(layer, x)

@@ -7,12 +7,17 @@ import pytest
 from moqext import reference
 
 from ..linear_cases import assert_within_rounding, random_case, random_x
+from .cases import (
+    OnDevice,
+    assert_calls_follow_each_other,
+    assert_writes_only_its_result,
+    force,
+    on_host,
+    to_cuda,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.gpu
-
-torch = pytest.importorskip("torch")
-
-from .cases import OnDevice, force, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_nvfp4_decode"
 TOKENS = range(17)
@@ -128,30 +133,13 @@ def test_nothing_around_the_result_is_written(rng):
     case = random_case(rng, "NVFP4", 4096, [129])
     layer = OnDevice(case, "bfloat16")
     x = to_cuda(random_x(rng, (11, 4096), "bfloat16"), "bfloat16")
-    memory = poisoned(13, 140, dtype="bfloat16")
-    out = memory[1:12, 3:132]
-    layer(x, out=out)
-    assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
-    assert int((~memory.isnan()).sum()) == out.numel()
+    assert_writes_only_its_result(layer, x)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 def test_calls_that_follow_each_other_in_a_graph(rng, tokens):
-    """Each reads what the one before wrote, x and bias, and begins before that has ended."""
     case = random_case(rng, "NVFP4", 4096, [4096])
     layer = OnDevice(case, "bfloat16")
     x = to_cuda(random_x(rng, (tokens, 4096), "bfloat16"), "bfloat16")
     x /= x.float().norm(dim=-1, keepdim=True)
-    steps = [poisoned(tokens, 4096, dtype="bfloat16") for _ in range(6)]
-    expected = [layer(x, bias=x[0])]
-    for _ in steps[1:]:
-        torch.cuda.synchronize()
-        expected.append(layer(expected[-1], bias=expected[-1][0]))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for before, after in zip([x, *steps], steps, strict=False):
-            layer(before, bias=before[0], out=after)
-    for _ in range(3):
-        graph.replay()
-    for step, y in zip(steps, expected, strict=True):
-        assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+    assert_calls_follow_each_other(layer, x, bias=True)

@@ -6,12 +6,16 @@ import pytest
 from moqext import reference
 
 from ..linear_cases import Case, assert_close, random_case, random_x, with_a_zero_part
+from .cases import (
+    OnDevice,
+    assert_calls_follow_each_other,
+    assert_writes_only_its_result,
+    force,
+    to_cuda,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.gpu
-
-torch = pytest.importorskip("torch")
-
-from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 NAME = "cuda:sm90_nvfp4_gemm"
 VARIANTS = 29
@@ -108,11 +112,7 @@ def test_nothing_around_the_result_is_written(rng):
         x = to_cuda(random_x(rng, (tokens, 256), "bfloat16"), "bfloat16")
         for variant in range(VARIANTS + 1):
             layer.method._plan.keep(tokens, NAME, variant)
-            memory = poisoned(tokens + 2, 140, dtype="bfloat16")
-            out = memory[1 : tokens + 1, 3:132]
-            layer(x, out=out)
-            assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
-            assert int((~memory.isnan()).sum()) == out.numel()
+            assert_writes_only_its_result(layer, x)
 
 
 def test_what_is_not_a_number_stays_in_its_row(rng):
@@ -143,23 +143,10 @@ def test_many_tiles(rng):
 
 
 def test_calls_that_follow_each_other_in_a_graph(rng):
-    """Each reads what the one before wrote, and begins before that has ended."""
     case = random_case(rng, "NVFP4", 2048, [2048])
     gain = reference.dequantize(case.parts[0], "NVFP4").std() * 2048**0.5
     case.parts[0]["weight_scale_2"] /= np.float32(gain)
     layer = OnDevice(case, "bfloat16")
     for tokens in (20, 64, 200):
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
-        steps = [poisoned(tokens, 2048, dtype="bfloat16") for _ in range(6)]
-        expected = [layer(x)]
-        for _ in steps[1:]:
-            torch.cuda.synchronize()
-            expected.append(layer(expected[-1]))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for before, after in zip([x, *steps], steps, strict=False):
-                layer(before, out=after)
-        graph.replay()
-        for step, y in zip(steps, expected, strict=True):
-            assert not step.isnan().any()
-            assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+        assert_calls_follow_each_other(layer, x)
