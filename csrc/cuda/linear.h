@@ -41,8 +41,10 @@ int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
  * K a multiple of 16; sm_90a. For hundreds of rows and more. */
 #define MOQ_NVFP4_WIDE_TOKENS (1 << 24)
 moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
+int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m);
 
 /* The same weights as FP8 ones: x quantized by token before, block scales folded into codes on the
  * way, K up to MOQ_NVFP4_FP8_COLUMNS. Variants are shapes of tiles. */

@@ -402,6 +402,18 @@ static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
         : "memory");
 }
 
+/* ---- flags in memory: what was written before a release is there after it was acquired ---- */
+
+static __device__ __forceinline__ void store_release(uint64_t *to, uint64_t value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
+static __device__ __forceinline__ uint64_t load_acquire(const uint64_t *from) {
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
 /* ---- copies of a thread ---- */
 
 /* 16 bytes to shared memory; those from `bytes` on, 0 or 16, are zeros instead. */

@@ -37,7 +37,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             multiply_fast<S>(t, a->steps, &slot, sum);
         else
             multiply<S>(t, a->steps, &slot, sum);
-        write_outputs<S>(a, b, turn, &at, group, sum[0]);
+        write_outputs<S>(a, b, turn, &at, group, sum[0], {0, S::T / CHUNK});
     }
 }
 

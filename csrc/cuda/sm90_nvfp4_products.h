@@ -10,8 +10,8 @@
 /* What a thread multiplies. */
 typedef struct {
     uint32_t full, empty;
-    uint64_t x;    /* operand in the first stage */
-    uint32_t unit; /* of its warp, in the first stage */
+    uint64_t x;             /* operand in the first stage */
+    uint32_t codes, scales; /* of its lane, in the first stage */
     int stages;
 } taps;
 
@@ -26,7 +26,7 @@ static __device__ __forceinline__ void await(const taps *t, const ring_place *sl
 
 template <class S>
 static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
-    warp_releases<S::pair>(t->empty + 8u * slot->index);
+    warp_releases<S::pair>(t->empty + 8u * slot->index, S::pair ? rank_in_cluster() & ~1u : 0);
 }
 
 /* Waits for a stage and makes the operand of its unit. */
@@ -36,7 +36,7 @@ static __device__ __forceinline__ void decode(const taps *t, const ring_place *s
     constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
     uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
     await(t, slot);
-    packed_unit unit = load_unit(t->unit + at);
+    packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
 #pragma unroll
     for (int s = 0; s < MOQ_PACK_GROUPS; s++)
         moq_nvfp4_fragment<TYPE>((&unit.codes.x)[s],

@@ -33,6 +33,10 @@ typedef struct {
     int columns;   /* tiles along the tokens */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
+    int rest;        /* tiles at the end whose steps all blocks share evenly */
+    int parts;       /* of K of a tile, one for each block of a cluster, or 0 */
+    float4 *handed;  /* sums of other blocks, and */
+    uint64_t *ready; /* whether they are there, of each warpgroup */
     const uint8_t *weight;
     moq_output out;
     const float *output_scale; /* [N] */
@@ -99,14 +103,56 @@ static __device__ __forceinline__ place place_of(const gemm_args *a, int index, 
     return {row * ROWS, column * S::T};
 }
 
-/* The tiles of a block, one after the other. */
+/* The tiles of a block, one after the other, and which steps of them it has: all of those up to
+ * `count`, which go round, then an even share of the steps of the rest, from `low` to `high`. Those
+ * are done from the last to the first: a block begins with the first steps of a tile that a later
+ * one ends, so that whoever waits for sums waits for an earlier block. */
 typedef struct {
     int index, stride, count;
+    int first, end, low, high;
 } course;
 
+static __device__ __forceinline__ void take_share(const gemm_args *a, course *c) {
+    int tile = (c->high - 1) / a->steps;
+    if (c->high <= c->low) {
+        c->first = c->end = 0;
+        return;
+    }
+    c->index = c->count + tile;
+    c->first = max(c->low - tile * a->steps, 0);
+    c->end = c->high - tile * a->steps;
+    c->high -= c->end - c->first;
+}
+
+/* The first of the shared steps that a worker has. */
+static __device__ __forceinline__ int share_of(const gemm_args *a, int worker, int workers) {
+    return (int)((int64_t)a->rest * a->steps * worker / workers);
+}
+
 template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
-    int blocks = S::pair ? 2 : 1;
-    return {(int)blockIdx.x / blocks, (int)gridDim.x / blocks, a->row_tiles * a->columns};
+    int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
+    if (a->parts > 1) {
+        int tile = (int)blockIdx.x / (blocks * a->parts), part = (int)rank_in_cluster() / blocks;
+        return {tile, tiles, tile + 1, a->steps * part / a->parts,
+                a->steps * (part + 1) / a->parts};
+    }
+    int worker = (int)blockIdx.x / blocks, workers = (int)gridDim.x / blocks;
+    course c = {worker,
+                workers,
+                tiles - a->rest,
+                0,
+                a->steps,
+                share_of(a, worker, workers),
+                share_of(a, worker + 1, workers)};
+    if (c.index >= c.count)
+        take_share(a, &c);
+    return c;
+}
+
+static __device__ __forceinline__ void next_tile(const gemm_args *a, course *c) {
+    c->index += c->stride;
+    if (c->index >= c->count)
+        take_share(a, c);
 }
 
 /* ---- the producers: one warp copies weights, a thread x ---- */
@@ -122,12 +168,13 @@ template <class S>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
     int lane = threadIdx.x % 32;
     ring_place slot = {0, 0};
-    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         int slab = place_of<S>(a, c.index, p->rank).row / MOQ_PACK_ROWS +
                    (S::share_weights ? p->rank * S::slabs : 0);
         int slabs = max(0, min(S::slabs, a->slabs - slab));
-        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
-        for (int step = 0; step < a->steps; step++, advance(&slot, p->stages)) {
+        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES +
+                              c.first * S::slab_bytes;
+        for (int step = c.first; step < c.end; step++, advance(&slot, p->stages)) {
             int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
             uint32_t full = p->full + 8u * slot.index;
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
@@ -147,17 +194,19 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
                                                       const CUtensorMap *map) {
     ring_place slot = {0, 0};
     uint64_t keep = policy_evict_normal();
+    prefetch_map(map);
     wait_for_predecessor();
-    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         int token = place_of<S>(a, c.index, p->rank).token;
-        for (int step = 0; step < a->steps; step++, advance(&slot, p->stages)) {
+        for (int step = c.first; step < c.end; step++, advance(&slot, p->stages)) {
             uint32_t full = p->full + 8u * slot.index;
             uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
             mbarrier_expect(full, S::token_bytes);
             if (S::share_tokens) {
                 int half = p->rank * (S::T / 2);
-                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep, 3);
+                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep,
+                               (uint16_t)(3 << (rank_in_cluster() & ~1u)));
             } else {
                 copy_box_2d(to, map, step * 128, token, full, keep);
             }
@@ -215,12 +264,17 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
             to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
 }
 
+/* Of a tile's tokens, CHUNK each. */
+typedef struct {
+    int first, end;
+} chunks;
+
 /* Scales, rounds and writes a warpgroup's 64 rows of a tile. Through shared memory, a chunk of
  * tokens at a time, 128 bytes a token: the 16 bytes of rows 8i and on at (i ^ token % 8) * 16. */
 template <class S>
 static __device__ __forceinline__ void write_outputs(const gemm_args *a, const board<S> *b,
                                                      uint32_t turn, const place *at, int group,
-                                                     const float *sum) {
+                                                     const float *sum, chunks part) {
     int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     int first = at->row + group * 64, own = warp * 16 + lane / 4;
     float factor[2], bias[2];
@@ -238,8 +292,10 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
     int n = first + thread % 8 * 8;
 #pragma unroll
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
+        if (chunk < part.first || chunk >= part.end)
+            continue;
         uint32_t room = turn + chunk % S::turns * TURN_BYTES;
-        if (S::turns == 1 && chunk > 0)
+        if (S::turns == 1 && chunk > part.first)
             barrier_sync(2 + group, 128); /* the chunk before is out */
 #pragma unroll
         for (int half = 0; half < 2; half++) {

@@ -4,13 +4,15 @@
  * A block has a tile at a time, 128 rows of W by up to 256 tokens, and two warpgroups that turn
  * codes into operands in registers and multiply them; two warps copy. What they copy goes round in
  * a ring of steps of 64 columns. The tiles of a block follow each other without a barrier among its
- * warpgroups, so that the outputs of one are written under the products of the other.
+ * warpgroups, so that the outputs of one are written under the products of the other. Where tiles
+ * do not come out even, blocks share K (sm90_nvfp4_parts.h).
  *
  * What bounds it (H200, docs/lab.md): the tensor cores and the power they take. A step of 256
  * tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh of what
  * can be issued meanwhile. */
 #include "cuda/launch.h"
 #include "cuda/linear.h"
+#include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_products.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
@@ -18,6 +20,7 @@
 #include <math.h>
 
 #define THREADS     384
+#define MAX_CLUSTER 8
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
 
 template <class S>
@@ -25,12 +28,22 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
                                                uint32_t turn, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
-    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         place at = place_of<S>(a, c.index, rank);
         float sum[S::T / 2] = {};
         fetch_board<S>(a, b, &at, group);
-        multiply<S>(t, a->steps, &slot, sum);
-        write_outputs<S>(a, b, turn, &at, group, sum);
+        multiply<S>(t, c.end - c.first, &slot, sum);
+        if (a->parts > 1) {
+            write_outputs<S>(a, b, turn, &at, group, sum, add_parts<S>(a, group, sum));
+            return;
+        }
+        if (c.end < a->steps) {
+            hand_on<S>(a, group, sum);
+            continue;
+        }
+        if (c.first > 0)
+            add_earlier<S>(a, &c, group, sum);
+        write_outputs<S>(a, b, turn, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
@@ -43,7 +56,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t weights = x + args.stages * S::token_bytes;
     uint32_t turn = weights + args.stages * S::weight_bytes;
-    int rank = S::pair ? (int)rank_in_cluster() : 0;
+    int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
     if (threadIdx.x == 0) {
@@ -59,14 +72,20 @@ static __global__ void __launch_bounds__(THREADS, 1)
     else
         __syncthreads();
     if (threadIdx.x < CONSUMERS) {
-        more_registers<240>();
+        more_registers<232>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = weights + threadIdx.x / 32 * MOQ_PACK_BYTES;
-        taps t = {full, empty, wgmma_operand(x), own, args.stages};
+        int lane = threadIdx.x % 32;
+        taps t = {full,
+                  empty,
+                  wgmma_operand(x),
+                  own + moq_pack_word_at(lane / 4, lane % 4, 0),
+                  own + moq_pack_scale_at(lane / 4, 0),
+                  args.stages};
         consume<S>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
     } else {
-        fewer_registers<24>();
+        fewer_registers<40>();
         pipe of_weights = {full, empty, weights, args.stages, rank};
         pipe of_tokens = {full, empty, x, args.stages, rank};
         if (threadIdx.x < CONSUMERS + 32)
@@ -74,7 +93,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
     }
-    if (S::pair) {
+    if (args.parts > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
         __syncwarp();
         cluster_sync(); /* the other block may still copy to this one */
     }
@@ -86,7 +105,7 @@ typedef struct {
     int tokens, blocks; /* of a tile; that share its tokens */
     int token_bytes, weight_bytes;
     int boards;            /* bytes of static shared memory */
-    double step;           /* microseconds, where all multiprocessors are busy */
+    double step;           /* microseconds, where few multiprocessors are busy */
     const void *kernel[2]; /* of bfloat16 and of float16 */
 } variant;
 
@@ -103,43 +122,105 @@ template <int T, sharing SHARE> static variant variant_of(double step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_TOKENS>(0.635),
-    variant_of<256, ALONE>(0.65),
-    variant_of<128, SHARE_TOKENS>(0.42),
-    variant_of<128, ALONE>(0.43),
+    variant_of<256, SHARE_TOKENS>(0.54),
+    variant_of<256, ALONE>(0.55),
+    variant_of<128, SHARE_TOKENS>(0.40),
+    variant_of<128, ALONE>(0.405),
 };
 
-enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
+/* How tiles are divided: whole ones in rounds, the last rounds evenly by steps, or each among the
+ * blocks of a cluster. */
+typedef enum { ROUNDS, EVEN, PARTS, DIVISIONS } division;
+
+enum { SHAPES = sizeof VARIANTS / sizeof *VARIANTS, VARIANT_COUNT = SHAPES * DIVISIONS };
 
 static int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-/* How a call is done. Workers are blocks or pairs of them. */
+/* How a call is done. Workers are blocks or pairs of them, or clusters. */
 typedef struct {
     const variant *shape;
     int64_t row_tiles, columns, workers;
+    int64_t rest; /* tiles that are shared evenly */
+    int parts;    /* of K, or 0 */
+    int variant;
     double seconds;
 } method;
 
+/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
+ * 18 (H200), others in proportion. */
+static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
+    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
+    int64_t fit = sm_count * FIT[cluster] / 132;
+    return fit > 1 ? fit : 1;
+}
+
+/* Microseconds that sums of blocks take on their way to each other. */
+static double exchange_of(const method *way, division how) {
+    double tiles = (double)way->rest, width = way->shape->tokens / 256.0;
+    if (how == EVEN)
+        return width * (4.5 + 1.3 * (1 + (double)way->workers / tiles));
+    return how == PARTS ? width * (1.5 + 0.7 * way->parts) : 0;
+}
+
+/* Fitted to times of 16 layers with 128 to 2048 tokens on an H200 (docs/lab.md). The more
+ * multiprocessors multiply the lower is the clock. */
+static double estimate(const moq_linear_spec *spec, const method *way, division how) {
+    const variant *v = way->shape;
+    double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
+    double turns = how == EVEN ? tiles / workers : ceil(tiles / workers);
+    double parts = how == PARTS ? way->parts : 1;
+    double busy = workers * v->blocks * parts / (double)spec->target.sm_count;
+    double steps = (double)divide_up(spec->in_features, MOQ_PACK_K) / parts;
+    double products = turns * steps * v->step * (1 + 0.2 * busy);
+    return (3.8 + products + ceil(turns) * v->tokens / 256 + exchange_of(way, how)) * 1e-6;
+}
+
+/* The most parts of K that clusters of blocks can have, all at once; 0 if there is no such way. */
+static int parts_of(const moq_linear_spec *spec, const variant *v, int64_t tiles) {
+    int64_t steps = divide_up(spec->in_features, MOQ_PACK_K);
+    int most =
+        MAX_CLUSTER / v->blocks < v->tokens / CHUNK ? MAX_CLUSTER / v->blocks : v->tokens / CHUNK;
+    for (int parts = steps < most ? (int)steps : most; parts > 1; parts--)
+        if (tiles <= clusters_that_fit(spec->target.sm_count, parts * v->blocks))
+            return parts;
+    return 0;
+}
+
 /* Clusters of two go to neighbours, of which every multiprocessor of an H200 has one. */
-static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v) {
+static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, division how) {
     method way = {v, divide_up(spec->out_features, ROWS * v->blocks), divide_up(m, v->tokens)};
     int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
-    double steps = (double)divide_up(spec->in_features, MOQ_PACK_K);
-    double turns = (double)divide_up(tiles, most);
+    int64_t steps = divide_up(spec->in_features, MOQ_PACK_K);
     way.workers = tiles < most ? tiles : most;
-    way.seconds = 3.0e-6 + turns * (steps * v->step + 0.004 * v->tokens) * 1e-6;
+    if (how == EVEN) {
+        way.rest = tiles < 2 * most ? tiles : tiles % most + most;
+        way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
+    } else if (how == PARTS) {
+        way.parts = parts_of(spec, v, tiles);
+        way.workers = tiles;
+    }
+    way.seconds = how == PARTS && way.parts == 0 ? INFINITY : estimate(spec, &way, how);
     return way;
 }
 
-/* Variant 0 is the choice among the shapes, the others are one shape each. */
+static method method_at(const moq_linear_spec *spec, int64_t m, int index) {
+    method way = method_of(spec, m, &VARIANTS[index % SHAPES], (division)(index / SHAPES));
+    way.variant = index + 1;
+    return way;
+}
+
+/* Variant 0 is the choice, the others are a shape and a division each; the choice again where that
+ * cannot be. */
 static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
     method best = {.seconds = INFINITY};
+    if (which > 0 && which <= VARIANT_COUNT)
+        best = method_at(spec, m, which - 1);
+    if (best.seconds < INFINITY)
+        return best;
     for (int i = 0; i < VARIANT_COUNT; i++) {
-        method way = method_of(spec, m, &VARIANTS[i]);
-        if (which == i + 1)
-            return way;
+        method way = method_at(spec, m, i);
         if (way.seconds < best.seconds)
             best = way;
     }
@@ -147,6 +228,15 @@ static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) 
 }
 
 /* ---- launch ---- */
+
+/* Blocks of a call, and where its workspace has their sums, behind the flags. */
+static int64_t blocks_of(const method *way) {
+    return way->workers * way->shape->blocks * (way->parts ? way->parts : 1);
+}
+
+static int64_t flag_bytes(const method *way) {
+    return divide_up(blocks_of(way) * 16, 256) * 256;
+}
 
 static gemm_args args_of(const moq_linear_call *call, const method *way, int limit) {
     const moq_linear_spec *spec = call->spec;
@@ -163,9 +253,15 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .rest = (int)way->rest,
+                   .parts = way->parts,
                    .weight = call->weight,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
+    if (way->rest || way->parts) {
+        a.ready = (uint64_t *)call->workspace;
+        a.handed = (float4 *)((char *)call->workspace + flag_bytes(way));
+    }
     return a;
 }
 
@@ -173,12 +269,23 @@ extern "C" double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64
     return method_for(spec, m, 0).seconds;
 }
 
+extern "C" int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m) {
+    return method_for(spec, m, 0).variant;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call) {
+    method way = method_for(call->spec, call->m, call->variant);
+    if (!way.rest && !way.parts)
+        return 0;
+    return flag_bytes(&way) + blocks_of(&way) * way.shape->tokens * ROWS * 4;
+}
+
 /* The choice, and the shapes that are not expected to take half as long again. */
 extern "C" uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
     double best = method_for(call->spec, call->m, 0).seconds;
     uint32_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
-        if (method_of(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
+        if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
             some |= 2u << i;
     return some;
 }
@@ -194,12 +301,13 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
     const moq_tensor *x = call->x;
     MOQ_TRY(moq_tensor_map_rows(&tokens, x->data, call->m, spec->in_features * 2, x->stride[0] * 2,
                                 (uint32_t)(v->tokens / v->blocks), err));
+    int cluster = v->blocks * (way.parts ? way.parts : 1);
     moq_launch launch = {
         .what = "NVFP4 linear",
         .kernel = v->kernel[x->dtype == MOQ_DT_F16],
-        .grid = dim3((unsigned)(way.workers * v->blocks)),
+        .grid = dim3((unsigned)blocks_of(&way)),
         .block = dim3(THREADS),
-        .cluster = v->blocks > 1 ? (unsigned)v->blocks : 0,
+        .cluster = cluster > 1 ? (unsigned)cluster : 0,
         .shared = (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + 4 * TURN_BYTES),
         .stream = (cudaStream_t)call->stream,
         .overlap = true};

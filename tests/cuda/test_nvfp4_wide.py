@@ -1,0 +1,114 @@
+"""How the exact NVFP4 kernel of Hopper for many tokens divides its work, way by way."""
+
+import numpy as np
+import pytest
+
+from moqext import reference
+
+from ..linear_cases import assert_close, random_case, random_x
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
+
+NAME = "cuda:sm90_nvfp4_wide"
+VARIANTS = 12
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    force(monkeypatch, NAME, "NVFP4")
+
+
+@pytest.fixture(params=range(1, VARIANTS + 1))
+def variant(request):
+    """A shape of tiles, and whether they are whole, shared evenly or divided within clusters."""
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parts_of_all_lengths(rng, variant, dtype):
+    """Blocks with parts of two tiles and of one; fewer steps than blocks; clusters of all sizes."""
+    for columns, rows in ((1296, [330, 70, 24]), (272, [65]), (16, [200]), (4112, [1100]), (7168, [2112])):
+        case = random_case(rng, "NVFP4", columns, rows)
+        layer = OnDevice(case, dtype)
+        for tokens in (31, 100, 260):
+            x = random_x(rng, (tokens, columns), dtype)
+            layer.method._plan.keep(tokens, NAME, variant)
+            y = to_numpy(layer(x))
+            assert_close(y, case.expected(reference.as_float32(x)), dtype)
+            for _ in range(3):
+                assert to_numpy(layer(x)).tobytes() == y.tobytes()
+
+
+def test_many_tiles(rng, variant):
+    """Whole rounds before the shares; some tokens are compared."""
+    case = random_case(rng, "NVFP4", 256, [6000, 2700, 260])
+    layer = OnDevice(case, "bfloat16")
+    x = random_x(rng, (1900, 256), "bfloat16")
+    some = np.r_[0:30, 1000:1060, 1880:1900]
+    layer.method._plan.keep(len(x), NAME, variant)
+    y = layer(x)
+    assert not y.isnan().any()
+    assert_close(to_numpy(y)[some], case.expected(reference.as_float32(x[some])), "bfloat16")
+
+
+def test_nothing_around_the_result_is_written(rng, variant):
+    case = random_case(rng, "NVFP4", 1088, [129])
+    layer = OnDevice(case, "bfloat16")
+    for tokens in (33, 90, 300):
+        x = to_cuda(random_x(rng, (tokens, 1088), "bfloat16"), "bfloat16")
+        layer.method._plan.keep(tokens, NAME, variant)
+        memory = poisoned(tokens + 2, 140, dtype="bfloat16")
+        out = memory[1 : tokens + 1, 3:132]
+        layer(x, out=out)
+        assert to_numpy(out.contiguous()).tobytes() == to_numpy(layer(x)).tobytes()
+        assert int((~memory.isnan()).sum()) == out.numel()
+
+
+def test_calls_that_follow_each_other_in_a_graph(rng, variant):
+    """Each reads what the one before wrote, and begins before that has ended; they share a workspace."""
+    case = random_case(rng, "NVFP4", 2048, [2048])
+    gain = reference.dequantize(case.parts[0], "NVFP4").std() * 2048**0.5
+    case.parts[0]["weight_scale_2"] /= np.float32(gain)
+    layer = OnDevice(case, "bfloat16")
+    for tokens in (64, 300):
+        layer.method._plan.keep(tokens, NAME, variant)
+        x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
+        steps = [poisoned(tokens, 2048, dtype="bfloat16") for _ in range(6)]
+        expected = [layer(x)]
+        for _ in steps[1:]:
+            torch.cuda.synchronize()
+            expected.append(layer(expected[-1]))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for before, after in zip([x, *steps], steps, strict=False):
+                layer(before, out=after)
+        for _ in range(3):
+            for step in steps:
+                step.fill_(float("nan"))
+            graph.replay()
+            for step, y in zip(steps, expected, strict=True):
+                assert not step.isnan().any()
+                assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+
+
+def test_calls_on_three_streams(rng):
+    """Blocks that wait for sums of others finish although other calls have multiprocessors too."""
+    case = random_case(rng, "NVFP4", 4096, [10240])
+    layer = OnDevice(case, "bfloat16")
+    x = to_cuda(random_x(rng, (256, 4096), "bfloat16"), "bfloat16")
+    for variant in (5, 6, 9, 10):
+        layer.method._plan.keep(256, NAME, variant)
+        expected = to_numpy(layer(x)).tobytes()
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(8):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(layer(x, out=poisoned(256, 10240, dtype="bfloat16")))
+        torch.cuda.synchronize()
+        assert all(to_numpy(y).tobytes() == expected for y in results)
