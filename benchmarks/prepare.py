@@ -1,8 +1,9 @@
 """Weight processing on a CUDA device against the speed of copying.
 
 Bytes are those of the checkpoint's tensors and of the prepared ones, each counted once, as they are for the
-copy (torch's, of the largest weight). Times are those of a caller: with the reading of scales, the checks and
-the wait that they take, from an idle device to an idle device.
+copy (torch's, of the largest weight). Times are those of a caller, from an idle device to an idle device:
+`prepare`, which returns when its work is done, with all that it checks and allocates, and the copy with the
+wait for it.
 
     python -m benchmarks.prepare [--json FILE]
 """
@@ -32,17 +33,16 @@ CASES = (
 MODEL = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 """The four linears of a layer of a model of 70 billion weights, which has eighty."""
 
-ROUNDS = 15
+ROUNDS = 51
 
 
 def seconds(torch: Any, call: Callable[[], object]) -> float:
-    """Median time of a call with the device idle before and after."""
+    """Median time of a call that returns when its work is done, with the device idle before."""
     times = []
     for index in range(3 + ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
         if index >= 3:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
@@ -52,7 +52,12 @@ def copy_speed(torch: Any) -> float:
     """Bytes a second, read and written, of copying the largest weight."""
     weight = torch.randint(0, 0x7F, (max(ROWS), COLUMNS), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(weight)
-    return float(2 * weight.numel() / seconds(torch, lambda: target.copy_(weight)))
+
+    def copy() -> None:
+        target.copy_(weight)
+        torch.cuda.synchronize()
+
+    return float(2 * weight.numel() / seconds(torch, copy))
 
 
 def tensors(torch: Any, algo: str, rows: int, columns: int) -> dict[str, Any]:
