@@ -250,11 +250,10 @@ static __device__ __forceinline__ uint32_t pack_pair(moq_dtype dtype, float low,
     return word;
 }
 
-/* Stores `count` outputs, 8 if there are more, of token m from n on; in one go where it can. */
-static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
-                                                   int count, uint4 word) {
-    uint16_t *to = (uint16_t *)out->data + m * out->stride + n;
-    if (count >= 8 && (uintptr_t)to % 16 == 0) {
+/* Stores `count` outputs of a token, 8 if there are more; in one go where they are `whole`. */
+static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool whole,
+                                                   uint4 word) {
+    if (whole) {
         *(uint4 *)to = word;
         return;
     }
@@ -289,7 +288,9 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
         bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
     }
     bool add = a->out.bias != NULL;
-    int n = first + thread % 8 * 8;
+    int n = first + thread % 8 * 8, last = a->m - at->token;
+    uint16_t *to = (uint16_t *)a->out.data + (int64_t)(at->token + thread / 8) * a->out.stride + n;
+    bool whole = n + 8 <= a->n && ((uintptr_t)to | (uintptr_t)(a->out.stride * 2)) % 16 == 0;
 #pragma unroll
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
         if (chunk < part.first || chunk >= part.end)
@@ -319,12 +320,17 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
             store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);
         }
         barrier_sync(2 + group, 128);
+        uint4 word[2];
 #pragma unroll
         for (int pass = 0; pass < 2; pass++) {
-            int token = pass * 16 + thread / 8, m = at->token + chunk * CHUNK + token;
-            uint4 word = load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16);
-            if (m < a->m && n < a->n)
-                store_eight(&a->out, m, n, a->n - n, word);
+            int token = pass * 16 + thread / 8;
+            word[pass] = load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16);
+        }
+#pragma unroll
+        for (int pass = 0; pass < 2; pass++) {
+            int token = chunk * CHUNK + pass * 16;
+            if (token + thread / 8 < last)
+                store_eight(to + token * a->out.stride, a->n - n, whole, word[pass]);
         }
     }
 }

@@ -21,7 +21,27 @@
 
 #define THREADS     384
 #define MAX_CLUSTER 8
+#define UNIT_WORDS  (MOQ_PACK_BYTES / 8)
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
+
+/* Copies weights, a box of a unit of each slab a step; beyond the layer are zeros. */
+template <class S>
+static __device__ __forceinline__ void produce_units(const gemm_args *a, const pipe *p,
+                                                     const CUtensorMap *map) {
+    ring_place slot = {0, 0};
+    uint64_t policy = a->columns == 1 ? policy_evict_first() : policy_evict_normal();
+    prefetch_map(map);
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        int slab = place_of<S>(a, c.index, p->rank).row / MOQ_PACK_ROWS;
+        for (int step = c.first; step < c.end; step++, advance(&slot, p->stages)) {
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::weight_bytes);
+            copy_box_2d(p->to + (uint32_t)(slot.index * S::weight_bytes), map, step * UNIT_WORDS,
+                        slab, full, policy);
+        }
+    }
+}
 
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
@@ -49,13 +69,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
 
 template <class S>
 static __global__ void __launch_bounds__(THREADS, 1)
-    nvfp4_wide(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+    nvfp4_wide(const __grid_constant__ CUtensorMap weights,
+               const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
     __shared__ __align__(16) board<S> boards[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
-    uint32_t weights = x + args.stages * S::token_bytes;
-    uint32_t turn = weights + args.stages * S::weight_bytes;
+    uint32_t units = x + args.stages * S::token_bytes;
+    uint32_t turn = units + args.stages * S::weight_bytes;
     int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
@@ -75,7 +96,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         more_registers<232>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-        uint32_t own = weights + threadIdx.x / 32 * MOQ_PACK_BYTES;
+        uint32_t own = units + threadIdx.x / 32 * MOQ_PACK_BYTES;
         int lane = threadIdx.x % 32;
         taps t = {full,
                   empty,
@@ -86,10 +107,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
         consume<S>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
     } else {
         fewer_registers<40>();
-        pipe of_weights = {full, empty, weights, args.stages, rank};
+        pipe of_weights = {full, empty, units, args.stages, rank};
         pipe of_tokens = {full, empty, x, args.stages, rank};
-        if (threadIdx.x < CONSUMERS + 32)
-            produce_weights<S>(&args, &of_weights);
+        if (threadIdx.x == CONSUMERS)
+            produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
     }
@@ -105,11 +126,11 @@ typedef struct {
     int tokens, blocks; /* of a tile; that share its tokens */
     int token_bytes, weight_bytes;
     int boards;            /* bytes of static shared memory */
-    double step;           /* microseconds, where few multiprocessors are busy */
+    double step, even;     /* microseconds: of a step on few multiprocessors, of even shares */
     const void *kernel[2]; /* of bfloat16 and of float16 */
 } variant;
 
-template <int T, sharing SHARE> static variant variant_of(double step) {
+template <int T, sharing SHARE> static variant variant_of(double step, double even) {
     typedef tile<AS_BF16, T, SHARE, false> bf16;
     typedef tile<AS_F16, T, SHARE, false> f16;
     return {T,
@@ -118,14 +139,15 @@ template <int T, sharing SHARE> static variant variant_of(double step) {
             bf16::weight_bytes,
             2 * (int)sizeof(board<bf16>),
             step,
+            even,
             {(const void *)nvfp4_wide<bf16>, (const void *)nvfp4_wide<f16>}};
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_TOKENS>(0.54),
-    variant_of<256, ALONE>(0.55),
-    variant_of<128, SHARE_TOKENS>(0.40),
-    variant_of<128, ALONE>(0.405),
+    variant_of<256, SHARE_TOKENS>(0.569, 4.1),
+    variant_of<256, ALONE>(0.580, 4.4),
+    variant_of<128, SHARE_TOKENS>(0.330, 2.8),
+    variant_of<128, ALONE>(0.327, 4.2),
 };
 
 /* How tiles are divided: whole ones in rounds, the last rounds evenly by steps, or each among the
@@ -158,14 +180,14 @@ static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
 
 /* Microseconds that sums of blocks take on their way to each other. */
 static double exchange_of(const method *way, division how) {
-    double tiles = (double)way->rest, width = way->shape->tokens / 256.0;
+    double width = way->shape->tokens / 256.0;
     if (how == EVEN)
-        return width * (4.5 + 1.3 * (1 + (double)way->workers / tiles));
-    return how == PARTS ? width * (1.5 + 0.7 * way->parts) : 0;
+        return way->shape->even + width * 0.8 * (1 + (double)way->workers / (double)way->rest);
+    return how == PARTS ? width * (0.8 + 0.62 * way->parts) : 0;
 }
 
-/* Fitted to times of 16 layers with 128 to 2048 tokens on an H200 (docs/lab.md). The more
- * multiprocessors multiply the lower is the clock. */
+/* Fitted to 254 times of 16 layers with 128 to 2048 tokens on an H200, 5 % root mean square
+ * (docs/lab.md). The more multiprocessors multiply the lower is the clock. */
 static double estimate(const moq_linear_spec *spec, const method *way, division how) {
     const variant *v = way->shape;
     double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
@@ -174,7 +196,8 @@ static double estimate(const moq_linear_spec *spec, const method *way, division 
     double busy = workers * v->blocks * parts / (double)spec->target.sm_count;
     double steps = (double)divide_up(spec->in_features, MOQ_PACK_K) / parts;
     double products = turns * steps * v->step * (1 + 0.2 * busy);
-    return (3.8 + products + ceil(turns) * v->tokens / 256 + exchange_of(way, how)) * 1e-6;
+    double outputs = ceil(turns) * (0.9 + 0.0055 * v->tokens);
+    return (2.3 + products + outputs + exchange_of(way, how)) * 1e-6;
 }
 
 /* The most parts of K that clusters of blocks can have, all at once; 0 if there is no such way. */
@@ -255,7 +278,6 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
                    .rest = (int)way->rest,
                    .parts = way->parts,
-                   .weight = call->weight,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
     if (way->rest || way->parts) {
@@ -295,10 +317,12 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
     method way = method_for(spec, call->m, call->variant);
     const variant *v = way.shape;
     moq_cuda_device device;
-    CUtensorMap tokens;
+    CUtensorMap weights, tokens;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     gemm_args a = args_of(call, &way, device.shared_per_block);
     const moq_tensor *x = call->x;
+    MOQ_TRY(moq_tensor_map_words(&weights, call->weight, a.slabs, (int64_t)a.blocks * UNIT_WORDS,
+                                 SLABS, UNIT_WORDS, err));
     MOQ_TRY(moq_tensor_map_rows(&tokens, x->data, call->m, spec->in_features * 2, x->stride[0] * 2,
                                 (uint32_t)(v->tokens / v->blocks), err));
     int cluster = v->blocks * (way.parts ? way.parts : 1);
@@ -311,6 +335,6 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
         .shared = (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + 4 * TURN_BYTES),
         .stream = (cudaStream_t)call->stream,
         .overlap = true};
-    void *parameters[] = {&tokens, &a};
+    void *parameters[] = {&weights, &tokens, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
