@@ -194,6 +194,17 @@ double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
+uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
+    (void)call;
+    return 1;
+}
+
+int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
 moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);

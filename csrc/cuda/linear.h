@@ -97,10 +97,12 @@ moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_DECODE_TOKENS rows; sm_90a.
- * The estimate is of a whole call. */
+ * The estimate is of a whole call; variants are ways to share it out. */
 #define MOQ_NVFP4_DECODE_TOKENS 16
 moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err);
 double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m);
+uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
+int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, any number of rows; sm_80 and up. */
 moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err);

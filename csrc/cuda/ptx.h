@@ -220,6 +220,16 @@ copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                  : "memory");
 }
 
+/* The same to the blocks of the cluster that `mask` has a bit for, at the same place in each, and
+ * counted at the same barrier of each. */
+static __device__ __forceinline__ void copy_bytes_to(uint32_t to, const void *from, uint32_t bytes,
+                                                     uint32_t barrier, uint16_t mask) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
+                 : "memory");
+}
+
 /* ---- clusters ---- */
 
 static __device__ __forceinline__ uint32_t rank_in_cluster(void) {

@@ -2,286 +2,47 @@
  * bias[n]).
  *
  * W is in the packed layout (core/nvfp4_pack.h), X bfloat16 or float16 of at most 16 tokens;
- * products are exact, sums float32. W is read once, 0.5625 bytes a weight, but what bounds it is
- * what makes operands of the codes: 71 to 78 instructions of a warp for the 1024 weights of a unit,
- * 0.9 of them logic operations a weight. So warps have nothing to do with each other until sums are
- * brought together:
+ * products are exact, sums float32. W is read once, 0.5625 bytes a weight, and what makes operands
+ * of the codes takes nearly as long: 73 instructions of a warp for the 1024 weights of a unit, 14
+ * to 15 ns of a multiprocessor where the memory brings one in 17. So whatever else a warp does
+ * counts:
  *
  * - K is split over the warps of a block, and over the two blocks of a cluster where that is
- * better; rows over clusters. Where K is short, groups of warps take different rows.
- * - A warp has a ring of stages of its own, which it fills itself: a stage is 8 units of W, some
- *   slabs by some blocks of K, by bulk copies, and those columns of x, unless all that a warp needs
- *   of x fits beside its ring and is needed again. It waits for nothing but its stages.
+ *   better; rows over clusters, slab by slab, as evenly as can be. Where K is short, groups of
+ * warps take different rows.
+ * - A warp takes its slabs in rounds of up to 8, with code of its own for every number of them, so
+ *   that no slab is multiplied that is not there.
+ * - A warp has a ring of stages of its own, which it fills itself: a stage is up to 8 units of W,
+ *   some slabs by some blocks of K, a lane for the bulk copy of each slab. It waits for nothing but
+ *   its stages.
+ * - x is kept beside the rings where there are several rounds and room for it, one bulk copy a
+ * token and warp, or comes with the stages. Two blocks of other rows may read it together
+ * (multicast).
  * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
- *   follows when it has. Where half of a multiprocessor is enough for its rings, a block takes no
- *   more, so that the blocks of the next call are there when this one ends.
+ *   follows when it has. Eight warps take half of a multiprocessor where that is enough for their
+ *   rings, so that the blocks of the next call are there when this one ends; sixteen, which are
+ *   better at long calls, take all of it.
  * - A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, 4 weights
  *   of each row for a step of 16 columns, so that a block scale is decoded once for its 16 weights.
  *   The columns of x are taken in that order: two loads of 16 bytes for 64 columns of a token.
- * - Sums of warps, then of blocks, are added in one order, whatever the timing. How K is split
- *   depends on the number of tokens, so the bits of a row may, too.
+ * - A warp of its own adds up the sums of a round while the others multiply the next; those of the
+ *   last are added by all. Sums of warps, then of blocks, are added in one order, whatever the
+ *   timing. How K is split depends on the number of tokens, so the bits of a row may, too.
  *
  * The FP8 kernel for a few tokens (sm90_fp8_decode.cu) has the same parts, but weights that need no
  * decoder: there warps share stages, a producer fills them, and x is quantized ahead of the
  * products.
  *
  * Measured (H200, in a graph): see docs/lab.md. */
-#include "core/nvfp4_pack.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
-#include "cuda/load.h"
-#include "cuda/nvfp4_decode.h"
-#include "cuda/ptx.h"
+#include "cuda/sm90_nvfp4_decode.h"
 
 #include <math.h>
 
-#define STAGES      96 /* of a block, at most */
-#define STAGE_UNITS 8  /* of W in a stage */
-#define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
-#define MAX_RANKS   2
-#define X_BLOCK     128        /* bytes of a token in a block of K */
-#define KEPT        (80 << 10) /* bytes of x that a block keeps, at most */
-#define SHORT       2048       /* columns up to which fewer than 8 warps may share K */
-#define DECLARED    1024       /* bytes of shared memory declared in the kernel */
-static_assert(8 * (STAGES + 2) <= DECLARED, "more is declared");
-
-/* What is known when the kernel is compiled: the warps of a block, slabs of W that a warp
- * multiplies with what it has read of x, tiles of 8 tokens, and the type of x. */
-template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
-    static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
-    static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
-    static constexpr int rows = SLABS * MOQ_PACK_ROWS,
-                         row_pitch = rows + 4; /* parked, no conflicts */
-    static constexpr moq_nvfp4_type type = TYPE;
-};
-
-typedef struct {
-    int m, n, k;
-    int log_ranks, log_parts; /* blocks of a cluster, and warps of a block, that share K */
-    int blocks, more_blocks;  /* of K of a warp, and how many warps have one more */
-    int clusters;             /* that have rows */
-    int slabs, more_slabs;    /* of a cluster, and how many have one more */
-    int turn;                 /* blocks of K in a stage */
-    int stages;               /* of a warp */
-    int stage_bytes;          /* weights, then x: [blocks][m][128], */
-    bool x_stays;             /* or that is kept behind the stages, for all rounds */
-    int warp_bytes;           /* of its stages, and x */
-    int parked_at, parked_bytes, parked_turn; /* sums: offset; bytes of a warp, of a round or 0 */
-    int inbox_at; /* [2][ranks][pairs of tokens][rows of a rank] float2 */
-    int64_t slab_bytes;
-    const uint8_t *weight;
-    const float *output_scale;
-    moq_rows x;
-    moq_output out;
-} decode_args;
-
-/* ---- who does what ---- */
-
-/* The part of K and the rows that a warp has, and where it is in its way through both. */
-typedef struct {
-    int begin, count; /* blocks of K */
-    int slab, end;    /* the first slab of this round, and where those of the cluster end */
-    int step;         /* slabs from round to round */
-} share;
-
-static __device__ __forceinline__ share share_of(const decode_args *a, int warps, int slabs,
-                                                 int warp) {
-    share s;
-    int rank = (int)blockIdx.x & ((1 << a->log_ranks) - 1),
-        cluster = (int)blockIdx.x >> a->log_ranks;
-    int part = (rank << a->log_parts) + (warp & ((1 << a->log_parts) - 1));
-    s.begin = part * a->blocks + min(part, a->more_blocks);
-    s.count = a->blocks + (part < a->more_blocks);
-    s.slab = cluster * a->slabs + min(cluster, a->more_slabs);
-    s.end = cluster < a->clusters ? s.slab + a->slabs + (cluster < a->more_slabs) : 0;
-    s.slab += (warp >> a->log_parts) * slabs;
-    s.step = (warps >> a->log_parts) * slabs;
-    return s;
-}
-
-/* ---- the ring of a warp ---- */
-
-typedef struct {
-    uint32_t stages, full; /* memory and barriers */
-    uint32_t x;            /* of the first stage, or of all columns */
-    uint64_t policy;
-    int lane;
-} ring;
-
-/* What a stage is filled with next. */
-typedef struct {
-    int slab, done; /* blocks of K before it */
-} cursor;
-
-static __device__ __forceinline__ void advance_cursor(const decode_args *a, const share *s,
-                                                      cursor *c) {
-    c->done += a->turn;
-    if (c->done >= s->count) {
-        c->done = 0;
-        c->slab += s->step;
-    }
-}
-
-static __device__ __forceinline__ bool is_meant(const share *s, const cursor *c) {
-    return c->slab < s->end && s->count > 0;
-}
-
-template <class S>
-static __device__ __forceinline__ void fetch_weights(const decode_args *a, const share *s,
-                                                     const ring *r, const cursor *c, int stage) {
-    if (r->lane != 0)
-        return;
-    uint32_t bytes = (uint32_t)(min(a->turn, s->count - c->done) * MOQ_PACK_BYTES);
-    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes), bar = r->full + 8u * stage;
-    const uint8_t *from =
-        a->weight + c->slab * a->slab_bytes + (s->begin + c->done) * MOQ_PACK_BYTES;
-    int slabs = min(S::slabs, s->end - c->slab);
-    mbarrier_expect(bar, slabs * bytes);
-#pragma unroll
-    for (int i = 0; i < S::slabs; i++) {
-        if (i < slabs)
-            copy_bytes_once(to + i * S::blocks * MOQ_PACK_BYTES, from, bytes, bar, r->policy);
-        from += a->slab_bytes;
-    }
-}
-
-/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. Pieces of a row are
- * xored with it, so that lanes that read the same piece of 8 rows meet no bank twice. */
-static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const ring *r, int first,
-                                                    int blocks, uint32_t to, uint32_t bar) {
-    int piece = r->lane % 8, row = r->lane / 8, column = first * MOQ_PACK_K + piece * 8;
-    const uint16_t *x = (const uint16_t *)a->x.data;
-#pragma unroll 1
-    for (int i = row; i < blocks * a->m; i += 4) {
-        while (row >= a->m) {
-            row -= a->m;
-            column += MOQ_PACK_K;
-        }
-        const uint16_t *from = column < a->k ? x + row * a->x.stride + column : x;
-        copy_async_16(to + i * X_BLOCK + ((piece ^ (row & 7)) << 4), from, column < a->k ? 16 : 0);
-        row += 4;
-    }
-    copy_async_arrive(bar);
-}
-
-/* The tokens' part of a stage. */
-static __device__ __forceinline__ void fetch_columns(const decode_args *a, const share *s,
-                                                     const ring *r, const cursor *c, int stage) {
-    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes) + WEIGHTS;
-    fetch_tokens(a, r, s->begin + c->done, min(a->turn, s->count - c->done), to,
-                 r->full + 8u * stage);
-}
-
-/* ---- products ---- */
-
-/* Where a lane reads a stage: its words of 4 vectors, its scales, and pieces of x. */
-template <class S> struct lane_places {
-    uint32_t word[4], scale, x[S::tiles][2];
-};
-
-template <class S>
-static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a, const ring *r) {
-    lane_places<S> p;
-    int g = r->lane / 4, t = r->lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        p.word[i] = r->stages + (uint32_t)moq_pack_word_at(g, i, t);
-    p.scale = r->stages + (uint32_t)moq_pack_scale_at(g, t);
-#pragma unroll
-    for (int i = 0; i < S::tiles; i++) {
-        int row = min(8 * i + g, a->m - 1); /* tokens that are not there: any that is */
-        p.x[i][0] = r->x + row * X_BLOCK + ((2 * t ^ (row & 7)) << 4);
-        p.x[i][1] = p.x[i][0] ^ 16;
-    }
-    return p;
-}
-
-template <class S> using sums = float[S::slabs][S::tiles][4];
-
-template <class S>
-static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
-                                                uint32_t x0, uint32_t x1) {
-    const uint32_t x[2] = {x0, x1};
-    if (S::type == MOQ_NVFP4_F16)
-        mma_f16(sum, w, x);
-    else
-        mma_bf16(sum, w, x);
-}
-
-/* Two slabs by a block of K, `x` its columns. Words 0 and 1 have columns 0..3 of the lane's group
- * and 8..11, words 2 and 3 the rest: the steps are such that two neighbouring words of x belong to
- * each. Slabs take turns, so that products that add to the same sums do not follow each other. */
-template <class S>
-static __device__ __forceinline__ void multiply_pair(const lane_places<S> &p, uint32_t unit,
-                                                     const uint4 (&x)[S::tiles][2],
-                                                     float (&sum)[2][S::tiles][4]) {
-    constexpr uint32_t slab = S::blocks * MOQ_PACK_BYTES;
-    uint32_t word[2][4], scales[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        scales[i] = load_shared_half(p.scale + unit + i * slab);
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            word[i][j] = load_shared_word(p.word[j] + unit + i * slab);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        scales[i] = moq_nvfp4_scales<S::type>(scales[i], false);
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-        uint32_t a[2][4], b[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            moq_nvfp4_fragment<S::type>(word[i][j], scales[i], a[i]);
-            moq_nvfp4_fragment<S::type>(word[i][j + 1], scales[i], b[i]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int tile = 0; tile < S::tiles; tile++) {
-                const uint32_t *v = &x[tile][half].x + j;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
-                                           b[i][2 * half + 1]};
-                    multiply<S>(sum[i][tile], w, v[0], v[1]);
-                }
-            }
-        }
-    }
-}
-
-template <class S>
-static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
-                                                      int stage, int done, int blocks,
-                                                      sums<S> &sum) {
-    uint32_t at = (uint32_t)(stage * a->stage_bytes), step = (uint32_t)(a->m * X_BLOCK);
-    uint32_t x_at = a->x_stays ? done * step : at;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        p.word[i] += at;
-    p.scale += at;
-#pragma unroll
-    for (int i = 0; i < 2 * S::tiles; i++)
-        p.x[i / 2][i % 2] += x_at;
-#pragma unroll 1
-    for (int block = 0; block < blocks; block++) {
-        uint4 x[S::tiles][2];
-#pragma unroll
-        for (int i = 0; i < 2 * S::tiles; i++) {
-            x[i / 2][i % 2] = load_shared(p.x[i / 2][i % 2]);
-            p.x[i / 2][i % 2] += step;
-        }
-#pragma unroll
-        for (int slab = 0; slab < S::slabs; slab += 2)
-            multiply_pair<S>(p, slab * S::blocks * MOQ_PACK_BYTES, x,
-                             (float (&)[2][S::tiles][4])sum[slab]);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            p.word[i] += MOQ_PACK_BYTES;
-        p.scale += MOQ_PACK_BYTES;
-    }
-}
+#define SHORT    2048 /* columns up to which fewer than 8 warps may share K */
+#define DECLARED 1152 /* bytes of shared memory declared in the kernel */
+static_assert(sizeof(barriers) <= DECLARED, "more is declared");
 
 /* ---- sums and outputs ---- */
 
@@ -325,23 +86,19 @@ static __device__ __forceinline__ float2 gather(const decode_args *a, const uint
     return v[0];
 }
 
-/* A thread's outputs of a round: of one row, and every so many pairs of tokens. */
+/* A thread's row of a round. */
 typedef struct {
     int row, n;
-    int pair, pair_step;
     bool meant;
     float factor, bias;
 } output_row;
 
-template <class S>
-static __device__ __forceinline__ output_row output_of(const decode_args *a, const share *s,
-                                                       int index) {
+static __device__ __forceinline__ output_row output_of(const decode_args *a, int slab, int slabs,
+                                                       int row) {
     output_row o;
-    o.row = index % S::rows;
-    o.pair = index / S::rows;
-    o.pair_step = (32 << a->log_parts) / S::rows;
-    o.n = s->slab * MOQ_PACK_ROWS + o.row;
-    o.meant = o.n < min(a->n, s->end * MOQ_PACK_ROWS) && 2 * o.pair < a->m;
+    o.row = row;
+    o.n = slab * MOQ_PACK_ROWS + row;
+    o.meant = o.n < a->n && row < slabs * MOQ_PACK_ROWS;
     o.factor = o.meant ? a->output_scale[o.n] * MOQ_NVFP4_FACTOR : 0;
     o.bias = 0;
     return o;
@@ -359,30 +116,30 @@ typedef struct {
     float2 *sums;
     uint32_t posted;
     int rank, owner; /* of a thread's row */
-    int pitch, size; /* from pair to pair, from rank to rank */
+    int size;        /* from rank to rank */
     int parity;
 } box;
 
 template <class S>
 static __device__ __forceinline__ box box_of(const decode_args *a, uint8_t *smem, uint32_t posted,
-                                             int round, int row, int pairs) {
+                                             int round, int slabs, int row, int pairs) {
     box b;
-    b.pitch = S::rows >> a->log_ranks;
-    b.size = b.pitch * pairs;
-    b.rank = (int)blockIdx.x & ((1 << a->log_ranks) - 1);
-    b.owner = row / b.pitch;
-    b.sums = (float2 *)(smem + a->inbox_at) + (round & 1) * S::rows * pairs + row % b.pitch;
+    int own = slabs * (MOQ_PACK_ROWS / MAX_RANKS);
+    b.rank = rank_of(a);
+    b.owner = row >= own;
+    b.sums = (float2 *)(smem + a->inbox_at) + (round & 1) * S::rows * pairs + row - b.owner * own;
+    b.size = S::rank_rows * pairs;
     b.posted = posted + 8u * (round & 1);
     b.parity = round >> 1 & 1;
     return b;
 }
 
 /* Adds up what came of a pair. */
-static __device__ __forceinline__ float2 add_ranks(const box *b, int pair) {
+static __device__ __forceinline__ float2 add_ranks(const float2 *sums, int size) {
     float2 sum = {0, 0};
 #pragma unroll
     for (int i = 0; i < MAX_RANKS; i++) {
-        float2 v = b->sums[i * b->size + pair * b->pitch];
+        float2 v = sums[i * size];
         sum.x += v.x;
         sum.y += v.y;
     }
@@ -401,134 +158,252 @@ static __device__ __forceinline__ void store_pair(const decode_args *a, const ou
         moq_store_output(&out, 2 * pair + 1, o->n, value.y * o->factor, o->bias);
 }
 
-/* Brings the sums of a round together and writes the outputs. All of a box is sent before any of it
- * is waited for. */
+/* Brings the sums of a row together, of every `step`th pair, and writes them or sends them to the
+ * block that does. */
 template <class S>
-static __device__ __forceinline__ void finish_round(const decode_args *a, uint8_t *smem,
-                                                    const uint8_t *parked, uint32_t posted,
-                                                    int round, const output_row *o) {
+static __device__ __forceinline__ void gather_row(const decode_args *a, uint8_t *smem,
+                                                  uint32_t posted, int group, int round, int slabs,
+                                                  const output_row *o, int pair, int step) {
     int pairs = (a->m + 1) / 2;
-    parked += o->row * 8;
-    if (!a->log_ranks) {
-#pragma unroll 1
-        for (int pair = o->pair; pair < pairs; pair += o->pair_step)
-            store_pair<S>(a, o, pair, gather<S::warps>(a, parked + pair * S::row_pitch * 8));
+    if (o->row >= slabs * MOQ_PACK_ROWS)
         return;
+    const uint8_t *parked = smem + a->parked_at + (round & 1) * a->parked_turn +
+                            (group << a->log_parts) * a->parked_bytes + o->row * 8;
+    box b;
+    uint32_t to = 0, bar = 0;
+    if (a->log_ranks) {
+        b = box_of<S>(a, smem, posted, round, slabs, o->row, pairs);
+        to = address_in(b.owner, shared_address(b.sums + b.rank * b.size));
+        bar = address_in(b.owner, b.posted);
     }
-    box b = box_of<S>(a, smem, posted, round, o->row, pairs);
-    if (threadIdx.x == 0)
-        mbarrier_expect(b.posted, S::rows * pairs * 8);
-    uint32_t to = address_in(b.owner, shared_address(b.sums + b.rank * b.size));
-    uint32_t bar = address_in(b.owner, b.posted);
 #pragma unroll 1
-    for (int pair = o->pair; pair < pairs; pair += o->pair_step)
-        send_pair(to + pair * b.pitch * 8, gather<S::warps>(a, parked + pair * S::row_pitch * 8),
-                  bar);
-    if (b.owner != b.rank || o->pair >= pairs)
+    for (; pair < pairs; pair += step) {
+        float2 v = gather<S::warps>(a, parked + pair * S::row_pitch * 8);
+        if (a->log_ranks)
+            send_pair(to + pair * S::rank_rows * 8, v, bar);
+        else
+            store_pair<S>(a, o, pair, v);
+    }
+}
+
+/* Writes what has come of a row of this block's. */
+template <class S>
+static __device__ __forceinline__ void write_row(const decode_args *a, uint8_t *smem,
+                                                 uint32_t posted, int round, int slabs,
+                                                 const output_row *o, int pair, int step) {
+    int pairs = (a->m + 1) / 2;
+    box b = box_of<S>(a, smem, posted, round, slabs, o->row, pairs);
+    if (b.owner != b.rank || o->row >= slabs * MOQ_PACK_ROWS)
         return;
     mbarrier_wait(b.posted, b.parity);
 #pragma unroll 1
-    for (int pair = o->pair; pair < pairs; pair += o->pair_step)
-        store_pair<S>(a, o, pair, add_ranks(&b, pair));
+    for (; pair < pairs; pair += step)
+        store_pair<S>(a, o, pair, add_ranks(b.sums + pair * S::rank_rows, b.size));
+}
+
+/* Bytes that this block is sent of a round. */
+static __device__ __forceinline__ void expect_sums(const decode_args *a, uint32_t posted, int round,
+                                                   int slabs) {
+    mbarrier_expect(posted + 8u * (round & 1), slabs * MOQ_PACK_ROWS * ((a->m + 1) / 2) * 8);
+}
+
+/* Sums of all rounds but the last, by a warp of its own. */
+template <class S>
+static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint8_t *smem,
+                                                     barriers *bar) {
+    constexpr int ROWS = (S::rows + 31) / 32; /* of a lane */
+    int lane = threadIdx.x % 32, groups = S::warps >> a->log_parts;
+    uint32_t posted = shared_address(bar->posted);
+    int most = share_of<S>(a, 0, 0).rounds;
+#pragma unroll 1
+    for (int i = 0; i < (most - 1) * groups; i++) {
+        int round = i / groups, group = i % groups;
+        share s = share_of<S>(a, 0, group);
+        if (round + 1 >= s.rounds)
+            continue;
+        int slab = first_of(&s, round), slabs = slabs_of(&s, round);
+        output_row o[ROWS];
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) {
+            o[j] = output_of(a, slab, slabs, lane + 32 * j);
+            fetch_bias(a, &o[j]);
+        }
+        if (a->log_ranks && lane == 0)
+            expect_sums(a, posted, round, slabs);
+        mbarrier_wait(shared_address(&bar->parked[group][round & 1]), round >> 1 & 1);
+#pragma unroll
+        for (int j = 0; j < ROWS; j++)
+            gather_row<S>(a, smem, posted, group, round, slabs, &o[j], 0, 1);
+#pragma unroll
+        for (int j = 0; j < ROWS && a->log_ranks; j++)
+            write_row<S>(a, smem, posted, round, slabs, &o[j], 0, 1);
+        __syncwarp();
+        if (lane == 0)
+            mbarrier_arrive(shared_address(&bar->free[group][round & 1]));
+    }
+}
+
+/* Those of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
+ * the round before has to be done. */
+template <class S>
+static __device__ __forceinline__ void finish_last(const decode_args *a, uint8_t *smem,
+                                                   barriers *bar, const share *s, int group,
+                                                   const output_row *o) {
+    int threads = 32 << a->log_parts, index = (int)threadIdx.x & (threads - 1);
+    int last = s->rounds - 1, slabs = slabs_of(s, last);
+    int pair = index / S::rows, step = threads / S::rows;
+    uint32_t posted = shared_address(bar->posted);
+    if (a->log_ranks && threadIdx.x == 0)
+        expect_sums(a, posted, last, slabs);
+    if (a->log_ranks && last > 0)
+        mbarrier_wait(shared_address(&bar->free[group][~last & 1]), (last - 1) >> 1 & 1);
+    mbarrier_wait(shared_address(&bar->parked[group][last & 1]), last >> 1 & 1);
+    gather_row<S>(a, smem, posted, group, last, slabs, o, pair, step);
+    if (a->log_ranks)
+        write_row<S>(a, smem, posted, last, slabs, o, pair, step);
 }
 
 /* ---- the kernel ---- */
 
-template <class S>
-static __global__ void __launch_bounds__(32 * S::warps, 2)
-    nvfp4_decode(const __grid_constant__ decode_args args) {
-    extern __shared__ __align__(128) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[STAGES + 2];
-    const decode_args *a = &args;
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    ring r;
-    r.lane = (int)threadIdx.x % 32;
-    r.stages = shared_address(smem) + (uint32_t)(warp * a->warp_bytes);
-    r.x = r.stages + (uint32_t)(a->x_stays ? a->stages * a->stage_bytes : WEIGHTS);
-    r.full = shared_address(barrier + warp * S::max_stages);
-    r.policy = policy_evict_first();
-    uint32_t posted = shared_address(barrier + STAGES);
-    launch_dependents();
-    uint32_t kept = r.full + 8u * a->stages;
-    if (r.lane <= a->stages) /* weights, and lanes with their part of x, or they by themselves */
-        mbarrier_init(r.full + 8u * r.lane, r.lane == a->stages ? 32 : a->x_stays ? 1 : 1 + 32);
-    if (a->log_ranks && threadIdx.x < 2)
-        mbarrier_init(posted + 8u * threadIdx.x, 1);
+static __device__ __forceinline__ void init_barriers(const decode_args *a, barriers *bar,
+                                                     int lane) {
+    if (lane < 2 * MAX_GROUPS) {
+        mbarrier_init(shared_address(&bar->parked[0][lane]), 1 << a->log_parts);
+        mbarrier_init(shared_address(&bar->free[0][lane]), 1);
+    }
+    if (lane < MAX_PARTS)
+        mbarrier_init(shared_address(&bar->kept[lane]), 1);
+    if (lane < 2)
+        mbarrier_init(shared_address(&bar->posted[lane]), 1);
     mbarrier_init_fence();
     __syncwarp();
-    if (a->log_ranks)
-        cluster_arrive();
+}
 
-    share s = share_of(a, S::warps, S::slabs, warp);
-    cursor next = {s.slab, 0}, x_next = next;
-    for (int i = 0; i < a->stages && is_meant(&s, &next); i++) {
-        fetch_weights<S>(a, &s, &r, &next, i);
-        advance_cursor(a, &s, &next);
-    }
-    int group_threads = 32 << a->log_parts, index = (int)threadIdx.x & (group_threads - 1);
-    int pairs = (a->m + 1) / 2;
-    lane_places<S> places = places_of<S>(a, &r);
-    output_row out = output_of<S>(a, &s, index);
-    wait_for_predecessor();
-    if (a->x_stays)
-        fetch_tokens(a, &r, s.begin, s.count, r.x, kept);
-    for (int i = 0; i < a->stages && !a->x_stays && is_meant(&s, &x_next); i++) {
-        fetch_columns(a, &s, &r, &x_next, i);
-        advance_cursor(a, &s, &x_next);
-    }
-    if (a->log_ranks)
-        cluster_wait();
-    fetch_bias(a, &out);
-
-    if (a->x_stays)
-        mbarrier_wait(kept, 0);
+/* The way of a warp through its slabs and columns; sums are left where they are brought together.
+ */
+template <class S>
+static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uint8_t *smem,
+                                                       barriers *bar, const ring *r, const share *s,
+                                                       cursor *next, int warp) {
+    int group = warp >> a->log_parts, pairs = (a->m + 1) / 2;
+    uint32_t parked_bar = shared_address(bar->parked[group]);
+    uint32_t free_bar = shared_address(bar->free[group]);
+    lane_places<S> places = places_of<S>(a, r);
     ring_place place = {0, 0};
 #pragma unroll 1
-    for (int round = 0; s.slab < s.end; round++) {
+    for (int round = 0; round < s->rounds; round++) {
+        int slabs = slabs_of(s, round);
         sums<S> sum = {};
 #pragma unroll 1
-        for (int done = 0; done < s.count; done += a->turn) {
-            mbarrier_wait(r.full + 8u * place.index, place.parity);
-            multiply_stage<S>(a, places, place.index, done, min(a->turn, s.count - done), sum);
-            warp_meets();
-            if (is_meant(&s, &next)) {
-                fetch_weights<S>(a, &s, &r, &next, place.index);
+        for (int done = 0; done < s->count; done += a->turn) {
+            mbarrier_wait(r->full + 8u * place.index, place.parity);
+            multiply_slabs<S, S::slabs>(a, places, place.index, done, min(a->turn, s->count - done),
+                                        slabs, sum);
+            __syncwarp();
+            if (is_meant(s, next)) {
+                fetch_weights<S>(a, s, r, next, place.index);
                 if (!a->x_stays)
-                    fetch_columns(a, &s, &r, &next, place.index);
-                advance_cursor(a, &s, &next);
+                    fetch_columns(a, s, r, next, place.index);
+                advance_cursor(a, s, next);
             }
             advance(&place, a->stages);
         }
         uint8_t *parked = smem + a->parked_at + (round & 1) * a->parked_turn;
-        park_sums<S>((float2 *)(parked + warp * a->parked_bytes), pairs, r.lane, sum);
-        barrier_sync(1 + (warp >> a->log_parts), group_threads);
-        parked += (warp >> a->log_parts << a->log_parts) * a->parked_bytes;
-        finish_round<S>(a, smem, parked, posted, round, &out);
-        s.slab += s.step;
-        if (s.slab < s.end) {
-            index = (index + S::rows) & (group_threads - 1); /* whose turn it is to add up */
-            out = output_of<S>(a, &s, index);
-            fetch_bias(a, &out);
-        }
+        mbarrier_wait(free_bar + 8u * (round & 1), (round >> 1 & 1) ^ 1);
+        park_sums<S>((float2 *)(parked + warp * a->parked_bytes), pairs, r->lane, sum);
+        __syncwarp();
+        if (r->lane == 0)
+            mbarrier_arrive(parked_bar + 8u * (round & 1));
     }
 }
 
-/* ---- launch ---- */
+template <class S>
+static __global__ void __launch_bounds__(S::threads, S::at_once)
+    nvfp4_decode(const __grid_constant__ decode_args args) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    __shared__ barriers bar;
+    const decode_args *a = &args;
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
+    launch_dependents();
+    if (warp == S::warps) {
+        init_barriers(a, &bar, lane);
+        if (in_cluster(a))
+            cluster_arrive();
+        barrier_sync(1, S::threads);
+        if (in_cluster(a))
+            cluster_wait();
+        wait_for_predecessor();
+        finish_rounds<S>(a, smem, &bar);
+        return;
+    }
+    int part = warp & ((1 << a->log_parts) - 1), group = warp >> a->log_parts;
+    ring r;
+    r.lane = lane;
+    r.stages = shared_address(smem) + (uint32_t)(warp * a->warp_bytes);
+    r.full = shared_address(bar.stage + warp * S::max_stages);
+    r.x = a->x_stays ? shared_address(smem) + (uint32_t)(a->x_at + part * a->m * a->x_pitch)
+                     : r.stages + WEIGHTS;
+    r.policy = policy_evict_first();
+    if (lane < a->stages) /* weights, and lanes with their part of x */
+        mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
+    mbarrier_init_fence();
+    __syncwarp();
+    if (in_cluster(a))
+        cluster_arrive();
+
+    share s = share_of<S>(a, part, group);
+    cursor next = start_of(a, &s, lane), x_next = next;
+    for (int i = 0; i < a->stages && is_meant(&s, &next); i++) {
+        fetch_weights<S>(a, &s, &r, &next, i);
+        advance_cursor(a, &s, &next);
+    }
+    int last = s.rounds - 1, index = (int)threadIdx.x & ((32 << a->log_parts) - 1);
+    output_row out =
+        output_of(a, first_of(&s, last), s.rounds ? slabs_of(&s, last) : 0, index % S::rows);
+    if (a->x_stays && group == 0)
+        clear_rest(a, &s, &r);
+    barrier_sync(1, S::threads);
+    if (in_cluster(a))
+        cluster_wait();
+    wait_for_predecessor();
+    uint32_t kept = shared_address(&bar.kept[part]);
+    if (a->x_stays && group == 0)
+        fetch_all(a, &s, &r, kept);
+    for (int i = 0; i < a->stages && !a->x_stays && is_meant(&s, &x_next); i++) {
+        fetch_columns(a, &s, &r, &x_next, i);
+        advance_cursor(a, &s, &x_next);
+    }
+    fetch_bias(a, &out);
+    if (a->x_stays)
+        mbarrier_wait(kept, 0);
+    multiply_rounds<S>(a, smem, &bar, &r, &s, &next, warp);
+    if (s.rounds)
+        finish_last<S>(a, smem, &bar, &s, group, &out);
+}
+
+/* ---- ways ---- */
 
 /* A way to run a call. */
 typedef struct {
-    int warps, slabs, tiles, log_ranks, log_parts;
-    bool whole; /* a block has a multiprocessor to itself */
+    int warps, slabs, log_ranks, log_parts;
+    bool share;
 } way;
 
 static int quotient_up(int a, int b) {
     return (a - 1) / b + 1;
 }
 
-/* Rounds of the cluster that has most. */
+/* Of the warps that have most: blocks of K, slabs, and rounds. */
+static int most_blocks(const decode_args *a) {
+    return a->blocks + (a->more_blocks > 0);
+}
+
+static int most_slabs(const decode_args *a, const way *w) {
+    return quotient_up(a->slabs + (a->more_slabs > 0), w->warps >> w->log_parts);
+}
+
 static int rounds_of(const decode_args *a, const way *w) {
-    int most = a->slabs + (a->more_slabs > 0);
-    return quotient_up(most, w->slabs * (w->warps >> w->log_parts));
+    return quotient_up(most_slabs(a, w), w->slabs);
 }
 
 /* Shares rows and K out. */
@@ -537,136 +412,208 @@ static void share_out(decode_args *a, const way *w, int sm_count) {
     int parts = 1 << (w->log_ranks + w->log_parts);
     a->log_ranks = w->log_ranks;
     a->log_parts = w->log_parts;
+    a->share = w->share;
     a->blocks = blocks / parts;
     a->more_blocks = blocks % parts;
     a->clusters = min(sm_count >> w->log_ranks, slabs);
     a->slabs = slabs / a->clusters;
     a->more_slabs = slabs % a->clusters;
-    int most = a->blocks + (a->more_blocks > 0);
+    a->slab_bytes = blocks * (int64_t)MOQ_PACK_BYTES;
+    int most = most_blocks(a);
     a->turn = quotient_up(most, quotient_up(most, STAGE_UNITS / w->slabs));
-    int columns = most * a->m * X_BLOCK;
-    a->x_stays = rounds_of(a, w) > 1 && w->warps * columns <= KEPT;
-    a->stage_bytes = WEIGHTS + (a->x_stays ? 0 : a->turn * a->m * X_BLOCK);
-    a->slab_bytes = moq_pack_blocks(a->k) * MOQ_PACK_BYTES;
+    a->x_pitch = most * X_BLOCK + 16;
 }
 
-/* Shares shared memory out, and returns its bytes: the rings, sums, and what comes from the other
- * block. Of a single round, sums go where the rings were. Half of a multiprocessor where that has
- * two stages; a whole one has one of every shape at least, 8 slabs for 16 tokens being the largest.
- */
-static size_t lay_out(decode_args *a, way *w, const moq_cuda_device *device) {
-    int limit = (int)device->shared_per_block, rounds = rounds_of(a, w), pairs = (a->m + 1) / 2;
+/* Shares `room` bytes out: x where it stays, the stages of all warps, sums, which of a single round
+ * go where the rings were, and boxes. As many stages as are of use, or none without two where x
+ * stays. */
+static void lay_out(decode_args *a, const way *w, int room, bool stays) {
+    int rounds = rounds_of(a, w), pairs = (a->m + 1) / 2;
     int rows = w->slabs * MOQ_PACK_ROWS, parked = pairs * (rows + 4) * 8;
     int boxes = w->log_ranks ? 2 * rows * pairs * 8 : 0;
-    int most = a->blocks + (a->more_blocks > 0);
-    int needed = min(rounds * quotient_up(most, a->turn), STAGES / w->warps - 1);
-    int x = a->x_stays ? most * a->m * X_BLOCK : 0;
-    for (w->whole = false;; w->whole = true) {
-        int room = (w->whole ? limit : (limit + 1024) / 2 - 1024) - DECLARED - boxes;
-        int stages = min(needed, room / w->warps / a->stage_bytes);
-        bool alias = rounds == 1 && stages * a->stage_bytes >= parked;
-        if (!alias)
-            stages = min(needed, (room / w->warps - 2 * parked - x) / a->stage_bytes);
-        if (!w->whole && stages < min(needed, 16 / w->warps))
-            continue;
-        a->stages = stages;
-        a->warp_bytes = stages * a->stage_bytes + x;
-        a->parked_at = alias ? 0 : w->warps * a->warp_bytes;
-        a->parked_bytes = alias ? a->warp_bytes : parked;
-        a->parked_turn = alias ? 0 : w->warps * parked;
-        a->inbox_at = w->warps * (a->warp_bytes + (alias ? 0 : 2 * parked));
-        return (size_t)(a->inbox_at + boxes);
+    int needed = min(rounds * quotient_up(most_blocks(a), a->turn), STAGES / w->warps);
+    int x = stays ? a->m * a->x_pitch << w->log_parts : 0;
+    a->x_stays = stays;
+    a->stage_bytes = WEIGHTS + (stays ? 0 : a->turn * a->m * X_BLOCK);
+    int each = (room - boxes - x) / w->warps;
+    a->stages = min(needed, each / a->stage_bytes);
+    bool alias = rounds == 1 && a->stages * a->stage_bytes >= parked;
+    if (!alias)
+        a->stages = min(needed, (each - 2 * parked) / a->stage_bytes);
+    if (each < 0 || a->stages < (stays ? min(needed, 2) : 1))
+        a->stages = 0;
+    a->warp_bytes = a->stages * a->stage_bytes;
+    a->x_at = w->warps * a->warp_bytes;
+    a->parked_at = alias ? 0 : a->x_at + x;
+    a->parked_bytes = alias ? a->warp_bytes : parked;
+    a->parked_turn = alias ? 0 : w->warps * parked;
+    a->inbox_at = a->x_at + x + (alias ? 0 : 2 * a->parked_turn);
+    a->shared = a->inbox_at + boxes;
+}
+
+/* Dynamic bytes of a block that has a multiprocessor of compute capability 9.0 to itself, and of
+ * one that leaves half. */
+#define WHOLE_SHARED (232448 - DECLARED)
+#define HALF_SHARED  ((232448 + 1024) / 2 - 1024 - DECLARED)
+
+/* Everything about a call that its way decides, or false where it cannot be done so. x stays where
+ * it is read more than once, or together, and fits. Eight warps take half of a multiprocessor if
+ * that gives each two stages. */
+static bool arrange(decode_args *a, const way *w, int sm_count) {
+    share_out(a, w, sm_count);
+    for (int stays = rounds_of(a, w) > 1 || w->share; stays >= w->share; stays--) {
+        if (w->warps == 8) {
+            lay_out(a, w, HALF_SHARED, stays);
+            if (a->stages > 1 ||
+                a->stages == rounds_of(a, w) * quotient_up(most_blocks(a), a->turn))
+                return true;
+        }
+        lay_out(a, w, WHOLE_SHARED, stays);
+        if (a->stages)
+            return true;
     }
+    return false;
 }
 
-/* Seconds of a call, fitted to 185 times on an H200 (docs/lab.md), a tenth off in the mean: the
- * instructions of the warps of a block, the end of each round, x from the L2, the exchange of a
- * cluster. `cost` is of a unit, by slabs; its instructions alone would take 10 ns. */
-static double seconds_of(const decode_args *a, const way *w) {
-    static const double cost[2][3] = {{2.14e-8, 2.09e-8, 2.11e-8}, {1.90e-8, 2.42e-8, 3.26e-8}};
-    int most = a->blocks + (a->more_blocks > 0), rounds = rounds_of(a, w);
-    double blocks = (double)most * w->warps;
-    double unit = w->warps == 16 ? 1.68e-8 : cost[w->tiles - 1][w->slabs / 4];
-    double ends = rounds * (w->warps == 16 ? 1.1e-6 : 6.6e-7);
-    double exchange = w->log_ranks ? rounds * 2.1e-7 - 7e-8 : 0;
-    double x = (a->x_stays ? 1 : rounds) * blocks * X_BLOCK * a->m;
-    return 1.15e-6 + rounds * blocks * w->slabs * unit + ends + exchange +
-           x * (w->tiles == 1 ? 2.15e-11 : 3.1e-11);
+/* Microseconds of a call, fitted to 410 times of up to 8 tokens on an H200 (docs/lab.md), 6 % off
+ * in the mean where the way is near the best; the choice costs about 1 %. Products, W from memory
+ * and the warp that adds up go on beside each other; before them the start and x, after them the
+ * ends of rounds. Two tiles of tokens take up to half as long again. */
+static double estimate(const decode_args *a, const way *w) {
+    static const double unit[3] = {0.0142, 0.01472, 0.01656}; /* by slabs, of 8 warps */
+    bool many = w->warps == 16, whole = !many && a->shared > HALF_SHARED;
+    int most = most_blocks(a), slabs = most_slabs(a, w), rounds = rounds_of(a, w);
+    double stages = (double)rounds * quotient_up(most, a->turn) * w->warps;
+    double units = (double)slabs * most * w->warps, columns = (double)most * a->m * X_BLOCK;
+    double products =
+        units * (many ? 0.01271 : unit[w->slabs / 4]) + stages * (many ? 0.0009547 : 0.02538);
+    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 0.923, before = 0;
+    if (a->x_stays) {
+        before = (columns * (1 << w->log_parts)) * (w->share ? 1.367e-05
+                                                    : many   ? 4.274e-05
+                                                             : 1.751e-05);
+    } else {
+        products += columns * rounds * w->warps * 2.665e-05;
+        memory += columns * rounds * w->warps * 3.841e-06;
+    }
+    double added = (double)(rounds - 1) * (w->warps >> w->log_parts) *
+                   quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
+    double adding = added * (0.2523 + 0.03509 * (1 << w->log_parts)) * (w->log_ranks ? 1.5 : 1);
+    double ends = rounds * (0.2338 + w->log_ranks * 0.03595) + w->share * 0.05992;
+    double start = 1.726 + (many ? 1.549 + w->log_ranks * 0.4 : whole ? 0.7528 : 0);
+    double all =
+        start + before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
+    return a->m > 8 ? 1.5 * all : all;
 }
 
-/* Whether a kernel was compiled for it, with rows for all threads of a group, and with blocks that
- * share K only where their warps do. */
-static bool is_way(const way *w) {
-    if (w->warps == 16 && (w->slabs > 2 || w->tiles > 1))
-        return false;
-    return 1 << w->log_parts <= w->warps && 32 << w->log_parts >= w->slabs * MOQ_PACK_ROWS &&
-           (!w->log_ranks || 1 << w->log_parts == w->warps);
+/* Of K in full for all warps of a block, then of short K. Rows have to be enough for all threads
+ * that add up; two tiles of tokens have one kernel. */
+static const way WAYS[] = {
+    {8, 2, 0, 3},       {8, 4, 0, 3},       {8, 8, 0, 3},       {8, 2, 1, 3},       {8, 4, 1, 3},
+    {8, 8, 1, 3},       {8, 2, 0, 3, true}, {8, 4, 0, 3, true}, {8, 8, 0, 3, true}, {16, 4, 0, 4},
+    {16, 4, 0, 3},      {16, 4, 1, 4},      {8, 2, 0, 2},       {8, 4, 0, 2},       {8, 8, 0, 2},
+    {8, 2, 0, 2, true}, {8, 4, 0, 2, true}, {8, 8, 0, 2, true}, {8, 2, 0, 1},       {8, 4, 0, 1},
+    {8, 2, 0, 1, true}, {8, 4, 0, 1, true},
+};
+
+enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
+static_assert(WAY_COUNT < 32, "tune() measures 32 variants of a kernel, the first is the choice");
+
+static bool suits(const way *w, const decode_args *a) {
+    return (w->log_parts >= 3 || a->k <= SHORT) && (a->m <= 8 || (w->warps == 8 && w->slabs == 4));
+}
+
+static double seconds_of(decode_args *a, const way *w, int sm_count) {
+    return suits(w, a) && arrange(a, w, sm_count) ? 1e-6 * estimate(a, w) : INFINITY;
 }
 
 /* The best of all ways. */
-static way way_of(decode_args *a, int sm_count, double *seconds) {
-    way best = {};
+static const way *way_of(decode_args *a, int sm_count, double *seconds) {
+    const way *best = WAYS;
     *seconds = INFINITY;
-    for (int i = 0; i < 2 * 3 * 4 * 2; i++) {
-        way w = {8 << i % 2, 2 << i / 2 % 3, a->m > 8 ? 2 : 1, i / 24, 1 + i / 6 % 4, false};
-        if (!is_way(&w) || (w.log_parts < 3 && a->k > SHORT))
-            continue;
-        share_out(a, &w, sm_count);
-        double estimate = seconds_of(a, &w);
-        if (estimate < *seconds) {
-            *seconds = estimate;
-            best = w;
+    for (int i = 0; i < WAY_COUNT; i++) {
+        double t = seconds_of(a, &WAYS[i], sm_count);
+        if (t < *seconds) {
+            *seconds = t;
+            best = &WAYS[i];
         }
     }
     return best;
 }
 
-template <int SLABS> static const void *kernel_of(int tiles, moq_dtype dtype) {
-    if (dtype == MOQ_DT_F16)
-        return tiles == 1 ? (const void *)nvfp4_decode<shape<8, SLABS, 1, MOQ_NVFP4_F16>>
-                          : (const void *)nvfp4_decode<shape<8, SLABS, 2, MOQ_NVFP4_F16>>;
-    return tiles == 1 ? (const void *)nvfp4_decode<shape<8, SLABS, 1, MOQ_NVFP4_BF16>>
-                      : (const void *)nvfp4_decode<shape<8, SLABS, 2, MOQ_NVFP4_BF16>>;
+/* ---- launch ---- */
+
+template <int WARPS, int SLABS, int TILES> static const void *kernel_of(moq_dtype dtype) {
+    return dtype == MOQ_DT_F16
+               ? (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_F16>>
+               : (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_BF16>>;
 }
 
-static const void *kernel_for(const way *w, moq_dtype dtype) {
+static const void *kernel_for(const way *w, const moq_linear_call *call) {
+    moq_dtype dtype = call->spec->dtype;
     if (w->warps == 16)
-        return dtype == MOQ_DT_F16 ? (const void *)nvfp4_decode<shape<16, 2, 1, MOQ_NVFP4_F16>>
-                                   : (const void *)nvfp4_decode<shape<16, 2, 1, MOQ_NVFP4_BF16>>;
-    return w->slabs == 2   ? kernel_of<2>(w->tiles, dtype)
-           : w->slabs == 4 ? kernel_of<4>(w->tiles, dtype)
-                           : kernel_of<8>(w->tiles, dtype);
+        return kernel_of<16, 4, 1>(dtype);
+    if (call->m > 8)
+        return kernel_of<8, 4, 2>(dtype);
+    return w->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
+           : w->slabs == 4 ? kernel_of<8, 4, 1>(dtype)
+                           : kernel_of<8, 8, 1>(dtype);
+}
+
+static decode_args args_of(const moq_linear_spec *spec, int64_t m) {
+    decode_args args = {.m = (int)m, .n = (int)spec->out_features, .k = (int)spec->in_features};
+    return args;
 }
 
 extern "C" double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m) {
-    decode_args args = {.m = (int)m, .n = (int)spec->out_features, .k = (int)spec->in_features};
-    double seconds, bytes = (double)args.n * args.k * MOQ_PACK_BYTES / (MOQ_PACK_K * MOQ_PACK_ROWS);
+    decode_args args = args_of(spec, m);
+    double seconds;
     way_of(&args, spec->target.sm_count, &seconds);
-    /* The ways were timed side by side; as the plan's choice among other kernels the best of them
-     * takes so much longer in long calls, and less in short ones (24 of 16 layers, docs/lab.md). */
-    return fmax(1.16 * seconds - 0.8e-6, 1.2e-6 + bytes / 4.39e12);
+    return seconds;
+}
+
+extern "C" int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m) {
+    decode_args args = args_of(spec, m);
+    double seconds;
+    return (int32_t)(way_of(&args, spec->target.sm_count, &seconds) - WAYS) + 1;
+}
+
+/* The choice, and the ways that are not expected to take half as long again. */
+extern "C" uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
+    int sm_count = call->spec->target.sm_count;
+    decode_args args = args_of(call->spec, call->m);
+    double best;
+    uint32_t some = 1;
+    way_of(&args, sm_count, &best);
+    for (int i = 0; i < WAY_COUNT; i++)
+        if (seconds_of(&args, &WAYS[i], sm_count) < 1.5 * best)
+            some |= 2u << i;
+    return some;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
     moq_cuda_device device;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    decode_args args = {
-        .m = (int)call->m, .n = (int)spec->out_features, .k = (int)spec->in_features};
+    decode_args args = args_of(spec, call->m);
+    int which = call->variant - 1;
     double seconds;
-    way w = way_of(&args, device.sm_count, &seconds);
-    share_out(&args, &w, device.sm_count);
-    size_t shared = lay_out(&args, &w, &device);
+    const way *w = which >= 0 && which < WAY_COUNT && suits(&WAYS[which], &args)
+                       ? &WAYS[which]
+                       : way_of(&args, device.sm_count, &seconds);
+    if (!arrange(&args, w, device.sm_count))
+        arrange(&args, w = way_of(&args, device.sm_count, &seconds), device.sm_count);
     args.weight = call->weight;
     args.output_scale = call->output_scale;
     args.x = moq_rows_of(call->x);
     args.out = moq_output_of(call);
+    unsigned cluster = in_cluster(&args) ? 2 : 1;
     moq_launch launch = {.what = "NVFP4 linear",
-                         .kernel = kernel_for(&w, spec->dtype),
-                         .grid = dim3((unsigned)((device.sm_count >> w.log_ranks) << w.log_ranks)),
-                         .block = dim3((unsigned)(32 * w.warps)),
-                         .cluster = w.log_ranks ? 1u << w.log_ranks : 0,
-                         .shared = shared,
+                         .kernel = kernel_for(w, call),
+                         .grid = dim3((unsigned)device.sm_count / cluster * cluster),
+                         .block = dim3((unsigned)(32 * w->warps + 32)),
+                         .cluster = cluster > 1 ? cluster : 0,
+                         .shared = (size_t)args.shared,
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
     void *parameters[] = {&args};

@@ -382,7 +382,7 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm90_fp8_gemm", can_run_fp8_gemm, cost_fp8_gemm, moq_cuda_fp8_gemm_workspace,
      moq_cuda_fp8_gemm, moq_cuda_fp8_gemm_variants, moq_cuda_fp8_gemm_choose},
     {"cuda", "sm90_nvfp4_decode", can_run_nvfp4_sm90, cost_nvfp4_decode, NULL,
-     moq_cuda_nvfp4_decode},
+     moq_cuda_nvfp4_decode, moq_cuda_nvfp4_decode_variants, moq_cuda_nvfp4_decode_choose},
     {"cuda", "sm80_nvfp4", can_run_sm80_nvfp4, cost_sm80_nvfp4, moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
     {"cuda", "sm90_nvfp4_gemm", can_run_nvfp4_sm90, cost_nvfp4_gemm, NULL, moq_cuda_nvfp4_gemm,

@@ -1,0 +1,347 @@
+/* Parts of the NVFP4 linear for a few tokens on Hopper (sm90_nvfp4_decode.cu): how work is shared
+ * out, the rings of the warps, and products. */
+#ifndef MOQ_CUDA_SM90_NVFP4_DECODE_H
+#define MOQ_CUDA_SM90_NVFP4_DECODE_H
+
+#include "core/nvfp4_pack.h"
+#include "cuda/load.h"
+#include "cuda/nvfp4_decode.h"
+#include "cuda/ptx.h"
+
+#define STAGES      96 /* of a block, at most */
+#define STAGE_UNITS 8  /* of W in a stage */
+#define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
+#define MAX_RANKS   2
+#define MAX_PARTS   16  /* warps of a block that share K */
+#define MAX_GROUPS  4   /* of warps of a block that have other rows */
+#define X_BLOCK     128 /* bytes of a token in a block of K */
+
+/* What is known when the kernel is compiled: the warps of a block that multiply, slabs of W that a
+ * warp multiplies with what it has read of x, tiles of 8 tokens, and the type of x. Eight warps
+ * leave room for a block of the next call. */
+template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
+    static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
+    static constexpr int threads = 32 * WARPS + 32, at_once = WARPS == 8 ? 2 : 1;
+    static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
+    static constexpr int rows = SLABS * MOQ_PACK_ROWS, rank_rows = rows / MAX_RANKS;
+    static constexpr int row_pitch = rows + 4; /* parked, no conflicts */
+    static constexpr moq_nvfp4_type type = TYPE;
+};
+
+typedef struct {
+    int m, n, k;
+    int log_ranks, log_parts; /* blocks of a cluster, and warps of a block, that share K */
+    int blocks, more_blocks;  /* of K of a warp, and how many warps have one more */
+    int clusters;             /* that have rows */
+    int slabs, more_slabs;    /* of a cluster, and how many clusters have one more */
+    int turn;                 /* blocks of K in a stage */
+    int stages;               /* of a warp */
+    int stage_bytes;          /* weights, then x: [blocks][m][128], */
+    bool x_stays;             /* or that is kept behind the rings, for all rounds: */
+    int x_at, x_pitch;        /* [parts][m][x_pitch] */
+    bool share;               /* blocks of other rows read x together, two by two */
+    int warp_bytes;           /* of its stages */
+    int parked_at, parked_bytes, parked_turn; /* sums: offset; bytes of a warp, of a round or 0 */
+    int inbox_at; /* [2][ranks][pairs of tokens][rows of a rank] float2 */
+    int shared;   /* bytes of all that */
+    int64_t slab_bytes;
+    const uint8_t *weight;
+    const float *output_scale;
+    moq_rows x;
+    moq_output out;
+} decode_args;
+
+/* Barriers of a block. */
+typedef struct {
+    uint64_t stage[STAGES];
+    uint64_t kept[MAX_PARTS];                            /* x is here */
+    uint64_t parked[MAX_GROUPS][2], free[MAX_GROUPS][2]; /* sums are, or may come */
+    uint64_t posted[2];                                  /* boxes are full */
+} barriers;
+
+/* ---- who does what ---- */
+
+/* Of the blocks that share K. */
+static __device__ __forceinline__ int rank_of(const decode_args *a) {
+    return (int)blockIdx.x & ((1 << a->log_ranks) - 1);
+}
+
+static __host__ __device__ __forceinline__ bool in_cluster(const decode_args *a) {
+    return a->log_ranks || a->share;
+}
+
+/* The part of K and the slabs that a warp has. Slabs are done in rounds, as many in each as in any
+ * other, or one more in the first. */
+typedef struct {
+    int begin, count;       /* blocks of K */
+    int slab;               /* the first */
+    int rounds, take, more; /* slabs of a round, and how many rounds have one more */
+} share;
+
+template <class S>
+static __device__ __forceinline__ share share_of(const decode_args *a, int part, int group) {
+    share s;
+    int cluster = (int)blockIdx.x >> a->log_ranks;
+    part += rank_of(a) << a->log_parts;
+    s.begin = part * a->blocks + min(part, a->more_blocks);
+    s.count = a->blocks + (part < a->more_blocks);
+    int slabs = cluster < a->clusters ? a->slabs + (cluster < a->more_slabs) : 0;
+    int groups = S::warps >> a->log_parts, each = slabs / groups, rest = slabs % groups;
+    int own = each + (group < rest);
+    s.slab = cluster * a->slabs + min(cluster, a->more_slabs) + group * each + min(group, rest);
+    s.rounds = (own + S::slabs - 1) / S::slabs;
+    s.take = s.rounds ? own / s.rounds : 0;
+    s.more = own - s.take * s.rounds;
+    return s;
+}
+
+static __device__ __forceinline__ int slabs_of(const share *s, int round) {
+    return s->take + (round < s->more);
+}
+
+static __device__ __forceinline__ int first_of(const share *s, int round) {
+    return s->slab + round * s->take + min(round, s->more);
+}
+
+/* ---- the ring of a warp ---- */
+
+typedef struct {
+    uint32_t stages, full; /* memory and barriers */
+    uint32_t x;            /* of the first stage, or of all columns */
+    uint64_t policy;
+    int lane;
+} ring;
+
+/* What a stage is filled with next: `from` is of the lane's slab. */
+typedef struct {
+    int round, done; /* blocks of K before it */
+    const uint8_t *from;
+} cursor;
+
+static __device__ __forceinline__ cursor start_of(const decode_args *a, const share *s, int lane) {
+    return {0, 0, a->weight + (s->slab + lane) * a->slab_bytes + s->begin * MOQ_PACK_BYTES};
+}
+
+static __device__ __forceinline__ void advance_cursor(const decode_args *a, const share *s,
+                                                      cursor *c) {
+    c->done += a->turn;
+    c->from += a->turn * MOQ_PACK_BYTES;
+    if (c->done >= s->count) {
+        c->from += slabs_of(s, c->round) * a->slab_bytes - c->done * MOQ_PACK_BYTES;
+        c->done = 0;
+        c->round++;
+    }
+}
+
+static __device__ __forceinline__ bool is_meant(const share *s, const cursor *c) {
+    return c->round < s->rounds && s->count > 0;
+}
+
+/* A lane for each slab: one lane for all takes longer than their products. */
+template <class S>
+static __device__ __forceinline__ void fetch_weights(const decode_args *a, const share *s,
+                                                     const ring *r, const cursor *c, int stage) {
+    uint32_t bytes = (uint32_t)(min(a->turn, s->count - c->done) * MOQ_PACK_BYTES);
+    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes), bar = r->full + 8u * stage;
+    int slabs = slabs_of(s, c->round);
+    if (r->lane == 0)
+        mbarrier_expect(bar, slabs * bytes);
+    if (r->lane < slabs)
+        copy_bytes_once(to + r->lane * (S::blocks * MOQ_PACK_BYTES), c->from, bytes, bar,
+                        r->policy);
+}
+
+/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. Pieces of a row are
+ * xored with it, so that lanes that read the same piece of 8 rows meet no bank twice. */
+static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const ring *r, int first,
+                                                    int blocks, uint32_t to, uint32_t bar) {
+    int piece = r->lane % 8, row = r->lane / 8, column = first * MOQ_PACK_K + piece * 8;
+    const uint16_t *x = (const uint16_t *)a->x.data;
+#pragma unroll 1
+    for (int i = row; i < blocks * a->m; i += 4) {
+        while (row >= a->m) {
+            row -= a->m;
+            column += MOQ_PACK_K;
+        }
+        const uint16_t *from = column < a->k ? x + row * a->x.stride + column : x;
+        copy_async_16(to + i * X_BLOCK + ((piece ^ (row & 7)) << 4), from, column < a->k ? 16 : 0);
+        row += 4;
+    }
+    copy_async_arrive(bar);
+}
+
+/* Bytes of a token that a warp has of columns that there are. */
+static __device__ __forceinline__ int bytes_of(const decode_args *a, const share *s) {
+    return max(0, min(s->count * X_BLOCK, 2 * (a->k - s->begin * MOQ_PACK_K)));
+}
+
+/* Zeros for columns of the last block that are beyond K. */
+static __device__ __forceinline__ void clear_rest(const decode_args *a, const share *s,
+                                                  const ring *r) {
+    int bytes = bytes_of(a, s);
+    for (int i = r->lane; i < a->m * 8; i += 32)
+        if (bytes + i % 8 * 16 < s->count * X_BLOCK)
+            store_shared(r->x + i / 8 * a->x_pitch + bytes + i % 8 * 16, make_uint4(0, 0, 0, 0));
+}
+
+/* All columns of x that a warp has, a lane for each token; of blocks that read x together, each
+ * reads every other token for both. */
+static __device__ __forceinline__ void fetch_all(const decode_args *a, const share *s,
+                                                 const ring *r, uint32_t bar) {
+    int bytes = bytes_of(a, s), rank = (int)blockIdx.x & 1;
+    if (r->lane == 0)
+        mbarrier_expect(bar, a->m * bytes);
+    if (r->lane >= a->m || bytes == 0 || (a->share && (r->lane & 1) != rank))
+        return;
+    const uint16_t *from =
+        (const uint16_t *)a->x.data + r->lane * a->x.stride + s->begin * MOQ_PACK_K;
+    uint32_t to = r->x + r->lane * a->x_pitch;
+    if (a->share)
+        copy_bytes_to(to, from, bytes, bar, 3);
+    else
+        copy_bytes(to, from, bytes, bar);
+}
+
+/* The tokens' part of a stage. */
+static __device__ __forceinline__ void fetch_columns(const decode_args *a, const share *s,
+                                                     const ring *r, const cursor *c, int stage) {
+    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes) + WEIGHTS;
+    fetch_tokens(a, r, s->begin + c->done, min(a->turn, s->count - c->done), to,
+                 r->full + 8u * stage);
+}
+
+/* ---- products ---- */
+
+/* Where a lane reads a stage: its words of 4 vectors, its scales, and pieces of x. */
+template <class S> struct lane_places {
+    uint32_t word[4], scale, x[S::tiles][2];
+};
+
+template <class S>
+static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a, const ring *r) {
+    lane_places<S> p;
+    int g = r->lane / 4, t = r->lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        p.word[i] = r->stages + (uint32_t)moq_pack_word_at(g, i, t);
+    p.scale = r->stages + (uint32_t)moq_pack_scale_at(g, t);
+#pragma unroll
+    for (int i = 0; i < S::tiles; i++) {
+        int row = min(8 * i + g, a->m - 1); /* tokens that are not there: any that is */
+        uint32_t piece =
+            a->x_stays ? row * a->x_pitch + 32 * t : row * X_BLOCK + ((2 * t ^ (row & 7)) << 4);
+        p.x[i][0] = r->x + piece;
+        p.x[i][1] = a->x_stays ? p.x[i][0] + 16 : r->x + (piece ^ 16);
+    }
+    return p;
+}
+
+template <class S> using sums = float[S::slabs][S::tiles][4];
+
+template <class S>
+static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
+                                                uint32_t x0, uint32_t x1) {
+    const uint32_t x[2] = {x0, x1};
+    if (S::type == MOQ_NVFP4_F16)
+        mma_f16(sum, w, x);
+    else
+        mma_bf16(sum, w, x);
+}
+
+/* One or two slabs by a block of K, `x` its columns. Words 0 and 1 have columns 0..3 of the lane's
+ * group and 8..11, words 2 and 3 the rest: the steps are such that two neighbouring words of x
+ * belong to each. Slabs take turns, so that products that add to the same sums do not follow each
+ * other. */
+template <class S, int COUNT>
+static __device__ __forceinline__ void multiply_units(const lane_places<S> &p, uint32_t unit,
+                                                      const uint4 (&x)[S::tiles][2],
+                                                      float (&sum)[COUNT][S::tiles][4]) {
+    constexpr uint32_t slab = S::blocks * MOQ_PACK_BYTES;
+    uint32_t word[COUNT][4], scales[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        scales[i] = load_shared_half(p.scale + unit + i * slab);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            word[i][j] = load_shared_word(p.word[j] + unit + i * slab);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        scales[i] = moq_nvfp4_scales<S::type>(scales[i], false);
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+        uint32_t a[COUNT][4], b[COUNT][4];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            moq_nvfp4_fragment<S::type>(word[i][j], scales[i], a[i]);
+            moq_nvfp4_fragment<S::type>(word[i][j + 1], scales[i], b[i]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int tile = 0; tile < S::tiles; tile++) {
+                const uint32_t *v = &x[tile][half].x + j;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) {
+                    const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
+                                           b[i][2 * half + 1]};
+                    multiply<S>(sum[i][tile], w, v[0], v[1]);
+                }
+            }
+        }
+    }
+}
+
+/* COUNT slabs by the blocks of a stage. */
+template <class S, int COUNT>
+static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
+                                                      int stage, int done, int blocks,
+                                                      sums<S> &sum) {
+    uint32_t at = (uint32_t)(stage * a->stage_bytes),
+             step = a->x_stays ? X_BLOCK : (uint32_t)(a->m * X_BLOCK);
+    uint32_t x_at = a->x_stays ? done * step : at;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        p.word[i] += at;
+    p.scale += at;
+#pragma unroll
+    for (int i = 0; i < 2 * S::tiles; i++)
+        p.x[i / 2][i % 2] += x_at;
+#pragma unroll(COUNT <= 2 ? 2 : 1)
+    for (int block = 0; block < blocks; block++) {
+        uint4 x[S::tiles][2];
+#pragma unroll
+        for (int i = 0; i < 2 * S::tiles; i++) {
+            x[i / 2][i % 2] = load_shared(p.x[i / 2][i % 2]);
+            p.x[i / 2][i % 2] += step;
+        }
+#pragma unroll
+        for (int slab = 0; slab < COUNT; slab += 2) {
+            uint32_t unit = slab * S::blocks * MOQ_PACK_BYTES;
+            if (slab + 1 < COUNT)
+                multiply_units<S, 2>(p, unit, x, (float (&)[2][S::tiles][4])sum[slab]);
+            else
+                multiply_units<S, 1>(p, unit, x, (float (&)[1][S::tiles][4])sum[slab]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            p.word[i] += MOQ_PACK_BYTES;
+        p.scale += MOQ_PACK_BYTES;
+    }
+}
+
+/* The same with code of its own for every number of slabs. */
+template <class S, int COUNT>
+static __device__ __forceinline__ void multiply_slabs(const decode_args *a, const lane_places<S> &p,
+                                                      int stage, int done, int blocks, int slabs,
+                                                      sums<S> &sum) {
+    if constexpr (COUNT > 1) {
+        if (slabs < COUNT) {
+            multiply_slabs<S, COUNT - 1>(a, p, stage, done, blocks, slabs, sum);
+            return;
+        }
+    }
+    multiply_stage<S, COUNT>(a, p, stage, done, blocks, sum);
+}
+
+#endif
