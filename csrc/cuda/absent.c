@@ -158,6 +158,33 @@ uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
     return 1;
 }
 
+moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
+double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
+uint32_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
+    (void)call;
+    return 1;
+}
+
+int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
+    (void)spec;
+    (void)m;
+    return 0;
+}
+
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);

@@ -81,10 +81,19 @@ static inline double moq_nvfp4_product_seconds(const moq_linear_spec *spec, doub
     return spec->partition_count * 8e-6 + bytes / 4e12 + 2 * m * n * k / 4e15;
 }
 
+/* Packed NVFP4 weights to FP8 codes in the workspace, some rows at a time, and what products of
+ * fewer rows take longer: fitted to 1024 tokens. */
+static inline double moq_fold_seconds(const moq_linear_spec *spec) {
+    double n = (double)spec->out_features, k = (double)spec->in_features;
+    return 2.5e-6 * ceil(n / (double)moq_cublaslt_folded_rows(spec)) + n * k / 1.9e12;
+}
+
 /* Seconds of a call. */
 static inline double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t tokens) {
     double m = (double)tokens, n = (double)spec->out_features, k = (double)spec->in_features;
     double quantize = moq_quantize_seconds(m, k), product = moq_tensor_product_seconds(spec, m);
+    if (moq_linear_folds(spec))
+        quantize += moq_fold_seconds(spec);
     if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
         return quantize + moq_nvfp4_product_seconds(spec, m);
     if (spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec)) {

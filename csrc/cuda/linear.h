@@ -54,6 +54,13 @@ int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m);
 uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
 
+/* The same for up to some hundreds of rows; variants are shapes of tiles. */
+moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
+uint32_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call);
+int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
+
 /* Every layer and any number of rows, on plain CUDA cores; sm_80 and up. */
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
@@ -74,6 +81,15 @@ static inline bool moq_cublaslt_shares_scale(const moq_linear_spec *spec) {
 /* Whether the library multiplies with vectors of scales. */
 static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
     return spec->target.capability == 90;
+}
+
+/* Of packed NVFP4 weights (moq_linear_folds), the rows that are FP8 codes in the workspace at a
+ * time: 128 MB of them at most. */
+static inline int64_t moq_cublaslt_folded_rows(const moq_linear_spec *spec) {
+    const int64_t most = 128 << 20, n = spec->out_features;
+    int64_t parts = (n * spec->in_features + most - 1) / most;
+    int64_t rows = ((n + parts - 1) / parts + 255) / 256 * 256;
+    return rows < n ? rows : n;
 }
 
 /* Whether it multiplies partition by partition: where each has a scale of its own for all of x, or

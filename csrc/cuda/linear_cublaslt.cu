@@ -7,7 +7,8 @@
  * - one a token: vectors, sx [m] and output_scale [N]; or none, and sums in float32 that the last
  *   kernel scales, where the library has no vectors, or where that is expected to be faster: its
  *   kernels for vectors leave the chip empty while there are few tiles. Variants from
- *   MOQ_MAX_ALGORITHMS on are those of the other way;
+ *   MOQ_MAX_ALGORITHMS on are those of the other way. Packed NVFP4 weights (compute "fp8") become
+ *   codes and factors of that kind in the workspace, some rows at a time (nvfp4_unpack.h);
  * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
  *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing;
  * - NVFP4: block scales of 16 columns in swizzled order, those of W prepared so for each partition,
@@ -26,6 +27,7 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
+#include "cuda/nvfp4_unpack.h"
 #include "cuda/ptx.h"
 #include "cuda/quantize.h"
 
@@ -71,12 +73,14 @@ typedef struct {
     int64_t scale_bytes;     /* of x */
     int64_t scale_2, alphas; /* NVFP4: what quantization has found, and an ALPHA a partition */
     int64_t library_bytes;
-    bool moves_scales;  /* w_scale is the layer's, with rows of that length, and aligned */
-    bool aligns_inputs; /* input_scale is the layer's, each at a multiple of 16 bytes */
-    bool scales_after;  /* the library does not scale */
-    bool repeats_scale; /* x_vector is the one scale of x, for every row */
-    bool fused_bias;    /* the library adds it */
-    bool direct;        /* the library writes y */
+    int64_t w_codes, w_factor; /* W as FP8: of some rows, and of all */
+    bool folds;                /* W is packed NVFP4 */
+    bool moves_scales;         /* w_scale is the layer's, with rows of that length, and aligned */
+    bool aligns_inputs;        /* input_scale is the layer's, each at a multiple of 16 bytes */
+    bool scales_after;         /* the library does not scale */
+    bool repeats_scale;        /* x_vector is the one scale of x, for every row */
+    bool fused_bias;           /* the library adds it */
+    bool direct;               /* the library writes y */
     moq_dtype sums_dtype;
 } layout;
 
@@ -118,6 +122,7 @@ static moq_cuda_quantize quantization(const moq_linear_call *call, const layout 
     q.given = call->input_scale;
     q.workspace = memory + l->quantize;
     q.stream = call->stream;
+    q.next_is_busy = l->folds;
     q.in_turn = true; /* programmatic edges around the library's kernels cost 0.5 us: docs/lab.md */
     return q;
 }
@@ -138,14 +143,16 @@ static layout lay_out(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     int64_t k = spec->in_features, blocks = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
     bool block = scaling_of(spec) == MOQ_SCALED_BLOCK, nvfp4 = scaling_of(spec) == MOQ_SCALED_NVFP4;
+    bool folds = moq_linear_folds(spec);
     moq_output y = moq_output_of(call);
     layout l = {};
     l.rows = block ? round_up(call->m, 4) : call->m;
     l.columns = round_up(blocks, 4);
     l.code_bytes = nvfp4 ? k / 2 : k;
+    l.folds = folds;
     l.moves_scales = block   ? l.columns != blocks || !is_aligned(call->weight_scale)
                      : nvfp4 ? !is_aligned(call->weight_scale)
-                             : !is_aligned(call->output_scale);
+                             : !folds && !is_aligned(call->output_scale);
     l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
                       (spec->partition_count > 1 || !is_aligned(call->input_scale));
     lay_out_results(call, &y, &l);
@@ -157,6 +164,8 @@ static layout lay_out(const moq_linear_call *call) {
     l.alphas = take(&l, nvfp4 ? spec->partition_count * ALPHA : 0);
     l.x_vector = take(&l, l.repeats_scale ? l.rows * 4 : 0);
     l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
+    l.w_codes = take(&l, folds ? moq_cublaslt_folded_rows(spec) * k : 0);
+    l.w_factor = take(&l, folds ? spec->out_features * 4 : 0);
     l.w_scale = take(&l, l.moves_scales ? w_scale_bytes(spec, &l) : 0);
     moq_cuda_quantize q = quantization(call, &l);
     l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
@@ -181,6 +190,10 @@ typedef struct {
 
 static segment segment_at(const moq_linear_spec *spec, int index) {
     segment s = {index, 0, spec->out_features, 0};
+    if (moq_linear_folds(spec)) {
+        int64_t rows = moq_cublaslt_folded_rows(spec), begin = index * rows;
+        return {0, begin, begin + rows < s.rows ? rows : s.rows - begin, 0};
+    }
     if (!moq_cublaslt_by_partition(spec))
         return s;
     for (int i = 0; i < index; i++) {
@@ -191,11 +204,25 @@ static segment segment_at(const moq_linear_spec *spec, int index) {
     return s;
 }
 
+static int segments_of(const moq_linear_spec *spec) {
+    if (moq_linear_folds(spec)) {
+        int64_t rows = moq_cublaslt_folded_rows(spec);
+        return (int)((spec->out_features + rows - 1) / rows);
+    }
+    return moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
+}
+
+/* Factors of rows of W. */
+static const float *row_factors(const moq_linear_call *call, const layout *l) {
+    return l->folds ? (const float *)((const uint8_t *)call->workspace + l->w_factor)
+                    : call->output_scale;
+}
+
 /* The scale of W for a segment, with rows of block scales as the library wants them. */
 static const void *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
     moq_scaling scaling = scaling_of(call->spec);
     bool blocks = scaling == MOQ_SCALED_BLOCK || scaling == MOQ_SCALED_NVFP4;
-    const uint8_t *all = (const uint8_t *)(blocks ? call->weight_scale : call->output_scale);
+    const uint8_t *all = (const uint8_t *)(blocks ? call->weight_scale : row_factors(call, l));
     if (l->moves_scales)
         all = (const uint8_t *)call->workspace + l->w_scale;
     if (scaling == MOQ_SCALED_NVFP4)
@@ -234,7 +261,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     p.n = s->rows;
     p.k = call->spec->in_features;
     p.x = memory + l->codes;
-    p.w = call->weight + s->begin * l->code_bytes;
+    p.w = l->folds ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
     p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
     p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
     p.dtype = l->direct ? y.dtype : l->sums_dtype;
@@ -432,7 +459,7 @@ static moq_status finish_results(const moq_linear_call *call, const layout *l, m
         a.out.bias = NULL;
     if (l->scales_after) {
         a.x_scale = quantized_scale(call, l);
-        a.w_scale = call->output_scale;
+        a.w_scale = row_factors(call, l);
         a.x_stride = call->spec->input == MOQ_INPUT_E4M3_TOKEN;
     }
     unsigned wide = (unsigned)((a.n / COLUMNS + THREADS - 1) / THREADS);
@@ -456,6 +483,24 @@ extern "C" uint32_t moq_cublaslt_variants(const moq_linear_call *call) {
     return has_two_ways(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }
 
+/* W of a segment as FP8. */
+static moq_status fold_segment(const moq_linear_call *call, const layout *l, const segment *s,
+                               moq_err *err) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_cuda_unpack u = {};
+    u.weight = call->weight;
+    u.fold_scale = call->fold_scale;
+    u.output_scale = call->output_scale;
+    u.columns = call->spec->in_features;
+    u.first = s->begin;
+    u.rows = s->rows;
+    u.codes = memory + l->w_codes;
+    u.factor = (float *)(memory + l->w_factor) + s->begin;
+    u.overlap = s->begin == 0; /* with the quantization; later, a product reads the codes before */
+    u.stream = call->stream;
+    return moq_cuda_nvfp4_unpack(&u, err);
+}
+
 static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
                               moq_err *err) {
     segment s = segment_at(call->spec, index);
@@ -468,6 +513,8 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
         MOQ_TRY(scale_products(call, l, err));
     if (l->repeats_scale)
         MOQ_TRY(repeat_scale(call, l, err));
+    if (l->folds)
+        MOQ_TRY(fold_segment(call, l, &s, err));
     moq_matmul p = product(call, l, &s);
     MOQ_TRY(moq_matmul_run(&p, err));
     return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);
@@ -475,7 +522,7 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
 
 extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
     layout l = lay_out(call);
-    int segments = moq_cublaslt_by_partition(call->spec) ? call->spec->partition_count : 1;
+    int segments = segments_of(call->spec);
     MOQ_TRY(place_scales(call, &l, err));
     if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
         MOQ_TRY(clear_scales(call, &l, err));

@@ -1,15 +1,11 @@
 /* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: one
  * or two warpgroups fold block scales into codes and write them to shared memory, where two others
  * take them to registers and multiply.
- *
- * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/prepare.h, where fold
- * is the row's power of two, or 16 if that is more (used_fold): both products in float16 are exact
- * where the code is not 0, having six significant bits and lying between 2^-10 and 448, so that it
- * is rounded once; and they are finite whatever the scale, at most 6 * 448 * 16. */
+ (nvfp4_fold.h). */
 #ifndef MOQ_CUDA_SM90_NVFP4_FOLD_H
 #define MOQ_CUDA_SM90_NVFP4_FOLD_H
 
-#include "cuda/nvfp4_decode.h"
+#include "cuda/nvfp4_fold.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/wgmma.h"
 
@@ -21,55 +17,10 @@ typedef struct {
     uint32_t tokens, operands, empty;
 } gates;
 
-static __device__ __forceinline__ uint32_t e4m3_four(uint32_t low, uint32_t high) {
-    uint32_t four;
-    asm("{\n"
-        ".reg .b16 a, b;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
-        "mov.b32 %0, {a, b};\n"
-        "}"
-        : "=r"(four)
-        : "r"(low), "r"(high));
-    return four;
-}
-
-/* Codes of a word's rows g and g + 8. */
-static __device__ __forceinline__ void fold_word(uint32_t word, uint32_t scales, uint32_t *a) {
-    uint32_t pair[4];
-    moq_nvfp4_codes<MOQ_NVFP4_F16>(word, pair);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], 0x74007400u); /* 2^14 */
-        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], moq_nvfp4_twice(scales, i % 2));
-    }
-    a[0] = e4m3_four(pair[0], pair[2]);
-    a[1] = e4m3_four(pair[1], pair[3]);
-}
-
-/* No scale has this bit. Where the last step has but one unit, the other is what was in shared
- * memory before: it meets zeros of x, and must not be NaN. */
-#define SCALES 0x7f7f7f7fu
-
-/* The operand of a unit, 4 registers for each 32 columns. `folds` are 256 times those of rows g and
- * g + 8 in float16, where a byte of scales is scale / 256. */
-static __device__ __forceinline__ void fold_unit(const packed_unit *unit, uint32_t folds,
-                                                 uint32_t (&a)[2][4]) {
-#pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
-        uint32_t bytes = (&unit->scales.x)[s / 2] & SCALES;
-        uint32_t apart = __byte_perm(bytes, 0, s % 2 ? 0x4342 : 0x4140) * 128;
-        fold_word((&unit->codes.x)[s], moq_nvfp4_multiply<MOQ_NVFP4_F16>(apart, folds),
-                  a[s / 2] + s % 2 * 2);
-    }
-}
-
 /* The powers of two of rows g and g + 8 of a slab. */
 static __device__ __forceinline__ uint32_t fetch_folds(const gemm_args *a, int slab) {
     int n = slab * MOQ_PACK_ROWS + threadIdx.x % 32 / 4, last = a->n - 1;
-    float upper = 256.0f * used_fold(a->fold_scale[min(n, last)]);
-    float lower = 256.0f * used_fold(a->fold_scale[min(n + 8, last)]);
-    return pack_pair(MOQ_DT_F16, upper, lower);
+    return moq_pack_folds(a->fold_scale[min(n, last)], a->fold_scale[min(n + 8, last)]);
 }
 
 /* What a folding warp has: some units of each step, one behind the other, and `other` where the
@@ -80,6 +31,10 @@ template <class S> struct folder {
     uint32_t packed, operands, other; /* its units in the first stages */
     uint32_t posted;                  /* the other block's barrier */
 };
+
+/* No scale has this bit. Where the last step has but one unit, the other is what was in shared
+ * memory before: it meets zeros of x, and must not be NaN. */
+#define SCALES 0x7f7f7f7fu
 
 /* Folds the stage of packed weights at `from` into the stage of operands at `to`. */
 template <class S>
@@ -94,7 +49,9 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
         uint32_t a[2][4];
         if (i + 1 < f->UNITS)
             next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
-        fold_unit(&now, folds[i / S::units], a);
+        now.scales.x &= SCALES;
+        now.scales.y &= SCALES;
+        moq_fold_unit(now.codes, now.scales, folds[i / S::units], a);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             uint4 four = make_uint4(a[j][0], a[j][1], a[j][2], a[j][3]);

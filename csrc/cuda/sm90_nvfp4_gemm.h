@@ -38,6 +38,9 @@ typedef struct {
     int turn; /* where outputs turn around */
     moq_output out;
     const float *output_scale; /* [N] */
+    const float *fold_scale;   /* of e4m3: [N], powers of two, */
+    const float *x_scale;      /* and [m] */
+    bool per_token;
 } gemm_args;
 
 /* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
@@ -59,7 +62,8 @@ struct tile {
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
-    static constexpr int token_bytes = T * STEP * 2;
+    static constexpr int token_size = 2; /* bytes of a value */
+    static constexpr int token_bytes = T * STEP * token_size;
     /* Products that a set of fragments is for: two of T = 128 where registers are few. */
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth; /* of a step */
@@ -154,10 +158,10 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
                                                    const feed *f) {
     uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
     uint32_t bar = p->gate.tokens + 8u * f->slot.index;
-    mbarrier_expect(bar, a->box * (STEP * 2) * (S::pair ? 2 : 1));
+    mbarrier_expect(bar, a->box * (STEP * S::token_size) * (S::pair ? 2 : 1));
 #pragma unroll
-    for (int half = 0; half < 2; half++, to += S::T * STEP) {
-        int column = (2 * f->step + half) * STEP, rank = (int)rank_in_cluster();
+    for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
+        int column = (S::token_size * f->step + box) * STEP, rank = (int)rank_in_cluster();
         if constexpr (S::pair) /* this block and its neighbour */
             copy_box_2d_to(to + rank % 2 * a->box * STEP, p->tokens, column,
                            f->where.token + rank % 2 * a->box, bar, p->token_policy,

@@ -10,6 +10,7 @@
 #include "core/nvfp4_pack.h"
 #include "cuda/load.h"
 #include "cuda/nvfp4_decode.h"
+#include "cuda/nvfp4_fold.h"
 #include "cuda/ptx.h"
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
@@ -231,13 +232,6 @@ static __device__ __forceinline__ void fetch_board(const gemm_args *a, board<S> 
     copy_async_commit();
 }
 
-/* What codes of e4m3 are multiplied by: of the power of two that belongs to a row no more than 16,
- * since the least product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already.
- * What is left of it goes to the outputs. */
-static __device__ __forceinline__ float used_fold(float fold) {
-    return fminf(fold, 16.0f);
-}
-
 static __device__ __forceinline__ uint32_t pack_pair(moq_dtype dtype, float low, float high) {
     uint32_t word;
     if (dtype == MOQ_DT_BF16) {
@@ -284,7 +278,7 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
         int n = first + own + 8 * i;
         float fold = b->fold[own + 8 * i];
         factor[i] =
-            b->factor[own + 8 * i] * (S::quantized ? fold / used_fold(fold) : MOQ_NVFP4_FACTOR);
+            b->factor[own + 8 * i] * (S::quantized ? fold / moq_used_fold(fold) : MOQ_NVFP4_FACTOR);
         bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
     }
     bool add = a->out.bias != NULL;

@@ -280,6 +280,10 @@ static double cost_nvfp4_fp8(const moq_linear_spec *spec, int64_t m) {
     return m > MOQ_NVFP4_WIDE_TOKENS ? INFINITY : moq_cuda_nvfp4_fp8_seconds(spec, m);
 }
 
+static double cost_nvfp4_fp8_gemm(const moq_linear_spec *spec, int64_t m) {
+    return m > MOQ_NVFP4_GEMM_TOKENS ? INFINITY : moq_cuda_nvfp4_fp8_gemm_seconds(spec, m);
+}
+
 static bool can_run_simt(const moq_linear_spec *spec, char *reason, size_t size) {
     return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
            has_int_rows(spec, reason, size);
@@ -334,8 +338,9 @@ static bool has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size)
 }
 
 static bool can_run_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!on_cuda(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
-        !has_scaling(spec, reason, size) ||
+    bool codes = moq_linear_folds(spec) ? can_run_nvfp4_fp8(spec, reason, size)
+                                        : suits_fp8_cores(spec, reason, size);
+    if (!on_cuda(spec, reason, size) || !codes || !has_scaling(spec, reason, size) ||
         !is_sixteens("in_features", spec->in_features, reason, size) ||
         !is_sixteens("out_features", spec->out_features, reason, size))
         return false;
@@ -391,6 +396,9 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_nvfp4_wide, moq_cuda_nvfp4_wide_variants, moq_cuda_nvfp4_wide_choose},
     {"cuda", "sm90_nvfp4_fp8", can_run_nvfp4_fp8, cost_nvfp4_fp8, moq_cuda_nvfp4_fp8_workspace,
      moq_cuda_nvfp4_fp8, moq_cuda_nvfp4_fp8_variants},
+    {"cuda", "sm90_nvfp4_fp8_gemm", can_run_nvfp4_fp8, cost_nvfp4_fp8_gemm,
+     moq_cuda_nvfp4_fp8_gemm_workspace, moq_cuda_nvfp4_fp8_gemm, moq_cuda_nvfp4_fp8_gemm_variants,
+     moq_cuda_nvfp4_fp8_gemm_choose},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants},
     {"cuda", "cublaslt_fp4", can_run_cublaslt_fp4, moq_cublaslt_seconds, moq_cublaslt_workspace,

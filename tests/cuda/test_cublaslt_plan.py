@@ -41,6 +41,12 @@ def test_runs_fp8_on_hopper(algo, dtype, rows):
     assert reason(algo, 7168, rows, dtype=dtype) is None
 
 
+def test_runs_nvfp4_as_fp8_on_hopper():
+    for dtype in ("bfloat16", "float16"):
+        assert reason("NVFP4", 7168, (48, 7, 9), compute="fp8", dtype=dtype) is None
+    assert "out_features" in reason("NVFP4", 7168, (48, 7), compute="fp8")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -50,8 +56,8 @@ def test_runs_fp8_on_hopper(algo, dtype, rows):
         ({"algo": "FP8_PB_WO", "rows": (24, 8)}, "each of out_partitions to be a multiple of 16, got 24"),
         ({"algo": "NVFP4"}, "multiplies FP8 weights, NVFP4 with compute exact has others"),
         (
-            {"algo": "NVFP4", "compute": "fp8"},
-            "multiplies FP8 weights, NVFP4 with compute fp8 has others",
+            {"algo": "NVFP4", "compute": "fp4"},
+            "multiplies FP8 weights, NVFP4 with compute fp4 has others",
         ),
         ({"dtype": "float32"}, "float32 outputs ask for 1e-5"),
         ({"capability": "8.0"}, "FP8 needs compute capability 8.9, this device has 8.0"),

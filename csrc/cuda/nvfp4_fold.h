@@ -1,0 +1,70 @@
+/* e4m3 codes from packed NVFP4 weights, for products of FP8.
+ *
+ * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/prepare.h, where fold
+ * is the row's power of two, or 16 if that is more (moq_used_fold): both products in float16 are
+ * exact where the code is not 0, having six significant bits and lying between 2^-10 and 448, so
+ * that it is rounded once; and they are finite whatever the scale, at most 6 * 448 * 16. */
+#ifndef MOQ_CUDA_NVFP4_FOLD_H
+#define MOQ_CUDA_NVFP4_FOLD_H
+
+#include "core/nvfp4_pack.h"
+#include "cuda/nvfp4_decode.h"
+
+#include <cuda_fp16.h>
+#include <string.h>
+
+/* What codes of e4m3 are multiplied by: of the power of two that belongs to a row no more than 16,
+ * since the least product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already.
+ * What is left of it goes to the outputs. */
+static __device__ __forceinline__ float moq_used_fold(float fold) {
+    return fminf(fold, 16.0f);
+}
+
+static __device__ __forceinline__ uint32_t moq_e4m3_four(uint32_t low, uint32_t high) {
+    uint32_t four;
+    asm("{\n"
+        ".reg .b16 a, b;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
+        "mov.b32 %0, {a, b};\n"
+        "}"
+        : "=r"(four)
+        : "r"(low), "r"(high));
+    return four;
+}
+
+/* Codes of a word's rows g and g + 8. */
+static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t scales, uint32_t *a) {
+    uint32_t pair[4];
+    moq_nvfp4_codes<MOQ_NVFP4_F16>(word, pair);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], 0x74007400u); /* 2^14 */
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], moq_nvfp4_twice(scales, i % 2));
+    }
+    a[0] = moq_e4m3_four(pair[0], pair[2]);
+    a[1] = moq_e4m3_four(pair[1], pair[3]);
+}
+
+/* The codes of a unit: of group s, those of row g in a[s / 2][s % 2 * 2] and of row g + 8 behind,
+ * columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group. `folds` are 256 times those of rows g and g +
+ * 8 in float16, where a byte of scales is scale / 256. */
+static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, uint32_t folds,
+                                                     uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
+        uint32_t apart = __byte_perm((&scales.x)[s / 2], 0, s % 2 ? 0x4342 : 0x4140) * 128;
+        moq_fold_word((&codes.x)[s], moq_nvfp4_multiply<MOQ_NVFP4_F16>(apart, folds),
+                      a[s / 2] + s % 2 * 2);
+    }
+}
+
+/* The powers of two of the two rows of a lane, as above. */
+static __device__ __forceinline__ uint32_t moq_pack_folds(float upper, float lower) {
+    __half2 pair = __floats2half2_rn(256.0f * moq_used_fold(upper), 256.0f * moq_used_fold(lower));
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+}
+
+#endif
