@@ -278,8 +278,8 @@ static method best_of_variant(const moq_linear_spec *spec, int64_t m, const vari
     return best;
 }
 
-/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. Those of 192 rows
- * have 32 tokens at least, and are the faster with 16 where they come out even. */
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. Those of 192
+ * rows have 32 tokens at least, and are the faster with 16 where they come out even. */
 static bool suits(const variant *v, int64_t m) {
     int least = v->row_groups == 3 ? v->tokens / 4 : v->tokens / 2;
     return (v->tokens == 16 || m > least) && (v->tokens == 128 || m <= 4 * v->tokens);
