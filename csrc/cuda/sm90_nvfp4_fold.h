@@ -1,7 +1,6 @@
 /* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: one
  * or two warpgroups fold block scales into codes and write them to shared memory, where two others
- * take them to registers and multiply.
- (nvfp4_fold.h). */
+ * take them to registers and multiply. What the codes are: nvfp4_fold.h. */
 #ifndef MOQ_CUDA_SM90_NVFP4_FOLD_H
 #define MOQ_CUDA_SM90_NVFP4_FOLD_H
 

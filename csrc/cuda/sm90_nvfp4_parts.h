@@ -10,8 +10,9 @@
 
 #include "cuda/sm90_nvfp4_tile.h"
 
-/* Says that a block's sums are there. The memory is anyone's before, and may hold anything but
- * this, by chance alone. Whoever has seen it takes it away, so that it does not stay. */
+/* Says that a block's sums are there. The memory was anyone's before and is not cleared, since
+ * other data are these 64 bits by chance alone. Whoever has seen them takes them away, so that no
+ * later call finds them. */
 #define READY 0x6d6f7165787473a7ull
 
 template <class S>

@@ -61,7 +61,7 @@ def test_a_remembered_choice_is_the_choice(algo):
     tokens = [first + 256 * i for first in (1, 16, 40, 255, 256) for i in (0, 1, 2, 0, 40)] + [
         2**47 + 1,
         1,
-        2**62,
+        2**63 - 1,
     ]
     assert len({plan().backend(count) for count in tokens}) > 1
     for count in tokens * 2:
