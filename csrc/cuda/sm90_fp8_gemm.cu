@@ -24,12 +24,12 @@
 #include "cuda/sm90_gemm_products.h"
 #include "cuda/sm90_gemm_quantize.h"
 #include "cuda/sm90_gemm_tile.h"
+#include "cuda/sm90_grid.h"
 #include "cuda/tensor_map.h"
 
 #include <math.h>
 
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
-#define MAX_CLUSTER 8
 #define BARRIERS    (3 * MAX_STAGES + 2)
 
 /* The block scales of the rows of a warpgroup, held from step `first` on. */
@@ -219,10 +219,6 @@ enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
 static_assert(VARIANT_COUNT < 32,
               "tune() measures 32 variants of a kernel, the first is the choice");
 
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 static bool has_parts(const variant *v) {
     return v->share == PARTS || v->share == FINE_PARTS;
 }
@@ -245,14 +241,6 @@ static int rows_of(const variant *v) {
 
 static int tokens_of(const variant *v) {
     return v->tokens * (v->share == SHARE_WEIGHTS ? 2 : 1);
-}
-
-/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
- * 18 (H200), others in proportion. */
-static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
-    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
-    int64_t fit = sm_count * FIT[cluster] / 132;
-    return fit > 1 ? fit : 1;
 }
 
 /* What an estimate is made of: seconds and rates a second. */

@@ -12,6 +12,7 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/quantize.h"
+#include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_fold.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
@@ -141,10 +142,6 @@ static const variant VARIANTS[] = {
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
-
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
 
 /* How a call is done. Workers are blocks or pairs of them. */
 typedef struct {

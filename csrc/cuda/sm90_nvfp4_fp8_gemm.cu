@@ -14,13 +14,13 @@
 #include "cuda/linear.h"
 #include "cuda/nvfp4_fold.h"
 #include "cuda/quantize.h"
+#include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_gemm.h"
 #include "cuda/tensor_map.h"
 
 #include <math.h>
 
-#define MAX_CLUSTER 8
-#define BARRIERS    (3 * MAX_STAGES + 2)
+#define BARRIERS (3 * MAX_STAGES + 2)
 
 /* A block's tile, as those of exact products (sm90_nvfp4_gemm.h): 64 rows of W for each of
  * ROW_GROUPS, by T tokens; of K_GROUPS warpgroups, one or two, with the same rows each takes every
@@ -297,10 +297,6 @@ enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
 static_assert(VARIANT_COUNT < 32,
               "tune() measures 32 variants of a kernel, the first is the choice");
 
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 /* How a call is done: a shape of tiles and how many there are. */
 typedef struct {
     const variant *shape;
@@ -309,22 +305,12 @@ typedef struct {
     double seconds;
 } method;
 
-/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
- * 18 (H200), others in proportion. */
-static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
-    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
-    int64_t fit = sm_count * FIT[cluster] / 132;
-    return fit > 1 ? fit : 1;
-}
-
 /* Shared memory of a block: as many stages as fit, and where sums come to or outputs turn around;
  * sums of many tokens come to where the ring was. A warpgroup needs its next step before it gives
  * up one; no stages where that cannot be. */
 typedef struct {
     int stages, side, behind; /* float4 of a share of sums; bytes behind the ring */
 } layout;
-
-#define BLOCK_SHARED 232448 /* of compute capability 9.0 */
 
 static layout lay_out(const variant *v, int cluster) {
     layout l = {0, 0, v->row_groups * TURN_BYTES};

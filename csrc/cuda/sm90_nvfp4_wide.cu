@@ -12,6 +12,7 @@
  * can be issued meanwhile. */
 #include "cuda/launch.h"
 #include "cuda/linear.h"
+#include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_products.h"
 #include "cuda/sm90_nvfp4_tile.h"
@@ -20,7 +21,6 @@
 #include <math.h>
 
 #define THREADS     384
-#define MAX_CLUSTER 8
 #define UNIT_WORDS  (MOQ_PACK_BYTES / 8)
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
 
@@ -51,7 +51,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
     for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         place at = place_of<S>(a, c.index, rank);
         float sum[S::T / 2] = {};
-        fetch_board<S>(a, b, &at, group);
+        if (a->parts > 1 || c.end == a->steps) /* the outputs are this block's */
+            fetch_board<S>(a, b, &at, group);
         multiply<S>(t, c.end - c.first, &slot, sum);
         if (a->parts > 1) {
             write_outputs<S>(a, b, turn, &at, group, sum, add_parts<S>(a, group, sum));
@@ -156,10 +157,6 @@ typedef enum { ROUNDS, EVEN, PARTS, DIVISIONS } division;
 
 enum { SHAPES = sizeof VARIANTS / sizeof *VARIANTS, VARIANT_COUNT = SHAPES * DIVISIONS };
 
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 /* How a call is done. Workers are blocks or pairs of them, or clusters. */
 typedef struct {
     const variant *shape;
@@ -169,14 +166,6 @@ typedef struct {
     int variant;
     double seconds;
 } method;
-
-/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
- * 18 (H200), others in proportion. */
-static int64_t clusters_that_fit(int64_t sm_count, int cluster) {
-    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
-    int64_t fit = sm_count * FIT[cluster] / 132;
-    return fit > 1 ? fit : 1;
-}
 
 /* Microseconds that sums of blocks take on their way to each other. */
 static double exchange_of(const method *way, division how) {

@@ -1,0 +1,23 @@
+/* What launchers of Hopper's kernels count with: how work divides, how many blocks there are room
+ * for at once, and what a block has. */
+#ifndef MOQ_CUDA_SM90_GRID_H
+#define MOQ_CUDA_SM90_GRID_H
+
+#include <stdint.h>
+
+#define MAX_CLUSTER  8      /* that every device of 9.0 takes */
+#define BLOCK_SHARED 232448 /* bytes of shared memory that a block may have */
+
+static inline int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+/* Clusters of a block a multiprocessor that run at once: of 132 multiprocessors in groups of 16 and
+ * 18 (H200), others in proportion. */
+static inline int64_t clusters_that_fit(int64_t sm_count, int cluster) {
+    static const uint8_t FIT[MAX_CLUSTER + 1] = {0, 132, 66, 39, 30, 22, 17, 15, 15};
+    int64_t fit = sm_count * FIT[cluster] / 132;
+    return fit > 1 ? fit : 1;
+}
+
+#endif
