@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from .cases import (  # noqa: E402
     OnDevice,
+    assert_a_graph_replays,
     assert_writes_only_its_result,
     force,
     on_host,
@@ -178,11 +179,4 @@ def test_more_than_65535_tokens():
 def test_a_graph_gives_the_same_bits(rng):
     case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 512, [640])
     layer = OnDevice(case, "bfloat16")
-    x = to_cuda(random_x(rng, (48, 512), "bfloat16"), "bfloat16")
-    y, out = layer(x), poisoned(48, 640, dtype="bfloat16")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(x, out=out)
-    out.fill_(float("nan"))
-    graph.replay()
-    assert to_numpy(out).tobytes() == to_numpy(y).tobytes()
+    assert_a_graph_replays(layer, to_cuda(random_x(rng, (48, 512), "bfloat16"), "bfloat16"))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import DTYPES, OnDevice, force, on_host, to_cuda, to_numpy  # noqa: E402
+from .cases import DTYPES, OnDevice, assert_a_graph_replays, force, on_host, to_cuda, to_numpy  # noqa: E402
 
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
 
@@ -149,13 +149,4 @@ def test_results_repeat_to_the_bit_and_in_graphs(rng, dtype):
     case = random_case(rng, "NVFP4", 4096, [320])
     layer = OnDevice(case, dtype)
     for tokens in (1, 12, 30, 60, 300):
-        x = torch.randn(tokens, 4096, dtype=DTYPES[dtype], device="cuda")
-        first = layer(x)
-        graph = torch.cuda.CUDAGraph()
-        results = [torch.empty_like(first) for _ in range(4)]
-        with torch.cuda.graph(graph):
-            for y in results:
-                layer(x, out=y)
-        graph.replay()
-        for y in results:
-            assert torch.equal(y, first)
+        assert_a_graph_replays(layer, torch.randn(tokens, 4096, dtype=DTYPES[dtype], device="cuda"))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-from .cases import DTYPES, OnDevice, force, on_host, to_cuda, to_numpy  # noqa: E402
+from .cases import DTYPES, OnDevice, assert_a_graph_replays, force, on_host, to_cuda, to_numpy  # noqa: E402
 
 VARIANTS = {"cuda:sm90_nvfp4_fp8": 6, "cuda:sm90_nvfp4_fp8_gemm": 15, "cuda:cublaslt": 1}
 """Kernels and their ways to do a call; cuBLASLt's own are tuning's."""
@@ -148,13 +148,4 @@ def test_graphs(rng):
     case = random_case(rng, "NVFP4", 4096, [320])
     layer = OnDevice(case, "bfloat16", "fp8")
     for tokens in (12, 1100):
-        x = torch.randn(tokens, 4096, dtype=torch.bfloat16, device="cuda")
-        first = layer(x)
-        graph = torch.cuda.CUDAGraph()
-        results = [torch.empty_like(first) for _ in range(4)]
-        with torch.cuda.graph(graph):
-            for y in results:
-                layer(x, out=y)
-        graph.replay()
-        for y in results:
-            assert torch.equal(y, first)
+        assert_a_graph_replays(layer, torch.randn(tokens, 4096, dtype=torch.bfloat16, device="cuda"))

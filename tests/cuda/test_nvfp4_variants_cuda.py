@@ -16,7 +16,7 @@ from ..linear_cases import (
     random_x,
     smoothed,
 )
-from .cases import OnDevice, params_to_cuda, to_cuda, to_numpy, torch
+from .cases import OnDevice, assert_a_graph_replays, params_to_cuda, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -85,14 +85,7 @@ def test_many_rows_are_smoothed(rng: Any) -> None:
 def test_smoothing_is_captured(rng: Any) -> None:
     case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 528, [40]))
     layer = OnDevice(case, "bfloat16")
-    x = to_cuda(random_x(rng, (5, 528), "bfloat16"), "bfloat16")
-    expected, out = layer(x).clone(), torch.empty(5, 40, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(x, out=out)
-    out.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(out, expected)
+    assert_a_graph_replays(layer, to_cuda(random_x(rng, (5, 528), "bfloat16"), "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

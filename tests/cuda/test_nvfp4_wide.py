@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from .cases import (  # noqa: E402
     OnDevice,
+    assert_calls_follow_each_other,
     assert_writes_only_its_result,
     force,
     poisoned,
@@ -80,22 +81,7 @@ def test_calls_that_follow_each_other_in_a_graph(rng, variant):
     for tokens in (64, 300):
         layer.method._plan.keep(tokens, NAME, variant)
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
-        steps = [poisoned(tokens, 2048, dtype="bfloat16") for _ in range(6)]
-        expected = [layer(x)]
-        for _ in steps[1:]:
-            torch.cuda.synchronize()
-            expected.append(layer(expected[-1]))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for before, after in zip([x, *steps], steps, strict=False):
-                layer(before, out=after)
-        for _ in range(3):
-            for step in steps:
-                step.fill_(float("nan"))
-            graph.replay()
-            for step, y in zip(steps, expected, strict=True):
-                assert not step.isnan().any()
-                assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+        assert_calls_follow_each_other(layer, x)
 
 
 def test_calls_on_three_streams(rng):
