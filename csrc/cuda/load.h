@@ -204,6 +204,29 @@ static __device__ __forceinline__ float moq_load_one(const void *data, int64_t a
     return __half2float(((const __half *)data)[at]);
 }
 
+/* Two outputs of 16 bits, rounded to nearest even; the first is in the lower half. */
+static __device__ __forceinline__ uint32_t moq_narrow_pair(moq_dtype dtype, float low, float high) {
+    uint32_t word;
+    if (dtype == MOQ_DT_BF16) {
+        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        memcpy(&word, &pair, 4);
+    } else {
+        __half2 pair = __floats2half2_rn(low, high);
+        memcpy(&word, &pair, 4);
+    }
+    return word;
+}
+
+/* Exchanges words among four neighbours: lane i of them gets word i of all. */
+static __device__ __forceinline__ uint4 moq_exchange_words(uint4 w, int lane) {
+    uint32_t a = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.x : w.y, 1);
+    uint32_t b = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.z : w.w, 1);
+    w = lane & 1 ? make_uint4(a, w.y, b, w.w) : make_uint4(w.x, a, w.z, b);
+    a = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.x : w.z, 2);
+    b = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.y : w.w, 2);
+    return lane & 2 ? make_uint4(a, b, w.z, w.w) : make_uint4(w.x, w.y, a, b);
+}
+
 /* The bias of a column, 0 where there is none. */
 static __device__ __forceinline__ float moq_load_bias(const moq_output *out, int n) {
     return out->bias ? moq_load_one(out->bias, n, out->bias_dtype) : 0.0f;

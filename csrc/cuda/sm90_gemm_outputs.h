@@ -68,18 +68,6 @@ static __device__ __forceinline__ float scaled(const board *b, int token, int ow
 
 /* ---- stores ---- */
 
-static __device__ __forceinline__ uint32_t pack_pair(moq_dtype dtype, float low, float high) {
-    uint32_t word;
-    if (dtype == MOQ_DT_BF16) {
-        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        memcpy(&word, &pair, 4);
-    } else {
-        __half2 pair = __floats2half2_rn(low, high);
-        memcpy(&word, &pair, 4);
-    }
-    return word;
-}
-
 /* Stores `count` outputs, 8 if there are more, of token m from n on; in one go where it can. */
 static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
                                                    int count, uint4 word) {
@@ -131,7 +119,7 @@ static __device__ __forceinline__ void write_chunk(const typename S::args *a, co
         uint4 word;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            (&word.x)[i] = pack_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
+            (&word.x)[i] = moq_narrow_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
         store_eight(&a->out, m, n, at->end - n, word);
     }
     barrier_sync(2 + group, 128);
@@ -155,16 +143,6 @@ static __device__ __forceinline__ void write_columns(const typename S::args *a, 
 
 /* ---- tokens are the rows ---- */
 
-/* Exchanges words among four neighbours: lane i of them gets word i of all. */
-static __device__ __forceinline__ uint4 exchange(uint4 w, int lane) {
-    uint32_t a = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.x : w.y, 1);
-    uint32_t b = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.z : w.w, 1);
-    w = lane & 1 ? make_uint4(a, w.y, b, w.w) : make_uint4(w.x, a, w.z, b);
-    a = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.x : w.z, 2);
-    b = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.y : w.w, 2);
-    return lane & 2 ? make_uint4(a, b, w.z, w.w) : make_uint4(w.x, w.y, a, b);
-}
-
 /* Writes 64 tokens, the tile's from `row` on. */
 template <class S>
 static __device__ __forceinline__ void write_rows(const typename S::args *a, const board *b,
@@ -186,12 +164,12 @@ static __device__ __forceinline__ void write_rows(const typename S::args *a, con
                 if (a->out.bias)
                     value[odd] = __fadd_rn(value[odd], b->bias[own + odd]);
             }
-            (&word[half].x)[i / 2] = pack_pair(a->out.dtype, value[0], value[1]);
+            (&word[half].x)[i / 2] = moq_narrow_pair(a->out.dtype, value[0], value[1]);
         }
         int n = at->row + (j + lane % 4) * 8;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            uint4 own = exchange(word[half], lane % 4);
+            uint4 own = moq_exchange_words(word[half], lane % 4);
             if (m + 8 * half < at->last && n < at->end)
                 store_eight(&a->out, m + 8 * half, n, at->end - n, own);
         }
@@ -213,7 +191,7 @@ static __device__ __forceinline__ void write_pair(const typename S::args *a, con
         low = __fadd_rn(low, b->bias[own]);
         high = __fadd_rn(high, b->bias[own + 1]);
     }
-    uint32_t word = pack_pair(a->out.dtype, low, high);
+    uint32_t word = moq_narrow_pair(a->out.dtype, low, high);
     if (m >= at->last || n >= at->end)
         return;
     if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {

@@ -232,18 +232,6 @@ static __device__ __forceinline__ void fetch_board(const gemm_args *a, board<S> 
     copy_async_commit();
 }
 
-static __device__ __forceinline__ uint32_t pack_pair(moq_dtype dtype, float low, float high) {
-    uint32_t word;
-    if (dtype == MOQ_DT_BF16) {
-        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        memcpy(&word, &pair, 4);
-    } else {
-        __half2 pair = __floats2half2_rn(low, high);
-        memcpy(&word, &pair, 4);
-    }
-    return word;
-}
-
 /* Stores `count` outputs of a token, 8 if there are more; in one go where they are `whole`. */
 static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool whole,
                                                    uint4 word) {
@@ -308,7 +296,7 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
                     low = __fadd_rn(low, bias[i % 2]);
                     high = __fadd_rn(high, bias[i % 2]);
                 }
-                matrix[i] = pack_pair(a->out.dtype, low, high);
+                matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
             }
             int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
             store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);

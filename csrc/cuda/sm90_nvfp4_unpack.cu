@@ -9,6 +9,7 @@
  * What bounds it: memory, which it reads and writes at 3.9 TB/s (H200, docs/lab.md). */
 #include "core/nvfp4_pack.h"
 #include "cuda/launch.h"
+#include "cuda/load.h"
 #include "cuda/nvfp4_fold.h"
 #include "cuda/nvfp4_unpack.h"
 #include "cuda/ptx.h"
@@ -26,20 +27,10 @@ typedef struct {
     int64_t count;     /* of all that warps have */
 } fold_args;
 
-/* Words among four neighbours: lane i of them gets word i of all. */
-static __device__ __forceinline__ uint4 exchange_words(uint4 w, int lane) {
-    uint32_t a = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.x : w.y, 1);
-    uint32_t b = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.z : w.w, 1);
-    w = lane & 1 ? make_uint4(a, w.y, b, w.w) : make_uint4(w.x, a, w.z, b);
-    a = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.x : w.z, 2);
-    b = __shfl_xor_sync(0xffffffffu, lane & 2 ? w.y : w.w, 2);
-    return lane & 2 ? make_uint4(a, b, w.z, w.w) : make_uint4(w.x, w.y, a, b);
-}
-
 /* Stores a row's codes of a unit, of which a lane has four of each group; 16 of group t then. */
 static __device__ __forceinline__ void store_row(const fold_args *a, int row, int column,
                                                  uint4 own) {
-    uint4 w = exchange_words(own, threadIdx.x % 4);
+    uint4 w = moq_exchange_words(own, threadIdx.x % 4);
     uint4 in_order = make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
                                 __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632));
     column += threadIdx.x % 4 * 16;
