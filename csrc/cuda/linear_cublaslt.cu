@@ -396,20 +396,8 @@ static __device__ __forceinline__ void load_sums(const finish_args *a, int64_t a
         value[i] = moq_load_one(word, i, a->dtype);
 }
 
-static __device__ __forceinline__ uint32_t round_pair(float low, float high, moq_dtype dtype) {
-    uint32_t word;
-    if (dtype == MOQ_DT_BF16) {
-        __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        memcpy(&word, &pair, sizeof word);
-    } else {
-        __half2 pair = __floats2half2_rn(low, high);
-        memcpy(&word, &pair, sizeof word);
-    }
-    return word;
-}
-
 static __device__ __forceinline__ void store_one(const finish_args *a, int64_t at, float value) {
-    ((uint16_t *)a->out.data)[at] = (uint16_t)round_pair(value, value, a->out.dtype);
+    ((uint16_t *)a->out.data)[at] = (uint16_t)moq_narrow_pair(a->out.dtype, value, value);
 }
 
 static __device__ __forceinline__ void store_row(const finish_args *a, int64_t row, int column,
@@ -422,7 +410,7 @@ static __device__ __forceinline__ void store_row(const finish_args *a, int64_t r
     uint32_t word[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++)
-        word[i] = round_pair(value[2 * i], value[2 * i + 1], a->out.dtype);
+        word[i] = moq_narrow_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
     *(uint4 *)((uint16_t *)a->out.data + row * a->out.stride + column) =
         make_uint4(word[0], word[1], word[2], word[3]);
 }

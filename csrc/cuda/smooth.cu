@@ -40,18 +40,6 @@ static __device__ __forceinline__ piece load_piece(const smooth_args &a, int64_t
     return p;
 }
 
-static __device__ __forceinline__ uint32_t round_pair(float low, float high, moq_dtype dtype) {
-    uint32_t pair;
-    if (dtype == MOQ_DT_BF16) {
-        __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-        memcpy(&pair, &both, sizeof pair);
-    } else {
-        __half2 both = __floats2half2_rn(low, high);
-        memcpy(&pair, &both, sizeof pair);
-    }
-    return pair;
-}
-
 static __device__ __forceinline__ void smooth_piece(piece &p, const float (&scale)[PIECE],
                                                     moq_dtype dtype) {
     if (dtype == MOQ_DT_F32) {
@@ -66,8 +54,8 @@ static __device__ __forceinline__ void smooth_piece(piece &p, const float (&scal
     for (int i = 0; i < PIECE / 2; i++) {
         uint32_t &word = (&p.word[0].x)[i];
         float2 pair = moq_widen_pair(word, dtype);
-        word =
-            round_pair(__fmul_rn(pair.x, scale[2 * i]), __fmul_rn(pair.y, scale[2 * i + 1]), dtype);
+        word = moq_narrow_pair(dtype, __fmul_rn(pair.x, scale[2 * i]),
+                               __fmul_rn(pair.y, scale[2 * i + 1]));
     }
 }
 
