@@ -46,16 +46,19 @@ def test_every_number_of_tokens(rng, algo, dtype):
         check(case, layer, random_x(rng, (tokens, 1152), dtype), dtype)
 
 
+@pytest.mark.parametrize(
+    "columns, rows",
+    [(128, [72]), (384, [40]), (4096, [700]), (7168, [120, 8]), (28672, [300]), (14336, [1540])],
+    ids=lambda value: str(value),
+)
 @pytest.mark.parametrize("algo", ALGOS)
-def test_columns_of_all_lengths(rng, algo):
+def test_columns_of_all_lengths(rng, algo, columns, rows):
     """One block for all of K, two that share it, and passes, where x does not fit beside the ring; small
     layers, two calls of which are on a multiprocessor, and one that is not."""
-    shapes = (128, [72]), (384, [40]), (4096, [700]), (7168, [120, 8]), (28672, [300]), (14336, [1540])
-    for columns, rows in shapes:
-        case = random_case(rng, algo, columns, rows)
-        layer = OnDevice(case, "bfloat16")
-        for tokens in (1, 7, 16):
-            check(case, layer, random_x(rng, (tokens, columns), "bfloat16"))
+    case = random_case(rng, algo, columns, rows)
+    layer = OnDevice(case, "bfloat16")
+    for tokens in (1, 7, 16):
+        check(case, layer, random_x(rng, (tokens, columns), "bfloat16"))
 
 
 @pytest.mark.slow
@@ -67,14 +70,14 @@ def test_many_rounds_of_tiles(rng, algo):
         check(case, OnDevice(case, "bfloat16"), random_x(rng, (tokens, columns), "bfloat16"))
 
 
-def test_a_scale_found_at_run_time_and_a_bias(rng):
-    for columns in (384, 8192, 28672):
-        case = random_case(rng, "FP8", columns, [200], input_scale=False)
-        bias = rng.standard_normal(200).astype(np.float32)
-        for dtype in ("bfloat16", "float16"):
-            layer = OnDevice(case, dtype)
-            for tokens in (2, 16):
-                check(case, layer, random_x(rng, (tokens, columns), dtype), dtype, bias)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("columns", [384, 8192, 28672])
+def test_a_scale_found_at_run_time_and_a_bias(rng, columns, dtype):
+    case = random_case(rng, "FP8", columns, [200], input_scale=False)
+    bias = rng.standard_normal(200).astype(np.float32)
+    layer = OnDevice(case, dtype)
+    for tokens in (2, 16):
+        check(case, layer, random_x(rng, (tokens, columns), dtype), dtype, bias)
 
 
 def test_nothing_around_the_result_is_written(rng):
