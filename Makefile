@@ -61,16 +61,9 @@ sanitize: .venv-sanitize/.installed
 	$(SANITIZED) .venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
-# In several processes, since starting one under the tool takes half a minute; the references are on the CPU, and
-# their threads would be in each other's way. Left out: a call of CUDA's that fails because a test asks for a terabyte,
-# and kernels of NVIDIA's library, in which racecheck finds hazards too. Of some kernels synccheck would not count all
-# barriers by itself, and then makes launches fail. For racecheck build with MOQEXT_RACECHECK=1.
-OPTIONS_memcheck  := --report-api-errors no
-OPTIONS_racecheck := --kernel-name-exclude kns=nvjet
-OPTIONS_synccheck := --num-cuda-barriers 65536
+# For racecheck build with MOQEXT_RACECHECK=1.
 sanitize-cuda:
-	OMP_NUM_THREADS=1 compute-sanitizer --tool $(TOOL) $(OPTIONS_$(TOOL)) --target-processes all --error-exitcode 9 \
-	  $(PYTHON) -m pytest -q -n $(JOBS) -m "gpu and not slow" tests/cuda tests/binding/test_tensor_gpu.py tests/test_cuda_device.py $(PYTEST)
+	$(PYTHON) tests/sanitize_cuda.py --tool $(TOOL) --jobs $(JOBS) tests/cuda tests/binding/test_tensor_gpu.py tests/test_cuda_device.py $(PYTEST)
 
 # The check comes first, before anything is built for nothing.
 fuzz:
