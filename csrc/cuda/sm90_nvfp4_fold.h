@@ -68,7 +68,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
     int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     ring_place from = {0, 0}, to = {0, 0};
-    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         int slab = place_of<S>(a, c.index, packed->rank).row / MOQ_PACK_ROWS +
                    (S::share_weights ? packed->rank * S::slabs : 0) + warp * f.UNITS / S::units;
         uint32_t folds[f.SLABS_OF];
@@ -76,7 +76,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
         for (int i = 0; i < f.SLABS_OF; i++)
             folds[i] = fetch_folds(a, slab + i);
 #pragma unroll 1
-        for (int step = 0; step < a->steps; step++) {
+        for (int step = c.first; step < c.end; step++) {
             mbarrier_wait(packed->full + 8u * from.index, from.parity);
             mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
             fold_stage<S>(&f, folds, from.index, to.index);
@@ -128,37 +128,39 @@ static __device__ __forceinline__ void take(const taps *t, const ring_place *slo
     }
 }
 
-/* c = or += products of a unit with a half of the tokens. */
-template <class S>
+/* c = or += products of a unit with a part of the tokens, as many as c has. */
+template <class S, int SUMS>
 static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int unit,
-                                             int half, const operand_unit *o, int add,
-                                             float (&c)[S::T / 4]) {
-    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16) +
-                                   half * (S::token_bytes / 32) + unit * 4);
+                                             int part, const operand_unit *o, int add,
+                                             float (&c)[SUMS]) {
+    uint64_t x =
+        t->x + (uint32_t)(slot->index * (S::token_bytes / 16) + part * (SUMS * 16) + unit * 4);
     wgmma_fence();
     wgmma_e4m3(c, o->part[0], x, add);
     wgmma_e4m3(c, o->part[1], x + 2, 1);
     wgmma_commit();
 }
 
+/* Products of a part of the tokens end, and are added to the sums. */
 template <class S>
-static __device__ __forceinline__ void promote(float (&sum)[S::T / 4], float (&c)[S::T / 4]) {
+static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
+                                               float (&c)[S::sums]) {
     wgmma_wait<0>();
     stay_here(c);
 #pragma unroll
-    for (int i = 0; i < S::T / 4; i++)
-        sum[i] += c[i];
+    for (int i = 0; i < S::sums; i++)
+        sum[part * S::sums + i] += c[i];
 }
 
-/* The products of a tile by halves of its tokens: what of a step's 128 columns is in the tensor
- * cores, whose sums of e4m3 keep about 14 bits, is added to float32 sums by one half while the
- * other warpgroup has the tensor cores. The operand of a step's first unit is in `even` when it
- * begins. */
+/* Adds products of some steps to the sums, where there are many tokens by halves of them: what of a
+ * step's 128 columns is in the tensor cores, whose sums of e4m3 keep about 14 bits, is added to
+ * float32 sums while the other warpgroup has the tensor cores. The operand of a step's first unit
+ * is in `even` when it begins. */
 template <class S>
 static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
-                                                float (&sum)[2][S::T / 4]) {
+                                                float (&sum)[S::T / 2]) {
     operand_unit even, odd;
-    float c[S::T / 4];
+    float c[S::sums];
     await(t, slot);
     take<S>(t, slot, 0, &even);
 #pragma unroll 1
@@ -168,41 +170,47 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_p
         issue<S>(t, slot, 0, 0, &even, 0, c);
         take<S>(t, slot, 1, &odd);
         issue<S>(t, slot, 1, 0, &odd, 1, c);
-        promote<S>(sum[0], c);
-        issue<S>(t, slot, 0, 1, &even, 0, c);
-        issue<S>(t, slot, 1, 1, &odd, 1, c);
+        if (S::parts == 2) {
+            promote<S>(sum, 0, c);
+            issue<S>(t, slot, 0, 1, &even, 0, c);
+            issue<S>(t, slot, 1, 1, &odd, 1, c);
+        }
         if (step + 1 < steps) {
             await(t, &next);
             wgmma_wait<1>();
             take<S>(t, &next, 0, &even);
         }
-        promote<S>(sum[1], c);
+        promote<S>(sum, S::parts - 1, c);
         release<S>(t, slot);
-        stay_here(sum[0]);
-        stay_here(sum[1]);
+        stay_here(sum);
         *slot = next;
     }
 }
 
+/* The sums of the first or the second half of the tokens. */
+template <class S>
+static __device__ __forceinline__ float (&half_of(float (&sum)[S::T / 2], int half))
+    [S::T / 4] { return *(float (*)[S::T / 4])(sum + half * (S::T / 4)); }
+
 /* The same, where sums stay in the tensor cores. */
 template <class S>
-static __device__ __forceinline__ void multiply_fast(const taps *t, int steps, ring_place *slot,
-                                                     float (&sum)[2][S::T / 4]) {
+static __device__ __forceinline__
+    void multiply_fast(const taps *t, int steps, ring_place *slot, float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     ring_place before = *slot;
     await(t, slot);
     take<S>(t, slot, 0, &even);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        issue<S>(t, slot, 0, 0, &even, 1, sum[0]);
-        issue<S>(t, slot, 0, 1, &even, 1, sum[1]);
+        issue<S>(t, slot, 0, 0, &even, 1, half_of<S>(sum, 0));
+        issue<S>(t, slot, 0, 1, &even, 1, half_of<S>(sum, 1));
         if (step > 0) {
             wgmma_wait<2>();
             release<S>(t, &before);
         }
         take<S>(t, slot, 1, &odd);
-        issue<S>(t, slot, 1, 0, &odd, 1, sum[0]);
-        issue<S>(t, slot, 1, 1, &odd, 1, sum[1]);
+        issue<S>(t, slot, 1, 0, &odd, 1, half_of<S>(sum, 0));
+        issue<S>(t, slot, 1, 1, &odd, 1, half_of<S>(sum, 1));
         wgmma_wait<2>();
         before = *slot;
         advance(slot, t->stages);
@@ -212,8 +220,7 @@ static __device__ __forceinline__ void multiply_fast(const taps *t, int steps, r
         }
     }
     wgmma_wait<0>();
-    stay_here(sum[0]);
-    stay_here(sum[1]);
+    stay_here(sum);
     release<S>(t, &before);
 }
 

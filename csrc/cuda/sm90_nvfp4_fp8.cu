@@ -6,6 +6,8 @@
  * memory and becomes e4m3 here (sm90_nvfp4_fold.h). A block has a tile at a time, 128 rows of W by
  * T tokens: one or two warpgroups fold, two multiply 64 rows each, two warps copy.
  *
+ * Where tiles do not come out even, blocks share K (sm90_nvfp4_parts.h).
+ *
  * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
  * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
  * where there are tokens enough, and each folds half of them for both. */
@@ -14,6 +16,7 @@
 #include "cuda/quantize.h"
 #include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_fold.h"
+#include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
 
@@ -25,20 +28,91 @@
 #define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
 #define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
 
+/* ---- the producers: one warp copies weights, a thread x ---- */
+
+/* The step of a tile that a block copies first, and the one after another. Rows of tiles begin with
+ * different ones, and go on with the first after the last: all read the same tokens, which would
+ * come from a few lines of the second-level cache at a time. */
+static __device__ __forceinline__ int first_step(const course *c, int row) {
+    return c->first + row / ROWS % (c->end - c->first);
+}
+
+static __device__ __forceinline__ int step_after(const course *c, int step) {
+    return step + 1 == c->end ? c->first : step + 1;
+}
+
 template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
+    int lane = threadIdx.x % 32;
+    ring_place slot = {0, 0};
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        int row = place_of<S>(a, c.index, p->rank).row;
+        int slab = row / MOQ_PACK_ROWS + (S::share_weights ? p->rank * S::slabs : 0);
+        int slabs = max(0, min(S::slabs, a->slabs - slab));
+        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
+        int step = first_step(&c, row);
+#pragma unroll 1
+        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+            int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            if (lane == 0)
+                mbarrier_expect(full, (uint32_t)(slabs * bytes));
+            __syncwarp();
+            if (lane < slabs)
+                copy_bytes(p->to + (uint32_t)(slot.index * S::weight_bytes + lane * S::slab_bytes),
+                           from + step * S::slab_bytes, (uint32_t)bytes, full);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_codes(const gemm_args *a, const pipe *p,
+                                                     const CUtensorMap *map) {
+    ring_place slot = {0, 0};
+    uint64_t keep = policy_evict_normal();
+    prefetch_map(map);
+    wait_for_predecessor();
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        place at = place_of<S>(a, c.index, p->rank);
+        int step = first_step(&c, at.row);
+#pragma unroll 1
+        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::token_bytes);
+            copy_box_2d(p->to + (uint32_t)(slot.index * S::token_bytes), map, step * 128, at.token,
+                        full, keep);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+/* ---- the consumers ---- */
+
+/* DIVIDED: blocks share K of some tiles. */
+template <class S, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
                                                uint32_t turn, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
-    for (course c = start<S>(a); c.index < c.count; c.index += c.stride) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         place at = place_of<S>(a, c.index, rank);
-        float sum[2][S::T / 4] = {};
-        fetch_board<S>(a, b, &at, group);
+        float sum[S::T / 2] = {};
+        if (!DIVIDED || c.end == a->steps) /* the outputs are this block's */
+            fetch_board<S>(a, b, &at, group);
         if constexpr (S::fast)
-            multiply_fast<S>(t, a->steps, &slot, sum);
+            multiply_fast<S>(t, c.end - c.first, &slot, sum);
         else
-            multiply<S>(t, a->steps, &slot, sum);
-        write_outputs<S>(a, b, turn, &at, group, sum[0], {0, S::T / CHUNK});
+            multiply<S>(t, c.end - c.first, &slot, sum);
+        if (DIVIDED && c.end < a->steps) {
+            hand_on<S>(a, group, sum);
+            continue;
+        }
+        if (DIVIDED && c.first > 0)
+            add_earlier<S>(a, &c, group, sum);
+        write_outputs<S>(a, b, turn, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
@@ -63,7 +137,7 @@ static __device__ __forceinline__ void set_up(const gates *gate, const pipe *pac
         __syncthreads();
 }
 
-template <class S>
+template <class S, bool DIVIDED>
 static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
     nvfp4_fp8(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -85,7 +159,7 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
         taps t = {gate, operands + own, wgmma_operand(x), args.stages};
-        consume<S>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
+        consume<S, DIVIDED>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
     } else if (threadIdx.x < CONSUMERS + S::folders) {
         fewer_registers<S::folder_registers>();
         folder<S> f;
@@ -102,7 +176,7 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
         if (threadIdx.x < CONSUMERS + S::folders + 32)
             produce_weights<S>(&args, &packed);
         else if (threadIdx.x == CONSUMERS + S::folders + 32)
-            produce_tokens<S>(&args, &of_tokens, &tokens);
+            produce_codes<S>(&args, &of_tokens, &tokens);
     }
     if (S::pair) {
         __syncwarp();
@@ -115,14 +189,16 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
 typedef struct {
     int tokens, blocks; /* of a tile; that share its weights */
     int threads;
-    int stage;      /* bytes of tokens and operands, */
-    int rest;       /* and of the packed ring and the outputs' way */
-    int boards;     /* bytes of static shared memory */
-    double step[2]; /* microseconds of 128 columns, sums promoted, or fast */
-    const void *kernel[2];
+    int stage;                /* bytes of tokens and operands, */
+    int rest;                 /* and of the packed ring and the outputs' way */
+    int boards;               /* bytes of static shared memory */
+    double step[2];           /* microseconds of 128 columns, sums promoted, or fast, */
+    double even;              /* and of even shares */
+    const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
 } variant;
 
-template <int T, sharing SHARE> static variant variant_of(double step, double fast_step) {
+template <int T, sharing SHARE>
+static variant variant_of(double step, double fast_step, double even) {
     typedef tile<AS_E4M3, T, SHARE, false> exact;
     typedef tile<AS_E4M3, T, SHARE, true> fast;
     return {T,
@@ -132,41 +208,69 @@ template <int T, sharing SHARE> static variant variant_of(double step, double fa
             PACKED_STAGES * exact::weight_bytes + 2 * exact::turn_bytes,
             2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
             {step, fast_step},
-            {(const void *)nvfp4_fp8<exact>, (const void *)nvfp4_fp8<fast>}};
+            even,
+            {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
+             {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_WEIGHTS>(0.90, 0.80), variant_of<256, ALONE>(1.03, 0.95),
-    variant_of<128, SHARE_WEIGHTS>(0.60, 0.55), variant_of<128, ALONE>(0.745, 0.68),
-    variant_of<64, SHARE_WEIGHTS>(0.51, 0.46),
+    variant_of<256, SHARE_WEIGHTS>(0.736, 0.655, 6.8), variant_of<256, ALONE>(0.856, 0.79, 6.8),
+    variant_of<128, SHARE_WEIGHTS>(0.507, 0.465, 5.1), variant_of<128, ALONE>(0.63, 0.575, 7.0),
+    variant_of<64, SHARE_WEIGHTS>(0.455, 0.41, 4.5),
 };
 
-enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
+/* How tiles are divided: whole ones in rounds, or the last rounds evenly by steps. */
+typedef enum { ROUNDS, EVEN, DIVISIONS } division;
+
+enum { SHAPES = sizeof VARIANTS / sizeof *VARIANTS, VARIANT_COUNT = SHAPES * DIVISIONS };
 
 /* How a call is done. Workers are blocks or pairs of them. */
 typedef struct {
     const variant *shape;
     int64_t row_tiles, columns, workers;
+    int64_t rest; /* tiles that are shared evenly */
     double seconds;
 } method;
 
-static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v) {
+/* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 220 times of
+ * 16 layers with 128 to 2048 tokens on an H200, 2.6 % root mean square (docs/lab.md). The more
+ * multiprocessors multiply, and the longer, the lower is the clock. */
+static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
+    const variant *v = way->shape;
+    double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
+    double steps = (double)divide_up(spec->in_features, STEP);
+    double turns = way->rest ? tiles / workers : ceil(tiles / workers);
+    double busy = workers * v->blocks / (double)spec->target.sm_count;
+    double quantize = 1.5 + (double)m * (double)spec->in_features / 1.4e6;
+    double products = turns * steps * v->step[spec->fast_accum] * (1 + 0.152 * busy);
+    double exchange =
+        way->rest ? v->even + 0.0023 * v->tokens * (1 + workers / (double)way->rest) : 0;
+    products *= 1 + 0.03 * fmin(1, products / 400);
+    return (2.0 + quantize + products + ceil(turns) * 0.0122 * v->tokens + exchange) * 1e-6;
+}
+
+static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, division how) {
     method way = {v, divide_up(spec->out_features, ROWS), divide_up(m, v->tokens * v->blocks)};
     int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
-    double steps = (double)divide_up(spec->in_features, STEP);
-    double turns = (double)divide_up(tiles, most);
-    double quantize = 1.5e-6 + (double)m * (double)spec->in_features / 1.4e12;
+    int64_t steps = divide_up(spec->in_features, STEP);
     way.workers = tiles < most ? tiles : most;
-    way.seconds =
-        2.5e-6 + quantize + turns * (steps * v->step[spec->fast_accum] + 0.004 * v->tokens) * 1e-6;
+    if (how == EVEN) {
+        way.rest = tiles < 2 * most ? tiles : tiles % most + most;
+        way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
+    }
+    way.seconds = estimate(spec, &way, m);
     return way;
 }
 
-/* Variant 0 is the choice among the shapes, the others are one shape each. */
+static method method_at(const moq_linear_spec *spec, int64_t m, int index) {
+    return method_of(spec, m, &VARIANTS[index % SHAPES], (division)(index / SHAPES));
+}
+
+/* Variant 0 is the choice, the others are a shape and a division each. */
 static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
     method best = {.seconds = INFINITY};
     for (int i = 0; i < VARIANT_COUNT; i++) {
-        method way = method_of(spec, m, &VARIANTS[i]);
+        method way = method_at(spec, m, i);
         if (which == i + 1)
             return way;
         if (way.seconds < best.seconds)
@@ -180,13 +284,20 @@ static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) 
 /* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
  * never looked at, and not copying it would take longer. */
 typedef struct {
-    int64_t tokens, scales, bytes;
+    int64_t tokens, scales, flags, sums, bytes;
 } areas;
 
 static areas areas_of(const moq_linear_spec *spec, const method *way) {
     areas w = {.tokens = way->columns * way->shape->tokens * way->shape->blocks};
     w.scales = divide_up(w.tokens * spec->in_features, 256) * 256;
-    w.bytes = w.scales + w.tokens * 4;
+    w.flags = w.sums = divide_up(w.scales + w.tokens * 4, 256) * 256;
+    if (way->rest) {
+        int64_t blocks = way->workers * way->shape->blocks;
+        w.sums += divide_up(blocks * 16, 256) * 256;
+        w.bytes = w.sums + blocks * way->shape->tokens * ROWS * 4;
+    } else {
+        w.bytes = w.flags;
+    }
     return w;
 }
 
@@ -220,6 +331,9 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .rest = (int)way->rest,
+                   .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
+                   .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
                    .weight = call->weight,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale,
@@ -237,7 +351,7 @@ extern "C" uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
     double best = method_for(call->spec, call->m, 0).seconds;
     uint32_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
-        if (method_of(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
+        if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
             some |= 2u << i;
     return some;
 }
@@ -260,7 +374,7 @@ extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *e
     MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
                                 spec->in_features, (uint32_t)v->tokens, err));
     moq_launch launch = {.what = "NVFP4 linear",
-                         .kernel = v->kernel[spec->fast_accum],
+                         .kernel = v->kernel[spec->fast_accum][way.rest > 0],
                          .grid = dim3((unsigned)(way.workers * v->blocks)),
                          .block = dim3((unsigned)v->threads),
                          .cluster = v->blocks > 1 ? (unsigned)v->blocks : 0,

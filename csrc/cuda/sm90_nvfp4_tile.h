@@ -64,8 +64,9 @@ template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
     static constexpr bool full = T == 256 && !fast; /* of sums */
     static constexpr int registers = twice ? 144 : full ? 224 : 216;
     static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
-    static constexpr int turns = quantized ? 1 : 2; /* chunks that a warpgroup has room for */
-    static constexpr int turn_bytes = turns * TURN_BYTES;
+    static constexpr int turn_bytes = 2 * TURN_BYTES; /* that a warpgroup has room for */
+    /* Parts of the tokens that are multiplied one after the other, and promoted sums of one. */
+    static constexpr int parts = T == 256 || (T == 128 && twice) ? 2 : 1, sums = T / 2 / parts;
 };
 
 /* What rows and tokens of a tile bring to its outputs, of a warpgroup. */
@@ -156,7 +157,7 @@ static __device__ __forceinline__ void next_tile(const gemm_args *a, course *c) 
         take_share(a, c);
 }
 
-/* ---- the producers: one warp copies weights, a thread x ---- */
+/* ---- the producers ---- */
 
 /* What one of them fills. */
 typedef struct {
@@ -164,31 +165,6 @@ typedef struct {
     uint32_t to;          /* the ring */
     int stages, rank;
 } pipe;
-
-template <class S>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
-    int lane = threadIdx.x % 32;
-    ring_place slot = {0, 0};
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        int slab = place_of<S>(a, c.index, p->rank).row / MOQ_PACK_ROWS +
-                   (S::share_weights ? p->rank * S::slabs : 0);
-        int slabs = max(0, min(S::slabs, a->slabs - slab));
-        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES +
-                              c.first * S::slab_bytes;
-        for (int step = c.first; step < c.end; step++, advance(&slot, p->stages)) {
-            int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
-            uint32_t full = p->full + 8u * slot.index;
-            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
-            if (lane == 0)
-                mbarrier_expect(full, (uint32_t)(slabs * bytes));
-            __syncwarp();
-            if (lane < slabs)
-                copy_bytes(p->to + (uint32_t)(slot.index * S::weight_bytes + lane * S::slab_bytes),
-                           from, (uint32_t)bytes, full);
-            from += S::slab_bytes;
-        }
-    }
-}
 
 template <class S>
 static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipe *p,
@@ -277,9 +253,7 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
         if (chunk < part.first || chunk >= part.end)
             continue;
-        uint32_t room = turn + chunk % S::turns * TURN_BYTES;
-        if (S::turns == 1 && chunk > part.first)
-            barrier_sync(2 + group, 128); /* the chunk before is out */
+        uint32_t room = turn + chunk % 2 * TURN_BYTES;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t matrix[4];

@@ -1,0 +1,111 @@
+"""How the NVFP4 kernel of Hopper with FP8 products for many tokens shares its last tiles, shape by shape."""
+
+import numpy as np
+import pytest
+
+from moqext import reference
+
+from ..linear_cases import assert_close, random_case, random_x
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+from .cases import (  # noqa: E402
+    OnDevice,
+    assert_calls_follow_each_other,
+    assert_writes_only_its_result,
+    force,
+    poisoned,
+    to_cuda,
+    to_numpy,
+)
+
+NAME = "cuda:sm90_nvfp4_fp8"
+SHAPES = 5
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    force(monkeypatch, NAME, "NVFP4", "fp8")
+
+
+@pytest.fixture(params=range(SHAPES + 1, 2 * SHAPES + 1))
+def variant(request):
+    """A shape of tiles whose steps blocks share evenly."""
+    return request.param
+
+
+def test_shares_of_all_lengths(rng, variant):
+    """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units."""
+    for columns, rows in ((1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112])):
+        case = random_case(rng, "NVFP4", columns, rows)
+        layer = OnDevice(case, "bfloat16", "fp8")
+        for tokens in (31, 130, 530):
+            x = random_x(rng, (tokens, columns), "bfloat16")
+            layer.method._plan.keep(tokens, NAME, variant)
+            y = to_numpy(layer(x))
+            assert_close(y, case.expected(reference.as_float32(x), "fp8"), "bfloat16")
+            for _ in range(3):
+                assert to_numpy(layer(x)).tobytes() == y.tobytes()
+
+
+def test_many_tiles(rng, variant):
+    """Whole rounds before the shares; some tokens are compared."""
+    case = random_case(rng, "NVFP4", 256, [6000, 2700, 260])
+    layer = OnDevice(case, "bfloat16", "fp8")
+    x = random_x(rng, (1900, 256), "bfloat16")
+    some = np.r_[0:30, 1000:1060, 1880:1900]
+    layer.method._plan.keep(len(x), NAME, variant)
+    y = layer(x)
+    assert not y.isnan().any()
+    assert_close(to_numpy(y)[some], case.expected(reference.as_float32(x[some]), "fp8"), "bfloat16")
+
+
+def test_sums_of_the_tensor_cores(rng, variant):
+    case = random_case(rng, "NVFP4", 2064, [400])
+    layer = OnDevice(case, "bfloat16", "fp8")
+    layer.method = case.method(dtype="bfloat16", device="cuda:0", compute="fp8", fast_accum=True)
+    x = random_x(rng, (300, 2064), "bfloat16")
+    layer.method._plan.keep(300, NAME, variant)
+    expected = case.expected(reference.as_float32(x), "fp8")
+    y = reference.as_float32(to_numpy(layer(x)))
+    assert np.linalg.norm(y - expected) < 5e-3 * np.linalg.norm(expected)
+
+
+def test_nothing_around_the_result_is_written(rng, variant):
+    case = random_case(rng, "NVFP4", 1088, [129])
+    layer = OnDevice(case, "bfloat16", "fp8")
+    for tokens in (33, 300):
+        x = to_cuda(random_x(rng, (tokens, 1088), "bfloat16"), "bfloat16")
+        layer.method._plan.keep(tokens, NAME, variant)
+        assert_writes_only_its_result(layer, x)
+
+
+def test_calls_that_follow_each_other_in_a_graph(rng, variant):
+    """Each reads what the one before wrote, and begins before that has ended; they share a workspace."""
+    case = random_case(rng, "NVFP4", 2048, [2048])
+    gain = reference.dequantize(case.parts[0], "NVFP4").std() * 2048**0.5
+    case.parts[0]["weight_scale_2"] /= np.float32(gain)
+    layer = OnDevice(case, "bfloat16", "fp8")
+    layer.method._plan.keep(300, NAME, variant)
+    x = to_cuda(random_x(rng, (300, 2048), "bfloat16"), "bfloat16")
+    assert_calls_follow_each_other(layer, x)
+
+
+def test_calls_on_three_streams(rng, variant):
+    """Blocks that wait for sums of others finish although other calls have multiprocessors too."""
+    case = random_case(rng, "NVFP4", 4096, [10240])
+    layer = OnDevice(case, "bfloat16", "fp8")
+    x = to_cuda(random_x(rng, (256, 4096), "bfloat16"), "bfloat16")
+    layer.method._plan.keep(256, NAME, variant)
+    expected = to_numpy(layer(x)).tobytes()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(8):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(layer(x, out=poisoned(256, 10240, dtype="bfloat16")))
+    torch.cuda.synchronize()
+    assert all(to_numpy(y).tobytes() == expected for y in results)
