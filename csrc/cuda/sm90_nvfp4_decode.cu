@@ -237,9 +237,7 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint8
 #pragma unroll
         for (int j = 0; j < ROWS && a->log_ranks; j++)
             write_row<S>(a, smem, posted, round, slabs, &o[j], 0, 1);
-        __syncwarp();
-        if (lane == 0)
-            mbarrier_arrive(shared_address(&bar->free[group][round & 1]));
+        warp_releases<false>(shared_address(&bar->free[group][round & 1]));
     }
 }
 
@@ -268,15 +266,13 @@ static __device__ __forceinline__ void finish_last(const decode_args *a, uint8_t
 static __device__ __forceinline__ void init_barriers(const decode_args *a, barriers *bar,
                                                      int lane) {
     if (lane < 2 * MAX_GROUPS) {
-        mbarrier_init(shared_address(&bar->parked[0][lane]), 1 << a->log_parts);
-        mbarrier_init(shared_address(&bar->free[0][lane]), 1);
+        mbarrier_init(shared_address(&bar->parked[0][lane]), WARP_ARRIVALS << a->log_parts);
+        mbarrier_init(shared_address(&bar->free[0][lane]), WARP_ARRIVALS);
     }
     if (lane < MAX_PARTS)
         mbarrier_init(shared_address(&bar->kept[lane]), 1);
     if (lane < 2)
         mbarrier_init(shared_address(&bar->posted[lane]), 1);
-    mbarrier_init_fence();
-    __syncwarp();
 }
 
 /* The way of a warp through its slabs and columns; sums are left where they are brought together.
@@ -299,7 +295,7 @@ static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uin
             mbarrier_wait(r->full + 8u * place.index, place.parity);
             multiply_slabs<S, S::slabs>(a, places, place.index, done, min(a->turn, s->count - done),
                                         slabs, sum);
-            __syncwarp();
+            warp_meets();
             if (is_meant(s, next)) {
                 fetch_weights<S>(a, s, r, next, place.index);
                 if (!a->x_stays)
@@ -311,9 +307,7 @@ static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uin
         uint8_t *parked = smem + a->parked_at + (round & 1) * a->parked_turn;
         mbarrier_wait(free_bar + 8u * (round & 1), (round >> 1 & 1) ^ 1);
         park_sums<S>((float2 *)(parked + warp * a->parked_bytes), pairs, r->lane, sum);
-        __syncwarp();
-        if (r->lane == 0)
-            mbarrier_arrive(parked_bar + 8u * (round & 1));
+        warp_releases<false>(parked_bar + 8u * (round & 1));
     }
 }
 
@@ -325,17 +319,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
     launch_dependents();
-    if (warp == S::warps) {
-        init_barriers(a, &bar, lane);
-        if (in_cluster(a))
-            cluster_arrive();
-        barrier_sync(1, S::threads);
-        if (in_cluster(a))
-            cluster_wait();
-        wait_for_predecessor();
-        finish_rounds<S>(a, smem, &bar);
-        return;
-    }
+    bool adds = warp == S::warps; /* up sums, and has no part of W */
     int part = warp & ((1 << a->log_parts) - 1), group = warp >> a->log_parts;
     ring r;
     r.lane = lane;
@@ -344,14 +328,18 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     r.x = a->x_stays ? shared_address(smem) + (uint32_t)(a->x_at + part * a->m * a->x_pitch)
                      : r.stages + WEIGHTS;
     r.policy = policy_evict_first();
-    if (lane < a->stages) /* weights, and lanes with their part of x */
+    if (adds)
+        init_barriers(a, &bar, lane);
+    else if (lane < a->stages) /* weights, and lanes with their part of x */
         mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
     mbarrier_init_fence();
     __syncwarp();
     if (in_cluster(a))
         cluster_arrive();
 
-    share s = share_of<S>(a, part, group);
+    share s = {};
+    if (!adds)
+        s = share_of<S>(a, part, group);
     cursor next = start_of(a, &s, lane), x_next = next;
     for (int i = 0; i < a->stages && is_meant(&s, &next); i++) {
         fetch_weights<S>(a, &s, &r, &next, i);
@@ -366,6 +354,10 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     if (in_cluster(a))
         cluster_wait();
     wait_for_predecessor();
+    if (adds) {
+        finish_rounds<S>(a, smem, &bar);
+        return;
+    }
     uint32_t kept = shared_address(&bar.kept[part]);
     if (a->x_stays && group == 0)
         fetch_all(a, &s, &r, kept);
