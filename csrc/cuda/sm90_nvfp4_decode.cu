@@ -15,13 +15,15 @@
  * - A warp has a ring of stages of its own, which it fills itself: a stage is up to 8 units of W,
  *   some slabs by some blocks of K, a lane for the bulk copy of each slab. It waits for nothing but
  *   its stages.
- * - x is kept beside the rings where there are several rounds and room for it, one bulk copy a
- * token and warp, or comes with the stages. Two blocks of other rows may read it together
- * (multicast).
+ * - x is kept beside the rings, one bulk copy a token and warp, where there are several rounds or
+ *   many stages and room for it, or comes with the stages: what a warp does for it at each counts.
+ *   Stages that are filled again get x of more than four tokens in boxes. Two blocks of other rows
+ *   may read x together (multicast).
  * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
  *   follows when it has. Eight warps take half of a multiprocessor where that is enough for their
- *   rings, so that the blocks of the next call are there when this one ends; sixteen, which are
- *   better at long calls, take all of it.
+ *   rings, so that the blocks of the next call are there when this one ends, or two of this one;
+ *   sixteen, which are better at long calls, take all of it, or half with two slabs at a time and
+ *   without a warp that adds up.
  * - A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, 4 weights
  *   of each row for a step of 16 columns, so that a block scale is decoded once for its 16 weights.
  *   The columns of x are taken in that order: two loads of 16 bytes for 64 columns of a token.
@@ -37,11 +39,14 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/sm90_nvfp4_decode.h"
+#include "cuda/tensor_map.h"
 
 #include <math.h>
 
-#define SHORT    2048 /* columns up to which fewer than 8 warps may share K */
-#define DECLARED 1152 /* bytes of shared memory declared in the kernel */
+#define SHORT       2048 /* columns up to which fewer than 8 warps may share K */
+#define DECLARED    1152 /* bytes of shared memory declared in the kernel */
+#define MOST_ALONE  4    /* tokens whose x comes to stages by lanes, more in boxes */
+#define MANY_STAGES 8    /* of a warp: x had better stay */
 static_assert(sizeof(barriers) <= DECLARED, "more is declared");
 
 /* ---- sums and outputs ---- */
@@ -278,9 +283,9 @@ static __device__ __forceinline__ void init_barriers(const decode_args *a, barri
 /* The way of a warp through its slabs and columns; sums are left where they are brought together.
  */
 template <class S>
-static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uint8_t *smem,
-                                                       barriers *bar, const ring *r, const share *s,
-                                                       cursor *next, int warp) {
+static __device__ __forceinline__ void
+multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint8_t *smem, barriers *bar,
+                const ring *r, const share *s, cursor *next, int warp) {
     int group = warp >> a->log_parts, pairs = (a->m + 1) / 2;
     uint32_t parked_bar = shared_address(bar->parked[group]);
     uint32_t free_bar = shared_address(bar->free[group]);
@@ -299,7 +304,7 @@ static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uin
             if (is_meant(s, next)) {
                 fetch_weights<S>(a, s, r, next, place.index);
                 if (!a->x_stays)
-                    fetch_columns(a, s, r, next, place.index);
+                    fetch_columns<S>(a, tokens, s, r, next, place.index, true);
                 advance_cursor(a, s, next);
             }
             advance(&place, a->stages);
@@ -313,29 +318,36 @@ static __device__ __forceinline__ void multiply_rounds(const decode_args *a, uin
 
 template <class S>
 static __global__ void __launch_bounds__(S::threads, S::at_once)
-    nvfp4_decode(const __grid_constant__ decode_args args) {
+    nvfp4_decode(const __grid_constant__ CUtensorMap tokens,
+                 const __grid_constant__ decode_args args) {
     extern __shared__ __align__(128) uint8_t smem[];
     __shared__ barriers bar;
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
     launch_dependents();
-    bool adds = warp == S::warps; /* up sums, and has no part of W */
+    bool adds = S::adder && warp == S::warps; /* up sums, and has no part of W */
     int part = warp & ((1 << a->log_parts) - 1), group = warp >> a->log_parts;
     ring r;
     r.lane = lane;
     r.stages = shared_address(smem) + (uint32_t)(warp * a->warp_bytes);
     r.full = shared_address(bar.stage + warp * S::max_stages);
     r.x = a->x_stays ? shared_address(smem) + (uint32_t)(a->x_at + part * a->m * a->x_pitch)
-                     : r.stages + WEIGHTS;
+                     : r.stages + (uint32_t)(a->stages * WEIGHTS);
     r.policy = policy_evict_first();
-    if (adds)
+    if (adds) {
         init_barriers(a, &bar, lane);
-    else if (lane < a->stages) /* weights, and lanes with their part of x */
-        mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
+    } else {
+        if (!S::adder && warp == 0)
+            init_barriers(a, &bar, lane);
+        if (lane < a->stages) /* weights, and lanes with their part of x */
+            mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
+    }
     mbarrier_init_fence();
     __syncwarp();
     if (in_cluster(a))
         cluster_arrive();
+    if (a->boxes && threadIdx.x == 0)
+        prefetch_map(&tokens);
 
     share s = {};
     if (!adds)
@@ -362,23 +374,23 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     if (a->x_stays && group == 0)
         fetch_all(a, &s, &r, kept);
     for (int i = 0; i < a->stages && !a->x_stays && is_meant(&s, &x_next); i++) {
-        fetch_columns(a, &s, &r, &x_next, i);
+        fetch_columns<S>(a, &tokens, &s, &r, &x_next, i, false);
         advance_cursor(a, &s, &x_next);
     }
     fetch_bias(a, &out);
     if (a->x_stays)
         mbarrier_wait(kept, 0);
-    multiply_rounds<S>(a, smem, &bar, &r, &s, &next, warp);
+    multiply_rounds<S>(a, &tokens, smem, &bar, &r, &s, &next, warp);
     if (s.rounds)
         finish_last<S>(a, smem, &bar, &s, group, &out);
 }
 
 /* ---- ways ---- */
 
-/* A way to run a call. */
+/* A way to run a call: also by two blocks of a multiprocessor, of eight warps each. */
 typedef struct {
     int warps, slabs, log_ranks, log_parts;
-    bool share;
+    bool share, two;
 } way;
 
 static int quotient_up(int a, int b) {
@@ -407,7 +419,7 @@ static void share_out(decode_args *a, const way *w, int sm_count) {
     a->share = w->share;
     a->blocks = blocks / parts;
     a->more_blocks = blocks % parts;
-    a->clusters = min(sm_count >> w->log_ranks, slabs);
+    a->clusters = min((sm_count << w->two) >> w->log_ranks, slabs);
     a->slabs = slabs / a->clusters;
     a->more_slabs = slabs % a->clusters;
     a->slab_bytes = blocks * (int64_t)MOQ_PACK_BYTES;
@@ -426,15 +438,17 @@ static void lay_out(decode_args *a, const way *w, int room, bool stays) {
     int needed = min(rounds * quotient_up(most_blocks(a), a->turn), STAGES / w->warps);
     int x = stays ? a->m * a->x_pitch << w->log_parts : 0;
     a->x_stays = stays;
-    a->stage_bytes = WEIGHTS + (stays ? 0 : a->turn * a->m * X_BLOCK);
-    int each = (room - boxes - x) / w->warps;
-    a->stages = min(needed, each / a->stage_bytes);
-    bool alias = rounds == 1 && a->stages * a->stage_bytes >= parked;
+    a->boxes = !stays && a->m > MOST_ALONE;
+    a->x_rows = a->boxes ? quotient_up(a->m, 8) * 8 : a->m;
+    a->x_stage = stays ? 0 : a->turn * a->x_rows * X_BLOCK;
+    int stage = WEIGHTS + a->x_stage, each = (room - boxes - x) / w->warps;
+    a->stages = min(needed, each / stage);
+    bool alias = rounds == 1 && a->stages * stage >= parked;
     if (!alias)
-        a->stages = min(needed, (each - 2 * parked) / a->stage_bytes);
+        a->stages = min(needed, (each - 2 * parked) / stage);
     if (each < 0 || a->stages < (stays ? min(needed, 2) : 1))
         a->stages = 0;
-    a->warp_bytes = a->stages * a->stage_bytes;
+    a->warp_bytes = a->stages * stage;
     a->x_at = w->warps * a->warp_bytes;
     a->parked_at = alias ? 0 : a->x_at + x;
     a->parked_bytes = alias ? a->warp_bytes : parked;
@@ -448,18 +462,29 @@ static void lay_out(decode_args *a, const way *w, int room, bool stays) {
 #define WHOLE_SHARED (232448 - DECLARED)
 #define HALF_SHARED  ((232448 + 1024) / 2 - 1024 - DECLARED)
 
+/* Whether room is left for another block, of this call or the next. */
+static bool is_half(const way *w) {
+    return w->warps == 8 || !has_adder(w->warps, w->slabs);
+}
+
 /* Everything about a call that its way decides, or false where it cannot be done so. x stays where
- * it is read more than once, or together, and fits. Eight warps take half of a multiprocessor if
- * that gives each two stages. */
+ * it is read more than once, or together, or comes in many stages, which costs their warps time,
+ * and fits. Eight warps take half of a multiprocessor if that gives each two stages. */
 static bool arrange(decode_args *a, const way *w, int sm_count) {
     share_out(a, w, sm_count);
-    for (int stays = rounds_of(a, w) > 1 || w->share; stays >= w->share; stays--) {
-        if (w->warps == 8) {
+    int rounds = rounds_of(a, w), stages = rounds * quotient_up(most_blocks(a), a->turn);
+    bool only_half = w->two || (w->warps == 16 && is_half(w)), optional = rounds == 1 && !w->share;
+    if (rounds > 1 && !has_adder(w->warps, w->slabs))
+        return false;
+    for (int stays = !optional || !is_half(w) || stages >= MANY_STAGES; stays >= w->share;
+         stays--) {
+        if (is_half(w)) {
             lay_out(a, w, HALF_SHARED, stays);
-            if (a->stages > 1 ||
-                a->stages == rounds_of(a, w) * quotient_up(most_blocks(a), a->turn))
+            if (a->stages >= (only_half ? 1 : min(stages, 2)))
                 return true;
         }
+        if (only_half || (is_half(w) && optional && stays))
+            continue;
         lay_out(a, w, WHOLE_SHARED, stays);
         if (a->stages)
             return true;
@@ -467,45 +492,86 @@ static bool arrange(decode_args *a, const way *w, int sm_count) {
     return false;
 }
 
-/* Microseconds of a call, fitted to 410 times of up to 8 tokens on an H200 (docs/lab.md), 6 % off
- * in the mean where the way is near the best; the choice costs about 1 %. Products, W from memory
- * and the warp that adds up go on beside each other; before them the start and x, after them the
- * ends of rounds. Two tiles of tokens take up to half as long again. */
+/* Microseconds of a multiprocessor for a unit and for a stage, and before the first. */
+typedef struct {
+    double unit, stage, start;
+} costs;
+
+static costs costs_of(const way *w) {
+    static const costs EIGHT[3] = {
+        {0.01218, 0.03222, 1.704}, {0.01191, 0.03857, 1.518}, {0.01172, 0.06242, 1.188}};
+    static const costs TWO[2] = {{0.007218, 0.01987, 2.974}, {0.01109, 0.02638, 2.523}};
+    static const costs SIXTEEN[3] = {
+        {0.01467, 0.04814, 1.121}, {0.007722, 0.01813, 3.415}, {0.01152, 0.002719, 3.488}};
+    return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
+}
+
+/* Microseconds of a call, fitted to 960 times of up to 8 tokens on an H200 (docs/lab.md), 3 % off
+ * in the mean where the way is near the best; the choice costs 0.5 %. Products, W from memory and
+ * the warp that adds up go on beside each other; before them the start and x, after them the ends
+ * of rounds. Two tiles of tokens take up to half as long again. */
 static double estimate(const decode_args *a, const way *w) {
-    static const double unit[3] = {0.0142, 0.01472, 0.01656}; /* by slabs, of 8 warps */
-    bool many = w->warps == 16, whole = !many && a->shared > HALF_SHARED;
+    costs c = costs_of(w);
+    bool half = is_half(w);
     int most = most_blocks(a), slabs = most_slabs(a, w), rounds = rounds_of(a, w);
-    double stages = (double)rounds * quotient_up(most, a->turn) * w->warps;
-    double units = (double)slabs * most * w->warps, columns = (double)most * a->m * X_BLOCK;
+    double warps = w->warps << w->two, columns = (double)most * a->m * X_BLOCK;
     double products =
-        units * (many ? 0.01271 : unit[w->slabs / 4]) + stages * (many ? 0.0009547 : 0.02538);
-    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 0.923, before = 0;
+        warps * (slabs * most * c.unit + rounds * quotient_up(most, a->turn) * c.stage);
+    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 1.052;
+    double before = c.start + w->share * 0.015 + (half ? 0 : w->log_ranks * 0.6183) +
+                    (half && a->shared > HALF_SHARED ? 1.472 : 0);
     if (a->x_stays) {
-        before = (columns * (1 << w->log_parts)) * (w->share ? 1.367e-05
-                                                    : many   ? 4.274e-05
-                                                             : 1.751e-05);
+        before += columns * (1 << w->log_parts) *
+                  (w->share ? 6.997e-6
+                   : half   ? 1.283e-5
+                            : 8.976e-6);
     } else {
-        products += columns * rounds * w->warps * 2.665e-05;
-        memory += columns * rounds * w->warps * 3.841e-06;
+        columns *= rounds * warps;
+        products += columns * (a->boxes ? 8.331e-6 : half ? 2.834e-5 : 3.557e-5);
+        memory += columns * 6.616e-6;
     }
     double added = (double)(rounds - 1) * (w->warps >> w->log_parts) *
                    quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
-    double adding = added * (0.2523 + 0.03509 * (1 << w->log_parts)) * (w->log_ranks ? 1.5 : 1);
-    double ends = rounds * (0.2338 + w->log_ranks * 0.03595) + w->share * 0.05992;
-    double start = 1.726 + (many ? 1.549 + w->log_ranks * 0.4 : whole ? 0.7528 : 0);
-    double all =
-        start + before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
+    double adding = added * (0.5806 + 0.01472 * (1 << w->log_parts)) * (w->log_ranks ? 1.328 : 1);
+    double ends = rounds * (0.2576 + w->log_ranks * 0.01593);
+    double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
     return a->m > 8 ? 1.5 * all : all;
 }
 
 /* Of K in full for all warps of a block, then of short K. Rows have to be enough for all threads
  * that add up; two tiles of tokens have one kernel. */
 static const way WAYS[] = {
-    {8, 2, 0, 3},       {8, 4, 0, 3},       {8, 8, 0, 3},       {8, 2, 1, 3},       {8, 4, 1, 3},
-    {8, 8, 1, 3},       {8, 2, 0, 3, true}, {8, 4, 0, 3, true}, {8, 8, 0, 3, true}, {16, 4, 0, 4},
-    {16, 4, 0, 3},      {16, 4, 1, 4},      {8, 2, 0, 2},       {8, 4, 0, 2},       {8, 8, 0, 2},
-    {8, 2, 0, 2, true}, {8, 4, 0, 2, true}, {8, 8, 0, 2, true}, {8, 2, 0, 1},       {8, 4, 0, 1},
-    {8, 2, 0, 1, true}, {8, 4, 0, 1, true},
+    {8, 2, 0, 3},
+    {8, 4, 0, 3},
+    {8, 8, 0, 3},
+    {8, 2, 1, 3},
+    {8, 4, 1, 3},
+    {8, 8, 1, 3},
+    {8, 2, 0, 3, true},
+    {8, 4, 0, 3, true},
+    {8, 8, 0, 3, true},
+    {16, 4, 0, 4},
+    {16, 4, 0, 3},
+    {16, 4, 1, 4},
+    {16, 8, 1, 4},
+    {16, 2, 0, 4},
+    {16, 2, 1, 4},
+    {8, 4, 0, 3, false, true},
+    {8, 8, 0, 3, false, true},
+    {8, 4, 1, 3, false, true},
+    {8, 8, 1, 3, false, true},
+    {8, 4, 0, 3, true, true},
+    {8, 8, 0, 3, true, true},
+    {8, 2, 0, 2},
+    {8, 4, 0, 2},
+    {8, 8, 0, 2},
+    {8, 2, 0, 2, true},
+    {8, 4, 0, 2, true},
+    {8, 8, 0, 2, true},
+    {8, 2, 0, 1},
+    {8, 4, 0, 1},
+    {8, 2, 0, 1, true},
+    {8, 4, 0, 1, true},
 };
 
 enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
@@ -544,7 +610,9 @@ template <int WARPS, int SLABS, int TILES> static const void *kernel_of(moq_dtyp
 static const void *kernel_for(const way *w, const moq_linear_call *call) {
     moq_dtype dtype = call->spec->dtype;
     if (w->warps == 16)
-        return kernel_of<16, 4, 1>(dtype);
+        return w->slabs == 2   ? kernel_of<16, 2, 1>(dtype)
+               : w->slabs == 4 ? kernel_of<16, 4, 1>(dtype)
+                               : kernel_of<16, 8, 1>(dtype);
     if (call->m > 8)
         return kernel_of<8, 4, 2>(dtype);
     return w->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
@@ -599,15 +667,19 @@ extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err
     args.output_scale = call->output_scale;
     args.x = moq_rows_of(call->x);
     args.out = moq_output_of(call);
+    CUtensorMap tokens = {};
+    if (args.boxes)
+        MOQ_TRY(moq_tensor_map_rows(&tokens, args.x.data, args.m, 2 * spec->in_features,
+                                    2 * args.x.stride, (uint32_t)args.x_rows, err));
     unsigned cluster = in_cluster(&args) ? 2 : 1;
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = kernel_for(w, call),
-                         .grid = dim3((unsigned)device.sm_count / cluster * cluster),
-                         .block = dim3((unsigned)(32 * w->warps + 32)),
+                         .grid = dim3(((unsigned)device.sm_count << w->two) / cluster * cluster),
+                         .block = dim3((unsigned)(32 * (w->warps + has_adder(w->warps, w->slabs)))),
                          .cluster = cluster > 1 ? cluster : 0,
                          .shared = (size_t)args.shared,
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
-    void *parameters[] = {&args};
+    void *parameters[] = {&tokens, &args};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -16,12 +16,18 @@
 #define MAX_GROUPS  4   /* of warps of a block that have other rows */
 #define X_BLOCK     128 /* bytes of a token in a block of K */
 
+/* Sixteen warps of two slabs do all in one round, so that none has to add up sums meanwhile. */
+static __host__ __device__ constexpr bool has_adder(int warps, int slabs) {
+    return warps == 8 || slabs > 2;
+}
+
 /* What is known when the kernel is compiled: the warps of a block that multiply, slabs of W that a
- * warp multiplies with what it has read of x, tiles of 8 tokens, and the type of x. Eight warps
- * leave room for a block of the next call. */
+ * warp multiplies with what it has read of x, tiles of 8 tokens, and the type of x. Eight warps, or
+ * sixteen without one that adds up, leave room for another block. */
 template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
     static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
-    static constexpr int threads = 32 * WARPS + 32, at_once = WARPS == 8 ? 2 : 1;
+    static constexpr bool adder = has_adder(WARPS, SLABS);
+    static constexpr int threads = 32 * WARPS + 32 * adder, at_once = WARPS == 8 || !adder ? 2 : 1;
     static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
     static constexpr int rows = SLABS * MOQ_PACK_ROWS, rank_rows = rows / MAX_RANKS;
     static constexpr int row_pitch = rows + 4; /* parked, no conflicts */
@@ -36,9 +42,10 @@ typedef struct {
     int slabs, more_slabs;    /* of a cluster, and how many clusters have one more */
     int turn;                 /* blocks of K in a stage */
     int stages;               /* of a warp */
-    int stage_bytes;          /* weights, then x: [blocks][m][128], */
+    int x_rows, x_stage;      /* x of a stage: [blocks][x_rows][128], and its bytes, */
     bool x_stays;             /* or that is kept behind the rings, for all rounds: */
     int x_at, x_pitch;        /* [parts][m][x_pitch] */
+    bool boxes;               /* x of stages that are filled again comes in boxes */
     bool share;               /* blocks of other rows read x together, two by two */
     int warp_bytes;           /* of its stages */
     int parked_at, parked_bytes, parked_turn; /* sums: offset; bytes of a warp, of a round or 0 */
@@ -106,8 +113,8 @@ static __device__ __forceinline__ int first_of(const share *s, int round) {
 /* ---- the ring of a warp ---- */
 
 typedef struct {
-    uint32_t stages, full; /* memory and barriers */
-    uint32_t x;            /* of the first stage, or of all columns */
+    uint32_t stages, full; /* weights and barriers */
+    uint32_t x;            /* of stages, or of all columns */
     uint64_t policy;
     int lane;
 } ring;
@@ -142,7 +149,7 @@ template <class S>
 static __device__ __forceinline__ void fetch_weights(const decode_args *a, const share *s,
                                                      const ring *r, const cursor *c, int stage) {
     uint32_t bytes = (uint32_t)(min(a->turn, s->count - c->done) * MOQ_PACK_BYTES);
-    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes), bar = r->full + 8u * stage;
+    uint32_t to = r->stages + (uint32_t)(stage * WEIGHTS), bar = r->full + 8u * stage;
     int slabs = slabs_of(s, c->round);
     if (r->lane == 0)
         mbarrier_expect(bar, slabs * bytes);
@@ -151,8 +158,13 @@ static __device__ __forceinline__ void fetch_weights(const decode_args *a, const
                         r->policy);
 }
 
-/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. Pieces of a row are
- * xored with it, so that lanes that read the same piece of 8 rows meet no bank twice. */
+/* Pieces of 16 bytes of a row of x in a stage are xored with this, so that lanes that read the same
+ * piece of 8 rows meet no bank twice. It is what the 128-byte swizzle makes of boxes. */
+static __device__ __forceinline__ uint32_t turn_of(const ring *r, int row) {
+    return (r->x / X_BLOCK + (uint32_t)row) & 7;
+}
+
+/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. */
 static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const ring *r, int first,
                                                     int blocks, uint32_t to, uint32_t bar) {
     int piece = r->lane % 8, row = r->lane / 8, column = first * MOQ_PACK_K + piece * 8;
@@ -162,12 +174,32 @@ static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const 
         while (row >= a->m) {
             row -= a->m;
             column += MOQ_PACK_K;
+            to += a->x_rows * X_BLOCK;
         }
         const uint16_t *from = column < a->k ? x + row * a->x.stride + column : x;
-        copy_async_16(to + i * X_BLOCK + ((piece ^ (row & 7)) << 4), from, column < a->k ? 16 : 0);
+        copy_async_16(to + row * X_BLOCK + ((piece ^ turn_of(r, row)) << 4), from,
+                      column < a->k ? 16 : 0);
         row += 4;
     }
     copy_async_arrive(bar);
+}
+
+/* The same in boxes of all tokens by 64 columns, which come later but take a warp less time. */
+template <class S>
+static __device__ __forceinline__ void fetch_boxes(const ring *r, const CUtensorMap *tokens,
+                                                   int first, int blocks, uint32_t to,
+                                                   uint32_t bar) {
+    constexpr int bytes = 8 * S::tiles * X_BLOCK;
+    if (!is_elected()) {
+        mbarrier_arrive(bar);
+        return;
+    }
+    mbarrier_expect(bar, blocks * bytes);
+#pragma unroll
+    for (int i = 0; i < S::blocks; i++)
+        if (i < blocks)
+            copy_box_2d(to + i * bytes, tokens, (first + i) * X_BLOCK, 0, bar,
+                        policy_evict_normal());
 }
 
 /* Bytes of a token that a warp has of columns that there are. */
@@ -202,12 +234,17 @@ static __device__ __forceinline__ void fetch_all(const decode_args *a, const sha
         copy_bytes(to, from, bytes, bar);
 }
 
-/* The tokens' part of a stage. */
-static __device__ __forceinline__ void fetch_columns(const decode_args *a, const share *s,
-                                                     const ring *r, const cursor *c, int stage) {
-    uint32_t to = r->stages + (uint32_t)(stage * a->stage_bytes) + WEIGHTS;
-    fetch_tokens(a, r, s->begin + c->done, min(a->turn, s->count - c->done), to,
-                 r->full + 8u * stage);
+/* The tokens' part of a stage: of a fresh one, or of one that is filled again. */
+template <class S>
+static __device__ __forceinline__ void
+fetch_columns(const decode_args *a, const CUtensorMap *tokens, const share *s, const ring *r,
+              const cursor *c, int stage, bool again) {
+    uint32_t to = r->x + (uint32_t)(stage * a->x_stage), bar = r->full + 8u * stage;
+    int first = s->begin + c->done, blocks = min(a->turn, s->count - c->done);
+    if (again && a->boxes)
+        fetch_boxes<S>(r, tokens, first, blocks, to, bar);
+    else
+        fetch_tokens(a, r, first, blocks, to, bar);
 }
 
 /* ---- products ---- */
@@ -228,8 +265,8 @@ static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a,
 #pragma unroll
     for (int i = 0; i < S::tiles; i++) {
         int row = min(8 * i + g, a->m - 1); /* tokens that are not there: any that is */
-        uint32_t piece =
-            a->x_stays ? row * a->x_pitch + 32 * t : row * X_BLOCK + ((2 * t ^ (row & 7)) << 4);
+        uint32_t piece = a->x_stays ? row * a->x_pitch + 32 * t
+                                    : row * X_BLOCK + ((2 * t ^ turn_of(r, row)) << 4);
         p.x[i][0] = r->x + piece;
         p.x[i][1] = a->x_stays ? p.x[i][0] + 16 : r->x + (piece ^ 16);
     }
@@ -297,9 +334,9 @@ template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
                                                       int stage, int done, int blocks,
                                                       sums<S> &sum) {
-    uint32_t at = (uint32_t)(stage * a->stage_bytes),
-             step = a->x_stays ? X_BLOCK : (uint32_t)(a->m * X_BLOCK);
-    uint32_t x_at = a->x_stays ? done * step : at;
+    uint32_t at = (uint32_t)(stage * WEIGHTS),
+             step = (uint32_t)((a->x_stays ? 1 : a->x_rows) * X_BLOCK);
+    uint32_t x_at = a->x_stays ? done * step : (uint32_t)(stage * a->x_stage);
 #pragma unroll
     for (int i = 0; i < 4; i++)
         p.word[i] += at;
