@@ -30,17 +30,6 @@
 
 /* ---- the producers: one warp copies weights, a thread x ---- */
 
-/* The step of a tile that a block copies first, and the one after another. Rows of tiles begin with
- * different ones, and go on with the first after the last: all read the same tokens, which would
- * come from a few lines of the second-level cache at a time. */
-static __device__ __forceinline__ int first_step(const course *c, int row) {
-    return c->first + row / ROWS % (c->end - c->first);
-}
-
-static __device__ __forceinline__ int step_after(const course *c, int step) {
-    return step + 1 == c->end ? c->first : step + 1;
-}
-
 template <class S>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
     int lane = threadIdx.x % 32;

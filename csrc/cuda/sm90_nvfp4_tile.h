@@ -34,6 +34,7 @@ typedef struct {
     int columns;   /* tiles along the tokens */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
+    bool apart;      /* whether tiles of other rows begin with other steps */
     int rest;        /* tiles at the end whose steps all blocks share evenly */
     int parts;       /* of K of a tile, one for each block of a cluster, or 0 */
     float4 *handed;  /* sums of other blocks, and */
@@ -157,6 +158,23 @@ static __device__ __forceinline__ void next_tile(const gemm_args *a, course *c) 
         take_share(a, c);
 }
 
+/* The step of a tile that a block copies first, and the one after another. Rows of tiles begin with
+ * different ones, and go on with the first after the last: all read the same tokens, which would
+ * come from a few lines of the second-level cache at a time. */
+static __device__ __forceinline__ int first_step(const course *c, int row) {
+    return c->first + row / ROWS % (c->end - c->first);
+}
+
+static __device__ __forceinline__ int step_after(const course *c, int step) {
+    return step + 1 == c->end ? c->first : step + 1;
+}
+
+/* The first where that is so for few tokens only, the same of both blocks of a pair. */
+template <class S>
+static __device__ __forceinline__ int first_step_of(const gemm_args *a, const course *c) {
+    return a->apart ? first_step(c, place_of<S>(a, c->index, 0).row) : c->first;
+}
+
 /* ---- the producers ---- */
 
 /* What one of them fills. */
@@ -175,7 +193,8 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
     wait_for_predecessor();
     for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
         int token = place_of<S>(a, c.index, p->rank).token;
-        for (int step = c.first; step < c.end; step++, advance(&slot, p->stages)) {
+        int step = first_step_of<S>(a, &c);
+        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
             uint32_t full = p->full + 8u * slot.index;
             uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
@@ -187,6 +206,7 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
             } else {
                 copy_box_2d(to, map, step * 128, token, full, keep);
             }
+            advance(&slot, p->stages);
         }
     }
 }
