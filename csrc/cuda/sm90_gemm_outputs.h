@@ -252,14 +252,14 @@ template <class S> static __device__ __forceinline__ eights eights_of(int part, 
     return e;
 }
 
-/* Bytes that a block gets. */
+/* Bytes that a block gets from others. */
 template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
     int parts = (int)blocks_in_cluster() * S::k_groups, part = (int)rank_in_cluster() * S::k_groups;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < S::k_groups; i++)
         count += eights_of<S>(part + i, parts).count;
-    return count * parts * (S::row_groups * 128) * 16;
+    return count * (parts - S::k_groups) * (S::row_groups * 128) * 16;
 }
 
 /* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
@@ -273,7 +273,7 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
     int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
-    int part = (int)rank_in_cluster() * SPLIT + group % SPLIT;
+    int rank = (int)rank_in_cluster(), part = rank * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
     if (!S::own_room) {
         __syncwarp();
@@ -290,7 +290,7 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
         uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
         float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
         int block = owner / SPLIT;
-        if (blocks > 1)
+        if (block != rank)
             send_four(address_in(block, to), four, address_in(block, meet->posted));
         else
             store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),

@@ -155,21 +155,22 @@ static variant variant_of(double step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<16, 2, 1, false>(0.402),        variant_of<16, 4, 1, false>(0.610),
-    variant_of<16, 2, 1, true>(0.430),         variant_of<16, 2, 2, true>(0.671),
-    variant_of<16, 1, 2, true>(0.445),         variant_of<32, 2, 1, false>(0.427),
-    variant_of<32, 4, 1, false>(0.697),        variant_of<32, 3, 1, false>(0.540),
-    variant_of<32, 2, 1, true>(0.405),         variant_of<32, 3, 1, true>(0.504),
-    variant_of<32, 4, 1, true>(0.645),         variant_of<32, 2, 2, true>(0.656),
-    variant_of<32, 1, 2, true>(0.428),         variant_of<64, 2, 1, false>(0.501),
-    variant_of<64, 4, 1, false>(0.886),        variant_of<64, 3, 1, false>(0.664),
-    variant_of<64, 2, 1, true>(0.451),         variant_of<64, 3, 1, true>(0.591),
-    variant_of<64, 4, 1, true>(0.821),         variant_of<64, 2, 2, true>(0.823),
-    variant_of<64, 1, 2, true>(0.488),         variant_of<128, 2, 1, false>(0.668),
-    variant_of<128, 4, 1, false>(1.342),       variant_of<128, 3, 1, false>(1.011),
-    variant_of<128, 2, 1, true>(0.572),        variant_of<128, 3, 1, true>(0.939),
-    variant_of<128, 4, 1, true>(1.322),        variant_of<128, 2, 2, true>(1.285),
-    variant_of<128, 2, 1, false, true>(0.720),
+    variant_of<16, 2, 1, false>(0.406),        variant_of<16, 3, 1, false>(0.505),
+    variant_of<16, 4, 1, false>(0.598),        variant_of<16, 2, 1, true>(0.404),
+    variant_of<16, 3, 1, true>(0.485),         variant_of<16, 2, 2, true>(0.619),
+    variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.454),
+    variant_of<32, 4, 1, false>(0.731),        variant_of<32, 3, 1, false>(0.619),
+    variant_of<32, 2, 1, true>(0.406),         variant_of<32, 3, 1, true>(0.496),
+    variant_of<32, 4, 1, true>(0.631),         variant_of<32, 2, 2, true>(0.653),
+    variant_of<32, 1, 2, true>(0.412),         variant_of<64, 2, 1, false>(0.511),
+    variant_of<64, 4, 1, false>(0.913),        variant_of<64, 3, 1, false>(0.733),
+    variant_of<64, 2, 1, true>(0.413),         variant_of<64, 3, 1, true>(0.561),
+    variant_of<64, 4, 1, true>(0.774),         variant_of<64, 2, 2, true>(0.788),
+    variant_of<64, 1, 2, true>(0.407),         variant_of<128, 2, 1, false>(0.670),
+    variant_of<128, 4, 1, false>(1.390),       variant_of<128, 3, 1, false>(1.005),
+    variant_of<128, 2, 1, true>(0.535),        variant_of<128, 3, 1, true>(0.838),
+    variant_of<128, 4, 1, true>(1.270),        variant_of<128, 2, 2, true>(1.155),
+    variant_of<128, 2, 1, false, true>(0.747),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -216,8 +217,8 @@ static int64_t tokens_of(int64_t m, const method *way) {
 }
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
- * same time, then sums and outputs. Fitted to 591 times of 16 layers and 16 to 256 tokens on an
- * H200 (docs/lab.md): 4 % off in the mean, and the choice costs 0.5 %. */
+ * same time, then sums and outputs. Fitted to 503 times of 14 layers and 16 to 256 tokens on an
+ * H200 (docs/lab.md): 5 % root mean square, and the choice costs 0.5 %. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
@@ -228,7 +229,7 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);
     double share = v->row_groups * 64 * 72 + tokens * (STEP * 2) * (v->pair ? 0.5 : 1.0);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
-    double copies = tiles * steps * share / 9.57e12;
+    double copies = tiles * steps * share / (v->tokens < 128 ? 14.5e12 : 11.4e12);
     double memory = n * k * 0.5625 / 4.6e12 / fmin(1, blocks / 80);
     double outputs = turns * (3.9e-7 * v->row_groups + (v->parts ? 5.56e-8 : 2.1e-8) * tokens);
     return 0.5e-6 + outputs +
@@ -264,11 +265,9 @@ static method best_of_variant(const moq_linear_spec *spec, int64_t m, const vari
     return best;
 }
 
-/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. Those of 192
- * rows have 32 tokens at least, and are the faster with 16 where they come out even. */
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
 static bool suits(const variant *v, int64_t m) {
-    int least = v->row_groups == 3 ? v->tokens / 4 : v->tokens / 2;
-    return (v->tokens == 16 || m > least) && (v->tokens == 128 || m <= 4 * v->tokens);
+    return (v->tokens == 16 || m > v->tokens / 2) && (v->tokens == 128 || m <= 4 * v->tokens);
 }
 
 /* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where

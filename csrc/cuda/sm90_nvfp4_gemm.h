@@ -124,24 +124,35 @@ typedef struct {
 typedef struct {
     cursor at;
     place where;
-    int step;
+    int step, left; /* of the tile */
     ring_place slot;
     int copied;
 } feed;
 
+/* Tiles of other rows begin with other steps, and go on with the first after the last: all read the
+ * same tokens, which would come from a few lines of the second-level cache at a time. */
+template <class S> static __device__ __forceinline__ void begin_tile(const gemm_args *a, feed *f) {
+    int row = S::parts ? f->at.tile : f->at.tile / a->columns;
+    f->left = f->at.end - f->at.first;
+    f->step = f->at.first + row % f->left;
+}
+
 template <class S> static __device__ __forceinline__ feed begin_feed(const gemm_args *a) {
     cursor at = start<S>(a);
-    return {at, place_of<S>(a, at.tile), at.first};
+    feed f = {at, place_of<S>(a, at.tile)};
+    begin_tile<S>(a, &f);
+    return f;
 }
 
 template <class S> static __device__ __forceinline__ void next_feed(const gemm_args *a, feed *f) {
     advance(&f->slot, a->stages);
     f->copied++;
-    if (++f->step == f->at.end) {
+    if (++f->step == f->at.end)
         f->step = f->at.first;
+    if (--f->left == 0 && --f->at.left > 0) {
         f->at.tile += f->at.stride;
-        if (--f->at.left > 0)
-            f->where = place_of<S>(a, f->at.tile);
+        f->where = place_of<S>(a, f->at.tile);
+        begin_tile<S>(a, f);
     }
 }
 

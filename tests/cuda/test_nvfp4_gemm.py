@@ -18,7 +18,7 @@ from .cases import (
 pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_gemm"
-VARIANTS = 29
+VARIANTS = 31
 
 
 @pytest.fixture(autouse=True)
