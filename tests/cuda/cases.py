@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import LinearMethod
+from moqext import LinearMethod, reference
 
 torch = pytest.importorskip("torch")
 
@@ -117,3 +117,24 @@ def assert_calls_follow_each_other(layer: OnDevice, x: Any, bias: bool = False) 
         for step, y in zip(steps, expected, strict=True):
             assert not step.isnan().any()
             assert to_numpy(step).tobytes() == to_numpy(y).tobytes()
+
+
+def of_unit_gain(case: Any) -> Any:
+    """The square NVFP4 layer with outputs as large as its inputs, for calls that follow each other."""
+    weight = reference.dequantize(case.parts[0], "NVFP4")
+    case.parts[0]["weight_scale_2"] /= np.float32(weight.std() * weight.shape[1] ** 0.5)
+    return case
+
+
+def assert_streams_do_not_wait(layer: OnDevice, x: Any) -> None:
+    """Blocks that wait for sums of others finish although calls on other streams have multiprocessors too."""
+    expected = to_numpy(layer(x)).tobytes()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(8):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(layer(x))
+    torch.cuda.synchronize()
+    assert all(to_numpy(y).tobytes() == expected for y in results)

@@ -6,20 +6,18 @@ import pytest
 from moqext import reference
 
 from ..linear_cases import assert_close, random_case, random_x
-
-pytestmark = pytest.mark.gpu
-
-torch = pytest.importorskip("torch")
-
-from .cases import (  # noqa: E402
+from .cases import (
     OnDevice,
     assert_calls_follow_each_other,
+    assert_streams_do_not_wait,
     assert_writes_only_its_result,
     force,
-    poisoned,
+    of_unit_gain,
     to_cuda,
     to_numpy,
 )
+
+pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_fp8"
 SHAPES = 5
@@ -84,28 +82,14 @@ def test_nothing_around_the_result_is_written(rng, variant):
 
 def test_calls_that_follow_each_other_in_a_graph(rng, variant):
     """Each reads what the one before wrote, and begins before that has ended; they share a workspace."""
-    case = random_case(rng, "NVFP4", 2048, [2048])
-    gain = reference.dequantize(case.parts[0], "NVFP4").std() * 2048**0.5
-    case.parts[0]["weight_scale_2"] /= np.float32(gain)
-    layer = OnDevice(case, "bfloat16", "fp8")
+    layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16", "fp8")
     layer.method._plan.keep(300, NAME, variant)
     x = to_cuda(random_x(rng, (300, 2048), "bfloat16"), "bfloat16")
     assert_calls_follow_each_other(layer, x)
 
 
 def test_calls_on_three_streams(rng, variant):
-    """Blocks that wait for sums of others finish although other calls have multiprocessors too."""
-    case = random_case(rng, "NVFP4", 4096, [10240])
-    layer = OnDevice(case, "bfloat16", "fp8")
+    layer = OnDevice(random_case(rng, "NVFP4", 4096, [10240]), "bfloat16", "fp8")
     x = to_cuda(random_x(rng, (256, 4096), "bfloat16"), "bfloat16")
     layer.method._plan.keep(256, NAME, variant)
-    expected = to_numpy(layer(x)).tobytes()
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(8):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(layer(x, out=poisoned(256, 10240, dtype="bfloat16")))
-    torch.cuda.synchronize()
-    assert all(to_numpy(y).tobytes() == expected for y in results)
+    assert_streams_do_not_wait(layer, x)

@@ -11,6 +11,7 @@ from .cases import (
     assert_calls_follow_each_other,
     assert_writes_only_its_result,
     force,
+    of_unit_gain,
     to_cuda,
     to_numpy,
 )
@@ -143,10 +144,7 @@ def test_many_tiles(rng):
 
 
 def test_calls_that_follow_each_other_in_a_graph(rng):
-    case = random_case(rng, "NVFP4", 2048, [2048])
-    gain = reference.dequantize(case.parts[0], "NVFP4").std() * 2048**0.5
-    case.parts[0]["weight_scale_2"] /= np.float32(gain)
-    layer = OnDevice(case, "bfloat16")
+    layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16")
     for tokens in (20, 64, 200):
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
         assert_calls_follow_each_other(layer, x)
