@@ -98,7 +98,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
     } else if (warp < S::copier / 32 && threadIdx.x % 32 == 0) {
         if (S::parts && warp == 0) {
             mbarrier_init(meet->posted, 1);
-            mbarrier_init(meet->ready, CONSUMERS / 32 * blocks_in_cluster());
+            mbarrier_init(meet->ready, CONSUMERS / 32 * WARP_ARRIVALS * blocks_in_cluster());
         }
 #pragma unroll 1
         for (int i = warp + (S::pair ? 0 : FIRST_COPIES); i < a->stages; i += S::copier / 32)

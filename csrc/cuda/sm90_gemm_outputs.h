@@ -276,9 +276,7 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
     int rank = (int)rank_in_cluster(), part = rank * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
     if (!S::own_room) {
-        __syncwarp();
-        if (threadIdx.x % 32 < blocks)
-            mbarrier_arrive_at(meet->ready, threadIdx.x % 32);
+        warp_releases_all(meet->ready, blocks);
         mbarrier_wait(meet->ready, 0);
     }
     int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */

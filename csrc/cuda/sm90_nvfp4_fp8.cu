@@ -110,7 +110,7 @@ static __device__ __forceinline__ void set_up(const gates *gate, const pipe *pac
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; i++) {
             mbarrier_init(gate->tokens + 8u * i, 1);
-            mbarrier_init(gate->operands + 8u * i, S::folders / 32);
+            mbarrier_init(gate->operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
             mbarrier_init(gate->empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
         }
         for (int i = 0; i < packed->stages; i++) {

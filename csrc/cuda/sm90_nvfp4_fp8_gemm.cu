@@ -206,7 +206,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
     } else if (warp < WARPS && threadIdx.x % 32 == 0) {
         if (S::parts && warp == 0) {
             mbarrier_init(meet->posted, 1);
-            mbarrier_init(meet->ready, WARPS * blocks_in_cluster());
+            mbarrier_init(meet->ready, WARPS * WARP_ARRIVALS * blocks_in_cluster());
         }
 #pragma unroll 1
         for (int i = warp + FIRST_COPIES; i < a->stages; i += WARPS)
