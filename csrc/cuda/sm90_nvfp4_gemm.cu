@@ -168,8 +168,8 @@ static const variant VARIANTS[] = {
     variant_of<64, 4, 1, true>(0.774),         variant_of<64, 2, 2, true>(0.788),
     variant_of<64, 1, 2, true>(0.407),         variant_of<128, 2, 1, false>(0.670),
     variant_of<128, 4, 1, false>(1.390),       variant_of<128, 3, 1, false>(1.005),
-    variant_of<128, 2, 1, true>(0.535),        variant_of<128, 3, 1, true>(0.838),
-    variant_of<128, 4, 1, true>(1.270),        variant_of<128, 2, 2, true>(1.155),
+    variant_of<128, 2, 1, true>(0.585),        variant_of<128, 3, 1, true>(0.838),
+    variant_of<128, 4, 1, true>(1.270),        variant_of<128, 2, 2, true>(1.140),
     variant_of<128, 2, 1, false, true>(0.747),
 };
 
@@ -217,8 +217,9 @@ static int64_t tokens_of(int64_t m, const method *way) {
 }
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
- * same time, then sums and outputs. Fitted to 503 times of 14 layers and 16 to 256 tokens on an
- * H200 (docs/lab.md): 5 % root mean square, and the choice costs 0.5 %. */
+ * same time, then sums and outputs; of x more than 1.5 MB comes slower. Fitted to 503 times of 14
+ * layers with 16 to 256 tokens on an H200, then to 461 of 16 layers with 32 to 256 (docs/lab.md):
+ * 6.5 % root mean square, and the choice costs 0.3 %. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
@@ -229,9 +230,12 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);
     double share = v->row_groups * 64 * 72 + tokens * (STEP * 2) * (v->pair ? 0.5 : 1.0);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
-    double copies = tiles * steps * share / (v->tokens < 128 ? 14.5e12 : 11.4e12);
+    double far = 1 + 4.5e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
+    double copies = tiles * steps * share * far / (v->tokens < 128 ? 14.5e12 : 11.4e12);
     double memory = n * k * 0.5625 / 4.6e12 / fmin(1, blocks / 80);
-    double outputs = turns * (3.9e-7 * v->row_groups + (v->parts ? 5.56e-8 : 2.1e-8) * tokens);
+    double sums =
+        v->parts ? 5.56e-8 * fmin(tokens, 64) + 3.8e-8 * fmax(0, tokens - 64) : 2.1e-8 * tokens;
+    double outputs = turns * (3.9e-7 * v->row_groups + sums);
     return 0.5e-6 + outputs +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
