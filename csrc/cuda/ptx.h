@@ -123,6 +123,11 @@ static __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* Arrives there and goes on. */
+static __device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /* What this thread stored to shared memory may be read by products and the copy engine, after the
  * next barrier. */
 static __device__ __forceinline__ void fence_async_proxy(void) {
@@ -200,6 +205,21 @@ static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtenso
                  ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %6, %5;" ::"r"(to),
                  "l"(map), "r"(c0), "r"(c1), "r"(barrier), "l"(policy), "h"(mask)
                  : "memory");
+}
+
+/* Stores the box of `map` at (c0, c1) from shared memory, which was written before a
+ * fence_async_proxy and a barrier. */
+static __device__ __forceinline__ void store_box_2d(const CUtensorMap *map, int c0, int c1,
+                                                    uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                 "cp.async.bulk.commit_group;" ::"l"(map),
+                 "r"(c0), "r"(c1), "r"(from)
+                 : "memory");
+}
+
+/* What this thread's stores of boxes store has been read. */
+static __device__ __forceinline__ void store_boxes_wait(void) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /* Copies `bytes`, a multiple of 16, from an address that is one too. */

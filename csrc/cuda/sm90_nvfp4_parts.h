@@ -93,6 +93,26 @@ static __device__ __forceinline__ void hand_on(const gemm_args *a, int group,
         store_release(flag_of(a, (int)blockIdx.x, group), READY);
 }
 
+/* The same where a warp of the block announces it, so that the warpgroup does not wait until its
+ * sums are in memory. */
+template <class S>
+static __device__ __forceinline__ void leave(const gemm_args *a, int group,
+                                             const float (&sum)[S::T / 2]) {
+    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, {0, 0});
+    barrier_arrive(4 + group, 128 + 32);
+}
+
+/* What that warp does. */
+template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        if (c.end == a->steps)
+            continue;
+        barrier_sync(4 + group, 128 + 32);
+        if (threadIdx.x % 32 == 0)
+            store_release(flag_of(a, (int)blockIdx.x, group), READY);
+    }
+}
+
 /* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
  * to the first. */
 template <class S>

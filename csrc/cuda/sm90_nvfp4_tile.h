@@ -34,6 +34,7 @@ typedef struct {
     int columns;   /* tiles along the tokens */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
+    bool boxed;      /* whether the copy engine can write the outputs */
     bool apart;      /* whether tiles of other rows begin with other steps */
     int rest;        /* tiles at the end whose steps all blocks share evenly */
     int parts;       /* of K of a tile, one for each block of a cluster, or 0 */
@@ -246,8 +247,9 @@ typedef struct {
     int first, end;
 } chunks;
 
-/* Scales, rounds and writes a warpgroup's 64 rows of a tile. Through shared memory, a chunk of
- * tokens at a time, 128 bytes a token: the 16 bytes of rows 8i and on at (i ^ token % 8) * 16. */
+/* Scales, rounds and writes a warpgroup's 64 rows of a tile of e4m3. Through shared memory, a chunk
+ * of tokens at a time, 128 bytes a token: the 16 bytes of rows 8i and on at (i ^ token % 8) * 16.
+ */
 template <class S>
 static __device__ __forceinline__ void write_outputs(const gemm_args *a, const board<S> *b,
                                                      uint32_t turn, const place *at, int group,
@@ -261,8 +263,7 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
     for (int i = 0; i < 2; i++) {
         int n = first + own + 8 * i;
         float fold = b->fold[own + 8 * i];
-        factor[i] =
-            b->factor[own + 8 * i] * (S::quantized ? fold / moq_used_fold(fold) : MOQ_NVFP4_FACTOR);
+        factor[i] = b->factor[own + 8 * i] * (fold / moq_used_fold(fold));
         bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
     }
     bool add = a->out.bias != NULL;
@@ -281,9 +282,7 @@ static __device__ __forceinline__ void write_outputs(const gemm_args *a, const b
             for (int i = 0; i < 4; i++) {
                 int j = chunk * 4 + half * 2 + i / 2;
                 float low = sum[4 * j + 2 * (i % 2)], high = sum[4 * j + 2 * (i % 2) + 1];
-                float2 x = {1.0f, 1.0f};
-                if (S::quantized)
-                    x = *(const float2 *)&b->x[8 * j + lane % 4 * 2];
+                float2 x = *(const float2 *)&b->x[8 * j + lane % 4 * 2];
                 low *= x.x * factor[i % 2];
                 high *= x.y * factor[i % 2];
                 if (add) {

@@ -4,8 +4,8 @@
  * A block has a tile at a time, 128 rows of W by up to 256 tokens, and two warpgroups that turn
  * codes into operands in registers and multiply them; two warps copy. What they copy goes round in
  * a ring of steps of 64 columns. The tiles of a block follow each other without a barrier among its
- * warpgroups, so that the outputs of one are written under the products of the other. Where tiles
- * do not come out even, blocks share K (sm90_nvfp4_parts.h).
+ * warpgroups, and the outputs of one leave under the products of the next (sm90_nvfp4_outputs.h).
+ * Where tiles do not come out even, blocks share K (sm90_nvfp4_parts.h).
  *
  * What bounds it (H200, docs/lab.md): the tensor cores and the power they take. A step of 256
  * tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh of what
@@ -13,6 +13,7 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/sm90_grid.h"
+#include "cuda/sm90_nvfp4_outputs.h"
 #include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_products.h"
 #include "cuda/sm90_nvfp4_tile.h"
@@ -50,7 +51,7 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
  * faster in layers of short K. */
 template <class S, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
-                                               uint32_t turn, int group, int rank) {
+                                               const way_out *way, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
     for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
@@ -60,33 +61,35 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             fetch_board<S>(a, b, &at, group);
         multiply<S>(t, c.end - c.first, &slot, sum);
         if constexpr (!DIVIDED) {
-            write_outputs<S>(a, b, turn, &at, group, sum, {0, S::T / CHUNK});
+            write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
             continue;
         }
         if (a->parts > 1) {
-            write_outputs<S>(a, b, turn, &at, group, sum, add_parts<S>(a, group, sum));
+            write_boxes<S>(a, way, b, &at, group, sum, add_parts<S>(a, group, sum));
             return;
         }
         if (c.end < a->steps) {
-            hand_on<S>(a, group, sum);
+            leave<S>(a, group, sum);
             continue;
         }
         if (c.first > 0)
             add_earlier<S>(a, &c, group, sum);
-        write_outputs<S>(a, b, turn, &at, group, sum, {0, S::T / CHUNK});
+        write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
 template <class S, bool DIVIDED>
 static __global__ void __launch_bounds__(THREADS, 1)
     nvfp4_wide(const __grid_constant__ CUtensorMap weights,
-               const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+               const __grid_constant__ CUtensorMap tokens,
+               const __grid_constant__ CUtensorMap outputs,
+               const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
     __shared__ __align__(16) board<S> boards[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
-    uint32_t units = x + args.stages * S::token_bytes;
-    uint32_t turn = units + args.stages * S::weight_bytes;
+    uint32_t room = x + args.stages * S::token_bytes; /* for outputs on their way */
+    uint32_t units = room + 2 * S::T * 128;
     int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
@@ -98,10 +101,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
         mbarrier_init_fence();
     }
     __syncwarp();
-    if (S::pair)
-        cluster_sync();
-    else
+    if (S::pair) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
         __syncthreads();
+    }
     if (threadIdx.x < CONSUMERS) {
         more_registers<232>();
         int group =
@@ -114,7 +119,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
                   own + moq_pack_word_at(lane / 4, lane % 4, 0),
                   own + moq_pack_scale_at(lane / 4, 0),
                   args.stages};
-        consume<S, DIVIDED>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
+        way_out way = {&outputs, room + group * S::T * 128};
+        consume<S, DIVIDED>(&args, &t, &boards[group], &way, group, rank);
+        if (threadIdx.x % 128 == 0)
+            store_boxes_wait();
     } else {
         fewer_registers<40>();
         pipe of_weights = {full, empty, units, args.stages, rank};
@@ -123,6 +131,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
             produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
+        else if (DIVIDED && args.parts == 0 && threadIdx.x >= CONSUMERS + 64)
+            announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
     if (args.parts > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
         __syncwarp();
@@ -155,10 +165,10 @@ template <int T, sharing SHARE> static variant variant_of(double step, double ev
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_TOKENS>(0.569, 4.1),
-    variant_of<256, ALONE>(0.580, 4.4),
-    variant_of<128, SHARE_TOKENS>(0.330, 2.8),
-    variant_of<128, ALONE>(0.327, 4.2),
+    variant_of<256, SHARE_TOKENS>(0.550, 5.57),
+    variant_of<256, ALONE>(0.567, 4.71),
+    variant_of<128, SHARE_TOKENS>(0.330, 2.87),
+    variant_of<128, ALONE>(0.334, 3.58),
 };
 
 /* How tiles are divided: whole ones in rounds, the last rounds evenly by steps, or each among the
@@ -181,11 +191,11 @@ typedef struct {
 static double exchange_of(const method *way, division how) {
     double width = way->shape->tokens / 256.0;
     if (how == EVEN)
-        return way->shape->even + width * 0.8 * (1 + (double)way->workers / (double)way->rest);
-    return how == PARTS ? width * (0.8 + 0.62 * way->parts) : 0;
+        return way->shape->even + width * 0.94 * (1 + (double)way->workers / (double)way->rest);
+    return how == PARTS ? width * (2.3 + 0.83 * way->parts) : 0;
 }
 
-/* Fitted to 254 times of 16 layers with 128 to 2048 tokens on an H200, 5 % root mean square
+/* Fitted to 561 times of 16 layers with 128 to 2048 tokens on an H200, 6 % root mean square
  * (docs/lab.md). The more multiprocessors multiply the lower is the clock. */
 static double estimate(const moq_linear_spec *spec, const method *way, division how) {
     const variant *v = way->shape;
@@ -194,9 +204,10 @@ static double estimate(const moq_linear_spec *spec, const method *way, division 
     double parts = how == PARTS ? way->parts : 1;
     double busy = workers * v->blocks * parts / (double)spec->target.sm_count;
     double steps = (double)divide_up(spec->in_features, MOQ_PACK_K) / parts;
-    double products = turns * steps * v->step * (1 + 0.2 * busy);
-    double outputs = ceil(turns) * (0.9 + 0.0055 * v->tokens);
-    return (2.3 + products + outputs + exchange_of(way, how)) * 1e-6;
+    double products = turns * steps * v->step * (1 + 0.172 * busy);
+    double outputs = ceil(turns) * (0.29 + 0.0038 * v->tokens);
+    double begin = 2.3 + 0.31 * v->blocks;
+    return (begin + products + outputs + exchange_of(way, how)) * 1e-6;
 }
 
 /* The most parts of K that clusters of blocks can have, all at once; 0 if there is no such way. */
@@ -260,11 +271,21 @@ static int64_t flag_bytes(const method *way) {
     return divide_up(blocks_of(way) * 16, 256) * 256;
 }
 
+/* Bytes that outputs of a tile take on their way. */
+static int room_of(const variant *v) {
+    return v->tokens * ROWS * 2;
+}
+
+/* Whether the copy engine can write y. */
+static bool in_boxes(const moq_tensor *y) {
+    return ((uintptr_t)y->data | (uintptr_t)(y->stride[0] * 2)) % 16 == 0;
+}
+
 static gemm_args args_of(const moq_linear_call *call, const method *way, int limit) {
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
     int64_t band = BAND_TOKENS / v->tokens;
-    int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - 4 * TURN_BYTES) /
+    int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - room_of(v)) /
                  (v->token_bytes + v->weight_bytes);
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
@@ -275,6 +296,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .boxed = in_boxes(call->y),
                    .apart = call->m <= APART_TOKENS,
                    .rest = (int)way->rest,
                    .parts = way->parts,
@@ -317,7 +339,7 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
     method way = method_for(spec, call->m, call->variant);
     const variant *v = way.shape;
     moq_cuda_device device;
-    CUtensorMap weights, tokens;
+    CUtensorMap weights, tokens, outputs = {};
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     gemm_args a = args_of(call, &way, device.shared_per_block);
     const moq_tensor *x = call->x;
@@ -325,16 +347,19 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
                                  SLABS, UNIT_WORDS, err));
     MOQ_TRY(moq_tensor_map_rows(&tokens, x->data, call->m, spec->in_features * 2, x->stride[0] * 2,
                                 (uint32_t)(v->tokens / v->blocks), err));
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
+                                    call->y->stride[0] * 2, CHUNK, err));
     int cluster = v->blocks * (way.parts ? way.parts : 1);
-    moq_launch launch = {
-        .what = "NVFP4 linear",
-        .kernel = v->kernel[x->dtype == MOQ_DT_F16][way.rest || way.parts],
-        .grid = dim3((unsigned)blocks_of(&way)),
-        .block = dim3(THREADS),
-        .cluster = cluster > 1 ? (unsigned)cluster : 0,
-        .shared = (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + 4 * TURN_BYTES),
-        .stream = (cudaStream_t)call->stream,
-        .overlap = true};
-    void *parameters[] = {&weights, &tokens, &a};
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = v->kernel[x->dtype == MOQ_DT_F16][way.rest || way.parts],
+                         .grid = dim3((unsigned)blocks_of(&way)),
+                         .block = dim3(THREADS),
+                         .cluster = cluster > 1 ? (unsigned)cluster : 0,
+                         .shared =
+                             (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(v)),
+                         .stream = (cudaStream_t)call->stream,
+                         .overlap = true};
+    void *parameters[] = {&weights, &tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -1,0 +1,92 @@
+/* Outputs of the exact NVFP4 kernel of Hopper for many tokens. Those of a tile wait in shared
+ * memory, and the copy engine takes them out under the products of the next one: all blocks have
+ * outputs at about the same time, so that the L2 bounds how fast they leave (docs/lab.md).
+ *
+ * A warpgroup has 64 rows of a tile, a chunk of tokens after the other, 128 bytes a token in the
+ * 128-byte swizzle. */
+#ifndef MOQ_CUDA_SM90_NVFP4_OUTPUTS_H
+#define MOQ_CUDA_SM90_NVFP4_OUTPUTS_H
+
+#include "cuda/sm90_nvfp4_tile.h"
+
+#define TOGETHER 2 /* chunks that leave at a time */
+
+typedef struct {
+    const CUtensorMap *map; /* of y, in boxes of a chunk by 64 rows, where it can have one */
+    uint32_t room;          /* of the warpgroup, T tokens */
+} way_out;
+
+/* Scales and rounds a chunk. */
+static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room, const float *sum,
+                                            const float (&factor)[2], const float (&bias)[2]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    bool add = a->out.bias != NULL;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t matrix[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *two = sum + 4 * (half * 2 + i / 2) + 2 * (i % 2);
+            float low = two[0] * factor[i % 2], high = two[1] * factor[i % 2];
+            if (add) {
+                low = __fadd_rn(low, bias[i % 2]);
+                high = __fadd_rn(high, bias[i % 2]);
+            }
+            matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
+        }
+        int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+        store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);
+    }
+}
+
+/* Writes parked chunks of a tile where y's addresses forbid the copy engine. */
+static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room, const place *at,
+                                                 int row, chunks part) {
+    int thread = threadIdx.x % 128, n = row + thread % 8 * 8;
+    int end = min(part.end * CHUNK, a->m - at->token);
+#pragma unroll 1
+    for (int token = part.first * CHUNK + thread / 8; token < end; token += 16) {
+        uint16_t *to = (uint16_t *)a->out.data + (at->token + token) * a->out.stride + n;
+        uint4 word = load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16);
+        store_eight(to, a->n - n, n + 8 <= a->n && (uintptr_t)to % 16 == 0, word);
+    }
+}
+
+/* Writes the outputs of a warpgroup's rows of a tile. Its first thread waits for
+ * store_boxes_wait() before the block ends. */
+template <class S>
+static __device__ __forceinline__ void write_boxes(const gemm_args *a, const way_out *way,
+                                                   const board<S> *b, const place *at, int group,
+                                                   const float *sum, chunks part) {
+    int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    int row = at->row + group * 64, own = warp * 16 + lane / 4;
+    float factor[2], bias[2];
+    copy_async_wait<0>();
+    if (thread == 0)
+        store_boxes_wait(); /* the tile before has left */
+    barrier_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int n = row + own + 8 * i;
+        factor[i] = b->factor[own + 8 * i] * MOQ_NVFP4_FACTOR;
+        bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
+        if (chunk < part.first || chunk >= part.end)
+            continue;
+        park(a, way->room + chunk * TURN_BYTES, sum + chunk * (CHUNK / 2), factor, bias);
+        if ((chunk + 1) % TOGETHER != 0 && chunk + 1 != part.end)
+            continue;
+        chunks some = {max(chunk - chunk % TOGETHER, part.first), chunk + 1};
+        fence_async_proxy();
+        barrier_sync(2 + group, 128);
+        if (!a->boxed)
+            carry_out(a, way->room, at, row, some);
+        else if (thread == 0)
+            for (int i = some.first; i < some.end; i++)
+                store_box_2d(way->map, row * 2, at->token + i * CHUNK, way->room + i * TURN_BYTES);
+    }
+}
+
+#endif
