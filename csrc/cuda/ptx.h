@@ -25,6 +25,14 @@ static __device__ __forceinline__ uint32_t fixed_shared_address(const void *poin
     return address;
 }
 
+/* Makes the compiler find a number here, not where it is used. */
+template <class T> static __device__ __forceinline__ void find_now(T &number) {
+    if constexpr (sizeof number == 8)
+        asm volatile("" : "+l"(number));
+    else
+        asm volatile("" : "+r"(number));
+}
+
 /* True in one lane of a converged warp. */
 static __device__ __forceinline__ bool is_elected(void) {
     uint32_t elected;
@@ -349,6 +357,19 @@ static __device__ __forceinline__ void warp_meets(void) {
     __syncwarp();
 }
 #endif
+
+/* Where warps make barriers of their own ready and fill their stages at once, each need not wait
+ * for the others. Racecheck forgets copies that are on their way when another warp makes a barrier
+ * ready, and takes what is read of them for a hazard ("invalid async operation synchronization");
+ * with this between the barriers and the first copy there are none. For it alone all threads meet.
+ */
+static __device__ __forceinline__ void barriers_are_ready(int id, int threads) {
+#ifdef MOQ_RACECHECK
+    barrier_sync(id, threads);
+#else
+    __syncwarp();
+#endif
+}
 
 /* This warp is done with what `barrier` guards: told to this block, or to blocks `first` and the
  * next of the cluster, which share it. The whole warp calls. */

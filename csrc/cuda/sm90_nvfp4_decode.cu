@@ -51,32 +51,41 @@ static_assert(sizeof(barriers) <= DECLARED, "more is declared");
 
 /* ---- sums and outputs ---- */
 
-/* Leaves a warp's sums where they are brought together: [pair of tokens][row_pitch]. */
+static __device__ __forceinline__ float2 load_sums(uint32_t from) {
+    uint2 v = load_shared_pair(from);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+static __device__ __forceinline__ void store_sums(uint32_t to, float x, float y) {
+    store_shared_pair(to, make_uint2(__float_as_uint(x), __float_as_uint(y)));
+}
+
+/* Leaves a warp's sums where they are brought together: [pair of tokens][row_pitch], `parked` the
+ * lane's first. */
 template <class S>
-static __device__ __forceinline__ void park_sums(float2 *parked, int pairs, int lane,
+static __device__ __forceinline__ void park_sums(uint32_t parked, int pairs, int lane,
                                                  const sums<S> &sum) {
 #pragma unroll
     for (int tile = 0; tile < S::tiles; tile++) {
-        int pair = 4 * tile + lane % 4;
-        if (pair >= pairs)
+        if (4 * tile + lane % 4 >= pairs)
             continue;
 #pragma unroll
         for (int slab = 0; slab < S::slabs; slab++) {
-            float2 *to = parked + pair * S::row_pitch + slab * MOQ_PACK_ROWS + lane / 4;
+            uint32_t to = parked + (4 * tile * S::row_pitch + slab * MOQ_PACK_ROWS) * 8;
             const float (&d)[4] = sum[slab][tile];
-            to[0] = make_float2(d[0], d[1]);
-            to[8] = make_float2(d[2], d[3]);
+            store_sums(to, d[0], d[1]);
+            store_sums(to + 64, d[2], d[3]);
         }
     }
 }
 
 /* Adds up what the warps that share K have of a pair. */
 template <int WARPS>
-static __device__ __forceinline__ float2 gather(const decode_args *a, const uint8_t *parked) {
+static __device__ __forceinline__ float2 gather(const decode_args *a, uint32_t parked) {
     float2 v[WARPS];
 #pragma unroll
     for (int i = 0; i < WARPS; i++)
-        v[i] = i < 1 << a->log_parts ? *(const float2 *)(parked + i * a->parked_bytes)
+        v[i] = i < 1 << a->log_parts ? load_sums(parked + (uint32_t)(i * a->parked_bytes))
                                      : make_float2(0, 0);
 #pragma unroll
     for (int half = WARPS / 2; half; half /= 2) {
@@ -115,36 +124,50 @@ static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_r
         o->bias = moq_load_bias(&a->out, o->n);
 }
 
-/* What the blocks of a cluster send each other of a round: [ranks][pairs][rows of a block]. Boxes
- * are used in turn: whoever has all of a box knows that the one before has been read. */
+/* Where the sums of a thread's row of a round are brought together. Found before they are there:
+ * what is done after that, everybody waits for.
+ *
+ * What the blocks of a cluster send each other is in boxes, [ranks][pairs][rows of a block], used
+ * in turn: whoever has all of a box knows that the one before has been read. */
 typedef struct {
-    float2 *sums;
-    uint32_t posted;
-    int rank, owner; /* of a thread's row */
-    int size;        /* from rank to rank */
+    uint32_t parked;      /* by the first of the warps that share K */
+    uint32_t box, posted; /* this block's, and its barrier */
+    uint32_t to, bar;     /* the block's that has the row, for this block's sums */
     int parity;
-} box;
+    bool owned;     /* the row is this block's */
+    int pair, step; /* of tokens: the thread's first, and from one to the next */
+    int box_size;   /* from rank to rank */
+} meeting;
 
 template <class S>
-static __device__ __forceinline__ box box_of(const decode_args *a, uint8_t *smem, uint32_t posted,
-                                             int round, int slabs, int row, int pairs) {
-    box b;
-    int own = slabs * (MOQ_PACK_ROWS / MAX_RANKS);
-    b.rank = rank_of(a);
-    b.owner = row >= own;
-    b.sums = (float2 *)(smem + a->inbox_at) + (round & 1) * S::rows * pairs + row - b.owner * own;
-    b.size = S::rank_rows * pairs;
-    b.posted = posted + 8u * (round & 1);
-    b.parity = round >> 1 & 1;
-    return b;
+static __device__ __forceinline__ meeting meeting_of(const decode_args *a, uint32_t smem,
+                                                     uint32_t posted, int group, int round,
+                                                     int slabs, int row) {
+    meeting m = {};
+    m.step = 1;
+    m.parked = smem + (uint32_t)(a->parked_at + (round & 1) * a->parked_turn +
+                                 (group << a->log_parts) * a->parked_bytes + row * 8);
+    if (a->log_ranks) {
+        int own = slabs * (MOQ_PACK_ROWS / MAX_RANKS), owner = row >= own, rank = rank_of(a);
+        int pairs = (a->m + 1) / 2;
+        m.box_size = S::rank_rows * pairs * 8;
+        m.box = smem +
+                (uint32_t)(a->inbox_at + ((round & 1) * S::rows * pairs + row - owner * own) * 8);
+        m.posted = posted + 8u * (round & 1);
+        m.parity = round >> 1 & 1;
+        m.owned = owner == rank;
+        m.to = address_in((uint32_t)owner, m.box + (uint32_t)(rank * m.box_size));
+        m.bar = address_in((uint32_t)owner, m.posted);
+    }
+    return m;
 }
 
 /* Adds up what came of a pair. */
-static __device__ __forceinline__ float2 add_ranks(const float2 *sums, int size) {
+static __device__ __forceinline__ float2 add_ranks(uint32_t box, int size) {
     float2 sum = {0, 0};
 #pragma unroll
     for (int i = 0; i < MAX_RANKS; i++) {
-        float2 v = sums[i * size];
+        float2 v = load_sums(box + (uint32_t)(i * size));
         sum.x += v.x;
         sum.y += v.y;
     }
@@ -166,26 +189,16 @@ static __device__ __forceinline__ void store_pair(const decode_args *a, const ou
 /* Brings the sums of a row together, of every `step`th pair, and writes them or sends them to the
  * block that does. */
 template <class S>
-static __device__ __forceinline__ void gather_row(const decode_args *a, uint8_t *smem,
-                                                  uint32_t posted, int group, int round, int slabs,
-                                                  const output_row *o, int pair, int step) {
+static __device__ __forceinline__ void gather_row(const decode_args *a, const meeting *m, int slabs,
+                                                  const output_row *o) {
     int pairs = (a->m + 1) / 2;
     if (o->row >= slabs * MOQ_PACK_ROWS)
         return;
-    const uint8_t *parked = smem + a->parked_at + (round & 1) * a->parked_turn +
-                            (group << a->log_parts) * a->parked_bytes + o->row * 8;
-    box b;
-    uint32_t to = 0, bar = 0;
-    if (a->log_ranks) {
-        b = box_of<S>(a, smem, posted, round, slabs, o->row, pairs);
-        to = address_in(b.owner, shared_address(b.sums + b.rank * b.size));
-        bar = address_in(b.owner, b.posted);
-    }
 #pragma unroll 1
-    for (; pair < pairs; pair += step) {
-        float2 v = gather<S::warps>(a, parked + pair * S::row_pitch * 8);
+    for (int pair = m->pair; pair < pairs; pair += m->step) {
+        float2 v = gather<S::warps>(a, m->parked + (uint32_t)(pair * S::row_pitch * 8));
         if (a->log_ranks)
-            send_pair(to + pair * S::rank_rows * 8, v, bar);
+            send_pair(m->to + (uint32_t)(pair * S::rank_rows * 8), v, m->bar);
         else
             store_pair<S>(a, o, pair, v);
     }
@@ -193,28 +206,27 @@ static __device__ __forceinline__ void gather_row(const decode_args *a, uint8_t 
 
 /* Writes what has come of a row of this block's. */
 template <class S>
-static __device__ __forceinline__ void write_row(const decode_args *a, uint8_t *smem,
-                                                 uint32_t posted, int round, int slabs,
-                                                 const output_row *o, int pair, int step) {
+static __device__ __forceinline__ void write_row(const decode_args *a, const meeting *m, int slabs,
+                                                 const output_row *o) {
     int pairs = (a->m + 1) / 2;
-    box b = box_of<S>(a, smem, posted, round, slabs, o->row, pairs);
-    if (b.owner != b.rank || o->row >= slabs * MOQ_PACK_ROWS)
+    if (!m->owned || o->row >= slabs * MOQ_PACK_ROWS)
         return;
-    mbarrier_wait(b.posted, b.parity);
+    mbarrier_wait(m->posted, m->parity);
 #pragma unroll 1
-    for (; pair < pairs; pair += step)
-        store_pair<S>(a, o, pair, add_ranks(b.sums + pair * S::rank_rows, b.size));
+    for (int pair = m->pair; pair < pairs; pair += m->step)
+        store_pair<S>(a, o, pair,
+                      add_ranks(m->box + (uint32_t)(pair * S::rank_rows * 8), m->box_size));
 }
 
 /* Bytes that this block is sent of a round. */
-static __device__ __forceinline__ void expect_sums(const decode_args *a, uint32_t posted, int round,
+static __device__ __forceinline__ void expect_sums(const decode_args *a, uint32_t posted,
                                                    int slabs) {
-    mbarrier_expect(posted + 8u * (round & 1), slabs * MOQ_PACK_ROWS * ((a->m + 1) / 2) * 8);
+    mbarrier_expect(posted, slabs * MOQ_PACK_ROWS * ((a->m + 1) / 2) * 8);
 }
 
 /* Sums of all rounds but the last, by a warp of its own. */
 template <class S>
-static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint8_t *smem,
+static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint32_t smem,
                                                      barriers *bar) {
     constexpr int ROWS = (S::rows + 31) / 32; /* of a lane */
     int lane = threadIdx.x % 32, groups = S::warps >> a->log_parts;
@@ -228,20 +240,22 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint8
             continue;
         int slab = first_of(&s, round), slabs = slabs_of(&s, round);
         output_row o[ROWS];
+        meeting m[ROWS];
 #pragma unroll
         for (int j = 0; j < ROWS; j++) {
             o[j] = output_of(a, slab, slabs, lane + 32 * j);
+            m[j] = meeting_of<S>(a, smem, posted, group, round, slabs, lane + 32 * j);
             fetch_bias(a, &o[j]);
         }
         if (a->log_ranks && lane == 0)
-            expect_sums(a, posted, round, slabs);
+            expect_sums(a, m[0].posted, slabs);
         mbarrier_wait(shared_address(&bar->parked[group][round & 1]), round >> 1 & 1);
 #pragma unroll
         for (int j = 0; j < ROWS; j++)
-            gather_row<S>(a, smem, posted, group, round, slabs, &o[j], 0, 1);
+            gather_row<S>(a, &m[j], slabs, &o[j]);
 #pragma unroll
         for (int j = 0; j < ROWS && a->log_ranks; j++)
-            write_row<S>(a, smem, posted, round, slabs, &o[j], 0, 1);
+            write_row<S>(a, &m[j], slabs, &o[j]);
         warp_releases<false>(shared_address(&bar->free[group][round & 1]));
     }
 }
@@ -249,21 +263,18 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint8
 /* Those of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
  * the round before has to be done. */
 template <class S>
-static __device__ __forceinline__ void finish_last(const decode_args *a, uint8_t *smem,
+static __device__ __forceinline__ void finish_last(const decode_args *a, const meeting *m,
                                                    barriers *bar, const share *s, int group,
                                                    const output_row *o) {
-    int threads = 32 << a->log_parts, index = (int)threadIdx.x & (threads - 1);
     int last = s->rounds - 1, slabs = slabs_of(s, last);
-    int pair = index / S::rows, step = threads / S::rows;
-    uint32_t posted = shared_address(bar->posted);
     if (a->log_ranks && threadIdx.x == 0)
-        expect_sums(a, posted, last, slabs);
+        expect_sums(a, m->posted, slabs);
     if (a->log_ranks && last > 0)
         mbarrier_wait(shared_address(&bar->free[group][~last & 1]), (last - 1) >> 1 & 1);
     mbarrier_wait(shared_address(&bar->parked[group][last & 1]), last >> 1 & 1);
-    gather_row<S>(a, smem, posted, group, last, slabs, o, pair, step);
+    gather_row<S>(a, m, slabs, o);
     if (a->log_ranks)
-        write_row<S>(a, smem, posted, last, slabs, o, pair, step);
+        write_row<S>(a, m, slabs, o);
 }
 
 /* ---- the kernel ---- */
@@ -284,11 +295,14 @@ static __device__ __forceinline__ void init_barriers(const decode_args *a, barri
  */
 template <class S>
 static __device__ __forceinline__ void
-multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint8_t *smem, barriers *bar,
-                const ring *r, const share *s, cursor *next, int warp) {
+multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint32_t smem, barriers *bar,
+                const ring *r, const share *s, const piece_of_x *piece, cursor *next, int warp) {
     int group = warp >> a->log_parts, pairs = (a->m + 1) / 2;
     uint32_t parked_bar = shared_address(bar->parked[group]);
     uint32_t free_bar = shared_address(bar->free[group]);
+    uint32_t parked = smem + (uint32_t)(a->parked_at + warp * a->parked_bytes +
+                                        (r->lane % 4 * S::row_pitch + r->lane / 4) * 8);
+    find_now(parked);
     lane_places<S> places = places_of<S>(a, r);
     ring_place place = {0, 0};
 #pragma unroll 1
@@ -304,14 +318,14 @@ multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint8_t *smem, 
             if (is_meant(s, next)) {
                 fetch_weights<S>(a, s, r, next, place.index);
                 if (!a->x_stays)
-                    fetch_columns<S>(a, tokens, s, r, next, place.index, true);
+                    fetch_columns<S>(a, tokens, s, r, piece, next->done, place.index);
                 advance_cursor(a, s, next);
             }
             advance(&place, a->stages);
         }
-        uint8_t *parked = smem + a->parked_at + (round & 1) * a->parked_turn;
-        mbarrier_wait(free_bar + 8u * (round & 1), (round >> 1 & 1) ^ 1);
-        park_sums<S>((float2 *)(parked + warp * a->parked_bytes), pairs, r->lane, sum);
+        if (round > 1)
+            mbarrier_wait(free_bar + 8u * (round & 1), (round >> 1 & 1) ^ 1);
+        park_sums<S>(parked + (uint32_t)((round & 1) * a->parked_turn), pairs, r->lane, sum);
         warp_releases<false>(parked_bar + 8u * (round & 1));
     }
 }
@@ -320,7 +334,7 @@ template <class S>
 static __global__ void __launch_bounds__(S::threads, S::at_once)
     nvfp4_decode(const __grid_constant__ CUtensorMap tokens,
                  const __grid_constant__ decode_args args) {
-    extern __shared__ __align__(128) uint8_t smem[];
+    extern __shared__ __align__(128) uint8_t shared[];
     __shared__ barriers bar;
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
@@ -329,9 +343,10 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     int part = warp & ((1 << a->log_parts) - 1), group = warp >> a->log_parts;
     ring r;
     r.lane = lane;
-    r.stages = shared_address(smem) + (uint32_t)(warp * a->warp_bytes);
+    uint32_t smem = shared_address(shared);
+    r.stages = smem + (uint32_t)(warp * a->warp_bytes);
     r.full = shared_address(bar.stage + warp * S::max_stages);
-    r.x = a->x_stays ? shared_address(smem) + (uint32_t)(a->x_at + part * a->m * a->x_pitch)
+    r.x = a->x_stays ? smem + (uint32_t)(a->x_at + part * a->m * a->x_pitch)
                      : r.stages + (uint32_t)(a->stages * WEIGHTS);
     r.policy = policy_evict_first();
     if (adds) {
@@ -343,7 +358,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
             mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
     }
     mbarrier_init_fence();
-    __syncwarp();
+    barriers_are_ready(2, S::threads);
     if (in_cluster(a))
         cluster_arrive();
     if (a->boxes && threadIdx.x == 0)
@@ -352,14 +367,28 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     share s = {};
     if (!adds)
         s = share_of<S>(a, part, group);
-    cursor next = start_of(a, &s, lane), x_next = next;
-    for (int i = 0; i < a->stages && is_meant(&s, &next); i++) {
-        fetch_weights<S>(a, &s, &r, &next, i);
+    cursor next = start_of(a, &s, lane);
+    int fresh = 0; /* stages */
+    for (; fresh < a->stages && is_meant(&s, &next); fresh++) {
+        fetch_weights<S>(a, &s, &r, &next, fresh);
         advance_cursor(a, &s, &next);
     }
-    int last = s.rounds - 1, index = (int)threadIdx.x & ((32 << a->log_parts) - 1);
-    output_row out =
-        output_of(a, first_of(&s, last), s.rounds ? slabs_of(&s, last) : 0, index % S::rows);
+    piece_of_x piece = piece_of(a, &s, &r);
+    tokens_of_x all = all_of(a, &s, &r);
+    int threads = 32 << a->log_parts, index = (int)threadIdx.x & (threads - 1);
+    int last = s.rounds - 1;
+    int slabs = s.rounds ? slabs_of(&s, last) : 0;
+    output_row out = output_of(a, first_of(&s, last), slabs, index % S::rows);
+    meeting meets = meeting_of<S>(a, smem, shared_address(bar.posted), group, last, slabs, out.row);
+    meets.pair = index / S::rows;
+    meets.step = threads / S::rows;
+    find_now(meets.parked);
+    find_now(meets.to);
+    find_now(meets.bar);
+    find_now(meets.box);
+    find_now(meets.pair);
+    find_now(out.row);
+    find_now(out.n);
     if (a->x_stays && group == 0)
         clear_rest(a, &s, &r);
     barrier_sync(1, S::threads);
@@ -371,18 +400,16 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
         return;
     }
     uint32_t kept = shared_address(&bar.kept[part]);
-    if (a->x_stays && group == 0)
-        fetch_all(a, &s, &r, kept);
-    for (int i = 0; i < a->stages && !a->x_stays && is_meant(&s, &x_next); i++) {
-        fetch_columns<S>(a, &tokens, &s, &r, &x_next, i, false);
-        advance_cursor(a, &s, &x_next);
-    }
+    if (!a->x_stays)
+        fetch_fresh(a, &piece, &s, &r, fresh);
+    else if (group == 0)
+        fetch_all(a, &all, lane, kept);
     fetch_bias(a, &out);
     if (a->x_stays)
         mbarrier_wait(kept, 0);
-    multiply_rounds<S>(a, &tokens, smem, &bar, &r, &s, &next, warp);
+    multiply_rounds<S>(a, &tokens, smem, &bar, &r, &s, &piece, &next, warp);
     if (s.rounds)
-        finish_last<S>(a, smem, &bar, &s, group, &out);
+        finish_last<S>(a, &meets, &bar, &s, group, &out);
 }
 
 /* ---- ways ---- */
@@ -499,14 +526,14 @@ typedef struct {
 
 static costs costs_of(const way *w) {
     static const costs EIGHT[3] = {
-        {0.01218, 0.03222, 1.704}, {0.01191, 0.03857, 1.518}, {0.01172, 0.06242, 1.188}};
-    static const costs TWO[2] = {{0.007218, 0.01987, 2.974}, {0.01109, 0.02638, 2.523}};
+        {0.01211, 0.03181, 1.144}, {0.01138, 0.03706, 1.185}, {0.009382, 0.0731, 1.154}};
+    static const costs TWO[2] = {{0.004941, 0.014, 2.94}, {0.01051, 0.02058, 2.641}};
     static const costs SIXTEEN[3] = {
-        {0.01467, 0.04814, 1.121}, {0.007722, 0.01813, 3.415}, {0.01152, 0.002719, 3.488}};
+        {0.00902, 0.0702, 1.023}, {0.005147, 0.008832, 4.113}, {0.01056, 0.01455, 2.835}};
     return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
 }
 
-/* Microseconds of a call, fitted to 960 times of up to 8 tokens on an H200 (docs/lab.md), 3 % off
+/* Microseconds of a call, fitted to 738 times of up to 8 tokens on an H200 (docs/lab.md), 3 % off
  * in the mean where the way is near the best; the choice costs 0.5 %. Products, W from memory and
  * the warp that adds up go on beside each other; before them the start and x, after them the ends
  * of rounds. Two tiles of tokens take up to half as long again. */
@@ -517,23 +544,23 @@ static double estimate(const decode_args *a, const way *w) {
     double warps = w->warps << w->two, columns = (double)most * a->m * X_BLOCK;
     double products =
         warps * (slabs * most * c.unit + rounds * quotient_up(most, a->turn) * c.stage);
-    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 1.052;
-    double before = c.start + w->share * 0.015 + (half ? 0 : w->log_ranks * 0.6183) +
-                    (half && a->shared > HALF_SHARED ? 1.472 : 0);
+    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 1.08;
+    double before = c.start + w->share * 0.03068 + (half ? 0 : w->log_ranks * 0.3494) +
+                    (half && a->shared > HALF_SHARED ? 1.359 : 0);
     if (a->x_stays) {
-        before += columns * (1 << w->log_parts) *
-                  (w->share ? 6.997e-6
-                   : half   ? 1.283e-5
-                            : 8.976e-6);
+        before += columns * (1 << w->log_parts) * (w->share ? 1.298e-5 : half ? 1.888e-5 : 6.48e-6);
     } else {
-        columns *= rounds * warps;
-        products += columns * (a->boxes ? 8.331e-6 : half ? 2.834e-5 : 3.557e-5);
-        memory += columns * 6.616e-6;
+        columns *= rounds;
+        double fresh = fmin(columns, (double)a->stages * a->turn * a->m * X_BLOCK);
+        products += warps * (fresh * 1.338e-5 + (columns - fresh) * (a->boxes ? 1.323e-5
+                                                                     : half   ? 6.076e-5
+                                                                              : 5.096e-5));
+        memory += warps * columns * 6.116e-6;
     }
     double added = (double)(rounds - 1) * (w->warps >> w->log_parts) *
                    quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
-    double adding = added * (0.5806 + 0.01472 * (1 << w->log_parts)) * (w->log_ranks ? 1.328 : 1);
-    double ends = rounds * (0.2576 + w->log_ranks * 0.01593);
+    double adding = added * (0.7135 + 0.00525 * (1 << w->log_parts)) * (w->log_ranks ? 1.286 : 1);
+    double ends = rounds * (0.3055 + w->log_ranks * 0.01457);
     double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
     return a->m > 8 ? 1.5 * all : all;
 }

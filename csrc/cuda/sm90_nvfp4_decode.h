@@ -164,22 +164,53 @@ static __device__ __forceinline__ uint32_t turn_of(const ring *r, int row) {
     return (r->x / X_BLOCK + (uint32_t)row) & 7;
 }
 
-/* Columns of x from block `first` of K on, 16 bytes a lane; zeros beyond K. */
-static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const ring *r, int first,
-                                                    int blocks, uint32_t to, uint32_t bar) {
-    int piece = r->lane % 8, row = r->lane / 8, column = first * MOQ_PACK_K + piece * 8;
-    const uint16_t *x = (const uint16_t *)a->x.data;
+/* What a lane copies of x in a stage, as far as it can be told before x may be read: a piece of
+ * 16 bytes of some blocks of K, of every fourth token from one on. */
+typedef struct {
+    const uint8_t *from; /* in the warp's first block of K */
+    uint32_t to;         /* in a stage */
+    int tokens;          /* every fourth */
+    int block, step;     /* the first, and from block to block */
+    int blocks;          /* of the warp that have such columns */
+} piece_of_x;
+
+static __device__ __forceinline__ piece_of_x piece_of(const decode_args *a, const share *s,
+                                                      const ring *r) {
+    piece_of_x p;
+    int piece = r->lane % 8, row = r->lane / 8, log_tokens = min(a->m - 1, 2);
+    int token = row & ((1 << log_tokens) - 1);
+    p.from = (const uint8_t *)((const uint16_t *)a->x.data + token * a->x.stride +
+                               s->begin * MOQ_PACK_K + piece * 8);
+    p.to = r->x + token * X_BLOCK + ((piece ^ turn_of(r, token)) << 4);
+    p.tokens = (a->m - token + 3) / 4;
+    p.block = row >> log_tokens;
+    p.step = 4 >> log_tokens;
+    p.blocks = (a->k - piece * 8 + MOQ_PACK_K - 1) / MOQ_PACK_K - s->begin;
+    find_now(p.from);
+    find_now(p.to);
+    find_now(p.tokens);
+    find_now(p.block);
+    find_now(p.step);
+    find_now(p.blocks);
+    return p;
+}
+
+/* Columns of x from block `done` of the warp on, 16 bytes a lane; zeros beyond K. */
+static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const piece_of_x *p,
+                                                    int done, int blocks, uint32_t stage,
+                                                    uint32_t bar) {
+    int64_t four = 4 * 2 * a->x.stride;
 #pragma unroll 1
-    for (int i = row; i < blocks * a->m; i += 4) {
-        while (row >= a->m) {
-            row -= a->m;
-            column += MOQ_PACK_K;
-            to += a->x_rows * X_BLOCK;
+    for (int block = p->block; block < blocks; block += p->step) {
+        const uint8_t *from = p->from + (done + block) * X_BLOCK;
+        uint32_t to = p->to + stage + block * a->x_rows * X_BLOCK;
+        int bytes = done + block < p->blocks ? 16 : 0;
+#pragma unroll 1
+        for (int i = 0; i < p->tokens; i++) {
+            copy_async_16(to, from, bytes);
+            from += four;
+            to = (to ^ 64) + 4 * X_BLOCK; /* as turn_of has it */
         }
-        const uint16_t *from = column < a->k ? x + row * a->x.stride + column : x;
-        copy_async_16(to + row * X_BLOCK + ((piece ^ turn_of(r, row)) << 4), from,
-                      column < a->k ? 16 : 0);
-        row += 4;
     }
     copy_async_arrive(bar);
 }
@@ -218,33 +249,66 @@ static __device__ __forceinline__ void clear_rest(const decode_args *a, const sh
 
 /* All columns of x that a warp has, a lane for each token; of blocks that read x together, each
  * reads every other token for both. */
-static __device__ __forceinline__ void fetch_all(const decode_args *a, const share *s,
-                                                 const ring *r, uint32_t bar) {
-    int bytes = bytes_of(a, s), rank = (int)blockIdx.x & 1;
-    if (r->lane == 0)
-        mbarrier_expect(bar, a->m * bytes);
-    if (r->lane >= a->m || bytes == 0 || (a->share && (r->lane & 1) != rank))
-        return;
-    const uint16_t *from =
-        (const uint16_t *)a->x.data + r->lane * a->x.stride + s->begin * MOQ_PACK_K;
-    uint32_t to = r->x + r->lane * a->x_pitch;
-    if (a->share)
-        copy_bytes_to(to, from, bytes, bar, 3);
-    else
-        copy_bytes(to, from, bytes, bar);
+typedef struct {
+    const uint8_t *from;
+    uint32_t to;
+    int bytes;
+    bool mine;
+} tokens_of_x;
+
+static __device__ __forceinline__ tokens_of_x all_of(const decode_args *a, const share *s,
+                                                     const ring *r) {
+    tokens_of_x t;
+    t.from = (const uint8_t *)((const uint16_t *)a->x.data + r->lane * a->x.stride +
+                               s->begin * MOQ_PACK_K);
+    t.to = r->x + r->lane * a->x_pitch;
+    t.bytes = bytes_of(a, s);
+    find_now(t.from);
+    find_now(t.to);
+    find_now(t.bytes);
+    t.mine = r->lane < a->m && t.bytes > 0 && (!a->share || (r->lane & 1) == ((int)blockIdx.x & 1));
+    return t;
 }
 
-/* The tokens' part of a stage: of a fresh one, or of one that is filled again. */
+static __device__ __forceinline__ void fetch_all(const decode_args *a, const tokens_of_x *t,
+                                                 int lane, uint32_t bar) {
+    if (lane == 0)
+        mbarrier_expect(bar, a->m * t->bytes);
+    if (!t->mine)
+        return;
+    if (a->share)
+        copy_bytes_to(t->to, t->from, t->bytes, bar, 3);
+    else
+        copy_bytes(t->to, t->from, t->bytes, bar);
+}
+
+/* The tokens' part of fresh stages. */
+static __device__ __forceinline__ void fetch_fresh(const decode_args *a, const piece_of_x *p,
+                                                   const share *s, const ring *r, int stages) {
+    uint32_t stage = 0, bar = r->full;
+    int done = 0;
+#pragma unroll 1
+    for (; stages > 0; stages--) {
+        fetch_tokens(a, p, done, min(a->turn, s->count - done), stage, bar);
+        done += a->turn;
+        if (done >= s->count)
+            done = 0;
+        stage += a->x_stage;
+        bar += 8;
+    }
+}
+
+/* That of a stage which is filled again. */
 template <class S>
 static __device__ __forceinline__ void
 fetch_columns(const decode_args *a, const CUtensorMap *tokens, const share *s, const ring *r,
-              const cursor *c, int stage, bool again) {
-    uint32_t to = r->x + (uint32_t)(stage * a->x_stage), bar = r->full + 8u * stage;
-    int first = s->begin + c->done, blocks = min(a->turn, s->count - c->done);
-    if (again && a->boxes)
-        fetch_boxes<S>(r, tokens, first, blocks, to, bar);
+              const piece_of_x *p, int done, int stage) {
+    uint32_t at = (uint32_t)(stage * a->x_stage), bar = r->full + 8u * stage;
+    int blocks = min(a->turn, s->count - done);
+    if (a->boxes)
+        fetch_boxes<S>(r, tokens, s->begin + done, blocks, r->x + at, bar);
     else
-        fetch_tokens(a, r, first, blocks, to, bar);
+        fetch_tokens(a, p, done, blocks, at, bar);
 }
 
 /* ---- products ---- */
