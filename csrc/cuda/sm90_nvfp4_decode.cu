@@ -20,10 +20,11 @@
  *   Stages that are filled again get x of more than four tokens in boxes. Two blocks of other rows
  *   may read x together (multicast).
  * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
- *   follows when it has. Eight warps take half of a multiprocessor where that is enough for their
- *   rings, so that the blocks of the next call are there when this one ends, or two of this one;
- *   sixteen, which are better at long calls, take all of it, or half with two slabs at a time and
- *   without a warp that adds up.
+ *   follows when it has. What can be told of it before is found before, and so are the places of
+ *   sums and outputs: everybody waits for what comes after. Eight warps take half of a
+ *   multiprocessor where that is enough for their rings, so that the blocks of the next call are
+ *   there when this one ends, or two of this one; sixteen, which are better at long calls, take all
+ *   of it, or half with two slabs at a time and without a warp that adds up.
  * - A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, 4 weights
  *   of each row for a step of 16 columns, so that a block scale is decoded once for its 16 weights.
  *   The columns of x are taken in that order: two loads of 16 bytes for 64 columns of a token.
