@@ -137,14 +137,16 @@ template <class S> static __device__ __forceinline__ void begin_tile(const gemm_
     f->step = f->at.first + row % f->left;
 }
 
-template <class S> static __device__ __forceinline__ feed begin_feed(const gemm_args *a) {
+template <class S>
+static __device__ __forceinline__ feed begin_feed(const gemm_args *a, const pipes *) {
     cursor at = start<S>(a);
     feed f = {at, place_of<S>(a, at.tile)};
     begin_tile<S>(a, &f);
     return f;
 }
 
-template <class S> static __device__ __forceinline__ void next_feed(const gemm_args *a, feed *f) {
+template <class S>
+static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *, feed *f) {
     advance(&f->slot, a->stages);
     f->copied++;
     if (++f->step == f->at.end)
@@ -182,47 +184,12 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
     }
 }
 
-static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
-    mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
+/* Of all its tiles, when it begins. */
+static __device__ __forceinline__ int steps_of(const feed *f) {
+    return (f->at.end - f->at.first) * f->at.left;
 }
 
-/* Copies the first weights as soon as their own barriers are there. */
-template <class S>
-static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
-    int first = min(FIRST_COPIES, (f->at.end - f->at.first) * f->at.left);
-    for (int i = 0; i < first; i++)
-        mbarrier_init(p->gate.weights + 8u * i, 1);
-    mbarrier_init_fence();
-    for (int i = 0; i < first; i++) {
-        copy_weights<S>(p, f);
-        next_feed<S>(a, f);
-    }
-}
-
-/* Copies the others. They do not depend on the kernel before; no more of them are on their way than
- * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
-template <class S>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
-    while (f.at.left > 0) {
-        if (f.copied >= a->stages)
-            wait_for_room(p, &f);
-        else if (f.copied >= a->flight)
-            mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
-        copy_weights<S>(p, &f);
-        next_feed<S>(a, &f);
-    }
-}
-
-template <class S>
-static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
-    feed f = begin_feed<S>(a);
-    wait_for_predecessor();
-    while (f.at.left > 0) {
-        wait_for_room(p, &f);
-        copy_tokens<S>(a, p, &f);
-        next_feed<S>(a, &f);
-    }
-}
+#include "cuda/sm90_gemm_feed.h"
 
 /* ---- products ---- */
 

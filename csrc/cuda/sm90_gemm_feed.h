@@ -1,0 +1,50 @@
+/* The threads that copy for the GEMMs of Hopper whose weights and tokens have barriers of their
+ * own: sm90_gemm_tile.h and sm90_nvfp4_gemm.h end with it. Of them it takes gemm_args, pipes and
+ * feed, the next step to copy, which begin_feed, next_feed and steps_of tell, and copy_weights and
+ * copy_tokens of a step. */
+#ifndef MOQ_CUDA_SM90_GEMM_FEED_H
+#define MOQ_CUDA_SM90_GEMM_FEED_H
+
+static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
+    mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
+}
+
+/* Copies the first weights as soon as their own barriers are there. */
+template <class S>
+static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
+    int first = min(FIRST_COPIES, steps_of(f));
+    for (int i = 0; i < first; i++)
+        mbarrier_init(p->gate.weights + 8u * i, 1);
+    mbarrier_init_fence();
+    for (int i = 0; i < first; i++) {
+        copy_weights<S>(p, f);
+        next_feed<S>(a, p, f);
+    }
+}
+
+/* Copies the others. They do not depend on the kernel before; no more of them are on their way than
+ * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
+    while (f.at.left > 0) {
+        if (f.copied >= a->stages)
+            wait_for_room(p, &f);
+        else if (f.copied >= a->flight)
+            mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
+        copy_weights<S>(p, &f);
+        next_feed<S>(a, p, &f);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
+    feed f = begin_feed<S>(a, p);
+    wait_for_predecessor();
+    while (f.at.left > 0) {
+        wait_for_room(p, &f);
+        copy_tokens<S>(a, p, &f);
+        next_feed<S>(a, p, &f);
+    }
+}
+
+#endif

@@ -1,0 +1,201 @@
+/* How a call of the NVFP4 GEMM of Hopper is done, exact or with FP8 products: which shape of tiles
+ * it takes, how many blocks share K, what lies where in shared memory, and the launch. */
+#ifndef MOQ_CUDA_SM90_NVFP4_METHOD_H
+#define MOQ_CUDA_SM90_NVFP4_METHOD_H
+
+#include "cuda/launch.h"
+#include "cuda/linear.h"
+#include "cuda/sm90_grid.h"
+#include "cuda/sm90_nvfp4_frame.h"
+#include "cuda/tensor_map.h"
+
+#include <math.h>
+
+/* A shape of tiles. */
+typedef struct {
+    int tokens, row_groups, k_groups;
+    bool parts, pair;
+    int threads, stage;
+    double step;           /* microseconds, fitted */
+    const void *kernel[2]; /* of bfloat16, of float16 */
+} variant;
+
+/* How a call is done: a shape of tiles and how many there are. */
+typedef struct {
+    const variant *shape;
+    int cluster; /* blocks that share K */
+    int64_t row_tiles, columns, workers;
+    double seconds;
+} method;
+
+/* The shapes of a kernel, the fewest and the most tokens that tiles of them have, and the seconds
+ * that a call is expected to take. tune() measures 32 variants of a kernel, the first is the
+ * choice, so there are fewer than 32 shapes. */
+typedef struct {
+    const variant *shapes;
+    int count, least, most;
+    double (*estimate)(const moq_linear_spec *spec, const method *way, int64_t m);
+} family;
+
+/* Shared memory of a block: as many stages as fit, and where sums come to or outputs turn around;
+ * sums of many tokens come to where the ring was. A warpgroup needs its next step before it gives
+ * up one; no stages where that cannot be. */
+typedef struct {
+    int stages, side, behind; /* float4 of a share of sums; bytes behind the ring */
+} layout;
+
+static layout lay_out(const variant *v, int cluster) {
+    layout l = {0, 0, v->row_groups * TURN_BYTES};
+    int sums = 0;
+    if (v->parts) {
+        int parts = cluster * v->k_groups;
+        l.side = (v->tokens / 8 + parts - 1) / parts * parts * 128;
+        sums = v->row_groups * v->k_groups * l.side * 16;
+        l.behind = v->tokens < 128 ? sums : 0;
+    }
+    int most = BLOCK_SHARED - 1024 - BARRIERS * 8 - (int)sizeof(board) - l.behind;
+    l.stages = most / v->stage < MAX_STAGES ? most / v->stage : MAX_STAGES;
+    l.stages -= l.stages % v->k_groups;
+    if (l.stages < FIRST_COPIES || l.stages < 2 * v->k_groups ||
+        (l.behind == 0 && sums > l.stages * v->stage))
+        l.stages = 0;
+    return l;
+}
+
+/* Tokens of a tile: as few as give as many tiles, whole eights where there are several. */
+static int64_t tokens_of(int64_t m, const method *way) {
+    int64_t unit = way->shape->pair ? 16 : way->columns == 1 ? 1 : 8;
+    return divide_up(divide_up(m, way->columns), unit) * unit;
+}
+
+static method method_of(const family *f, const moq_linear_spec *spec, int64_t m, const variant *v,
+                        int cluster) {
+    int pair = v->pair ? 2 : 1;
+    method way = {v, cluster, divide_up(spec->out_features, 64 * v->row_groups * pair),
+                  divide_up(m, v->tokens)};
+    int64_t tiles = way.row_tiles * way.columns, steps = divide_up(spec->in_features, STEP);
+    int64_t most = clusters_that_fit(spec->target.sm_count, cluster * pair);
+    way.workers = tiles < most ? tiles : most;
+    bool can = tiles < INT32_MAX / 2 && lay_out(v, cluster).stages > 0;
+    if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
+        can = false;
+    if (cluster > 1 && (tiles > most || cluster > steps)) /* all at once, a step for each */
+        can = false;
+    way.seconds = can ? f->estimate(spec, &way, m) : INFINITY;
+    return way;
+}
+
+static method best_of_variant(const family *f, const moq_linear_spec *spec, int64_t m,
+                              const variant *v) {
+    int least = v->parts && v->k_groups == 1 ? 2 : 1;
+    int most = v->parts ? MAX_CLUSTER / (v->pair ? 2 : 1) : 1;
+    method best = method_of(f, spec, m, v, least);
+    for (int cluster = least + 1; cluster <= most; cluster++) {
+        method way = method_of(f, spec, m, v, cluster);
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
+static bool suits(const family *f, const variant *v, int64_t m) {
+    return (v->tokens == f->least || m > v->tokens / 2) &&
+           (v->tokens == f->most || m <= 4 * v->tokens);
+}
+
+/* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
+ * that shape cannot do the call. */
+static method method_for(const family *f, const moq_linear_spec *spec, int64_t m, int32_t which) {
+    method best = {.seconds = INFINITY};
+    if (which > 0 && which <= f->count)
+        best = best_of_variant(f, spec, m, &f->shapes[which - 1]);
+    if (best.seconds < INFINITY)
+        return best;
+    for (int i = 0; i < f->count; i++) {
+        if (!suits(f, &f->shapes[i], m))
+            continue;
+        method way = best_of_variant(f, spec, m, &f->shapes[i]);
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+static int32_t choice_of(const family *f, const moq_linear_spec *spec, int64_t m) {
+    return (int32_t)(method_for(f, spec, m, 0).shape - f->shapes) + 1;
+}
+
+/* The choice, and the shapes that are not expected to take half as long again. */
+static uint32_t variants_of(const family *f, const moq_linear_call *call) {
+    double best = method_for(f, call->spec, call->m, 0).seconds;
+    uint32_t some = 1;
+    for (int i = 0; i < f->count; i++)
+        if (suits(f, &f->shapes[i], call->m) &&
+            best_of_variant(f, call->spec, call->m, &f->shapes[i]).seconds < 1.5 * best)
+            some |= 2u << i;
+    return some;
+}
+
+/* ---- launch ---- */
+
+/* Weights on their way at once at the start of a block, so that x is not queued behind all. */
+#define FLIGHT_BYTES 49152
+
+static gemm_args begin_args(const moq_linear_call *call, const method *way, layout l) {
+    const moq_linear_spec *spec = call->spec;
+    int flight = FLIGHT_BYTES / (way->shape->row_groups * 64 * 72);
+    int after = l.behind ? l.stages * way->shape->stage : 0;
+    int64_t steps = divide_up(spec->in_features, STEP);
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .steps = (int)steps,
+                   .row_tiles = (int)way->row_tiles,
+                   .columns = (int)way->columns,
+                   .tokens = (int)tokens_of(call->m, way),
+                   .box = (int)tokens_of(call->m, way) / (way->shape->pair ? 2 : 1),
+                   .stages = l.stages,
+                   .flight = flight > 1 ? flight : 1,
+                   .part_steps = (int)(steps / way->cluster),
+                   .more_parts = (int)(steps % way->cluster),
+                   .room = after,
+                   .side = l.side,
+                   .turn = after,
+                   .out = moq_output_of(call),
+                   .output_scale = call->output_scale};
+    return a;
+}
+
+static moq_status refuse(const moq_linear_call *call, moq_err *err) {
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "NVFP4 linear: %lld rows are too many",
+                    (long long)call->m);
+}
+
+/* x has a row for each token and bytes of `width` in it, the next one `stride` bytes further. */
+static moq_status launch_tiles(const moq_linear_call *call, const method *way, layout l,
+                               const gemm_args *args, const void *kernel, const void *x,
+                               int64_t width, int64_t stride, moq_err *err) {
+    const variant *v = way->shape;
+    const moq_linear_spec *spec = call->spec;
+    gemm_args a = *args;
+    CUtensorMap weights, tokens;
+    MOQ_TRY(moq_tensor_map_words(&weights, call->weight, moq_pack_slabs(spec->out_features),
+                                 moq_pack_blocks(spec->in_features) * (MOQ_PACK_BYTES / 8),
+                                 (uint32_t)v->row_groups * 4, 2 * MOQ_PACK_BYTES / 8, err));
+    MOQ_TRY(moq_tensor_map_rows(&tokens, x, call->m, width, stride, (uint32_t)a.box, err));
+    int blocks = way->cluster * (v->pair ? 2 : 1); /* of a cluster */
+    moq_launch launch = {
+        .what = "NVFP4 linear",
+        .kernel = kernel,
+        .grid = v->parts ? dim3((unsigned)blocks, (unsigned)way->row_tiles, (unsigned)way->columns)
+                         : dim3((unsigned)(way->workers * blocks)),
+        .block = dim3((unsigned)v->threads),
+        .cluster = blocks > 1 ? (unsigned)blocks : 0,
+        .shared = (size_t)(l.stages * v->stage + l.behind),
+        .stream = (cudaStream_t)call->stream,
+        .overlap = true};
+    void *parameters[] = {&weights, &tokens, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+#endif
