@@ -179,6 +179,19 @@ def assert_within_core_sums(y, expected, magnitude, dtype):
     assert beyond.sum() <= max(1, y.size // 1000), (int(beyond.sum()), y.size)
 
 
+def assert_close_but_for_core_sums(y, expected, magnitude, dtype):
+    """The contract, but for one output in a thousand where sums cancel: what the cores drop may be more than
+    a hundredth of a row's largest there. A few outputs have no norm: one rounding of the largest would be
+    more than its limit."""
+    assert_within_core_sums(y, expected, magnitude, dtype)
+    y, rounded = reference.as_float32(y), reference.round_to(expected, dtype)
+    tops = np.abs(rounded).max(axis=-1, keepdims=True, initial=0)
+    beyond = np.abs(y.astype(np.float64) - rounded) > LIMITS[dtype][1] * tops
+    assert beyond.sum() <= y.size // 1000, int(beyond.sum())
+    if y.size > 2000:
+        assert_close(np.where(beyond, rounded, y).astype(np.float32), expected, dtype)
+
+
 def with_a_zero_part(case, algo):
     """The first partition means zero by its scale, and its codes are NaN, as an exporter writes it."""
     e2m1 = "NVFP4" in algo

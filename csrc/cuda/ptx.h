@@ -400,15 +400,6 @@ static __device__ __forceinline__ void warp_releases_all(uint32_t barrier, uint3
         mbarrier_arrive_at(barrier, lane);
 }
 
-/* What this warp's lanes have written before they met is there, and `bytes` more are on their way.
- */
-static __device__ __forceinline__ void warp_posts(uint32_t barrier, uint32_t bytes) {
-    if (threadIdx.x % 32 == 0)
-        mbarrier_expect(barrier, bytes);
-    else if (WARP_ARRIVALS > 1)
-        mbarrier_arrive(barrier);
-}
-
 /* ---- shared memory ---- */
 
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {

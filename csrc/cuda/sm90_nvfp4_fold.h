@@ -65,7 +65,7 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
 template <class S>
 static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pipe *packed,
                                                     const gates *gate, folder<S> f) {
-    int warp = (threadIdx.x - CONSUMERS) / 32;
+    int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     ring_place from = {0, 0}, to = {0, 0};
     for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
@@ -81,7 +81,10 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
             mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
             fold_stage<S>(&f, folds, from.index, to.index);
             warp_releases<false>(packed->empty + 8u * from.index);
-            warp_posts(gate->operands + 8u * to.index, sent);
+            if (lane == 0)
+                mbarrier_expect(gate->operands + 8u * to.index, sent);
+            else if (WARP_ARRIVALS > 1)
+                mbarrier_arrive(gate->operands + 8u * to.index);
             advance(&from, packed->stages);
             advance(&to, a->stages);
         }

