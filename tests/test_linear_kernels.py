@@ -45,7 +45,9 @@ def test_every_kernel_this_cpu_can_run(rng, monkeypatch, algo, compute, kernel):
 @pytest.mark.parametrize("algo", ALGOS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
-    """Any K, below and around what a kernel takes at a time; x with gaps between its rows and values."""
+    """Any K, below and around what a kernel takes at a time; x with gaps between its rows and values.
+
+    23 outputs are too few for the limits of a row: each sum may cancel to a small part of what was summed."""
     dtype = "bfloat16" if kernel in ("cpu:avx512bf16", "cpu:amx") else "float32"
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
     nvfp4 = algo.endswith("NVFP4")
@@ -58,7 +60,6 @@ def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
             y = run(case, x, dtype)
             expected = case.expected(values)
             assert_within_rounding(y, expected, case.magnitude(values), dtype)
-            assert_close(y, expected, dtype)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
