@@ -29,8 +29,7 @@ typedef struct {
 } method;
 
 /* The shapes of a kernel, the fewest and the most tokens that tiles of them have, and the seconds
- * that a call is expected to take. tune() measures 32 variants of a kernel, the first is the
- * choice, so there are fewer than 32 shapes. */
+ * that a call is expected to take. */
 typedef struct {
     const variant *shapes;
     int count, least, most;

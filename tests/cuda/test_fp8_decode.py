@@ -48,15 +48,7 @@ def test_every_number_of_tokens(rng, algo, dtype):
 
 @pytest.mark.parametrize(
     "columns, rows",
-    [
-        (128, [72]),
-        (384, [40]),
-        (4096, [700]),
-        (7168, [120, 8]),
-        (28672, [24]),
-        (28672, [300]),
-        (14336, [1540]),
-    ],
+    [(128, [72]), (384, [40]), (4096, [700]), (7168, [120, 8]), (28672, [300]), (14336, [1540])],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("algo", ALGOS)
@@ -81,8 +73,8 @@ def test_many_rounds_of_tiles(rng, algo):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("columns", [384, 8192, 28672])
 def test_a_scale_found_at_run_time_and_a_bias(rng, columns, dtype):
-    case = random_case(rng, "FP8", columns, [72], input_scale=False)
-    bias = rng.standard_normal(72).astype(np.float32)
+    case = random_case(rng, "FP8", columns, [200], input_scale=False)
+    bias = rng.standard_normal(200).astype(np.float32)
     layer = OnDevice(case, dtype)
     for tokens in (2, 16):
         check(case, layer, random_x(rng, (tokens, columns), dtype), dtype, bias)
