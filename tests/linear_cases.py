@@ -171,6 +171,14 @@ def assert_within_rounding(y, expected, magnitude, dtype, sums=FLOAT32_SUMS):
     assert (np.abs(y - expected) <= bound).all(), (np.abs(y - expected) / bound).max()
 
 
+def assert_right(y, expected, magnitude, dtype):
+    """Element by element, and the contract where rows have a largest output to measure by: of a few, all may
+    be sums that cancel."""
+    assert_within_rounding(y, expected, magnitude + 1e-30, dtype)
+    if y.shape[-1] > 16:
+        assert_close(y, expected, dtype)
+
+
 def assert_within_core_sums(y, expected, magnitude, dtype):
     """The same for sums of FP8 tensor cores: all at their worst, all but one in a thousand as usual."""
     assert_within_rounding(y, expected, magnitude, dtype, FP8_CORE_WORST)

@@ -289,6 +289,15 @@ static __device__ __forceinline__ void cluster_wait(void) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* Racecheck lets no one through cluster_wait() before every warp of the cluster has come to one or
+ * has ended. For it alone (MOQEXT_RACECHECK=1) a warp that needs nothing of the other blocks waits
+ * too, where its end waits for those that do. */
+static __device__ __forceinline__ void cluster_wait_for_racecheck(void) {
+#ifdef MOQ_RACECHECK
+    cluster_wait();
+#endif
+}
+
 /* Where block `rank` of the cluster has what this one has at a shared address. */
 static __device__ __forceinline__ uint32_t address_in(uint32_t rank, uint32_t address) {
     uint32_t remote;

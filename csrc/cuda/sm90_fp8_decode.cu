@@ -618,6 +618,8 @@ static __global__ void __launch_bounds__(S::threads, S::blocks)
         consume<S>(a, &b);
     } else {
         fewer_registers<24>();
+        if (a->ranks > 1)
+            cluster_wait_for_racecheck();
         if (threadIdx.x == S::consumers)
             produce(a, &map, &b);
     }
