@@ -33,14 +33,16 @@ static __device__ __forceinline__ uint32_t moq_e4m3_four(uint32_t low, uint32_t 
     return four;
 }
 
-/* Codes of a word's rows g and g + 8. */
-static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t scales, uint32_t *a) {
+/* Codes of a word's rows g and g + 8, whose scales are in the high or the low halves. */
+static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upper, uint32_t lower,
+                                                     bool high, uint32_t *a) {
     uint32_t pair[4];
     moq_nvfp4_codes<MOQ_NVFP4_F16>(word, pair);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], 0x74007400u); /* 2^14 */
-        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], moq_nvfp4_twice(scales, i % 2));
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i],
+                                                    moq_nvfp4_twice(i % 2 ? lower : upper, high));
     }
     a[0] = moq_e4m3_four(pair[0], pair[2]);
     a[1] = moq_e4m3_four(pair[1], pair[3]);
@@ -48,14 +50,20 @@ static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t sca
 
 /* The codes of a unit: of group s, those of row g in a[s / 2][s % 2 * 2] and of row g + 8 behind,
  * columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group. `folds` are 256 times those of rows g and g +
- * 8 in float16, where a byte of scales is scale / 256. */
+ * 8 in float16, where a byte of scales is scale / 256. Of two groups the bytes of row g are even
+ * ones, those of row g + 8 odd; their first bit does not count. */
 static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, uint32_t folds,
                                                      uint32_t (&a)[2][4]) {
 #pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
-        uint32_t apart = __byte_perm((&scales.x)[s / 2], 0, s % 2 ? 0x4342 : 0x4140) * 128;
-        moq_fold_word((&codes.x)[s], moq_nvfp4_multiply<MOQ_NVFP4_F16>(apart, folds),
-                      a[s / 2] + s % 2 * 2);
+    for (int two = 0; two < MOQ_PACK_GROUPS / 2; two++) {
+        uint32_t bytes = (&scales.x)[two];
+        uint32_t upper = moq_nvfp4_multiply<MOQ_NVFP4_F16>((bytes & 0x007f007fu) * 128,
+                                                           moq_nvfp4_twice(folds, false));
+        uint32_t lower = moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u,
+                                                           moq_nvfp4_twice(folds, true));
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+            moq_fold_word((&codes.x)[2 * two + s], upper, lower, s != 0, a[two] + s * 2);
     }
 }
 

@@ -31,10 +31,6 @@ template <class S> struct folder {
     uint32_t posted;                  /* the other block's barrier */
 };
 
-/* No scale has this bit. Where the last step has but one unit, the other is what was in shared
- * memory before: it meets zeros of x, and must not be NaN. */
-#define SCALES 0x7f7f7f7fu
-
 /* Folds the stage of packed weights at `from` into the stage of operands at `to`. */
 template <class S>
 static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint32_t *folds,
@@ -48,8 +44,6 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
         uint32_t a[2][4];
         if (i + 1 < f->UNITS)
             next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
-        now.scales.x &= SCALES;
-        now.scales.y &= SCALES;
         moq_fold_unit(now.codes, now.scales, folds[i / S::units], a);
 #pragma unroll
         for (int j = 0; j < 2; j++) {

@@ -203,8 +203,8 @@ static variant variant_of(double step, double fast_step, double even) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_WEIGHTS>(0.736, 0.655, 6.8), variant_of<256, ALONE>(0.856, 0.79, 6.8),
-    variant_of<128, SHARE_WEIGHTS>(0.507, 0.465, 5.1), variant_of<128, ALONE>(0.63, 0.575, 7.0),
+    variant_of<256, SHARE_WEIGHTS>(0.733, 0.652, 6.8), variant_of<256, ALONE>(0.84, 0.775, 6.8),
+    variant_of<128, SHARE_WEIGHTS>(0.495, 0.453, 5.1), variant_of<128, ALONE>(0.63, 0.575, 7.0),
     variant_of<64, SHARE_WEIGHTS>(0.455, 0.41, 4.5),
 };
 

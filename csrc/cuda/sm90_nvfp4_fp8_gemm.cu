@@ -9,7 +9,7 @@
  * cluster and the warpgroups with the same rows.
  *
  * What bounds it (H200, docs/lab.md): folding, 140 cycles of a scheduler for 16 rows by 64 columns,
- * half of them conversions to e4m3; and products, which hardly run beside it. */
+ * half of them conversions to e4m3, and twice that while the tensor cores are busy. */
 #include "cuda/nvfp4_fold.h"
 #include "cuda/quantize.h"
 #include "cuda/sm90_nvfp4_method.h"
@@ -25,8 +25,13 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
     /* Parts of the tokens that are multiplied one after the other, and sums of one of a thread. */
     static constexpr int parts_of_tokens = T == 256 ? 2 : 1, sums = T / 2 / parts_of_tokens;
     static constexpr bool uneven = consumers >= 384 || T >= 128;
-    static constexpr int registers = T >= 128 ? 232 : consumers == 512 ? 112 : 152;
-    static constexpr int copier_registers = T >= 128 ? 40 : consumers == 512 ? 32 : 56;
+    static constexpr int registers = consumers == 512   ? 112
+                                     : T < 128          ? 152
+                                     : consumers == 384 ? 160
+                                                        : 232;
+    static constexpr int copier_registers = consumers >= 384 ? 32 : T >= 128 ? 40 : 56;
+    /* Codes are loaded before the unit before them is folded, where there are registers. */
+    static constexpr bool ahead = T < 128 || consumers < 384;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -101,7 +106,8 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
         return;
     mbarrier_wait(t->gate.weights + s->gate, s->parity);
     first = load_unit(t, s, 0);
-    second = load_unit(t, s, 1);
+    if (S::ahead)
+        second = load_unit(t, s, 1);
     fold(&first, folds, &even);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
@@ -111,8 +117,11 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->gate.weights + s->gate, s->parity);
-            first = load_unit(t, s, 0);
+            if (S::ahead)
+                first = load_unit(t, s, 0);
         }
+        if (!S::ahead)
+            second = load_unit(t, &now, 1);
         fold(&second, folds, &odd);
         multiply_unit<S>(t, &now, 1, 0, &odd, c);
         if (S::parts_of_tokens == 2) {
@@ -121,12 +130,15 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
             multiply_unit<S>(t, &now, 0, 1, &even, c);
             multiply_unit<S>(t, &now, 1, 1, &odd, c);
         }
-        if (left > 1)
+        if (S::ahead && left > 1)
             second = load_unit(t, s, 1);
         wgmma_wait<1>();
         give_up_unit(&even);
-        if (left > 1)
+        if (left > 1) {
+            if (!S::ahead)
+                first = load_unit(t, s, 0);
             fold(&first, folds, &even);
+        }
         wgmma_wait<0>();
         give_up_unit(&odd);
         release<S>(t, &now);
@@ -178,9 +190,10 @@ static const variant VARIANTS[] = {
     variant_of<32, 2, 2, true>(0.817),   variant_of<32, 1, 2, true>(0.486),
     variant_of<64, 4, 1, false>(0.904),  variant_of<64, 2, 1, true>(0.503),
     variant_of<64, 2, 2, true>(0.953),   variant_of<64, 1, 2, true>(0.512),
-    variant_of<128, 2, 1, false>(0.634), variant_of<128, 2, 1, true>(0.635),
-    variant_of<128, 1, 2, true>(0.548),  variant_of<256, 2, 1, false>(0.961),
-    variant_of<256, 2, 1, true>(0.942),  variant_of<256, 1, 2, true>(0.721),
+    variant_of<128, 2, 1, false>(0.620), variant_of<128, 2, 1, true>(0.590),
+    variant_of<128, 1, 2, true>(0.510),  variant_of<128, 3, 1, false>(0.920),
+    variant_of<128, 3, 1, true>(0.920),  variant_of<256, 2, 1, false>(0.910),
+    variant_of<256, 2, 1, true>(0.820),  variant_of<256, 1, 2, true>(0.650),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
