@@ -16,6 +16,7 @@
 #include "cuda/quantize.h"
 #include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_fold.h"
+#include "cuda/sm90_nvfp4_outputs.h"
 #include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
@@ -83,7 +84,7 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
 /* DIVIDED: blocks share K of some tiles. */
 template <class S, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
-                                               uint32_t turn, int group, int rank) {
+                                               const way_out *way, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
     for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
@@ -96,12 +97,12 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
         else
             multiply<S>(t, c.end - c.first, &slot, sum);
         if (DIVIDED && c.end < a->steps) {
-            hand_on<S>(a, group, sum);
+            leave<S>(a, group, sum);
             continue;
         }
         if (DIVIDED && c.first > 0)
             add_earlier<S>(a, &c, group, sum);
-        write_outputs<S>(a, b, turn, &at, group, sum, {0, S::T / CHUNK});
+        write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
@@ -128,14 +129,15 @@ static __device__ __forceinline__ void set_up(const gates *gate, const pipe *pac
 
 template <class S, bool DIVIDED>
 static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
-    nvfp4_fp8(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+    nvfp4_fp8(const __grid_constant__ CUtensorMap tokens,
+              const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
     __shared__ __align__(16) board<S> boards[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t operands = x + args.stages * S::token_bytes;
-    uint32_t weights = operands + args.stages * OPERAND_BYTES;
-    uint32_t turn = weights + PACKED_STAGES * S::weight_bytes;
+    uint32_t room = operands + args.stages * OPERAND_BYTES; /* for outputs on their way */
+    uint32_t weights = room + 2 * S::rooms * TURN_BYTES;
     uint32_t behind = first + 24 * MAX_STAGES;
     int rank = S::pair ? (int)rank_in_cluster() : 0;
     gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
@@ -148,7 +150,10 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
         taps t = {gate, operands + own, wgmma_operand(x), args.stages};
-        consume<S, DIVIDED>(&args, &t, &boards[group], turn + group * S::turn_bytes, group, rank);
+        way_out way = {&outputs, room + group * S::rooms * TURN_BYTES};
+        consume<S, DIVIDED>(&args, &t, &boards[group], &way, group, rank);
+        if (threadIdx.x % 128 == 0)
+            store_boxes_wait();
     } else if (threadIdx.x < CONSUMERS + S::folders) {
         fewer_registers<S::folder_registers>();
         folder<S> f;
@@ -166,6 +171,8 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
             produce_weights<S>(&args, &packed);
         else if (threadIdx.x == CONSUMERS + S::folders + 32)
             produce_codes<S>(&args, &of_tokens, &tokens);
+        else if (DIVIDED && threadIdx.x >= CONSUMERS + S::folders + 64)
+            announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
     if (S::pair) {
         __syncwarp();
@@ -194,7 +201,7 @@ static variant variant_of(double step, double fast_step, double even) {
             exact::pair ? 2 : 1,
             CONSUMERS + exact::folders + COPIERS,
             exact::token_bytes + OPERAND_BYTES,
-            PACKED_STAGES * exact::weight_bytes + 2 * exact::turn_bytes,
+            PACKED_STAGES * exact::weight_bytes + 2 * exact::rooms * TURN_BYTES,
             2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
             {step, fast_step},
             even,
@@ -320,6 +327,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .boxed = in_boxes(call->y),
                    .rest = (int)way->rest,
                    .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
                    .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
@@ -356,12 +364,15 @@ extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *e
     const variant *v = way.shape;
     areas w = areas_of(spec, &way);
     moq_cuda_device device;
-    CUtensorMap tokens;
+    CUtensorMap tokens, outputs = {};
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     MOQ_TRY(quantize(call, &w, err));
     gemm_args a = args_of(call, &way, &w, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
                                 spec->in_features, (uint32_t)v->tokens, err));
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
+                                    call->y->stride[0] * 2, CHUNK, err));
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = v->kernel[spec->fast_accum][way.rest > 0],
                          .grid = dim3((unsigned)(way.workers * v->blocks)),
@@ -370,6 +381,6 @@ extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *e
                          .shared = (size_t)(a.stages * v->stage + v->rest),
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
-    void *parameters[] = {&tokens, &a};
+    void *parameters[] = {&tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }

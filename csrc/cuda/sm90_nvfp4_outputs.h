@@ -1,24 +1,40 @@
-/* Outputs of the exact NVFP4 kernel of Hopper for many tokens. Those of a tile wait in shared
- * memory, and the copy engine takes them out under the products of the next one: all blocks have
- * outputs at about the same time, so that the L2 bounds how fast they leave (docs/lab.md).
+/* Outputs of the NVFP4 kernels of Hopper for many tokens. Those of a tile wait in shared memory,
+ * and the copy engine takes them out under the products of the next one: all blocks have outputs at
+ * about the same time, so that the L2 bounds how fast they leave (docs/lab.md).
  *
  * A warpgroup has 64 rows of a tile, a chunk of tokens after the other, 128 bytes a token in the
  * 128-byte swizzle. */
 #ifndef MOQ_CUDA_SM90_NVFP4_OUTPUTS_H
 #define MOQ_CUDA_SM90_NVFP4_OUTPUTS_H
 
+#include "cuda/linear.h"
 #include "cuda/sm90_nvfp4_tile.h"
 
 #define TOGETHER 2 /* chunks that leave at a time */
 
 typedef struct {
     const CUtensorMap *map; /* of y, in boxes of a chunk by 64 rows, where it can have one */
-    uint32_t room;          /* of the warpgroup, T tokens */
+    uint32_t room;          /* of the warpgroup, S::rooms chunks */
 } way_out;
 
-/* Scales and rounds a chunk. */
-static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room, const float *sum,
-                                            const float (&factor)[2], const float (&bias)[2]) {
+/* Whether the copy engine can write y. */
+static bool in_boxes(const moq_tensor *y) {
+    return ((uintptr_t)y->data | (uintptr_t)(y->stride[0] * 2)) % 16 == 0;
+}
+
+/* What a row's sums are scaled by. */
+template <class S> static __device__ __forceinline__ float factor_of(const board<S> *b, int row) {
+    if (!S::quantized)
+        return b->factor[row] * MOQ_NVFP4_FACTOR;
+    float fold = b->fold[row];
+    return b->factor[row] * (fold / moq_used_fold(fold));
+}
+
+/* Scales and rounds a chunk, whose tokens have the scales at `x`. */
+template <class S>
+static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room, const float *x,
+                                            const float *sum, const float (&factor)[2],
+                                            const float (&bias)[2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     bool add = a->out.bias != NULL;
 #pragma unroll
@@ -27,7 +43,10 @@ static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room, c
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float *two = sum + 4 * (half * 2 + i / 2) + 2 * (i % 2);
-            float low = two[0] * factor[i % 2], high = two[1] * factor[i % 2];
+            float2 own = {1.0f, 1.0f};
+            if (S::quantized)
+                own = *(const float2 *)&x[(half * 2 + i / 2) * 8 + lane % 4 * 2];
+            float low = two[0] * (own.x * factor[i % 2]), high = two[1] * (own.y * factor[i % 2]);
             if (add) {
                 low = __fadd_rn(low, bias[i % 2]);
                 high = __fadd_rn(high, bias[i % 2]);
@@ -68,24 +87,31 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const way
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         int n = row + own + 8 * i;
-        factor[i] = b->factor[own + 8 * i] * MOQ_NVFP4_FACTOR;
+        factor[i] = factor_of<S>(b, own + 8 * i);
         bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
     }
 #pragma unroll
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
         if (chunk < part.first || chunk >= part.end)
             continue;
-        park(a, way->room + chunk * TURN_BYTES, sum + chunk * (CHUNK / 2), factor, bias);
+        if (chunk >= S::rooms && chunk % TOGETHER == 0) {
+            if (thread == 0)
+                store_boxes_wait(); /* chunks of this tile have left */
+            barrier_sync(2 + group, 128);
+        }
+        park<S>(a, way->room + chunk % S::rooms * TURN_BYTES, b->x + S::quantized * chunk * CHUNK,
+                sum + chunk * (CHUNK / 2), factor, bias);
         if ((chunk + 1) % TOGETHER != 0 && chunk + 1 != part.end)
             continue;
         chunks some = {max(chunk - chunk % TOGETHER, part.first), chunk + 1};
+        uint32_t room = way->room - chunk / S::rooms * (S::rooms * TURN_BYTES); /* of the first */
         fence_async_proxy();
         barrier_sync(2 + group, 128);
         if (!a->boxed)
-            carry_out(a, way->room, at, row, some);
+            carry_out(a, room, at, row, some);
         else if (thread == 0)
             for (int i = some.first; i < some.end; i++)
-                store_box_2d(way->map, row * 2, at->token + i * CHUNK, way->room + i * TURN_BYTES);
+                store_box_2d(way->map, row * 2, at->token + i * CHUNK, room + i * TURN_BYTES);
     }
 }
 

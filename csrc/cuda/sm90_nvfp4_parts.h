@@ -84,17 +84,8 @@ static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int bloc
     return a->ready + block * 2 + group;
 }
 
-template <class S>
-static __device__ __forceinline__ void hand_on(const gemm_args *a, int group,
-                                               const float (&sum)[S::T / 2]) {
-    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, {0, 0});
-    barrier_sync(2 + group, 128);
-    if (threadIdx.x % 128 == 0)
-        store_release(flag_of(a, (int)blockIdx.x, group), READY);
-}
-
-/* The same where a warp of the block announces it, so that the warpgroup does not wait until its
- * sums are in memory. */
+/* Hands over all sums. A warp of the block announces it, so that the warpgroup does not wait until
+ * they are in memory. */
 template <class S>
 static __device__ __forceinline__ void leave(const gemm_args *a, int group,
                                              const float (&sum)[S::T / 2]) {

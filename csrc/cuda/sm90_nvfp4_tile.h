@@ -17,7 +17,7 @@
 #define ROWS       128
 #define SLABS      (ROWS / MOQ_PACK_ROWS)
 #define MAX_STAGES 16
-#define CHUNK      32 /* tokens that turn around at a time */
+#define CHUNK      32 /* tokens whose outputs leave at a time */
 #define TURN_BYTES (CHUNK * 64 * 2)
 
 /* What the operands are. */
@@ -66,7 +66,9 @@ template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
     static constexpr bool full = T == 256 && !fast; /* of sums */
     static constexpr int registers = twice ? 144 : full ? 224 : 216;
     static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
-    static constexpr int turn_bytes = 2 * TURN_BYTES; /* that a warpgroup has room for */
+    /* Chunks of outputs that a warpgroup has room for: all of a tile, but where a block alone has
+     * 256 tokens, whose stages leave less, two are faster than four or six (docs/lab.md). */
+    static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
     /* Parts of the tokens that are multiplied one after the other, and promoted sums of one. */
     static constexpr int parts = T == 256 || (T == 128 && twice) ? 2 : 1, sums = T / 2 / parts;
 };
@@ -246,68 +248,5 @@ static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool
 typedef struct {
     int first, end;
 } chunks;
-
-/* Scales, rounds and writes a warpgroup's 64 rows of a tile of e4m3. Through shared memory, a chunk
- * of tokens at a time, 128 bytes a token: the 16 bytes of rows 8i and on at (i ^ token % 8) * 16.
- */
-template <class S>
-static __device__ __forceinline__ void write_outputs(const gemm_args *a, const board<S> *b,
-                                                     uint32_t turn, const place *at, int group,
-                                                     const float *sum, chunks part) {
-    int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
-    int first = at->row + group * 64, own = warp * 16 + lane / 4;
-    float factor[2], bias[2];
-    copy_async_wait<0>();
-    barrier_sync(2 + group, 128);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int n = first + own + 8 * i;
-        float fold = b->fold[own + 8 * i];
-        factor[i] = b->factor[own + 8 * i] * (fold / moq_used_fold(fold));
-        bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
-    }
-    bool add = a->out.bias != NULL;
-    int n = first + thread % 8 * 8, last = a->m - at->token;
-    uint16_t *to = (uint16_t *)a->out.data + (int64_t)(at->token + thread / 8) * a->out.stride + n;
-    bool whole = n + 8 <= a->n && ((uintptr_t)to | (uintptr_t)(a->out.stride * 2)) % 16 == 0;
-#pragma unroll
-    for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
-        if (chunk < part.first || chunk >= part.end)
-            continue;
-        uint32_t room = turn + chunk % 2 * TURN_BYTES;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t matrix[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int j = chunk * 4 + half * 2 + i / 2;
-                float low = sum[4 * j + 2 * (i % 2)], high = sum[4 * j + 2 * (i % 2) + 1];
-                float2 x = *(const float2 *)&b->x[8 * j + lane % 4 * 2];
-                low *= x.x * factor[i % 2];
-                high *= x.y * factor[i % 2];
-                if (add) {
-                    low = __fadd_rn(low, bias[i % 2]);
-                    high = __fadd_rn(high, bias[i % 2]);
-                }
-                matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
-            }
-            int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-            store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);
-        }
-        barrier_sync(2 + group, 128);
-        uint4 word[2];
-#pragma unroll
-        for (int pass = 0; pass < 2; pass++) {
-            int token = pass * 16 + thread / 8;
-            word[pass] = load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16);
-        }
-#pragma unroll
-        for (int pass = 0; pass < 2; pass++) {
-            int token = chunk * CHUNK + pass * 16;
-            if (token + thread / 8 < last)
-                store_eight(to + token * a->out.stride, a->n - n, whole, word[pass]);
-        }
-    }
-}
 
 #endif

@@ -276,11 +276,6 @@ static int room_of(const variant *v) {
     return v->tokens * ROWS * 2;
 }
 
-/* Whether the copy engine can write y. */
-static bool in_boxes(const moq_tensor *y) {
-    return ((uintptr_t)y->data | (uintptr_t)(y->stride[0] * 2)) % 16 == 0;
-}
-
 static gemm_args args_of(const moq_linear_call *call, const method *way, int limit) {
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
