@@ -527,15 +527,15 @@ typedef struct {
 
 static costs costs_of(const way *w) {
     static const costs EIGHT[3] = {
-        {0.01211, 0.03181, 1.144}, {0.01138, 0.03706, 1.185}, {0.009382, 0.0731, 1.154}};
-    static const costs TWO[2] = {{0.004941, 0.014, 2.94}, {0.01051, 0.02058, 2.641}};
+        {0.0121, 0.03187, 1.147}, {0.01149, 0.03616, 1.185}, {0.009743, 0.06943, 1.139}};
+    static const costs TWO[2] = {{0.004815, 0.01386, 2.877}, {0.01042, 0.01871, 2.591}};
     static const costs SIXTEEN[3] = {
-        {0.00902, 0.0702, 1.023}, {0.005147, 0.008832, 4.113}, {0.01056, 0.01455, 2.835}};
+        {0.009447, 0.07267, 1.157}, {0.005173, 0.008541, 3.416}, {0.01188, 0.01309, 2.888}};
     return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
 }
 
-/* Microseconds of a call, fitted to 738 times of up to 8 tokens on an H200 (docs/lab.md), 3 % off
- * in the mean where the way is near the best; the choice costs 0.5 %. Products, W from memory and
+/* Microseconds of a call, fitted to 1179 times of up to 8 tokens on an H200 (docs/lab.md), 5 % off
+ * in the mean where the way is near the best; the choice costs 0.6 %. Products, W from memory and
  * the warp that adds up go on beside each other; before them the start and x, after them the ends
  * of rounds. Two tiles of tokens take up to half as long again. */
 static double estimate(const decode_args *a, const way *w) {
@@ -545,23 +545,26 @@ static double estimate(const decode_args *a, const way *w) {
     double warps = w->warps << w->two, columns = (double)most * a->m * X_BLOCK;
     double products =
         warps * (slabs * most * c.unit + rounds * quotient_up(most, a->turn) * c.stage);
-    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 1.08;
-    double before = c.start + w->share * 0.03068 + (half ? 0 : w->log_ranks * 0.3494) +
-                    (half && a->shared > HALF_SHARED ? 1.359 : 0);
+    double memory = (double)a->n * a->k * 0.5625 / 4.39e6 * 1.067;
+    double before = c.start + w->share * 0.03151 + (half ? 0 : w->log_ranks * 0.3487) +
+                    (half && a->shared > HALF_SHARED ? 1.256 : 0);
     if (a->x_stays) {
-        before += columns * (1 << w->log_parts) * (w->share ? 1.298e-5 : half ? 1.888e-5 : 6.48e-6);
+        before += columns * (1 << w->log_parts) *
+                  (w->share ? 1.261e-5
+                   : half   ? 2.026e-5
+                            : 6.748e-6);
     } else {
         columns *= rounds;
         double fresh = fmin(columns, (double)a->stages * a->turn * a->m * X_BLOCK);
-        products += warps * (fresh * 1.338e-5 + (columns - fresh) * (a->boxes ? 1.323e-5
-                                                                     : half   ? 6.076e-5
-                                                                              : 5.096e-5));
-        memory += warps * columns * 6.116e-6;
+        products += warps * (fresh * 1.495e-5 + (columns - fresh) * (a->boxes ? 1.207e-5
+                                                                     : half   ? 5.918e-5
+                                                                              : 5.507e-5));
+        memory += warps * columns * 5.197e-6;
     }
     double added = (double)(rounds - 1) * (w->warps >> w->log_parts) *
                    quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
-    double adding = added * (0.7135 + 0.00525 * (1 << w->log_parts)) * (w->log_ranks ? 1.286 : 1);
-    double ends = rounds * (0.3055 + w->log_ranks * 0.01457);
+    double adding = added * (0.6943 + 0.005071 * (1 << w->log_parts)) * (w->log_ranks ? 1.054 : 1);
+    double ends = rounds * (0.3161 + w->log_ranks * 0.01513);
     double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
     return a->m > 8 ? 1.5 * all : all;
 }
