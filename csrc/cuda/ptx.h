@@ -472,6 +472,14 @@ static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
         : "memory");
 }
 
+/* The same of two. */
+static __device__ __forceinline__ void store_two_matrices_turned(uint32_t column, uint32_t first,
+                                                                 uint32_t second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column),
+                 "r"(first), "r"(second)
+                 : "memory");
+}
+
 /* ---- flags in memory: what was written before a release is there after it was acquired ---- */
 
 static __device__ __forceinline__ void store_release(uint64_t *to, uint64_t value) {

@@ -101,7 +101,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
             mbarrier_init(meet->ready, CONSUMERS / 32 * WARP_ARRIVALS * blocks_in_cluster());
         }
 #pragma unroll 1
-        for (int i = warp + (S::pair ? 0 : FIRST_COPIES); i < a->stages; i += S::copier / 32)
+        for (int i = warp + (S::pair ? 0 : S::first_copies); i < a->stages; i += S::copier / 32)
             mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += S::copier / 32) {

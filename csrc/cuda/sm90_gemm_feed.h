@@ -12,7 +12,7 @@ static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed 
 /* Copies the first weights as soon as their own barriers are there. */
 template <class S>
 static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
-    int first = min(FIRST_COPIES, steps_of(f));
+    int first = min(S::first_copies, steps_of(f));
     for (int i = 0; i < first; i++)
         mbarrier_init(p->gate.weights + 8u * i, 1);
     mbarrier_init_fence();

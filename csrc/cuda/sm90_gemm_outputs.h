@@ -11,9 +11,10 @@
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 
-#define CHUNK      32                  /* tokens that are turned around at a time */
-#define PITCH      (64 + 4)            /* floats, free of bank conflicts */
-#define TURN_BYTES (CHUNK * PITCH * 4) /* of a warpgroup */
+#define CHUNK       32                  /* tokens that are turned around at a time */
+#define PITCH       (64 + 4)            /* floats, free of bank conflicts */
+#define TURN_BYTES  (CHUNK * PITCH * 4) /* of a warpgroup */
+#define EIGHT_BYTES (8 * 128)           /* of eight tokens of a warpgroup, as outputs */
 
 /* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
 typedef struct {
@@ -224,6 +225,100 @@ static __device__ __forceinline__ void write_eight(const typename S::args *a, co
     write_pair<S>(a, b, at, column + odd, upper - odd + 8, odd ? z : sum.z, odd ? sum.w : z);
 }
 
+/* ---- the same where outputs have a factor of their row alone: scaled and rounded first, then
+ * turned around as 16 bits, 128 bytes a token for the 64 rows of a warpgroup. Half of the stores to
+ * shared memory and a quarter of the instructions (docs/lab.md) ---- */
+
+/* Of a thread's two rows, 8 apart; factors as they are in memory, so that nothing waits for them
+ * before the products. */
+typedef struct {
+    float factor[2], bias[2];
+} rows_edge;
+
+static __device__ __forceinline__ int first_row_of_thread(int row) {
+    return row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
+/* Of the 64 rows from `row` on; before the kernel's predecessor has ended. */
+template <class S>
+static __device__ __forceinline__ rows_edge fetch_factors(const typename S::args *a,
+                                                          const place *at, int row) {
+    rows_edge e = {};
+    int n = at->row + first_row_of_thread(row);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (n + 8 * i < at->end)
+            e.factor[i] = a->output_scale[n + 8 * i];
+    return e;
+}
+
+/* After it. */
+template <class S>
+static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const place *at,
+                                                    int row, rows_edge *e) {
+    int n = at->row + first_row_of_thread(row);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (n + 8 * i < at->end)
+            e->bias[i] = moq_load_bias(&a->out, n + 8 * i);
+}
+
+/* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
+ * of a token at (i ^ token % 8) * 16. */
+template <class S>
+static __device__ __forceinline__ void park_eight(const typename S::args *a, uint32_t room,
+                                                  const rows_edge *e, float4 sum) {
+    int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    uint32_t half[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float factor = e->factor[i] * S::unit;
+        float low = (i ? sum.z : sum.x) * factor, high = (i ? sum.w : sum.y) * factor;
+        if (a->out.bias) {
+            low = __fadd_rn(low, e->bias[i]);
+            high = __fadd_rn(high, e->bias[i]);
+        }
+        half[i] = moq_narrow_pair(a->out.dtype, low, high);
+    }
+    store_two_matrices_turned(room + lane % 8 * 128 + (piece ^ lane % 8) * 16, half[0], half[1]);
+}
+
+/* Stores what a warpgroup has parked: `count` tokens, the tile's from `first` on, of the 64 rows
+ * from `row` on. */
+template <class S>
+static __device__ __forceinline__ void carry_out(const typename S::args *a, uint32_t room,
+                                                 const place *at, int row, int first, int count) {
+    int thread = threadIdx.x % 128, n = at->row + row + thread % 8 * 8;
+    int end = min(count, at->last - at->token - first);
+    if (n >= at->end)
+        return;
+#pragma unroll 4
+    for (int token = thread / 8; token < end; token += 16)
+        store_eight(&a->out, at->token + first + token, n, at->end - n,
+                    load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16));
+}
+
+/* Writes a tile's outputs from a warpgroup's sums, at most 64 tokens in its room at a time. */
+template <class S>
+static __device__ __forceinline__ void write_turned(const typename S::args *a, uint32_t room,
+                                                    const place *at, int row, const rows_edge *e,
+                                                    const float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = S::T < 64 ? S::T : 64;
+    int group = threadIdx.x / 128;
+#pragma unroll
+    for (int first = 0; first < S::T; first += AT_ONCE) {
+        barrier_sync(2 + group, 128); /* what was there has been stored */
+#pragma unroll
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            const float *four = sum + (first / 8 + j) * 4;
+            park_eight<S>(a, room + j * EIGHT_BYTES, e,
+                          make_float4(four[0], four[1], four[2], four[3]));
+        }
+        barrier_sync(2 + group, 128);
+        carry_out<S>(a, room, at, row, first, AT_ONCE);
+    }
+}
+
 /* ---- parts of K ---- */
 
 /* Barriers of a cluster for that, each used once: sums of others are here, and all blocks are done
@@ -265,11 +360,13 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
 /* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
  * together: each gets all parts of some of the columns of the product, eight at a time,
  * [warpgroups][eights][parts][threads], and adds them in the order of the parts. Warpgroups count
- * the parts of the first rows, then of the next. */
-template <class S>
+ * the parts of the first rows, then of the next. TURNED: with factors of `own_rows` alone, outputs
+ * turn around at `turn`, which may be where the ring was: all are done with it. */
+template <class S, bool TURNED = false>
 static __device__ __forceinline__ void
 bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeting *meet,
-               const margin *edge, const place *at, const float (&sum)[S::T / 2]) {
+               const margin *edge, const place *at, const float (&sum)[S::T / 2],
+               const rows_edge *own_rows = NULL, uint32_t turn = 0) {
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
     int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
@@ -294,7 +391,8 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
             store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),
                                         __float_as_uint(four.z), __float_as_uint(four.w)));
     }
-    post_margin<S>(edge, b);
+    if (!TURNED)
+        post_margin<S>(edge, b);
     eights own = eights_of<S>(part, parts);
     const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
     barrier_sync(1, S::consumers);
@@ -309,7 +407,14 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
             total.z += other.z;
             total.w += other.w;
         }
-        write_eight<S>(a, b, at, rows * 64, (own.first + j) * 8, total);
+        if constexpr (TURNED)
+            park_eight<S>(a, turn + j * EIGHT_BYTES, own_rows, total);
+        else
+            write_eight<S>(a, b, at, rows * 64, (own.first + j) * 8, total);
+    }
+    if constexpr (TURNED) {
+        barrier_sync(2 + group, 128);
+        carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
     }
 }
 

@@ -11,11 +11,10 @@
 #include "cuda/ptx.h"
 #include "cuda/sm90_gemm_outputs.h"
 
-#define CONSUMERS    256 /* threads of the two warpgroups that multiply */
-#define QUANTIZERS   256 /* threads that quantize x, where that is done here */
-#define STEP         128
-#define MAX_STAGES   24
-#define FIRST_COPIES 3 /* before the rest of a block is ready */
+#define CONSUMERS  256 /* threads of the two warpgroups that multiply */
+#define QUANTIZERS 256 /* threads that quantize x, where that is done here */
+#define STEP       128
+#define MAX_STAGES 24
 
 typedef enum { WEIGHTS_FIRST, TOKENS_FIRST } orientation;
 
@@ -61,6 +60,7 @@ struct tile {
     static constexpr bool parts = SHARE == PARTS || by_steps;
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
+    static constexpr int first_copies = 3; /* before the rest of a block is ready */
     /* Of outputs. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
     static constexpr float unit = 1.0f;

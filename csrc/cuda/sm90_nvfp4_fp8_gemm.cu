@@ -39,6 +39,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
     static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
     static constexpr bool own_room = T < 128;
     static constexpr bool tokens_first = false, row_factors = true, token_factors = true;
+    static constexpr int first_copies = 3;
     static constexpr float unit = 1.0f;
 };
 

@@ -22,11 +22,18 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
         place at = place_of<S>(a, c.tile);
         float sum[S::T / 2] = {};
         margin edge = {};
-        typename P::rows own = P::fetch(a, at.row + group / S::k_groups * 64);
+        rows_edge rows = {};
+        int row = group / S::k_groups * 64;
+        typename P::rows own = P::fetch(a, at.row + row);
+        if (!S::token_factors)
+            rows = fetch_factors<S>(a, &at, row);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && !S::pair && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        edge = fetch_margin<S>(a, &at);
+        if constexpr (S::token_factors)
+            edge = fetch_margin<S>(a, &at);
+        else
+            fetch_biases<S>(a, &at, row, &rows);
         P::template complete<S>(a, &at, &edge);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
             P::template multiply<S>(t, own, (c.end - c.first + S::k_groups - 1) / S::k_groups,
@@ -35,9 +42,16 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             spot second = {S::stage, 8, 0};
             P::template multiply<S>(t, own, (c.end - c.first) / S::k_groups, &second, sum);
         }
-        if constexpr (S::parts) {
+        if constexpr (S::parts && S::token_factors) {
             bring_together<S>(a, shared, b, meet, &edge, &at, sum);
             return;
+        } else if constexpr (S::parts) {
+            bring_together<S, true>(a, shared, b, meet, &edge, &at, sum, &rows,
+                                    shared_address(shared + a->turn + group * a->turn_step));
+            return;
+        } else if constexpr (!S::token_factors) {
+            write_turned<S>(a, shared_address(turn), &at, row, &rows, sum);
+            continue;
         }
         barrier_sync(1, S::consumers); /* the tile before is written */
         post_margin<S>(&edge, b);
@@ -65,7 +79,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
             mbarrier_init(meet->ready, WARPS * WARP_ARRIVALS * blocks_in_cluster());
         }
 #pragma unroll 1
-        for (int i = warp + FIRST_COPIES; i < a->stages; i += WARPS)
+        for (int i = warp + S::first_copies; i < a->stages; i += WARPS)
             mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += WARPS) {

@@ -52,18 +52,18 @@ static variant variant_of(double step) {
 static const variant VARIANTS[] = {
     variant_of<16, 2, 1, false>(0.406),        variant_of<16, 3, 1, false>(0.505),
     variant_of<16, 4, 1, false>(0.598),        variant_of<16, 2, 1, true>(0.404),
-    variant_of<16, 3, 1, true>(0.485),         variant_of<16, 2, 2, true>(0.619),
+    variant_of<16, 3, 1, true>(0.510),         variant_of<16, 2, 2, true>(0.619),
     variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.454),
     variant_of<32, 4, 1, false>(0.690),        variant_of<32, 3, 1, false>(0.619),
     variant_of<32, 2, 1, true>(0.406),         variant_of<32, 3, 1, true>(0.496),
-    variant_of<32, 4, 1, true>(0.631),         variant_of<32, 2, 2, true>(0.653),
+    variant_of<32, 4, 1, true>(0.670),         variant_of<32, 2, 2, true>(0.653),
     variant_of<32, 1, 2, true>(0.412),         variant_of<64, 2, 1, false>(0.511),
     variant_of<64, 4, 1, false>(0.870),        variant_of<64, 3, 1, false>(0.733),
     variant_of<64, 2, 1, true>(0.413),         variant_of<64, 3, 1, true>(0.561),
     variant_of<64, 4, 1, true>(0.774),         variant_of<64, 2, 2, true>(0.788),
     variant_of<64, 1, 2, true>(0.407),         variant_of<128, 2, 1, false>(0.690),
     variant_of<128, 4, 1, false>(1.360),       variant_of<128, 3, 1, false>(1.005),
-    variant_of<128, 2, 1, true>(0.585),        variant_of<128, 3, 1, true>(0.838),
+    variant_of<128, 2, 1, true>(0.585),        variant_of<128, 3, 1, true>(0.870),
     variant_of<128, 4, 1, true>(1.270),        variant_of<128, 2, 2, true>(1.140),
     variant_of<128, 2, 1, false, true>(0.747),
 };
@@ -89,10 +89,10 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double far = 1 + 4.5e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
     double copies = tiles * steps * share * far / (v->tokens < 128 ? 14.5e12 : 11.4e12);
     double memory = n * k * 0.5625 / 4.6e12 / fmin(1, blocks / 80);
-    double sums =
-        v->parts ? 5.56e-8 * fmin(tokens, 64) + 3.8e-8 * fmax(0, tokens - 64) : 2.1e-8 * tokens;
-    double outputs = turns * (3.9e-7 * v->row_groups + sums);
-    return 0.5e-6 + outputs +
+    double outputs = v->parts ? 3.9e-7 * v->row_groups + 5.1e-8 * fmin(tokens, 64) +
+                                    3.8e-8 * fmax(0, tokens - 64)
+                              : 3e-7 * v->row_groups + 1.1e-8 * tokens;
+    return 0.5e-6 + turns * outputs +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }

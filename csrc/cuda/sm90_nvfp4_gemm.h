@@ -20,7 +20,7 @@
 #define STEP         128
 #define UNIT         MOQ_PACK_BYTES
 #define MAX_STAGES   24
-#define FIRST_COPIES 3 /* before the rest of a block is ready */
+#define LEAST_STAGES 3
 
 typedef struct {
     int m, n;
@@ -41,6 +41,7 @@ typedef struct {
     const float *fold_scale;   /* of e4m3: [N], powers of two, */
     const float *x_scale;      /* and [m] */
     bool per_token;
+    int turn_step; /* from where a warpgroup's outputs turn around to the next one's */
 } gemm_args;
 
 /* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
@@ -67,6 +68,11 @@ struct tile {
     /* Products that a set of fragments is for: two of T = 128 where registers are few. */
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth; /* of a step */
+    /* Copies of weights before the rest of a block is ready. More take 0.1 us longer, and x waits
+     * behind them where they are large: 32768 x 512 with 64 tokens 7.5 us for 6.8. */
+    static constexpr int first_copies = 1;
+    /* Both sets are decoded before the first tokens are there: 1 % where products take long. */
+    static constexpr bool early = T == 128;
     static_assert(K_GROUPS <= 2, "those of other steps have code of their own");
     static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
     /* Sums of other blocks have room beside the ring, rather than where it was. */
@@ -284,6 +290,8 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
         return;
     mbarrier_wait(t->gate.weights + s->gate, s->parity);
     decode<S>(t, s, 0, &set[0]);
+    if (S::early)
+        decode<S>(t, s, 1, &set[1]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         mbarrier_wait(t->gate.tokens + s->gate, s->parity);
@@ -295,7 +303,8 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
             give_up<S>(other);
             if (piece == 0 && left < steps)
                 release<S>(t, &before);
-            if (piece + 1 < S::pieces)
+            bool have = S::early && piece == 0 && left == steps;
+            if (piece + 1 < S::pieces && !have)
                 decode<S>(t, s, piece + 1, other);
         }
         before = *s;

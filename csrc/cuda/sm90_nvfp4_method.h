@@ -41,23 +41,29 @@ typedef struct {
  * up one; no stages where that cannot be. */
 typedef struct {
     int stages, side, behind; /* float4 of a share of sums; bytes behind the ring */
+    int turn, turn_step;      /* where outputs turn around, and of the next warpgroup */
 } layout;
 
 static layout lay_out(const variant *v, int cluster) {
-    layout l = {0, 0, v->row_groups * TURN_BYTES};
-    int sums = 0;
+    layout l = {0, 0, v->row_groups * TURN_BYTES, 0, TURN_BYTES};
+    int sums = 0, turned = 0;
     if (v->parts) {
         int parts = cluster * v->k_groups;
         l.side = (v->tokens / 8 + parts - 1) / parts * parts * 128;
         sums = v->row_groups * v->k_groups * l.side * 16;
         l.behind = v->tokens < 128 ? sums : 0;
+        l.turn = sums - l.behind; /* where the ring was, behind sums if those are there too */
+        l.turn_step = l.side / (parts * 128) * EIGHT_BYTES;
+        turned = v->row_groups * v->k_groups * l.turn_step;
     }
     int most = BLOCK_SHARED - 1024 - BARRIERS * 8 - (int)sizeof(board) - l.behind;
     l.stages = most / v->stage < MAX_STAGES ? most / v->stage : MAX_STAGES;
     l.stages -= l.stages % v->k_groups;
-    if (l.stages < FIRST_COPIES || l.stages < 2 * v->k_groups ||
-        (l.behind == 0 && sums > l.stages * v->stage))
+    if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
+        l.turn + turned > l.stages * v->stage)
         l.stages = 0;
+    if (!v->parts)
+        l.turn = l.stages * v->stage;
     return l;
 }
 
@@ -159,9 +165,10 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
                    .more_parts = (int)(steps % way->cluster),
                    .room = after,
                    .side = l.side,
-                   .turn = after,
+                   .turn = l.turn,
                    .out = moq_output_of(call),
-                   .output_scale = call->output_scale};
+                   .output_scale = call->output_scale,
+                   .turn_step = l.turn_step};
     return a;
 }
 

@@ -93,8 +93,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
     int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < args.stages; i++) {
+    if (threadIdx.x % 32 == 0) { /* some by every warp: they take 30 ns each */
+#pragma unroll 1
+        for (int i = (int)threadIdx.x / 32; i < args.stages; i += THREADS / 32) {
             mbarrier_init(full + 8u * i, 2);
             mbarrier_init(empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
         }
