@@ -74,8 +74,9 @@ static_assert(VARIANT_COUNT < 32,
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
  * same time, then sums and outputs; of x more than 1.5 MB comes slower. Fitted to 503 times of 14
- * layers with 16 to 256 tokens on an H200, then to 461 of 16 layers with 32 to 256 (docs/lab.md):
- * 6.5 % root mean square, and the choice costs 0.3 %. */
+ * layers with 16 to 256 tokens on an H200, then to 461 of 16 layers with 32 to 256, and what
+ * outputs take to 328 more, so that the choice, which costs 0.5 %, rather than each time is near
+ * (docs/lab.md). */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;

@@ -68,9 +68,9 @@ struct tile {
     /* Products that a set of fragments is for: two of T = 128 where registers are few. */
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth; /* of a step */
-    /* Copies of weights before the rest of a block is ready. More take 0.1 us longer, and x waits
-     * behind them where they are large: 32768 x 512 with 64 tokens 7.5 us for 6.8. */
-    static constexpr int first_copies = 1;
+    /* Copies of weights before the rest of a block is ready, 14 to 18 KB: x waits behind more of
+     * them (docs/lab.md). */
+    static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 4 / ROW_GROUPS;
     /* Both sets are decoded before the first tokens are there: 1 % where products take long. */
     static constexpr bool early = T == 128;
     static_assert(K_GROUPS <= 2, "those of other steps have code of their own");
