@@ -189,12 +189,12 @@ typedef struct {
     int rest;                 /* and of the packed ring and the outputs' way */
     int boards;               /* bytes of static shared memory */
     double step[2];           /* microseconds of 128 columns, sums promoted, or fast, */
-    double even;              /* and of even shares */
+    double even, output;      /* of even shares, and of the outputs of a token of a tile */
     const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
 } variant;
 
 template <int T, sharing SHARE>
-static variant variant_of(double step, double fast_step, double even) {
+static variant variant_of(double step, double fast_step, double even, double output) {
     typedef tile<AS_E4M3, T, SHARE, false> exact;
     typedef tile<AS_E4M3, T, SHARE, true> fast;
     return {T,
@@ -205,14 +205,17 @@ static variant variant_of(double step, double fast_step, double even) {
             2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
             {step, fast_step},
             even,
+            output,
             {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
              {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
 }
 
 static const variant VARIANTS[] = {
-    variant_of<256, SHARE_WEIGHTS>(0.733, 0.652, 6.8), variant_of<256, ALONE>(0.84, 0.775, 6.8),
-    variant_of<128, SHARE_WEIGHTS>(0.495, 0.453, 5.1), variant_of<128, ALONE>(0.63, 0.575, 7.0),
-    variant_of<64, SHARE_WEIGHTS>(0.455, 0.41, 4.5),
+    variant_of<256, SHARE_WEIGHTS>(0.712, 0.633, 6.83, 0.00911),
+    variant_of<256, ALONE>(0.815, 0.752, 5.13, 0.0109),
+    variant_of<128, SHARE_WEIGHTS>(0.514, 0.470, 3.49, 0.00822),
+    variant_of<128, ALONE>(0.640, 0.584, 4.23, 0.00705),
+    variant_of<64, SHARE_WEIGHTS>(0.421, 0.379, 3.68, 0.0118),
 };
 
 /* How tiles are divided: whole ones in rounds, or the last rounds evenly by steps. */
@@ -228,21 +231,23 @@ typedef struct {
     double seconds;
 } method;
 
-/* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 220 times of
- * 16 layers with 128 to 2048 tokens on an H200, 2.6 % root mean square (docs/lab.md). The more
- * multiprocessors multiply, and the longer, the lower is the clock. */
+/* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
+ * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
+ * loses (docs/lab.md). The more multiprocessors multiply, and the longer, the lower is the clock.
+ */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
     double steps = (double)divide_up(spec->in_features, STEP);
     double turns = way->rest ? tiles / workers : ceil(tiles / workers);
+    double longer = 0.0291 * (double)way->rest / workers; /* steps that are shared take */
     double busy = workers * v->blocks / (double)spec->target.sm_count;
     double quantize = 1.5 + (double)m * (double)spec->in_features / 1.4e6;
-    double products = turns * steps * v->step[spec->fast_accum] * (1 + 0.152 * busy);
+    double products = (turns + longer) * steps * v->step[spec->fast_accum] * (1 + 0.19 * busy);
     double exchange =
-        way->rest ? v->even + 0.0023 * v->tokens * (1 + workers / (double)way->rest) : 0;
-    products *= 1 + 0.03 * fmin(1, products / 400);
-    return (2.0 + quantize + products + ceil(turns) * 0.0122 * v->tokens + exchange) * 1e-6;
+        way->rest ? v->even + 0.00262 * v->tokens * (1 + workers / (double)way->rest) : 0;
+    products *= 1 + 0.0695 * fmin(1, products / 400);
+    return (2.0 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
 }
 
 static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, division how) {
