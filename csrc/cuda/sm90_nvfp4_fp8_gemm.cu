@@ -192,7 +192,7 @@ static const variant VARIANTS[] = {
     variant_of<64, 4, 1, false>(0.904),  variant_of<64, 2, 1, true>(0.503),
     variant_of<64, 2, 2, true>(0.953),   variant_of<64, 1, 2, true>(0.512),
     variant_of<128, 2, 1, false>(0.620), variant_of<128, 2, 1, true>(0.590),
-    variant_of<128, 1, 2, true>(0.510),  variant_of<128, 3, 1, false>(0.920),
+    variant_of<128, 1, 2, true>(0.516),  variant_of<128, 3, 1, false>(0.920),
     variant_of<128, 3, 1, true>(0.920),  variant_of<256, 2, 1, false>(0.910),
     variant_of<256, 2, 1, true>(0.820),  variant_of<256, 1, 2, true>(0.650),
 };
