@@ -51,7 +51,8 @@ static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upp
 /* The codes of a unit: of group s, those of row g in a[s / 2][s % 2 * 2] and of row g + 8 behind,
  * columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group. `folds` are 256 times those of rows g and g +
  * 8 in float16, where a byte of scales is scale / 256. Of two groups the bytes of row g are even
- * ones, those of row g + 8 odd; their first bit does not count. */
+ * ones, those of row g + 8 odd. Of any byte the last seven bits are a number here: beyond K a unit
+ * may be what was in shared memory before, which meets zeros of x, and must not be NaN. */
 static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, uint32_t folds,
                                                      uint32_t (&a)[2][4]) {
 #pragma unroll
