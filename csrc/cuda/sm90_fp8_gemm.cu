@@ -30,7 +30,6 @@
 #include <math.h>
 
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
-#define BARRIERS    (3 * MAX_STAGES + 2)
 
 /* The block scales of the rows of a warpgroup, held from step `first` on. */
 template <class S>
@@ -51,73 +50,40 @@ static __device__ __forceinline__ block_scales<S> find_blocks(const gemm_args *a
 
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board *b, const meeting *meet, int rank) {
+                                               board<S> *b, const meeting *meet, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-    float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
+    int row = group / S::k_groups * (64 * S::WAVES);
+    uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     ring_place slot = {0, 0};
     for (cursor c = start<S>(a); c.left > 0; c.left -= c.end - c.first, c.tile += c.stride) {
         place at = place_of<S>(a, c.tile, rank);
         float sum[S::WAVES][S::T / 2] = {};
         block_scales<S> block = find_blocks<S>(a, &at, group, c.first);
+        edges<S> edge = {};
+        fetch_early<S>(a, &at, row, &edge);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        margin edge = fetch_margin<S>(a, &at);
+        fetch_late<S>(a, &at, row, &edge);
         multiply<S>(t, &block, c.first, c.end, group, &slot, sum);
         if constexpr (S::parts) {
-            bring_together<S>(a, shared, b, meet, &edge, &at, sum[0]);
+            bring_together<S>(a, shared, b + group, meet, &edge, &at, sum[0]);
             return;
         }
-        barrier_sync(1, CONSUMERS); /* the tile before is written */
-        post_margin<S>(&edge, b);
-        barrier_sync(1, CONSUMERS);
+        if (S::tokens_first || S::token_factors)
+            post_columns<S>(&edge, b + group);
+        if (S::tokens_first)
+            barrier_sync(2 + group, 128);
 #pragma unroll
-        for (int i = 0; i < S::WAVES; i++) {
-            int row = (group * S::WAVES + i) * 64;
+        for (int i = 0; i < S::WAVES; i++)
             if constexpr (S::tokens_first)
-                write_rows<S>(a, b, &at, row, sum[i]);
+                write_rows<S>(a, b + group, &at, row + 64 * i, &edge.row[i], sum[i]);
             else
-                write_columns<S>(a, b, turn, &at, row, sum[i]);
-        }
+                write_columns<S>(a, b + group, turn, &at, row + 64 * i, &edge.row[i], sum[i]);
+        if (S::tokens_first)
+            barrier_sync(2 + group, 128); /* what was posted has been read */
     }
-}
-
-/* Barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The blocks of
- * a cluster know of each other's. */
-template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p,
-                                              const meeting *meet, feed *f) {
-    constexpr int RELEASES = CONSUMERS / 32 / (S::by_steps ? 2 : 1) * (S::pair ? 2 : 1);
-    int warp = threadIdx.x / 32;
-    if (threadIdx.x == S::copier) {
-        prefetch_map(p->weights);
-        *f = begin_feed<S>(a, p);
-        if (!S::pair)
-            copy_first<S>(a, p, f);
-    } else if (warp < S::copier / 32 && threadIdx.x % 32 == 0) {
-        if (S::parts && warp == 0) {
-            mbarrier_init(meet->posted, 1);
-            mbarrier_init(meet->ready, CONSUMERS / 32 * WARP_ARRIVALS * blocks_in_cluster());
-        }
-#pragma unroll 1
-        for (int i = warp + (S::pair ? 0 : S::first_copies); i < a->stages; i += S::copier / 32)
-            mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
-#pragma unroll 1
-        for (int i = warp; i < a->stages; i += S::copier / 32) {
-            mbarrier_init(p->gate.codes + 8u * i, S::fused ? QUANTIZERS / 32 : 1);
-            mbarrier_init(p->gate.empty + 8u * i, RELEASES * WARP_ARRIVALS);
-        }
-        mbarrier_init_fence();
-    }
-    __syncwarp();
-    if (S::pair) {
-        cluster_sync();
-        return;
-    }
-    __syncthreads();
-    if (S::parts && blocks_in_cluster() > 1)
-        cluster_arrive(); /* for whoever waits to send sums here */
 }
 
 template <class S>
@@ -126,7 +92,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
              const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
-    __shared__ board edge;
+    __shared__ board<S> edge[CONSUMERS / 128];
+    static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
     uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
     gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
@@ -145,7 +112,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
                   (const float *)(smem + scales), args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S>(&args, &t, smem, &edge, &meet, rank);
+        consume<S>(&args, &t, smem, edge, &meet, rank);
     } else if (threadIdx.x < S::copier) {
         sink s = {ring + S::token_at, gate, 0.0f};
         if (S::fused && S::uneven)
@@ -460,20 +427,24 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
 }
 
 /* Shared memory of a block: as many stages as fit, the tokens' scales, where outputs turn around
- * and where sums come to. The last two may lie where the ring was. */
+ * and where sums come to. Sums of many tokens come to where the ring was, and outputs of parts turn
+ * around there, behind those. */
 static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     const variant *v = way->shape;
-    int stage = v->stage + (groups ? v->tokens * 4 : 0), rest = 0;
+    int stage = v->stage + (groups ? v->tokens * 4 : 0), rest = 0, turn = 0;
     if (has_parts(v)) {
-        int parts = way->cluster * (v->share == FINE_PARTS ? 2 : 1);
         int columns = v->first == TOKENS_FIRST ? v->weight_rows : v->tokens;
-        a->side = (int)divide_up(columns / 8, parts) * parts * 128;
-        rest = 2 * a->side * 16;
+        parts_room room =
+            room_of_parts(columns, way->cluster * (v->share == FINE_PARTS ? 2 : 1), 2);
+        a->side = room.side;
+        a->turn_step = room.turn_step;
+        rest = v->tokens < 128 ? room.sums : 0;
+        turn = room.sums - rest;
     } else if (v->first == WEIGHTS_FIRST) {
-        rest = 2 * TURN_BYTES;
+        a->turn_step = TURNED_AT_ONCE(v->tokens) * 128;
+        rest = 2 * a->turn_step;
     }
-    bool behind = !has_parts(v) || v->tokens < 128; /* the ring */
-    int most = limit - 1024 - BARRIERS * 8 - (int)sizeof(board) - (behind ? rest : 0);
+    int most = limit - 1024 - BARRIERS * 8 - BOARD_BYTES - rest;
     a->stages = most / stage;
     if (a->stages > MAX_STAGES)
         a->stages = MAX_STAGES;
@@ -481,9 +452,9 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         a->stages -= a->stages % 2;
     bool fits = has_parts(v) && a->part_steps < a->stages;
     a->flight = (fits ? 32768 : 49152) / (v->weight_rows * STEP);
-    a->turn = behind ? a->stages * stage : 0;
-    a->room = a->turn;
-    return (size_t)(a->stages * stage + (behind ? rest : 0));
+    a->turn = has_parts(v) ? turn : a->stages * stage;
+    a->room = rest ? a->stages * stage : 0;
+    return (size_t)(a->stages * stage + rest);
 }
 
 static moq_status multiply_codes(const moq_linear_call *call, const method *way, const areas *w,

@@ -1,7 +1,7 @@
 /* Outputs of the GEMMs of Hopper: sums over parts of K brought together, scaled, rounded, stored.
  *
  * The shape of a tile S says what there is: T columns of the product; row_groups warpgroups that
- * have 64 rows (or some times 64) of it each, by k_groups that have every so many steps of K;
+ * have 64 rows (or WAVES times 64) of it each, by k_groups that have every so many steps of K;
  * whether tokens are its rows; whether outputs have factors of their row of W and their token; and
  * the type of the kernel's arguments, which have m, n, out, output_scale, x_scale, per_token, and
  * where in shared memory is what. */
@@ -11,60 +11,124 @@
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 
-#define CHUNK       32                  /* tokens that are turned around at a time */
-#define PITCH       (64 + 4)            /* floats, free of bank conflicts */
-#define TURN_BYTES  (CHUNK * PITCH * 4) /* of a warpgroup */
-#define EIGHT_BYTES (8 * 128)           /* of eight tokens of a warpgroup, as outputs */
+#define EIGHT_BYTES (8 * 128) /* of eight tokens of a warpgroup, as outputs */
+
+/* Of a tile's tokens, how many turn around at a time. */
+#define TURNED_AT_ONCE(tokens) ((tokens) < 64 ? (tokens) : 64)
 
 /* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
 typedef struct {
     int row, end, partition, token, last;
 } place;
 
-/* ---- factors ---- */
+/* ---- factors and biases: a thread has those of its rows of the product; those of columns pass
+ * through shared memory ---- */
 
-/* What rows of W and tokens of a tile bring to its outputs. */
+/* Of two rows, 8 apart, or two columns, 128 apart; as they are in memory, so that nothing waits for
+ * them before the products. */
 typedef struct {
-    float factor[256], bias[256], x[256];
-} board;
+    float factor[2], bias[2];
+} edge;
 
-/* What a thread fetches of that before products are made, so that nothing waits for it after. */
-typedef struct {
-    float factor, bias, x;
-} margin;
+template <class S> struct edges {
+    static constexpr int COLUMNS = (S::T + 127) / 128; /* of a thread */
+    edge row[S::WAVES], column;
+};
 
-template <class S>
-static __device__ __forceinline__ margin fetch_margin(const typename S::args *a, const place *at) {
-    margin f = {1.0f, 0.0f, 1.0f};
-    int n = at->row + threadIdx.x;
-    if (threadIdx.x < S::weight_rows && n < at->end) {
-        if (S::row_factors)
-            f.factor = a->output_scale[n] * S::unit;
-        f.bias = moq_load_bias(&a->out, n);
-    }
-    if constexpr (S::token_factors) {
-        int m = at->token + threadIdx.x;
-        if (threadIdx.x < S::tokens && m < at->last)
-            f.x = a->x_scale[a->per_token ? m : 0];
-    }
-    return f;
+/* Of the columns, of a warpgroup; read two at a time. */
+template <class S> struct __align__(8) board {
+    float factor[S::T], bias[S::tokens_first ? S::T : 1];
+};
+
+#define BOARD_BYTES 2304 /* of all warpgroups at most */
+
+/* The upper of the two rows that a thread has of 64. */
+static __device__ __forceinline__ int row_of_thread(void) {
+    return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
 
-template <class S> static __device__ __forceinline__ void post_margin(const margin *f, board *b) {
-    if (threadIdx.x < S::weight_rows) {
-        b->factor[threadIdx.x] = f->factor;
-        b->bias[threadIdx.x] = f->bias;
-    }
-    if (S::token_factors && threadIdx.x < S::tokens)
-        b->x[threadIdx.x] = f->x;
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_factors(const typename S::args *a, const place *at,
+                                                     int own, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (at->row + own + APART * i < at->end)
+            e->factor[i] = a->output_scale[at->row + own + APART * i];
 }
 
-/* What the sum of a token and a row is multiplied by. */
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const place *at,
+                                                    int own, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (at->row + own + APART * i < at->end)
+            e->bias[i] = moq_load_bias(&a->out, at->row + own + APART * i);
+}
+
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_scales(const typename S::args *a, const place *at,
+                                                    int token, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int m = at->token + token + APART * i;
+        if (m < at->last)
+            e->factor[i] = a->x_scale[a->per_token ? m : 0];
+    }
+}
+
+/* What is there before the kernel's predecessor has ended; `row` is a warpgroup's first. */
 template <class S>
-static __device__ __forceinline__ float scaled(const board *b, int token, int own, float sum) {
-    if (!S::row_factors)
-        return sum;
-    return sum * (S::token_factors ? b->x[token] * b->factor[own] : b->factor[own]);
+static __device__ __forceinline__ void fetch_early(const typename S::args *a, const place *at,
+                                                   int row, edges<S> *e) {
+    if constexpr (S::row_factors && S::tokens_first) {
+        fetch_factors<S, e->COLUMNS, 128>(a, at, threadIdx.x % 128, &e->column);
+    } else if constexpr (S::row_factors) {
+#pragma unroll
+        for (int i = 0; i < S::WAVES; i++)
+            fetch_factors<S, 2, 8>(a, at, row + 64 * i + row_of_thread(), &e->row[i]);
+    }
+}
+
+/* And after. */
+template <class S>
+static __device__ __forceinline__ void fetch_late(const typename S::args *a, const place *at,
+                                                  int row, edges<S> *e) {
+    int column = threadIdx.x % 128;
+    if constexpr (S::tokens_first)
+        fetch_biases<S, e->COLUMNS, 128>(a, at, column, &e->column);
+    else if constexpr (S::token_factors)
+        fetch_scales<S, e->COLUMNS, 128>(a, at, column, &e->column);
+#pragma unroll
+    for (int i = 0; i < S::WAVES; i++) {
+        int own = row + 64 * i + row_of_thread();
+        if constexpr (!S::tokens_first)
+            fetch_biases<S, 2, 8>(a, at, own, &e->row[i]);
+        else if constexpr (S::token_factors)
+            fetch_scales<S, 2, 8>(a, at, own, &e->row[i]);
+    }
+}
+
+/* Before a barrier of the warpgroup. */
+template <class S>
+static __device__ __forceinline__ void post_columns(const edges<S> *e, board<S> *b) {
+#pragma unroll
+    for (int i = 0; i < e->COLUMNS; i++) {
+        int column = threadIdx.x % 128 + 128 * i;
+        if (column >= S::T)
+            continue;
+        b->factor[column] = e->column.factor[i];
+        if (S::tokens_first)
+            b->bias[column] = e->column.bias[i];
+    }
+}
+
+/* Output of a sum. */
+template <class S>
+static __device__ __forceinline__ float finish(const typename S::args *a, float sum, float row,
+                                               float column, float bias) {
+    if (S::row_factors)
+        sum *= S::token_factors ? column * row : row * S::unit;
+    return a->out.bias ? __fadd_rn(sum, bias) : sum;
 }
 
 /* ---- stores ---- */
@@ -83,203 +147,25 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
             to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
 }
 
-/* ---- tokens are the columns: they pass through shared memory, where rows become columns ---- */
-
-/* Puts this thread's sums of 8 tokens, the j-th 8 of a chunk, in their places. */
-static __device__ __forceinline__ void turn_around(float *turn, int j, float4 sum) {
-    int lane = threadIdx.x % 32;
-    float *to = turn + (8 * j + lane % 4 * 2) * PITCH + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    to[0] = sum.x;
-    to[PITCH] = sum.y;
-    to[8] = sum.z;
-    to[PITCH + 8] = sum.w;
-}
-
-/* Writes `tokens` tokens of a chunk, the tile's from `first` on, of 64 rows from `row` on. */
-template <class S>
-static __device__ __forceinline__ void write_chunk(const typename S::args *a, const board *b,
-                                                   const float *turn, const place *at, int row,
-                                                   int first, int tokens) {
-    int thread = threadIdx.x % 128, own = row + thread % 8 * 8;
-    int n = at->row + own, group = threadIdx.x / 128;
-    barrier_sync(2 + group, 128);
-#pragma unroll
-    for (int pass = 0; pass < CHUNK / 16; pass++) {
-        int token = pass * 16 + thread / 8, m = at->token + first + token;
-        if (token >= tokens || m >= at->last || n >= at->end)
-            continue;
-        const float4 *from = (const float4 *)(turn + token * PITCH + thread % 8 * 8);
-        float4 low = from[0], high = from[1];
-        float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            value[i] = scaled<S>(b, first + token, own + i, value[i]);
-            if (a->out.bias)
-                value[i] = __fadd_rn(value[i], b->bias[own + i]);
-        }
-        uint4 word;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            (&word.x)[i] = moq_narrow_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
-        store_eight(&a->out, m, n, at->end - n, word);
-    }
-    barrier_sync(2 + group, 128);
-}
-
-template <class S>
-static __device__ __forceinline__ void write_columns(const typename S::args *a, const board *b,
-                                                     float *turn, const place *at, int row,
-                                                     const float (&sum)[S::T / 2]) {
-    constexpr int AT_ONCE = S::T < CHUNK ? S::T : CHUNK;
-#pragma unroll
-    for (int first = 0; first < S::T; first += AT_ONCE) {
-#pragma unroll
-        for (int j = 0; j < AT_ONCE / 8; j++) {
-            int i = (first / 8 + j) * 4;
-            turn_around(turn, j, make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
-        }
-        write_chunk<S>(a, b, turn, at, row, first, AT_ONCE);
-    }
-}
-
-/* ---- tokens are the rows ---- */
-
-/* Writes 64 tokens, the tile's from `row` on. */
-template <class S>
-static __device__ __forceinline__ void write_rows(const typename S::args *a, const board *b,
-                                                  const place *at, int row,
-                                                  const float (&sum)[S::T / 2]) {
-    int lane = threadIdx.x % 32, token = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    int m = at->token + token;
-#pragma unroll
-    for (int j = 0; j < S::T / 8; j += 4) {
-        uint4 word[2];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int half = i % 2, own = (j + i / 2) * 8 + lane % 4 * 2;
-            float value[2];
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                value[odd] = sum[4 * (j + i / 2) + 2 * half + odd];
-                value[odd] = scaled<S>(b, token + 8 * half, own + odd, value[odd]);
-                if (a->out.bias)
-                    value[odd] = __fadd_rn(value[odd], b->bias[own + odd]);
-            }
-            (&word[half].x)[i / 2] = moq_narrow_pair(a->out.dtype, value[0], value[1]);
-        }
-        int n = at->row + (j + lane % 4) * 8;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 own = moq_exchange_words(word[half], lane % 4);
-            if (m + 8 * half < at->last && n < at->end)
-                store_eight(&a->out, m + 8 * half, n, at->end - n, own);
-        }
-    }
-}
-
-/* ---- two outputs at a time: `value` are sums of a token and the rows `own` and one further ----
- */
-
-template <class S>
-static __device__ __forceinline__ void write_pair(const typename S::args *a, const board *b,
-                                                  const place *at, int token, int own, float low,
-                                                  float high) {
-    int m = at->token + token, n = at->row + own;
-    uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
-    low = scaled<S>(b, token, own, low);
-    high = scaled<S>(b, token, own + 1, high);
-    if (a->out.bias) {
-        low = __fadd_rn(low, b->bias[own]);
-        high = __fadd_rn(high, b->bias[own + 1]);
-    }
-    uint32_t word = moq_narrow_pair(a->out.dtype, low, high);
-    if (m >= at->last || n >= at->end)
-        return;
-    if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
-        *(uint32_t *)to = word;
-        return;
-    }
-    to[0] = (uint16_t)word;
-    if (n + 1 < at->end)
-        to[1] = (uint16_t)(word >> 16);
-}
-
-/* Writes what a thread has the sums of: eight columns of the product from `column` on, by the rows
- * of its warpgroup from `row` on. Where tokens are columns, two neighbours have two rows of the
- * same two tokens; each takes one token. */
-template <class S>
-static __device__ __forceinline__ void write_eight(const typename S::args *a, const board *b,
-                                                   const place *at, int row, int column,
-                                                   float4 sum) {
-    int lane = threadIdx.x % 32, upper = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    column += lane % 4 * 2;
-    if (S::tokens_first) {
-        write_pair<S>(a, b, at, upper, column, sum.x, sum.y);
-        write_pair<S>(a, b, at, upper + 8, column, sum.z, sum.w);
-        return;
-    }
-    bool odd = lane & 4;
-    float x = __shfl_xor_sync(0xffffffffu, odd ? sum.x : sum.y, 4);
-    float z = __shfl_xor_sync(0xffffffffu, odd ? sum.z : sum.w, 4);
-    write_pair<S>(a, b, at, column + odd, upper - odd, odd ? x : sum.x, odd ? sum.y : x);
-    write_pair<S>(a, b, at, column + odd, upper - odd + 8, odd ? z : sum.z, odd ? sum.w : z);
-}
-
-/* ---- the same where outputs have a factor of their row alone: scaled and rounded first, then
- * turned around as 16 bits, 128 bytes a token for the 64 rows of a warpgroup. Half of the stores to
- * shared memory and a quarter of the instructions (docs/lab.md) ---- */
-
-/* Of a thread's two rows, 8 apart; factors as they are in memory, so that nothing waits for them
- * before the products. */
-typedef struct {
-    float factor[2], bias[2];
-} rows_edge;
-
-static __device__ __forceinline__ int first_row_of_thread(int row) {
-    return row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-}
-
-/* Of the 64 rows from `row` on; before the kernel's predecessor has ended. */
-template <class S>
-static __device__ __forceinline__ rows_edge fetch_factors(const typename S::args *a,
-                                                          const place *at, int row) {
-    rows_edge e = {};
-    int n = at->row + first_row_of_thread(row);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        if (n + 8 * i < at->end)
-            e.factor[i] = a->output_scale[n + 8 * i];
-    return e;
-}
-
-/* After it. */
-template <class S>
-static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const place *at,
-                                                    int row, rows_edge *e) {
-    int n = at->row + first_row_of_thread(row);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        if (n + 8 * i < at->end)
-            e->bias[i] = moq_load_bias(&a->out, n + 8 * i);
-}
+/* ---- tokens are the columns: outputs are turned around as 16 bits, 128 bytes a token for the 64
+ * rows of a warpgroup. Half of the stores to shared memory and a quarter of the instructions that
+ * sums would take (docs/lab.md) ---- */
 
 /* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
- * of a token at (i ^ token % 8) * 16. */
+ * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */
 template <class S>
 static __device__ __forceinline__ void park_eight(const typename S::args *a, uint32_t room,
-                                                  const rows_edge *e, float4 sum) {
+                                                  const edge *e, const float *column, float4 sum) {
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    float2 own = {1.0f, 1.0f};
+    if (S::token_factors)
+        own = *(const float2 *)(column + lane % 4 * 2);
     uint32_t half[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float factor = e->factor[i] * S::unit;
-        float low = (i ? sum.z : sum.x) * factor, high = (i ? sum.w : sum.y) * factor;
-        if (a->out.bias) {
-            low = __fadd_rn(low, e->bias[i]);
-            high = __fadd_rn(high, e->bias[i]);
-        }
-        half[i] = moq_narrow_pair(a->out.dtype, low, high);
-    }
+    for (int i = 0; i < 2; i++)
+        half[i] = moq_narrow_pair(a->out.dtype,
+                                  finish<S>(a, i ? sum.z : sum.x, e->factor[i], own.x, e->bias[i]),
+                                  finish<S>(a, i ? sum.w : sum.y, e->factor[i], own.y, e->bias[i]));
     store_two_matrices_turned(room + lane % 8 * 128 + (piece ^ lane % 8) * 16, half[0], half[1]);
 }
 
@@ -298,12 +184,12 @@ static __device__ __forceinline__ void carry_out(const typename S::args *a, uint
                     load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16));
 }
 
-/* Writes a tile's outputs from a warpgroup's sums, at most 64 tokens in its room at a time. */
+/* Writes 64 rows, the tile's from `row` on. */
 template <class S>
-static __device__ __forceinline__ void write_turned(const typename S::args *a, uint32_t room,
-                                                    const place *at, int row, const rows_edge *e,
-                                                    const float (&sum)[S::T / 2]) {
-    constexpr int AT_ONCE = S::T < 64 ? S::T : 64;
+static __device__ __forceinline__ void write_columns(const typename S::args *a, const board<S> *b,
+                                                     uint32_t room, const place *at, int row,
+                                                     const edge *e, const float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = TURNED_AT_ONCE(S::T);
     int group = threadIdx.x / 128;
 #pragma unroll
     for (int first = 0; first < S::T; first += AT_ONCE) {
@@ -311,11 +197,69 @@ static __device__ __forceinline__ void write_turned(const typename S::args *a, u
 #pragma unroll
         for (int j = 0; j < AT_ONCE / 8; j++) {
             const float *four = sum + (first / 8 + j) * 4;
-            park_eight<S>(a, room + j * EIGHT_BYTES, e,
+            park_eight<S>(a, room + j * EIGHT_BYTES, e, b->factor + first + 8 * j,
                           make_float4(four[0], four[1], four[2], four[3]));
         }
         barrier_sync(2 + group, 128);
         carry_out<S>(a, room, at, row, first, AT_ONCE);
+    }
+}
+
+/* ---- tokens are the rows ---- */
+
+/* Writes 64 tokens, the tile's from `row` on. */
+template <class S>
+static __device__ __forceinline__ void write_rows(const typename S::args *a, const board<S> *b,
+                                                  const place *at, int row, const edge *e,
+                                                  const float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, m = at->token + row + row_of_thread();
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j += 4) {
+        uint4 word[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int half = i % 2, own = (j + i / 2) * 8 + lane % 4 * 2;
+            float value[2];
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++)
+                value[odd] = finish<S>(a, sum[4 * (j + i / 2) + 2 * half + odd],
+                                       b->factor[own + odd], e->factor[half], b->bias[own + odd]);
+            (&word[half].x)[i / 2] = moq_narrow_pair(a->out.dtype, value[0], value[1]);
+        }
+        int n = at->row + (j + lane % 4) * 8;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 own = moq_exchange_words(word[half], lane % 4);
+            if (m + 8 * half < at->last && n < at->end)
+                store_eight(&a->out, m + 8 * half, n, at->end - n, own);
+        }
+    }
+}
+
+/* Writes what a thread has the sums of: two rows of W from `own` on, of two tokens from `token` on,
+ * 8 apart. */
+template <class S>
+static __device__ __forceinline__ void write_four(const typename S::args *a, const board<S> *b,
+                                                  const place *at, int token, int own,
+                                                  const edge *e, float4 sum) {
+    int n = at->row + own;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int m = at->token + token + 8 * i;
+        uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
+        float low = finish<S>(a, i ? sum.z : sum.x, b->factor[own], e->factor[i], b->bias[own]);
+        float high =
+            finish<S>(a, i ? sum.w : sum.y, b->factor[own + 1], e->factor[i], b->bias[own + 1]);
+        uint32_t word = moq_narrow_pair(a->out.dtype, low, high);
+        if (m >= at->last || n >= at->end)
+            continue;
+        if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
+            *(uint32_t *)to = word;
+            continue;
+        }
+        to[0] = (uint16_t)word;
+        if (n + 1 < at->end)
+            to[1] = (uint16_t)(word >> 16);
     }
 }
 
@@ -357,21 +301,32 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
     return count * (parts - S::k_groups) * (S::row_groups * 128) * 16;
 }
 
+/* What parts take in shared memory: float4 of a warpgroup's share of sums, bytes of all shares of a
+ * block, bytes of the outputs of a warpgroup. */
+typedef struct {
+    int side, sums, turn_step;
+} parts_room;
+
+static inline parts_room room_of_parts(int columns, int parts, int warpgroups) {
+    int eights_of_part = (columns / 8 + parts - 1) / parts, side = eights_of_part * parts * 128;
+    return {side, warpgroups * side * 16, eights_of_part * EIGHT_BYTES};
+}
+
 /* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
  * together: each gets all parts of some of the columns of the product, eight at a time,
  * [warpgroups][eights][parts][threads], and adds them in the order of the parts. Warpgroups count
- * the parts of the first rows, then of the next. TURNED: with factors of `own_rows` alone, outputs
- * turn around at `turn`, which may be where the ring was: all are done with it. */
-template <class S, bool TURNED = false>
+ * the parts of the first rows, then of the next. Outputs turn around where a->turn says, which may
+ * be where the ring was: all are done with it. */
+template <class S>
 static __device__ __forceinline__ void
-bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeting *meet,
-               const margin *edge, const place *at, const float (&sum)[S::T / 2],
-               const rows_edge *own_rows = NULL, uint32_t turn = 0) {
+bring_together(const typename S::args *a, uint8_t *shared, board<S> *b, const meeting *meet,
+               const edges<S> *e, const place *at, const float (&sum)[S::T / 2]) {
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
     int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
     int rank = (int)rank_in_cluster(), part = rank * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
+    uint32_t turn = shared_address(shared + a->turn + group * a->turn_step);
     if (!S::own_room) {
         warp_releases_all(meet->ready, blocks);
         mbarrier_wait(meet->ready, 0);
@@ -391,8 +346,8 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
             store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),
                                         __float_as_uint(four.z), __float_as_uint(four.w)));
     }
-    if (!TURNED)
-        post_margin<S>(edge, b);
+    if (S::tokens_first || S::token_factors)
+        post_columns<S>(e, b);
     eights own = eights_of<S>(part, parts);
     const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
     barrier_sync(1, S::consumers);
@@ -407,12 +362,14 @@ bring_together(const typename S::args *a, uint8_t *shared, board *b, const meeti
             total.z += other.z;
             total.w += other.w;
         }
-        if constexpr (TURNED)
-            park_eight<S>(a, turn + j * EIGHT_BYTES, own_rows, total);
+        int column = (own.first + j) * 8;
+        if constexpr (S::tokens_first)
+            write_four<S>(a, b, at, rows * 64 + row_of_thread(), column + thread % 4 * 2,
+                          &e->row[0], total);
         else
-            write_eight<S>(a, b, at, rows * 64, (own.first + j) * 8, total);
+            park_eight<S>(a, turn + j * EIGHT_BYTES, &e->row[0], b->factor + column, total);
     }
-    if constexpr (TURNED) {
+    if constexpr (!S::tokens_first) {
         barrier_sync(2 + group, 128);
         carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
     }

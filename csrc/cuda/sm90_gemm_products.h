@@ -18,7 +18,7 @@ typedef struct {
 /* Waits for a step's operands. */
 static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
     mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
-    mbarrier_wait(t->gate.codes + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
 }
 
 template <class S>
@@ -176,7 +176,7 @@ template <class S>
 static __device__ __forceinline__ void multiply_in_one_set(const taps *t, block_scales<S> *block,
                                                            int first, int steps, ring_place *slot,
                                                            float (&sum)[S::WAVES][S::T / 2]) {
-    int row = own_row(S::WAVES);
+    int row = threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
     for (int step = first; step < first + steps; step++, advance(slot, t->stages)) {
         const float *scales = t->scales + slot->index * S::tokens;
         float w[S::WAVES], x[S::WAVES][2] = {};

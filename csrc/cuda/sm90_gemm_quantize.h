@@ -126,7 +126,7 @@ static __device__ __forceinline__ void quantize_part(const gemm_args *a, const s
                 mbarrier_wait(s->gate.empty + 8u * slot.index, slot.parity ^ 1);
                 put_codes<S>(s, &x, slot.index, code[j]);
                 if (threadIdx.x % 32 == j)
-                    arrival = s->gate.codes + 8u * slot.index;
+                    arrival = s->gate.tokens + 8u * slot.index;
                 advance(&slot, a->stages);
             }
             fence_async_proxy();

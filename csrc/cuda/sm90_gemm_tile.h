@@ -34,10 +34,10 @@ typedef struct {
     int more_parts; /* and how many blocks have one more */
     int room,
         side; /* where sums of other blocks come to, in shared memory, and float4 of each half */
-    int turn; /* where outputs turn around */
-    bool few; /* weights are read once */
-    bool per_token; /* scale of x */
-    moq_rows x;     /* where it is quantized here */
+    int turn, turn_step; /* where outputs turn around, and from a warpgroup's to the next one's */
+    bool few;            /* weights are read once */
+    bool per_token;      /* scale of x */
+    moq_rows x;          /* where it is quantized here */
     moq_output out;
     const float *x_scale;      /* one, [M], or by groups [steps][x_scale_stride] */
     int64_t x_scale_stride;    /* a multiple of 4 */
@@ -60,7 +60,8 @@ struct tile {
     static constexpr bool parts = SHARE == PARTS || by_steps;
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
-    static constexpr int first_copies = 3; /* before the rest of a block is ready */
+    /* Copies of weights before the rest of a block is ready; pairs have to wait for each other. */
+    static constexpr int first_copies = pair ? 0 : 3;
     /* Of outputs. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
     static constexpr float unit = 1.0f;
@@ -78,6 +79,7 @@ struct tile {
     static constexpr int quantizer_registers = 88;
     /* Threads from `copier` on copy. */
     static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
+    static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : 1;
     static constexpr int threads = copier + (uneven ? 128 : 64);
     /* Sums of other blocks have room beside the ring, rather than where it was. */
     static constexpr bool own_room = parts && T < 128;
@@ -131,17 +133,11 @@ template <class S> static __device__ place place_of(const gemm_args *a, int tile
     return p;
 }
 
-/* The row of a tile that a thread has the sums of, the upper one of two, of the first of its waves.
- */
-static __device__ __forceinline__ int own_row(int waves) {
-    return threadIdx.x / 128 * waves * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-}
-
 /* ---- the producers: one thread copies weights, one the codes of x ---- */
 
-/* Barriers of the stages: weights are there, codes are there, both may be replaced. */
+/* Barriers of the stages: weights are there, codes of x are there, both may be replaced. */
 typedef struct {
-    uint32_t weights, codes, empty;
+    uint32_t weights, tokens, empty;
 } gates;
 
 /* Where operands come from and go to. */
@@ -199,7 +195,7 @@ template <class S>
 static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
                                                    const feed *f) {
     uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
-    uint32_t bar = p->gate.codes + 8u * f->slot.index;
+    uint32_t bar = p->gate.tokens + 8u * f->slot.index;
     mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
     if (S::share_tokens) {
         int half = p->rank * (S::tokens / 2);

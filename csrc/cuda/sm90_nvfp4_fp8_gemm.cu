@@ -19,7 +19,7 @@
  * so many steps. PARTS: the blocks of a cluster share K too. */
 template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
     typedef gemm_args args;
-    static constexpr int T = T_, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
+    static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static constexpr bool parts = PARTS, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Parts of the tokens that are multiplied one after the other, and sums of one of a thread. */
@@ -32,6 +32,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
     static constexpr int copier_registers = consumers >= 384 ? 32 : T >= 128 ? 40 : 56;
     /* Codes are loaded before the unit before them is folded, where there are registers. */
     static constexpr bool ahead = T < 128 || consumers < 384;
+    static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -151,17 +152,18 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
 struct folded_products {
     typedef uint32_t rows; /* their powers of two */
     static __device__ __forceinline__ rows fetch(const gemm_args *a, int first) {
-        int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        int row = first + row_of_thread();
         return moq_pack_folds(a->fold_scale[min(row, a->n - 1)],
                               a->fold_scale[min(row + 8, a->n - 1)]);
     }
     /* What is left of a row's power of two. */
     template <class S>
-    static __device__ __forceinline__ void complete(const gemm_args *a, const place *at,
-                                                    margin *edge) {
-        if (threadIdx.x < S::weight_rows && at->row + threadIdx.x < at->end) {
-            float fold = a->fold_scale[at->row + threadIdx.x];
-            edge->factor *= fold / moq_used_fold(fold);
+    static __device__ __forceinline__ void complete(const gemm_args *a, const place *at, int row,
+                                                    edges<S> *e) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float fold = a->fold_scale[min(at->row + row + row_of_thread() + 8 * i, a->n - 1)];
+            e->row[0].factor[i] *= fold / moq_used_fold(fold);
         }
     }
     template <class S>

@@ -9,32 +9,25 @@
 
 #include "cuda/sm90_nvfp4_gemm.h"
 
-#define BARRIERS (3 * MAX_STAGES + 2)
-
 template <class S, class P>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board *b, const meeting *meet) {
+                                               board<S> *b, const meeting *meet) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-    float *turn = (float *)(shared + a->turn) + group * (CHUNK * PITCH);
+    int row = group / S::k_groups * 64;
+    uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     spot step = {};
     for (cursor c = start<S>(a); c.left > 0; c.left--, c.tile += c.stride) {
         place at = place_of<S>(a, c.tile);
         float sum[S::T / 2] = {};
-        margin edge = {};
-        rows_edge rows = {};
-        int row = group / S::k_groups * 64;
+        edges<S> edge = {};
         typename P::rows own = P::fetch(a, at.row + row);
-        if (!S::token_factors)
-            rows = fetch_factors<S>(a, &at, row);
+        fetch_early<S>(a, &at, row, &edge);
+        P::template complete<S>(a, &at, row, &edge);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && !S::pair && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        if constexpr (S::token_factors)
-            edge = fetch_margin<S>(a, &at);
-        else
-            fetch_biases<S>(a, &at, row, &rows);
-        P::template complete<S>(a, &at, &edge);
+        fetch_late<S>(a, &at, row, &edge);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
             P::template multiply<S>(t, own, (c.end - c.first + S::k_groups - 1) / S::k_groups,
                                     &step, sum);
@@ -42,61 +35,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             spot second = {S::stage, 8, 0};
             P::template multiply<S>(t, own, (c.end - c.first) / S::k_groups, &second, sum);
         }
-        if constexpr (S::parts && S::token_factors) {
-            bring_together<S>(a, shared, b, meet, &edge, &at, sum);
+        if constexpr (S::parts) {
+            bring_together<S>(a, shared, b + group, meet, &edge, &at, sum);
             return;
-        } else if constexpr (S::parts) {
-            bring_together<S, true>(a, shared, b, meet, &edge, &at, sum, &rows,
-                                    shared_address(shared + a->turn + group * a->turn_step));
-            return;
-        } else if constexpr (!S::token_factors) {
-            write_turned<S>(a, shared_address(turn), &at, row, &rows, sum);
-            continue;
         }
-        barrier_sync(1, S::consumers); /* the tile before is written */
-        post_margin<S>(&edge, b);
-        barrier_sync(1, S::consumers);
-        write_columns<S>(a, b, turn, &at, group * 64, sum);
+        if (S::token_factors)
+            post_columns<S>(&edge, b + group);
+        write_columns<S>(a, b + group, turn, &at, row, &edge.row[0], sum);
     }
-}
-
-/* Barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The blocks of
- * a cluster know of each other's. */
-template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p,
-                                              const meeting *meet, feed *f) {
-    constexpr int WARPS = S::consumers / 32;
-    int warp = threadIdx.x / 32;
-    if (threadIdx.x == S::consumers) {
-        prefetch_map(p->weights);
-        *f = begin_feed<S>(a, p);
-        copy_first<S>(a, p, f);
-    } else if (threadIdx.x == S::consumers + 32) {
-        prefetch_map(p->tokens);
-    } else if (warp < WARPS && threadIdx.x % 32 == 0) {
-        if (S::parts && warp == 0) {
-            mbarrier_init(meet->posted, 1);
-            mbarrier_init(meet->ready, WARPS * WARP_ARRIVALS * blocks_in_cluster());
-        }
-#pragma unroll 1
-        for (int i = warp + S::first_copies; i < a->stages; i += WARPS)
-            mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
-#pragma unroll 1
-        for (int i = warp; i < a->stages; i += WARPS) {
-            mbarrier_init(p->gate.tokens + 8u * i, 1);
-            mbarrier_init(p->gate.empty + 8u * i,
-                          S::row_groups * (S::pair ? 8 : 4) * WARP_ARRIVALS);
-        }
-        mbarrier_init_fence();
-    }
-    __syncwarp();
-    if (S::pair) {
-        cluster_sync();
-        return;
-    }
-    __syncthreads();
-    if (S::parts && blocks_in_cluster() > 1)
-        cluster_arrive(); /* for whoever waits to send sums here */
 }
 
 template <class S, class P>
@@ -105,7 +51,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
                const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
-    __shared__ board edge;
+    __shared__ board<S> edge[S::consumers / 128];
+    static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
     uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
     gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
@@ -124,13 +71,13 @@ static __global__ void __launch_bounds__(S::threads, 1)
                   wgmma_operand(ring), (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P>(&args, &t, smem, &edge, &meet);
+        consume<S, P>(&args, &t, smem, edge, &meet);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();
-        if (threadIdx.x == S::consumers)
+        if (threadIdx.x == S::copier)
             produce_weights<S>(&args, &p, f);
-        else if (threadIdx.x == S::consumers + 32)
+        else if (threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
     }
     if (S::pair) {

@@ -22,7 +22,8 @@ struct exact_products {
         return {};
     }
     template <class S>
-    static __device__ __forceinline__ void complete(const gemm_args *, const place *, margin *) {
+    static __device__ __forceinline__ void complete(const gemm_args *, const place *, int,
+                                                    edges<S> *) {
     }
     template <class S>
     static __device__ __forceinline__ void multiply(const taps *t, rows, int steps, spot *s,

@@ -51,7 +51,7 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS,
 struct tile {
     typedef gemm_args args;
     static constexpr moq_nvfp4_type type = TYPE;
-    static constexpr int T = T_, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
+    static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static_assert(!PARTS || !PAIR, "the blocks of a cluster share K or tokens");
     static constexpr bool parts = PARTS, pair = PAIR;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
@@ -60,6 +60,7 @@ struct tile {
     static constexpr int registers = consumers == 512 ? 112 : 152;
     static constexpr int copier_registers = consumers == 512 ? 32 : 56;
     /* A warp copies weights, another tokens. */
+    static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;

@@ -45,22 +45,22 @@ typedef struct {
 } layout;
 
 static layout lay_out(const variant *v, int cluster) {
-    layout l = {0, 0, v->row_groups * TURN_BYTES, 0, TURN_BYTES};
-    int sums = 0, turned = 0;
+    int turned = v->row_groups * TURNED_AT_ONCE(v->tokens) * 128;
+    layout l = {0, 0, turned, 0, turned / v->row_groups};
     if (v->parts) {
-        int parts = cluster * v->k_groups;
-        l.side = (v->tokens / 8 + parts - 1) / parts * parts * 128;
-        sums = v->row_groups * v->k_groups * l.side * 16;
-        l.behind = v->tokens < 128 ? sums : 0;
-        l.turn = sums - l.behind; /* where the ring was, behind sums if those are there too */
-        l.turn_step = l.side / (parts * 128) * EIGHT_BYTES;
-        turned = v->row_groups * v->k_groups * l.turn_step;
+        int groups = v->row_groups * v->k_groups;
+        parts_room room = room_of_parts(v->tokens, cluster * v->k_groups, groups);
+        l.side = room.side;
+        l.behind = v->tokens < 128 ? room.sums : 0;
+        l.turn = room.sums - l.behind; /* where the ring was, behind sums if those are there too */
+        l.turn_step = room.turn_step;
+        turned = groups * l.turn_step;
     }
-    int most = BLOCK_SHARED - 1024 - BARRIERS * 8 - (int)sizeof(board) - l.behind;
+    int most = BLOCK_SHARED - 1024 - BARRIERS * 8 - BOARD_BYTES - l.behind;
     l.stages = most / v->stage < MAX_STAGES ? most / v->stage : MAX_STAGES;
     l.stages -= l.stages % v->k_groups;
     if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
-        l.turn + turned > l.stages * v->stage)
+        (v->parts && l.turn + turned > l.stages * v->stage))
         l.stages = 0;
     if (!v->parts)
         l.turn = l.stages * v->stage;
