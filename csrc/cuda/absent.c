@@ -77,7 +77,7 @@ double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
-uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -93,13 +93,18 @@ moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
     return absent(err);
 }
 
+int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
 double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
     (void)spec;
     (void)m;
     return 0;
 }
 
-uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -132,7 +137,7 @@ int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
-uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -153,7 +158,7 @@ double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
-uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -174,7 +179,7 @@ double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
-uint32_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }
@@ -221,7 +226,7 @@ double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m) {
     return 0;
 }
 
-uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
     (void)call;
     return 1;
 }

@@ -23,7 +23,7 @@ moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, REASON);
 }
 
-uint32_t moq_cublaslt_variants(const moq_linear_call *call) {
+uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
     (void)call;
     return 0;
 }

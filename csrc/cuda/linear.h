@@ -26,15 +26,16 @@ moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
+uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
 int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows; sm_90a.
  * The estimate is of a whole call; variants are shapes of tiles. */
 #define MOQ_NVFP4_GEMM_TOKENS (1 << 22)
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
 int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights, exact, x and y of 16 bits, any number of rows up to MOQ_NVFP4_WIDE_TOKENS,
@@ -43,7 +44,7 @@ int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
 moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
 int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m);
 
 /* The same weights as FP8 ones: x quantized by token before, block scales folded into codes on the
@@ -52,13 +53,13 @@ int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m);
 moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
 
 /* The same for up to some hundreds of rows; variants are shapes of tiles. */
 moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call);
 int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Every layer and any number of rows, on plain CUDA cores; sm_80 and up. */
@@ -70,7 +71,7 @@ int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
  * algorithms that the library proposes for the call, in two ways where scales are vectors. */
 int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
-uint32_t moq_cublaslt_variants(const moq_linear_call *call);
+uint64_t moq_cublaslt_variants(const moq_linear_call *call);
 
 /* Whether x is quantized by one scale that several fused layers share. */
 static inline bool moq_cublaslt_shares_scale(const moq_linear_spec *spec) {
@@ -117,7 +118,7 @@ int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call);
 #define MOQ_NVFP4_DECODE_TOKENS 16
 moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err);
 double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m);
-uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
 int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, any number of rows; sm_80 and up. */

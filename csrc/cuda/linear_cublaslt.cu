@@ -466,7 +466,7 @@ static uint32_t variants_from(moq_linear_call call, int32_t first) {
     return ((1u << moq_matmul_variants(&p)) - 1) << first;
 }
 
-extern "C" uint32_t moq_cublaslt_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
     uint32_t first = variants_from(*call, 0);
     return has_two_ways(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }

@@ -497,14 +497,14 @@ extern "C" int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
-extern "C" uint32_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
     bool given = call->input_scale != NULL;
     double best = method_for(call->spec, call->m, 0, given).seconds;
-    uint32_t some = 1;
+    uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
         if (suits(&VARIANTS[i], call->m) && can_run(call->spec, given, &VARIANTS[i]) &&
             best_of_variant(call->spec, call->m, &VARIANTS[i]).seconds < 1.5 * best)
-            some |= 2u << i;
+            some |= 2ull << i;
     return some;
 }
 

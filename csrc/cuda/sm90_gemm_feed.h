@@ -1,8 +1,8 @@
 /* The barriers and the threads that copy of the GEMMs of Hopper whose weights and tokens have
  * barriers of their own: sm90_gemm_tile.h and sm90_nvfp4_gemm.h end with it. Of them it takes
- * gemm_args, pipes and feed, the next step to copy, which begin_feed, next_feed and steps_of tell,
- * and copy_weights and copy_tokens of a step. Warps before the thread S::copier multiply, or bring
- * tokens themselves. */
+ * gemm_args, pipes and feed, the next step to copy if there are `more`, which begin_feed and
+ * next_feed tell, and copy_weights and copy_tokens of a step. Warps before the thread S::copier
+ * multiply, or bring tokens themselves. */
 #ifndef MOQ_CUDA_SM90_GEMM_FEED_H
 #define MOQ_CUDA_SM90_GEMM_FEED_H
 
@@ -15,11 +15,10 @@ static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed 
 /* Copies the first weights as soon as their own barriers are there. */
 template <class S>
 static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
-    int first = min(S::first_copies, steps_of(f));
-    for (int i = 0; i < first; i++)
+    for (int i = 0; i < S::first_copies; i++)
         mbarrier_init(p->gate.weights + 8u * i, 1);
     mbarrier_init_fence();
-    for (int i = 0; i < first; i++) {
+    for (int i = 0; i < S::first_copies && more(f); i++) {
         copy_weights<S>(p, f);
         next_feed<S>(a, p, f);
     }
@@ -68,7 +67,7 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
  * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
 template <class S>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
-    while (f.at.left > 0) {
+    while (more(&f)) {
         if (f.copied >= a->stages)
             wait_for_room(p, &f);
         else if (f.copied >= a->flight)
@@ -82,7 +81,7 @@ template <class S>
 static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
     feed f = begin_feed<S>(a, p);
     wait_for_predecessor();
-    while (f.at.left > 0) {
+    while (more(&f)) {
         wait_for_room(p, &f);
         copy_tokens<S>(a, p, &f);
         next_feed<S>(a, p, &f);

@@ -210,9 +210,9 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
                    bar);
 }
 
-/* Of all its tiles, when it begins. */
-static __device__ __forceinline__ int steps_of(const feed *f) {
-    return f->at.left;
+/* Whether there is one. */
+static __device__ __forceinline__ bool more(const feed *f) {
+    return f->at.left > 0;
 }
 
 #include "cuda/sm90_gemm_feed.h"

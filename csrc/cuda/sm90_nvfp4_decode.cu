@@ -606,7 +606,7 @@ static const way WAYS[] = {
 };
 
 enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
-static_assert(WAY_COUNT < 32, "tune() measures 32 variants of a kernel, the first is the choice");
+static_assert(WAY_COUNT < 64, "a bit for each, and one for the choice");
 
 static bool suits(const way *w, const decode_args *a) {
     return (w->log_parts >= 3 || a->k <= SHORT) && (a->m <= 8 || (w->warps == 8 && w->slabs == 4));
@@ -670,15 +670,15 @@ extern "C" int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int
 }
 
 /* The choice, and the ways that are not expected to take half as long again. */
-extern "C" uint32_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
     int sm_count = call->spec->target.sm_count;
     decode_args args = args_of(call->spec, call->m);
     double best;
-    uint32_t some = 1;
+    uint64_t some = 1;
     way_of(&args, sm_count, &best);
     for (int i = 0; i < WAY_COUNT; i++)
         if (seconds_of(&args, &WAYS[i], sm_count) < 1.5 * best)
-            some |= 2u << i;
+            some |= 2ull << i;
     return some;
 }
 

@@ -322,6 +322,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
     int64_t band = BAND_TOKENS / (v->tokens * v->blocks);
+    int64_t shared = way->rest * divide_up(spec->in_features, STEP);
     int stages = (limit - 1024 - v->boards - v->rest) / v->stage;
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
@@ -334,6 +335,8 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
                    .boxed = in_boxes(call->y),
                    .rest = (int)way->rest,
+                   .share = (int)(shared / way->workers),
+                   .more_shares = (int)(shared % way->workers),
                    .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
                    .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
                    .weight = call->weight,
@@ -349,12 +352,12 @@ extern "C" double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
-extern "C" uint32_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
     double best = method_for(call->spec, call->m, 0).seconds;
-    uint32_t some = 1;
+    uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
         if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
-            some |= 2u << i;
+            some |= 2ull << i;
     return some;
 }
 

@@ -185,7 +185,7 @@ template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant varian
             shape::threads,
             shape::stage,
             step,
-            {(const void *)nvfp4_gemm<shape, folded_products>}};
+            {{(const void *)nvfp4_gemm<shape, folded_products, false>}}};
 }
 
 static const variant VARIANTS[] = {
@@ -262,7 +262,7 @@ extern "C" int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, i
     return choice_of(&FOLDED, spec, m);
 }
 
-extern "C" uint32_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
     return variants_of(&FOLDED, call);
 }
 
@@ -282,6 +282,6 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_e
     a.fold_scale = call->fold_scale;
     a.x_scale = (const float *)((uint8_t *)call->workspace + w.scales);
     a.per_token = true;
-    return launch_tiles(call, &way, l, &a, way.shape->kernel[0], call->workspace, spec->in_features,
-                        spec->in_features, err);
+    return launch_tiles(call, &way, l, &a, way.shape->kernel[0][0], call->workspace,
+                        spec->in_features, spec->in_features, err);
 }

@@ -9,7 +9,72 @@
 
 #include "cuda/sm90_nvfp4_gemm.h"
 
-template <class S, class P>
+/* A number that is one in a warp, as the compiler does not see: it would pass what products take
+ * from a ring whose place depends on it through two registers, a fifth of the instructions. */
+static __device__ __forceinline__ int same_in_warp(int number) {
+    return __reduce_max_sync(0xffffffffu, number);
+}
+
+/* ---- sums of tiles that blocks share ---- */
+
+static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int warps) {
+    return a->ready + block * warps + threadIdx.x / 32;
+}
+
+template <class S>
+static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block) {
+    return a->handed + (int64_t)block * (S::T / 8 * S::consumers) + threadIdx.x;
+}
+
+/* Leaves a warp's sums for the block that has the last steps of the tile, whose same warp takes
+ * them. */
+template <class S>
+static __device__ __forceinline__ void leave(const gemm_args *a, const float (&sum)[S::T / 2]) {
+    float4 *to = sums_of<S>(a, (int)blockIdx.x);
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++)
+        __stcg(to + j * S::consumers,
+               make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        store_release(flag_of(a, (int)blockIdx.x, S::consumers / 32), READY);
+}
+
+/* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
+ * to the first. */
+template <class S>
+static __device__ __forceinline__ void add_earlier(const gemm_args *a, const course *c,
+                                                   float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks */
+    int block = (int)blockIdx.x, others = same_in_warp(earlier_ones(a, c, block));
+    for (int i = threadIdx.x % 32; i < others; i += 32)
+        await_sums(flag_of(a, block - i - 1, S::consumers / 32));
+    __syncwarp();
+    for (int first = 1; first <= others; first += AT_ONCE) {
+        float4 other[AT_ONCE][S::T / 8];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int j = 0; j < S::T / 8; j++) {
+                other[i][j] = make_float4(0, 0, 0, 0);
+                if (first + i <= others)
+                    other[i][j] = __ldcg(sums_of<S>(a, block - first - i) + j * S::consumers);
+            }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int j = 0; j < S::T / 8; j++) {
+                sum[4 * j] += other[i][j].x;
+                sum[4 * j + 1] += other[i][j].y;
+                sum[4 * j + 2] += other[i][j].z;
+                sum[4 * j + 3] += other[i][j].w;
+            }
+    }
+}
+
+/* ---- the kernel. DIVIDED: blocks share K of some tiles ---- */
+
+template <class S, class P, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
                                                board<S> *b, const meeting *meet) {
     int group =
@@ -17,8 +82,11 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
     int row = group / S::k_groups * 64;
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     spot step = {};
-    for (cursor c = start<S>(a); c.left > 0; c.left--, c.tile += c.stride) {
-        place at = place_of<S>(a, c.tile);
+    for (course c = start<S>(a);; next_tile(a, &c)) {
+        int end = same_in_warp(c.end), steps = end - same_in_warp(c.first);
+        if (steps == 0)
+            return;
+        place at = place_of<S>(a, c.index);
         float sum[S::T / 2] = {};
         edges<S> edge = {};
         typename P::rows own = P::fetch(a, at.row + row);
@@ -29,23 +97,28 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             cluster_wait(); /* all blocks run */
         fetch_late<S>(a, &at, row, &edge);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
-            P::template multiply<S>(t, own, (c.end - c.first + S::k_groups - 1) / S::k_groups,
-                                    &step, sum);
+            P::template multiply<S>(t, own, (steps + S::k_groups - 1) / S::k_groups, &step, sum);
         } else {
             spot second = {S::stage, 8, 0};
-            P::template multiply<S>(t, own, (c.end - c.first) / S::k_groups, &second, sum);
+            P::template multiply<S>(t, own, steps / S::k_groups, &second, sum);
         }
         if constexpr (S::parts) {
             bring_together<S>(a, shared, b + group, meet, &edge, &at, sum);
             return;
         }
+        if (DIVIDED && end < a->steps) {
+            leave<S>(a, sum);
+            continue;
+        }
+        if (DIVIDED && steps < a->steps)
+            add_earlier<S>(a, &c, sum);
         if (S::token_factors)
             post_columns<S>(&edge, b + group);
         write_columns<S>(a, b + group, turn, &at, row, &edge.row[0], sum);
     }
 }
 
-template <class S, class P>
+template <class S, class P, bool DIVIDED>
 static __global__ void __launch_bounds__(S::threads, 1)
     nvfp4_gemm(const __grid_constant__ CUtensorMap weights,
                const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
@@ -71,7 +144,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
                   wgmma_operand(ring), (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P>(&args, &t, smem, edge, &meet);
+        consume<S, P, DIVIDED>(&args, &t, smem, edge, &meet);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();

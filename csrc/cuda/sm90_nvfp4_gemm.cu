@@ -38,6 +38,7 @@ template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR = false>
 static variant variant_of(double step) {
     typedef tile<MOQ_NVFP4_BF16, T, ROW_GROUPS, K_GROUPS, PARTS, PAIR> bf16;
     typedef tile<MOQ_NVFP4_F16, T, ROW_GROUPS, K_GROUPS, PARTS, PAIR> f16;
+    constexpr bool SHARED = !PARTS && !PAIR && T <= 64;
     return {T,
             ROW_GROUPS,
             K_GROUPS,
@@ -46,8 +47,10 @@ static variant variant_of(double step) {
             bf16::threads,
             bf16::stage,
             step,
-            {(const void *)nvfp4_gemm<bf16, exact_products>,
-             (const void *)nvfp4_gemm<f16, exact_products>}};
+            {{(const void *)nvfp4_gemm<bf16, exact_products, false>,
+              SHARED ? (const void *)nvfp4_gemm<bf16, exact_products, SHARED> : NULL},
+             {(const void *)nvfp4_gemm<f16, exact_products, false>,
+              SHARED ? (const void *)nvfp4_gemm<f16, exact_products, SHARED> : NULL}}};
 }
 
 static const variant VARIANTS[] = {
@@ -84,9 +87,14 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double steps = (double)divide_up(spec->in_features, STEP),
            tokens = fmax(16, (double)tokens_of(m, way));
     double tiles = (double)(way->row_tiles * way->columns) * (v->pair ? 2 : 1);
-    double turns = (double)divide_up(way->row_tiles * way->columns, way->workers);
+    double turns = tiles / (v->pair ? 2 : 1) / (double)way->workers;
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);
     double share = v->row_groups * 64 * 72 + tokens * (STEP * 2) * (v->pair ? 0.5 : 1.0);
+    double exchange = 0;
+    if (way->rest)
+        exchange = 2e-6 + 2e-8 * tokens * (1 + (double)way->workers / (double)way->rest);
+    else
+        turns = ceil(turns);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
     double far = 1 + 4.5e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
     double copies = tiles * steps * share * far / (v->tokens < 128 ? 14.5e12 : 11.4e12);
@@ -94,7 +102,7 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double outputs = v->parts ? 3.9e-7 * v->row_groups + 5.1e-8 * fmin(tokens, 64) +
                                     3.8e-8 * fmax(0, tokens - 64)
                               : 3e-7 * v->row_groups + 1.1e-8 * tokens;
-    return 0.5e-6 + turns * outputs +
+    return 0.5e-6 + ceil(turns) * outputs + exchange +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }
@@ -109,8 +117,20 @@ extern "C" int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64
     return choice_of(&EXACT, spec, m);
 }
 
-extern "C" uint32_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
     return variants_of(&EXACT, call);
+}
+
+/* Bytes of the flags of a call, which are first in its workspace. */
+static int64_t flag_bytes(const method *way) {
+    return divide_up(way->workers * way->shape->row_groups * 4 * 8, 256) * 256;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call) {
+    method way = method_for(&EXACT, call->spec, call->m, call->variant);
+    if (!way.shape || !way.rest)
+        return 0;
+    return flag_bytes(&way) + way.workers * way.shape->row_groups * 64 * way.shape->tokens * 4;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
@@ -120,6 +140,11 @@ extern "C" moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *
         return refuse(call, err);
     layout l = lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l);
-    return launch_tiles(call, &way, l, &a, way.shape->kernel[spec->dtype == MOQ_DT_F16],
-                        call->x->data, spec->in_features * 2, call->x->stride[0] * 2, err);
+    if (way.rest) {
+        a.ready = (uint64_t *)call->workspace;
+        a.handed = (float4 *)((uint8_t *)call->workspace + flag_bytes(&way));
+    }
+    const void *kernel = way.shape->kernel[spec->dtype == MOQ_DT_F16][way.rest > 0];
+    return launch_tiles(call, &way, l, &a, kernel, call->x->data, spec->in_features * 2,
+                        call->x->stride[0] * 2, err);
 }

@@ -41,7 +41,12 @@ typedef struct {
     const float *fold_scale;   /* of e4m3: [N], powers of two, */
     const float *x_scale;      /* and [m] */
     bool per_token;
-    int turn_step; /* from where a warpgroup's outputs turn around to the next one's */
+    int turn_step;   /* from where a warpgroup's outputs turn around to the next one's */
+    int rest;        /* tiles at the end whose steps all blocks share evenly: */
+    int share;       /* the least that one has, */
+    int more_shares; /* and how many have one more */
+    float4 *handed;  /* sums of other blocks, and */
+    uint64_t *ready; /* whether they are there, of each warp */
 } gemm_args;
 
 /* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
@@ -85,21 +90,18 @@ struct tile {
 
 /* ---- the order of work ---- */
 
-/* What a block does: of each of its tiles the steps from `first` to `end`. Where K is divided the
- * grid is [tokens][rows of W][parts]. */
-typedef struct {
-    int tile, stride, first, end, left; /* tiles left */
-} cursor;
+#include "cuda/sm90_nvfp4_shares.h"
 
-template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
+/* Where K is divided the grid is [tokens][rows of W][parts]. */
+template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
+    int tiles = a->row_tiles * a->columns;
     if (S::parts) {
-        int rank = (int)rank_in_cluster();
+        int rank = (int)rank_in_cluster(), tile = (int)blockIdx.y;
         int first = rank * a->part_steps + min(rank, a->more_parts);
-        return {(int)blockIdx.y, 0, first, first + a->part_steps + (rank < a->more_parts), 1};
+        return {tile, tiles, tile + 1, first, first + a->part_steps + (rank < a->more_parts)};
     }
-    int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
-    int worker = (int)blockIdx.x / blocks, workers = (int)gridDim.x / blocks;
-    return {worker, workers, 0, a->steps, (tiles - worker + workers - 1) / workers};
+    int blocks = S::pair ? 2 : 1;
+    return course_of(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->rest);
 }
 
 /* Tiles of the same rows follow each other, so that their weights are in the L2. */
@@ -129,25 +131,30 @@ typedef struct {
 
 /* The next step to copy. */
 typedef struct {
-    cursor at;
+    course at;
     place where;
     int step, left; /* of the tile */
     ring_place slot;
     int copied;
 } feed;
 
+/* Whether there is one. */
+static __device__ __forceinline__ bool more(const feed *f) {
+    return f->at.end > f->at.first;
+}
+
 /* Tiles of other rows begin with other steps, and go on with the first after the last: all read the
  * same tokens, which would come from a few lines of the second-level cache at a time. */
 template <class S> static __device__ __forceinline__ void begin_tile(const gemm_args *a, feed *f) {
-    int row = S::parts ? f->at.tile : f->at.tile / a->columns;
+    int row = S::parts ? f->at.index : f->at.index / a->columns;
     f->left = f->at.end - f->at.first;
     f->step = f->at.first + row % f->left;
 }
 
 template <class S>
 static __device__ __forceinline__ feed begin_feed(const gemm_args *a, const pipes *) {
-    cursor at = start<S>(a);
-    feed f = {at, place_of<S>(a, at.tile)};
+    course at = start<S>(a);
+    feed f = {at, place_of<S>(a, at.index)};
     begin_tile<S>(a, &f);
     return f;
 }
@@ -158,11 +165,13 @@ static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes
     f->copied++;
     if (++f->step == f->at.end)
         f->step = f->at.first;
-    if (--f->left == 0 && --f->at.left > 0) {
-        f->at.tile += f->at.stride;
-        f->where = place_of<S>(a, f->at.tile);
-        begin_tile<S>(a, f);
-    }
+    if (--f->left > 0)
+        return;
+    next_tile(a, &f->at);
+    if (!more(f))
+        return;
+    f->where = place_of<S>(a, f->at.index);
+    begin_tile<S>(a, f);
 }
 
 template <class S>
@@ -189,11 +198,6 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
         else
             copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
     }
-}
-
-/* Of all its tiles, when it begins. */
-static __device__ __forceinline__ int steps_of(const feed *f) {
-    return (f->at.end - f->at.first) * f->at.left;
 }
 
 #include "cuda/sm90_gemm_feed.h"

@@ -16,8 +16,8 @@ typedef struct {
     int tokens, row_groups, k_groups;
     bool parts, pair;
     int threads, stage;
-    double step;           /* microseconds, fitted */
-    const void *kernel[2]; /* of bfloat16, of float16 */
+    double step;              /* microseconds, fitted */
+    const void *kernel[2][2]; /* of bfloat16, of float16; whole tiles, shared ones or NULL */
 } variant;
 
 /* How a call is done: a shape of tiles and how many there are. */
@@ -25,6 +25,7 @@ typedef struct {
     const variant *shape;
     int cluster; /* blocks that share K */
     int64_t row_tiles, columns, workers;
+    int64_t rest; /* tiles that are shared evenly */
     double seconds;
 } method;
 
@@ -74,13 +75,17 @@ static int64_t tokens_of(int64_t m, const method *way) {
 }
 
 static method method_of(const family *f, const moq_linear_spec *spec, int64_t m, const variant *v,
-                        int cluster) {
+                        int cluster, bool shared) {
     int pair = v->pair ? 2 : 1;
     method way = {v, cluster, divide_up(spec->out_features, 64 * v->row_groups * pair),
                   divide_up(m, v->tokens)};
     int64_t tiles = way.row_tiles * way.columns, steps = divide_up(spec->in_features, STEP);
     int64_t most = clusters_that_fit(spec->target.sm_count, cluster * pair);
     way.workers = tiles < most ? tiles : most;
+    if (shared) {
+        way.rest = tiles < 2 * most ? tiles : tiles % most + most;
+        way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
+    }
     bool can = tiles < INT32_MAX / 2 && lay_out(v, cluster).stages > 0;
     if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
         can = false;
@@ -90,16 +95,20 @@ static method method_of(const family *f, const moq_linear_spec *spec, int64_t m,
     return way;
 }
 
-static method best_of_variant(const family *f, const moq_linear_spec *spec, int64_t m,
-                              const variant *v) {
+static method sooner(method one, method other) {
+    return other.seconds < one.seconds ? other : one;
+}
+
+/* The best way with a shape, whose tiles are all whole or shared. */
+static method best_of_shape(const family *f, const moq_linear_spec *spec, int64_t m,
+                            const variant *v, bool shared) {
+    if (shared && !v->kernel[0][1])
+        return {.seconds = INFINITY};
     int least = v->parts && v->k_groups == 1 ? 2 : 1;
     int most = v->parts ? MAX_CLUSTER / (v->pair ? 2 : 1) : 1;
-    method best = method_of(f, spec, m, v, least);
-    for (int cluster = least + 1; cluster <= most; cluster++) {
-        method way = method_of(f, spec, m, v, cluster);
-        if (way.seconds < best.seconds)
-            best = way;
-    }
+    method best = method_of(f, spec, m, v, least, shared);
+    for (int cluster = least + 1; cluster <= most; cluster++)
+        best = sooner(best, method_of(f, spec, m, v, cluster, shared));
     return best;
 }
 
@@ -109,36 +118,37 @@ static bool suits(const family *f, const variant *v, int64_t m) {
            (v->tokens == f->most || m <= 4 * v->tokens);
 }
 
-/* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
- * that shape cannot do the call. */
+/* Variants from 1 on: the shapes with whole tiles, then the shapes with shared ones. */
+static method method_at(const family *f, const moq_linear_spec *spec, int64_t m, int index) {
+    return best_of_shape(f, spec, m, &f->shapes[index % f->count], index >= f->count);
+}
+
+/* Variant 0 is the choice; the choice again where a variant cannot do the call. */
 static method method_for(const family *f, const moq_linear_spec *spec, int64_t m, int32_t which) {
     method best = {.seconds = INFINITY};
-    if (which > 0 && which <= f->count)
-        best = best_of_variant(f, spec, m, &f->shapes[which - 1]);
+    if (which > 0 && which <= 2 * f->count)
+        best = method_at(f, spec, m, which - 1);
     if (best.seconds < INFINITY)
         return best;
-    for (int i = 0; i < f->count; i++) {
-        if (!suits(f, &f->shapes[i], m))
-            continue;
-        method way = best_of_variant(f, spec, m, &f->shapes[i]);
-        if (way.seconds < best.seconds)
-            best = way;
-    }
+    for (int i = 0; i < 2 * f->count; i++)
+        if (suits(f, &f->shapes[i % f->count], m))
+            best = sooner(best, method_at(f, spec, m, i));
     return best;
 }
 
 static int32_t choice_of(const family *f, const moq_linear_spec *spec, int64_t m) {
-    return (int32_t)(method_for(f, spec, m, 0).shape - f->shapes) + 1;
+    method way = method_for(f, spec, m, 0);
+    return (int32_t)(way.shape - f->shapes) + (way.rest ? f->count : 0) + 1;
 }
 
-/* The choice, and the shapes that are not expected to take half as long again. */
-static uint32_t variants_of(const family *f, const moq_linear_call *call) {
+/* The choice, and those that are not expected to take half as long again. */
+static uint64_t variants_of(const family *f, const moq_linear_call *call) {
     double best = method_for(f, call->spec, call->m, 0).seconds;
-    uint32_t some = 1;
-    for (int i = 0; i < f->count; i++)
-        if (suits(f, &f->shapes[i], call->m) &&
-            best_of_variant(f, call->spec, call->m, &f->shapes[i]).seconds < 1.5 * best)
-            some |= 2u << i;
+    uint64_t some = 1;
+    for (int i = 0; i < 2 * f->count; i++)
+        if (suits(f, &f->shapes[i % f->count], call->m) &&
+            method_at(f, call->spec, call->m, i).seconds < 1.5 * best)
+            some |= 2ull << i;
     return some;
 }
 
@@ -151,7 +161,7 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
     const moq_linear_spec *spec = call->spec;
     int flight = FLIGHT_BYTES / (way->shape->row_groups * 64 * 72);
     int after = l.behind ? l.stages * way->shape->stage : 0;
-    int64_t steps = divide_up(spec->in_features, STEP);
+    int64_t steps = divide_up(spec->in_features, STEP), shared = way->rest * steps;
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
                    .steps = (int)steps,
@@ -168,7 +178,10 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
                    .turn = l.turn,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale,
-                   .turn_step = l.turn_step};
+                   .turn_step = l.turn_step,
+                   .rest = (int)way->rest,
+                   .share = (int)(shared / way->workers),
+                   .more_shares = (int)(shared % way->workers)};
     return a;
 }
 

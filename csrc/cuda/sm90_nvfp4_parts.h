@@ -10,11 +10,6 @@
 
 #include "cuda/sm90_nvfp4_tile.h"
 
-/* Says that a block's sums are there. The memory was anyone's before and is not cleared, since
- * other data are these 64 bits by chance alone. Whoever has seen them takes them away, so that no
- * later call finds them. */
-#define READY 0x6d6f7165787473a7ull
-
 template <class S>
 static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block, int group) {
     return a->handed + (int64_t)(block * 2 + group) * (S::T / 8 * 128) + threadIdx.x % 128;
@@ -109,16 +104,9 @@ template <class S> static __device__ __forceinline__ void announce(const gemm_ar
 template <class S>
 static __device__ __forceinline__ void add_earlier(const gemm_args *a, const course *c, int group,
                                                    float (&sum)[S::T / 2]) {
-    int blocks = S::pair ? 2 : 1, worker = (int)blockIdx.x / blocks;
-    int begin = (c->index - c->count) * a->steps, others = 0;
-    for (int low = c->low; low > begin;)
-        low = share_of(a, worker - ++others, (int)gridDim.x / blocks);
-    for (int i = threadIdx.x % 128; i < others; i += 128) {
-        uint64_t *flag = flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group);
-        while (load_acquire(flag) != READY)
-            ;
-        *flag = 0;
-    }
+    int blocks = S::pair ? 2 : 1, others = earlier_ones(a, c, (int)blockIdx.x / blocks);
+    for (int i = threadIdx.x % 128; i < others; i += 128)
+        await_sums(flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group));
     barrier_sync(2 + group, 128);
     for (int i = 1; i <= others; i++)
         add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum, {0, S::T / CHUNK});

@@ -36,7 +36,9 @@ typedef struct {
     int stages;
     bool boxed;      /* whether the copy engine can write the outputs */
     bool apart;      /* whether tiles of other rows begin with other steps */
-    int rest;        /* tiles at the end whose steps all blocks share evenly */
+    int rest;        /* tiles at the end whose steps all blocks share evenly: */
+    int share;       /* the least that one has, */
+    int more_shares; /* and how many have one more */
     int parts;       /* of K of a tile, one for each block of a cluster, or 0 */
     float4 *handed;  /* sums of other blocks, and */
     uint64_t *ready; /* whether they are there, of each warpgroup */
@@ -109,31 +111,7 @@ static __device__ __forceinline__ place place_of(const gemm_args *a, int index, 
     return {row * ROWS, column * S::T};
 }
 
-/* The tiles of a block, one after the other, and which steps of them it has: all of those up to
- * `count`, which go round, then an even share of the steps of the rest, from `low` to `high`. Those
- * are done from the last to the first: a block begins with the first steps of a tile that a later
- * one ends, so that whoever waits for sums waits for an earlier block. */
-typedef struct {
-    int index, stride, count;
-    int first, end, low, high;
-} course;
-
-static __device__ __forceinline__ void take_share(const gemm_args *a, course *c) {
-    int tile = (c->high - 1) / a->steps;
-    if (c->high <= c->low) {
-        c->first = c->end = 0;
-        return;
-    }
-    c->index = c->count + tile;
-    c->first = max(c->low - tile * a->steps, 0);
-    c->end = c->high - tile * a->steps;
-    c->high -= c->end - c->first;
-}
-
-/* The first of the shared steps that a worker has. */
-static __device__ __forceinline__ int share_of(const gemm_args *a, int worker, int workers) {
-    return (int)((int64_t)a->rest * a->steps * worker / workers);
-}
+#include "cuda/sm90_nvfp4_shares.h"
 
 template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
     int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
@@ -142,23 +120,7 @@ template <class S> static __device__ __forceinline__ course start(const gemm_arg
         return {tile, tiles, tile + 1, a->steps * part / a->parts,
                 a->steps * (part + 1) / a->parts};
     }
-    int worker = (int)blockIdx.x / blocks, workers = (int)gridDim.x / blocks;
-    course c = {worker,
-                workers,
-                tiles - a->rest,
-                0,
-                a->steps,
-                share_of(a, worker, workers),
-                share_of(a, worker + 1, workers)};
-    if (c.index >= c.count)
-        take_share(a, &c);
-    return c;
-}
-
-static __device__ __forceinline__ void next_tile(const gemm_args *a, course *c) {
-    c->index += c->stride;
-    if (c->index >= c->count)
-        take_share(a, c);
+    return course_of(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->rest);
 }
 
 /* The step of a tile that a block copies first, and the one after another. Rows of tiles begin with

@@ -281,6 +281,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
     int64_t band = BAND_TOKENS / v->tokens;
+    int64_t shared = way->rest * moq_pack_blocks(spec->in_features);
     int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - room_of(v)) /
                  (v->token_bytes + v->weight_bytes);
     gemm_args a = {.m = (int)call->m,
@@ -295,6 +296,8 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .boxed = in_boxes(call->y),
                    .apart = call->m <= APART_TOKENS,
                    .rest = (int)way->rest,
+                   .share = (int)(shared / way->workers),
+                   .more_shares = (int)(shared % way->workers),
                    .parts = way->parts,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
@@ -321,12 +324,12 @@ extern "C" int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call) {
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
-extern "C" uint32_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
+extern "C" uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
     double best = method_for(call->spec, call->m, 0).seconds;
-    uint32_t some = 1;
+    uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
         if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
-            some |= 2u << i;
+            some |= 2ull << i;
     return some;
 }
 

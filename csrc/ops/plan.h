@@ -21,7 +21,7 @@ typedef struct {
     int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
     /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
-    uint32_t (*variants)(const moq_linear_call *call);
+    uint64_t (*variants)(const moq_linear_call *call);
     /* The variant that variant 0 stands for with m rows, where finding it takes a while; or NULL.
      */
     int32_t (*choose)(const moq_linear_spec *spec, int64_t m);

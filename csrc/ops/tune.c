@@ -162,7 +162,7 @@ static moq_status add_kernel(bench *b, const moq_linear_kernel *kernel, int64_t 
     MOQ_TRY(add_candidate(b, kernel, 0, m, err));
     if (!kernel->variants)
         return MOQ_OK;
-    uint32_t variants = kernel->variants(&b->candidate[b->count - 1].job.call);
+    uint64_t variants = kernel->variants(&b->candidate[b->count - 1].job.call);
     b->count -= !(variants & 1); /* it refuses this very call */
     for (int32_t i = 1; i < MOQ_MAX_VARIANTS; i++)
         if (variants >> i & 1)

@@ -8,7 +8,7 @@
 #include "ops/linear.h"
 
 /* Variants of a kernel that are measured. */
-#define MOQ_MAX_VARIANTS 32
+#define MOQ_MAX_VARIANTS 64
 #define MOQ_MAX_TIMINGS  (MOQ_MAX_KERNELS * MOQ_MAX_VARIANTS)
 
 typedef struct {

@@ -19,7 +19,7 @@ from .cases import (
 pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_gemm"
-VARIANTS = 31
+VARIANTS = 62
 
 
 @pytest.fixture(autouse=True)
