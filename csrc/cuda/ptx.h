@@ -411,6 +411,12 @@ static __device__ __forceinline__ void warp_releases_all(uint32_t barrier, uint3
 
 /* ---- shared memory ---- */
 
+/* An address that stays in its register: the compiler would make it anew wherever it is used. */
+static __device__ __forceinline__ uint32_t kept(uint32_t address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 value) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
                  "r"(value.z), "r"(value.w)

@@ -59,7 +59,7 @@ typedef struct {
 
 static __device__ __forceinline__ packed_unit load_unit(const taps *t, const spot *s, int unit) {
     uint32_t at = s->at + (uint32_t)unit * UNIT;
-    return {*(const uint4 *)(t->codes + at), *(const uint2 *)(t->scales + at)};
+    return {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
 }
 
 static __device__ __forceinline__ void fold(const packed_unit *u, uint32_t folds, operand_unit *o) {
@@ -150,6 +150,10 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
 }
 
 struct folded_products {
+    static constexpr int scale_bytes = 0;
+    static __device__ __forceinline__ int scale_of(int lane) {
+        return lane / 4 * 8;
+    }
     typedef uint32_t rows; /* their powers of two */
     static __device__ __forceinline__ rows fetch(const gemm_args *a, int first) {
         int row = first + row_of_thread();
@@ -224,7 +228,7 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
                 copies * copies * copies);
 }
 
-static const family FOLDED = {VARIANTS, VARIANT_COUNT, 32, 256, estimate};
+static const family FOLDED = {VARIANTS, VARIANT_COUNT, 32, 256, 0, estimate};
 
 /* ---- launch ---- */
 
@@ -277,7 +281,7 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_e
         return refuse(call, err);
     areas w = areas_of(call);
     MOQ_TRY(quantize(call, &w, err));
-    layout l = lay_out(way.shape, way.cluster);
+    layout l = lay_out(&FOLDED, way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l);
     a.fold_scale = call->fold_scale;
     a.x_scale = (const float *)((uint8_t *)call->workspace + w.scales);

@@ -16,6 +16,10 @@
 #include "cuda/sm90_nvfp4_method.h"
 
 struct exact_products {
+    static constexpr int scale_bytes = 2 * SCALES;
+    static __device__ __forceinline__ int scale_of(int lane) {
+        return lane / 16 * UNIT + lane % 16 * 4;
+    }
     typedef struct {
     } rows;
     static __device__ __forceinline__ rows fetch(const gemm_args *, int) {
@@ -54,22 +58,22 @@ static variant variant_of(double step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<16, 2, 1, false>(0.406),        variant_of<16, 3, 1, false>(0.505),
-    variant_of<16, 4, 1, false>(0.598),        variant_of<16, 2, 1, true>(0.404),
-    variant_of<16, 3, 1, true>(0.510),         variant_of<16, 2, 2, true>(0.619),
-    variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.454),
-    variant_of<32, 4, 1, false>(0.690),        variant_of<32, 3, 1, false>(0.619),
-    variant_of<32, 2, 1, true>(0.406),         variant_of<32, 3, 1, true>(0.496),
-    variant_of<32, 4, 1, true>(0.670),         variant_of<32, 2, 2, true>(0.653),
-    variant_of<32, 1, 2, true>(0.412),         variant_of<64, 2, 1, false>(0.511),
-    variant_of<64, 4, 1, false>(0.870),        variant_of<64, 3, 1, false>(0.733),
-    variant_of<64, 2, 1, true>(0.413),         variant_of<64, 3, 1, true>(0.561),
-    variant_of<64, 4, 1, true>(0.774),         variant_of<64, 2, 2, true>(0.788),
-    variant_of<64, 1, 2, true>(0.407),         variant_of<128, 2, 1, false>(0.690),
-    variant_of<128, 4, 1, false>(1.360),       variant_of<128, 3, 1, false>(1.005),
-    variant_of<128, 2, 1, true>(0.585),        variant_of<128, 3, 1, true>(0.870),
-    variant_of<128, 4, 1, true>(1.270),        variant_of<128, 2, 2, true>(1.140),
-    variant_of<128, 2, 1, false, true>(0.747),
+    variant_of<16, 2, 1, false>(0.405),        variant_of<16, 3, 1, false>(0.451),
+    variant_of<16, 4, 1, false>(0.549),        variant_of<16, 2, 1, true>(0.399),
+    variant_of<16, 3, 1, true>(0.448),         variant_of<16, 2, 2, true>(0.576),
+    variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.425),
+    variant_of<32, 4, 1, false>(0.604),        variant_of<32, 3, 1, false>(0.528),
+    variant_of<32, 2, 1, true>(0.408),         variant_of<32, 3, 1, true>(0.490),
+    variant_of<32, 4, 1, true>(0.572),         variant_of<32, 2, 2, true>(0.636),
+    variant_of<32, 1, 2, true>(0.385),         variant_of<64, 2, 1, false>(0.517),
+    variant_of<64, 4, 1, false>(0.903),        variant_of<64, 3, 1, false>(0.665),
+    variant_of<64, 2, 1, true>(0.466),         variant_of<64, 3, 1, true>(0.613),
+    variant_of<64, 4, 1, true>(0.787),         variant_of<64, 2, 2, true>(0.779),
+    variant_of<64, 1, 2, true>(0.496),         variant_of<128, 2, 1, false>(0.726),
+    variant_of<128, 4, 1, false>(1.353),       variant_of<128, 3, 1, false>(1.036),
+    variant_of<128, 2, 1, true>(0.583),        variant_of<128, 3, 1, true>(0.997),
+    variant_of<128, 4, 1, true>(1.353),        variant_of<128, 2, 2, true>(1.311),
+    variant_of<128, 2, 1, false, true>(0.788),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -77,37 +81,37 @@ static_assert(VARIANT_COUNT < 32,
               "tune() measures 32 variants of a kernel, the first is the choice");
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
- * same time, then sums and outputs; of x more than 1.5 MB comes slower. Fitted to 503 times of 14
- * layers with 16 to 256 tokens on an H200, then to 461 of 16 layers with 32 to 256, and what
- * outputs take to 328 more, so that the choice, which costs 0.5 %, rather than each time is near
- * (docs/lab.md). */
+ * same time, then sums and outputs; of x more than 1.5 MB comes slower. Fitted to 718 times of 16
+ * layers with 16 to 256 tokens on an H200, so that the choice, which costs 0.3 %, rather than each
+ * time is near (docs/lab.md). */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
     double steps = (double)divide_up(spec->in_features, STEP),
            tokens = fmax(16, (double)tokens_of(m, way));
     double tiles = (double)(way->row_tiles * way->columns) * (v->pair ? 2 : 1);
-    double turns = tiles / (v->pair ? 2 : 1) / (double)way->workers;
+    double turns = (double)(way->row_tiles * way->columns) / (double)way->workers;
     double blocks = (double)way->workers * way->cluster * (v->pair ? 2 : 1);
     double share = v->row_groups * 64 * 72 + tokens * (STEP * 2) * (v->pair ? 0.5 : 1.0);
     double exchange = 0;
     if (way->rest)
-        exchange = 2e-6 + 2e-8 * tokens * (1 + (double)way->workers / (double)way->rest);
+        exchange =
+            2.25e-6 + 1.02e-8 * tokens * (1 + 0.83 * (double)way->workers / (double)way->rest);
     else
         turns = ceil(turns);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
-    double far = 1 + 4.5e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
-    double copies = tiles * steps * share * far / (v->tokens < 128 ? 14.5e12 : 11.4e12);
-    double memory = n * k * 0.5625 / 4.6e12 / fmin(1, blocks / 80);
-    double outputs = v->parts ? 3.9e-7 * v->row_groups + 5.1e-8 * fmin(tokens, 64) +
-                                    3.8e-8 * fmax(0, tokens - 64)
-                              : 3e-7 * v->row_groups + 1.1e-8 * tokens;
-    return 0.5e-6 + ceil(turns) * outputs + exchange +
+    double far = 1 + 3.6e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
+    double copies = tiles * steps * share * far / 11.5e12;
+    double memory = n * k * 0.5625 / 5.06e12 / fmin(1, blocks / 80);
+    double outputs = v->parts ? 4.2e-7 * v->row_groups + 3.2e-8 * fmin(tokens, 64) +
+                                    2.7e-8 * fmax(0, tokens - 64)
+                              : 3.3e-7 * v->row_groups + 7.3e-9 * tokens;
+    return 0.87e-6 + ceil(turns) * outputs + exchange +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }
 
-static const family EXACT = {VARIANTS, VARIANT_COUNT, 16, 128, estimate};
+static const family EXACT = {VARIANTS, VARIANT_COUNT, 16, 128, 2 * SCALES, estimate};
 
 extern "C" double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
     return method_for(&EXACT, spec, m, 0).seconds;
@@ -138,7 +142,7 @@ extern "C" moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *
     method way = method_for(&EXACT, spec, call->m, call->variant);
     if (!way.shape || way.seconds == INFINITY)
         return refuse(call, err);
-    layout l = lay_out(way.shape, way.cluster);
+    layout l = lay_out(&EXACT, way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l);
     if (way.rest) {
         a.ready = (uint64_t *)call->workspace;

@@ -5,9 +5,10 @@
  * columns, of which the copy engine brings a box. x comes in the 128-byte swizzle. Beyond the last
  * columns both are zeros.
  *
- * A warp reads the codes of its 16 rows and 64 columns with one load a lane, the scales with
- * another, and decodes them into the fragments of four products, while the products of the 64
- * columns before are under way: two sets of fragments take turns. */
+ * A warp reads the codes of its 16 rows and 64 columns with one load a lane and decodes them into
+ * the fragments of four products, while the products of the 64 columns before are under way: two
+ * sets of fragments take turns. Four lanes need the same scales; each makes a quarter of a step's,
+ * which come to the others through shared memory. */
 #ifndef MOQ_CUDA_SM90_NVFP4_GEMM_H
 #define MOQ_CUDA_SM90_NVFP4_GEMM_H
 
@@ -207,22 +208,28 @@ static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pip
 /* What a warp takes steps from, in the first stage. */
 typedef struct {
     gates gate;
-    const uint8_t *codes, *scales; /* of this lane */
-    uint64_t tokens;               /* the operand */
+    uint32_t codes, scales; /* of this lane */
+    uint32_t room;          /* of this warp: scales as operands, of two steps */
+    uint64_t tokens;        /* the operand */
     uint32_t stages;
 } taps;
 
-/* A step of a warpgroup: the place in the ring, of it and of its barriers, and the parity of the
- * phase in which it is used next. The compiler has to see that all threads have the same, or every
- * product takes its operand through two registers. */
+/* Bytes of a warp's scales of a step as operands: of 16 rows and 8 groups, rows g and g + 8 side by
+ * side, [units][g][groups of the unit]. */
+#define SCALES 256
+
+/* A step of a warpgroup: the place in the ring, of it, of its barriers and of its scales, and the
+ * parity of the phase in which it is used next. The compiler has to see that all threads have the
+ * same, or every product takes its operand through two registers. */
 typedef struct {
-    uint32_t at, gate, parity;
+    uint32_t at, gate, parity, scales;
 } spot;
 
 /* To the next step of this warpgroup. */
 template <class S> static __device__ __forceinline__ void advance_own(spot *s, uint32_t stages) {
     s->at += S::k_groups * S::stage;
     s->gate += S::k_groups * 8;
+    s->scales ^= SCALES;
     if (s->gate >= stages * 8) {
         s->at -= stages * S::stage;
         s->gate -= stages * 8;
@@ -235,25 +242,39 @@ template <class S> struct fragments {
     uint32_t a[S::depth][4];
 };
 
+/* Where a lane puts the scales that it makes of a step, and where it finds those that it needs. */
+typedef struct {
+    uint32_t made, needed;
+} scale_places;
+
+/* Makes the scales of a step: four of this lane, of two groups of rows g and g + 8. */
+template <class S>
+static __device__ __forceinline__ void make_scales(const taps *t, const spot *s,
+                                                   const scale_places *p) {
+    uint32_t four = load_shared_word(t->scales + s->at);
+    store_shared_pair(p->made + s->scales, {moq_nvfp4_scales<S::type>(four, false),
+                                            moq_nvfp4_scales<S::type>(four, true)});
+    __syncwarp();
+}
+
 /* Those of a piece of a step. */
 template <class S>
-static __device__ __forceinline__ void decode(const taps *t, const spot *s, int piece,
-                                              fragments<S> *f) {
+static __device__ __forceinline__ void decode(const taps *t, const spot *s, const scale_places *p,
+                                              int piece, fragments<S> *f) {
     int first = piece * S::depth; /* of the products of the step, four to a unit */
-    const uint8_t *from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
-    const uint8_t *scales_from = t->scales + s->at + first / 4 * UNIT + first % 4 * 2;
-    uint32_t codes[S::depth], scales[S::depth / 2];
+    uint32_t from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
+    uint32_t scales_from = p->needed + s->scales + first / 4 * (SCALES / 2) + first % 4 * 4;
+    uint32_t codes[S::depth], scales[S::depth];
     if constexpr (S::depth == 4) {
-        *(uint4 *)codes = *(const uint4 *)from;
-        *(uint2 *)scales = *(const uint2 *)scales_from;
+        *(uint4 *)codes = load_shared(from);
+        *(uint4 *)scales = load_shared(scales_from);
     } else {
-        *(uint2 *)codes = *(const uint2 *)from;
-        *scales = *(const uint32_t *)scales_from;
+        *(uint2 *)codes = load_shared_pair(from);
+        *(uint2 *)scales = load_shared_pair(scales_from);
     }
 #pragma unroll
     for (int i = 0; i < S::depth; i++)
-        moq_nvfp4_fragment<S::type>(codes[i], moq_nvfp4_scales<S::type>(scales[i / 2], i % 2),
-                                    f->a[i]);
+        moq_nvfp4_fragment<S::type>(codes[i], scales[i], f->a[i]);
 }
 
 template <class S>
@@ -291,12 +312,15 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
                                                 float (&sum)[S::T / 2]) {
     fragments<S> set[2] = {};
     spot before = *s;
+    uint32_t lane = threadIdx.x % 32;
+    scale_places p = {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
     if (steps <= 0)
         return;
     mbarrier_wait(t->gate.weights + s->gate, s->parity);
-    decode<S>(t, s, 0, &set[0]);
+    make_scales<S>(t, s, &p);
+    decode<S>(t, s, &p, 0, &set[0]);
     if (S::early)
-        decode<S>(t, s, 1, &set[1]);
+        decode<S>(t, s, &p, 1, &set[1]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         mbarrier_wait(t->gate.tokens + s->gate, s->parity);
@@ -310,13 +334,14 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
                 release<S>(t, &before);
             bool have = S::early && piece == 0 && left == steps;
             if (piece + 1 < S::pieces && !have)
-                decode<S>(t, s, piece + 1, other);
+                decode<S>(t, s, &p, piece + 1, other);
         }
         before = *s;
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->gate.weights + s->gate, s->parity);
-            decode<S>(t, s, 0, &set[0]);
+            make_scales<S>(t, s, &p);
+            decode<S>(t, s, &p, 0, &set[0]);
         }
     }
     wgmma_wait<0>();
