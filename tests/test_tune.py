@@ -64,7 +64,7 @@ def test_a_second_choice_replaces_the_first(layer):
 
 @pytest.mark.parametrize(
     ("kernel", "variant"),
-    [("cuda:cublaslt", 0), ("cpu", 0), ("", 0), ("cpu:portable", 32), ("cpu:portable", -1)],
+    [("cuda:cublaslt", 0), ("cpu", 0), ("", 0), ("cpu:portable", 64), ("cpu:portable", -1)],
 )
 def test_a_choice_has_to_be_one_of_the_plan(layer, kernel, variant):
     method, _ = layer

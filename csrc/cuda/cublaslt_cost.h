@@ -50,12 +50,13 @@ static inline double moq_vector_product_seconds(const moq_linear_spec *spec, dou
 }
 
 /* A product with blocks: whole tiles or, where they fill less than half of the chip, parts of them.
- */
+ * The outputs of a wave count where K is short. */
 static inline double moq_block_product_seconds(const moq_linear_spec *spec, double m) {
     double n = (double)spec->out_features, k = (double)spec->in_features;
     double sm_count = (double)spec->target.sm_count, tiles = moq_count_tiles(spec, m);
-    double multiply = moq_slowed(moq_count_waves(spec, m) * 2.7e-9 * k, 0.085);
-    double whole = 3.59e-6 + hypot(n * k / 4.68e12, multiply) + m * n * 4.28e-13;
+    double waves = moq_count_waves(spec, m), multiply = moq_slowed(waves * 2.7e-9 * k, 0.085);
+    double whole =
+        3.59e-6 + 6e-7 * fmin(waves - 1, 8) + hypot(n * k / 4.68e12, multiply) + m * n * 4.28e-13;
     double parts = 1.5e-5 + 3.99e-9 * k * tiles / sm_count;
     return 2 * tiles <= sm_count && parts < whole ? parts : whole;
 }

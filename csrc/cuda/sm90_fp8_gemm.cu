@@ -168,14 +168,14 @@ static const variant VARIANTS[] = {
     variant_of<WEIGHTS_FIRST, 64, 1, ALONE>(0.234, 0.363),
     variant_of<WEIGHTS_FIRST, 64, 1, PARTS>(0.270, 0.468),
     variant_of<WEIGHTS_FIRST, 64, 1, FINE_PARTS>(0.185, 0.235),
-    variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.457, 0.632),
-    variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.365, 0.509),
-    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.351, 0.537),
-    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.347, 0.574),
-    variant_of<TOKENS_FIRST, 128, 1, PARTS>(0.409, 0.417),
-    variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.389, 0.470),
-    variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.726, 0.788),
-    variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.691, 0.801),
+    variant_of<WEIGHTS_FIRST, 64, 2, SHARE_TOKENS>(0.503, 0.687),
+    variant_of<WEIGHTS_FIRST, 128, 1, PARTS>(0.363, 0.503),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_WEIGHTS>(0.354, 0.538),
+    variant_of<WEIGHTS_FIRST, 128, 1, SHARE_TOKENS>(0.390, 0.655),
+    variant_of<TOKENS_FIRST, 128, 1, PARTS>(0.401, 0.428),
+    variant_of<TOKENS_FIRST, 128, 1, SHARE_WEIGHTS>(0.391, 0.483),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_WEIGHTS>(0.750, 0.832),
+    variant_of<TOKENS_FIRST, 128, 2, SHARE_TOKENS>(0.666, 0.835),
     variant_of<WEIGHTS_FIRST, 32, 1, PARTS, true>(0.264, 0),
     variant_of<WEIGHTS_FIRST, 32, 1, FINE_PARTS, true>(0.283, 0),
     variant_of<WEIGHTS_FIRST, 64, 1, PARTS, true>(0.386, 0),
@@ -225,7 +225,7 @@ typedef struct {
 /* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted with the
  * other kernels' estimates to what tune() measured of sixteen layers with 1 to 512 tokens on an
  * H200, so that the choice loses least: 0.4 % beside the best of all shapes and kernels, 1.2 % with
- * the estimates before (docs/lab.md). That of more tokens again to 751 times of thirteen layers
+ * the estimates before (docs/lab.md). That of more tokens again to 867 times of sixteen layers
  * with 64 to 512, since outputs are written as 16 bits. */
 static const rates FUSED = {
     1.19e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.41e12, 4.5e12, 104, 1.3e-10, 7.88e-9, 5.7e-9, 8};
@@ -239,14 +239,14 @@ static const rates FEW = {1.39e-6,
                           5.93e-9,
                           0,
                           8};
-static const rates MANY = {3.6e-7,
-                           {1.53e-6, 1.9e-6, 1.85e-6},
-                           {3.05e12, 1.94e12, 1.94e12},
-                           7.72e12,
-                           3.74e12,
+static const rates MANY = {2.2e-7,
+                           {1.51e-6, 1.82e-6, 1.76e-6},
+                           {2.78e12, 2.31e12, 2.31e12},
+                           7.39e12,
+                           4.49e12,
                            0,
-                           1.09e-10,
-                           1.26e-8,
+                           1.16e-10,
+                           1.46e-8,
                            0,
                            4};
 

@@ -9,6 +9,7 @@ from ..linear_cases import Case, assert_close, random_case, random_x, with_a_zer
 from .cases import (
     OnDevice,
     assert_calls_follow_each_other,
+    assert_streams_do_not_wait,
     assert_writes_only_its_result,
     force,
     of_unit_gain,
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_gemm"
 VARIANTS = 62
+SHARED = (32, 33, 34, 39, 40, 41, 47, 48, 49)
+"""Those whose blocks share the steps of tiles, of 16, 32 and 64 tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +151,32 @@ def test_calls_that_follow_each_other_in_a_graph(rng):
     for tokens in (20, 64, 200):
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
         assert_calls_follow_each_other(layer, x)
+
+
+@pytest.mark.parametrize("variant", SHARED)
+def test_shares_that_follow_each_other_in_a_graph(rng, variant):
+    """They leave sums in a workspace that is the same in all calls."""
+    layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16")
+    for tokens in (11, 64):
+        layer.method._plan.keep(tokens, NAME, variant)
+        x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
+        assert_calls_follow_each_other(layer, x)
+
+
+@pytest.mark.parametrize("variant", SHARED)
+def test_shares_of_all_lengths(rng, variant):
+    """A block has less than a step of a tile, some tiles and parts of two, whole ones and then shares."""
+    for columns, rows in ((4096, [256]), (640, [9000]), (128, [40000]), (8192, [70])):
+        case = random_case(rng, "NVFP4", columns, rows)
+        layer = OnDevice(case, "bfloat16")
+        for tokens in (16, 50):
+            layer.method._plan.keep(tokens, NAME, variant)
+            check(case, layer, random_x(rng, (tokens, columns), "bfloat16"), "bfloat16")
+
+
+def test_shares_on_three_streams(rng):
+    layer = OnDevice(random_case(rng, "NVFP4", 4096, [10240]), "bfloat16")
+    x = to_cuda(random_x(rng, (40, 4096), "bfloat16"), "bfloat16")
+    for variant in SHARED[3:]:
+        layer.method._plan.keep(40, NAME, variant)
+        assert_streams_do_not_wait(layer, x)
