@@ -48,24 +48,33 @@ static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upp
     a[1] = moq_e4m3_four(pair[1], pair[3]);
 }
 
-/* The codes of a unit: of group s, those of row g in a[s / 2][s % 2 * 2] and of row g + 8 behind,
- * columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group. `folds` are 256 times those of rows g and g +
- * 8 in float16, where a byte of scales is scale / 256. Of two groups the bytes of row g are even
- * ones, those of row g + 8 odd. Of any byte the last seven bits are a number here: beyond K a unit
- * may be what was in shared memory before, which meets zeros of x, and must not be NaN. */
+/* The scales of two groups times the powers of two of their rows, row g's first, from their bytes:
+ * of two groups those of row g are even ones, those of row g + 8 odd. `folds` are 256 times the
+ * powers of two in float16, where a byte is scale / 256. Of any byte the last seven bits are a
+ * number here: beyond K a unit may be what was in shared memory before, which meets zeros of x, and
+ * must not be NaN. */
+static __device__ __forceinline__ uint2 moq_fold_scales(uint32_t bytes, uint32_t folds) {
+    return {
+        moq_nvfp4_multiply<MOQ_NVFP4_F16>((bytes & 0x007f007fu) * 128,
+                                          moq_nvfp4_twice(folds, false)),
+        moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u, moq_nvfp4_twice(folds, true))};
+}
+
+/* The codes of a unit, whose scales are as above: of group s, those of row g in
+ * a[s / 2][s % 2 * 2] and of row g + 8 behind, columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group.
+ */
+static __device__ __forceinline__ void moq_fold_codes(uint4 codes, uint4 scales,
+                                                      uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++)
+        moq_fold_word((&codes.x)[s], (&scales.x)[s / 2 * 2], (&scales.x)[s / 2 * 2 + 1], s % 2 != 0,
+                      a[s / 2] + s % 2 * 2);
+}
+
 static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, uint32_t folds,
                                                      uint32_t (&a)[2][4]) {
-#pragma unroll
-    for (int two = 0; two < MOQ_PACK_GROUPS / 2; two++) {
-        uint32_t bytes = (&scales.x)[two];
-        uint32_t upper = moq_nvfp4_multiply<MOQ_NVFP4_F16>((bytes & 0x007f007fu) * 128,
-                                                           moq_nvfp4_twice(folds, false));
-        uint32_t lower = moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u,
-                                                           moq_nvfp4_twice(folds, true));
-#pragma unroll
-        for (int s = 0; s < 2; s++)
-            moq_fold_word((&codes.x)[2 * two + s], upper, lower, s != 0, a[two] + s * 2);
-    }
+    uint2 low = moq_fold_scales(scales.x, folds), high = moq_fold_scales(scales.y, folds);
+    moq_fold_codes(codes, make_uint4(low.x, low.y, high.x, high.y), a);
 }
 
 /* The powers of two of the two rows of a lane, as above. */

@@ -31,7 +31,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
                                                         : 232;
     static constexpr int copier_registers = consumers >= 384 ? 32 : T >= 128 ? 40 : 56;
     /* Codes are loaded before the unit before them is folded, where there are registers. */
-    static constexpr bool ahead = T < 128 || consumers < 384;
+    static constexpr bool ahead = T < 128 || (T == 128 && consumers < 384);
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
@@ -51,19 +51,27 @@ typedef struct {
     uint32_t part[2][4];
 } operand_unit;
 
-/* A unit as a lane has it in memory. */
-typedef struct {
-    uint4 codes;
-    uint2 scales;
-} packed_unit;
-
-static __device__ __forceinline__ packed_unit load_unit(const taps *t, const spot *s, int unit) {
-    uint32_t at = s->at + (uint32_t)unit * UNIT;
-    return {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
+/* Makes the scales of a step. */
+static __device__ __forceinline__ void make_folded_scales(const taps *t, const spot *s,
+                                                          const scale_places *p, uint32_t folds) {
+    uint32_t four = load_shared_word(t->scales + s->at);
+    store_shared_pair(p->made + s->scales, moq_fold_scales(four, folds));
+    __syncwarp();
 }
 
-static __device__ __forceinline__ void fold(const packed_unit *u, uint32_t folds, operand_unit *o) {
-    moq_fold_unit(u->codes, u->scales, folds, o->part);
+/* What a lane folds of a unit. */
+typedef struct {
+    uint4 codes, scales;
+} packed_unit;
+
+static __device__ __forceinline__ packed_unit load_unit(const taps *t, const spot *s,
+                                                        const scale_places *p, int unit) {
+    return {load_shared(t->codes + s->at + (uint32_t)unit * UNIT),
+            load_shared(p->needed + s->scales + (uint32_t)unit * (SCALES / 2))};
+}
+
+static __device__ __forceinline__ void fold(const packed_unit *u, operand_unit *o) {
+    moq_fold_codes(u->codes, u->scales, o->part);
 }
 
 /* c = or += products of a unit with a part of the tokens, as many as c has. */
@@ -104,13 +112,15 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
     operand_unit even, odd;
     packed_unit first, second;
     float c[S::sums];
+    scale_places p = find_scales(t);
     if (steps <= 0)
         return;
     mbarrier_wait(t->gate.weights + s->gate, s->parity);
-    first = load_unit(t, s, 0);
+    make_folded_scales(t, s, &p, folds);
+    first = load_unit(t, s, &p, 0);
     if (S::ahead)
-        second = load_unit(t, s, 1);
-    fold(&first, folds, &even);
+        second = load_unit(t, s, &p, 1);
+    fold(&first, &even);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         spot now = *s;
@@ -119,12 +129,13 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->gate.weights + s->gate, s->parity);
+            make_folded_scales(t, s, &p, folds);
             if (S::ahead)
-                first = load_unit(t, s, 0);
+                first = load_unit(t, s, &p, 0);
         }
         if (!S::ahead)
-            second = load_unit(t, &now, 1);
-        fold(&second, folds, &odd);
+            second = load_unit(t, &now, &p, 1);
+        fold(&second, &odd);
         multiply_unit<S>(t, &now, 1, 0, &odd, c);
         if (S::parts_of_tokens == 2) {
             wgmma_wait<0>();
@@ -133,13 +144,13 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
             multiply_unit<S>(t, &now, 1, 1, &odd, c);
         }
         if (S::ahead && left > 1)
-            second = load_unit(t, s, 1);
+            second = load_unit(t, s, &p, 1);
         wgmma_wait<1>();
         give_up_unit(&even);
         if (left > 1) {
             if (!S::ahead)
-                first = load_unit(t, s, 0);
-            fold(&first, folds, &even);
+                first = load_unit(t, s, &p, 0);
+            fold(&first, &even);
         }
         wgmma_wait<0>();
         give_up_unit(&odd);
@@ -150,13 +161,9 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
 }
 
 struct folded_products {
-    static constexpr int scale_bytes = 0;
-    static __device__ __forceinline__ int scale_of(int lane) {
-        return lane / 4 * 8;
-    }
-    typedef uint32_t rows; /* their powers of two */
+    typedef uint32_t rows; /* the powers of two of those that it makes scales of */
     static __device__ __forceinline__ rows fetch(const gemm_args *a, int first) {
-        int row = first + row_of_thread();
+        int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16 / 2;
         return moq_pack_folds(a->fold_scale[min(row, a->n - 1)],
                               a->fold_scale[min(row + 8, a->n - 1)]);
     }
@@ -193,14 +200,14 @@ template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant varian
 }
 
 static const variant VARIANTS[] = {
-    variant_of<32, 4, 1, false>(0.710),  variant_of<32, 2, 1, true>(0.480),
-    variant_of<32, 2, 2, true>(0.817),   variant_of<32, 1, 2, true>(0.486),
-    variant_of<64, 4, 1, false>(0.904),  variant_of<64, 2, 1, true>(0.503),
-    variant_of<64, 2, 2, true>(0.953),   variant_of<64, 1, 2, true>(0.512),
-    variant_of<128, 2, 1, false>(0.620), variant_of<128, 2, 1, true>(0.590),
-    variant_of<128, 1, 2, true>(0.516),  variant_of<128, 3, 1, false>(0.920),
-    variant_of<128, 3, 1, true>(0.920),  variant_of<256, 2, 1, false>(0.910),
-    variant_of<256, 2, 1, true>(0.820),  variant_of<256, 1, 2, true>(0.650),
+    variant_of<32, 4, 1, false>(0.662),  variant_of<32, 2, 1, true>(0.456),
+    variant_of<32, 2, 2, true>(0.773),   variant_of<32, 1, 2, true>(0.482),
+    variant_of<64, 4, 1, false>(0.869),  variant_of<64, 2, 1, true>(0.479),
+    variant_of<64, 2, 2, true>(0.842),   variant_of<64, 1, 2, true>(0.457),
+    variant_of<128, 2, 1, false>(0.628), variant_of<128, 2, 1, true>(0.562),
+    variant_of<128, 1, 2, true>(0.447),  variant_of<128, 3, 1, false>(1.003),
+    variant_of<128, 3, 1, true>(0.935),  variant_of<256, 2, 1, false>(1.054),
+    variant_of<256, 2, 1, true>(0.902),  variant_of<256, 1, 2, true>(1.159),
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
@@ -208,8 +215,8 @@ static_assert(VARIANT_COUNT < 32,
               "tune() measures 32 variants of a kernel, the first is the choice");
 
 /* Seconds of a call: x quantized; then the products, W from memory and all tiles from the
- * second-level cache at the same time; then sums and outputs. Fitted to 344 times of ten layers and
- * 16 to 256 tokens on an H200 (docs/lab.md): 4.3 % off, and the choice costs 0.5 %. */
+ * second-level cache at the same time; then sums and outputs. Fitted to 230 times of fourteen
+ * layers and 32 to 256 tokens on an H200 (docs/lab.md): 4.6 % off, and the choice costs 0.1 %. */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
     double n = (double)spec->out_features, k = (double)spec->in_features;
@@ -220,15 +227,15 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double blocks = (double)way->workers * way->cluster;
     double share = v->row_groups * 64 * 72 + tokens * STEP;
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
-    double copies = tiles * steps * share / 8.63e12;
-    double memory = n * k * 0.5625 / 5e12 / fmin(1, blocks / 80);
-    double outputs = turns * (8e-7 * v->row_groups + (v->parts ? 3.47e-8 : 1.92e-8) * tokens);
-    return 1.18e-6 + (double)m * k / 5.5e11 + outputs +
+    double copies = tiles * steps * share / 8.96e12;
+    double memory = n * k * 0.5625 / 4.31e12 / fmin(1, blocks / 80);
+    double outputs = turns * (7.3e-7 * v->row_groups + (v->parts ? 3.22e-8 : 9e-9) * tokens);
+    return 1.34e-6 + (double)m * k / 5.94e11 + outputs +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }
 
-static const family FOLDED = {VARIANTS, VARIANT_COUNT, 32, 256, 0, estimate};
+static const family FOLDED = {VARIANTS, VARIANT_COUNT, 32, 256, estimate};
 
 /* ---- launch ---- */
 
@@ -281,7 +288,7 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_e
         return refuse(call, err);
     areas w = areas_of(call);
     MOQ_TRY(quantize(call, &w, err));
-    layout l = lay_out(&FOLDED, way.shape, way.cluster);
+    layout l = lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l);
     a.fold_scale = call->fold_scale;
     a.x_scale = (const float *)((uint8_t *)call->workspace + w.scales);

@@ -2,8 +2,7 @@
  * what becomes of sums.
  *
  * Products are a class P of the caller: P::rows is what they have of a thread's rows, P::fetch
- * brings it, P::scale_of says where in a step's scales a lane begins and P::scale_bytes how much
- * shared memory a warp has for them, P::multiply adds steps to the sums (as `multiply` of
+ * brings it, P::multiply adds steps to the sums (as `multiply` of
  * sm90_nvfp4_gemm.h), P::complete puts into the factors of the outputs what the products left out.
  */
 #ifndef MOQ_CUDA_SM90_NVFP4_FRAME_H
@@ -127,7 +126,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ board<S> edge[S::consumers / 128];
-    __shared__ __align__(16) uint8_t scales[S::consumers / 32 * P::scale_bytes + 16];
+    __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
     static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
     uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
     gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
@@ -143,10 +142,10 @@ static __global__ void __launch_bounds__(S::threads, 1)
         int slab = threadIdx.x / (128 * S::k_groups) * 4 + threadIdx.x % 128 / 32;
         int lane = threadIdx.x % 32;
         uint32_t unit = ring + (uint32_t)(S::token_bytes + slab * (2 * UNIT));
-        uint32_t room = shared_address(scales) + threadIdx.x / 32 * P::scale_bytes;
+        uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
         taps t = {gate,
                   kept(unit + 16 * (lane ^ (lane >> 3))),
-                  kept(unit + MOQ_PACK_SCALES + P::scale_of(lane)),
+                  kept(unit + MOQ_PACK_SCALES + lane / 16 * UNIT + lane % 16 * 4),
                   room,
                   wgmma_operand(ring),
                   (uint32_t)args.stages};

@@ -16,10 +16,6 @@
 #include "cuda/sm90_nvfp4_method.h"
 
 struct exact_products {
-    static constexpr int scale_bytes = 2 * SCALES;
-    static __device__ __forceinline__ int scale_of(int lane) {
-        return lane / 16 * UNIT + lane % 16 * 4;
-    }
     typedef struct {
     } rows;
     static __device__ __forceinline__ rows fetch(const gemm_args *, int) {
@@ -111,7 +107,7 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
                 copies * copies * copies);
 }
 
-static const family EXACT = {VARIANTS, VARIANT_COUNT, 16, 128, 2 * SCALES, estimate};
+static const family EXACT = {VARIANTS, VARIANT_COUNT, 16, 128, estimate};
 
 extern "C" double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
     return method_for(&EXACT, spec, m, 0).seconds;
@@ -142,7 +138,7 @@ extern "C" moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *
     method way = method_for(&EXACT, spec, call->m, call->variant);
     if (!way.shape || way.seconds == INFINITY)
         return refuse(call, err);
-    layout l = lay_out(&EXACT, way.shape, way.cluster);
+    layout l = lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l);
     if (way.rest) {
         a.ready = (uint64_t *)call->workspace;

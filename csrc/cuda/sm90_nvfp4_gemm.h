@@ -214,8 +214,8 @@ typedef struct {
     uint32_t stages;
 } taps;
 
-/* Bytes of a warp's scales of a step as operands: of 16 rows and 8 groups, rows g and g + 8 side by
- * side, [units][g][groups of the unit]. */
+/* Bytes of a warp's scales of a step as products need them: of 16 rows and 8 groups, [units][g]
+ * [groups of the unit, rows g and g + 8]. Four lanes need the same: each makes a quarter. */
 #define SCALES 256
 
 /* A step of a warpgroup: the place in the ring, of it, of its barriers and of its scales, and the
@@ -242,12 +242,18 @@ template <class S> struct fragments {
     uint32_t a[S::depth][4];
 };
 
-/* Where a lane puts the scales that it makes of a step, and where it finds those that it needs. */
+/* Where a lane puts the scales that it makes of a step, four of two groups of rows g and g + 8, and
+ * where it finds those that it needs. */
 typedef struct {
     uint32_t made, needed;
 } scale_places;
 
-/* Makes the scales of a step: four of this lane, of two groups of rows g and g + 8. */
+static __device__ __forceinline__ scale_places find_scales(const taps *t) {
+    uint32_t lane = threadIdx.x % 32;
+    return {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
+}
+
+/* Makes the scales of a step. */
 template <class S>
 static __device__ __forceinline__ void make_scales(const taps *t, const spot *s,
                                                    const scale_places *p) {
@@ -312,8 +318,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
                                                 float (&sum)[S::T / 2]) {
     fragments<S> set[2] = {};
     spot before = *s;
-    uint32_t lane = threadIdx.x % 32;
-    scale_places p = {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
+    scale_places p = find_scales(t);
     if (steps <= 0)
         return;
     mbarrier_wait(t->gate.weights + s->gate, s->parity);

@@ -34,7 +34,6 @@ typedef struct {
 typedef struct {
     const variant *shapes;
     int count, least, most;
-    int scale_bytes; /* of a warp in shared memory */
     double (*estimate)(const moq_linear_spec *spec, const method *way, int64_t m);
 } family;
 
@@ -46,7 +45,7 @@ typedef struct {
     int turn, turn_step;      /* where outputs turn around, and of the next warpgroup */
 } layout;
 
-static layout lay_out(const family *f, const variant *v, int cluster) {
+static layout lay_out(const variant *v, int cluster) {
     int turned = v->row_groups * TURNED_AT_ONCE(v->tokens) * 128;
     layout l = {0, 0, turned, 0, turned / v->row_groups};
     if (v->parts) {
@@ -58,7 +57,7 @@ static layout lay_out(const family *f, const variant *v, int cluster) {
         l.turn_step = room.turn_step;
         turned = groups * l.turn_step;
     }
-    int scales = v->row_groups * v->k_groups * 4 * f->scale_bytes + 16;
+    int scales = v->row_groups * v->k_groups * 4 * (2 * SCALES);
     int most = BLOCK_SHARED - 1024 - BARRIERS * 8 - BOARD_BYTES - scales - l.behind;
     l.stages = most / v->stage < MAX_STAGES ? most / v->stage : MAX_STAGES;
     l.stages -= l.stages % v->k_groups;
@@ -88,7 +87,7 @@ static method method_of(const family *f, const moq_linear_spec *spec, int64_t m,
         way.rest = tiles < 2 * most ? tiles : tiles % most + most;
         way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
     }
-    bool can = tiles < INT32_MAX / 2 && lay_out(f, v, cluster).stages > 0;
+    bool can = tiles < INT32_MAX / 2 && lay_out(v, cluster).stages > 0;
     if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
         can = false;
     if (cluster > 1 && (tiles > most || cluster > steps)) /* all at once, a step for each */
