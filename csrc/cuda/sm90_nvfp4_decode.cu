@@ -565,6 +565,8 @@ static double estimate(const decode_args *a, const way *w) {
                    quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
     double adding = added * (0.6943 + 0.005071 * (1 << w->log_parts)) * (w->log_ranks ? 1.054 : 1);
     double ends = rounds * (0.3161 + w->log_ranks * 0.01513);
+    double hides = fmin(1, (double)a->k / 2048); /* outputs of more tokens, behind products */
+    ends += 6.8e-6 * (a->m - 1) * a->n * (1 - hides * hides * hides);
     double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
     return a->m > 8 ? 1.5 * all : all;
 }

@@ -54,21 +54,21 @@ static variant variant_of(double step) {
 }
 
 static const variant VARIANTS[] = {
-    variant_of<16, 2, 1, false>(0.405),        variant_of<16, 3, 1, false>(0.451),
-    variant_of<16, 4, 1, false>(0.549),        variant_of<16, 2, 1, true>(0.399),
-    variant_of<16, 3, 1, true>(0.448),         variant_of<16, 2, 2, true>(0.576),
-    variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.425),
-    variant_of<32, 4, 1, false>(0.604),        variant_of<32, 3, 1, false>(0.528),
-    variant_of<32, 2, 1, true>(0.408),         variant_of<32, 3, 1, true>(0.490),
-    variant_of<32, 4, 1, true>(0.572),         variant_of<32, 2, 2, true>(0.636),
-    variant_of<32, 1, 2, true>(0.385),         variant_of<64, 2, 1, false>(0.517),
+    variant_of<16, 2, 1, false>(0.381),        variant_of<16, 3, 1, false>(0.451),
+    variant_of<16, 4, 1, false>(0.533),        variant_of<16, 2, 1, true>(0.399),
+    variant_of<16, 3, 1, true>(0.448),         variant_of<16, 2, 2, true>(0.585),
+    variant_of<16, 1, 2, true>(0.431),         variant_of<32, 2, 1, false>(0.399),
+    variant_of<32, 4, 1, false>(0.576),        variant_of<32, 3, 1, false>(0.496),
+    variant_of<32, 2, 1, true>(0.396),         variant_of<32, 3, 1, true>(0.483),
+    variant_of<32, 4, 1, true>(0.572),         variant_of<32, 2, 2, true>(0.626),
+    variant_of<32, 1, 2, true>(0.385),         variant_of<64, 2, 1, false>(0.486),
     variant_of<64, 4, 1, false>(0.903),        variant_of<64, 3, 1, false>(0.665),
-    variant_of<64, 2, 1, true>(0.466),         variant_of<64, 3, 1, true>(0.613),
-    variant_of<64, 4, 1, true>(0.787),         variant_of<64, 2, 2, true>(0.779),
+    variant_of<64, 2, 1, true>(0.452),         variant_of<64, 3, 1, true>(0.595),
+    variant_of<64, 4, 1, true>(0.763),         variant_of<64, 2, 2, true>(0.767),
     variant_of<64, 1, 2, true>(0.496),         variant_of<128, 2, 1, false>(0.726),
     variant_of<128, 4, 1, false>(1.353),       variant_of<128, 3, 1, false>(1.036),
     variant_of<128, 2, 1, true>(0.583),        variant_of<128, 3, 1, true>(0.997),
-    variant_of<128, 4, 1, true>(1.353),        variant_of<128, 2, 2, true>(1.311),
+    variant_of<128, 4, 1, true>(1.353),        variant_of<128, 2, 2, true>(1.272),
     variant_of<128, 2, 1, false, true>(0.788),
 };
 
@@ -92,17 +92,17 @@ static double estimate(const moq_linear_spec *spec, const method *way, int64_t m
     double exchange = 0;
     if (way->rest)
         exchange =
-            2.25e-6 + 1.02e-8 * tokens * (1 + 0.83 * (double)way->workers / (double)way->rest);
+            2.7e-6 + 1.02e-8 * tokens * (1 + 0.82 * (double)way->workers / (double)way->rest);
     else
         turns = ceil(turns);
     double products = turns * steps / way->cluster / v->k_groups * v->step * 1e-6;
     double far = 1 + 3.6e-8 * fmax(0, (double)m * k * 2 - 1.5e6);
     double copies = tiles * steps * share * far / 11.5e12;
     double memory = n * k * 0.5625 / 5.06e12 / fmin(1, blocks / 80);
-    double outputs = v->parts ? 4.2e-7 * v->row_groups + 3.2e-8 * fmin(tokens, 64) +
+    double outputs = v->parts ? 4.5e-7 * v->row_groups + 3.33e-8 * fmin(tokens, 64) +
                                     2.7e-8 * fmax(0, tokens - 64)
-                              : 3.3e-7 * v->row_groups + 7.3e-9 * tokens;
-    return 0.87e-6 + ceil(turns) * outputs + exchange +
+                              : 3.4e-7 * v->row_groups + 6.9e-9 * tokens;
+    return 0.79e-6 + ceil(turns) * outputs + exchange +
            cbrt(products * products * products + memory * memory * memory +
                 copies * copies * copies);
 }
