@@ -2,8 +2,8 @@
  * what becomes of sums.
  *
  * Products are a class P of the caller: P::rows is what they have of a thread's rows, P::fetch
- * brings it, P::multiply adds steps to the sums (as `multiply` of
- * sm90_nvfp4_gemm.h), P::complete puts into the factors of the outputs what the products left out.
+ * brings it, P::multiply adds steps to the sums (as `multiply` of sm90_nvfp4_gemm.h), P::complete
+ * puts into the factors of the outputs what the products left out.
  */
 #ifndef MOQ_CUDA_SM90_NVFP4_FRAME_H
 #define MOQ_CUDA_SM90_NVFP4_FRAME_H
