@@ -20,4 +20,15 @@ static inline int64_t clusters_that_fit(int64_t sm_count, int cluster) {
     return fit > 1 ? fit : 1;
 }
 
+/* Tiles whose steps all workers share evenly (sm90_nvfp4_shares.h): those of the last two rounds,
+ * and who has a step of them. */
+typedef struct {
+    int64_t tiles, workers;
+} even_shares;
+
+static inline even_shares share_evenly(int64_t tiles, int64_t steps, int64_t most) {
+    int64_t shared = tiles < 2 * most ? tiles : tiles % most + most;
+    return {shared, shared * steps < most ? shared * steps : most};
+}
+
 #endif

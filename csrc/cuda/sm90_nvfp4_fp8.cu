@@ -256,8 +256,9 @@ static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v
     int64_t steps = divide_up(spec->in_features, STEP);
     way.workers = tiles < most ? tiles : most;
     if (how == EVEN) {
-        way.rest = tiles < 2 * most ? tiles : tiles % most + most;
-        way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
+        even_shares even = share_evenly(tiles, steps, most);
+        way.rest = even.tiles;
+        way.workers = even.workers;
     }
     way.seconds = estimate(spec, &way, m);
     return way;

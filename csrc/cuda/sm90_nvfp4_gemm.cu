@@ -7,10 +7,11 @@
  * ring of steps of 128 columns. W is constant, so the ring is filled with it before x is complete
  * (dependent launch). Where a layer has fewer tiles than the chip multiprocessors, K is divided
  * among the blocks of a cluster and the warpgroups with the same rows; sums come together as
- * sm90_gemm_outputs.h has it, always in the same order.
+ * sm90_gemm_outputs.h has it. Where rounds of tiles do not come out even, blocks share the steps of
+ * the last ones (sm90_nvfp4_shares.h). Sums are added in the same order always.
  *
- * What bounds it (H200, docs/lab.md): 127 instructions of a warp for 16 rows by 64 columns, of
- * which 105 decode, so 160 to 220 cycles of a scheduler; with 128 tokens the tensor cores, which
+ * What bounds it (H200, docs/lab.md): 91 instructions of a warp for 16 rows by 64 columns, of
+ * which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor cores, which
  * share the register file with the decoding; what the second-level cache delivers, of x too, which
  * every tile of rows reads again. */
 #include "cuda/sm90_nvfp4_method.h"

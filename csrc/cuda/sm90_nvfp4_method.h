@@ -84,8 +84,9 @@ static method method_of(const family *f, const moq_linear_spec *spec, int64_t m,
     int64_t most = clusters_that_fit(spec->target.sm_count, cluster * pair);
     way.workers = tiles < most ? tiles : most;
     if (shared) {
-        way.rest = tiles < 2 * most ? tiles : tiles % most + most;
-        way.workers = way.rest * steps < most ? way.rest * steps : most; /* a step for each */
+        even_shares even = share_evenly(tiles, steps, most);
+        way.rest = even.tiles;
+        way.workers = even.workers;
     }
     bool can = tiles < INT32_MAX / 2 && lay_out(v, cluster).stages > 0;
     if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
