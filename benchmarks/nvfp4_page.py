@@ -15,6 +15,7 @@ from benchmarks.cuda_page import DOCS, PLOTTED, Layout, lines, missed, read_resu
 from benchmarks.goals import Cell, cells, goals, read_published
 from benchmarks.layers import NVFP4 as EXACT
 from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
+from moqext import _C
 from moqext.bench_plot import times
 from moqext.cli.bench import duration
 
@@ -52,6 +53,12 @@ def line(cell: Cell) -> list[str]:
     return [*texts, ", ".join(missed(goal) for goal in goals(cell) if not goal.met)]
 
 
+def auto_folds(shape: tuple[int, int], tokens: int) -> bool:
+    """Whether compute="auto" takes FP8 products on Hopper; no device is needed."""
+    about = (shape[1], [shape[0]], None, "bfloat16", "cuda:0", "auto")
+    return _C.linear_plan(EXACT, *about, capability="9.0").compute_for(tokens) == "fp8"
+
+
 def headline(result: Mapping[str, Any]) -> str:
     """The README's table, of the shapes that are plotted."""
     found = {cell.key: cell for cell in cells(result["rows"], read_published())}
@@ -64,12 +71,16 @@ def headline(result: Mapping[str, Any]) -> str:
             seconds = [exact.own["seconds"], as_fp8.own["seconds"] if as_fp8 and as_fp8.own else None]
             seconds.append(exact.bfloat16["seconds"] if exact.bfloat16 else None)
             texts = [duration(value) if value else "" for value in seconds]
+            taken = 1 if auto_folds(shape, tokens) else 0
+            texts[taken] = f"**{texts[taken]}**"
             other = exact.published
             texts.append(f"{duration(other.seconds)} {other.peer}" if other else "")
             body.append([f"{shape[0]} × {shape[1]}", str(tokens), *texts])
     head = ["N × K", "M", "NVFP4, exact", "NVFP4, as FP8", "torch, bfloat16", "published"]
     gpu = result["environment"]["gpu"]
-    return f"NVFP4 on an {gpu}, a call with M tokens ([docs/nvfp4.md](docs/nvfp4.md)):\n\n{lines(head, body)}"
+    where = "([docs/nvfp4.md](docs/nvfp4.md))"
+    about = f'NVFP4 on an {gpu}, a call with M tokens, bold what `compute="auto"` takes {where}:'
+    return f"{about}\n\n{lines(head, body)}"
 
 
 def write_headline() -> None:

@@ -179,7 +179,7 @@ class Checkpoint:
             layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
             device: "cpu" or "cuda:N".
             dtype: of x and y: "bfloat16", "float16" or "float32".
-            compute: "exact", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
+            compute: "exact" or "auto", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
 
         Raises:
             UnsupportedQuantization: the algorithm is recognised but has no linear method, is different among

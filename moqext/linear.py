@@ -75,6 +75,10 @@ class LinearMethod:
     quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole x) and as `"fp8"` (x quantized per
     token, block scales folded into e4m3 weights: about 2 % of noise on top of NVFP4's own 9 %).
 
+    `compute="auto"` is `"exact"`, but NVFP4 weights on CUDA, from one prepared copy, run as `"fp8"` wherever
+    that is expected to be faster for the number of tokens, which on Hopper it is from some hundreds on:
+    `compute_for` tells which. A call has the bits that a method of that compute would give it.
+
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.
 
@@ -203,9 +207,9 @@ class LinearMethod:
 
         Without it a kernel is chosen by an estimate, and cuBLASLt by its own. A choice holds for this method
         (copies know nothing of it) and the numbers of tokens near the one measured: those that round up to
-        the same one of eight between powers of two. Results may change in their last bits. It takes a
-        second or so for a number, memory for as many copies of the weight as keep it out of the caches,
-        and waits for the device.
+        the same one of eight between powers of two. Results may change in their last bits, with
+        `compute="auto"` as `compute_for` does. It takes a second or so for a number, memory for as many
+        copies of the weight as keep it out of the caches, and waits for the device.
 
         Args:
             tokens: Numbers of rows of x, each measured alone on random values.
@@ -228,6 +232,10 @@ class LinearMethod:
     def backend(self) -> str:
         """The kernel that runs one token, as "family:name"."""
         return self._plan.backend(1)
+
+    def compute_for(self, tokens: int) -> str:
+        """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes."""
+        return self._plan.compute_for(tokens)
 
     def explain(self) -> str:
         """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known."""

@@ -533,7 +533,7 @@ def linear(
         quant_algo: as for `LinearMethod`, like the next three.
         out_partitions: rows of each fused layer.
         group_size: columns that share a block scale, None for the algorithm's own.
-        compute: "exact", "fp8" or "fp4".
+        compute: "exact", "fp8", "fp4" or "auto".
         bias: as for `LinearMethod.__call__`, like the next two.
         out: where to write.
         stream: CUDA stream, None for the current one.

@@ -107,7 +107,7 @@ def verify_layer(
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return Row(*about, "error", message=f"{type(error).__name__}: {_reason(record, error)}")
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
-    expected = _expected(checkpoint, record, x, bias, compute)
+    expected = _expected(checkpoint, record, x, bias, layer.method.compute_for(tokens))
     relative, largest = compare(y, reference.round_to(expected, dtype))
     limit, limit_max = LIMITS[dtype]
     good = relative <= limit and largest <= limit_max

@@ -222,7 +222,5 @@ def prepared_for_cuda(case, compute="exact"):
     prepared = {name: rows[name] for name in rows if name not in ("weight", "weight_scale")}
     prepared["weight"] = reference.pack_nvfp4(rows["weight"], rows["weight_scale"])
     if compute == "fp8":
-        _, factor = reference.fold_nvfp4(rows)
-        prepared["output_scale"] = rows["output_scale"] * factor
-        prepared["fold_scale"] = 1 / factor
+        prepared["fold_scale"] = 1 / reference.fold_nvfp4(rows)[1]
     return prepared

@@ -173,6 +173,15 @@ static PyObject *backend(PyObject *self, PyObject *rows) {
     return PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
 }
 
+static PyObject *compute_for(PyObject *self, PyObject *rows) {
+    moq_plan_object *plan = (moq_plan_object *)self;
+    int64_t m;
+    if (moq_arg_int(rows, "tokens", 0, INT64_MAX, &m) < 0)
+        return NULL;
+    return PyUnicode_FromString(
+        moq_compute_name(moq_linear_pick_compute(&plan->plan, &plan->spec, m)));
+}
+
 static PyObject *explain(PyObject *self, PyObject *unused) {
     const moq_linear_spec *spec = &((moq_plan_object *)self)->spec;
     PyObject *list = PyList_New(0);
@@ -459,6 +468,8 @@ static PyMethodDef PLAN_METHODS[] = {
     {"prepared_params", prepared_params, METH_NOARGS,
      "prepared_params() -> list of (name, shape, dtype, role, required)"},
     {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many rows"},
+    {"compute_for", compute_for, METH_O,
+     "compute_for(tokens) -> str: what that many rows are multiplied as"},
     {"explain", explain, METH_NOARGS,
      "explain() -> list of (kernel, reason it cannot run or None)"},
     {"notes", notes, METH_NOARGS, "notes() -> list of (kernel, what else there is to know)"},

@@ -31,7 +31,9 @@ static const algo_row ALGOS[] = {
 static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, NVFP4_AWQ, "
                                "W4A16_NVFP4, W4A8_NVFP4_FP8";
 
-static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4"};
+static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4", "auto"};
+
+enum { COMPUTE_COUNT = sizeof COMPUTE_NAMES / sizeof *COMPUTE_NAMES };
 
 static moq_status find_algo(const char *name, const algo_row **row, moq_err *err) {
     moq_algo algo;
@@ -48,14 +50,14 @@ static moq_status find_algo(const char *name, const algo_row **row, moq_err *err
 }
 
 static moq_status parse_compute(const char *name, moq_compute *compute, moq_err *err) {
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < COMPUTE_COUNT; i++) {
         if (strcmp(COMPUTE_NAMES[i], name) == 0) {
             *compute = (moq_compute)i;
             return MOQ_OK;
         }
     }
     return moq_fail(err, MOQ_ERR_VALUE,
-                    "compute: expected \"exact\", \"fp8\" or \"fp4\", got \"%s\"", name);
+                    "compute: expected \"exact\", \"fp8\", \"fp4\" or \"auto\", got \"%s\"", name);
 }
 
 /* CUDA kernels read NVFP4 weights packed, but for those that multiply NVFP4 activations: they read
@@ -66,6 +68,11 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
         spec->weight = MOQ_WEIGHT_E2M1_PACKED;
     if (spec->compute == MOQ_COMPUTE_EXACT)
         return MOQ_OK;
+    if (spec->compute == MOQ_COMPUTE_AUTO) {
+        if (packs && spec->input == MOQ_INPUT_AS_IS)
+            spec->input = MOQ_INPUT_E4M3_TOKEN;
+        return MOQ_OK;
+    }
     if (spec->checkpoint != MOQ_WEIGHT_E2M1)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"",
@@ -158,7 +165,8 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
 
 moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
                                     moq_err *err) {
-    if (fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && spec->compute != MOQ_COMPUTE_FP8)
+    bool may_fold = spec->compute == MOQ_COMPUTE_FP8 || spec->compute == MOQ_COMPUTE_AUTO;
+    if (fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && !may_fold)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "fast_accum: is for FP8 products, %s with compute \"%s\" has none",
                         spec->algo, moq_compute_name(spec->compute));
@@ -250,7 +258,13 @@ static int weight_params(const moq_linear_spec *spec, moq_weight_layout layout,
 }
 
 bool moq_linear_folds(const moq_linear_spec *spec) {
-    return spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_FP8;
+    return (spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_FP8) ||
+           moq_linear_has_choice(spec);
+}
+
+bool moq_linear_has_choice(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_E2M1_PACKED && spec->compute == MOQ_COMPUTE_AUTO &&
+           spec->input == MOQ_INPUT_E4M3_TOKEN;
 }
 
 int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params) {

@@ -20,7 +20,7 @@ extern "C" {
 #define MOQ_MAX_PARTITIONS 64
 #define MOQ_MAX_PARAMS     5
 
-typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4 } moq_compute;
+typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4, MOQ_COMPUTE_AUTO } moq_compute;
 
 typedef enum {
     MOQ_WEIGHT_E4M3_ROW,     /* e4m3 [N, K]; one factor per row */
@@ -112,10 +112,16 @@ int64_t moq_linear_scale_columns(const moq_linear_spec *spec);
 /* Whether kernels fold block scales into e4m3 codes as they read them: with v[k] = e2m1[k] *
  * scale[k / group] of row n, the weight is e4m3(v[k] * fold_scale[n]). fold_scale is the power of
  * two that brings the row's largest |v| above 224 and no further than 448 (moq_cpu_fold_e2m1_row
- * returns 1 / fold_scale), and output_scale is weight_scale_2 / fold_scale. The product scale *
+ * returns 1 / fold_scale), and outputs are scaled by output_scale / fold_scale. The product scale *
  * fold_scale of a group whose codes are all zero may be large, up to 448 * 2^18: it must not become
  * an infinity before it meets the codes. */
 bool moq_linear_folds(const moq_linear_spec *spec);
+
+/* Whether each call may be done as compute "exact" or as "fp8" has it, whichever kernel is expected
+ * to be faster: compute "auto" where there are both. They read the same prepared tensors but for
+ * fold_scale, which exact ones do not. `input` is then that of "fp8"; exact kernels take x as it
+ * is. Elsewhere "auto" is "exact". */
+bool moq_linear_has_choice(const moq_linear_spec *spec);
 
 /* The tensors of the checkpoint for this layer, and those of its prepared form; returns the count,
  * at most MOQ_MAX_PARAMS. */

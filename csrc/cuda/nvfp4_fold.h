@@ -15,9 +15,14 @@
 
 /* What codes of e4m3 are multiplied by: of the power of two that belongs to a row no more than 16,
  * since the least product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already.
- * What is left of it goes to the outputs. */
+ */
 static __device__ __forceinline__ float moq_used_fold(float fold) {
     return fminf(fold, 16.0f);
+}
+
+/* What outputs of those codes are multiplied by: 1 / that, which is exact. */
+static __device__ __forceinline__ float moq_unfold(float fold) {
+    return __frcp_rn(moq_used_fold(fold));
 }
 
 static __device__ __forceinline__ uint32_t moq_e4m3_four(uint32_t low, uint32_t high) {

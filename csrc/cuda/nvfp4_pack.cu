@@ -321,12 +321,13 @@ static __device__ __forceinline__ void write_factor(const moq_nvfp4_pack &p, int
                                                     float largest) {
     if (row >= p.rows || !p.output_scale)
         return;
+    p.output_scale[row] = factor_of(p.source[find_place(p, row).index]);
+    if (!p.fold_scale)
+        return;
     uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
     uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
     float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
-    p.output_scale[row] = factor_of(p.source[find_place(p, row).index]) * r;
-    if (p.fold_scale)
-        p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
+    p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
 }
 
 /* ---- the largest values ---- */

@@ -365,8 +365,12 @@ static __global__ void __launch_bounds__(THREADS)
             if (lane != r * TOKENS + m || m >= tokens || row + r >= t.end)
                 continue;
             total *= unit_of<WEIGHT>();
-            if (args.output_scale)
-                total = __fmul_rn(total, __fmul_rn(token_scale[m], args.output_scale[row + r]));
+            if (args.output_scale) {
+                float factor = args.output_scale[row + r];
+                if (WEIGHT == FOLDED)
+                    factor *= __frcp_rn(args.fold_scale[row + r]);
+                total = __fmul_rn(total, __fmul_rn(token_scale[m], factor));
+            }
             moq_store_output(&args.out, first + m, row + r, total,
                              moq_load_bias(&args.out, row + r));
         }
@@ -375,14 +379,19 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- launch ---- */
 
+/* Where there is a choice it is exact. */
+static moq_input_mode input_of(const moq_linear_spec *spec) {
+    return moq_linear_has_choice(spec) ? MOQ_INPUT_AS_IS : spec->input;
+}
+
 static bool needs_amax(const moq_linear_call *call) {
-    moq_input_mode mode = call->spec->input;
+    moq_input_mode mode = input_of(call->spec);
     return mode == MOQ_INPUT_E4M3_TOKEN ||
            (!call->input_scale && (mode == MOQ_INPUT_E4M3_TENSOR || mode == MOQ_INPUT_NVFP4));
 }
 
 static int64_t amax_count(const moq_linear_call *call) {
-    if (call->spec->input == MOQ_INPUT_E4M3_TOKEN || call->m < PARTIALS)
+    if (input_of(call->spec) == MOQ_INPUT_E4M3_TOKEN || call->m < PARTIALS)
         return call->m;
     return PARTIALS;
 }
@@ -412,7 +421,7 @@ template <int MODE, int WEIGHT> static const void *kernel_with(bool few) {
 
 static const void *kernel_for(const moq_linear_spec *spec, bool few) {
     bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
-    switch (spec->input) {
+    switch (input_of(spec)) {
     case MOQ_INPUT_AS_IS:
         return kernel_with<MOQ_INPUT_AS_IS, PACKED>(few);
     case MOQ_INPUT_E4M3_TENSOR:

@@ -167,14 +167,14 @@ struct folded_products {
         return moq_pack_folds(a->fold_scale[min(row, a->n - 1)],
                               a->fold_scale[min(row + 8, a->n - 1)]);
     }
-    /* What is left of a row's power of two. */
+    /* The power of two that codes were multiplied by. */
     template <class S>
     static __device__ __forceinline__ void complete(const gemm_args *a, const place *at, int row,
                                                     edges<S> *e) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float fold = a->fold_scale[min(at->row + row + row_of_thread() + 8 * i, a->n - 1)];
-            e->row[0].factor[i] *= fold / moq_used_fold(fold);
+            int n = min(at->row + row + row_of_thread() + 8 * i, a->n - 1);
+            e->row[0].factor[i] *= moq_unfold(a->fold_scale[n]);
         }
     }
     template <class S>

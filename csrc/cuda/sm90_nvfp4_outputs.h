@@ -26,8 +26,7 @@ static bool in_boxes(const moq_tensor *y) {
 template <class S> static __device__ __forceinline__ float factor_of(const board<S> *b, int row) {
     if (!S::quantized)
         return b->factor[row] * MOQ_NVFP4_FACTOR;
-    float fold = b->fold[row];
-    return b->factor[row] * (fold / moq_used_fold(fold));
+    return b->factor[row] * moq_unfold(b->fold[row]);
 }
 
 /* Scales and rounds a chunk, whose tokens have the scales at `x`. */

@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(WARPS * 32) fold_weights(const fold_arg
         int own = row + lane % 4 * 8;
         float fold = lane % 4 ? lower : upper;
         if (own < a.rows)
-            a.factor[own] = a.output_scale[own] * (fold / moq_used_fold(fold));
+            a.factor[own] = a.output_scale[own] * moq_unfold(fold);
     }
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {

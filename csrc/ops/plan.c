@@ -119,12 +119,12 @@ static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
-/* And x is not quantized. */
+/* And x is not quantized, or need not be. */
 static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
     bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
-    if (packed && spec->input == MOQ_INPUT_AS_IS)
+    if (packed && (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec)))
         return true;
-    if (packed && spec->compute == MOQ_COMPUTE_EXACT) {
+    if (packed && spec->compute != MOQ_COMPUTE_FP8) {
         snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
         return false;
     }
@@ -395,12 +395,12 @@ static const moq_linear_kernel KERNELS[] = {
     {"cuda", "sm90_nvfp4_wide", can_run_nvfp4_wide, cost_nvfp4_wide, moq_cuda_nvfp4_wide_workspace,
      moq_cuda_nvfp4_wide, moq_cuda_nvfp4_wide_variants, moq_cuda_nvfp4_wide_choose},
     {"cuda", "sm90_nvfp4_fp8", can_run_nvfp4_fp8, cost_nvfp4_fp8, moq_cuda_nvfp4_fp8_workspace,
-     moq_cuda_nvfp4_fp8, moq_cuda_nvfp4_fp8_variants},
+     moq_cuda_nvfp4_fp8, moq_cuda_nvfp4_fp8_variants, .folds = true},
     {"cuda", "sm90_nvfp4_fp8_gemm", can_run_nvfp4_fp8, cost_nvfp4_fp8_gemm,
      moq_cuda_nvfp4_fp8_gemm_workspace, moq_cuda_nvfp4_fp8_gemm, moq_cuda_nvfp4_fp8_gemm_variants,
-     moq_cuda_nvfp4_fp8_gemm_choose},
+     moq_cuda_nvfp4_fp8_gemm_choose, .folds = true},
     {"cuda", "cublaslt", can_run_cublaslt, moq_cublaslt_seconds, moq_cublaslt_workspace,
-     moq_cublaslt_linear, moq_cublaslt_variants},
+     moq_cublaslt_linear, moq_cublaslt_variants, .folds = true},
     {"cuda", "cublaslt_fp4", can_run_cublaslt_fp4, moq_cublaslt_seconds, moq_cublaslt_workspace,
      moq_cublaslt_linear, moq_cublaslt_variants, NULL, false, "not yet run on hardware"},
 };
@@ -530,6 +530,13 @@ static int find_tuned(const moq_linear_plan *plan, int64_t m) {
 moq_linear_choice moq_linear_pick(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m) {
     int tuned = plan->tuned_count ? find_tuned(plan, m) : 0;
     return tuned < plan->tuned_count ? plan->tuned[tuned].choice : find_remembered(plan, spec, m);
+}
+
+moq_compute moq_linear_pick_compute(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m) {
+    if (spec->compute != MOQ_COMPUTE_AUTO)
+        return spec->compute;
+    bool folds = moq_linear_has_choice(spec) && moq_linear_pick(plan, spec, m).kernel->folds;
+    return folds ? MOQ_COMPUTE_FP8 : MOQ_COMPUTE_EXACT;
 }
 
 moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,

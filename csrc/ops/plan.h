@@ -28,6 +28,7 @@ typedef struct {
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
     const char *note; /* what explain() says beside its name, or NULL */
+    bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
 } moq_linear_kernel;
 
 /* A kernel and one of its variants. */
@@ -65,6 +66,9 @@ moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
 /* What runs m rows: the choice that was kept for as many, else the cheapest kernel. The kernel is
  * never NULL for a plan that was made. Threads may ask at once. */
 moq_linear_choice moq_linear_pick(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m);
+
+/* What m rows are multiplied as: the layer's compute, or for "auto" that of the kernel picked. */
+moq_compute moq_linear_pick_compute(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m);
 
 /* Keeps a choice for all numbers of rows of m's bucket: a kernel of the plan by its name,
  * "family:name", that can run m rows. MOQ_ERR_VALUE for others, and where the plan is full. */

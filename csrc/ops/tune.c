@@ -252,16 +252,35 @@ static double fastest_first(const bench *b) {
     return least;
 }
 
+static int common_divisor(int a, int b) {
+    return b ? common_divisor(b, a % b) : a;
+}
+
+/* The next larger step by which all candidates are met, each after another than with smaller ones:
+ * one that is heavy leaves a lower clock to the one after it. */
+static int next_step(const bench *b, int step) {
+    do
+        step++;
+    while (common_divisor(step, b->count) > 1);
+    return step;
+}
+
 static moq_status time_all(bench *b, moq_err *err) {
     double limit = INFINITY;
+    int step = 0;
+    if (b->count == 0)
+        return MOQ_OK;
     for (int i = 0; i < b->count; i++)
         MOQ_TRY(warm_up(b, &b->candidate[i], err));
-    if (on_cuda(b) && b->count > 0)
+    if (on_cuda(b))
         MOQ_TRY(raise_clocks(b, err));
     for (int round = 0; round < ROUNDS; round++) {
-        for (int i = 0; i < b->count; i++)
-            if (b->candidate[i].seconds[0] < limit)
-                MOQ_TRY(time_once(b, &b->candidate[i], err));
+        step = next_step(b, step);
+        for (int i = 0; i < b->count; i++) {
+            candidate *c = &b->candidate[(int64_t)i * step % b->count];
+            if (c->seconds[0] < limit)
+                MOQ_TRY(time_once(b, c, err));
+        }
         if (round == 0)
             limit = HOPELESS * fastest_first(b);
     }

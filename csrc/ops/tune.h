@@ -1,7 +1,8 @@
 /* Measuring which kernel is fastest for a number of tokens, instead of estimating it.
  *
  * Tuning is asked for, never done on the way: it takes memory and time, and waits for the device.
- * It changes which kernel runs, hence at most the last bits of results. */
+ * It changes which kernel runs, hence at most the last bits of results, or with compute "auto" what
+ * is multiplied. */
 #ifndef MOQ_OPS_TUNE_H
 #define MOQ_OPS_TUNE_H
 

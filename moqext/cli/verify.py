@@ -41,7 +41,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
     parser.add_argument(
-        "--compute", default="exact", choices=("exact", "fp8", "fp4"), help="how NVFP4 weights are multiplied"
+        "--compute",
+        default="exact",
+        choices=("exact", "fp8", "fp4", "auto"),
+        help="how NVFP4 weights are multiplied",
     )
     parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
     parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")

@@ -50,7 +50,7 @@ def test_every_layer_of_a_runnable_algorithm_passes(data, capsys, case):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4"])
+@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4", "auto"])
 def test_other_dtypes_and_computes(data, capsys, dtype, compute):
     directory = data / "checkpoints" / "llama_nvfp4_kvfp8"
     status, result = verify(capsys, directory, "--dtype", dtype, "--compute", compute, "--tokens", "40")

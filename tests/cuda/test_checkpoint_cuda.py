@@ -54,7 +54,7 @@ def test_other_exports_pass(data: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4"])
+@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4", "auto"])
 def test_other_dtypes_and_computes(data: Path, capsys: Any, dtype: str, compute: str) -> None:
     directory = data / "checkpoints" / "llama_nvfp4_kvfp8"
     options = ("--device", "cuda:0", "--dtype", dtype, "--compute", compute)

@@ -1,0 +1,89 @@
+"""compute="auto" on the device: to the bit what a method of the compute that it takes would give."""
+
+import numpy as np
+import pytest
+
+from ..linear_cases import random_case, random_x
+from ..test_nvfp4_variants import smoothed
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
+
+COMPUTES = ("exact", "fp8")
+TOKENS = (1, 5, 16, 33, 64, 130, 257, 1500, 4100)
+
+
+def layers(case, dtype="bfloat16"):
+    """The layer with each compute, all on the tensors that one `prepare` of "auto" made."""
+    auto = OnDevice(case, dtype, "auto")
+    of = {compute: OnDevice(case, dtype, compute) for compute in COMPUTES}
+    for layer in of.values():
+        layer.params = {name: auto.params[name] for name in layer.params}
+    return auto, of
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_call_has_the_bits_of_the_compute_that_it_takes(rng, dtype):
+    case = random_case(rng, "NVFP4", 2064, [2310, 250])
+    auto, of = layers(case, dtype)
+    bias = to_cuda(rng.standard_normal(2560).astype(np.float32))
+    taken = set()
+    for tokens in TOKENS:
+        x = to_cuda(random_x(rng, (tokens, 2064), dtype), dtype)
+        compute = auto.method.compute_for(tokens)
+        assert to_numpy(auto(x, bias=bias)).tobytes() == to_numpy(of[compute](x, bias=bias)).tobytes()
+        taken.add(compute)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert taken == ({"exact", "fp8"} if hopper and dtype != "float32" else {"exact"})
+
+
+def test_it_is_smoothed_first(rng):
+    case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 1056, [520]))
+    auto, of = layers(case)
+    for tokens in (3, 40, 1500):
+        x = random_x(rng, (tokens, 1056), "bfloat16")
+        assert torch.equal(auto(x), of[auto.method.compute_for(tokens)](x))
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
+def test_one_copy_is_prepared_for_both(rng, algo):
+    """Exact tensors are those of "auto" but for fold_scale, and those of "fp8" are the same."""
+    case = random_case(rng, algo, 1040, [70, 300])
+    auto = OnDevice(case, "bfloat16", "auto").params
+    for compute in COMPUTES:
+        of = OnDevice(case, "bfloat16", compute).params
+        assert set(auto) - set(of) == ({"fold_scale"} if compute == "exact" else set())
+        for name in of:
+            assert to_numpy(auto[name]).tobytes() == to_numpy(of[name]).tobytes(), name
+
+
+def test_graphs_of_both_replay(rng):
+    case = random_case(rng, "NVFP4", 2048, [1024])
+    auto, of = layers(case)
+    for tokens in (4, 1024):
+        x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
+        out, graph = poisoned(tokens, 1024, dtype="bfloat16"), torch.cuda.CUDAGraph()
+        auto(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            auto(x, out=out)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, of[auto.method.compute_for(tokens)](x))
+
+
+def test_tuning_measures_both(rng):
+    case = random_case(rng, "NVFP4", 2048, [1024])
+    auto, of = layers(case)
+    timings = auto.method.tune([256], auto.params)
+    names = {timing.kernel for timing in timings}
+    for layer in of.values():
+        assert {name for name, reason in layer.method._plan.explain() if reason is None} & names
+    x = random_x(rng, (256, 2048), "bfloat16")
+    taken = of[auto.method.compute_for(256)]
+    fastest = timings[0]
+    taken.method._plan.keep(256, fastest.kernel, fastest.variant)
+    assert torch.equal(auto(x), taken(x))

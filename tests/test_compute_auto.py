@@ -1,0 +1,93 @@
+"""compute="auto": which of exact and FP8 products a call takes, on any machine, and results on the CPU."""
+
+import numpy as np
+import pytest
+
+from moqext import _C, LinearMethod
+
+from .linear_cases import random_case, random_x
+
+ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+TOKENS = (1, 16, 64, 200, 1024, 8192)
+estimates = pytest.mark.skipif(not _C.build_info()["cuda"], reason="estimates are compiled with the kernels")
+
+
+def plan(compute, algo="NVFP4", capability="9.0", dtype="bfloat16", shape=(8192, 8192)):
+    rows, columns = shape
+    return _C.linear_plan(algo, columns, [rows], None, dtype, "cuda:0", compute, capability=capability)
+
+
+def runnable(of):
+    return {name for name, reason in of.explain() if reason is None}
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_it_is_exact_on_the_cpu(rng, algo):
+    case = random_case(rng, algo, 544, [70, 24])
+    exact, auto = case.method(), case.method(compute="auto")
+    assert auto.prepared_params == exact.prepared_params
+    x = random_x(rng, (40, 544), "bfloat16")
+    y = [method(x, method.prepare(case.listed())) for method in (exact, auto)]
+    np.testing.assert_array_equal(*y)
+    assert [auto.compute_for(tokens) for tokens in TOKENS] == ["exact"] * len(TOKENS)
+
+
+@estimates
+@pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"])
+def test_on_hopper_the_kernels_of_both_can_run_and_the_faster_one_does(algo):
+    exact, fp8, auto = (plan(compute, algo) for compute in ("exact", "fp8", "auto"))
+    assert runnable(auto) == runnable(exact) | runnable(fp8)
+    for tokens in (*TOKENS, 2**33):
+        by = {"exact": exact, "fp8": fp8}[auto.compute_for(tokens)]
+        assert auto.backend(tokens) == by.backend(tokens)
+    assert auto.compute_for(1) == auto.compute_for(64) == "exact"
+    assert auto.compute_for(1024) == auto.compute_for(8192) == "fp8"
+
+
+def test_the_prepared_tensors_are_those_of_fp8():
+    exact, fp8, auto = (plan(compute).prepared_params() for compute in ("exact", "fp8", "auto"))
+    assert auto == fp8
+    assert [param for param in auto if param[0] != "fold_scale"] == exact
+
+
+def test_a_choice_that_is_kept_says_what_is_multiplied():
+    auto = plan("auto")
+    auto.keep(1, "cuda:sm90_nvfp4_fp8_gemm", 0)
+    auto.keep(1024, "cuda:sm90_nvfp4_wide", 0)
+    assert auto.compute_for(1) == "fp8"
+    assert auto.compute_for(1024) == "exact"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_it_is_exact_on_other_chips(capability):
+    auto = plan("auto", capability=capability)
+    assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
+    assert auto.backend(1024) == plan("exact", capability=capability).backend(1024) == "cuda:sm80_nvfp4"
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A8_NVFP4_FP8"])
+def test_an_algorithm_that_quantizes_x_itself_has_no_choice(algo):
+    exact, auto = plan("exact", algo), plan("auto", algo)
+    assert runnable(auto) == runnable(exact)
+    assert auto.prepared_params() == exact.prepared_params()
+    assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
+
+
+def test_float32_is_exact():
+    assert {plan("auto", dtype="float32").compute_for(tokens) for tokens in TOKENS} == {"exact"}
+    assert plan("auto", dtype="float32").backend(1024) == "cuda:simt"
+
+
+@pytest.mark.parametrize("compute", ["exact", "fp8", "fp4"])
+def test_other_computes_are_what_was_asked_for(compute):
+    method = LinearMethod("NVFP4", 64, [32], compute=compute)
+    assert method.compute_for(1) == method.compute_for(5000) == compute
+
+
+def test_sums_of_the_tensor_cores_may_be_allowed():
+    assert LinearMethod("NVFP4", 64, [32], compute="auto", fast_accum=True).fast_accum
+
+
+def test_an_unknown_compute_is_told_what_there_is():
+    with pytest.raises(ValueError, match='compute: expected "exact", "fp8", "fp4" or "auto", got "best"'):
+        LinearMethod("NVFP4", 64, [32], compute="best")
