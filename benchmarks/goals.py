@@ -173,8 +173,8 @@ def goals(cell: Cell) -> list[Goal]:
     if limit is not None:
         found.append(Goal("time", own["seconds"], limit, own["seconds"] <= limit))
     if algo in NVFP4_ALGOS:
-        return found + nvfp4_goals(cell)
-    if cell.ratio is not None:
+        found += nvfp4_goals(cell)
+    elif cell.ratio is not None:
         found.append(Goal("no slower than any", cell.ratio, 1.0, cell.ratio >= 1.0))
     if cell.without and cell.best:
         ratio = cell.best["seconds"] / cell.without["seconds"]

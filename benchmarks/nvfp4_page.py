@@ -27,7 +27,8 @@ HEADLINE_TOKENS = (1, 16, 64, 256, 4096)
 def algorithm(algo: str, measured: Sequence[Cell]) -> str:
     """All cells of an algorithm."""
     beside = "FP8 by token" if algo == NVFP4_FP8 else "best other of the run"
-    head = ["N × K", "M", "moqext", "of floor", "kernel", "bfloat16", "×", beside, "×", "published", "×"]
+    head = ["N × K", "M", "moqext", "of floor", "kernel", "no PDL"]
+    head += ["bfloat16", "×", beside, "×", "published", "×"]
     body = [line(cell) for cell in measured if cell.key[2] == algo]
     return f"#### `{algo}`\n\n{lines([*head, 'missed'], body)}"
 
@@ -39,6 +40,7 @@ def line(cell: Cell) -> list[str]:
     if own:
         part = f"{own['floor_seconds'] / own['seconds']:.0%}"
         texts[2:] = [f"**{duration(own['seconds'])}**", part, own["kernel"].partition(":")[2]]
+    texts.append(duration(cell.without["seconds"]) if cell.without else "")
     best = next((row for row in cell.peers if row is not cell.bfloat16), None)
     beside = cell.fp8 if algo == NVFP4_FP8 else best
     others: list[tuple[str, float] | None] = [
@@ -101,6 +103,7 @@ NVFP4 = Layout(
         ("bfloat16", "bfloat16"),
         ("Marlin and Humming", "≥ 1.2× Marlin and Humming"),
         ("FP8", "within 5 % of FP8"),
+        ("without PDL", "no PDL ≥ 1.0×"),
     ),
     lambda algo: algo in NVFP4_ALGOS,
     algorithm,

@@ -390,6 +390,8 @@ def test_goals_of_nvfp4(goals: Any) -> None:
             rows.append(row("torch bfloat16", others["wide"], quant_algo=PEER, tokens=tokens))
         if "marlin" in others:
             rows.append(row("Marlin", others["marlin"], **about))
+        if "without" in others:
+            rows.append(row("moqext, no PDL", others["without"], **about))
         if "fp8" in others:
             fp8 = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "tokens": tokens}
             rows += [row("torch rowwise", 1e-9, **fp8), row("moqext", others["fp8"], **fp8)]
@@ -406,6 +408,10 @@ def test_goals_of_nvfp4(goals: Any) -> None:
         "bfloat16": False,
     }
     assert verdicts("NVFP4", 1024, 10e-6, wide=9.5e-6) == {"bfloat16": True}
+    assert verdicts("NVFP4", 1024, 10e-6, wide=9.5e-6, without=9.6e-6) == {
+        "bfloat16": True,
+        "without PDL": False,
+    }
     assert verdicts("NVFP4, fp8", 64, 10e-6, wide=9e-6, fp8=9e-6) == {}
     assert verdicts("NVFP4, fp8", 128, 10e-6, wide=9e-6, fp8=9.6e-6) == {"FP8": True}
     assert verdicts("NVFP4, fp8", 1024, 10e-6, wide=16e-6, fp8=9.4e-6) == {"bfloat16": False, "FP8": False}
@@ -499,6 +505,7 @@ def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) ->
     wide = {"quant_algo": PEER}
     rows = [
         row("moqext", 5e-6, quant_algo="NVFP4", kernel="cuda:decode"),
+        row("moqext, no PDL", 6e-6, quant_algo="NVFP4"),
         row("Triton", 10e-6, quant_algo="NVFP4"),
         row("torch bfloat16", 12e-6, **wide),
         row("moqext", 7e-6, quant_algo="NVFP4, fp8"),
@@ -508,9 +515,11 @@ def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) ->
     text = f"Before.\n{own.begin}\nold\n{page.END}\nAfter.\n"
     files = page.render(text, {"chip": record(rows)}, own)
     lines = files["nvfp4.md"].splitlines()
-    exact = "| 4096 × 4096 | 1 | **5.00 µs** | 80% | decode | 12.0 µs | 2.40 | 10.0 µs Triton | 2.00 | 9.50"
+    exact = (
+        "| 4096 × 4096 | 1 | **5.00 µs** | 80% | decode | 6.00 µs | 12.0 µs | 2.40 | 10.0 µs Triton | 2.00"
+    )
     assert any(line.startswith(exact) for line in lines)
-    fp8 = "| 4096 × 4096 | 1 | **7.00 µs** | 57% | one | 12.0 µs | 1.71 | 8.00 µs | 1.14 |"
+    fp8 = "| 4096 × 4096 | 1 | **7.00 µs** | 57% | one |  | 12.0 µs | 1.71 | 8.00 µs | 1.14 |"
     assert any(line.startswith(fp8) for line in lines)
     assert "#### `FP8_PER_CHANNEL_PER_TOKEN`" not in lines
     assert ElementTree.fromstring(files["nvfp4.chip.svg"]).tag.endswith("svg")
