@@ -37,25 +37,27 @@ def check(case, layer, x, bias=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_shapes_around_tiles(rng, kernel, dtype):
+@pytest.mark.parametrize(
+    "columns, rows", [(1296, [130, 31, 1]), (16, [129]), (272, [7, 64, 300]), (4160, [65])]
+)
+def test_shapes_around_tiles(rng, kernel, columns, rows, dtype):
     """Partitions within a tile, rows that end within a slab and at odd addresses, K within a step."""
-    for columns, rows in ((1296, [130, 31, 1]), (16, [129]), (272, [7, 64, 300]), (4160, [65])):
-        case = random_case(rng, "NVFP4", columns, fitted(rows, kernel))
-        layer = OnDevice(case, dtype, "fp8")
-        assert layer.method.backend == kernel
-        for tokens in (1, 17, 128, 129, 300, 513):
-            check(case, layer, random_x(rng, (tokens, columns), dtype))
+    case = random_case(rng, "NVFP4", columns, fitted(rows, kernel))
+    layer = OnDevice(case, dtype, "fp8")
+    assert layer.method.backend == kernel
+    for tokens in (1, 17, 128, 129, 300, 513):
+        check(case, layer, random_x(rng, (tokens, columns), dtype))
 
 
-def test_every_shape_of_tiles(rng, kernel):
+@pytest.mark.parametrize("tokens", [100, 257, 600])
+def test_every_shape_of_tiles(rng, kernel, tokens):
     case = random_case(rng, "NVFP4", 1296, fitted([330, 70, 24], kernel))
     layer = OnDevice(case, "bfloat16", "fp8")
-    for tokens in (100, 257, 600):
-        x = random_x(rng, (tokens, 1296), "bfloat16")
-        bias = rng.standard_normal(layer.method.out_features).astype(np.float32)
-        for variant in range(VARIANTS[kernel]):
-            layer.method._plan.keep(tokens, kernel, variant)
-            check(case, layer, x, bias)
+    x = random_x(rng, (tokens, 1296), "bfloat16")
+    bias = rng.standard_normal(layer.method.out_features).astype(np.float32)
+    for variant in range(VARIANTS[kernel]):
+        layer.method._plan.keep(tokens, kernel, variant)
+        check(case, layer, x, bias)
 
 
 def test_sums_of_the_tensor_cores(rng, kernel):

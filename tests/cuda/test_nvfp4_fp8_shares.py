@@ -34,18 +34,20 @@ def variant(request):
     return request.param
 
 
-def test_shares_of_all_lengths(rng, variant):
+@pytest.mark.parametrize(
+    "columns, rows", [(1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112])]
+)
+def test_shares_of_all_lengths(rng, variant, columns, rows):
     """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units."""
-    for columns, rows in ((1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112])):
-        case = random_case(rng, "NVFP4", columns, rows)
-        layer = OnDevice(case, "bfloat16", "fp8")
-        for tokens in (31, 130, 530):
-            x = random_x(rng, (tokens, columns), "bfloat16")
-            layer.method._plan.keep(tokens, NAME, variant)
-            y = to_numpy(layer(x))
-            assert_close(y, case.expected(reference.as_float32(x), "fp8"), "bfloat16")
-            for _ in range(3):
-                assert to_numpy(layer(x)).tobytes() == y.tobytes()
+    case = random_case(rng, "NVFP4", columns, rows)
+    layer = OnDevice(case, "bfloat16", "fp8")
+    for tokens in (31, 130, 530):
+        x = random_x(rng, (tokens, columns), "bfloat16")
+        layer.method._plan.keep(tokens, NAME, variant)
+        y = to_numpy(layer(x))
+        assert_close(y, case.expected(reference.as_float32(x), "fp8"), "bfloat16")
+        for _ in range(3):
+            assert to_numpy(layer(x)).tobytes() == y.tobytes()
 
 
 def test_many_tiles(rng, variant):

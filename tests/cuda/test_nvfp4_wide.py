@@ -35,18 +35,20 @@ def variant(request):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parts_of_all_lengths(rng, variant, dtype):
+@pytest.mark.parametrize(
+    "columns, rows", [(1296, [330, 70, 24]), (272, [65]), (16, [200]), (4112, [1100]), (7168, [2112])]
+)
+def test_parts_of_all_lengths(rng, variant, columns, rows, dtype):
     """Blocks with parts of two tiles and of one; fewer steps than blocks; clusters of all sizes."""
-    for columns, rows in ((1296, [330, 70, 24]), (272, [65]), (16, [200]), (4112, [1100]), (7168, [2112])):
-        case = random_case(rng, "NVFP4", columns, rows)
-        layer = OnDevice(case, dtype)
-        for tokens in (31, 100, 260):
-            x = random_x(rng, (tokens, columns), dtype)
-            layer.method._plan.keep(tokens, NAME, variant)
-            y = to_numpy(layer(x))
-            assert_close(y, case.expected(reference.as_float32(x)), dtype)
-            for _ in range(3):
-                assert to_numpy(layer(x)).tobytes() == y.tobytes()
+    case = random_case(rng, "NVFP4", columns, rows)
+    layer = OnDevice(case, dtype)
+    for tokens in (31, 100, 260):
+        x = random_x(rng, (tokens, columns), dtype)
+        layer.method._plan.keep(tokens, NAME, variant)
+        y = to_numpy(layer(x))
+        assert_close(y, case.expected(reference.as_float32(x)), dtype)
+        for _ in range(3):
+            assert to_numpy(layer(x)).tobytes() == y.tobytes()
 
 
 def test_many_tiles(rng, variant):
