@@ -75,9 +75,10 @@ class LinearMethod:
     quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole x) and as `"fp8"` (x quantized per
     token, block scales folded into e4m3 weights: about 2 % of noise on top of NVFP4's own 9 %).
 
-    `compute="auto"` is `"exact"`, but NVFP4 weights on CUDA, from one prepared copy, run as `"fp8"` wherever
-    that is expected to be faster for the number of tokens, which on Hopper it is from some hundreds on:
-    `compute_for` tells which. A call has the bits that a method of that compute would give it.
+    `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ and W4A16_NVFP4, from one prepared copy, run
+    as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper it is from
+    some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would give
+    it.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.

@@ -13,9 +13,8 @@
 #include <cuda_fp16.h>
 #include <string.h>
 
-/* What codes of e4m3 are multiplied by: of the power of two that belongs to a row no more than 16,
- * since the least product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already.
- */
+/* What codes of e4m3 are multiplied by: the row's power of two, or 16 if that is more, as the least
+ * product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already. */
 static __device__ __forceinline__ float moq_used_fold(float fold) {
     return fminf(fold, 16.0f);
 }

@@ -183,8 +183,8 @@ static const variant VARIANTS[] = {
 };
 
 enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
-static_assert(VARIANT_COUNT < 32,
-              "tune() measures 32 variants of a kernel, the first is the choice");
+static_assert(VARIANT_COUNT < 64,
+              "tune() measures 64 variants of a kernel, the first is the choice");
 
 static bool has_parts(const variant *v) {
     return v->share == PARTS || v->share == FINE_PARTS;

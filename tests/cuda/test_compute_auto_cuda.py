@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from .cases import OnDevice, poisoned, to_cuda, to_numpy  # noqa: E402
 
 COMPUTES = ("exact", "fp8")
-TOKENS = (1, 5, 16, 33, 64, 130, 257, 1500, 4100)
+TOKENS = (1, 5, 16, 33, 64, 130, 257, 1024, 1500, 4100)
 
 
 def layers(case, dtype="bfloat16"):
@@ -25,25 +25,32 @@ def layers(case, dtype="bfloat16"):
     return auto, of
 
 
+def assert_both(taken):
+    """What calls took: both computes, where there are kernels of both."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert set(taken) == (set(COMPUTES) if hopper else {"exact"})
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_call_has_the_bits_of_the_compute_that_it_takes(rng, dtype):
     case = random_case(rng, "NVFP4", 2064, [2310, 250])
     auto, of = layers(case, dtype)
     bias = to_cuda(rng.standard_normal(2560).astype(np.float32))
-    taken = set()
-    for tokens in TOKENS:
+    taken = [auto.method.compute_for(tokens) for tokens in TOKENS]
+    for tokens, compute in zip(TOKENS, taken, strict=True):
         x = to_cuda(random_x(rng, (tokens, 2064), dtype), dtype)
-        compute = auto.method.compute_for(tokens)
         assert to_numpy(auto(x, bias=bias)).tobytes() == to_numpy(of[compute](x, bias=bias)).tobytes()
-        taken.add(compute)
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert taken == ({"exact", "fp8"} if hopper and dtype != "float32" else {"exact"})
+    if dtype == "float32":
+        assert set(taken) == {"exact"}
+    else:
+        assert_both(taken)
 
 
 def test_it_is_smoothed_first(rng):
-    case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 1056, [520]))
+    case = smoothed(rng, random_case(rng, "NVFP4_AWQ", 1056, [4096]))
     auto, of = layers(case)
-    for tokens in (3, 40, 1500):
+    assert_both(auto.method.compute_for(tokens) for tokens in (3, 40, 1024))
+    for tokens in (3, 40, 1024):
         x = random_x(rng, (tokens, 1056), "bfloat16")
         assert torch.equal(auto(x), of[auto.method.compute_for(tokens)](x))
 
@@ -61,11 +68,12 @@ def test_one_copy_is_prepared_for_both(rng, algo):
 
 
 def test_graphs_of_both_replay(rng):
-    case = random_case(rng, "NVFP4", 2048, [1024])
+    case = random_case(rng, "NVFP4", 2048, [4096])
     auto, of = layers(case)
+    assert_both(auto.method.compute_for(tokens) for tokens in (4, 1024))
     for tokens in (4, 1024):
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
-        out, graph = poisoned(tokens, 1024, dtype="bfloat16"), torch.cuda.CUDAGraph()
+        out, graph = poisoned(tokens, 4096, dtype="bfloat16"), torch.cuda.CUDAGraph()
         auto(x)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -80,8 +88,12 @@ def test_tuning_measures_both(rng):
     auto, of = layers(case)
     timings = auto.method.tune([256], auto.params)
     names = {timing.kernel for timing in timings}
-    for layer in of.values():
-        assert {name for name, reason in layer.method._plan.explain() if reason is None} & names
+    exact, fp8 = (
+        {name for name, reason in of[compute].method._plan.explain() if reason is None}
+        for compute in COMPUTES
+    )
+    assert names & (exact - fp8)
+    assert bool(names & (fp8 - exact)) == bool(fp8 - exact)
     x = random_x(rng, (256, 2048), "bfloat16")
     taken = of[auto.method.compute_for(256)]
     fastest = timings[0]
