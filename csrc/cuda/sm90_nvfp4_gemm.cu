@@ -79,7 +79,7 @@ static_assert(2 * VARIANT_COUNT < 64,
 
 /* Seconds of a call: the products, W from memory and all tiles from the second-level cache at the
  * same time, then sums and outputs; of x more than 1.5 MB comes slower. Fitted to 718 times of 16
- * layers with 16 to 256 tokens on an H200, so that the choice, which costs 0.3 %, rather than each
+ * layers with 16 to 256 tokens on an H200, so that the choice, which costs 0.6 %, rather than each
  * time is near (docs/lab.md). */
 static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
     const variant *v = way->shape;
