@@ -14,9 +14,12 @@ numerics = pytest.importorskip("benchmarks.numerics")
 @pytest.mark.parametrize("weights", numerics.WEIGHTS)
 @pytest.mark.parametrize("kind", numerics.ACTIVATIONS)
 def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
-    found = numerics.errors(weights, kind, rng, rows=128, columns=1024, tokens=64)
-    whole = {name: pair[0] for name, pair in found.items()}
-    to_exact = {name: pair[1] for name, pair in found.items()}
+    """The median of three layers: of heavy tails one weight may be most of a layer."""
+    sizes = {"rows": 128, "columns": 1024, "tokens": 64}
+    found = [numerics.errors(weights, kind, rng, **sizes) for _ in range(3)]
+    whole, to_exact = (
+        {name: np.median([one[name][i] for one in found]) for name in found[0]} for i in range(2)
+    )
     assert to_exact["NVFP4, fp8"] < 0.045
     assert to_exact["NVFP4, fp8"] < 0.55 * to_exact["NVFP4, fp4"]
     assert whole["NVFP4, exact"] < whole["NVFP4, fp8"] < 1.12 * whole["NVFP4, exact"]
