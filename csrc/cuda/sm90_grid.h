@@ -21,14 +21,31 @@ static inline int64_t clusters_that_fit(int64_t sm_count, int cluster) {
 }
 
 /* Tiles whose steps all workers share evenly (sm90_nvfp4_shares.h): those of the last two rounds,
- * and who has a step of them. */
+ * and who has a step of them. Where that idles a sixteenth of them at most, a tile has workers of
+ * its own: none has steps of two tiles, whose sums it would hand over and take (docs/lab.md). */
 typedef struct {
     int64_t tiles, workers;
 } even_shares;
 
 static inline even_shares share_evenly(int64_t tiles, int64_t steps, int64_t most) {
     int64_t shared = tiles < 2 * most ? tiles : tiles % most + most;
-    return {shared, shared * steps < most ? shared * steps : most};
+    int64_t workers = shared * steps < most ? shared * steps : most;
+    if (shared < most && most % shared <= most / 16)
+        workers -= workers % shared;
+    return {shared, workers};
+}
+
+/* How many steps of those tiles a worker has: `least`, and one more the first `more` of each
+ * `group` workers, which have a tile of their own or are all. */
+typedef struct {
+    int least, more, group;
+    int inverse; /* 65536 / group, so that 255 workers divide by a product */
+} step_shares;
+
+static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t workers) {
+    bool own = tiles > 0 && workers % tiles == 0;
+    int64_t group = own ? workers / tiles : workers, all = own ? steps : tiles * steps;
+    return {(int)(all / group), (int)(all % group), (int)group, (int)divide_up(65536, group)};
 }
 
 #endif

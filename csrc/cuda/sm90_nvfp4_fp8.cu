@@ -323,7 +323,6 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
     int64_t band = BAND_TOKENS / (v->tokens * v->blocks);
-    int64_t shared = way->rest * divide_up(spec->in_features, STEP);
     int stages = (limit - 1024 - v->boards - v->rest) / v->stage;
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
@@ -336,8 +335,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
                    .boxed = in_boxes(call->y),
                    .rest = (int)way->rest,
-                   .share = (int)(shared / way->workers),
-                   .more_shares = (int)(shared % way->workers),
+                   .shares = shares_of(way->rest, divide_up(spec->in_features, STEP), way->workers),
                    .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
                    .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
                    .weight = call->weight,

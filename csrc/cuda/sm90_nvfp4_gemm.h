@@ -16,6 +16,7 @@
 #include "cuda/nvfp4_decode.h"
 #include "cuda/ptx.h"
 #include "cuda/sm90_gemm_outputs.h"
+#include "cuda/sm90_grid.h"
 #include "cuda/wgmma.h"
 
 #define STEP         128
@@ -42,10 +43,9 @@ typedef struct {
     const float *fold_scale;   /* of e4m3: [N], powers of two, */
     const float *x_scale;      /* and [m] */
     bool per_token;
-    int turn_step;   /* from where a warpgroup's outputs turn around to the next one's */
-    int rest;        /* tiles at the end whose steps all blocks share evenly: */
-    int share;       /* the least that one has, */
-    int more_shares; /* and how many have one more */
+    int turn_step; /* from where a warpgroup's outputs turn around to the next one's */
+    int rest;      /* tiles at the end whose steps all blocks share evenly */
+    step_shares shares;
     float4 *handed;  /* sums of other blocks, and */
     uint64_t *ready; /* whether they are there, of each warp */
 } gemm_args;

@@ -16,8 +16,9 @@ typedef struct {
     int tokens, row_groups, k_groups;
     bool parts, pair;
     int threads, stage;
+    int token_step;           /* bytes of a token in a step */
     double step;              /* microseconds, fitted */
-    const void *kernel[2][2]; /* of bfloat16, of float16; whole tiles, shared ones or NULL */
+    const void *kernel[2][2]; /* of bfloat16, of float16; for whole tiles, shared ones or NULL */
 } variant;
 
 /* How a call is done: a shape of tiles and how many there are. */
@@ -29,12 +30,25 @@ typedef struct {
     double seconds;
 } method;
 
-/* The shapes of a kernel, the fewest and the most tokens that tiles of them have, and the seconds
- * that a call is expected to take. */
+/* What an estimate counts, in microseconds and microseconds for each; fitted. */
+typedef struct {
+    double begin, quantize;         /* a call, and a million values of x */
+    double cache, memory;           /* bytes that a microsecond brings from either, in millions */
+    double far;                     /* how much longer x takes for each MB beyond 1.5 */
+    double rows, tokens;            /* outputs of whole tiles: 64 rows, a token */
+    double part_rows, part_tokens;  /* where K is in parts, */
+    double part_more, received;     /* a token beyond 64, and 8 of 64 rows from another block */
+    double hand_over, shared_token; /* sums of shared tiles, a token of them, */
+    double others;                  /* and of a token for each block of a tile; */
+    double own, own_token;          /* and how much less where tiles have blocks of their own */
+} costs;
+
+/* The shapes of a kernel, the fewest and the most tokens that tiles of them have, and what an
+ * estimate of seconds counts. */
 typedef struct {
     const variant *shapes;
     int count, least, most;
-    double (*estimate)(const moq_linear_spec *spec, const method *way, int64_t m);
+    costs cost;
 } family;
 
 /* Shared memory of a block: as many stages as fit, and where sums come to or outputs turn around;
@@ -75,6 +89,49 @@ static int64_t tokens_of(int64_t m, const method *way) {
     return divide_up(divide_up(m, way->columns), unit) * unit;
 }
 
+/* Microseconds from where sums of shared tiles are left to where they have been added. */
+static double exchange_of(const costs *c, const method *way, double tokens) {
+    double blocks = (double)way->workers / (double)way->rest;
+    double own = way->workers % way->rest == 0 ? c->own + c->own_token * tokens : 0;
+    return c->hand_over + c->shared_token * tokens * (1 + c->others * blocks) - own;
+}
+
+/* Of the sums and outputs of a tile. */
+static double outputs_of(const costs *c, const method *way, double tokens) {
+    const variant *v = way->shape;
+    if (!v->parts)
+        return c->rows * v->row_groups + c->tokens * tokens;
+    int64_t eights = divide_up(v->tokens / 8, way->cluster); /* of the block that has most */
+    double received = (double)(eights * (way->cluster - 1)) * v->k_groups * v->row_groups;
+    return c->part_rows * v->row_groups + c->part_tokens * fmin(tokens, 64) +
+           c->part_more * fmax(0, tokens - 64) + c->received * received;
+}
+
+/* Seconds of a call: x quantized; then the products, W from memory and all tiles from the
+ * second-level cache at the same time; then sums and outputs. */
+static double estimate(const family *f, const moq_linear_spec *spec, const method *way, int64_t m) {
+    const variant *v = way->shape;
+    const costs *c = &f->cost;
+    double n = (double)spec->out_features, k = (double)spec->in_features, pair = v->pair ? 2 : 1;
+    double x = (double)m * k * 1e-6, steps = (double)divide_up(spec->in_features, STEP);
+    double tokens = fmax(f->least, (double)tokens_of(m, way));
+    double tiles = (double)(way->row_tiles * way->columns);
+    double turns = tiles / (double)way->workers;
+    double exchange = way->rest ? exchange_of(c, way, tokens) : 0;
+    if (!way->rest)
+        turns = ceil(turns);
+    double blocks = (double)way->workers * way->cluster * pair;
+    double share = v->row_groups * 64 * 72 + v->token_step * tokens / pair;
+    double products = turns * steps / way->cluster / v->k_groups * v->step;
+    double far = 1 + c->far * fmax(0, 2 * x - 1.5);
+    double copies = tiles * pair * steps * share * far * 1e-6 / c->cache;
+    double memory = n * k * 0.5625e-6 / c->memory / fmin(1, blocks / 80);
+    double seconds =
+        c->begin + c->quantize * x + exchange + ceil(turns) * outputs_of(c, way, tokens) +
+        cbrt(products * products * products + memory * memory * memory + copies * copies * copies);
+    return seconds * 1e-6;
+}
+
 static method method_of(const family *f, const moq_linear_spec *spec, int64_t m, const variant *v,
                         int cluster, bool shared) {
     int pair = v->pair ? 2 : 1;
@@ -93,7 +150,7 @@ static method method_of(const family *f, const moq_linear_spec *spec, int64_t m,
         can = false;
     if (cluster > 1 && (tiles > most || cluster > steps)) /* all at once, a step for each */
         can = false;
-    way.seconds = can ? f->estimate(spec, &way, m) : INFINITY;
+    way.seconds = can ? estimate(f, spec, &way, m) : INFINITY;
     return way;
 }
 
@@ -159,11 +216,26 @@ static uint64_t variants_of(const family *f, const moq_linear_call *call) {
 /* Weights on their way at once at the start of a block, so that x is not queued behind all. */
 #define FLIGHT_BYTES 49152
 
-static gemm_args begin_args(const moq_linear_call *call, const method *way, layout l) {
+/* What a call works in where tiles are shared, none where not: a flag of each warp, and sums. */
+typedef struct {
+    int64_t flags, bytes;
+} sums_room;
+
+static sums_room room_of_sums(const method *way) {
+    const variant *v = way->shape;
+    int groups = v->row_groups * v->k_groups;
+    if (!way->rest)
+        return {0, 0};
+    int64_t flags = divide_up(way->workers * groups * 4 * 8, 256) * 256;
+    return {flags, flags + way->workers * groups * 64 * v->tokens * 4};
+}
+
+/* Of a call whose sums, if it hands over some, go to `room`. */
+static gemm_args begin_args(const moq_linear_call *call, const method *way, layout l, void *room) {
     const moq_linear_spec *spec = call->spec;
     int flight = FLIGHT_BYTES / (way->shape->row_groups * 64 * 72);
     int after = l.behind ? l.stages * way->shape->stage : 0;
-    int64_t steps = divide_up(spec->in_features, STEP), shared = way->rest * steps;
+    int64_t steps = divide_up(spec->in_features, STEP);
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
                    .steps = (int)steps,
@@ -182,8 +254,9 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
                    .output_scale = call->output_scale,
                    .turn_step = l.turn_step,
                    .rest = (int)way->rest,
-                   .share = (int)(shared / way->workers),
-                   .more_shares = (int)(shared % way->workers)};
+                   .shares = shares_of(way->rest, steps, way->workers),
+                   .handed = (float4 *)((uint8_t *)room + room_of_sums(way).flags),
+                   .ready = (uint64_t *)room};
     return a;
 }
 
@@ -194,8 +267,8 @@ static moq_status refuse(const moq_linear_call *call, moq_err *err) {
 
 /* x has a row for each token and bytes of `width` in it, the next one `stride` bytes further. */
 static moq_status launch_tiles(const moq_linear_call *call, const method *way, layout l,
-                               const gemm_args *args, const void *kernel, const void *x,
-                               int64_t width, int64_t stride, moq_err *err) {
+                               const gemm_args *args, const void *x, int64_t width, int64_t stride,
+                               moq_err *err) {
     const variant *v = way->shape;
     const moq_linear_spec *spec = call->spec;
     gemm_args a = *args;
@@ -207,7 +280,7 @@ static moq_status launch_tiles(const moq_linear_call *call, const method *way, l
     int blocks = way->cluster * (v->pair ? 2 : 1); /* of a cluster */
     moq_launch launch = {
         .what = "NVFP4 linear",
-        .kernel = kernel,
+        .kernel = v->kernel[spec->dtype == MOQ_DT_F16][way->rest > 0],
         .grid = v->parts ? dim3((unsigned)blocks, (unsigned)way->row_tiles, (unsigned)way->columns)
                          : dim3((unsigned)(way->workers * blocks)),
         .block = dim3((unsigned)v->threads),

@@ -2,9 +2,8 @@
  * of the steps of all, so that no block idles where tiles do not come out even. A block that has
  * the first steps of a tile leaves its sums in memory, and says so by a flag.
  *
- * sm90_nvfp4_tile.h and sm90_nvfp4_gemm.h include it. It takes gemm_args with `steps` of a tile,
- * `share` of the steps of the shared tiles, the least of a worker, and `more_shares`, how many
- * workers have one more. */
+ * sm90_nvfp4_tile.h and sm90_nvfp4_gemm.h include it. It takes gemm_args with `steps` of a tile and
+ * the `shares` that workers have of those of the shared tiles. */
 #ifndef MOQ_CUDA_SM90_NVFP4_SHARES_H
 #define MOQ_CUDA_SM90_NVFP4_SHARES_H
 
@@ -31,7 +30,9 @@ static __device__ __forceinline__ void take_share(const gemm_args *a, course *c)
 
 /* The first of the shared steps that a worker has. */
 static __device__ __forceinline__ int share_of(const gemm_args *a, int worker) {
-    return worker * a->share + min(worker, a->more_shares);
+    const step_shares *s = &a->shares;
+    int group = worker * s->inverse >> 16;
+    return worker * s->least + group * s->more + min(worker - group * s->group, s->more);
 }
 
 /* The course of a worker where `whole` tiles are not shared. */

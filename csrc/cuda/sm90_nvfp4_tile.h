@@ -12,6 +12,7 @@
 #include "cuda/nvfp4_decode.h"
 #include "cuda/nvfp4_fold.h"
 #include "cuda/ptx.h"
+#include "cuda/sm90_grid.h"
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
 #define ROWS       128
@@ -34,11 +35,10 @@ typedef struct {
     int columns;   /* tiles along the tokens */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
-    bool boxed;      /* whether the copy engine can write the outputs */
-    bool apart;      /* whether tiles of other rows begin with other steps */
-    int rest;        /* tiles at the end whose steps all blocks share evenly: */
-    int share;       /* the least that one has, */
-    int more_shares; /* and how many have one more */
+    bool boxed; /* whether the copy engine can write the outputs */
+    bool apart; /* whether tiles of other rows begin with other steps */
+    int rest;   /* tiles at the end whose steps all blocks share evenly */
+    step_shares shares;
     int parts;       /* of K of a tile, one for each block of a cluster, or 0 */
     float4 *handed;  /* sums of other blocks, and */
     uint64_t *ready; /* whether they are there, of each warpgroup */

@@ -282,7 +282,6 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
     const moq_linear_spec *spec = call->spec;
     const variant *v = way->shape;
     int64_t band = BAND_TOKENS / v->tokens;
-    int64_t shared = way->rest * moq_pack_blocks(spec->in_features);
     int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - room_of(v)) /
                  (v->token_bytes + v->weight_bytes);
     gemm_args a = {.m = (int)call->m,
@@ -297,8 +296,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .boxed = in_boxes(call->y),
                    .apart = call->m <= APART_TOKENS,
                    .rest = (int)way->rest,
-                   .share = (int)(shared / way->workers),
-                   .more_shares = (int)(shared % way->workers),
+                   .shares = shares_of(way->rest, moq_pack_blocks(spec->in_features), way->workers),
                    .parts = way->parts,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};

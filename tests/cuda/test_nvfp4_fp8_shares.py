@@ -1,4 +1,4 @@
-"""How the NVFP4 kernel of Hopper with FP8 products for many tokens shares its last tiles, shape by shape."""
+"""How the NVFP4 kernels of Hopper with FP8 products share their last tiles, shape by shape."""
 
 import numpy as np
 import pytest
@@ -19,79 +19,82 @@ from .cases import (
 
 pytestmark = pytest.mark.gpu
 
-NAME = "cuda:sm90_nvfp4_fp8"
-SHAPES = 5
+MANY = "cuda:sm90_nvfp4_fp8"
+FEW = "cuda:sm90_nvfp4_fp8_gemm"
+SHARED = [
+    *((MANY, variant) for variant in range(6, 11)),
+    *((FEW, variant) for variant in (23, 24, 25, 30, 31, 32, 37, 38, 42)),
+]
+"""Kernels, and their variants whose blocks share the steps of tiles evenly."""
 
 
-@pytest.fixture(autouse=True)
-def forced(monkeypatch):
-    force(monkeypatch, NAME, "NVFP4", "fp8")
-
-
-@pytest.fixture(params=range(SHAPES + 1, 2 * SHAPES + 1))
-def variant(request):
-    """A shape of tiles whose steps blocks share evenly."""
+@pytest.fixture(params=SHARED, ids=lambda way: f"{way[0].removeprefix('cuda:sm90_nvfp4_')}-{way[1]}")
+def way(request, monkeypatch):
+    """A kernel and a shape of tiles."""
+    force(monkeypatch, request.param[0], "NVFP4", "fp8")
     return request.param
 
 
 @pytest.mark.parametrize(
-    "columns, rows", [(1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112])]
+    "columns, rows",
+    [(1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112]), (1664, [2048])],
 )
-def test_shares_of_all_lengths(rng, variant, columns, rows):
-    """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units."""
+def test_shares_of_all_lengths(rng, way, columns, rows):
+    """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units; tiles that have
+    blocks of their own."""
     case = random_case(rng, "NVFP4", columns, rows)
     layer = OnDevice(case, "bfloat16", "fp8")
     for tokens in (31, 130, 530):
         x = random_x(rng, (tokens, columns), "bfloat16")
-        layer.method._plan.keep(tokens, NAME, variant)
+        layer.method._plan.keep(tokens, *way)
         y = to_numpy(layer(x))
         assert_close(y, case.expected(reference.as_float32(x), "fp8"), "bfloat16")
         for _ in range(3):
             assert to_numpy(layer(x)).tobytes() == y.tobytes()
 
 
-def test_many_tiles(rng, variant):
+def test_many_tiles(rng, way):
     """Whole rounds before the shares; some tokens are compared."""
     case = random_case(rng, "NVFP4", 256, [6000, 2700, 260])
     layer = OnDevice(case, "bfloat16", "fp8")
     x = random_x(rng, (1900, 256), "bfloat16")
     some = np.r_[0:30, 1000:1060, 1880:1900]
-    layer.method._plan.keep(len(x), NAME, variant)
+    layer.method._plan.keep(len(x), *way)
     y = layer(x)
     assert not y.isnan().any()
     assert_close(to_numpy(y)[some], case.expected(reference.as_float32(x[some]), "fp8"), "bfloat16")
 
 
-def test_sums_of_the_tensor_cores(rng, variant):
+def test_sums_of_the_tensor_cores(rng, way):
     case = random_case(rng, "NVFP4", 2064, [400])
     layer = OnDevice(case, "bfloat16", "fp8")
     layer.method = case.method(dtype="bfloat16", device="cuda:0", compute="fp8", fast_accum=True)
     x = random_x(rng, (300, 2064), "bfloat16")
-    layer.method._plan.keep(300, NAME, variant)
+    layer.method._plan.keep(300, *way)
     expected = case.expected(reference.as_float32(x), "fp8")
     y = reference.as_float32(to_numpy(layer(x)))
     assert np.linalg.norm(y - expected) < 5e-3 * np.linalg.norm(expected)
 
 
-def test_nothing_around_the_result_is_written(rng, variant):
+def test_nothing_around_the_result_is_written(rng, way):
     case = random_case(rng, "NVFP4", 1088, [129])
     layer = OnDevice(case, "bfloat16", "fp8")
     for tokens in (33, 300):
         x = to_cuda(random_x(rng, (tokens, 1088), "bfloat16"), "bfloat16")
-        layer.method._plan.keep(tokens, NAME, variant)
+        layer.method._plan.keep(tokens, *way)
         assert_writes_only_its_result(layer, x)
 
 
-def test_calls_that_follow_each_other_in_a_graph(rng, variant):
+def test_calls_that_follow_each_other_in_a_graph(rng, way):
     """Each reads what the one before wrote, and begins before that has ended; they share a workspace."""
     layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16", "fp8")
-    layer.method._plan.keep(300, NAME, variant)
+    layer.method._plan.keep(300, *way)
     x = to_cuda(random_x(rng, (300, 2048), "bfloat16"), "bfloat16")
     assert_calls_follow_each_other(layer, x)
 
 
-def test_calls_on_three_streams(rng, variant):
+def test_calls_on_three_streams(rng, way):
     layer = OnDevice(random_case(rng, "NVFP4", 4096, [10240]), "bfloat16", "fp8")
     x = to_cuda(random_x(rng, (256, 4096), "bfloat16"), "bfloat16")
-    layer.method._plan.keep(256, NAME, variant)
+    layer.method._plan.keep(256, *way)
     assert_streams_do_not_wait(layer, x)

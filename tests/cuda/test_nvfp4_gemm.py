@@ -20,8 +20,8 @@ from .cases import (
 pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_gemm"
-SHARED = (32, 33, 34, 39, 40, 41, 47, 48, 49)
-"""Variants whose blocks share the steps of tiles, of 16, 32 and 64 tokens."""
+SHARED = (32, 33, 34, 39, 40, 41, 47, 48, 49, 55, 56, 57)
+"""Variants whose blocks share the steps of tiles, of 16, 32, 64 and 128 tokens."""
 VARIANTS = (*range(32), *SHARED)
 
 
@@ -157,7 +157,7 @@ def test_calls_that_follow_each_other_in_a_graph(rng):
 def test_shares_that_follow_each_other_in_a_graph(rng, variant):
     """They leave sums in a workspace that is the same in all calls."""
     layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16")
-    for tokens in (11, 64):
+    for tokens in (11, 64, 128):
         layer.method._plan.keep(tokens, NAME, variant)
         x = to_cuda(random_x(rng, (tokens, 2048), "bfloat16"), "bfloat16")
         assert_calls_follow_each_other(layer, x)
@@ -165,11 +165,12 @@ def test_shares_that_follow_each_other_in_a_graph(rng, variant):
 
 @pytest.mark.parametrize("variant", SHARED)
 def test_shares_of_all_lengths(rng, variant):
-    """A block has less than a step of a tile, some tiles and parts of two, whole ones and then shares."""
-    for columns, rows in ((4096, [256]), (640, [9000]), (128, [40000]), (8192, [70])):
+    """A block has less than a step of a tile, some tiles and parts of two, whole ones and then shares; a tile
+    has blocks of its own, some with a step more than others."""
+    for columns, rows in ((4096, [256]), (640, [9000]), (128, [40000]), (8192, [70]), (1664, [2048])):
         case = random_case(rng, "NVFP4", columns, rows)
         layer = OnDevice(case, "bfloat16")
-        for tokens in (16, 50):
+        for tokens in (16, 50, 140):
             layer.method._plan.keep(tokens, NAME, variant)
             check(case, layer, random_x(rng, (tokens, columns), "bfloat16"), "bfloat16")
 
