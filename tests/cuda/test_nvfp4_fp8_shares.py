@@ -40,7 +40,7 @@ def way(request, monkeypatch):
     [(1296, [330, 70, 24]), (272, [65]), (16, [200]), (4160, [1100]), (7168, [2112]), (1664, [2048])],
 )
 def test_shares_of_all_lengths(rng, way, columns, rows):
-    """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units; tiles that have
+    """Blocks with parts of two tiles and of one; fewer steps than blocks; odd numbers of units; tiles with
     blocks of their own."""
     case = random_case(rng, "NVFP4", columns, rows)
     layer = OnDevice(case, "bfloat16", "fp8")
