@@ -34,7 +34,8 @@ typedef struct {
 typedef struct {
     double begin, quantize;         /* a call, and a million values of x */
     double cache, memory;           /* bytes that a microsecond brings from either, in millions */
-    double far;                     /* how much longer x takes for each MB beyond 1.5 */
+    double far;                     /* how much longer x takes for each MB beyond 1.5, and */
+    double heat;                    /* products of 128 tokens and more, from 100 us on */
     double rows, tokens;            /* outputs of whole tiles: 64 rows, a token */
     double part_rows, part_tokens;  /* where K is in parts, */
     double part_more, received;     /* a token beyond 64, and 8 of 64 rows from another block */
@@ -123,6 +124,8 @@ static double estimate(const family *f, const moq_linear_spec *spec, const metho
     double blocks = (double)way->workers * way->cluster * pair;
     double share = v->row_groups * 64 * 72 + v->token_step * tokens / pair;
     double products = turns * steps / way->cluster / v->k_groups * v->step;
+    if (v->tokens >= 128) /* they lower the clock */
+        products *= 1 + c->heat * fmin(1, products / 100);
     double far = 1 + c->far * fmax(0, 2 * x - 1.5);
     double copies = tiles * pair * steps * share * far * 1e-6 / c->cache;
     double memory = n * k * 0.5625e-6 / c->memory / fmin(1, blocks / 80);
