@@ -68,7 +68,7 @@ static const variant VARIANTS[] = {
     variant_of<64, 2, 1, true>(0.475),         variant_of<64, 3, 1, true>(0.586),
     variant_of<64, 4, 1, true>(0.751),         variant_of<64, 2, 2, true>(0.780),
     variant_of<64, 1, 2, true>(0.534),         variant_of<128, 2, 1, false>(0.663),
-    variant_of<128, 4, 1, false>(1.268),       variant_of<128, 3, 1, false>(1.001),
+    variant_of<128, 4, 1, false>(1.290),       variant_of<128, 3, 1, false>(1.001),
     variant_of<128, 2, 1, true>(0.605),        variant_of<128, 3, 1, true>(0.980),
     variant_of<128, 4, 1, true>(1.262),        variant_of<128, 2, 2, true>(1.248),
     variant_of<128, 2, 1, false, true>(0.763),
