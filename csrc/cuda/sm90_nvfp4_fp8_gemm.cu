@@ -6,7 +6,7 @@
  * of a warpgroup's products, from registers, where a warp folds its packed codes into e4m3
  * (nvfp4_fold.h) while the products before are under way. Otherwise this is the GEMM of exact
  * products (sm90_nvfp4_gemm.h): a ring of steps of 128 columns, K divided among the blocks of a
- * cluster and the warpgroups with the same rows.
+ * cluster and the warpgroups with the same rows, or the steps of tiles among all blocks.
  *
  * What bounds it (H200, docs/lab.md): folding, 140 cycles of a scheduler for 16 rows by 64 columns,
  * half of them conversions to e4m3, and twice that while the tensor cores are busy. */
