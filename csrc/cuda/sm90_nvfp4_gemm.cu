@@ -79,7 +79,7 @@ static_assert(2 * VARIANT_COUNT < 64,
               "tune() measures 64 variants of a kernel, the first is the choice");
 
 /* Fitted to 832 times of 16 layers with 16 to 256 tokens on an H200, so that the choice, which
- * costs 0.1 %, rather than each time is near (docs/lab.md). */
+ * costs 0.2 % by them, rather than each time is near (docs/lab.md). */
 static const family EXACT = {VARIANTS,
                              VARIANT_COUNT,
                              16,
