@@ -42,8 +42,10 @@ class Code(NamedTuple):
 
 CODES: dict[str, Code] = {
     # The files.
-    "missing_shard": Code("error", "A file that the index names is not there."),
+    "missing_shard": Code("error", "A file that the index, or the number of another one, promises is gone."),
+    "unreadable_shard": Code("error", "A file that the index names cannot be read, or is damaged."),
     "missing_tensor": Code("error", "The index places a tensor in a file that does not hold it."),
+    "missing_layers": Code("error", "config.json counts more layers than there are tensors of."),
     "index_ignored": Code("warning", "An index beside a single file; the index is not read."),
     "no_weights": Code("note", "The directory has no safetensors files."),
     "unread_files": Code("note", "Safetensors files that are no part of the checkpoint; they are not read."),
@@ -86,6 +88,10 @@ CODES: dict[str, Code] = {
     "dtype_mismatch": Code("error", "A tensor has a data type that its role does not allow."),
     "unknown_format": Code("error", "A quantized weight in no format that is known."),
     "unexpected_tensor": Code("error", "A tensor that changes the result, in a format that has none such."),
+    "conflicting_tensors": Code(
+        "error", "A tensor of a layer is stored twice, under two names, and the two differ."
+    ),
+    "repeated_scale": Code("note", "A scale is stored twice, under two names, with one value."),
     "scales_on_unquantized": Code(
         "warning", "Scales beside a weight that is stored unquantized; they are ignored."
     ),
@@ -97,19 +103,26 @@ CODES: dict[str, Code] = {
         "note", "The weight scale is stored under another producer's name; it multiplies too."
     ),
     "clipped_blocks": Code(
-        "warning", "128x128 block scales that the producer computed for other blocks: damaged."
+        "error", "128x128 block scales that the producer computed for other blocks: the codes are damaged."
+    ),
+    "possibly_clipped_blocks": Code(
+        "warning", "128x128 block scales that some exporters computed for other blocks: perhaps damaged."
     ),
     # Values of scales.
     "scale_not_finite": Code("error", "A scale is NaN or infinite."),
     "scale_negative": Code("error", "A scale is negative."),
     "scale_zero": Code("error", "An activation or cache scale is zero: quantizing would divide by it."),
+    "lost_scale": Code(
+        "error", "A weight's scale is zero over codes that are neither zero nor NaN: the scale is lost."
+    ),
     "all_zero_layer": Code(
-        "note", "The weight's scale is zero: the layer was all zeros, whatever its codes say."
+        "note", "The weight's scale is zero, and so is every code, or it is NaN: a layer of zeros."
     ),
     "zero_blocks": Code("note", "Some block or row scales are zero: those weights are zero."),
     "missing_input_scale": Code(
         "note", "No activation scale: not calibrated, or meant for unquantized activations."
     ),
+    "input_scale_partial": Code("warning", "A layer lacks the activation scale that layers like it have."),
     "missing_expert_input_scale": Code("warning", "Some experts lack the activation scale that others have."),
     "unused_input_scale": Code(
         "note", "An activation scale in a format that does not use one; it is ignored."

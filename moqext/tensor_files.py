@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint directory: which files hold them, and each as an array that is not copied.
+"""The tensors of a checkpoint directory: which files hold them, and each as an array of its own.
 
 Opening reads the index, if there is one, and the header of every file, nothing else. A tensor that is asked
-for is a read-only view of a memory map of its file, made at that moment, which lives as long as a view of it.
+for is read from its file at that moment, if that is still the file whose header was read (`moqext.shard`).
 
 Which files, first match:
   1. `model.safetensors`;
@@ -10,25 +10,26 @@ Which files, first match:
 A directory without any of these files is one without weights: `tensors` is empty.
 
 A malformed file is an exception. What is merely incomplete or odd is a Problem, so that half a download can
-be looked at: a shard, or a tensor of one, that the index names and that is not there. Asking for it raises.
+be looked at: a shard that the index names and that is not there or cannot be read, a tensor that is not where
+the index says, a numbered shard that is missing between others. Asking for what is not there raises.
 """
 
-import mmap
 import os
-import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
 from moqext.problems import Problem, make_problem
+from moqext.shard import Shard
 from moqext.tensor_header import Header, TensorInfo, read_header
 from moqext.untrusted import RepeatedKeys, is_text, open_file, parse_object, type_name
 
@@ -37,9 +38,10 @@ __all__ = ["TensorFiles", "TensorInfo", "read_header"]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 1 << 30
-# Maps kept for the next tensor of the same file, beyond those that views keep alive. A map costs a file
-# descriptor, of which a process commonly has 1,024.
-MAPS_KEPT = 16
+# Files kept open for the next tensor. Each costs a descriptor, of which a process commonly has 1,024.
+FILES_KEPT = 16
+# Names of files that tell how many there are, as "model-00002-of-00030.safetensors".
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,6})-of-(?P<count>[0-9]{1,6})\.safetensors")
 
 _PLAIN_DTYPES = {
     "BOOL": "?",
@@ -78,8 +80,8 @@ class TensorFiles:
         named: every tensor the index names, with its file, there or not; empty without an index.
         problems: what was found wrong or odd that is no reason to refuse the directory.
 
-    A view handed out by `tensor` stays valid after `close`: it owns its map. Writing to a file that is mapped
-    changes the views, and cutting it ends the process; replace checkpoint files by renaming.
+    Several threads may read at once, and one may close while others read. A file that was replaced, cut or
+    written to since it was opened here is refused by name.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -92,10 +94,12 @@ class TensorFiles:
         self.index: Path | None = None
         self.named: Mapping[str, Path] = MappingProxyType({})
         self._problems: list[Problem] = []
-        self._maps: WeakValueDictionary[Path, mmap.mmap] = WeakValueDictionary()
-        self._recent: deque[mmap.mmap] | None = deque(maxlen=MAPS_KEPT)
+        self._unreadable: dict[Path, CheckpointError] = {}
+        self._lock = Lock()
+        self._open: OrderedDict[Path, Shard] | None = OrderedDict()
 
         headers = self._read_headers()
+        self._identities = {path: header.identity for path, header in headers.items()}
         self.files = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
         self._report_missing(headers)
@@ -103,33 +107,35 @@ class TensorFiles:
 
     @property
     def has_weights(self) -> bool:
-        """False for a directory without any safetensors file."""
+        """False for a directory without any safetensors file that can be read."""
         return bool(self.files)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor `name` as a read-only array, of the shape in the file.
+        """The tensor `name` as a new array, of the shape in the file.
 
         Plain types are NumPy's. bfloat16 and the 8-bit floats are those of ml_dtypes where it is installed,
-        else their bits in uint16 and uint8. Not copied, unless the file places it off its type's alignment.
+        else their bits in uint16 and uint8.
 
         Raises:
-            CheckpointError: there is no such tensor, or its file or type cannot be read.
+            CheckpointError: there is no such tensor, its file or type cannot be read, or the file is not the
+                one any more whose header was read.
             ValueError: after `close`.
         """
         info = self.tensors.get(name)
         if info is None:
             raise self._absent(name)
-        dtype = array_dtype(info)
-        if info.nbytes == 0:
-            array: NDArray[Any] = np.empty(info.shape, dtype)
-        else:
-            array = self._view(info, dtype)
-        array.flags.writeable = False
+        array: NDArray[Any] = np.empty(info.shape, array_dtype(info))
+        if info.nbytes:
+            try:
+                self._shard(info.file).read_into(array.reshape(-1).view(np.uint8).data, info.begin)
+            except CheckpointError as error:
+                raise CheckpointError(error.reason, file=info.file, tensor=name) from error
         return array
 
     def close(self) -> None:
-        """Forgets the maps; each is unmapped when the last view of it is gone. May be called again."""
-        self._recent = None
+        """Closes the files; arrays that were handed out stay valid. May be called again."""
+        with self._lock:
+            self._open = None
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +178,20 @@ class TensorFiles:
         if unread:
             rest = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
             self._report("unread_files", f"not read: {', '.join(unread[:3])}{rest}")
-        return {path: read_header(path) for path in sorted(chosen)}
+        if self.index is None:
+            self._report_gaps(path.name for path in chosen)
+            return {path: read_header(path) for path in sorted(chosen)}
+        return self._read_indexed(sorted(chosen))
+
+    def _read_indexed(self, shards: list[Path]) -> dict[Path, Header]:
+        """The headers of the shards of an index, those that can be read."""
+        headers = {}
+        for path in shards:
+            try:
+                headers[path] = read_header(path)
+            except CheckpointError as error:
+                self._unreadable[path] = error
+        return headers
 
     def _choose_files(self, weights: list[str], indexes: list[str]) -> set[Path]:
         """The files to read, by the order of preference above; reads the index where it decides."""
@@ -183,7 +202,7 @@ class TensorFiles:
         if INDEX_FILE in indexes or len(indexes) == 1:
             self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
             self.named = MappingProxyType(read_index(self.index))
-            return {path for path in set(self.named.values()) if os.path.exists(path)}
+            return {path for path in set(self.named.values()) if os.path.lexists(path)}
         own = [name for name in weights if not name.startswith("consolidated")]
         return {self.directory / name for name in own or weights}
 
@@ -212,19 +231,41 @@ class TensorFiles:
 
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
-        if not headers:
+        if not headers and not self.named:
             self._report("no_weights", "the directory has no safetensors files")
+        promised = Counter(self.named.values())
+        for path, count in sorted(promised.items()):
+            told = f"tensors in it by the index: {count:,}"
+            if path in self._unreadable:
+                self._report("unreadable_shard", f"{path.name}: {self._unreadable[path].reason}; {told}")
+            elif path not in headers:
+                self._report("missing_shard", f"{path.name} is missing; {told}")
+        misplaced = [
+            name for name, path in self.named.items() if path in headers and name not in headers[path].tensors
+        ]
+        if not misplaced:
             return
-        absent: dict[Path, int] = {}
-        for name, path in self.named.items():
-            if path not in headers:
-                absent[path] = absent.get(path, 0) + 1
-            elif name not in headers[path].tensors:
-                message = f"the index says it is in {path.name}, it is not"
-                self._report("missing_tensor", message, name)
-        for path, count in sorted(absent.items()):
-            message = f"{path.name} is missing; tensors in it by the index: {count}"
-            self._report("missing_shard", message)
+        places = {name: path for path, header in headers.items() for name in header.tensors}
+        for name in misplaced:
+            found = f"it is in {places[name].name}" if name in places else "it is not"
+            message = f"the index says it is in {self.named[name].name}, {found}"
+            self._report("missing_tensor", message, name)
+
+    def _report_gaps(self, names: Iterable[str]) -> None:
+        """Numbered files of which some are not there, where no index tells."""
+        numbers: dict[tuple[str, int], set[int]] = {}
+        for match in filter(None, map(_NUMBERED.fullmatch, names)):
+            numbers.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+        for (stem, count), found in sorted(numbers.items()):
+            # Exporters count from 1; some others from 0.
+            first = 0 if 0 in found else 1
+            missing = count - len(found)
+            if missing > 0:
+                lost = next(number for number in range(first, first + count) if number not in found)
+                message = (
+                    f"{missing} of {count} files {stem}-*-of-*.safetensors are missing, number {lost} for one"
+                )
+                self._report("missing_shard", message)
 
     def _report(self, code: str, message: str, tensor: str | None = None) -> None:
         self._problems.append(make_problem(code, message, tensor=tensor))
@@ -235,36 +276,23 @@ class TensorFiles:
         path = self.named.get(name)
         if path is None:
             return CheckpointError("no such tensor", file=self.directory, tensor=name)
-        if path in self.files:
+        if path in self._unreadable:
+            reason = self._unreadable[path].reason
+            return CheckpointError(f"the index says it is in this file: {reason}", file=path, tensor=name)
+        if path in self._identities:
             return CheckpointError("the index says it is in this file, it is not", file=path, tensor=name)
         return CheckpointError("the index says it is in this file, which is missing", file=path, tensor=name)
 
-    def _view(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
-        mapped = self._map(info)
-        if len(mapped) < info.end:
-            raise CheckpointError(
-                f"the file has become shorter: {len(mapped)} bytes, the tensor ends at {info.end}",
-                file=info.file,
-                tensor=info.name,
-            )
-        octets = np.frombuffer(mapped, np.uint8, info.nbytes, info.begin)
-        array = octets.view(dtype).reshape(info.shape)
-        return array if array.flags.aligned else array.copy()
-
-    def _map(self, info: TensorInfo) -> mmap.mmap:
-        """The map of the tensor's file; made, where there is none, and kept for the next ones."""
-        if self._recent is None:
-            raise ValueError(f"{self.directory}: closed, its tensors can no longer be read")
-        mapped = self._maps.get(info.file)
-        if mapped is None:
-            try:
-                mapped = _map_file(info.file)
-            except (OSError, ValueError) as error:
-                message = f"cannot be mapped: {error}"
-                raise CheckpointError(message, file=info.file, tensor=info.name) from error
-            self._maps[info.file] = mapped
-            self._recent.append(mapped)
-        return mapped
+    def _shard(self, path: Path) -> Shard:
+        """The file, open; kept so for the next tensors."""
+        with self._lock:
+            if self._open is None:
+                raise ValueError(f"{self.directory}: closed, its tensors can no longer be read")
+            shard = self._open.pop(path, None) or Shard(path, self._identities[path])
+            self._open[path] = shard
+            if len(self._open) > FILES_KEPT:
+                self._open.popitem(last=False)
+            return shard
 
 
 def read_index(path: Path) -> dict[str, Path]:
@@ -335,10 +363,3 @@ def _shard_path(index: Path, tensor: str, shard: str) -> Path:
     if "\0" in shard or not is_text(shard):
         raise CheckpointError(f"its file {shard!r} is not a file name", file=index, tensor=tensor)
     return index.parent / relative
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    with open(path, "rb") as stream:
-        if sys.version_info >= (3, 13):  # before, a map holds a descriptor of its own
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ, trackfd=False)
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from moqext.errors import CheckpointError
+from moqext.shard import Identity
 from moqext.untrusted import RepeatedKeys, is_text, open_file, parse_object, type_name
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -86,11 +87,13 @@ class Header(NamedTuple):
         tensors: by name, in the order of the header.
         metadata: the free text entries under "__metadata__".
         holes: ranges [begin, end) of the file, after the header, that no tensor covers.
+        identity: of the file when the header was read.
     """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     holes: tuple[tuple[int, int], ...]
+    identity: Identity
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -101,19 +104,23 @@ def read_header(path: str | os.PathLike[str]) -> Header:
             one is at fault, the tensor.
     """
     file = Path(path)
-    text, size = _read_text(file)
+    text, identity = _read_text(file)
     document = parse_object(text, file, "the header")
     metadata = _parse_metadata(document.pop("__metadata__", {}), file)
     if isinstance(document, RepeatedKeys):
         raise CheckpointError("the header names it twice", file=file, tensor=document.repeated[0])
     data_begin = LENGTH_BYTES + len(text)
-    tensors = {name: _parse_tensor(name, entry, file, data_begin, size) for name, entry in document.items()}
-    return Header(tensors, metadata, _find_holes(tensors, file, data_begin, size))
+    tensors = {
+        name: _parse_tensor(name, entry, file, data_begin, identity.size) for name, entry in document.items()
+    }
+    holes = _find_holes(tensors, file, data_begin, identity.size)
+    return Header(tensors, metadata, holes, identity)
 
 
-def _read_text(file: Path) -> tuple[bytes, int]:
-    """The header's bytes and the size of the file."""
+def _read_text(file: Path) -> tuple[bytes, Identity]:
+    """The header's bytes, and which file they are of."""
     with open_file(file) as (stream, size):
+        identity = Identity.of(os.fstat(stream.fileno()))
         if size < LENGTH_BYTES:
             raise CheckpointError(
                 f"truncated: {size} bytes, the length of the header alone takes {LENGTH_BYTES}", file=file
@@ -133,7 +140,7 @@ def _read_text(file: Path) -> tuple[bytes, int]:
         raise CheckpointError(f"truncated: {len(text)} of {length} bytes of the header", file=file)
     if not text.startswith(b"{"):
         raise CheckpointError(f"the header must start with '{{', found {text[:1]!r}", file=file)
-    return text, size
+    return text, identity
 
 
 def _parse_metadata(entry: object, file: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
         CheckpointError: it cannot be opened or read, or is not a regular file.
     """
     try:
-        with open(file, "rb", opener=_open_at_once) as stream:
+        with open(file, "rb", opener=open_at_once) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError("not a regular file", file=file)
@@ -84,8 +84,8 @@ def is_text(name: str) -> bool:
     return True
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting, as a pipe would make it, for somebody to write."""
+def open_at_once(path: str | Path, flags: int) -> int:
+    """A descriptor of the file, opened without waiting, as a pipe would make it, for somebody to write."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

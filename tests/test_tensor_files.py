@@ -1,12 +1,15 @@
-"""The tensors of a directory: which files are read, views without a copy, and what is told to be missing."""
+"""The tensors of a directory: which files are read, what is told to be missing, and files that change."""
 
-import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from moqext import CheckpointError, Problem
+from moqext import CheckpointError, Problem, shard
 from moqext import tensor_files as module
-from moqext.tensor_files import MAPS_KEPT, TensorFiles
+from moqext.tensor_files import FILES_KEPT, TensorFiles
 
 DATA = Path(__file__).parent / "data" / "checkpoints"
 GENUINE = sorted(path.parent for path in DATA.glob("*/model.safetensors"))
@@ -54,13 +57,6 @@ def descriptors(directory: Path) -> int:
     """How many descriptors of this process are open on files in the directory."""
     links = Path("/proc/self/fd").iterdir()
     return sum(os.path.realpath(link).startswith(f"{directory}/") for link in links)
-
-
-def mappings(path: Path) -> list[tuple[int, int]]:
-    """The address ranges [low, high) at which this process has the file mapped."""
-    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    ranges = [line[0].split("-") for line in lines if line[-1] == str(path.resolve())]
-    return [(int(low, 16), int(high, 16)) for low, high in ranges]
 
 
 @pytest.fixture
@@ -108,20 +104,22 @@ class TestGenuine:
 
 
 class TestTensor:
-    def test_is_a_read_only_view_into_the_map(self, data: Path) -> None:
-        path = data / "checkpoints" / "llama_nvfp4_kvfp8" / "model.safetensors"
-        files = TensorFiles(path.parent)
-        assert mappings(path) == []
-        arrays = {name: files.tensor(name) for name in files}
-        ((low, high),) = mappings(path)
-        for name, array in arrays.items():
-            assert array.ctypes.data == low + files.tensors[name].begin
-            assert array.ctypes.data + array.nbytes <= high
+    def test_is_an_array_of_its_own(self, data: Path) -> None:
+        files = TensorFiles(data / "checkpoints" / "llama_nvfp4_kvfp8")
+        for name in files:
+            array, again = files.tensor(name), files.tensor(name)
             assert array.flags.c_contiguous
-            with pytest.raises(ValueError, match="read-only"):
-                array[...] = 0
-            with pytest.raises(ValueError):
-                array.flags.writeable = True
+            assert array.flags.aligned
+            array.reshape(-1).view(np.uint8)[...] ^= 0xFF
+            assert array.tobytes() != again.tobytes() == files.tensor(name).tobytes()
+
+    def test_larger_than_one_read(
+        self, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = rng.integers(0, 256, 10_000).astype(np.uint8)
+        save_file({"a": values}, tmp_path / "model.safetensors")
+        monkeypatch.setattr(shard, "READ_AT_ONCE", 999)
+        np.testing.assert_array_equal(TensorFiles(tmp_path).tensor("a"), values)
 
     def test_every_plain_type(self, tmp_path: Path, rng: np.random.Generator) -> None:
         arrays = {
@@ -171,7 +169,6 @@ class TestTensor:
         save_file(arrays, tmp_path / "model.safetensors")
         files = TensorFiles(tmp_path)
         assert files.tensor("empty").shape == (3, 0, 2)
-        assert not files.tensor("empty").flags.writeable
         assert files.tensor("scalar").shape == ()
         assert files.tensor("scalar") == 2.5
 
@@ -183,7 +180,6 @@ class TestTensor:
         assert files.tensors["t"].begin % 4 == 1
         array = files.tensor("t")
         assert array.flags.aligned
-        assert not array.flags.writeable
         np.testing.assert_array_equal(array, np.float32([1.5, -2]))
 
     def test_absent_name(self, tmp_path: Path) -> None:
@@ -193,25 +189,6 @@ class TestTensor:
         assert caught.value.tensor == "b"
         assert caught.value.file == tmp_path
 
-    @pytest.mark.parametrize("size", [0, 20])
-    def test_a_file_cut_after_opening(self, tmp_path: Path, size: int) -> None:
-        path = tmp_path / "model.safetensors"
-        write(path, a=1)
-        files = TensorFiles(tmp_path)
-        os.truncate(path, size)
-        with pytest.raises(CheckpointError) as caught:
-            files.tensor("a")
-        assert (caught.value.file, caught.value.tensor) == (path, "a")
-
-    def test_a_file_removed_after_opening(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.safetensors"
-        write(path, a=1)
-        files = TensorFiles(tmp_path)
-        path.unlink()
-        with pytest.raises(CheckpointError, match="cannot be mapped") as caught:
-            files.tensor("a")
-        assert (caught.value.file, caught.value.tensor) == (path, "a")
-
     @staticmethod
     def write_raw(directory: Path, dtype: str, shape: list[int], content: bytes, pad: int = 0) -> None:
         header = {"t": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(content)]}}
@@ -220,23 +197,126 @@ class TestTensor:
         (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
 
 
-class TestClosing:
-    def test_views_outlive_it_and_the_map_goes_with_the_last(self, tmp_path: Path) -> None:
+class TestChangedFiles:
+    """Files that are not what they were when their headers were read, before and while they are held open."""
+
+    @pytest.fixture(params=["before", "after"])
+    def files(self, request: pytest.FixtureRequest, tmp_path: Path) -> TensorFiles:
+        write(tmp_path / "model.safetensors", a=1, b=2)
+        files = TensorFiles(tmp_path)
+        if request.param == "after":
+            assert value(files, "b") == 2
+        return files
+
+    def refused(self, files: TensorFiles, message: str) -> None:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            files.tensor("a")
+        assert (caught.value.file, caught.value.tensor) == (files.directory / "model.safetensors", "a")
+
+    @pytest.mark.parametrize("size", [0, 20])
+    def test_cut_is_an_error_and_no_sigbus(self, files: TensorFiles, size: int) -> None:
+        os.truncate(files.directory / "model.safetensors", size)
+        self.refused(files, f"has changed.*has {size}")
+
+    def test_grown(self, files: TensorFiles) -> None:
+        with open(files.directory / "model.safetensors", "ab") as stream:
+            stream.write(b"more")
+        self.refused(files, "has changed")
+
+    def test_written_to_in_place(self, files: TensorFiles) -> None:
+        path = files.directory / "model.safetensors"
+        before = path.stat().st_mtime_ns
+        with open(path, "r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(b"x")
+        os.utime(path, ns=(before, before + 1))
+        self.refused(files, "has changed.*written to")
+
+    def test_cut_while_it_is_read(self, files: TensorFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, read = files.directory / "model.safetensors", os.preadv
+
+        def cut_first(*arguments: Any) -> int:
+            os.truncate(path, 8)
+            return read(*arguments)
+
+        monkeypatch.setattr(os, "preadv", cut_first)
+        self.refused(files, "has changed.*has 8")
+
+
+class TestReplacedFiles:
+    """A file of another layout under the old name: the old offsets would give other tensors' bytes."""
+
+    @staticmethod
+    def replace(directory: Path) -> None:
+        write(directory / "new", a=9, longer__name=8)
+        os.replace(directory / "new", directory / "model.safetensors")
+
+    def test_before_its_first_tensor_is_refused(self, tmp_path: Path) -> None:
+        write(tmp_path / "model.safetensors", a=1)
+        files = TensorFiles(tmp_path)
+        self.replace(tmp_path)
+        with pytest.raises(CheckpointError, match="has changed") as caught:
+            files.tensor("a")
+        assert (caught.value.file, caught.value.tensor) == (tmp_path / "model.safetensors", "a")
+
+    def test_of_one_size_and_time_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
-        write(path, a=1, b=2)
+        write(path, a=1)
+        files, status = TensorFiles(tmp_path), path.stat()
+        write(tmp_path / "new", a=2)
+        os.replace(tmp_path / "new", path)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(CheckpointError, match="another file has taken its place"):
+            files.tensor("a")
+
+    def test_while_it_is_held_open_the_old_one_is_read(self, tmp_path: Path) -> None:
+        write(tmp_path / "model.safetensors", a=1, b=2)
+        files = TensorFiles(tmp_path)
+        assert value(files, "b") == 2
+        self.replace(tmp_path)
+        assert value(files, "a") == 1
+
+    def test_after_it_was_let_go_is_refused(self, tmp_path: Path) -> None:
+        for i in range(FILES_KEPT + 1):
+            write(tmp_path / f"part-{i:03}.safetensors", **{f"t{i}": i})
+        files = TensorFiles(tmp_path)
+        assert [value(files, f"t{i}") for i in range(FILES_KEPT + 1)] == list(range(FILES_KEPT + 1))
+        write(tmp_path / "part-000.safetensors", t0=77)
+        with pytest.raises(CheckpointError, match="has changed"):
+            files.tensor("t0")
+
+    @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+    def test_by_a_pipe_or_a_directory_does_not_hang(
+        self, tmp_path: Path, make: Callable[[Path], None]
+    ) -> None:
+        path = tmp_path / "model.safetensors"
+        write(path, a=1)
+        files = TensorFiles(tmp_path)
+        path.unlink()
+        make(path)
+        with pytest.raises(CheckpointError, match="no regular file") as caught:
+            files.tensor("a")
+        assert (caught.value.file, caught.value.tensor) == (path, "a")
+
+    def test_by_nothing(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        write(path, a=1)
+        files = TensorFiles(tmp_path)
+        path.unlink()
+        with pytest.raises(CheckpointError, match="cannot be read: No such file") as caught:
+            files.tensor("a")
+        assert (caught.value.file, caught.value.tensor) == (path, "a")
+
+
+class TestClosing:
+    def test_arrays_outlive_it(self, tmp_path: Path) -> None:
+        write(tmp_path / "model.safetensors", a=1)
         with TensorFiles(tmp_path) as files:
             assert descriptors(tmp_path) == 0
-            a, b = files.tensor("a"), files.tensor("b")
-        assert len(mappings(path)) == 1
-        assert a[0] == 1
-        del a
-        gc.collect()
-        assert len(mappings(path)) == 1
-        assert b[0] == 2
-        del b
-        gc.collect()
-        assert mappings(path) == []
+            a = files.tensor("a")
+            assert descriptors(tmp_path) == 1
         assert descriptors(tmp_path) == 0
+        assert a[0] == 1
 
     def test_no_tensor_after_it(self, tmp_path: Path) -> None:
         write(tmp_path / "model.safetensors", a=1)
@@ -247,20 +327,38 @@ class TestClosing:
             files.tensor("a")
         assert "a" in files
 
-    def test_only_a_few_maps_are_kept(self, tmp_path: Path) -> None:
-        count = 3 * MAPS_KEPT
+    def test_only_a_few_files_are_kept_open(self, tmp_path: Path) -> None:
+        count = 3 * FILES_KEPT
         for i in range(count):
             write(tmp_path / f"part-{i:03}.safetensors", **{f"t{i}": i})
         files = TensorFiles(tmp_path)
         for _ in range(2):
             assert [value(files, f"t{i}") for i in range(count)] == list(range(count))
-        gc.collect()
-        assert descriptors(tmp_path) <= MAPS_KEPT
-        held = [files.tensor(f"t{i}") for i in range(count)]
-        assert [len(mappings(path)) for path in files.files] == [1] * count
-        again = [files.tensor(f"t{i}") for i in range(count)]
-        assert [len(mappings(path)) for path in files.files] == [1] * count
-        assert [a.ctypes.data for a in held] == [b.ctypes.data for b in again]
+        assert descriptors(tmp_path) == FILES_KEPT
+
+    def test_beside_reads_of_other_threads(self, tmp_path: Path) -> None:
+        """A read gives the tensor or says that the files are closed, and every descriptor is given back."""
+        count = 2 * FILES_KEPT
+        for i in range(count):
+            write(tmp_path / f"part-{i:03}.safetensors", **{f"t{i}": i})
+
+        def read(files: TensorFiles, start: Barrier) -> str:
+            start.wait()
+            try:
+                for turn in range(200):
+                    assert value(files, f"t{turn % count}") == turn % count
+            except ValueError as error:
+                return str(error)
+            return "read all"
+
+        for _ in range(20):
+            files, start = TensorFiles(tmp_path), Barrier(4)
+            with ThreadPoolExecutor(3) as pool:
+                ends = [pool.submit(read, files, start) for _ in range(3)]
+                start.wait()
+                files.close()
+            assert all("closed" in end.result() or end.result() == "read all" for end in ends)
+        assert descriptors(tmp_path) == 0
 
 
 class TestWhichFiles:
@@ -343,7 +441,7 @@ class TestWhichFiles:
         files = TensorFiles(tmp_path)
         assert not files.has_weights
         assert list(files.named) == ["a", "b"]
-        assert [(p.code, p.severity) for p in files.problems] == [("no_weights", "note")]
+        assert [(p.code, p.severity) for p in files.problems] == [("missing_shard", "error")] * 2
         with pytest.raises(CheckpointError, match="missing") as caught:
             files.tensor("b")
         assert caught.value.file == tmp_path / "model-2.safetensors"
@@ -446,13 +544,72 @@ class TestShards:
         assert "model.safetensors" in note.message
         assert value(files, "a") == 1
 
-    def test_a_malformed_shard_is_refused_by_name(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("content", [b"<html>not found</html>", b"", None])
+    def test_a_shard_that_cannot_be_read_is_a_problem(self, tmp_path: Path, content: bytes | None) -> None:
         write(tmp_path / "s1.safetensors", a=1)
-        (tmp_path / "s2.safetensors").write_bytes(b"<html>not found</html>")
-        write_index(tmp_path, {"a": "s1.safetensors", "b": "s2.safetensors"})
+        if content is None:
+            (tmp_path / "s2.safetensors").symlink_to("nowhere")
+        else:
+            (tmp_path / "s2.safetensors").write_bytes(content)
+        write_index(tmp_path, {"a": "s1.safetensors", "b": "s2.safetensors", "c": "s2.safetensors"})
+        files = TensorFiles(tmp_path)
+        assert value(files, "a") == 1
+        (problem,) = files.problems
+        assert (problem.code, problem.severity) == ("unreadable_shard", "error")
+        assert problem.message.startswith("s2.safetensors: ")
+        assert problem.message.endswith("by the index: 2")
+        with pytest.raises(CheckpointError) as caught:
+            files.tensor("b")
+        assert (caught.value.file, caught.value.tensor) == (tmp_path / "s2.safetensors", "b")
+
+    def test_a_download_that_stopped_in_the_last_shard(self, tmp_path: Path) -> None:
+        for i in (1, 2):
+            write(tmp_path / f"s{i}.safetensors", **{f"t{i}": i})
+        os.truncate(tmp_path / "s2.safetensors", (tmp_path / "s2.safetensors").stat().st_size - 1)
+        write_index(tmp_path, {"t1": "s1.safetensors", "t2": "s2.safetensors"})
+        assert [p.code for p in TensorFiles(tmp_path).problems] == ["unreadable_shard"]
+
+    def test_the_only_file_that_cannot_be_read_is_refused_without_an_index(self, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors").write_bytes(b"<html>not found</html>")
         with pytest.raises(CheckpointError) as caught:
             TensorFiles(tmp_path)
-        assert caught.value.file == tmp_path / "s2.safetensors"
+        assert caught.value.file == tmp_path / "model.safetensors"
+
+    def test_renamed_shards_are_missing(self, tmp_path: Path) -> None:
+        write(tmp_path / "renamed.safetensors", a=1)
+        write_index(tmp_path, {"a": "model-00001-of-00001.safetensors"})
+        problems = by_code(TensorFiles(tmp_path).problems)
+        assert {code: found[0].severity for code, found in problems.items()} == {
+            "unread_files": "note",
+            "missing_shard": "error",
+        }
+
+    def test_an_index_that_points_to_the_wrong_file_says_where_it_is(self, tmp_path: Path) -> None:
+        write(tmp_path / "s1.safetensors", a=1)
+        write(tmp_path / "s2.safetensors", b=2)
+        write_index(tmp_path, {"a": "s1.safetensors", "b": "s1.safetensors", "c": "s2.safetensors"})
+        messages = [p.message for p in TensorFiles(tmp_path).problems if p.code == "missing_tensor"]
+        assert messages[0] == "the index says it is in s1.safetensors, it is in s2.safetensors"
+
+    @pytest.mark.parametrize(
+        ("names", "missing"),
+        [
+            (["model-00001-of-00002", "model-00002-of-00002"], None),
+            (["model-00000-of-00002", "model-00001-of-00002"], None),
+            (["model-00001-of-00003", "model-00003-of-00003"], "1 of 3 .*number 2"),
+            (["model-00002-of-00003"], "2 of 3 .*number 1"),
+            (["a-00001-of-00001", "b-00001-of-00002"], "1 of 2 files b-"),
+        ],
+    )
+    def test_numbers_tell_what_is_missing_without_an_index(
+        self, tmp_path: Path, names: list[str], missing: str | None
+    ) -> None:
+        for i, name in enumerate(names):
+            write(tmp_path / f"{name}.safetensors", **{f"t{i}": i})
+        problems = TensorFiles(tmp_path).problems
+        assert [p.code for p in problems] == ["missing_shard"] * (missing is not None)
+        if missing is not None:
+            assert re.search(missing, problems[0].message)
 
     @pytest.mark.unsanitized
     def test_a_thousand_shards_open_in_seconds(self, tmp_path: Path) -> None:
@@ -474,7 +631,6 @@ class TestShards:
         elapsed = time.process_time() - start
         assert (len(files), len(files.files), files.problems) == (shards * layers, shards, ())
         assert descriptors(tmp_path) == 0
-        assert not any(mappings(path) for path in files.files[:3])
         assert elapsed < 10, f"{elapsed:.2f} s"  # 1 s on an idle core
 
 
