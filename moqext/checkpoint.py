@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moqext.completeness import find_missing_layers, layer_count
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
 from moqext.dequantize import dequantize_layer
@@ -31,7 +32,7 @@ class Checkpoint:
     """A directory as ModelOpt exports it: config.json and hf_quant_config.json, and safetensors files.
 
     The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
-    headers of the files; a tensor's bytes are mapped when it is asked for. Usable as a context manager, which
+    headers of the files; a tensor's bytes are read when it is asked for. Usable as a context manager, which
     closes it.
 
     Attributes:
@@ -61,12 +62,17 @@ class Checkpoint:
         Raises:
             CheckpointError: config.json cannot be parsed.
         """
+        named = self._model_config.get("architectures")
+        return tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
+
+    @cached_property
+    def _model_config(self) -> dict[str, Any]:
+        """What config.json holds; nothing when there is no such file."""
         path = self.directory / "config.json"
         if not path.is_file():
-            return ()
+            return {}
         with open_file(path) as (file, _):
-            named = parse_object(file.read(), path, "the configuration").get("architectures")
-        return tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
+            return parse_object(file.read(), path, "the configuration")
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -74,7 +80,7 @@ class Checkpoint:
         return self.files.tensors
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor as a read-only array that is not copied; see `TensorFiles.tensor`."""
+        """The tensor as an array of its own, read from its file now; see `TensorFiles.tensor`."""
         return self.files.tensor(name)
 
     def layers(self) -> tuple[LayerRecord, ...]:
@@ -122,7 +128,13 @@ class Checkpoint:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd: first in the files, then in the layers."""
-        return (*self.files.problems, *self.findings().all_problems())
+        return (*self.file_problems, *self.findings().all_problems())
+
+    @cached_property
+    def file_problems(self) -> tuple[Problem, ...]:
+        """What is wrong or odd in the files, what is missing among them first of all."""
+        names = self.files.named.keys() | self.tensors.keys()
+        return (*self.files.problems, *find_missing_layers(names, layer_count(self._model_config)))
 
     def findings(self, *, block_scales: bool | None = None) -> Findings:
         """Layers, cache scales and problems together.
@@ -196,7 +208,7 @@ class Checkpoint:
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
 
     def close(self) -> None:
-        """Forgets the memory maps; arrays that were handed out stay valid."""
+        """Closes the files; arrays that were handed out stay valid."""
         self.files.close()
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ from moqext._C import ConfigError
 from moqext.config import LayerQuant, QuantConfig
 from moqext.inventory import Inventory
 from moqext.problems import Problem, make_problem
+from moqext.scale_values import Scales
 from moqext.stored import BLOCK, FLOATS, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored
 
 UNKNOWN = "UNKNOWN"
@@ -112,6 +113,22 @@ def check_roles(
     if scale in inventory.foreign:
         message = f"the weight scale is called {inventory.foreign[scale]}"
         yield make_problem("foreign_scale_name", message, layer=module, tensor=scale)
+
+
+def check_repeats(module: str, inventory: Inventory, scales: Scales) -> Iterator[Problem]:
+    """Problems of tensors that a module has twice, under two names of one role."""
+    for kept, other in inventory.repeats.get(module, ()):
+        yield from compare_repeated(module, kept, other, scales)
+
+
+def compare_repeated(layer: str, kept: str, other: str, scales: Scales) -> Iterator[Problem]:
+    """The problem of two tensors of one role, of which `kept` counts; none when nothing is to be read."""
+    equal = scales.are_equal(kept, other)
+    if equal:
+        yield make_problem("repeated_scale", f"the same as {kept}", layer=layer, tensor=other)
+    elif equal is not None:
+        message = f"differs from {kept}, which has the same role"
+        yield make_problem("conflicting_tensors", message, layer=layer, tensor=other)
 
 
 def check_linear_shapes(

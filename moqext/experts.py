@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moqext.config import QuantConfig
-from moqext.decision import Decision, check_roles, decide
+from moqext.decision import Decision, check_repeats, check_roles, decide
 from moqext.fused import spread
 from moqext.inventory import Inventory
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
@@ -51,6 +51,7 @@ def _group(
     keys = sorted(experts, key=lambda key: (key[0], _rank(key[1]), key[1]))
     members = tuple(experts[key] for key in keys)
     problems = _missing_experts(name, experts.keys() | plain)
+    problems += _two_of_a_role(name, experts)
     problems += _mixed_formats(name, members, plain)
     shape, misshapen = _group_shape(name, experts)
     problems += misshapen
@@ -96,6 +97,18 @@ def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
     names = (f"{i}.{p}" for i in range(count) for p in projections if (i, p) not in present)
     message = f"{missing} of {count * len(projections)} are missing: {_first(names)}"
     return [make_problem("missing_expert", message, layer=name)]
+
+
+def _two_of_a_role(name: str, experts: Mapping[tuple[int, str], LayerRecord]) -> list[Problem]:
+    """An expert with two projections that are one by their names, as `w1` and `gate_proj`."""
+    seen: dict[tuple[int, str], str] = {}
+    for index, projection in experts:
+        first = seen.setdefault((index, PROJECTIONS.get(projection, projection)), projection)
+        if first != projection:
+            message = f"expert {index} has both {first} and {projection}"
+            tensor = experts[index, projection].tensors["weight"]
+            return [make_problem("conflicting_tensors", message, layer=name, tensor=tensor)]
+    return []
 
 
 def _mixed_formats(name: str, members: Sequence[LayerRecord], plain: set[tuple[int, str]]) -> list[Problem]:
@@ -168,7 +181,7 @@ def _clipped(name: str, experts: Mapping[tuple[int, str], LayerRecord]) -> list[
         f"the expert width, {up.shape[0]}, is no multiple of {BLOCK}: where the producer held gate and up as "
         "one weight, up was clipped and is off by several percent"
     )
-    return [make_problem("clipped_blocks", message, layer=name)]
+    return [make_problem("possibly_clipped_blocks", message, layer=name)]
 
 
 def _unequal_gate_up(
@@ -235,8 +248,15 @@ def find_stacked_groups(
             continue
         decision, found = decide(module, stored, config)
         found += check_roles(module, decision.quant_algo, roles, inventory)
-        found += check_scales(module, decision.quant_algo, roles, scales)
-        containers[container][PROJECTIONS[last]] = _Stacked(module, roles, stored, decision, found)
+        found += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
+        found += check_repeats(module, inventory, scales)
+        projection = _Stacked(module, roles, stored, decision, found)
+        first = containers[container].setdefault(PROJECTIONS[last], projection)
+        if first is not projection:
+            message = f"also the {PROJECTIONS[last]} projection of {container}, as {first.name} is"
+            problems.append(
+                make_problem("conflicting_tensors", message, layer=module, tensor=roles["weight"])
+            )
     groups = [
         _stacked_group(name, parts, inventory, scales, architectures) for name, parts in containers.items()
     ]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from moqext.naming import KV_ROLES, parse_tensor_name
-from moqext.stored import Tensor, is_quantized, tensor_bytes
+from moqext.stored import Tensor, is_small, tensor_bytes
 
 _SCALE_NAME = re.compile(r"(?:weight|input|output|kv)_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$")
 
@@ -20,6 +20,7 @@ class Inventory:
         foreign: tensor name -> the spelling of its role, where another producer's.
         leftovers: tensors of the quantizer's inner state.
         strays: tensors that look quantized, or like scales, and have no place above.
+        repeats: module -> (tensor that counts, tensor of the same role under another name).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -29,13 +30,14 @@ class Inventory:
         self.foreign: dict[str, str] = {}
         self.leftovers: list[str] = []
         self.strays: list[str] = []
+        self.repeats: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for name, info in tensors.items():
             self._add(name, info)
 
     def _add(self, name: str, info: Tensor) -> None:
         named = parse_tensor_name(name)
         if named is None:
-            if is_quantized(info) or _SCALE_NAME.search(name):
+            if is_small(info) or _SCALE_NAME.search(name):
                 self.strays.append(name)
             return
         if named.role == "leftover":
@@ -49,9 +51,9 @@ class Inventory:
             # Two spellings of one role: the usual one counts.
             if other in self.foreign:
                 roles[named.role] = name
-                self.strays.append(other)
+                self.repeats[named.module].append((name, other))
             else:
-                self.strays.append(name)
+                self.repeats[named.module].append((other, name))
 
     def infos(self, roles: Mapping[str, str]) -> dict[str, Tensor]:
         """Role -> data type and shape."""

@@ -1,8 +1,8 @@
 """Finds the scales of the KV cache, and what is wrong with them.
 
 They are stored beside the attention's linears (`<attention>.k_proj.k_scale`), even where it has no such
-linear (MLA, fused qkv), or on the attention itself (`<attention>.k_scale`). A quantized cache without any
-scale is normal: 1.0.
+linear (MLA, fused qkv), or on the attention itself (`<attention>.k_scale`). In both places they have to be
+equal. A quantized cache without any scale is normal: 1.0.
 """
 
 from collections import defaultdict
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from moqext.decision import compare_repeated
 from moqext.inventory import Inventory
 from moqext.naming import attention_of, is_vision, name_pattern
 from moqext.problems import Problem, make_problem
@@ -24,14 +25,15 @@ def find_kv_scales(
     inventory: Inventory, kv_algo: str | None, scales: Scales
 ) -> tuple[tuple[KVRecord, ...], list[Problem]]:
     """The cache scales by attention, and the problems of the cache as a whole."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     vision: list[str] = []
     for module, roles in inventory.kv.items():
         attention = attention_of(module)
         if is_vision(attention):
             vision += roles.values()
-        else:
-            found[attention].update(roles)
+            continue
+        for role, tensor in roles.items():
+            found[attention][role].append(tensor)
     records = [_record(name, roles, inventory, scales) for name, roles in found.items()]
     problems = [
         make_problem("kv_scale_in_vision", "a vision tower has no cache", tensor=tensor) for tensor in vision
@@ -41,9 +43,19 @@ def find_kv_scales(
     return tuple(_note_ones(records)), problems
 
 
-def _record(name: str, roles: Mapping[str, str], inventory: Inventory, scales: Scales) -> KVRecord:
-    problems = []
+def _usual_first(role: str, tensors: list[str]) -> list[str]:
+    """Names of one scale, the exporter's own first: that of keys beside k_proj, of values beside v_proj."""
+    return sorted(tensors, key=lambda tensor: (not tensor.endswith(f".{role[0]}_proj.{role}"), tensor))
+
+
+def _record(name: str, found: Mapping[str, list[str]], inventory: Inventory, scales: Scales) -> KVRecord:
+    problems: list[Problem] = []
     values = {}
+    roles = {}
+    for role, tensors in found.items():
+        roles[role], *others = _usual_first(role, tensors)
+        for other in others:
+            problems += compare_repeated(name, roles[role], other, scales)
     for role in _SCALES:
         if role not in roles:
             continue
@@ -66,7 +78,7 @@ def _record(name: str, roles: Mapping[str, str], inventory: Inventory, scales: S
         if role in roles:
             message = f"an affine cache: {role} is subtracted before quantizing"
             problems.append(make_problem("kv_bias", message, layer=name, tensor=roles[role]))
-    return KVRecord(name, dict(roles), tuple(problems), values)
+    return KVRecord(name, roles, tuple(problems), values)
 
 
 def _cache_problems(records: list[KVRecord], kv_algo: str | None) -> list[Problem]:

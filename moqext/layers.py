@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import ask, check_linear_shapes, check_roles, decide
+from moqext.decision import ask, check_linear_shapes, check_repeats, check_roles, decide
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
+from moqext.input_scales import mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
-from moqext.naming import FUSED_NAMES, is_embedding, is_number, parse_expert_name
+from moqext.naming import FUSED_NAMES, is_embedding, is_never_quantized, is_number, parse_expert_name
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
@@ -54,13 +55,16 @@ def find_layers(
         weight = tensors[roles["weight"]] if "weight" in roles else None
         if weight is None:
             problems += _without_weight(module, roles, inventory)
+            problems += check_repeats(module, inventory, scales)
         elif not is_quantized(weight):
             unquantized[module] = weight
             problems += _unquantized(module, weight, roles, inventory, config)
+            problems += check_repeats(module, inventory, scales)
         elif len(weight.shape) == 3:
             stacked[module] = roles
         else:
             layers[module] = _linear(module, roles, inventory, config, scales)
+    layers = mark_partial_input_scales(layers)
     problems += find_fused_problems(layers, unquantized, scales)
     groups = find_expert_groups(layers, unquantized, scales)
     found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
@@ -86,12 +90,14 @@ def _linear(
     """The record of a linear or an embedding."""
     stored = recognise(inventory.infos(roles))
     decision, problems = decide(module, stored, config)
-    embedding = is_embedding(module)
+    # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
+    embedding = is_embedding(module) and roles.keys().isdisjoint(("input_scale", "bias"))
     judged_here = not embedding and parse_expert_name(module) is None
     problems += check_roles(module, decision.quant_algo, roles, inventory, activations=judged_here)
     if len(stored.shape) == 2:
         problems += check_linear_shapes(module, (stored.shape[0], stored.shape[1]), roles, inventory)
-    problems += check_scales(module, decision.quant_algo, roles, scales)
+    problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
+    problems += check_repeats(module, inventory, scales)
     return LayerRecord(
         name=module,
         kind="embedding" if embedding else "linear",
@@ -127,21 +133,28 @@ def _unquantized(
 ) -> list[Problem]:
     """Problems of a weight that is stored unquantized: scales beside it, a configuration that quantizes it.
 
-    Norms and convolutions are never quantized; embeddings are only when something names them.
+    Norms and convolutions are never quantized; embeddings and routers only when something names them. A model
+    is saved in 16 bits, so that a float of another size where codes are due may be codes that something cast.
     """
     problems = []
     scales = _scale_roles(roles, inventory)
+    wide = weight.dtype not in ("BF16", "F16")
     if scales:
         message = f"{', '.join(scales)} beside a weight stored as {weight.dtype}"
-        problems.append(make_problem("scales_on_unquantized", message, layer=module, tensor=roles[scales[0]]))
+        if wide:
+            message += ": ModelOpt's codes are F8_E4M3, U8 or I8"
+        code = "dtype_mismatch" if wide else "scales_on_unquantized"
+        problems.append(make_problem(code, message, layer=module, tensor=roles[scales[0]]))
     if config is None or len(weight.shape) not in (2, 3) or (len(weight.shape) == 3 and "conv" in module):
         return problems
     asked, disagreement = ask(config, module)
     problems += disagreement
     listed = asked.rule.startswith("quantized_layers")
-    if asked.quant_algo is not None and (listed or not is_embedding(module)):
-        message = f"configured as {asked.quant_algo} ({asked.rule}), stored as {weight.dtype}; that holds"
-        problems.append(make_problem("stored_unquantized", message, layer=module, tensor=roles["weight"]))
+    if asked.quant_algo is not None and (listed or not is_never_quantized(module)):
+        message = f"configured as {asked.quant_algo} ({asked.rule}), stored as {weight.dtype}"
+        code = "dtype_mismatch" if wide else "stored_unquantized"
+        message += ", which is neither its codes nor the 16 bits of a model" if wide else "; that holds"
+        problems.append(make_problem(code, message, layer=module, tensor=roles["weight"]))
     return problems
 
 

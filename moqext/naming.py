@@ -18,6 +18,7 @@ gpt-oss: `model.layers.0.mlp.experts.gate_up_proj_weight_scale`), or dots and `.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Role = Literal[
@@ -94,7 +95,9 @@ INTERLEAVED_ARCHITECTURES = frozenset(("GptOssForCausalLM",))
 """Architectures whose gate_up_proj alternates gate and up instead of putting one after the other."""
 
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|vit\w*|image_encoder)(?:\.|$)")
-_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe)$")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embeddings?|embed(?:_tokens\w*|_in|_positions)?|wte|wpe)$")
+_EMBEDS = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe)$")
+_ROUTER = re.compile(r"(?:^|\.)(?:\w*gate|router|router\.\w+)$")
 _ATTENTION_CHILD = re.compile(r"(?P<attention>.+)\.(?:q_proj|k_proj|v_proj|qkv_proj|kv_b_proj)")
 
 
@@ -150,8 +153,13 @@ def attention_of(module: str) -> str:
 
 
 def is_embedding(module: str) -> bool:
-    """Whether the module is an embedding table by its name."""
+    """Whether the module is an embedding table by its name; `embed_out` and `x_embedder` are linears."""
     return _EMBEDDING.search(module) is not None
+
+
+def is_never_quantized(module: str) -> bool:
+    """Whether the module is one that exporters leave as it is, listed or not: what embeds, and routers."""
+    return _EMBEDS.search(module) is not None or _ROUTER.search(module) is not None
 
 
 def is_vision(module: str) -> bool:
@@ -167,3 +175,14 @@ def name_pattern(module: str) -> str:
 def is_number(part: str) -> bool:
     """Whether a part of a name counts layers or experts."""
     return len(part) <= 6 and part.isascii() and part.isdigit()
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Numbers in order, runs as first and last: "0-3,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

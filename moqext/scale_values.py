@@ -1,16 +1,20 @@
 """The values of scales: reading them as float32 whatever their type, and judging them.
 
-Only scales are read, never weights. Block scales are a ninth of an NVFP4 checkpoint, so they can be left out.
+Only scales are read. Block scales are a ninth of an NVFP4 checkpoint, so they can be left out. A weight is
+read where one of its scales is zero, to tell a layer of zeros from one whose scale was lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import inf, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moqext import ops
 from moqext.problems import Problem, make_problem
-from moqext.stored import NVFP4_FAMILY, Tensor, tensor_bytes
+from moqext.stored import FLOATS, NVFP4_FAMILY, Tensor, tensor_bytes
 
 Reader = Callable[[str], NDArray[np.generic]]
 Float32 = NDArray[np.float32]
@@ -42,6 +46,8 @@ def _e8m0_table() -> Float32:
     return value.astype(np.float32)
 
 
+_E4M3_ONE = 0x38
+_SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
 _TABLES = {"F8_E4M3": _e4m3_table(), "U8": _e8m0_table(), "F8_E8M0": _e8m0_table()}
 
 
@@ -89,23 +95,75 @@ class Scales:
         info = self._tensors[name]
         if not self._block_scales and prod(info.shape) > FEW:
             return None
-        if info.dtype not in _TABLES and info.dtype not in ("F32", "F16", "BF16", "F64"):
+        if info.dtype not in _TABLES and info.dtype not in FLOATS:
             return None
         return decode_scales(info.dtype, self._read(name))
 
+    def are_equal(self, one: str, other: str) -> bool | None:
+        """Whether two tensors hold the same numbers, whatever their types; None when nothing may be read."""
+        if self._read is None:
+            return None
+        dtypes = [self._tensors[name].dtype for name in (one, other)]
+        if any(dtype not in _TABLES and dtype not in FLOATS for dtype in dtypes):
+            return False
+        here, there = (
+            decode_scales(dtype, self._read(name)).ravel()
+            for dtype, name in zip(dtypes, (one, other), strict=True)
+        )
+        return np.array_equal(here, there, equal_nan=True)
 
-def check_scales(layer: str, algo: str, tensors: Mapping[str, str], scales: Scales) -> Iterator[Problem]:
+    def has_codes_under_zero(
+        self, role: str, algo: str, group_size: int | None, tensors: Mapping[str, str]
+    ) -> bool:
+        """Whether codes that mean a number, and not zero, stand under the zeros of a scale.
+
+        The weight is dequantized with 1 for every zero of that scale and 0 for everything else of it: what is
+        left is what the codes under the zeros say by themselves. NaN, which the exporter leaves in a layer of
+        zeros, says nothing.
+        """
+        if self._read is None:
+            return False
+        params: dict[str, Any] = {
+            name: self._read(tensors[name]) for name in _SCALES_OF_WEIGHT if name in tensors
+        }
+        dtype = self._tensors[tensors[role]].dtype
+        zeros = decode_scales(dtype, params[role]) == 0
+        one = np.uint8(_E4M3_ONE) if dtype == "F8_E4M3" else np.float32(1)
+        params[role] = np.where(zeros, one, one.dtype.type(0))
+        try:
+            values = ops.dequantize(self._read(tensors["weight"]), algo, group_size=group_size, **params)
+        except (ValueError, TypeError):  # the tensors do not fit each other, which is a problem of its own
+            return False
+        return bool((np.isfinite(values) & (values != 0)).any())
+
+
+def check_scales(
+    layer: str, algo: str, tensors: Mapping[str, str], scales: Scales, group_size: int | None = None
+) -> Iterator[Problem]:
     """The problems of the values of a layer's scales, `tensors` by role."""
+
+    def lost(role: str) -> bool:
+        return "weight" in tensors and scales.has_codes_under_zero(role, algo, group_size, tensors)
+
     second = scales.values(tensors.get("weight_scale_2"))
     if second is not None:
-        yield from _check_multiplier(layer, tensors["weight_scale_2"], second)
+        yield from _check_multiplier(
+            layer, tensors["weight_scale_2"], second, partial(lost, "weight_scale_2")
+        )
     first = scales.values(tensors.get("weight_scale"))
     if first is not None:
         if second is not None and first.ndim and (second == 0).any():
             # A zero second-level scale means zero weights; the exporter leaves NaN block scales under it.
             per_expert = second.ndim == 1 and len(second) == len(first)
             first = first[second != 0] if per_expert else first[:0]
-        yield from _check_multiplier(layer, tensors["weight_scale"], first)
+        # A block far smaller than the largest one may have a scale too small for e4m3: before 0.44 it was 0.
+        yield from _check_multiplier(
+            layer,
+            tensors["weight_scale"],
+            first,
+            partial(lost, "weight_scale"),
+            may_underflow=second is not None,
+        )
     factors = scales.values(tensors.get("pre_quant_scale"))
     if factors is not None and not np.isfinite(factors).all():
         yield _not_finite(layer, tensors["pre_quant_scale"], factors)
@@ -133,7 +191,9 @@ def _all_positive(values: Float32) -> bool:
     return values.size == 0 or bool(values.min() > 0 and values.max() < inf)
 
 
-def _check_multiplier(layer: str, name: str, values: Float32) -> Iterator[Problem]:
+def _check_multiplier(
+    layer: str, name: str, values: Float32, is_lost: Callable[[], bool], *, may_underflow: bool = False
+) -> Iterator[Problem]:
     if _all_positive(values):
         return
     if not np.isfinite(values).all():
@@ -141,8 +201,11 @@ def _check_multiplier(layer: str, name: str, values: Float32) -> Iterator[Proble
     if (values < 0).any():
         yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
     zeros = values == 0
-    if zeros.all():
-        message = "the scale is 0: every weight is zero, and the codes mean nothing"
+    if (zeros.all() if may_underflow else zeros.any()) and is_lost():
+        message = f"{_count(zeros)} zero, over codes that are not: their weights are lost"
+        yield make_problem("lost_scale", message, layer=layer, tensor=name)
+    elif zeros.all():
+        message = "the scale is 0 and no code says otherwise: every weight is zero"
         yield make_problem("all_zero_layer", message, layer=layer, tensor=name)
     elif zeros.any():
         yield make_problem("zero_blocks", f"{_count(zeros)} zero", layer=layer, tensor=name)

@@ -28,7 +28,9 @@ from typing import Protocol
 from moqext.tensor_header import DTYPE_BITS
 
 FLOATS = frozenset(("F32", "F16", "BF16", "F64"))
-QUANTIZED = frozenset(("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"))
+CODES = frozenset(("F8_E4M3", "U8", "I8"))
+"""Types in which ModelOpt stores codes."""
+_SMALL = CODES | {"F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4"}
 _E8M0 = frozenset(("U8", "F8_E8M0"))
 _GROUPS = {"nvfp4": (16, 32), "mx": (32,)}
 
@@ -84,8 +86,13 @@ def tensor_bytes(info: Tensor) -> int:
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Whether the tensor holds codes rather than numbers, by its data type."""
-    return weight.dtype in QUANTIZED
+    """Whether a weight holds codes rather than numbers: it has any type but a float of 16 bits or more."""
+    return weight.dtype not in FLOATS
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor of any role are of a type that codes have, 8 bits or less."""
+    return tensor.dtype in _SMALL
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> Stored:
@@ -94,6 +101,9 @@ def recognise(tensors: Mapping[str, Tensor]) -> Stored:
     shape = weight.shape
     if len(shape) not in (2, 3):
         return Stored((), shape, fault=("unknown_format", f"{weight.dtype} weight of shape {list(shape)}"))
+    if weight.dtype not in CODES:
+        message = f"a weight stored as {weight.dtype}; ModelOpt's codes are F8_E4M3, U8 or I8"
+        return Stored((), shape, fault=("unknown_format", message))
     scale = tensors.get("weight_scale")
     if scale is None:
         return _without_scale(tensors)

@@ -424,6 +424,7 @@ def test_one_zero_expert_among_stacked_ones():
         tensors[f"{base}.{name}"] = ("U8", (E, rows // 2, columns))
         tensors[f"{base}.{name}_weight_scale"] = ("F8_E4M3", (E, rows // 16, columns))
         tensors[f"{base}.{name}_weight_scale_2"] = ("F32", (E,))
+        values[f"{base}.{name}"] = np.full((E, rows // 2, columns), 0x77, np.uint8)
         values[f"{base}.{name}_weight_scale"] = np.full((E, rows // 16, columns), 0x38, np.uint8)
         values[f"{base}.{name}_weight_scale_2"] = np.full(E, 0.001, np.float32)
     values[f"{base}.down_proj_weight_scale_2"][2] = 0
@@ -434,6 +435,11 @@ def test_one_zero_expert_among_stacked_ones():
     values[f"{base}.down_proj_weight_scale"][1, 0, 0] = 0x7F
     assert codes(find_layers(infos(**tensors), config, values.__getitem__)) == {
         "zero_blocks": 1,
+        "scale_not_finite": 1,
+    }
+    values[f"{base}.down_proj_weight_scale_2"][3] = 0
+    assert codes(find_layers(infos(**tensors), config, values.__getitem__)) == {
+        "lost_scale": 1,
         "scale_not_finite": 1,
     }
 
@@ -473,11 +479,15 @@ def test_embeddings_stored_unquantized_are_told_of_only_when_listed():
 )
 def test_of_two_spellings_the_usual_one_counts(names):
     tensors = {"a.fc.weight": ("F8_E4M3", (256, 256))} | {f"a.fc.{name}": ("F32", (2, 2)) for name in names}
-    findings = find_layers(infos(**tensors), config_of("FP8_PB_WO"))
+    values = {f"a.fc.{name}": np.ones((2, 2), np.float32) for name in names}
+    findings = find_layers(infos(**tensors), config_of("FP8_PB_WO"), values.__getitem__)
     (layer,) = findings.layers
     assert layer.tensors["weight_scale"] == "a.fc.weight_scale"
     (problem,) = findings.all_problems()
-    assert (problem.code, problem.tensor) == ("unowned_tensor", "a.fc.weight_scale_inv")
+    assert (problem.code, problem.tensor) == ("repeated_scale", "a.fc.weight_scale_inv")
+    values[f"a.fc.{names[0]}"][1, 0] = 2
+    (problem,) = find_layers(infos(**tensors), config_of("FP8_PB_WO"), values.__getitem__).all_problems()
+    assert (problem.code, problem.tensor) == ("conflicting_tensors", "a.fc.weight_scale_inv")
 
 
 def test_mxfp4_with_and_without_activation_scale():

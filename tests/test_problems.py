@@ -23,6 +23,7 @@ EXPERTS = f"{MLP}.experts"
 # Found when files are opened; tests/test_tensor_files.py brings each of them about.
 OF_FILES = {
     "missing_shard",
+    "unreadable_shard",
     "missing_tensor",
     "index_ignored",
     "no_weights",
@@ -32,6 +33,7 @@ OF_FILES = {
     "unindexed_tensor",
     "unreadable_dtype",
 }
+OF_CONFIG = {"config_conflict", "config_note", "missing_layers"}
 
 
 class Info(NamedTuple):
@@ -263,6 +265,72 @@ def _kv_of_one_layer(model):
         model.drop(name)
 
 
+def _second_weight(model):
+    model.put(f"{EXPERTS}.down_proj.weight", "F8_E4M3", model.array(f"{EXPERTS}.down_proj") ^ 1)
+
+
+def _two_gates(model):
+    """An expert whose gate is there as `gate_proj` and as `w1`."""
+    for role in ("weight", "weight_scale", "input_scale"):
+        model.put(f"{EXPERTS}.1.w1.{role}", *model.tensors[f"{EXPERTS}.1.gate_proj.{role}"])
+
+
+def _repeat_kv(model):
+    for name, role in ((K, "k_scale"), (V, "v_scale")):
+        model.put(f"{ATTENTION}.{role}", *model.tensors[f"{name}.{role}"])
+
+
+def _zero_row(model):
+    model.array(f"{K}.weight_scale")[0] = 0
+
+
+def _zero_blocks(model):
+    model.array(f"{K}.weight_scale")[...] = 0
+
+
+def _zero_stacked(model):
+    model.put(f"{DOWN}_weight_scale", "F32", np.float32([0.1, 0]))
+
+
+def _zeros(code):
+    """A layer of zeros, as `code` of FP8 under a scale of zero."""
+
+    def change(model):
+        model.scalar(f"{K}.weight_scale", 0)
+        model.array(f"{K}.weight")[...] = code
+
+    return change
+
+
+def _no_linear_input_scales(model):
+    for name in [name for name in model.tensors if name.endswith("input_scale")]:
+        model.drop(name)
+
+
+def _one_without_input_scale(model):
+    """One of two layers; of q, k and v only k is in FP8."""
+    model.drop(f"{K}.input_scale")
+
+
+def _retype(dtype):
+    carriers = {"F32": np.float32, "I32": np.int32}
+    return lambda m: m.put(f"{K}.weight", dtype, m.array(f"{K}.weight").astype(carriers.get(dtype, np.uint8)))
+
+
+def _retype_alone(dtype):
+    """The weight in another type, its scales gone."""
+
+    def change(model):
+        _retype(dtype)(model)
+        model.drop(f"{K}.weight_scale", f"{K}.input_scale")
+
+    return change
+
+
+MIXED = ("mixed_fused_formats",)
+PARTIAL = ("input_scale_partial",)
+DOWN = "model.layers.0.feed_forward.experts.down_proj"
+
 CASES = [
     Case("no_quant_config", "llama_fp8_kvfp8", _no_config, None, others=("kv_scales_unannounced",)),
     Case("listed_module_missing", "mixed_three", _list_missing, "model.layers.7.mlp.up_proj"),
@@ -347,12 +415,15 @@ CASES = [
         ATTENTION,
         f"{K}.k_scale",
     ),
-    Case(
-        "unknown_format",
-        "llama_fp8_pc_pt",
-        lambda m: m.put(f"{K}.weight", "F8_E5M2", m.array(f"{K}.weight")),
-        K,
-    ),
+    Case("dtype_mismatch", "llama_fp8_kvfp8", _retype("F32"), K, f"{K}.weight_scale", count=2, others=MIXED),
+    Case("dtype_mismatch", "llama_fp8_kvfp8", _retype_alone("F32"), K, f"{K}.weight", others=MIXED),
+    Case("unknown_format", "llama_fp8_pc_pt", _retype("F8_E5M2"), K),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype("F8_E4M3FNUZ"), K),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype_alone("F8_E4M3FNUZ"), K, others=PARTIAL),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype("F8_E8M0"), K),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype("BOOL"), K),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype("I32"), K),
+    Case("unknown_format", "llama_fp8_kvfp8", _retype_alone("I32"), K, others=PARTIAL),
     Case(
         "unexpected_tensor",
         "llama_fp8_kvfp8",
@@ -390,10 +461,46 @@ CASES = [
         "model.layers.0.codes",
     ),
     Case(
-        "unowned_tensor",
+        "conflicting_tensors",
         "llama_fp8_kvfp8",
         _add(f"{K}.weight_scale_inv", "F32", np.float32(1)),
-        None,
+        K,
+        f"{K}.weight_scale_inv",
+    ),
+    Case(
+        "conflicting_tensors",
+        "gpt_oss_fp8",
+        _second_weight,
+        f"{EXPERTS}.down_proj",
+        f"{EXPERTS}.down_proj.weight",
+    ),
+    Case(
+        "conflicting_tensors",
+        "qwen3moe_fp8",
+        _two_gates,
+        EXPERTS,
+        others=("missing_expert",),
+    ),
+    Case(
+        "conflicting_tensors",
+        "llama_fp8_kvfp8",
+        _add(f"{ATTENTION}.k_scale", "F32", np.float32(1)),
+        ATTENTION,
+        f"{ATTENTION}.k_scale",
+    ),
+    Case(
+        "conflicting_tensors",
+        "llama_fp8_kvfp8",
+        _add(f"{K}.v_scale", "F32", np.float32(1)),
+        ATTENTION,
+        f"{K}.v_scale",
+    ),
+    Case("repeated_scale", "llama_fp8_kvfp8", _repeat_kv, ATTENTION, f"{ATTENTION}.k_scale", count=2),
+    Case(
+        "repeated_scale",
+        "llama_fp8_kvfp8",
+        lambda m: m.put(f"{K}.weight_scale_inv", *m.tensors[f"{K}.weight_scale"]),
+        K,
         f"{K}.weight_scale_inv",
     ),
     Case(
@@ -417,7 +524,7 @@ CASES = [
         "model.layers.0.feed_forward.experts.gate_up_proj",
         count=2,
     ),
-    Case("clipped_blocks", "qwen3moe_fp8", _expert_blocks, EXPERTS),
+    Case("possibly_clipped_blocks", "qwen3moe_fp8", _expert_blocks, EXPERTS),
     Case(
         "scale_not_finite",
         "llama_nvfp4_kvfp8",
@@ -442,10 +549,21 @@ CASES = [
     Case("scale_negative", "llama_fp8_kvfp8", _set(f"{K}.k_scale", -1), ATTENTION, f"{K}.k_scale"),
     Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.input_scale", 0), K, f"{K}.input_scale"),
     Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.k_scale", 0), ATTENTION, f"{K}.k_scale"),
-    Case("all_zero_layer", "llama_fp8_kvfp8", _set(f"{K}.weight_scale", 0), K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama_fp8_kvfp8", _set(f"{K}.weight_scale", 0), K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama_fp8_pc_pt", _zero_row, K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama_int8_sq", _zero_row, K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama_int4_awq", _zero_row, K, f"{K}.weight_scale"),
+    Case("lost_scale", "fp8_pb_wo_unaligned", _zero_row, K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama_nvfp4_kvfp8", _set(f"{K}.weight_scale_2", 0), K, f"{K}.weight_scale_2"),
+    Case("lost_scale", "llama_nvfp4_kvfp8", _zero_blocks, K, f"{K}.weight_scale"),
+    Case("lost_scale", "llama4_fp8", _zero_stacked, DOWN, f"{DOWN}_weight_scale"),
+    Case("all_zero_layer", "llama_fp8_kvfp8", _zeros(0x7F), K, f"{K}.weight_scale"),
+    Case("all_zero_layer", "llama_fp8_kvfp8", _zeros(0x80), K, f"{K}.weight_scale"),
     Case("all_zero_layer", "llama_nvfp4_kvfp8", _all_nan_under_zero, K, f"{K}.weight_scale_2"),
     Case("zero_blocks", "llama_nvfp4_kvfp8", _zero_block, K, f"{K}.weight_scale"),
-    Case("missing_input_scale", "llama_fp8_kvfp8", _drop(f"{K}.input_scale"), K),
+    Case("missing_input_scale", "llama_fp8_kvfp8", _no_linear_input_scales, K, count=7),
+    Case("input_scale_partial", "llama_fp8_kvfp8", _drop(f"{K}.input_scale"), K),
+    Case("input_scale_partial", "mixed_fp8_nvfp4", _one_without_input_scale, K),
     Case("missing_input_scale", "qwen3moe_nvfp4", _no_input_scales, EXPERTS),
     Case("missing_expert_input_scale", "qwen3moe_nvfp4", _drop(f"{EXPERTS}.2.up_proj.input_scale"), EXPERTS),
     Case(
@@ -556,8 +674,27 @@ def test_config_conflict(data, tmp_path):
     assert "hf_quant_config.json" in problem.message
 
 
+@pytest.mark.parametrize(
+    "count, missing",
+    [(2, None), (1, None), (None, None), ("2", None), (True, None), (3, "2"), (5, "2-4"), (1e3, None)],
+)
+def test_missing_layers(data, tmp_path, count, missing):
+    """The first half of a checkpoint whose files look whole."""
+    source = data / "exports" / "mixed_fp8_nvfp4"
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] = count
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with moqext.Checkpoint(tmp_path) as checkpoint:
+        problems = checkpoint.problems
+    assert [problem.code for problem in problems] == ["missing_layers"] * (missing is not None)
+    if missing is not None:
+        assert f"model.layers.{missing} " in problems[0].message + " "
+
+
 def test_every_code_is_brought_about():
-    assert {case.code for case in CASES} | OF_FILES | {"config_conflict", "config_note"} == set(CODES)
+    assert {case.code for case in CASES} | OF_FILES | OF_CONFIG == set(CODES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])
@@ -577,7 +714,7 @@ def test_problems_have_the_severity_of_the_table():
 
 
 def test_worst_severity():
-    note, warning = make_problem("hole", ""), make_problem("clipped_blocks", "")
+    note, warning = make_problem("hole", ""), make_problem("config_conflict", "")
     error = make_problem("missing_scale", "")
     assert worst_severity([]) is None
     assert worst_severity([note]) == "note"

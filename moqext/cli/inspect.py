@@ -18,7 +18,7 @@ from moqext.checkpoint import Checkpoint
 from moqext.cli import open_checkpoint, text
 from moqext.decision import ask
 from moqext.linear import LinearMethod
-from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
+from moqext.naming import name_pattern, number_ranges, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
 from moqext.records import Findings, LayerRecord, Projection
 from moqext.stored import tensor_bytes
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     with open_checkpoint(args.directory) as checkpoint:
         findings = checkpoint.findings(block_scales=True if args.deep else None)
-        problems = (*checkpoint.files.problems, *findings.all_problems())
+        problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.json:
             json.dump(as_data(checkpoint, findings, problems, args.layers), sys.stdout, indent=1)
             print()
@@ -292,7 +292,7 @@ def _numbered(pattern: str, names: Sequence[str]) -> str:
     if not star or "*" in after:
         return pattern
     numbers = [int(name[len(before) : len(name) - len(after)]) for name in names]
-    return f"{before}{{{text.ranges(numbers)}}}{after}"
+    return f"{before}{{{number_ranges(numbers)}}}{after}"
 
 
 def _layer_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Plain text for terminals: numbers with units, shortened names, aligned columns."""
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -30,17 +30,6 @@ def printable(line: str) -> str:
 def plural(count: int, noun: str) -> str:
     """As in "1 layer" and "2 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in order, runs as first and last: "0-3,5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def shorten(name: str, columns: int) -> str:

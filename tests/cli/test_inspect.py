@@ -14,6 +14,7 @@ import pytest
 import moqext
 from moqext.__main__ import main
 from moqext.cli import text
+from moqext.naming import number_ranges
 from moqext.problems import CODES
 
 
@@ -398,9 +399,9 @@ def test_sizes():
 
 
 def test_ranges():
-    assert text.ranges([]) == ""
-    assert text.ranges([3]) == "3"
-    assert text.ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
+    assert number_ranges([]) == ""
+    assert number_ranges([3]) == "3"
+    assert number_ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
 
 
 def test_long_names_are_shortened_at_their_beginning():

@@ -1,0 +1,57 @@
+"""Finds out whether all the layers that config.json counts are there.
+
+A checkpoint whose index was lost, or that was cut between two files, is whole by all that its files say. The
+number of hidden layers in config.json is what tells.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from moqext.naming import is_number, is_vision, number_ranges
+from moqext.problems import Problem, make_problem
+
+_CONTAINERS = frozenset(("layers", "h", "blocks"))
+_TEXT_MODELS = ("text_config", "llm_config")
+MAX_LAYERS = 10_000
+
+
+def layer_count(model_config: Mapping[str, Any]) -> int | None:
+    """The number of hidden layers of the text model, None where config.json does not say."""
+    for holder in (model_config, *(model_config.get(name) for name in _TEXT_MODELS)):
+        count = holder.get("num_hidden_layers") if isinstance(holder, Mapping) else None
+        if type(count) is int and 0 < count <= MAX_LAYERS:
+            return count
+    return None
+
+
+def find_missing_layers(names: Iterable[str], count: int | None) -> list[Problem]:
+    """One problem where the decoder of a checkpoint with tensors has fewer than `count` layers.
+
+    The decoder is the container of layers with the most tensors, vision towers aside; modules for speculative
+    decoding, which some models number on from the last layer, may be there as well.
+    """
+    if count is None:
+        return []
+    found: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, int] = defaultdict(int)
+    for name in names:
+        parts = name.split(".", 8)
+        for i, part in enumerate(parts[1:-1], 1):
+            if parts[i - 1] in _CONTAINERS and is_number(part):
+                container = ".".join(parts[:i])
+                found[container].add(int(part))
+                sizes[container] += 1
+                break
+    text = [container for container in found if not is_vision(container)]
+    if not text:
+        return []
+    decoder = max(text, key=lambda container: sizes[container])
+    missing = sorted(set(range(count)) - found[decoder])
+    if not missing:
+        return []
+    message = (
+        f"config.json counts {count} hidden layers, {len(missing)} of which have no tensor: "
+        f"{decoder}.{number_ranges(missing)}"
+    )
+    return [make_problem("missing_layers", message)]
