@@ -202,7 +202,8 @@ class QuantConfig:
         below, in others `*` matches any characters and nothing else is special; the prefixes `model.`,
         `language_model.`, `model.language_model.` and `language_model.model.` may be there or not, on either
         side; of a fused name all parts must agree. With "vllm", exactly what vLLM's own rule answers,
-        its substring step included; only `packed_modules_mapping` says which names are fused there.
+        its substring step and the vision towers that it never quantizes included; only
+        `packed_modules_mapping` says which names are fused there.
 
         Raises ConfigError where only some parts of a fused name are excluded.
         """

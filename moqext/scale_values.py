@@ -57,7 +57,8 @@ def decode_scales(dtype: str, array: NDArray[np.generic]) -> Float32:
         return np.asarray(_TABLES[dtype][array.view(np.uint8)])
     if dtype == "BF16":
         return np.asarray((array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32))
-    return array.astype(np.float32)
+    with np.errstate(over="ignore"):  # of float64: infinite then, and a problem
+        return array.astype(np.float32)
 
 
 FEW = 65536

@@ -196,14 +196,15 @@ def vllm_model(entries, name, packed):
             return any(name in entry for entry in entries if "experts" in entry)
         return name in entries
 
-    if not entries:
-        return False
-    if listed():
-        return True
-    for entry in entries:
-        if entry != name and (entry in name or entry in name.removeprefix("language_model.")):
+    if entries:
+        if listed():
             return True
-    return any(fnmatch.fnmatchcase(name, entry) for entry in entries)
+        for entry in entries:
+            if entry != name and (entry in name or entry in name.removeprefix("language_model.")):
+                return True
+        if any(fnmatch.fnmatchcase(name, entry) for entry in entries):
+            return True
+    return any(tower in name for tower in ("vision_tower", "vision_model", "vit_large_projector"))
 
 
 def check_vllm(entries, name, packed):
@@ -217,7 +218,7 @@ def check_vllm(entries, name, packed):
         assert read.is_excluded(name, packed, semantics="vllm") is expected
 
 
-VLLM_WORDS = """model language_model layers 0 1 10 mlp experts shared_experts gate gate_a lm_head self_attn
+VLLM_WORDS = """model language_model vision_tower vision_model layers 0 1 10 mlp experts shared_experts gate gate_a lm_head self_attn
 q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj"""
 VLLM_COMPONENTS = st.sampled_from(VLLM_WORDS.split())
 VLLM_NAMES = st.lists(VLLM_COMPONENTS, min_size=1, max_size=6).map(".".join)
@@ -303,6 +304,9 @@ def test_vllm_semantics_on_the_genuine_lists(data):
         (["model.layers.0.mlp"], "layers.0.mlp", True, False),
         (["layers.0.mlp"], "model.layers.0.mlp", True, True),
         (["x.q_proj*", "x.k_proj*", "x.v_proj*"], "x.qkv_proj", True, False),
+        (["lm_head"], "model.vision_tower.blocks.0.fc1", False, True),
+        ([], "vision_model.encoder.layers.0.mlp.fc1", False, True),
+        ([], "visual.blocks.0.mlp.fc1", False, False),
     ],
 )
 def test_the_two_semantics_differ_as_documented(entries, module, producer, vllm):

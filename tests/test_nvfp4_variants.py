@@ -90,7 +90,7 @@ def test_bad_factors_are_refused_by_name(rng):
     refuse("expected finite values, got nan at index 5", np.where(np.arange(96) == 5, np.nan, good))
     refuse("expected finite values, got inf", [good, np.full(96, np.inf, np.float32)])
     refuse(r"expected 96 values, got shape \[95\]", good[:95])
-    refuse("expected float32, bfloat16 or float16, got int32", good.astype(np.int32), TypeError)
+    refuse("expected float32, bfloat16, float16 or float64, got int32", good.astype(np.int32), TypeError)
     refuse("expected a contiguous tensor", np.repeat(good, 2)[::2], BufferError)
     with pytest.raises(ValueError, match="'pre_quant_scale' does not belong to a linear of NVFP4"):
         LinearMethod("NVFP4", 96, [24, 8]).prepare(params)

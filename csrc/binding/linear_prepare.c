@@ -57,9 +57,12 @@ static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *ob
     if (moq_plan_take(state, spec, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE, arg) <
         0)
         return -1;
-    /* bfloat16 scales arrive as uint16 where NumPy has no bfloat16. */
+    /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
     if (arg->view.dtype == MOQ_DT_U16)
         arg->view.dtype = MOQ_DT_BF16;
+    if (arg->view.dtype == MOQ_DT_U8 && dtype == MOQ_DT_NONE && which == SOURCE_SCALE &&
+        spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
+        arg->view.dtype = MOQ_DT_E8M0;
     source->view[source->count++] = arg->view;
     return 0;
 }

@@ -106,6 +106,17 @@ static moq_status shards_agree(const moq_vllm_exclusion *set, moq_text name, con
     return MOQ_OK;
 }
 
+/* Linears below these names are unquantized in vLLM, whatever the checkpoint says of them. */
+static bool is_vision_tower(moq_text name) {
+    static const moq_text towers[] = {MOQ_TEXT("vision_tower"), MOQ_TEXT("vision_model"),
+                                      MOQ_TEXT("vit_large_projector")};
+    for (size_t i = 0; i < sizeof towers / sizeof *towers; i++) {
+        if (moq_text_find(name, towers[i]) != SIZE_MAX)
+            return true;
+    }
+    return false;
+}
+
 moq_status moq_vllm_exclusion_find(const moq_vllm_exclusion *set, moq_text name,
                                    const moq_text *shards, size_t shard_count, const char *path,
                                    bool *out, moq_err *err) {
@@ -115,6 +126,6 @@ moq_status moq_vllm_exclusion_find(const moq_vllm_exclusion *set, moq_text name,
     else if (!*out && moq_text_find(name, EXPERTS) != SIZE_MAX)
         *out = lies_inside_experts_entry(set, name);
     *out = *out || has_entry_inside(set, name) ||
-           moq_name_table_find(set->globs, name) != MOQ_NAME_NONE;
+           moq_name_table_find(set->globs, name) != MOQ_NAME_NONE || is_vision_tower(name);
     return MOQ_OK;
 }

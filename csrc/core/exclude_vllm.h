@@ -3,7 +3,8 @@
  * In this order: the name itself or, for a packed name, all of its shards, is an entry; a name with
  * "experts" in it lies inside an entry that has "experts" in it; some other entry lies inside the
  * name (kept there for exports older than 0.39, and the reason why `model.layers.1` also excludes
- * layer 10); the name matches an entry by fnmatch. */
+ * layer 10); the name matches an entry by fnmatch; whatever the entries are, the name has that of a
+ * vision tower in it. */
 #ifndef MOQ_CORE_EXCLUDE_VLLM_H
 #define MOQ_CORE_EXCLUDE_VLLM_H
 

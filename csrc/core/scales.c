@@ -4,19 +4,38 @@
 #include "core/formats.h"
 
 #include <math.h>
+#include <string.h>
+
+bool moq_is_scale_dtype(moq_dtype dtype) {
+    return dtype == MOQ_DT_F32 || dtype == MOQ_DT_BF16 || dtype == MOQ_DT_F16 ||
+           dtype == MOQ_DT_F64 || dtype == MOQ_DT_E8M0;
+}
+
+void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out) {
+    if (dtype != MOQ_DT_F64) {
+        moq_decode_row(dtype, src, n, out);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        double value;
+        memcpy(&value, (const char *)src + (size_t)i * sizeof value, sizeof value);
+        out[i] = (float)value;
+    }
+}
 
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,
                            moq_err *err) {
     char shape[128];
-    if (t->dtype != MOQ_DT_F32 && t->dtype != MOQ_DT_BF16 && t->dtype != MOQ_DT_F16)
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected float32, bfloat16 or float16, got %s",
-                        name, moq_dtype_name(t->dtype));
+    if (!moq_is_scale_dtype(t->dtype))
+        return moq_fail(err, MOQ_ERR_TYPE,
+                        "%s: expected float32, bfloat16, float16 or float64, got %s", name,
+                        moq_dtype_name(t->dtype));
     if (moq_tensor_numel(t) != count)
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %lld values, got shape %s", name,
                         (long long)count, moq_shape_text(t, shape, sizeof shape));
     if (!moq_tensor_is_contiguous(t))
         return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a contiguous tensor", name);
-    moq_decode_row(t->dtype, t->data, count, out);
+    moq_decode_scales(t->dtype, t->data, count, out);
     return MOQ_OK;
 }
 

@@ -1,12 +1,20 @@
 /* Reading and checking of scales, and their folding into one factor per output row.
  *
- * A scale may be a float32, bfloat16 or float16 tensor of any rank. Zero is legal for a weight: a
- * producer writes it for an all-zero layer, beside codes that are NaN, so it has to mean "this
- * weight is zero". Negative, infinite and NaN scales mean a damaged file and are refused. */
+ * A scale may be a tensor of any rank in one of the types of moq_is_scale_dtype: float32, bfloat16
+ * or float16 as exporters write, e8m0 as DeepSeek-V4 has for its blocks, float64 as tools leave
+ * behind. Zero is legal for a weight: a producer writes it for an all-zero layer, beside codes that
+ * are NaN, so it has to mean "this weight is zero". Negative, infinite and NaN scales mean a
+ * damaged file and are refused. */
 #ifndef MOQ_CORE_SCALES_H
 #define MOQ_CORE_SCALES_H
 
 #include "core/tensor.h"
+
+/* True for the types in which a scale may be stored. */
+bool moq_is_scale_dtype(moq_dtype dtype);
+
+/* n consecutive scales of such a type as float32; float64 is rounded. */
+void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out);
 
 /* Reads a contiguous scale tensor of exactly `count` values. `name` is for messages. */
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,

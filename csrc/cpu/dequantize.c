@@ -4,6 +4,7 @@
 #include "cpu/dequantize.h"
 
 #include "core/formats.h"
+#include "core/scales.h"
 #include "cpu/convert.h"
 #include "cpu/rows.h"
 #include "cpu/threads.h"
@@ -20,7 +21,7 @@ typedef struct {
 
 typedef struct {
     float scale[2][PIECE], values[PIECE], result[PIECE];
-    uint8_t bytes[4 * PIECE]; /* codes or scales next to each other */
+    uint8_t bytes[8 * PIECE]; /* codes or scales next to each other */
 } scratch;
 
 typedef struct {
@@ -82,7 +83,10 @@ static void spread_scale(const task *t, const moq_block_scale *s, const piece *p
                                     size;
     float values[PIECE];
     moq_gather(src, s->stride[2], (size_t)size, blocks, tmp->bytes);
-    t->kernels->decode(s->dtype, tmp->bytes, blocks, values);
+    if (s->dtype == MOQ_DT_F64)
+        moq_decode_scales(s->dtype, tmp->bytes, blocks, values);
+    else
+        t->kernels->decode(s->dtype, tmp->bytes, blocks, values);
     for (int64_t b = 0, at = p->at; b < blocks; b++) {
         int64_t next = b + 1 < blocks ? (first + b + 1) * s->block[2] : end;
         for (; at < next; at++)

@@ -22,7 +22,7 @@ typedef enum {
  * repeats a value. */
 typedef struct {
     const void *data;
-    moq_dtype dtype; /* one that moq_decode_row takes */
+    moq_dtype dtype; /* one that moq_decode_scales takes */
     int64_t stride[3];
     int64_t block[3];
 } moq_block_scale;

@@ -13,6 +13,24 @@ int64_t moq_cpu_find_e4m3_nan(const uint8_t *codes, int64_t count) {
     return -1;
 }
 
+int64_t moq_cpu_find_e4m3_value(const uint8_t *codes, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if ((codes[i] & 0x7f) != 0 && (codes[i] & 0x7f) != 0x7f)
+            return i;
+    }
+    return -1;
+}
+
+int64_t moq_cpu_find_e2m1_value(const uint8_t *codes, const uint8_t *scales, int64_t columns,
+                                int32_t group) {
+    for (int64_t k = 0; k < columns; k++) {
+        uint8_t scale = scales[k / group] & 0x7f;
+        if (scale != 0 && scale != 0x7f && (codes[k / 2] >> (4 * (k & 1)) & 7) != 0)
+            return k;
+    }
+    return -1;
+}
+
 int64_t moq_cpu_find_bad_block_scale(const uint8_t *scales, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         if (scales[i] >= 0x7f && scales[i] != 0x80)

@@ -11,6 +11,14 @@
 /* Index of the first e4m3 code that is NaN, or -1. */
 int64_t moq_cpu_find_e4m3_nan(const uint8_t *codes, int64_t count);
 
+/* Index of the first e4m3 code that is neither zero nor NaN, or -1. */
+int64_t moq_cpu_find_e4m3_value(const uint8_t *codes, int64_t count);
+
+/* Index of the first of `columns` e2m1 codes that, times the e4m3 scale of its group, is neither
+ * zero nor NaN, or -1. */
+int64_t moq_cpu_find_e2m1_value(const uint8_t *codes, const uint8_t *scales, int64_t columns,
+                                int32_t group);
+
 /* Index of the first e4m3 block scale that is NaN or negative, or -1. Minus zero counts as zero. */
 int64_t moq_cpu_find_bad_block_scale(const uint8_t *scales, int64_t count);
 

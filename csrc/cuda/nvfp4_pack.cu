@@ -299,21 +299,27 @@ static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, cons
 /* ---- factors ---- */
 
 /* Whether a warp is to write nothing, since something is wrong that an earlier kernel, or it, has
- * found; bad factors, of all sources, are told, also to later kernels. */
+ * found; bad factors, of all sources, are told, also to later kernels, and so is a zero that the
+ * host does not know of. */
 static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
-    bool bad = false;
+    bool bad = false, zero = false;
     if (!p.found)
         return false;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < p.source_count; i += 32) {
         float factor = factor_of(p.source[i]);
         bad = bad || !(factor >= 0) || __float_as_uint(factor) == 0x7f800000u;
+        zero = zero || (p.source[i].factor_at && factor == 0.0f);
     }
     if (bad)
         p.found->bad_scale = 1;
     if (bad && p.unless)
         p.unless->bad_scale = 1;
-    return __any_sync(0xffffffffu, bad) || moq_has_met(p.unless, p.found);
+    if (zero)
+        p.found->zero_scale = 1;
+    if (zero && p.unless)
+        p.unless->zero_scale = 1;
+    return __any_sync(0xffffffffu, bad || zero) || moq_has_met(p.unless, p.found);
 }
 
 /* output_scale of a row, and fold_scale where there is one, from its largest value. */

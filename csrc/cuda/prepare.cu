@@ -1,7 +1,7 @@
 /* Weight processing on the device: see prepare.h.
  *
- * Codes: out[row, column] = codes[row, column], or 0 where factor[row] is 0; told is whether the
- * rule forbids one, or which is the first. Bound by memory: a thread moves 16 bytes and looks at
+ * Codes: out[row, column] = codes[row, column]; told is whether the rule forbids one, or which is
+ * the first. Bound by memory: a thread moves 16 bytes and looks at
  * them in between, or only looks at four times as many. Rows without gaps are one long row, so that
  * only its end is uneven. What is not aligned to 16 bytes goes byte by byte. A copy of what was
  * just looked at begins at its end, which the cache still has. */
@@ -63,12 +63,11 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
     int64_t pieces = c.columns / (int64_t)sizeof(Piece);
     int64_t begin = (int64_t)chunk * THREADS * PIECES + threadIdx.x;
     const Piece *from = (const Piece *)(c.codes + row * c.stride);
-    bool zero = c.factor && c.factor[row] == 0;
     Piece piece[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         set_zero(piece[i]);
-        if (begin + i * THREADS < pieces && !zero)
+        if (begin + i * THREADS < pieces)
             piece[i] = from[begin + i * THREADS];
     }
 #pragma unroll
@@ -94,7 +93,7 @@ static bool is_aligned(const void *pointer, int64_t bytes) {
 
 extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err) {
     moq_code_copy c = *copy;
-    if (!c.factor && (c.stride == c.columns || c.rows == 1)) {
+    if (c.stride == c.columns || c.rows == 1) {
         c.columns *= c.rows;
         c.rows = 1;
         c.stride = 0;

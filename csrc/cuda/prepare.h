@@ -39,8 +39,6 @@ typedef struct {
     int64_t stride; /* bytes from row to row */
     int64_t rows, columns;
     moq_code_rule rule;
-    const float
-        *factor;  /* [rows]; rows of factor 0 become zeros, unchecked. NULL: there are none */
     uint8_t *out; /* [rows, columns] without gaps, apart from codes or these; NULL: only to check */
     bool backwards;             /* where the last codes were read a moment ago */
     moq_findings *found;        /* where a bad code is told */

@@ -29,8 +29,7 @@ typedef enum {
 typedef struct {
     moq_code_kind kind;
     scale_layout layout;
-    moq_dtype
-        scale_dtype; /* MOQ_DT_F32 stands for float32, bfloat16 and float16; NONE: no format */
+    moq_dtype scale_dtype; /* F32 stands for every float, and e8m0 for tiles; NONE: no format */
     second_level second;
     int64_t group[2]; /* group sizes there are, 0 for any */
 } weight_format;
@@ -114,12 +113,17 @@ static moq_block_scale repeated(const void *data, moq_dtype dtype) {
         .data = data, .dtype = dtype, .stride = {0, 0, 0}, .block = {1, 1, INT64_MAX}};
 }
 
-/* What float scales are decoded as; NONE when the tensor holds something else. */
-static moq_dtype float_scale_dtype(const moq_tensor *t) {
+/* What float scales are decoded as; NONE when the tensor holds something else. Scales of tiles may
+ * be powers of two, as bytes. */
+static moq_dtype float_scale_dtype(const moq_tensor *t, bool tiles) {
     switch (t->dtype) {
     case MOQ_DT_F32:
     case MOQ_DT_F16:
+    case MOQ_DT_F64:
         return t->dtype;
+    case MOQ_DT_E8M0:
+    case MOQ_DT_U8:
+        return tiles ? MOQ_DT_E8M0 : MOQ_DT_NONE;
     case MOQ_DT_BF16:
     case MOQ_DT_U16:
     case MOQ_DT_I16:
@@ -135,11 +139,14 @@ static moq_status scale_dtype(const weight_format *format, const moq_tensor *sca
         *out = format->scale_dtype;
         return moq_check_dtype(scale, "weight_scale", format->scale_dtype, err);
     }
-    *out = float_scale_dtype(scale);
+    bool tiles = format->layout == SCALE_TILES;
+    *out = float_scale_dtype(scale, tiles);
     if (*out == MOQ_DT_NONE)
-        return moq_fail(err, MOQ_ERR_TYPE,
-                        "weight_scale: expected float32, bfloat16 or float16 for %s, got %s",
-                        format_name(format), moq_dtype_name(scale->dtype));
+        return moq_fail(
+            err, MOQ_ERR_TYPE,
+            "weight_scale: expected float32, bfloat16, float16 or float64%s for %s, got %s",
+            tiles ? ", or bytes of float8_e8m0fnu," : "", format_name(format),
+            moq_dtype_name(scale->dtype));
     return moq_check_host(scale, "weight_scale", err);
 }
 
@@ -198,10 +205,20 @@ static moq_status tile_layout(const moq_dequantize_plan *plan, int64_t size, moq
         s->stride[0] = scale->stride[0];
         return MOQ_OK;
     }
-    /* [E, down, across] or [E, down, 1, across, 1]; without E for one weight. */
+    /* [E, down, across] or [E, down, 1, across, 1]; without E for one weight. Of stacked experts
+     * with one tile one way, also [E, across, 1, down, 1]: exporters scale the transposed weight.
+     */
     const int64_t flat[] = {experts, down, across}, spaced[] = {experts, down, 1, across, 1};
+    const int64_t turned[] = {experts, across, 1, down, 1};
     int first = stacked ? 0 : 1;
     bool is_spaced = has_shape(scale, 5 - first, spaced + first);
+    if (!is_spaced && stacked && (down == 1 || across == 1) && has_shape(scale, 5, turned)) {
+        s->stride[0] = scale->stride[0];
+        s->stride[1] = scale->stride[3];
+        s->stride[2] = scale->stride[1];
+        s->block[1] = s->block[2] = size;
+        return MOQ_OK;
+    }
     if (!is_spaced && !has_shape(scale, 3 - first, flat + first)) {
         snprintf(expected, sizeof expected,
                  "one value for each %lld x %lld tile, [%s%lld, 1, %lld, 1]", (long long)size,
@@ -262,8 +279,13 @@ static moq_status second_layout(const weight_format *format, const moq_dequantiz
     const moq_tensor *scale = &plan->scale_2;
     int64_t experts = plan->job.shape[0], outputs = plan->job.shape[output_axis];
     bool parted = format->second == SECOND_PARTS;
-    MOQ_TRY(moq_check_dtype(scale, "weight_scale_2", MOQ_DT_F32, err));
-    *s = repeated(scale->data, MOQ_DT_F32);
+    moq_dtype dtype = float_scale_dtype(scale, false);
+    if (dtype == MOQ_DT_NONE)
+        return moq_fail(err, MOQ_ERR_TYPE,
+                        "weight_scale_2: expected float32, bfloat16, float16 or float64, got %s",
+                        moq_dtype_name(scale->dtype));
+    MOQ_TRY(moq_check_host(scale, "weight_scale_2", err));
+    *s = repeated(scale->data, dtype);
     if (moq_tensor_numel(scale) == 1)
         return MOQ_OK;
     if (plan->weight.ndim == 2)

@@ -248,6 +248,14 @@ static moq_status read_weight_scales(const moq_linear_spec *spec, const moq_line
     return MOQ_OK;
 }
 
+moq_status moq_prepare_scales_at_home(const moq_linear_spec *spec,
+                                      const moq_linear_sources *sources, void *stream,
+                                      moq_prepare_scales *home, moq_err *err) {
+    *home = (moq_prepare_scales){.per_row = spec->per_row_scale};
+    MOQ_TRY(allocate_scales(spec, home, err));
+    return read_weight_scales(spec, sources, home, stream, err);
+}
+
 static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                     moq_prepare_scales *scales, void *stream, moq_err *err) {
     bool used = spec->input == MOQ_INPUT_E4M3_TENSOR || spec->input == MOQ_INPUT_NVFP4;

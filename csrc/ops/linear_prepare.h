@@ -5,8 +5,9 @@
 
 #include "ops/linear.h"
 
-/* Scales of a layer as float32 on the host, checked. A partition or row whose scale is zero is all
- * zeros in the producer's meaning; its codes, which are NaN on disk, are written as zeros. */
+/* Scales of a layer as float32 on the host, checked. A partition, row or block whose scale is zero
+ * is all zeros in the producer's meaning; its codes, which are zero or NaN on disk, are written as
+ * zeros. Other codes under a scale of zero mean that the scale was lost, and are refused. */
 typedef struct {
     float *weight;        /* one per partition, or one per row (per-channel FP8); NULL for blocks */
     bool per_row;         /* which of the two */
@@ -40,9 +41,29 @@ moq_status moq_prepare_bad_input_scale(const moq_linear_spec *spec,
                                        const moq_linear_sources *sources, void *stream,
                                        moq_err *err);
 
+/* All scales of rows, blocks or partitions on the host, wherever they are now, without those of x.
+ * The caller frees home->memory, whatever is returned. */
+moq_status moq_prepare_scales_at_home(const moq_linear_spec *spec,
+                                      const moq_linear_sources *sources, void *stream,
+                                      moq_prepare_scales *home, moq_err *err);
+
 /* The failure of a code that no intact checkpoint holds. */
 moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_t column,
                                 moq_err *err);
+
+/* Codes of one partition on the host: rows of the weight and, for e2m1, of its block scales. */
+typedef struct {
+    int32_t index;
+    int64_t first; /* row of the layer */
+    moq_code_rows codes, groups;
+} moq_prepare_part;
+
+/* Looks for codes that no intact checkpoint holds: NaN, or under a scale of zero a value. */
+moq_status moq_prepare_check_part(const moq_linear_spec *spec, const moq_prepare_part *part,
+                                  const moq_prepare_scales *scales, moq_err *err);
+/* The partition's rows of the prepared weight (and e2m1 block scales), on the host. */
+void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part *part,
+                            const moq_prepare_scales *scales, moq_linear_params *params);
 
 moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               const moq_prepare_scales *scales, moq_linear_params *params,

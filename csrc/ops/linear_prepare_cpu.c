@@ -1,32 +1,87 @@
 /* Weight processing on the CPU: codes copied row by row into one tensor for all partitions. Two
  * passes: the first checks everything, the second writes. */
+#include "core/formats.h"
 #include "cpu/prepare.h"
 #include "ops/linear_prepare.h"
 
 #include <string.h>
 
-/* A row that means zero, whatever its codes are. */
+/* A row that means zero. */
 static bool row_is_zero(const moq_prepare_scales *scales, int64_t n) {
     return scales->factor && scales->factor[n] == 0;
 }
 
-static moq_status check_codes(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              const moq_prepare_scales *scales, moq_err *err) {
+/* The scales of the partition's 128x128 blocks, which begin with its first row; NULL without any.
+ */
+static const float *blocks_of_part(const moq_linear_spec *spec, const moq_prepare_scales *scales,
+                                   int32_t p) {
+    int64_t row = 0;
+    for (int32_t i = 0; i < p; i++)
+        row += (spec->partition[i] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    return scales->block ? scales->block + row * moq_linear_scale_columns(spec) : NULL;
+}
+
+/* The scales of the blocks that a row of the partition lies in. */
+static const float *blocks_of_row(const moq_linear_spec *spec, const float *blocks, int64_t row) {
+    return blocks + row / MOQ_FP8_BLOCK * moq_linear_scale_columns(spec);
+}
+
+static int64_t block_width(const moq_linear_spec *spec, int64_t column) {
+    int64_t rest = spec->in_features - column;
+    return rest < MOQ_FP8_BLOCK ? rest : MOQ_FP8_BLOCK;
+}
+
+static moq_status fail_lost(const moq_linear_spec *spec, int64_t row, int64_t column,
+                            moq_err *err) {
     bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
-    const moq_source *source = e2m1 ? &sources->weight_scale : &sources->weight;
-    int64_t columns = e2m1 ? moq_linear_scale_columns(spec) : spec->in_features;
-    int64_t first = 0;
-    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
-        moq_code_rows rows = moq_prepare_rows(source, p, first);
-        for (int64_t row = 0; row < spec->partition[p]; row++) {
-            if (row_is_zero(scales, first + row))
-                continue;
-            const uint8_t *codes = rows.data + row * rows.stride;
-            int64_t bad = e2m1 ? moq_cpu_find_bad_block_scale(codes, columns)
-                               : moq_cpu_find_e4m3_nan(codes, columns);
-            if (bad >= 0)
-                return moq_prepare_bad_code(spec, first + row, bad, err);
-        }
+    return moq_fail(
+        err, MOQ_ERR_VALUE,
+        "%s: zero over a code that is neither zero nor NaN, at row %lld, column %lld of "
+        "the weight: the scale is lost",
+        e2m1 ? "weight_scale_2" : "weight_scale", (long long)row, (long long)column);
+}
+
+/* One row of 128x128 blocks: a block of scale zero may hold zeros and NaN, another one no NaN. */
+static moq_status check_blocks(const moq_linear_spec *spec, const float *scales, int64_t n,
+                               const uint8_t *codes, moq_err *err) {
+    for (int64_t k = 0; k < spec->in_features; k += MOQ_FP8_BLOCK) {
+        bool zero = scales[k / MOQ_FP8_BLOCK] == 0;
+        int64_t width = block_width(spec, k);
+        int64_t at = zero ? moq_cpu_find_e4m3_value(codes + k, width)
+                          : moq_cpu_find_e4m3_nan(codes + k, width);
+        if (at >= 0)
+            return zero ? fail_lost(spec, n, k + at, err)
+                        : moq_prepare_bad_code(spec, n, k + at, err);
+    }
+    return MOQ_OK;
+}
+
+/* One row of e4m3 codes, or of e2m1 codes with the scales of their groups. */
+static moq_status check_row(const moq_linear_spec *spec, bool zero, int64_t n, const uint8_t *codes,
+                            const uint8_t *groups, moq_err *err) {
+    int64_t k = spec->in_features, at;
+    if (zero) {
+        at = groups ? moq_cpu_find_e2m1_value(codes, groups, k, spec->group_size)
+                    : moq_cpu_find_e4m3_value(codes, k);
+        return at < 0 ? MOQ_OK : fail_lost(spec, n, at, err);
+    }
+    at = groups ? moq_cpu_find_bad_block_scale(groups, moq_linear_scale_columns(spec))
+                : moq_cpu_find_e4m3_nan(codes, k);
+    return at < 0 ? MOQ_OK : moq_prepare_bad_code(spec, n, at, err);
+}
+
+moq_status moq_prepare_check_part(const moq_linear_spec *spec, const moq_prepare_part *part,
+                                  const moq_prepare_scales *scales, moq_err *err) {
+    const float *blocks = blocks_of_part(spec, scales, part->index);
+    for (int64_t row = 0; row < spec->partition[part->index]; row++) {
+        const uint8_t *codes = part->codes.data + row * part->codes.stride;
+        const uint8_t *groups =
+            part->groups.data ? part->groups.data + row * part->groups.stride : NULL;
+        int64_t n = part->first + row;
+        if (blocks)
+            MOQ_TRY(check_blocks(spec, blocks_of_row(spec, blocks, row), n, codes, err));
+        else
+            MOQ_TRY(check_row(spec, row_is_zero(scales, n), n, codes, groups, err));
     }
     return MOQ_OK;
 }
@@ -35,6 +90,13 @@ static moq_status check_codes(const moq_linear_spec *spec, const moq_linear_sour
 static void copy_row(uint8_t *out, const uint8_t *codes, int64_t columns) {
     if (out != codes)
         memcpy(out, codes, (size_t)columns);
+}
+
+static void clear_zero_blocks(const moq_linear_spec *spec, const float *scales, uint8_t *out) {
+    for (int64_t k = 0; k < spec->in_features; k += MOQ_FP8_BLOCK) {
+        if (scales[k / MOQ_FP8_BLOCK] == 0)
+            memset(out + k, 0, (size_t)block_width(spec, k));
+    }
 }
 
 /* Row n of the layer from its codes and, for e2m1, their block scales. */
@@ -63,29 +125,45 @@ static void write_zero_row(const moq_linear_spec *spec, int64_t n, moq_linear_pa
         memset((uint8_t *)params->weight_scale.data + n * columns, 0, (size_t)columns);
 }
 
-static void write_codes(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                        const moq_prepare_scales *scales, moq_linear_params *params) {
-    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
-    int64_t first = 0;
-    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
-        moq_code_rows codes = moq_prepare_rows(&sources->weight, p, first), groups = {0};
-        if (e2m1)
-            groups = moq_prepare_rows(&sources->weight_scale, p, first);
-        for (int64_t row = 0; row < spec->partition[p]; row++) {
-            if (row_is_zero(scales, first + row))
-                write_zero_row(spec, first + row, params);
-            else
-                write_row(spec, first + row, codes.data + row * codes.stride,
-                          e2m1 ? groups.data + row * groups.stride : NULL, scales->factor, params);
+void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part *part,
+                            const moq_prepare_scales *scales, moq_linear_params *params) {
+    const float *blocks = blocks_of_part(spec, scales, part->index);
+    for (int64_t row = 0; row < spec->partition[part->index]; row++) {
+        int64_t n = part->first + row;
+        if (row_is_zero(scales, n)) {
+            write_zero_row(spec, n, params);
+            continue;
         }
+        write_row(spec, n, part->codes.data + row * part->codes.stride,
+                  part->groups.data ? part->groups.data + row * part->groups.stride : NULL,
+                  scales->factor, params);
+        if (blocks)
+            clear_zero_blocks(spec, blocks_of_row(spec, blocks, row),
+                              (uint8_t *)params->weight.data + n * spec->in_features);
     }
+}
+
+static moq_prepare_part part_of(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                                int32_t p, int64_t first) {
+    moq_prepare_part part = {p, first, moq_prepare_rows(&sources->weight, p, first), {0}};
+    if (spec->checkpoint == MOQ_WEIGHT_E2M1)
+        part.groups = moq_prepare_rows(&sources->weight_scale, p, first);
+    return part;
 }
 
 moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sources *sources,
                               const moq_prepare_scales *scales, moq_linear_params *params,
                               moq_err *err) {
-    MOQ_TRY(check_codes(spec, sources, scales, err));
-    write_codes(spec, sources, scales, params);
+    int64_t first = 0;
+    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
+        moq_prepare_part part = part_of(spec, sources, p, first);
+        MOQ_TRY(moq_prepare_check_part(spec, &part, scales, err));
+    }
+    first = 0;
+    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
+        moq_prepare_part part = part_of(spec, sources, p, first);
+        moq_prepare_write_part(spec, &part, scales, params);
+    }
     if (scales->factor)
         memcpy(params->output_scale.data, scales->factor,
                (size_t)spec->out_features * sizeof(float));

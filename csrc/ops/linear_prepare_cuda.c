@@ -6,8 +6,11 @@
  *
  * Outputs that nobody has seen yet are written while codes and scales are checked. Into others goes
  * a second pass, which writes nothing if the first, over FP8 codes or NVFP4 block scales, has told
- * something in the workspace. Rows under a scale of zero may hold any codes: where such a scale is
- * on the device, it is met on the way, and the work is done once more with that known.
+ * something in the workspace.
+ *
+ * A weight scale of zero, which a layer of zeros has, is met seldom and costs time: the codes under
+ * it are looked at on the host, and FP8 codes are written from there. Where the scale is on the
+ * device, kernels meet it on the way, and the work is done once more with that known.
  *
  * For swizzled NVFP4 weights the host waits after the checks, too. */
 #include "ops/linear_prepare.h"
@@ -17,6 +20,8 @@
 #include "cuda/layout.h"
 #include "cuda/nvfp4_pack.h"
 #include "cuda/prepare.h"
+
+#include <stdlib.h>
 
 /* In the workspace. */
 #define SCALES_AT 16
@@ -33,7 +38,6 @@ typedef struct {
     moq_findings *found; /* where checks tell it: there, or where later kernels see it */
     float *scale;        /* of rows or blocks, on the device */
     float *factor;       /* the same where they are of rows, else NULL */
-    bool zero_rows;      /* among those */
     uint64_t *bad;       /* while the first bad code is looked for */
 } job;
 
@@ -70,7 +74,8 @@ static bool is_zero(const job *j, int32_t p) {
 }
 
 /* Copies or checks (out NULL) the codes of a source, rows of `columns` bytes, partition by
- * partition. Those that mean zero become zeros. What is in its place already stays there. */
+ * partition. Those of a partition that means zero become zeros. What is in its place already stays
+ * there. */
 static moq_status move_codes(const job *j, const moq_source *source, int64_t columns,
                              moq_code_rule rule, uint8_t *out, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
@@ -84,7 +89,6 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
             .rows = spec->partition[p],
             .columns = columns,
             .rule = rule,
-            .factor = j->zero_rows ? j->factor + first : NULL,
             .out = out ? out + first * columns : NULL,
             .backwards = rule == MOQ_CODES_ANY,
             .found = checked_before ? j->note : j->found,
@@ -92,7 +96,7 @@ static moq_status move_codes(const job *j, const moq_source *source, int64_t col
             .bad = j->bad,
             .first = first * columns,
         };
-        bool there = copy.out == copy.codes && copy.rule == MOQ_CODES_ANY && !copy.factor;
+        bool there = copy.out == copy.codes && copy.rule == MOQ_CODES_ANY;
         if (!is_zero(j, p) && !there)
             MOQ_TRY(moq_cuda_copy_codes(&copy, j->stream, err));
         else if (is_zero(j, p) && out)
@@ -154,20 +158,12 @@ static moq_status copy_device_scales(const job *j, float *out, moq_err *err) {
             .step = spread ? 0 : 1,
             .out = out,
             .bad = &j->found->bad_scale,
-            .zero = blocks ? NULL : &j->found->zero_scale,
+            .zero = &j->found->zero_scale,
         };
         MOQ_TRY(moq_cuda_copy_scales(&copy, j->stream, err));
         out += copy.count;
     }
     return MOQ_OK;
-}
-
-static bool has_zero(const float *factor, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        if (factor[i] == 0)
-            return true;
-    }
-    return false;
 }
 
 /* One scale for each row from those of partitions, which are on the host. */
@@ -187,7 +183,6 @@ static moq_status place_scales(job *j, moq_err *err) {
         return copy_device_scales(j, j->scale, err);
     if (scales->block)
         return moq_cuda_upload(j->scale, scales->block, bytes, j->stream, err);
-    j->zero_rows = has_zero(scales->factor, j->spec->out_features);
     if (scales->per_row)
         return moq_cuda_upload(j->scale, scales->factor, bytes, j->stream, err);
     return fill_rows(j, j->scale, err);
@@ -363,16 +358,121 @@ static moq_status queue(const job *j, moq_err *err) {
     return j->fresh ? write_input_scales(j, err) : MOQ_OK;
 }
 
-/* Once more, with the scales known that are zero: what is under them was checked all the same. */
-static moq_status begin_again(job *j, moq_err *err) {
-    if (j->factor)
-        j->zero_rows = true;
-    else
-        MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
+/* ---- scales of zero ---- */
+
+static bool has_zero(const float *scales, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (scales[i] == 0)
+            return true;
+    }
+    return false;
+}
+
+/* Among the scales of the weight that are on the host. */
+static bool has_zero_scale(const job *j) {
+    const moq_prepare_scales *scales = j->scales;
+    if (scales->on_device)
+        return false;
+    if (j->spec->checkpoint == MOQ_WEIGHT_E2M1)
+        return has_zero(scales->weight, j->spec->partition_count);
+    return has_zero(scales->block ? scales->block : scales->factor, scale_count(j->spec));
+}
+
+/* Rows of codes from the device, without gaps. */
+static moq_status download_rows(moq_code_rows rows, int64_t count, int64_t columns, uint8_t *out,
+                                void *stream, moq_err *err) {
+    if (rows.stride == columns)
+        return moq_cuda_download(out, rows.data, (size_t)(count * columns), stream, err);
+    for (int64_t i = 0; i < count; i++)
+        MOQ_TRY(moq_cuda_download(out + i * columns, rows.data + i * rows.stride, (size_t)columns,
+                                  stream, err));
+    return MOQ_OK;
+}
+
+/* Looks at the e2m1 codes of a partition whose second-level scale is zero, on the host. */
+static moq_status check_zero_part(const job *j, int32_t p, int64_t first, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    int64_t rows = spec->partition[p], k = spec->in_features / 2;
+    int64_t groups = moq_linear_scale_columns(spec);
+    uint8_t *memory = malloc((size_t)(rows * (k + groups)) + 1);
+    if (!memory)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the codes of a linear layer");
+    moq_prepare_part part = {p, first, {memory, k}, {memory + rows * k, groups}};
+    moq_status status = download_rows(moq_prepare_rows(&j->sources->weight, p, first), rows, k,
+                                      memory, j->stream, err);
+    if (status == MOQ_OK)
+        status = download_rows(moq_prepare_rows(&j->sources->weight_scale, p, first), rows, groups,
+                               memory + rows * k, j->stream, err);
+    if (status == MOQ_OK)
+        status = moq_prepare_check_part(spec, &part, j->scales, err);
+    free(memory);
+    return status;
+}
+
+static moq_status check_zero_parts(const job *j, moq_err *err) {
+    int64_t first = 0;
+    for (int32_t p = 0; p < j->spec->partition_count; first += j->spec->partition[p++]) {
+        if (is_zero(j, p))
+            MOQ_TRY(check_zero_part(j, p, first, err));
+    }
+    return MOQ_OK;
+}
+
+/* FP8 codes, from the device into `codes`, checked there under the scales `home`; then written. */
+static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uint8_t *codes,
+                               moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    moq_linear_params params = {.weight = {.data = codes}};
+    int64_t k = spec->in_features, first = 0;
+    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
+        moq_prepare_part part = {p, first, {codes + first * k, k}, {0}};
+        MOQ_TRY(download_rows(moq_prepare_rows(&j->sources->weight, p, first), spec->partition[p],
+                              k, codes + first * k, j->stream, err));
+        MOQ_TRY(moq_prepare_check_part(spec, &part, home, err));
+    }
+    first = 0;
+    for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
+        moq_prepare_part part = {p, first, {codes + first * k, k}, {0}};
+        moq_prepare_write_part(spec, &part, home, &params);
+    }
+    moq_tensor *scale = home->block ? &j->params->weight_scale : &j->params->output_scale;
+    MOQ_TRY(moq_cuda_upload(j->params->weight.data, codes, (size_t)(first * k), j->stream, err));
+    return moq_cuda_upload(scale->data, home->block ? home->block : home->factor,
+                           (size_t)scale_count(spec) * sizeof(float), j->stream, err);
+}
+
+/* Weight processing of an FP8 layer with a scale of zero: on the host. */
+static moq_status prepare_at_home(const job *j, moq_err *err) {
+    const moq_linear_spec *spec = j->spec;
+    moq_prepare_scales home = {0};
+    if (j->scales->input_on_device)
+        MOQ_TRY(moq_prepare_bad_input_scale(spec, j->sources, j->stream, err));
+    uint8_t *codes = malloc((size_t)(spec->out_features * spec->in_features));
+    if (!codes)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the codes of a linear layer");
+    moq_status status = moq_prepare_scales_at_home(spec, j->sources, j->stream, &home, err);
+    if (status == MOQ_OK)
+        status = fill_at_home(j, &home, codes, err);
+    free(home.memory);
+    free(codes);
+    MOQ_TRY(status);
+    MOQ_TRY(forget_findings(j, err));
+    MOQ_TRY(copy_input_scales(j, false, true, err));
+    MOQ_TRY(write_input_scales(j, err));
+    return moq_cuda_wait(j->stream, err);
+}
+
+/* Packing once more, with the factors of partitions on the host, and the codes under zeros looked
+ * at. */
+static moq_status pack_again(job *j, moq_err *err) {
+    MOQ_TRY(moq_prepare_bring_scales(j->spec, j->sources, j->scales, j->stream, err));
+    MOQ_TRY(check_zero_parts(j, err));
     MOQ_TRY(forget_findings(j, err));
     MOQ_TRY(queue(j, err));
     return moq_cuda_wait(j->stream, err);
 }
+
+/* ---- */
 
 static moq_status refuse_bad_scales(const job *j, moq_err *err) {
     if (j->note->bad_scale)
@@ -384,14 +484,19 @@ static moq_status refuse_bad_scales(const job *j, moq_err *err) {
 
 static moq_status prepare(job *j, moq_err *err) {
     bool e2m1 = j->spec->checkpoint == MOQ_WEIGHT_E2M1, swizzled = is_swizzled(j->spec);
+    bool zero = has_zero_scale(j);
+    if (zero && !e2m1)
+        return prepare_at_home(j, err);
     MOQ_TRY(forget_findings(j, err));
     if (!e2m1)
         MOQ_TRY(place_scales(j, err));
     MOQ_TRY(queue(j, err));
     MOQ_TRY(moq_cuda_wait(j->stream, err));
     MOQ_TRY(refuse_bad_scales(j, err));
-    if (j->note->zero_scale || (j->note->bad_code && e2m1 && j->scales->on_device))
-        MOQ_TRY(begin_again(j, err));
+    if (j->note->zero_scale && !e2m1)
+        return prepare_at_home(j, err);
+    if (j->note->zero_scale)
+        MOQ_TRY(pack_again(j, err));
     if (j->note->bad_code)
         return refuse_bad_code(j, err);
     if (!swizzled && (j->fresh || !has_input_scales(j)))

@@ -83,15 +83,21 @@ def _fp8(params: Params, group_size: int | None) -> F64:
 
 
 def _fp8_blocks(params: Params, group_size: int | None) -> F64:
-    """128 x 128 blocks, the last of each axis cut off by the edge; ranks 0, 2 and 4 all occur in files."""
+    """128 x 128 blocks, the last of each axis cut off by the edge; ranks 0, 2 and 4 all occur in files.
+
+    Scales of one byte are powers of two, as DeepSeek-V4 has them. Exporters scale the transpose of stacked
+    experts; with one block one way that is only another shape.
+    """
     codes = decode(tensor(params, "weight"), "e4m3")
-    scale = as_float32(tensor(params, "weight_scale"))
+    scale = tensor(params, "weight_scale")
+    scale = decode(scale, "e8m0") if scale.dtype.itemsize == 1 else as_float32(scale)
     edge = group_size or BLOCK
     *experts, rows, columns = codes.shape
     grid = (*experts, -(-rows // edge), -(-columns // edge))
-    if scale.shape not in (grid, (*experts, grid[-2], 1, grid[-1], 1)) and not (
-        scale.size == 1 == np.prod(grid)
-    ):
+    shapes: list[tuple[int, ...]] = [grid, (*experts, grid[-2], 1, grid[-1], 1)]
+    if experts and 1 in grid[-2:]:
+        shapes.append((*experts, grid[-1], 1, grid[-2], 1))
+    if scale.shape not in shapes and not (scale.size == 1 == np.prod(grid)):
         raise _wrong_shape(
             scale, codes.shape, f"shape {grid} (or with an axis of 1 after each of the last two)"
         )

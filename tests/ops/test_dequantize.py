@@ -357,7 +357,7 @@ REFUSED = {
     ),
     "scale dtype": (
         TypeError,
-        "weight_scale: expected float32, bfloat16 or float16 for FP8, got uint8",
+        "weight_scale: expected float32, bfloat16, float16 or float64 for FP8, got uint8",
         W,
         "FP8",
         {"weight_scale": G},
@@ -371,10 +371,10 @@ REFUSED = {
     ),
     "second dtype": (
         TypeError,
-        "weight_scale_2: expected float32, got float64",
+        "weight_scale_2: expected float32, bfloat16, float16 or float64, got int32",
         W,
         "NVFP4",
-        {"weight_scale": G, "weight_scale_2": np.ones(())},
+        {"weight_scale": G, "weight_scale_2": np.ones((), np.int32)},
     ),
     "row count": (
         ValueError,
