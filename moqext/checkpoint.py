@@ -160,7 +160,7 @@ class Checkpoint:
         """The weight of a layer, exactly what its codes and scales mean.
 
         What concerns the activations (pre_quant_scale, input_scale) and the low-rank pair of NVFP4_SVD are no
-        part of it. A scale of zero means a weight of zero, whatever the codes are.
+        part of it. A scale of zero over codes that are zero or NaN means a weight of zero.
 
         Args:
             layer: a linear, an expert's linear, an embedding or one projection of stacked experts, as a
@@ -170,8 +170,9 @@ class Checkpoint:
             float32 [out, in]; for stacked experts [experts, out, in], whatever the order in the file.
 
         Raises:
-            CheckpointError: nothing quantized has that name, it is a group with a weight for each expert, or
-                its tensors are not those of a weight in a known format.
+            CheckpointError: nothing quantized has that name, it is a group with a weight for each expert, its
+                tensors are not those of a weight in a known format, a scale is lost, or a tensor is there
+                twice with different values.
         """
         return dequantize_layer(self, self._record(layer))
 

@@ -1,5 +1,6 @@
 """The weight of a checkpoint's layer as numbers: `Checkpoint.dequantize`."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,10 +9,14 @@ from numpy.typing import NDArray
 from moqext import ops
 from moqext._C import UnsupportedQuantization
 from moqext.errors import CheckpointError
+from moqext.problems import Problem
 from moqext.records import LayerRecord, Projection
 
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
+
+WRONG_WEIGHTS = ("lost_scale", "conflicting_tensors")
+"""Problems under which codes and scales do not tell what the weight was."""
 
 SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
 """The roles that make a weight of its codes; the others concern activations, or add to the output."""
@@ -36,8 +41,22 @@ def dequantize_layer(checkpoint: "Checkpoint", record: LayerRecord | Projection)
     return values.swapaxes(-1, -2) if transposed else values
 
 
+def _problems_of(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> Iterable[Problem]:
+    """The problems of a layer; those of a projection stand with its group."""
+    if isinstance(record, LayerRecord):
+        return record.problems
+    groups = (layer for layer in checkpoint.layers() if record in layer.projections)
+    return [problem for group in groups for problem in group.problems if problem.layer == record.name]
+
+
 def _refuse_without_weight(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> None:
-    """Refuses a group of experts, and tensors that could be read in more than one way or in none."""
+    """Refuses a group of experts, and tensors that can be read in more than one way or in none."""
+    wrong = next(
+        (problem for problem in _problems_of(checkpoint, record) if problem.code in WRONG_WEIGHTS), None
+    )
+    if wrong is not None:
+        message = f"{record.name}: {wrong.code}: {wrong.message}"
+        raise CheckpointError(message, file=checkpoint.directory, tensor=wrong.tensor)
     if isinstance(record, Projection):
         return
     parts = record.members or record.projections

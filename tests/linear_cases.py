@@ -201,13 +201,34 @@ def assert_close_but_for_core_sums(y, expected, magnitude, dtype):
 
 
 def with_a_zero_part(case, algo):
-    """The first partition means zero by its scale, and its codes are NaN, as an exporter writes it."""
-    e2m1 = "NVFP4" in algo
-    if algo != "FP8_PB_WO":
-        part, scale = case.parts[0], "weight_scale_2" if e2m1 else "weight_scale"
-        part[scale] = part[scale] * np.float32(0)
-        part["weight_scale" if e2m1 else "weight"][:] = 0xFF
+    """The first partition means zero by its scale, and its codes are NaN, as an exporter writes it; with
+    blocks of 128x128 its first 128 columns do."""
+    e2m1, part = "NVFP4" in algo, case.parts[0]
+    if algo == "FP8_PB_WO":
+        part["weight_scale"][:, 0] = 0
+        part["weight"][:, :128] = 0xFF
+        return case
+    scale = "weight_scale_2" if e2m1 else "weight_scale"
+    part[scale] = part[scale] * np.float32(0)
+    part["weight_scale" if e2m1 else "weight"][:] = 0xFF
     return case
+
+
+def with_a_lost_scale(rng, case):
+    """A scale of the second partition is zero, over codes of which one is neither zero nor NaN: (case, what
+    the message names, the row in the layer and the column of that code)."""
+    e2m1, part = "NVFP4" in case.algo, case.parts[1]
+    rows, columns = case.out_partitions[1], case.in_features
+    row, column = int(rng.integers(rows)), int(rng.integers(columns))
+    part["weight"][...] = 0
+    if e2m1:
+        part["weight"][row, column // 2] = 0x30 if column % 2 else 0x03
+        part["weight_scale"][...] = 0x38
+        part["weight_scale_2"] = np.zeros((), np.float32)
+    else:
+        part["weight"][row, column] = 0x38
+        part["weight_scale"] = np.zeros_like(part["weight_scale"])
+    return case, "weight_scale_2" if e2m1 else "weight_scale", case.out_partitions[0] + row, column
 
 
 def prepared_for_cuda(case, compute="exact"):

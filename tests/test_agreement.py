@@ -66,6 +66,9 @@ def check(directory: Any, tensors: dict[str, tuple[str, np.ndarray]], algo: str,
         if errors:
             with pytest.raises((CheckpointError, UnsupportedQuantization)):
                 checkpoint.load(name)
+            if {problem.code for problem in errors} & {"lost_scale", "conflicting_tensors", "unknown_format"}:
+                with pytest.raises(CheckpointError):
+                    checkpoint.dequantize(name)
             return ",".join(sorted({problem.code for problem in errors}))
         record = checkpoint.layer(name)
         assert record.kind == "linear"
@@ -150,6 +153,19 @@ def test_blocks_of_stacked_experts_with_one_block_one_way(rng, tmp_path, rows, c
         weight = checkpoint.dequantize(f"{base}.down_proj")
     by_axes = expected if weight.shape == expected.shape else expected.swapaxes(1, 2)
     np.testing.assert_array_equal(weight, by_axes)
+
+
+def test_a_lost_scale_of_stacked_experts_is_refused(rng, tmp_path):
+    base = "model.layers.0.mlp.experts"
+    tensors = {}
+    for name in ("gate_up_proj", "down_proj"):
+        tensors[f"{base}.{name}"] = ("F8_E4M3", np.full((2, 96, 64), 0x38, np.uint8))
+        tensors[f"{base}.{name}_weight_scale"] = ("F32", np.float32([1, name == "gate_up_proj"]))
+    write(tmp_path / "model.safetensors", tensors)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert np.isfinite(checkpoint.dequantize(f"{base}.gate_up_proj")).all()
+        with pytest.raises(CheckpointError, match="lost_scale"):
+            checkpoint.dequantize(f"{base}.down_proj")
 
 
 @pytest.mark.parametrize("where", ["under a zero block", "beside it"])

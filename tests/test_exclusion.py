@@ -218,8 +218,8 @@ def check_vllm(entries, name, packed):
         assert read.is_excluded(name, packed, semantics="vllm") is expected
 
 
-VLLM_WORDS = """model language_model vision_tower vision_model layers 0 1 10 mlp experts shared_experts gate gate_a lm_head self_attn
-q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj"""
+VLLM_WORDS = """model language_model vision_tower vision_model layers 0 1 10 mlp experts shared_experts
+gate gate_a lm_head self_attn q_proj k_proj v_proj qkv_proj gate_proj up_proj gate_up_proj"""
 VLLM_COMPONENTS = st.sampled_from(VLLM_WORDS.split())
 VLLM_NAMES = st.lists(VLLM_COMPONENTS, min_size=1, max_size=6).map(".".join)
 VLLM_ENTRIES = st.one_of(

@@ -20,6 +20,7 @@ from .linear_cases import (
     random_case,
     random_part,
     random_x,
+    with_a_lost_scale,
     with_a_zero_part,
 )
 
@@ -166,6 +167,21 @@ def test_infinite_activations_give_what_the_reference_gives(rng, algo, compute, 
     np.testing.assert_array_equal(np.isinf(y), np.isinf(expected))
     finite = np.isfinite(expected).all(axis=1)
     assert_close(y[finite], expected[finite], "float32")
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+def test_a_scale_of_zero_over_codes_is_lost(rng, algo, compute):
+    """Zeros where the checkpoint has a weight would be a wrong answer that nobody hears of."""
+    case, name, row, column = with_a_lost_scale(rng, random_case(rng, algo, 384, [128, 40]))
+    method = case.method(compute=compute)
+    out = method.prepare(random_case(rng, algo, 384, [128, 40]).listed())
+    before = {name: np.array(value) for name, value in out.items()}
+    for params in (case.listed(), case.fused()):
+        for place in (None, out):
+            with pytest.raises(ValueError, match=f"^{name}: zero over .* row {row}, column {column} of"):
+                method.prepare(params, place)
+    for name, value in before.items():
+        np.testing.assert_array_equal(out[name], value)
 
 
 @pytest.mark.parametrize(

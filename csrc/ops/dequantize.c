@@ -96,9 +96,9 @@ static bool has_shape(const moq_tensor *t, int32_t ndim, const int64_t *shape) {
     return ndim == 0 || memcmp(t->shape, shape, (size_t)ndim * sizeof *shape) == 0;
 }
 
-/* True when t has one value for each expert: [E], [E, 1] or [E, 1, 1]. */
+/* True when t has one value for each expert: [E], [E, 1], [E, 1, 1] and so on. */
 static bool is_per_expert(const moq_tensor *t, int64_t experts) {
-    if (t->ndim < 1 || t->ndim > 3 || t->shape[0] != experts)
+    if (t->ndim < 1 || t->shape[0] != experts)
         return false;
     for (int i = 1; i < t->ndim; i++) {
         if (t->shape[i] != 1)
@@ -180,6 +180,11 @@ static moq_status vector_layout(const moq_dequantize_plan *plan, moq_block_scale
         if (align(scale, job, 1, all + 1, s) || (column && align(scale, job, 2, all + 1, s)))
             return MOQ_OK;
         return fail_shape(err, "weight_scale", "one value, or one for each row of weight", scale);
+    }
+    if (is_per_expert(scale, job->shape[0])) {
+        s->stride[0] = scale->stride[0];
+        s->block[0] = 1;
+        return MOQ_OK;
     }
     if (scale->ndim == 2 && scale->shape[1] != 1 && job->shape[1] == job->shape[2])
         return fail_shape(err, "weight_scale",

@@ -65,6 +65,8 @@ def _channel_scale(scale: Array, shape: tuple[int, ...]) -> Array:
         return scale.reshape(())
     if scale.shape == shape[:1]:
         return scale.reshape(-1, *[1] * (len(shape) - 1))
+    if len(shape) == 3 and scale.size == scale.shape[0] == shape[0]:
+        return scale.reshape(-1, 1, 1)
     if len(shape) == 3 and scale.ndim == 3:
         if all(have in (1, want) for have, want in zip(scale.shape, shape, strict=True)):
             return scale

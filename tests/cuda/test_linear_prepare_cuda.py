@@ -14,6 +14,7 @@ from ..linear_cases import (
     random_case,
     random_part,
     random_x,
+    with_a_lost_scale,
     with_a_zero_part,
 )
 from .cases import params_to_cuda, to_cuda, to_numpy, torch
@@ -100,13 +101,17 @@ def test_dtypes_of_torch_and_bfloat16_scales(rng: Any) -> None:
 
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: str, on_device: bool) -> None:
+def test_zero_scales_over_zeros_and_nan_mean_zero(rng: Any, algo: str, compute: str, on_device: bool) -> None:
     case = random_case(rng, algo, 128, [40, 24, 8])
     if algo == PER_ROW:
         zero = rng.random(40) < 0.3
         case.parts[0]["weight_scale"][zero] = 0
         case.parts[0]["weight"][zero] = 0x7F
-    elif algo != "FP8_PB_WO":
+    elif algo == "FP8_PB_WO":
+        case.parts[1]["weight_scale"][...] = 0
+        case.parts[1]["weight"][::2] = 0xFF
+        case.parts[1]["weight"][1::2] = 0x80
+    else:
         case.parts[1]["weight_scale_2" if algo.endswith("NVFP4") else "weight_scale"] = np.float32(0)
         case.parts[1]["weight_scale" if algo.endswith("NVFP4") else "weight"][:] = 0xFF
     gpu = case.method(compute=compute, device="cuda:0")
@@ -119,6 +124,31 @@ def test_zero_scales_mean_zero_whatever_the_codes(rng: Any, algo: str, compute: 
     again = {name: to_cuda(np.full_like(value, 7)) for name, value in expected.items()}
     assert gpu.prepare(params, again) is again
     assert_same(again, expected)
+
+
+@pytest.mark.parametrize("algo, compute", COMPUTES)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("columns", [128, 1152])
+def test_a_lost_scale_is_named_as_on_the_cpu_and_nothing_is_written(
+    rng: Any, algo: str, compute: str, on_device: bool, columns: int
+) -> None:
+    case, scale, _, _ = with_a_lost_scale(rng, random_case(rng, algo, columns, [128, 40, 8]))
+    cpu, gpu = methods(case, compute)
+    out = gpu.prepare(params_to_cuda(random_case(rng, algo, columns, [128, 40, 8]).listed()))
+    for value in out.values():
+        value.view(torch.uint8).fill_(0x5A)
+    with pytest.raises(ValueError, match="the scale is lost") as expected:
+        cpu.prepare(case.listed())
+    for source in (case.listed(), case.fused()):
+        params = params_to_cuda(source)
+        if not on_device:
+            params[scale] = source[scale]
+        for given in (None, out):
+            with pytest.raises(ValueError) as error:
+                gpu.prepare(params, given)
+            assert str(error.value) == str(expected.value)
+    for value in out.values():
+        assert (value.view(torch.uint8) == 0x5A).all()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +336,7 @@ def test_bad_input_scales_are_named_as_on_the_cpu(
     out = gpu.prepare(params_to_cuda(case.listed()))
     copies = {name: value.clone() for name, value in out.items()}
     case.parts[1]["input_scale"] = np.float32(bad)
-    case.parts[0]["weight_scale_2" if algo == "NVFP4" else "weight_scale"] = np.float32(0)
+    with_a_zero_part(case, algo)
     case.parts[2]["weight_scale" if algo == "NVFP4" else "weight"][3, 5] = 0x7F
     params = case.fused() if fused else case.listed()
     with pytest.raises(ValueError, match=r"^input_scale: ") as expected:
@@ -341,7 +371,8 @@ def test_one_scale_of_all_packed_partitions(rng: Any, dtype: Any, compute: str, 
     for part in case.parts:
         part["weight_scale_2"] = np.float32(value)
     if value == 0:
-        case.parts[2]["weight_scale"][:] = 0xFF
+        for part, code in zip(case.parts, (0xFF, 0x80, 0x7F), strict=True):
+            part["weight_scale"][:] = code
     gpu, expected = case.method(compute=compute, device="cuda:0"), prepared_for_cuda(case, compute)
     for shape in ((), (1,), (1, 1)):
         scale = torch.full(shape, value, dtype=dtype, device="cuda")
