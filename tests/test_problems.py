@@ -713,6 +713,20 @@ def test_problems_have_the_severity_of_the_table():
         assert make_problem(code, "m", layer="l", tensor="t") == Problem(code, severity, "l", "t", "m")
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_cache_scales_the_exporters_own_counts_in_any_order(genuine, turned):
+    """Else the order of the header decides, for k and v apart."""
+    model = genuine("llama_fp8_kvfp8")
+    own = {role: float(model.array(f"{ATTENTION}.{role[0]}_proj.{role}")) for role in ("k_scale", "v_scale")}
+    for name in (f"{ATTENTION}.k_scale", f"{K}.v_scale", f"{ATTENTION}.v_scale"):
+        model.put(name, "F32", np.float32(7))
+    if turned:
+        model.tensors = dict(reversed(model.tensors.items()))
+    (record,) = model.find().kv
+    assert record.values == own
+    assert [problem.code for problem in record.problems] == ["conflicting_tensors"] * 3
+
+
 def test_worst_severity():
     note, warning = make_problem("hole", ""), make_problem("config_conflict", "")
     error = make_problem("missing_scale", "")
