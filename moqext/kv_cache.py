@@ -126,6 +126,8 @@ def _read(name: str, tensor: Any) -> float:
     """The value of a tensor of one element."""
     if not hasattr(tensor, "item"):
         raise TypeError(f"{name}: expected a number or a tensor of one value, got {type(tensor)}")
+    if hasattr(type(tensor), "mask"):
+        raise TypeError(f"{name}: expected an array without a mask, got {type(tensor)}")
     shape = tuple(getattr(tensor, "shape", ()))
     if math.prod(shape) != 1:
         raise ValueError(f"{name}: expected one value, got shape {list(shape)}")

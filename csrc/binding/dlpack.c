@@ -168,8 +168,10 @@ static int check_memory(const moq_tensor *view, const char *name) {
         return -1;
     }
     if (!view->data) {
-        PyErr_Format(PyExc_BufferError, "%s: no memory behind %lld elements", name,
-                     (long long)count);
+        PyErr_Format(PyExc_BufferError,
+                     "%s: no memory behind %lld elements; a tensor that stands for others (fake, "
+                     "masked, distributed, traced) has to be made an ordinary one first",
+                     name, (long long)count);
         return -1;
     }
     int64_t size = (int64_t)moq_dtype_size(view->dtype), low = 0, high = size;

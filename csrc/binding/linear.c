@@ -12,7 +12,9 @@
 #include "cuda/cuda.h"
 #include "ops/target.h"
 
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_WEIGHT] = KW_weight,
@@ -52,7 +54,6 @@ static PyObject *new_plan(moq_state *state, const moq_linear_spec *spec,
     if (self) {
         self->spec = *spec;
         self->plan = *plan;
-        self->param_count = moq_linear_prepared_params(spec, self->param);
     }
     return (PyObject *)self;
 }
@@ -160,8 +161,8 @@ static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
 
 static PyObject *prepared_params(PyObject *self, PyObject *unused) {
     (void)unused;
-    return describe_params(((moq_plan_object *)self)->param,
-                           ((moq_plan_object *)self)->param_count);
+    const moq_linear_plan *plan = &((moq_plan_object *)self)->plan;
+    return describe_params(plan->param, plan->param_count);
 }
 
 static PyObject *backend(PyObject *self, PyObject *rows) {
@@ -270,10 +271,47 @@ int moq_plan_check_device(const moq_linear_spec *spec, const moq_arg *arg) {
     return -1;
 }
 
-int moq_plan_take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
-                  moq_dtype dtype, bool host, moq_arg *arg) {
-    if (moq_arg_take(state, object, name, arg) < 0)
-        return -1;
+/* 1 where `key` is one of the names. */
+static int is_among(PyObject *key, const char *const *names, int count) {
+    for (int i = 0; i < count && PyUnicode_Check(key); i++) {
+        if (PyUnicode_CompareWithASCIIString(key, names[i]) == 0)
+            return 1;
+    }
+    return 0;
+}
+
+int moq_plan_find_stranger(PyObject *mapping, const char *const *names, int count, PyObject **key) {
+    PyObject *keys = PyMapping_Keys(mapping);
+    Py_ssize_t size = keys ? PyList_Size(keys) : -1;
+    *key = NULL;
+    for (Py_ssize_t i = 0; i < size && !*key; i++) {
+        PyObject *candidate = PyList_GetItem(keys, i);
+        if (!is_among(candidate, names, count))
+            *key = Py_NewRef(candidate);
+    }
+    Py_XDECREF(keys);
+    return size < 0 ? -1 : *key != NULL;
+}
+
+int moq_plan_refuse_strangers(const moq_plan_object *self, PyObject *mapping, const char *name) {
+    const char *names[MOQ_MAX_PARAMS];
+    char text[160], all[160] = "";
+    PyObject *key;
+    for (int i = 0; i < self->plan.param_count; i++) {
+        size_t used = strlen(all);
+        names[i] = self->plan.param[i].name;
+        snprintf(all + used, sizeof all - used, "%s%s", used ? ", " : "", names[i]);
+    }
+    int found = moq_plan_find_stranger(mapping, names, self->plan.param_count, &key);
+    if (found > 0)
+        PyErr_Format(PyExc_ValueError, "%s: %R is no prepared parameter of %s, which has %s", name,
+                     key, moq_linear_text(&self->spec, text, sizeof text), all);
+    Py_XDECREF(key);
+    return found == 0 ? 0 : -1;
+}
+
+/* Reads a taken tensor as the layer does, or releases it with an exception. */
+static int fit(const moq_linear_spec *spec, moq_dtype dtype, bool host, moq_arg *arg) {
     bool anywhere = host && arg->view.device.kind == MOQ_CPU;
     if ((dtype != MOQ_DT_NONE && moq_arg_reinterpret(arg, dtype) < 0) ||
         (!anywhere && moq_plan_check_device(spec, arg) < 0)) {
@@ -283,6 +321,11 @@ int moq_plan_take(moq_state *state, const moq_linear_spec *spec, PyObject *objec
     return 0;
 }
 
+int moq_plan_take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
+                  moq_dtype dtype, bool host, moq_arg *arg) {
+    return moq_arg_take(state, object, name, arg) < 0 ? -1 : fit(spec, dtype, host, arg);
+}
+
 /* ---- run ---- */
 
 void moq_run_release(moq_run_args *a) {
@@ -290,33 +333,72 @@ void moq_run_release(moq_run_args *a) {
         moq_arg_release(&a->in[i]);
 }
 
-/* The next input, or NULL with an exception. */
-static moq_arg *take_next(moq_state *state, const moq_linear_spec *spec, PyObject *object,
-                          const char *name, moq_dtype dtype, moq_run_args *a) {
-    if (moq_plan_take(state, spec, object, name, dtype, false, &a->in[a->count]) < 0)
-        return NULL;
-    return &a->in[a->count++];
+/* Says what to do where x is of another floating-point dtype than the layer. */
+static int refuse_x_dtype(const moq_linear_spec *spec, const moq_arg *x) {
+    moq_dtype wants = spec->dtype, got = x->stored;
+    const char *library = wants == MOQ_DT_BF16 ? "ml_dtypes" : "numpy";
+    bool runs = got == MOQ_DT_F32 || got == MOQ_DT_F16 || got == MOQ_DT_BF16;
+    if (got == wants || !(runs || got == MOQ_DT_F64))
+        return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "x: expected %s, got %s: %s%s%sconvert x, by x.to(torch.%s)%s x.astype(%s.%s)%s",
+                 moq_dtype_name(wants), moq_dtype_name(got),
+                 runs ? "make or load the layer with dtype=\"" : "", runs ? moq_dtype_name(got) : "",
+                 runs ? "\", or " : "", moq_dtype_name(wants), wants == MOQ_DT_BF16 ? "," : " or",
+                 library, moq_dtype_name(wants),
+                 wants == MOQ_DT_BF16 ? " or to its bits as uint16" : "");
+    return -1;
+}
+
+static int take_x(moq_state *state, const moq_linear_spec *spec, PyObject *object,
+                  moq_run_args *a) {
+    moq_arg *x = &a->in[0];
+    if (moq_arg_take(state, object, "x", x) < 0)
+        return -1;
+    a->count = 1;
+    if (refuse_x_dtype(spec, x) < 0 || moq_arg_reinterpret(x, spec->dtype) < 0)
+        return -1;
+    return moq_plan_check_device(spec, x);
+}
+
+static int take_param(moq_state *state, const moq_linear_spec *spec, PyObject *object,
+                      const moq_param_spec *wanted, moq_run_args *a, moq_tensor *view) {
+    moq_arg *arg = &a->in[a->count];
+    if (moq_arg_take_kept(state, object, wanted->name, arg) < 0 ||
+        fit(spec, wanted->dtype, false, arg) < 0)
+        return -1;
+    a->count++;
+    *view = arg->view;
+    return 0;
+}
+
+/* Whether a mapping has that many entries, as far as it says. */
+static bool has_entries(PyObject *mapping, Py_ssize_t count) {
+    Py_ssize_t size = PyDict_Check(mapping) ? PyDict_Size(mapping) : PyMapping_Size(mapping);
+    if (size < 0)
+        PyErr_Clear();
+    return size == count;
 }
 
 int moq_run_take_params(moq_state *state, const moq_plan_object *self, PyObject *mapping,
                         moq_run_args *a, moq_linear_params *params) {
+    Py_ssize_t found = 0;
     if (moq_plan_check_mapping(mapping, "params") < 0)
         return -1;
-    for (int i = 0; i < self->param_count; i++) {
-        const moq_param_spec *wanted = &self->param[i];
+    for (int i = 0; i < self->plan.param_count; i++) {
+        const moq_param_spec *wanted = &self->plan.param[i];
         moq_tensor *view = moq_linear_param(params, wanted->id);
         PyObject *object = moq_plan_lookup(mapping, state->keyword[MOQ_PARAM_KEYWORD[wanted->id]]);
         if (!object && PyErr_Occurred())
             return -1;
-        if (!object)
-            continue;
-        moq_arg *arg = take_next(state, &self->spec, object, wanted->name, wanted->dtype, a);
-        Py_DECREF(object);
-        if (!arg)
+        found += object != NULL;
+        int status =
+            moq_arg_absent(object) ? 0 : take_param(state, &self->spec, object, wanted, a, view);
+        Py_XDECREF(object);
+        if (status < 0)
             return -1;
-        *view = arg->view;
     }
-    return 0;
+    return has_entries(mapping, found) ? 0 : moq_plan_refuse_strangers(self, mapping, "params");
 }
 
 /* y: `out`, apart from everything that is read, or a new tensor of x's kind. */
@@ -342,9 +424,10 @@ static int take_bias(moq_state *state, const moq_linear_spec *spec, PyObject *ob
     *bias = NULL;
     if (moq_arg_absent(object))
         return 0;
-    moq_arg *arg = take_next(state, spec, object, "bias", MOQ_DT_NONE, a);
-    if (!arg)
+    moq_arg *arg = &a->in[a->count];
+    if (moq_plan_take(state, spec, object, "bias", MOQ_DT_NONE, false, arg) < 0)
         return -1;
+    a->count++;
     *bias = &arg->view;
     return arg->view.dtype == MOQ_DT_F32 ? 0 : moq_arg_reinterpret(arg, spec->dtype);
 }
@@ -398,7 +481,7 @@ static PyObject *run_with(moq_state *state, moq_plan_object *self, PyObject **v,
     moq_linear_params params = {0};
     moq_linear_job job;
     moq_err err;
-    if (!take_next(state, spec, v[0], "x", spec->dtype, a) ||
+    if (take_x(state, spec, v[0], a) < 0 ||
         moq_run_take_params(state, self, v[1], a, &params) < 0 ||
         take_bias(state, spec, v[2], a, &bias) < 0)
         return NULL;

@@ -9,8 +9,6 @@ typedef struct {
     PyObject_HEAD
     moq_linear_spec spec;
     moq_linear_plan plan;
-    int param_count; /* of the prepared form */
-    moq_param_spec param[MOQ_MAX_PARAMS];
 } moq_plan_object;
 
 static inline moq_state *moq_plan_state(PyObject *self) {
@@ -24,7 +22,8 @@ typedef struct {
     moq_arg y;
 } moq_run_args;
 
-/* The prepared parameters of a mapping, as further inputs of `a`. */
+/* The prepared parameters of a mapping, as further inputs of `a`; None is as good as no entry, and
+ * an entry that the layer does not know is refused, since results without it would be others. */
 int moq_run_take_params(moq_state *state, const moq_plan_object *self, PyObject *mapping,
                         moq_run_args *a, moq_linear_params *params);
 /* Gives back what was taken. */
@@ -40,7 +39,13 @@ int moq_plan_check_mapping(PyObject *object, const char *name);
 PyObject *moq_plan_lookup(PyObject *mapping, PyObject *keyword);
 /* -1 with an exception where the tensor is not on the layer's device. */
 int moq_plan_check_device(const moq_linear_spec *spec, const moq_arg *arg);
-/* A tensor of the layer's device, or of the host where `host` says that it may be there. */
+/* The first key of the mapping that is none of the names: 1 and a new reference, 0 where there is
+ * none, -1 with an exception. */
+int moq_plan_find_stranger(PyObject *mapping, const char *const *names, int count, PyObject **key);
+/* -1 with an exception that names a key which is no prepared parameter of the layer. */
+int moq_plan_refuse_strangers(const moq_plan_object *self, PyObject *mapping, const char *name);
+/* A tensor of the layer's device, or of the host where `host` says that it may be there; of any
+ * dtype where `dtype` is MOQ_DT_NONE. */
 int moq_plan_take(moq_state *state, const moq_linear_spec *spec, PyObject *object, const char *name,
                   moq_dtype dtype, bool host, moq_arg *arg);
 

@@ -5,6 +5,7 @@
 #include "binding/linear.h"
 #include "binding/stream.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 enum {
@@ -25,6 +26,7 @@ typedef struct {
 typedef struct {
     source_args source[SOURCES];
     int out_count;
+    char out_label[MOQ_MAX_PARAMS][32]; /* out["weight"], for messages */
     const char *out_name[MOQ_MAX_PARAMS];
     PyObject *out_object[MOQ_MAX_PARAMS];
     moq_arg out[MOQ_MAX_PARAMS];
@@ -95,29 +97,25 @@ static bool has_source(const moq_linear_spec *spec, int which) {
 }
 
 /* Names that mean something for this layer; every other one belongs to another kind of layer. */
-static int check_names(moq_state *state, const moq_linear_spec *spec, PyObject *params) {
-    PyObject *keys = PyMapping_Keys(params);
-    Py_ssize_t count = keys ? PyList_Size(keys) : -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *key = PyList_GetItem(keys, i);
-        bool known = false;
-        for (int s = 0; s < SOURCES && !known; s++)
-            known = PyUnicode_Check(key) &&
-                    PyUnicode_Compare(key, state->keyword[SOURCE_KEYWORD[s]]) == 0 &&
-                    has_source(spec, s);
-        if (!known) {
-            PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
-                         spec->algo);
-            count = -1;
-        }
+static int check_names(const moq_linear_spec *spec, PyObject *params) {
+    const char *names[SOURCES];
+    int count = 0;
+    PyObject *key;
+    for (int s = 0; s < SOURCES; s++) {
+        if (has_source(spec, s))
+            names[count++] = SOURCE_NAME[s];
     }
-    Py_XDECREF(keys);
-    return count < 0 ? -1 : 0;
+    int found = moq_plan_find_stranger(params, names, count, &key);
+    if (found > 0)
+        PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
+                     spec->algo);
+    Py_XDECREF(key);
+    return found == 0 ? 0 : -1;
 }
 
 static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
                         prepare_args *p) {
-    if (moq_plan_check_mapping(params, "params") < 0 || check_names(state, spec, params) < 0)
+    if (moq_plan_check_mapping(params, "params") < 0 || check_names(spec, params) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++) {
         PyObject *object = moq_plan_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
@@ -163,8 +161,13 @@ static bool is_in_place(const moq_linear_spec *spec, moq_param id, const moq_ten
            moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
 }
 
-static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prepare_args *p,
-                           const moq_arg *out) {
+/* The output opened last shares memory with no other one, and with no source but in its place. */
+static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prepare_args *p) {
+    const moq_arg *out = &p->out[p->out_count - 1];
+    for (const moq_arg *other = p->out; other < out; other++) {
+        if (moq_arg_refuse_both_written(out, other) < 0)
+            return -1;
+    }
     for (int s = 0; s < SOURCES; s++) {
         for (int i = 0; i < p->source[s].count; i++) {
             if (!is_in_place(spec, id, &out->view, p, s) &&
@@ -175,55 +178,79 @@ static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prep
     return 0;
 }
 
-/* The tensor of the mapping `out`. */
-static PyObject *take_given(moq_state *state, PyObject *given, const moq_param_spec *wanted,
-                            moq_arg *arg) {
-    if (moq_arg_take_output(state, given, "out", arg) < 0)
-        return NULL;
-    if (moq_arg_reinterpret(arg, wanted->dtype) == 0)
-        return Py_NewRef(given);
-    moq_arg_release(arg);
-    return NULL;
-}
-
-/* The i-th tensor prepare writes: that of the mapping `out`, or a new one of the source's kind. */
-static int open_output(moq_state *state, const moq_linear_spec *spec, PyObject *out,
-                       const moq_param_spec *wanted, prepare_args *p) {
-    moq_arg *arg = &p->out[p->out_count];
-    bool fresh = moq_arg_absent(out);
-    PyObject *given =
-        fresh ? NULL : moq_plan_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[wanted->id]]);
-    if (!given && !fresh) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing", wanted->name);
-        return -1;
-    }
-    PyObject *object = given && !moq_arg_absent(given)
-                           ? take_given(state, given, wanted, arg)
-                           : moq_arg_new_like(state, model_for(p, wanted->id), wanted->dtype,
-                                              wanted->ndim, wanted->shape, arg);
-    Py_XDECREF(given);
-    if (!object)
-        return -1;
+/* The next output is `object`, whose reference it takes, with its view in p->out. */
+static void add_output(prepare_args *p, const moq_param_spec *wanted, PyObject *object) {
     p->out_object[p->out_count] = object;
     p->out_name[p->out_count++] = wanted->name;
-    if (fresh)
-        return 0;
-    arg->name = wanted->name;
-    return moq_plan_check_device(spec, arg) < 0 ? -1 : refuse_overlaps(spec, wanted->id, p, arg);
+}
+
+/* A new tensor of the source's kind. */
+static int make_output(moq_state *state, const moq_param_spec *wanted, prepare_args *p) {
+    PyObject *object = moq_arg_new_like(state, model_for(p, wanted->id), wanted->dtype,
+                                        wanted->ndim, wanted->shape, &p->out[p->out_count]);
+    if (object)
+        add_output(p, wanted, object);
+    return object ? 0 : -1;
+}
+
+/* The tensor of the mapping `out`. */
+static int take_output(moq_state *state, const moq_linear_spec *spec, PyObject *given,
+                       const moq_param_spec *wanted, prepare_args *p) {
+    moq_arg *arg = &p->out[p->out_count];
+    char *label = p->out_label[p->out_count];
+    snprintf(label, sizeof p->out_label[0], "out[\"%s\"]", wanted->name);
+    if (moq_arg_take_output(state, given, label, arg) < 0)
+        return -1;
+    add_output(p, wanted, Py_NewRef(given));
+    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_plan_check_device(spec, arg) < 0)
+        return -1;
+    return refuse_overlaps(spec, wanted->id, p);
+}
+
+/* `out` has what the sources fill and nothing else: what stayed there would be an earlier
+ * checkpoint's, and no value of an input_scale means that there is none. */
+static int refuse_output(const moq_param_spec *param, bool wanted) {
+    if (wanted)
+        PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing%s", param->name,
+                     param->required ? "" : ", and params have one");
+    else
+        PyErr_Format(PyExc_ValueError,
+                     "out[\"%s\"]: params have no %s to write there, and the one that is there "
+                     "would be used; prepare without out, or without this entry of it",
+                     param->name, param->name);
+    return -1;
+}
+
+/* A tensor that prepare may write, as the mapping `out` has it. */
+static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+                      const moq_param_spec *param, prepare_args *p) {
+    PyObject *given = moq_plan_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[param->id]]);
+    bool wanted = is_wanted(p, param);
+    int status = 0;
+    if (!given && PyErr_Occurred())
+        return -1;
+    if (wanted == moq_arg_absent(given))
+        status = refuse_output(param, wanted);
+    else if (wanted)
+        status = take_output(state, spec, given, param, p);
+    Py_XDECREF(given);
+    return status;
 }
 
 static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,
                         prepare_args *p, moq_linear_params *params) {
-    if (!moq_arg_absent(out) && moq_plan_check_mapping(out, "out") < 0)
+    bool fresh = moq_arg_absent(out);
+    if (!fresh && (moq_plan_check_mapping(out, "out") < 0 ||
+                   moq_plan_refuse_strangers(self, out, "out") < 0))
         return -1;
-    for (int i = 0; i < self->param_count; i++) {
-        const moq_param_spec *wanted = &self->param[i];
-        if (!is_wanted(p, wanted))
-            continue;
-        if (open_output(state, &self->spec, out, wanted, p) < 0)
+    for (int i = 0; i < self->plan.param_count; i++) {
+        const moq_param_spec *param = &self->plan.param[i];
+        int before = p->out_count;
+        if (!fresh ? open_given(state, &self->spec, out, param, p) < 0
+                   : is_wanted(p, param) && make_output(state, param, p) < 0)
             return -1;
-        *moq_linear_param(params, wanted->id) = p->out[p->out_count - 1].view;
+        if (p->out_count > before)
+            *moq_linear_param(params, param->id) = p->out[before].view;
     }
     return 0;
 }

@@ -24,7 +24,12 @@ typedef struct {
      * in-place arithmetic out, and exports its memory without a read-only mark all the same. */
     bool in_place;
     bool array_library;                /* the type defines __array_namespace__ */
+    bool masked;                       /* an array type with `mask`: some elements are no values */
     const DLPackExchangeAPI *exchange; /* MOQ_FROM_EXCHANGE: of a major version we know */
+    /* The type's is_neg, or NULL; strong in the table, borrowed in a copy. A library that negates
+     * lazily (torch) says by it that the values are the negatives of what is in memory, which DLPack
+     * has no flag for. */
+    PyObject *is_neg;
 } moq_producer;
 
 /* Slots of the table: one compare when a type is in its slot, a fresh look when another type took

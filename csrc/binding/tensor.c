@@ -21,8 +21,10 @@ int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg) {
     moq_boundary *boundary = state->boundary;
     if (!boundary)
         return 0;
-    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++)
+    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++) {
         Py_VISIT(boundary->producer[i].type);
+        Py_VISIT(boundary->producer[i].is_neg);
+    }
     for (int i = 0; i < MOQ_ML_DTYPES; i++)
         Py_VISIT(boundary->ml_descr[i]);
     Py_VISIT(boundary->owned_type);
@@ -34,8 +36,10 @@ void moq_tensor_clear(moq_state *state) {
     if (!boundary)
         return;
     state->boundary = NULL;
-    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++)
+    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++) {
         Py_CLEAR(boundary->producer[i].type);
+        Py_CLEAR(boundary->producer[i].is_neg);
+    }
     for (int i = 0; i < MOQ_ML_DTYPES; i++)
         Py_CLEAR(boundary->ml_descr[i]);
     Py_CLEAR(boundary->owned_type);
@@ -59,13 +63,47 @@ static int not_a_tensor(PyObject *object, const char *name) {
     return -1;
 }
 
+static int refuse_mask(PyObject *object, const char *name) {
+    PyErr_Format(PyExc_TypeError,
+                 "%s: expected an array without a mask, got %R; pass its filled(value), or its data "
+                 "to use what lies under the mask",
+                 name, Py_TYPE(object));
+    return -1;
+}
+
+/* Refuses a tensor whose values are the negatives of its memory. */
+static int refuse_negated(const moq_producer *producer, PyObject *object, const moq_arg *arg) {
+    PyObject *method = Py_NewRef(producer->is_neg); /* the call may give its slot to another type */
+    PyObject *answer = PyObject_CallFunctionObjArgs(method, object, NULL);
+    int negated = answer ? PyObject_IsTrue(answer) : -1;
+    Py_DECREF(method);
+    Py_XDECREF(answer);
+    if (negated < 0)
+        moq_note_argument(arg->name);
+    else if (negated)
+        PyErr_Format(PyExc_BufferError,
+                     "%s: its values are the negatives of what is in its memory (is_neg()); pass "
+                     "%s.resolve_neg()",
+                     arg->name, arg->name);
+    return negated ? -1 : 0;
+}
+
+/* Whether it may be the imaginary part of complex numbers, every second element of their memory:
+ * what libraries negate lazily. One element says so by its address. */
+static bool steps_over_memory(const moq_tensor *view) {
+    return moq_tensor_numel(view) == 1
+               ? (uintptr_t)view->data / moq_dtype_size(view->dtype) % 2 == 1
+               : !moq_tensor_is_contiguous(view);
+}
+
 /* Takes by whichever way the producer offers. */
 static int take(moq_state *state, const moq_producer *producer, PyObject *object, const char *name,
-                bool output, moq_arg *out, bool *legacy) {
+                bool output, bool kept, moq_arg *out, bool *legacy) {
     int status = -1;
     switch (producer->protocol) {
     case MOQ_FROM_NUMPY:
-        status = moq_numpy_take(state, object, name, out);
+        status = producer->masked ? refuse_mask(object, name)
+                                  : moq_numpy_take(state, object, name, out);
         break;
     case MOQ_FROM_EXCHANGE:
         status = moq_exchange_take(producer->exchange, object, name, output, out);
@@ -77,14 +115,19 @@ static int take(moq_state *state, const moq_producer *producer, PyObject *object
         status = not_a_tensor(object, name);
         break;
     }
-    if (status == 0) {
-        out->stored = out->view.dtype;
-        out->object = Py_NewRef(object);
-    }
-    return status;
+    if (status < 0)
+        return -1;
+    out->stored = out->view.dtype;
+    out->object = Py_NewRef(object);
+    if (!producer->is_neg || (kept && !steps_over_memory(&out->view)) ||
+        refuse_negated(producer, object, out) == 0)
+        return 0;
+    moq_arg_release(out);
+    return -1;
 }
 
-int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
+static int take_input(moq_state *state, PyObject *object, const char *name, bool kept,
+                      moq_arg *out) {
     reset(out, name);
     if (PyArray_CheckExact(object)) {
         if (moq_numpy_take(state, object, name, out) < 0)
@@ -97,7 +140,15 @@ int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *
     bool legacy = false;
     if (moq_producer_of(state, object, &producer) < 0)
         return -1;
-    return take(state, &producer, object, name, false, out, &legacy);
+    return take(state, &producer, object, name, false, kept, out, &legacy);
+}
+
+int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
+    return take_input(state, object, name, false, out);
+}
+
+int moq_arg_take_kept(moq_state *state, PyObject *object, const char *name, moq_arg *out) {
+    return take_input(state, object, name, true, out);
 }
 
 /* True when no two elements can share memory: with the dimensions sorted by stride, each steps
@@ -158,7 +209,7 @@ int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, mo
     moq_producer producer;
     bool legacy = false;
     if (moq_producer_of(state, object, &producer) < 0 ||
-        take(state, &producer, object, name, true, out, &legacy) < 0)
+        take(state, &producer, object, name, true, false, out, &legacy) < 0)
         return -1;
     if (refuse_output(out, &producer, legacy) == 0)
         return 0;
@@ -194,10 +245,18 @@ int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
     return 0;
 }
 
-int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in) {
-    if (!moq_tensor_overlap(&out->view, &in->view))
+static int refuse_overlap(const moq_arg *out, const moq_arg *other, const char *which) {
+    if (!moq_tensor_overlap(&out->view, &other->view))
         return 0;
-    PyErr_Format(PyExc_BufferError, "%s: shares memory with %s, which is read while it is written",
-                 out->name, in->name);
+    PyErr_Format(PyExc_BufferError, "%s: shares memory with %s, which is %s", out->name,
+                 other->name, which);
     return -1;
+}
+
+int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in) {
+    return refuse_overlap(out, in, "read while it is written");
+}
+
+int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other) {
+    return refuse_overlap(out, other, "written too");
 }

@@ -44,8 +44,12 @@ int moq_tensor_setup(PyObject *module, moq_state *state);
 int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg);
 void moq_tensor_clear(moq_state *state);
 
-/* An input. On failure *out is empty and needs no release. */
+/* An input: memory that holds the values as they are. Refuses arrays with a mask and tensors that
+ * their library negates when it reads them. On failure *out is empty and needs no release. */
 int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out);
+/* The same for prepared parameters, which every call takes again: whether a library negates the
+ * tensor lazily (70 ns in torch) is asked only where its layout is that of such a view. */
+int moq_arg_take_kept(moq_state *state, PyObject *object, const char *name, moq_arg *out);
 /* An input that may be absent: then *out is empty and *view NULL. */
 int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, moq_arg *out,
                           const moq_tensor **view);
@@ -62,6 +66,9 @@ int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype);
 /* BufferError naming both when the bytes from the first to the last element of `out` meet those of
  * `in`. Views that interleave without sharing an element count as overlapping. */
 int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in);
+
+/* The same for two outputs. */
+int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other);
 
 /* A new uninitialised row-major tensor of the producer and device of `like`. Its dtype is `dtype`
  * as that producer spells it; a raw carrier of the same width where the producer has no such dtype,

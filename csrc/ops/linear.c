@@ -107,14 +107,19 @@ moq_tensor *moq_linear_param(moq_linear_params *params, moq_param id) {
     }
 }
 
-moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
-                                   const char *mapping, moq_err *err) {
-    moq_param_spec wanted[MOQ_MAX_PARAMS];
-    int count = moq_linear_prepared_params(spec, wanted);
+static moq_status check_params(const moq_param_spec *wanted, int count,
+                               const moq_linear_params *params, const char *mapping, moq_err *err) {
     for (int i = 0; i < count; i++)
         MOQ_TRY(check_param(&wanted[i], mapping,
                             moq_linear_param((moq_linear_params *)params, wanted[i].id), err));
     return MOQ_OK;
+}
+
+moq_status moq_linear_check_params(const moq_linear_spec *spec, const moq_linear_params *params,
+                                   const char *mapping, moq_err *err) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = moq_linear_prepared_params(spec, wanted);
+    return check_params(wanted, count, params, mapping, err);
 }
 
 /* ---- x and y as kernels want them ---- */
@@ -268,7 +273,7 @@ moq_status moq_linear_open(const moq_linear_spec *spec, moq_linear_plan *plan,
     MOQ_TRY(check_x(spec, x, err));
     MOQ_TRY(check_y(spec, x, y, err));
     MOQ_TRY(check_bias(spec, bias, err));
-    MOQ_TRY(moq_linear_check_params(spec, params, "params", err));
+    MOQ_TRY(check_params(plan->param, plan->param_count, params, "params", err));
     job->call = (moq_linear_call){
         .spec = spec,
         .m = moq_tensor_numel(x) / spec->in_features,

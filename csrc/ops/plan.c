@@ -516,6 +516,7 @@ static moq_linear_choice find_remembered(moq_linear_plan *plan, const moq_linear
 moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
                                 moq_linear_plan *plan, moq_err *err) {
     memset(plan, 0, sizeof *plan);
+    plan->param_count = moq_linear_prepared_params(spec, plan->param);
     return collect(spec, forced, plan, err);
 }
 

@@ -45,6 +45,8 @@ typedef struct {
 typedef struct {
     int count;
     const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
+    int param_count; /* of the prepared form, which every call checks */
+    moq_param_spec param[MOQ_MAX_PARAMS];
     /* What was chosen for m rows, at m modulo their number: comparing all kernels takes longer than
      * a call may cost the host. One word each, since several threads may ask; 0 for none. */
     _Atomic uint64_t remembered[MOQ_REMEMBERED];

@@ -69,10 +69,17 @@ def _canonical(name: str) -> str:
 
 def raw(array: ArrayLike) -> Array:
     """The codes of an array as unsigned integers, whatever dtype of 8 or 16 bits they are declared as."""
-    codes = np.asarray(array)
+    codes = plain_array(array)
     if codes.dtype.itemsize not in (1, 2):
         raise TypeError(f"codes: expected an array of 8 or 16 bit elements, got {codes.dtype}")
     return codes.view(np.uint8 if codes.dtype.itemsize == 1 else np.uint16)
+
+
+def plain_array(array: ArrayLike) -> Array:
+    """`numpy.asarray`, which would forget the mask of an array that has one."""
+    if isinstance(array, np.ndarray) and hasattr(type(array), "mask"):
+        raise TypeError(f"expected an array without a mask, got {type(array)}; pass its filled(value) or its data")
+    return np.asarray(array)
 
 
 def as_float32(array: ArrayLike) -> F32:
@@ -81,7 +88,7 @@ def as_float32(array: ArrayLike) -> F32:
     Takes float32, float64 (values that are float32 already), float16, bfloat16 and, as carrier of bfloat16,
     uint16.
     """
-    values = np.asarray(array)
+    values = plain_array(array)
     if values.dtype == np.uint16 or values.dtype.name == "bfloat16":
         return decode(values, "bfloat16")
     if values.dtype.kind not in "fiu" or values.dtype.itemsize < 2:
@@ -184,7 +191,7 @@ def encode(x: ArrayLike, format: str) -> Array:
         ValueError: unknown format, or an odd last axis for "e2m1".
     """
     name = _canonical(format)
-    array = np.asarray(x)
+    array = plain_array(x)
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = array if array.dtype == np.float64 else as_float32(array).astype(np.float64)
     if name == "float8_e8m0fnu":
