@@ -156,7 +156,10 @@ class LinearMethod:
         Args:
             params: The tensors of `checkpoint_params` by name. Each may also be a list of one tensor per
                 partition, and a scale a number. A scalar scale serves all partitions.
-            out: Prepared tensors of an earlier call to overwrite, for a reload in place. Where the prepared
+            out: Prepared tensors of an earlier call to overwrite, for a reload in place: every one that
+                `params` fill and no other, each with memory of its own. One that `params` would not fill
+                (`input_scale`, `pre_quant_scale`) would keep the earlier checkpoint's, and is refused; None
+                is as good as no entry. Where the prepared
                 "weight" or "weight_scale" has the bytes of the checkpoint's (all but NVFP4 with
                 compute="fp8", or packed for CUDA), it may be that tensor itself, if that is one and
                 contiguous: no second weight is in memory then.
@@ -165,12 +168,12 @@ class LinearMethod:
             A new dict of tensors of the same framework as the weight, or `out`.
 
         Raises:
-            ValueError: A tensor is missing, does not belong to this layer, has another shape than
-                `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds (negative,
+            ValueError: A tensor is missing (in `params` or `out`), does not belong to this layer, has another
+                shape than `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds (negative,
                 infinite or NaN). A weight scale of zero means that the weight is zero.
             TypeError: A tensor of another dtype.
             BufferError: Memory that cannot be read or written, or `out` sharing memory with `params` in any
-                other way.
+                other way, or two tensors of `out` sharing it.
         """
         if not isinstance(params, Mapping):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
@@ -188,7 +191,8 @@ class LinearMethod:
 
         Args:
             x: [..., in_features] of `dtype`, any strides.
-            params: What `prepare` returned. On CUDA kernels read them ahead of time: a write to them by
+            params: What `prepare` returned, of this method or one of the same description; a tensor that the
+                layer does not know is refused. On CUDA kernels read them ahead of time: a write to them by
                 others has to have ended, not only to be ahead in the stream.
             bias: [out_features] of `dtype` or float32, added in float32 before the one rounding.
             out: [..., out_features] of `dtype` with contiguous rows; must not share memory with the rest.
