@@ -29,8 +29,11 @@ from moqext.linear import LinearMethod, ParamSpec, Timing
 from moqext.load import Layer
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
+from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
+check_variables(stacklevel=2)
+del check_variables
 
 __all__ = [
     "Checkpoint",

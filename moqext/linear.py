@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from moqext import _C
 from moqext.scalars import as_tensors
+from moqext.variables import check_variables
 
 
 class ParamSpec(NamedTuple):
@@ -114,6 +115,7 @@ class LinearMethod:
         fast_accum: bool = False,
         one_input_scale: bool = False,
     ) -> None:
+        check_variables(stacklevel=2)
         self._plan = _C.linear_plan(
             quant_algo,
             in_features,
@@ -169,8 +171,8 @@ class LinearMethod:
 
         Raises:
             ValueError: A tensor is missing (in `params` or `out`), does not belong to this layer, has another
-                shape than `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds (negative,
-                infinite or NaN). A weight scale of zero means that the weight is zero.
+                shape than `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds
+                (negative, infinite or NaN). A weight scale of zero means that the weight is zero.
             TypeError: A tensor of another dtype.
             BufferError: Memory that cannot be read or written, or `out` sharing memory with `params` in any
                 other way, or two tensors of `out` sharing it.

@@ -1,7 +1,7 @@
 """Prepared parameters that are given: to `prepare(out=)` for a reload, and to a call.
 
-A reload gives the bits of a fresh prepare or is refused before anything is written, and a layer refuses parameters
-of another one instead of dropping what it does not know.
+A reload gives the bits of a fresh prepare or is refused before anything is written, and a layer refuses
+parameters of another one instead of dropping what it does not know.
 """
 
 from collections.abc import Mapping
@@ -142,7 +142,8 @@ def test_outputs_of_prepare_that_share_memory_are_refused(rng, algo, compute, on
         before = {name: array.copy() for name, array in params.items()}
         with pytest.raises(BufferError, match=r'^out\["\w+"\]: shares memory with out\["\w+"\]') as caught:
             method.prepare(case.listed(), out=out)
-        assert f'"{one}"' in str(caught.value) and f'"{other}"' in str(caught.value)
+        assert f'"{one}"' in str(caught.value)
+        assert f'"{other}"' in str(caught.value)
         for name, value in before.items():
             np.testing.assert_array_equal(params[name], value, name)
 

@@ -7,6 +7,9 @@
 #include "cpu/threads.h"
 #include "cuda/cuda.h"
 #include "ops/plan.h"
+#include "ops/variables.h"
+
+#include <string.h>
 
 #ifndef MOQ_VERSION
 #error "MOQ_VERSION and the other facts are defined by setup.py"
@@ -84,6 +87,21 @@ static PyObject *kernels(PyObject *module, PyObject *unused) {
     return list;
 }
 
+/* Texts of others may have any bytes. */
+static void append_text(void *list, const char *text) {
+    if (*(PyObject **)list)
+        append(list, PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace"));
+}
+
+static PyObject *check_variables(PyObject *module, PyObject *unused) {
+    PyObject *list = PyList_New(0);
+    (void)module;
+    (void)unused;
+    if (list)
+        moq_check_variables(append_text, &list);
+    return list;
+}
+
 static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
     (void)unused;
     moq_state *state = moq_module_state(module);
@@ -131,6 +149,8 @@ static PyMethodDef METHODS[] = {
      "cublaslt() -> (path of the library or None, its version or None, reason or None); opens it"},
     {"kernels", kernels, METH_NOARGS,
      "kernels() -> list of str: family:name of every linear kernel"},
+    {"check_variables", check_variables, METH_NOARGS,
+     "check_variables() -> list of str: what is wrong with variables of the environment"},
     {"cuda_versions", cuda_versions, METH_NOARGS,
      "cuda_versions() -> (runtime, driver): 13000 for 13.0, 0 where there is none"},
     {"cuda_devices", cuda_devices, METH_NOARGS,

@@ -343,9 +343,9 @@ static int refuse_x_dtype(const moq_linear_spec *spec, const moq_arg *x) {
     PyErr_Format(PyExc_TypeError,
                  "x: expected %s, got %s: %s%s%sconvert x, by x.to(torch.%s)%s x.astype(%s.%s)%s",
                  moq_dtype_name(wants), moq_dtype_name(got),
-                 runs ? "make or load the layer with dtype=\"" : "", runs ? moq_dtype_name(got) : "",
-                 runs ? "\", or " : "", moq_dtype_name(wants), wants == MOQ_DT_BF16 ? "," : " or",
-                 library, moq_dtype_name(wants),
+                 runs ? "make or load the layer with dtype=\"" : "",
+                 runs ? moq_dtype_name(got) : "", runs ? "\", or " : "", moq_dtype_name(wants),
+                 wants == MOQ_DT_BF16 ? "," : " or", library, moq_dtype_name(wants),
                  wants == MOQ_DT_BF16 ? " or to its bits as uint16" : "");
     return -1;
 }

@@ -240,8 +240,8 @@ static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *o
 static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,
                         prepare_args *p, moq_linear_params *params) {
     bool fresh = moq_arg_absent(out);
-    if (!fresh && (moq_plan_check_mapping(out, "out") < 0 ||
-                   moq_plan_refuse_strangers(self, out, "out") < 0))
+    if (!fresh &&
+        (moq_plan_check_mapping(out, "out") < 0 || moq_plan_refuse_strangers(self, out, "out") < 0))
         return -1;
     for (int i = 0; i < self->plan.param_count; i++) {
         const moq_param_spec *param = &self->plan.param[i];

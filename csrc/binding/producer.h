@@ -27,8 +27,8 @@ typedef struct {
     bool masked;                       /* an array type with `mask`: some elements are no values */
     const DLPackExchangeAPI *exchange; /* MOQ_FROM_EXCHANGE: of a major version we know */
     /* The type's is_neg, or NULL; strong in the table, borrowed in a copy. A library that negates
-     * lazily (torch) says by it that the values are the negatives of what is in memory, which DLPack
-     * has no flag for. */
+     * lazily (torch) says by it that the values are the negatives of what is in memory, which
+     * DLPack has no flag for. */
     PyObject *is_neg;
 } moq_producer;
 

@@ -64,10 +64,11 @@ static int not_a_tensor(PyObject *object, const char *name) {
 }
 
 static int refuse_mask(PyObject *object, const char *name) {
-    PyErr_Format(PyExc_TypeError,
-                 "%s: expected an array without a mask, got %R; pass its filled(value), or its data "
-                 "to use what lies under the mask",
-                 name, Py_TYPE(object));
+    PyErr_Format(
+        PyExc_TypeError,
+        "%s: expected an array without a mask, got %R; pass its filled(value), or its data "
+        "to use what lies under the mask",
+        name, Py_TYPE(object));
     return -1;
 }
 
@@ -102,8 +103,8 @@ static int take(moq_state *state, const moq_producer *producer, PyObject *object
     int status = -1;
     switch (producer->protocol) {
     case MOQ_FROM_NUMPY:
-        status = producer->masked ? refuse_mask(object, name)
-                                  : moq_numpy_take(state, object, name, out);
+        status =
+            producer->masked ? refuse_mask(object, name) : moq_numpy_take(state, object, name, out);
         break;
     case MOQ_FROM_EXCHANGE:
         status = moq_exchange_take(producer->exchange, object, name, output, out);

@@ -2,6 +2,7 @@
 #include "core/algo.h"
 
 #include "core/formats.h"
+#include "core/nearest.h"
 
 typedef struct {
     const char *name;
@@ -78,6 +79,24 @@ bool moq_kv_parse(moq_text text, moq_kv *out) {
         }
     }
     return false;
+}
+
+const char *moq_algo_hint(moq_text text, char *buffer, size_t size) {
+    moq_nearest nearest;
+    moq_nearest_begin(&nearest, text);
+    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT; algo++)
+        moq_nearest_try(&nearest, FACTS[algo].name, FACTS[algo].name);
+    for (size_t i = 0; i < sizeof ALIASES / sizeof *ALIASES; i++)
+        moq_nearest_try(&nearest, ALIASES[i].name, FACTS[ALIASES[i].algo].name);
+    return moq_nearest_hint(&nearest, buffer, size);
+}
+
+const char *moq_kv_hint(moq_text text, char *buffer, size_t size) {
+    moq_nearest nearest;
+    moq_nearest_begin(&nearest, text);
+    for (int kv = MOQ_KV_NONE + 1; kv < MOQ_KV_COUNT; kv++)
+        moq_nearest_try(&nearest, KV_NAMES[kv], KV_NAMES[kv]);
+    return moq_nearest_hint(&nearest, buffer, size);
 }
 
 const char *moq_algo_name(moq_algo algo) {

@@ -49,6 +49,10 @@ typedef enum {
 /* False when the text names no algorithm. MOQ_ALGO_NONE has no name. */
 bool moq_algo_parse(moq_text text, moq_algo *out);
 bool moq_kv_parse(moq_text text, moq_kv *out);
+/* "; did you mean NVFP4?" for a text that names none but nearly does, else ""; `size` of 64 is
+ * enough. */
+const char *moq_algo_hint(moq_text text, char *buffer, size_t size);
+const char *moq_kv_hint(moq_text text, char *buffer, size_t size);
 /* Canonical name; NULL for NONE. */
 const char *moq_algo_name(moq_algo algo);
 const char *moq_kv_name(moq_kv kv);

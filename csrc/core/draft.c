@@ -107,21 +107,25 @@ moq_status moq_draft_open(const moq_document *document, moq_draft *draft, moq_er
 
 static moq_status read_algo(const moq_value *value, const moq_path *path, moq_algo *out,
                             moq_err *err) {
-    if (value->kind == MOQ_STRING && moq_algo_parse(value->as.text, out))
+    bool named = value->kind == MOQ_STRING;
+    if (named && moq_algo_parse(value->as.text, out))
         return MOQ_OK;
-    char text[300];
-    return moq_fail_at(err, path, "%s quantization algorithm %s; recognised are %s (in any case)",
-                       value->kind == MOQ_STRING ? "unknown" : "expected the name of a",
-                       moq_value_describe(value, text, sizeof text), moq_algo_choices());
+    char text[300], hint[64];
+    return moq_fail_at(err, path, "%s quantization algorithm %s; recognised are %s (in any case)%s",
+                       named ? "unknown" : "expected the name of a",
+                       moq_value_describe(value, text, sizeof text), moq_algo_choices(),
+                       named ? moq_algo_hint(value->as.text, hint, sizeof hint) : "");
 }
 
 static moq_status read_kv(const moq_value *value, const moq_path *path, moq_kv *out, moq_err *err) {
-    if (value->kind == MOQ_STRING && moq_kv_parse(value->as.text, out))
+    bool named = value->kind == MOQ_STRING;
+    if (named && moq_kv_parse(value->as.text, out))
         return MOQ_OK;
-    char text[300];
-    return moq_fail_at(err, path, "%s KV-cache algorithm %s; recognised are %s (in any case)",
-                       value->kind == MOQ_STRING ? "unknown" : "expected the name of a",
-                       moq_value_describe(value, text, sizeof text), moq_kv_choices());
+    char text[300], hint[64];
+    return moq_fail_at(err, path, "%s KV-cache algorithm %s; recognised are %s (in any case)%s",
+                       named ? "unknown" : "expected the name of a",
+                       moq_value_describe(value, text, sizeof text), moq_kv_choices(),
+                       named ? moq_kv_hint(value->as.text, hint, sizeof hint) : "");
 }
 
 /* kv_cache_scheme: a name, or {"type": "float" | "int", "num_bits": 8 | 4}. */

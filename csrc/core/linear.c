@@ -37,9 +37,11 @@ enum { COMPUTE_COUNT = sizeof COMPUTE_NAMES / sizeof *COMPUTE_NAMES };
 
 static moq_status find_algo(const char *name, const algo_row **row, moq_err *err) {
     moq_algo algo;
-    if (!moq_algo_parse((moq_text){name, strlen(name)}, &algo))
-        return moq_fail(err, MOQ_ERR_VALUE, "quant_algo: expected one of %s, got \"%.64s\"",
-                        RUNNABLE, name);
+    moq_text text = {name, strlen(name)};
+    char hint[64];
+    if (!moq_algo_parse(text, &algo))
+        return moq_fail(err, MOQ_ERR_VALUE, "quant_algo: expected one of %s, got \"%.64s\"%s",
+                        RUNNABLE, name, moq_algo_hint(text, hint, sizeof hint));
     for (size_t i = 0; i < sizeof ALGOS / sizeof *ALGOS; i++) {
         *row = &ALGOS[i];
         if (ALGOS[i].algo == algo)

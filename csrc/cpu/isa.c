@@ -52,18 +52,27 @@ static moq_isa detect(void) {
 static moq_isa level;
 
 static void initialize(void) {
-    const char *wish = getenv("MOQEXT_ISA");
+    const char *text = getenv("MOQEXT_ISA");
+    moq_isa wish;
     level = detect();
-    for (int i = 0; wish && i < MOQ_ISA_COUNT; i++) {
-        if (strcmp(wish, NAMES[i]) == 0 && (moq_isa)i < level)
-            level = (moq_isa)i;
-    }
+    if (text && moq_isa_parse(text, &wish) && wish < level)
+        level = wish;
 }
 
 moq_isa moq_cpu_isa(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, initialize);
     return level;
+}
+
+bool moq_isa_parse(const char *name, moq_isa *out) {
+    for (int i = 0; i < MOQ_ISA_COUNT; i++) {
+        if (strcmp(name, NAMES[i]) == 0) {
+            *out = (moq_isa)i;
+            return true;
+        }
+    }
+    return false;
 }
 
 const char *moq_isa_name(int isa) {

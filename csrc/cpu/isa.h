@@ -5,6 +5,8 @@
 #ifndef MOQ_CPU_ISA_H
 #define MOQ_CPU_ISA_H
 
+#include <stdbool.h>
+
 typedef enum {
     MOQ_ISA_PORTABLE,
     MOQ_ISA_AVX2,       /* with FMA and F16C */
@@ -18,5 +20,7 @@ typedef enum {
 moq_isa moq_cpu_isa(void);
 /* "portable", "avx2", ...; NULL out of range. */
 const char *moq_isa_name(int isa);
+/* The level of that name; false where there is none. */
+bool moq_isa_parse(const char *name, moq_isa *out);
 
 #endif

@@ -31,14 +31,22 @@ __attribute__((constructor)) static void watch_forks(void) {
 
 /* ---- the number ---- */
 
+bool moq_parse_thread_count(const char *text, int *count) {
+    int value = 0, digits = 0;
+    for (; text[digits] >= '0' && text[digits] <= '9' && value <= MOQ_MAX_THREADS; digits++)
+        value = value * 10 + (text[digits] - '0');
+    *count = value;
+    return digits > 0 && text[digits] == '\0' && value <= MOQ_MAX_THREADS;
+}
+
 static int default_threads(const moq_openmp *omp) {
     const char *text = getenv("MOQEXT_NUM_THREADS");
-    long count = text ? strtol(text, NULL, 10) : 0;
-    if (count < 1) {
+    int count;
+    if (!text || !moq_parse_thread_count(text, &count) || count == 0) {
         int most = omp->max_threads(), processors = omp->num_procs();
         count = most < processors ? most : processors;
     }
-    return count < 1 ? 1 : count > MOQ_MAX_THREADS ? MOQ_MAX_THREADS : (int)count;
+    return count < 1 ? 1 : count > MOQ_MAX_THREADS ? MOQ_MAX_THREADS : count;
 }
 
 int moq_num_threads(void) {

@@ -14,9 +14,14 @@
 #ifndef MOQ_CPU_THREADS_H
 #define MOQ_CPU_THREADS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #define MOQ_MAX_THREADS 1024
+
+/* A value of MOQEXT_NUM_THREADS: 0 to MOQ_MAX_THREADS in decimal digits, 0 for the default. False
+ * for any other text. */
+bool moq_parse_thread_count(const char *text, int *count);
 
 /* Threads a large enough call of this thread uses, at least 1. */
 int moq_num_threads(void);

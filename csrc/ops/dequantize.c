@@ -66,9 +66,11 @@ static const char *format_name(const weight_format *format) {
 
 static moq_status find_format(const char *name, const weight_format **out, moq_err *err) {
     moq_algo algo;
-    char names[512] = "";
-    if (moq_algo_parse((moq_text){name, strlen(name)}, &algo) &&
-        FORMATS[algo].scale_dtype != MOQ_DT_NONE) {
+    char names[512] = "", hint[64] = "";
+    moq_text text = {name, strlen(name)};
+    if (!moq_algo_parse(text, &algo)) {
+        moq_algo_hint(text, hint, sizeof hint);
+    } else if (FORMATS[algo].scale_dtype != MOQ_DT_NONE) {
         *out = &FORMATS[algo];
         return MOQ_OK;
     }
@@ -78,8 +80,8 @@ static moq_status find_format(const char *name, const weight_format **out, moq_e
             snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "",
                      moq_algo_name((moq_algo)i));
     }
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%.64s'", names,
-                    name);
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%.64s'%s",
+                    names, name, hint);
 }
 
 static moq_status fail_shape(moq_err *err, const char *name, const char *expected,

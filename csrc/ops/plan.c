@@ -418,6 +418,17 @@ static bool is_named(const moq_linear_kernel *kernel, const char *text) {
            strcmp(text + family + 1, kernel->name) == 0;
 }
 
+/* Names all that there are. */
+static moq_status refuse_name(const char *forced, moq_err *err) {
+    char names[640] = "";
+    size_t used = 0;
+    for (int i = 0; i < KERNEL_COUNT && used < sizeof names; i++)
+        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s:%s", i ? ", " : "",
+                                 KERNELS[i].family, KERNELS[i].name);
+    return moq_fail(err, MOQ_ERR_VALUE, "MOQEXT_KERNEL: no kernel named \"%.64s\"; there are %s",
+                    forced, names);
+}
+
 static moq_status plan_forced(const moq_linear_spec *spec, const char *forced,
                               moq_linear_plan *plan, moq_err *err) {
     char reason[256];
@@ -430,9 +441,7 @@ static moq_status plan_forced(const moq_linear_spec *spec, const char *forced,
         plan->kernel[plan->count++] = &KERNELS[i];
         return MOQ_OK;
     }
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "MOQEXT_KERNEL: no kernel named \"%s\"; the form is family:name, as in %s:%s",
-                    forced, KERNELS[0].family, KERNELS[0].name);
+    return refuse_name(forced, err);
 }
 
 /* Whether a kernel's family could run a layer there at all. */

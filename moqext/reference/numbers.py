@@ -78,7 +78,7 @@ def raw(array: ArrayLike) -> Array:
 def plain_array(array: ArrayLike) -> Array:
     """`numpy.asarray`, which would forget the mask of an array that has one."""
     if isinstance(array, np.ndarray) and hasattr(type(array), "mask"):
-        raise TypeError(f"expected an array without a mask, got {type(array)}; pass its filled(value) or its data")
+        raise TypeError(f"expected an array without a mask, got {type(array)}; pass its filled(value)")
     return np.asarray(array)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from operations import OPERATIONS, SLOTS, Slot
 
-from moqext import KVCacheMethod, LinearMethod, _C, ops, reference
+from moqext import _C, KVCacheMethod, LinearMethod, ops, reference
 
 each_slot = pytest.mark.parametrize(
     "name, slot", SLOTS, ids=[f"{name}: {'.'.join(slot)}" for name, slot in SLOTS]
@@ -25,7 +25,8 @@ def imaginary_part(torch: Any, array: np.ndarray) -> Any:
     """A tensor of these values as torch makes one that is negated: its memory holds their negatives."""
     values = torch.from_numpy(array)
     part = torch.complex(torch.zeros_like(values), values.neg()).conj().imag
-    assert part.is_neg() and torch.equal(part, values)
+    assert part.is_neg()
+    assert torch.equal(part, values)
     return part
 
 
@@ -120,9 +121,6 @@ def test_a_negated_tensor_without_the_exchange_api_is_refused(torch: Any) -> Non
 
 
 def test_an_is_neg_that_fails_or_is_no_method() -> None:
-    class Failing(np.ndarray):
-        pass
-
     class Producer:
         def __init__(self) -> None:
             self.array = np.ones(3, np.float32)
@@ -156,7 +154,9 @@ def test_conjugated_torch_tensors_are_refused(torch: Any) -> None:
 
 
 def test_scales_of_a_cache_that_are_negated_are_read_as_their_values(torch: Any) -> None:
-    scales = KVCacheMethod("FP8").prepare({"k_scale": imaginary_part(torch, np.float32([1.5])), "v_scale": 2.0})
+    scales = KVCacheMethod("FP8").prepare(
+        {"k_scale": imaginary_part(torch, np.float32([1.5])), "v_scale": 2.0}
+    )
     assert (scales.k_scale, scales.v_scale) == (1.5, 2.0)
 
 
