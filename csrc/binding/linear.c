@@ -335,18 +335,23 @@ void moq_run_release(moq_run_args *a) {
 
 /* Says what to do where x is of another floating-point dtype than the layer. */
 static int refuse_x_dtype(const moq_linear_spec *spec, const moq_arg *x) {
-    moq_dtype wants = spec->dtype, got = x->stored;
-    const char *library = wants == MOQ_DT_BF16 ? "ml_dtypes" : "numpy";
-    bool runs = got == MOQ_DT_F32 || got == MOQ_DT_F16 || got == MOQ_DT_BF16;
-    if (got == wants || !(runs || got == MOQ_DT_F64))
+    static const char *const WAYS[MOQ_DT_COUNT] = {
+        [MOQ_DT_F32] = "x.to(torch.float32) or x.astype(numpy.float32)",
+        [MOQ_DT_F16] = "x.to(torch.float16) or x.astype(numpy.float16)",
+        [MOQ_DT_BF16] = "x.to(torch.bfloat16), x.astype(ml_dtypes.bfloat16) or to its bits as "
+                        "uint16",
+    };
+    const char *wanted = moq_dtype_name(spec->dtype), *got = moq_dtype_name(x->stored);
+    if (x->stored == spec->dtype || !(WAYS[x->stored] || x->stored == MOQ_DT_F64))
         return 0;
-    PyErr_Format(PyExc_TypeError,
-                 "x: expected %s, got %s: %s%s%sconvert x, by x.to(torch.%s)%s x.astype(%s.%s)%s",
-                 moq_dtype_name(wants), moq_dtype_name(got),
-                 runs ? "make or load the layer with dtype=\"" : "",
-                 runs ? moq_dtype_name(got) : "", runs ? "\", or " : "", moq_dtype_name(wants),
-                 wants == MOQ_DT_BF16 ? "," : " or", library, moq_dtype_name(wants),
-                 wants == MOQ_DT_BF16 ? " or to its bits as uint16" : "");
+    if (WAYS[x->stored])
+        PyErr_Format(PyExc_TypeError,
+                     "x: expected %s, got %s: make or load the layer with dtype=\"%s\", or convert "
+                     "x, by %s",
+                     wanted, got, got, WAYS[spec->dtype]);
+    else /* no layer multiplies it */
+        PyErr_Format(PyExc_TypeError, "x: expected %s, got %s: convert x, by %s", wanted, got,
+                     WAYS[spec->dtype]);
     return -1;
 }
 

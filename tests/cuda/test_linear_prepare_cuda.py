@@ -181,6 +181,25 @@ def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
     assert_same(first, prepared_for_cuda(other, compute))
 
 
+@pytest.mark.parametrize("algo, compute", [("FP8", "exact"), ("NVFP4", "fp4"), ("W4A8_NVFP4_FP8", "exact")])
+def test_a_reload_without_an_input_scale_does_not_keep_the_previous_checkpoints(
+    rng: Any, algo: str, compute: str
+) -> None:
+    case, other = (random_case(rng, algo, 128, [40, 24]) for _ in range(2))
+    gpu = case.method(compute=compute, device="cuda:0")
+    first = gpu.prepare(params_to_cuda(case.listed()))
+    before = {name: value.clone() for name, value in first.items()}
+    source = params_to_cuda(other.listed())
+    del source["input_scale"]
+    with pytest.raises(ValueError, match=r'^out\["input_scale"\]: params have no input_scale'):
+        gpu.prepare(source, first)
+    assert all(torch.equal(first[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
+    del first["input_scale"]
+    fresh = gpu.prepare(source)
+    assert gpu.prepare(source, first) is first
+    assert_same(first, {name: to_numpy(value) for name, value in fresh.items()})
+
+
 @pytest.mark.parametrize("compute", ["exact", "fp8"])
 @pytest.mark.parametrize("group_size", [16, 32])
 @pytest.mark.parametrize("zero", [False, True])
