@@ -73,11 +73,9 @@ static int refuse_mask(PyObject *object, const char *name) {
 }
 
 /* Refuses a tensor whose values are the negatives of its memory. */
-static int refuse_negated(const moq_producer *producer, PyObject *object, const moq_arg *arg) {
-    PyObject *method = Py_NewRef(producer->is_neg); /* the call may give its slot to another type */
-    PyObject *answer = PyObject_CallFunctionObjArgs(method, object, NULL);
+static int refuse_negated(PyObject *is_neg, PyObject *object, const moq_arg *arg) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(is_neg, object, NULL);
     int negated = answer ? PyObject_IsTrue(answer) : -1;
-    Py_DECREF(method);
     Py_XDECREF(answer);
     if (negated < 0)
         moq_note_argument(arg->name);
@@ -98,33 +96,37 @@ static bool steps_over_memory(const moq_tensor *view) {
 }
 
 /* Takes by whichever way the producer offers. */
-static int take(moq_state *state, const moq_producer *producer, PyObject *object, const char *name,
-                bool output, bool kept, moq_arg *out, bool *legacy) {
-    int status = -1;
+static int take_memory(moq_state *state, const moq_producer *producer, PyObject *object,
+                       const char *name, bool output, moq_arg *out, bool *legacy) {
     switch (producer->protocol) {
     case MOQ_FROM_NUMPY:
-        status =
-            producer->masked ? refuse_mask(object, name) : moq_numpy_take(state, object, name, out);
-        break;
+        return producer->masked ? refuse_mask(object, name)
+                                : moq_numpy_take(state, object, name, out);
     case MOQ_FROM_EXCHANGE:
-        status = moq_exchange_take(producer->exchange, object, name, output, out);
-        break;
+        return moq_exchange_take(producer->exchange, object, name, output, out);
     case MOQ_FROM_DLPACK:
-        status = moq_dlpack_take(state, producer, object, name, output, out, legacy);
-        break;
+        return moq_dlpack_take(state, producer, object, name, output, out, legacy);
     case MOQ_FROM_NOTHING:
-        status = not_a_tensor(object, name);
         break;
     }
-    if (status < 0)
-        return -1;
-    out->stored = out->view.dtype;
-    out->object = Py_NewRef(object);
-    if (!producer->is_neg || (kept && !steps_over_memory(&out->view)) ||
-        refuse_negated(producer, object, out) == 0)
-        return 0;
-    moq_arg_release(out);
-    return -1;
+    return not_a_tensor(object, name);
+}
+
+static int take(moq_state *state, const moq_producer *producer, PyObject *object, const char *name,
+                bool output, bool kept, moq_arg *out, bool *legacy) {
+    /* Ours to the end: what the producer does may give its place in the table to another type. */
+    PyObject *is_neg = Py_XNewRef(producer->is_neg);
+    int status = take_memory(state, producer, object, name, output, out, legacy);
+    if (status == 0) {
+        out->stored = out->view.dtype;
+        out->object = Py_NewRef(object);
+        if (is_neg && (!kept || steps_over_memory(&out->view)))
+            status = refuse_negated(is_neg, object, out);
+        if (status < 0)
+            moq_arg_release(out);
+    }
+    Py_XDECREF(is_neg);
+    return status;
 }
 
 static int take_input(moq_state *state, PyObject *object, const char *name, bool kept,

@@ -147,6 +147,7 @@ static moq_status copy_weight(bench *b, moq_err *err) {
 static moq_status add_candidate(bench *b, const moq_linear_kernel *kernel, int32_t variant,
                                 int64_t m, moq_err *err) {
     candidate *c = &b->candidate[b->count];
+    /* Of no parameters that it would check: the caller's were, once for all candidates. */
     moq_linear_plan plan = {.count = 1, .kernel = {kernel}, .tuned_count = 1};
     plan.tuned[0].bucket = moq_token_bucket(m);
     plan.tuned[0].choice = (moq_linear_choice){kernel, variant};
