@@ -22,7 +22,7 @@ from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import block_scale_bytes
 from moqext.tensor_files import TensorFiles, TensorInfo
-from moqext.untrusted import open_file, parse_object
+from moqext.untrusted import directory_fault, open_file, parse_object
 
 BLOCK_SCALES_READ = 256 << 20
 """Bytes of block scales that are read without being asked to."""
@@ -46,9 +46,12 @@ class Checkpoint:
         """Opens the directory.
 
         Raises:
-            CheckpointError: the directory cannot be read, or a safetensors file in it is malformed.
+            CheckpointError: there is no such directory, it cannot be read, or a safetensors file in it is
+                malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
+        if (fault := directory_fault(directory)) is not None:
+            raise CheckpointError(fault, file=directory or None)
         self.directory = Path(directory)
         self.files = TensorFiles(self.directory)
         documents = list(config_documents(self.directory))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moqext import _C
@@ -163,11 +162,12 @@ class QuantConfig:
         cannot be read or is no JSON, a name given twice in one object, or a directory without any
         quantization configuration.
         """
-        root = Path(directory)
-        found = list(documents(root))
+        found = list(documents(directory))
         if not found:
             where = "$.quantization_config"
-            raise fail(str(root), where, "absent from config.json, and there is no hf_quant_config.json")
+            raise fail(
+                os.fspath(directory), where, "absent from config.json, and there is no hf_quant_config.json"
+            )
         return cls(found)
 
     def layer_algo(self, module: str, shards: Iterable[str] = ()) -> str | None:

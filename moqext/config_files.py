@@ -9,7 +9,7 @@ from typing import Any
 
 from moqext._C import ConfigError
 from moqext.errors import CheckpointError
-from moqext.untrusted import RepeatedKeys, open_file, parse_object
+from moqext.untrusted import RepeatedKeys, directory_fault, open_file, parse_object
 
 # File name, JSON path of the document in it, document.
 Document = tuple[str, str, Mapping[str, Any]]
@@ -22,12 +22,15 @@ _OWN_FILES = ("hf_quant_config.json", "quant_cfg.json")
 _FILE_LIMIT = 256 << 20  # bytes; the largest known file, of 22,422 layers, has 3 MB
 
 
-def documents(root: Path) -> Iterator[Document]:
+def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
     """Yields what a directory says of its quantization, in order of precedence: file, JSON path, document.
 
-    Nothing, where no file says anything. Raises ConfigError for a file that cannot be read or is no JSON
-    object, and for a name given twice in an object that counts.
+    Nothing, where no file says anything. Raises ConfigError for what is no directory, for a file that cannot
+    be read or is no JSON object, and for a name given twice in an object that counts.
     """
+    if (fault := directory_fault(directory)) is not None:
+        raise fail(os.fspath(directory) or "directory", "$", fault)
+    root = Path(directory)
     config = _load(root / "config.json") or {}
     places = [("$", config)]
     places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]

@@ -139,12 +139,8 @@ def _on_device(method: LinearMethod, role: str, tensors: list[NDArray[Any]]) -> 
 
 def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> LayerRecord:
     """The record, if it is a linear and nothing that would make it run wrong stands against it."""
-    kind = record.kind if isinstance(record, LayerRecord) else "stacked experts"
     if not isinstance(record, LayerRecord) or record.kind != "linear":
-        raise UnsupportedQuantization(
-            f"{record.name}: a layer of kind {kind!r} ({record.quant_algo}) cannot be loaded, only "
-            "linears; dequantize() reads it"
-        )
+        raise UnsupportedQuantization(f"{record.name}: {_instead(record)}")
     errors = [problem for problem in record.problems if problem.severity == "error"]
     if errors:
         text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
@@ -153,6 +149,29 @@ def _as_linear(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> La
         message = f"{record.name}: its weight is empty, of shape {list(record.shape)}"
         raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
     return record
+
+
+def _instead(record: LayerRecord | Projection) -> str:
+    """What can be done with a layer that is no linear."""
+    if isinstance(record, Projection):
+        return (
+            f"a projection of {record.shape[0]} stacked experts ({record.quant_algo}), which cannot be run "
+            f"yet; dequantize({record.name!r}) reads it"
+        )
+    if record.kind == "embedding":
+        return (
+            f"an embedding table ({record.quant_algo}), which is looked up and not multiplied; "
+            f"dequantize({record.name!r}) reads it"
+        )
+    if record.members:
+        return (
+            f"{record.shape[0]} experts ({record.quant_algo}), not one linear; load them one by one, as "
+            f"{record.members[0].name!r} (layer(name).members has all {len(record.members)})"
+        )
+    return (
+        f"{record.shape[0]} stacked experts ({record.quant_algo}), which cannot be run yet; dequantize reads "
+        f"their projections: {', '.join(repr(projection.name) for projection in record.projections)}"
+    )
 
 
 def _refuse_unlike(records: Sequence[LayerRecord]) -> None:

@@ -15,7 +15,15 @@ from typing import NamedTuple, NoReturn
 
 from moqext.errors import CheckpointError
 from moqext.shard import Identity
-from moqext.untrusted import RepeatedKeys, is_text, open_file, parse_object, type_name
+from moqext.untrusted import (
+    HEAD_BYTES,
+    RepeatedKeys,
+    foreign_content,
+    is_text,
+    open_file,
+    parse_object,
+    type_name,
+)
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 MAX_RANK = 32  # what NumPy 1.26 can represent
@@ -121,11 +129,16 @@ def _read_text(file: Path) -> tuple[bytes, Identity]:
     """The header's bytes, and which file they are of."""
     with open_file(file) as (stream, size):
         identity = Identity.of(os.fstat(stream.fileno()))
+        if size == 0:
+            raise CheckpointError("0 bytes: an empty file, as an interrupted download leaves", file=file)
+        head = stream.read(HEAD_BYTES)
+        if (foreign := foreign_content(head)) is not None:
+            raise CheckpointError(foreign, file=file)
         if size < LENGTH_BYTES:
             raise CheckpointError(
                 f"truncated: {size} bytes, the length of the header alone takes {LENGTH_BYTES}", file=file
             )
-        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        length = int.from_bytes(head[:LENGTH_BYTES], "little")
         room = size - LENGTH_BYTES
         if length > room:
             raise CheckpointError(
@@ -135,6 +148,9 @@ def _read_text(file: Path) -> tuple[bytes, Identity]:
             raise CheckpointError(
                 f"the header claims {length} bytes, at most {MAX_HEADER_BYTES} are allowed", file=file
             )
+        if not length:
+            raise CheckpointError("the header is empty; an unfinished download has such zeros", file=file)
+        stream.seek(LENGTH_BYTES)
         text = stream.read(length)
     if len(text) < length:
         raise CheckpointError(f"truncated: {len(text)} of {length} bytes of the header", file=file)

@@ -7,6 +7,7 @@ have, are taken, since config.json of some models holds them.
 
 import json
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moqext.errors import CheckpointError
+
+HEAD_BYTES = 256
+"""Of the beginning of a file: enough for `foreign_content`."""
+
+# How files begin that stand where another one should, and what to do. Compared in lower case, after spaces.
+_FOREIGN = (
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer, not the file itself; run `git lfs pull` in its directory",
+    ),
+    (b"<!doctype html", "an HTML page, not the file itself, as a failed download leaves; download it again"),
+    (b"<html", "an HTML page, not the file itself, as a failed download leaves; download it again"),
+    (b"<?xml", "an XML page, not the file itself, as a failed download leaves; download it again"),
+)
+_ZIP = b"PK\x03\x04"
+
+# Names that the Hugging Face Hub allows: an owner and a model.
+_HUB_NAME = re.compile(r"(?:https?:/+huggingface\.co/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
 
 
 class RepeatedKeys(dict[str, Any]):
@@ -43,6 +62,35 @@ def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise CheckpointError(f"cannot be read: {error.strerror}", file=file) from error
 
 
+def directory_fault(directory: str | os.PathLike[str]) -> str | None:
+    """Why no checkpoint can be opened there and what to give instead; None for a directory."""
+    path = Path(directory)
+    name = os.fspath(directory)
+    if not name:
+        return "expected a directory, got an empty name"
+    if os.path.isdir(path):
+        return None
+    if os.path.exists(path):
+        return f"not a directory but a file; give the directory that it lies in, {path.parent}"
+    hub = _HUB_NAME.fullmatch(name)
+    if hub and not os.path.exists(name.split("/")[0]):
+        return (
+            f"no such directory; it looks like a model of the Hugging Face Hub: `hf download {hub[1]} "
+            "--local-dir DIR` (or huggingface-cli download), then give DIR"
+        )
+    if name.startswith("~"):
+        return "no such directory; ~ is not expanded here"
+    return "no such directory"
+
+
+def foreign_content(head: bytes) -> str | None:
+    """What a file with this beginning is, where it is known to be neither JSON nor safetensors; else None."""
+    if head.startswith(_ZIP) and any(head[4:8]):  # with four zeros it could be the length of a header
+        return "a zip archive, as torch.save writes; only safetensors files can be read"
+    plain = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return next((what for beginning, what in _FOREIGN if plain.startswith(beginning)), None)
+
+
 def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
     """The object in `text`, in which any object with a repeated key is a RepeatedKeys.
 
@@ -52,8 +100,13 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
         what: what they are, for the message ("the header", "the index").
 
     Raises:
-        CheckpointError: not UTF-8, not JSON, nested too deeply, a number too long, or not an object.
+        CheckpointError: empty, a Git LFS pointer, a web page, not UTF-8, not JSON, nested too deeply, a
+            number too long, or not an object.
     """
+    if not text:
+        raise CheckpointError(f"{what} is not JSON: the file is empty", file=file)
+    if (foreign := foreign_content(text[:HEAD_BYTES])) is not None:
+        raise CheckpointError(foreign, file=file)
     try:
         document = json.loads(text.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

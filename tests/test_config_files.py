@@ -110,7 +110,7 @@ def test_errors_name_file_and_path(tmp_path):
     "text, path, message",
     [
         ("{", "$", "not JSON"),
-        ("", "$", "not JSON"),
+        ("", "$", "not JSON: the file is empty"),
         ("[" * 200_000, "$", "nested too deeply"),
         (
             '{"quantization": {"quant_algo": "FP8", "quant_algo": "NVFP4"}}',
@@ -187,7 +187,7 @@ def test_a_file_that_is_none(tmp_path):
     (tmp_path / "config.json").symlink_to("absent")
     with pytest.raises(ConfigError, match=r"config\.json: \$: cannot be read"):
         QuantConfig.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"absent: .* there is no hf_quant_config"):
+    with pytest.raises(ConfigError, match=r"absent: \$: no such directory"):
         QuantConfig.from_pretrained(tmp_path / "absent")
 
 

@@ -126,9 +126,46 @@ def test_layers_that_do_not_belong_together(data):
             checkpoint.load("lm_head")
         with pytest.raises(ValueError, match=r"at least one name"):
             checkpoint.load([])
-    checkpoint = Checkpoint(data / "checkpoints" / "qwen3moe_fp8")
-    with pytest.raises(UnsupportedQuantization, match=r"experts: a layer of kind 'moe'"):
-        checkpoint.load("model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    "case, name, says",
+    [
+        (
+            "checkpoints/qwen3moe_fp8",
+            "model.layers.0.mlp.experts",
+            "4 experts (FP8), not one linear; load them one by one, as "
+            "'model.layers.0.mlp.experts.0.gate_proj' (layer(name).members has all 12)",
+        ),
+        (
+            "exports/gpt_oss_nvfp4",
+            "model.layers.0.mlp.experts",
+            "4 stacked experts (NVFP4), which cannot be run yet; dequantize reads their projections: "
+            "'model.layers.0.mlp.experts.gate_up_proj', 'model.layers.0.mlp.experts.down_proj'",
+        ),
+        (
+            "exports/gpt_oss_nvfp4",
+            "model.layers.0.mlp.experts.down_proj",
+            "a projection of 4 stacked experts (NVFP4), which cannot be run yet; "
+            "dequantize('model.layers.0.mlp.experts.down_proj') reads it",
+        ),
+        (
+            "exports/fp8_embedding",
+            "model.embed_tokens",
+            "an embedding table (FP8), which is looked up and not multiplied; "
+            "dequantize('model.embed_tokens') reads it",
+        ),
+    ],
+)
+def test_what_is_no_linear_says_what_can_be_done_instead(data, case, name, says):
+    with Checkpoint(data / case) as checkpoint:
+        with pytest.raises(UnsupportedQuantization) as caught:
+            checkpoint.load(name)
+        assert str(caught.value) == f"{name}: {says}"
+        record = checkpoint.layer(name)
+        instead = getattr(record, "members", ())[:1] or getattr(record, "projections", ()) or [record]
+        for part in instead:
+            assert checkpoint.dequantize(part.name).size
 
 
 def test_several_names_in_any_iterable(data):
