@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks import record
 from moqext.bench import PEER
 from moqext.bench_plot import roofline
-from moqext.cli.bench import duration, limits, title
+from moqext.cli.bench import limits, title
+from moqext.cli.text import duration
 
 DOCS = record.RESULTS.parent.parent / "docs"
 PAGE = DOCS / "cpu.md"

@@ -14,7 +14,7 @@ from benchmarks import record
 from benchmarks.goals import Cell, Goal, Row, cells, geomean, goals, read_published
 from moqext.bench import PEER
 from moqext.bench_plot import roofline
-from moqext.cli.bench import duration
+from moqext.cli.text import duration
 
 DOCS = record.RESULTS.parent.parent / "docs"
 PAGE = DOCS / "cuda.md"

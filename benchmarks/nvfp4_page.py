@@ -17,7 +17,7 @@ from benchmarks.layers import NVFP4 as EXACT
 from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
 from moqext import _C
 from moqext.bench_plot import times
-from moqext.cli.bench import duration
+from moqext.cli.text import duration
 
 README = DOCS.parent / "README.md"
 HEADLINE = ("<!-- nvfp4: python -m benchmarks.nvfp4_page -->", "<!-- end of nvfp4 -->")

@@ -1,5 +1,7 @@
 """The subcommands of `python -m moqext`."""
 
+from pathlib import Path
+
 from moqext.checkpoint import Checkpoint
 from moqext.errors import CheckpointError
 
@@ -14,5 +16,11 @@ def open_checkpoint(directory: str) -> Checkpoint:
     checkpoint = Checkpoint(directory)
     if checkpoint.config is None and not checkpoint.files.has_weights:
         message = "no checkpoint: neither a quantization configuration nor safetensors files"
-        raise CheckpointError(message, file=checkpoint.directory)
+        raise CheckpointError(message + _snapshots(checkpoint.directory), file=checkpoint.directory)
     return checkpoint
+
+
+def _snapshots(directory: Path) -> str:
+    """Where the files are, if the directory is one of a download cache, which keeps them below `snapshots`."""
+    below = sorted(directory.glob("snapshots/*/"))
+    return f"; give the snapshot below it, {below[-1]}" if below else ""

@@ -134,7 +134,7 @@ def _cells(row: bench.Row) -> tuple[str, ...]:
     return (
         row.quant_algo,
         row.kernel,
-        duration(row.seconds),
+        text.duration(row.seconds),
         f"{speed:.1f}",
         f"{row.floor_seconds / row.seconds:.0%}",
         ratio,
@@ -146,13 +146,6 @@ def _line(cells: Sequence[str]) -> str:
     sides = "<<>>>>"
     cells = [f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)]
     return ("  " + " ".join(cells)).rstrip()
-
-
-def duration(seconds: float) -> str:
-    """Three digits with a unit of their size."""
-    scale, unit = (1e6, "µs") if seconds < 0.9995e-3 else (1e3, "ms") if seconds < 0.9995 else (1.0, "s")
-    value = seconds * scale
-    return f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 1))))}f} {unit}"
 
 
 def _whole(text: str, low: int, high: int, what: str) -> int:

@@ -8,24 +8,23 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import open_checkpoint, text
+from moqext.cli import open_checkpoint, plain, text
+from moqext.cli import problems as problem_list
+from moqext.cli.select import no_match, select
 from moqext.decision import ask
 from moqext.linear import LinearMethod
-from moqext.naming import name_pattern, number_ranges, parse_expert_name, parse_tensor_name
+from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
 from moqext.records import Findings, LayerRecord, Projection
 from moqext.stored import tensor_bytes
 
 SCHEMA = 1
-EXAMPLES = 2
-"""Problems of one code that the text shows; --problems shows all."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,20 +56,10 @@ def run(args: argparse.Namespace) -> int:
             json.dump(as_data(checkpoint, findings, problems, args.layers), sys.stdout, indent=1)
             print()
         else:
-            for line in as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems):
-                print(text.printable(line))
+            text.show(as_text(checkpoint, findings, problems, args.layers, all_problems=args.problems))
     least = "note" if args.strict else args.fail_on
     worst = worst_severity(problems)
     return int(bool(least and worst) and SEVERITIES.index(worst) <= SEVERITIES.index(least))
-
-
-def select(layers: Iterable[LayerRecord], glob: str | None) -> Iterator[LayerRecord]:
-    """The layers that match; where a group of experts does not, its members that do."""
-    for layer in layers:
-        if glob is None or fnmatchcase(layer.name, glob):
-            yield layer
-        else:
-            yield from (member for member in layer.members if fnmatchcase(member.name, glob))
 
 
 # JSON
@@ -102,16 +91,8 @@ def as_data(
             for kv in findings.kv
         ],
         "configured": None if checkpoint.files.has_weights else configured(checkpoint),
-        "problems": [
-            {
-                "code": p.code,
-                "severity": p.severity,
-                "layer": p.layer,
-                "tensor": p.tensor,
-                "message": p.message,
-            }
-            for p in problems
-        ],
+        "problems": problem_list.as_data(problems),
+        "unquantized": plain.as_data(plain.plain_tensors(checkpoint, findings, glob)),
     }
 
 
@@ -209,24 +190,30 @@ def as_text(
     glob: str | None,
     *,
     all_problems: bool,
-) -> list[str]:
+) -> list[str | text.Line]:
     """The report as lines of text."""
     columns = text.width()
-    lines = [*_header(checkpoint), ""]
+    lines: list[str | text.Line] = [*_header(checkpoint, columns), ""]
+    rest = plain.plain_tensors(checkpoint, findings, glob)
     if not checkpoint.files.has_weights:
         lines += _configured_table(checkpoint, columns)
     elif glob is None:
         lines += _kind_table(findings.layers, columns)
+        lines += _unrunnable(findings, columns)
     else:
-        lines += _layer_table(list(select(findings.layers, glob)), columns)
-    if glob is None and checkpoint.files.has_weights:
-        lines += _unrunnable(findings)
-        lines += _unquantized(checkpoint, findings)
+        lines += _layer_table(findings.layers, glob, [info.name for info in rest], columns)
+    if rest:
+        names = [linear.name for layer in findings.layers for linear in layer.linears()]
+        lines += ["", *plain.as_text(rest, names, columns)]
     lines += ["", *_kv_lines(checkpoint, findings)]
-    return [*lines, *_problem_lines(problems, columns, all_problems=all_problems)]
+    if not problems:
+        return [*lines, "Problems: none"]
+    worst = worst_severity(list(problems))
+    lines.append(text.Line(f"Problems: {problem_list.counts(problems)}", worst))
+    return [*lines, *problem_list.as_text(problems, columns, every=all_problems)]
 
 
-def _header(checkpoint: Checkpoint) -> list[str]:
+def _header(checkpoint: Checkpoint, columns: int | None) -> list[str]:
     config = checkpoint.config
     facts = list(checkpoint.architectures)
     if config is not None:
@@ -237,7 +224,8 @@ def _header(checkpoint: Checkpoint) -> list[str]:
         facts.append(f"{text.plural(len(files.files), 'file')}, {text.plural(len(files), 'tensor')}, {total}")
     else:
         facts.append("no weights")
-    lines = [str(checkpoint.directory), "  " + " · ".join(fact for fact in facts if fact)]
+    lines = text.wrap(str(checkpoint.directory), columns)
+    lines += text.wrap(" · ".join(fact for fact in facts if fact), columns, indent=2)
     if config is None:
         return [*lines, "  no quantization configuration"]
     says = [config.quant_algo or "no algorithm for weights"]
@@ -255,10 +243,6 @@ def _shape(layer: LayerRecord) -> str:
     return " × ".join(map(str, layer.shape))
 
 
-def _times(count: int) -> str:
-    return f"× {count:,}" if count > 1 else ""
-
-
 def _bits(size: int, weights: int) -> str:
     return f"{8 * size / weights:.2f}" if weights else ""
 
@@ -266,7 +250,7 @@ def _bits(size: int, weights: int) -> str:
 _HEADER = ("quantized layers", "", "algorithm", "shape", "size", "bits")
 
 
-def _kind_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
+def _kind_table(layers: Sequence[LayerRecord], columns: int | None) -> list[str]:
     """One row per kind of layer: same name but for numbers, same format, same shape."""
     kinds: dict[tuple[str, str, str], list[LayerRecord]] = defaultdict(list)
     for layer in layers:
@@ -277,36 +261,38 @@ def _kind_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
         size, weights = sum(layer.size for layer in alike), sum(layer.weights for layer in alike)
         count = f"× {len(alike)}" if "*" in pattern else ""
         # Where one pattern stands in several rows, the numbers tell which layers each is about.
-        name = _numbered(pattern, [layer.name for layer in alike]) if variants[pattern] > 1 else pattern
+        name = text.numbered(pattern, [layer.name for layer in alike]) if variants[pattern] > 1 else pattern
         rows.append((name, count, algo, shape, text.size(size), _bits(size, weights)))
     if not layers:
         return ["  no quantized layers"]
     size, weights = sum(layer.size for layer in layers), sum(layer.weights for layer in layers)
     rows.append((f"all {len(layers):,}", "", "", "", text.size(size), _bits(size, weights)))
-    return text.table(rows, "<><>>>", columns)
+    return _joined(text.table(rows, "<><>>>", columns))
 
 
-def _numbered(pattern: str, names: Sequence[str]) -> str:
-    """The pattern with the numbers of the names in place of its only `*`."""
-    before, star, after = pattern.partition("*")
-    if not star or "*" in after:
-        return pattern
-    numbers = [int(name[len(before) : len(name) - len(after)]) for name in names]
-    return f"{before}{{{number_ranges(numbers)}}}{after}"
+def _joined(rows: Iterable[list[str]]) -> list[str]:
+    return [line for lines in rows for line in lines]
 
 
-def _layer_table(layers: Sequence[LayerRecord], columns: int) -> list[str]:
-    if not layers:
-        return ["  no quantized layer matches"]
+def _layer_table(
+    layers: Sequence[LayerRecord], glob: str, others: Sequence[str], columns: int | None
+) -> list[str]:
+    """One row per layer that matches; `others` are tensors that do and are not quantized."""
+    chosen = list(select(layers, glob))
+    if not chosen:
+        if others:
+            return [f"  no quantized layer matches {glob!r}"]
+        names = dict.fromkeys(linear.name for layer in layers for linear in layer.linears())
+        return text.wrap(no_match(glob, names), columns, indent=2)
     rows = [("layer", "algorithm", "decided by", "shape", "size", "bits")]
-    for layer in layers:
+    for layer in chosen:
         rule = layer.rule.partition(":")[0] if layer.quant_algo == layer.config_algo else "tensors"
         size = text.size(layer.size)
         rows.append((layer.name, layer.format, rule, _shape(layer), size, _bits(layer.size, layer.weights)))
-    return text.table(rows, "<<<>>>", columns)
+    return _joined(text.table(rows, "<<<>>>", columns))
 
 
-def _configured_table(checkpoint: Checkpoint, columns: int) -> list[str]:
+def _configured_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
     kinds: Counter[tuple[str, str]] = Counter()
     for module, algo in configured(checkpoint).items():
         expert = parse_expert_name(module)
@@ -315,11 +301,11 @@ def _configured_table(checkpoint: Checkpoint, columns: int) -> list[str]:
     if not kinds:
         return _listed_table(checkpoint, columns)
     rows = [("quantized modules, by the index", "", "configured as")]
-    rows += [(pattern, _times(count), algo) for (pattern, algo), count in kinds.items()]
-    return text.table(rows, "<><", columns)
+    rows += [(pattern, text.times(count), algo) for (pattern, algo), count in kinds.items()]
+    return _joined(text.table(rows, "<><", columns))
 
 
-def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
+def _listed_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
     """What quantized_layers and the exclusions say, where no tensor is known."""
     config = checkpoint.config
     if config is None:
@@ -330,35 +316,26 @@ def _listed_table(checkpoint: Checkpoint, columns: int) -> list[str]:
     for module in config.exclude_modules:
         kinds[name_pattern(module), "excluded"] += 1
     rows = [("modules, by the configuration", "", "configured as")]
-    rows += [(pattern, _times(count), algo) for (pattern, algo), count in kinds.items()]
+    rows += [(pattern, text.times(count), algo) for (pattern, algo), count in kinds.items()]
     if not config.quantized_layers:
         rows.append(("every other linear", "", config.quant_algo or "unquantized"))
-    return text.table(rows, "<><", columns)
+    return _joined(text.table(rows, "<><", columns))
 
 
-def _unrunnable(findings: Findings) -> list[str]:
-    """The algorithms that can only be read."""
-    algos = {linear.quant_algo for layer in findings.layers for linear in layer.linears()}
-    listed = ", ".join(sorted(algo for algo in algos if not is_runnable(algo)))
-    return [f"  recognised, not runnable: {listed}"] if listed else []
-
-
-def _unquantized(checkpoint: Checkpoint, findings: Findings) -> list[str]:
-    """The rest of the file by data type."""
-    owned: set[str] = set()
+def _unrunnable(findings: Findings, columns: int | None) -> list[str]:
+    """What can only be read: algorithms, and what is no linear in the others."""
+    listed: dict[str, None] = {}
     for layer in findings.layers:
         for linear in layer.linears():
-            owned.update(linear.tensors.values())
-    for kv in findings.kv:
-        owned.update(kv.tensors.values())
-    sizes: Counter[str] = Counter()
-    for name, info in checkpoint.tensors.items():
-        if name not in owned:
-            sizes[info.dtype] += tensor_bytes(info)
-    if not sizes:
+            if not is_runnable(linear.quant_algo):
+                listed[linear.quant_algo] = None
+            elif linear.projections:
+                listed[f"stacked experts ({linear.quant_algo})"] = None
+            elif linear.kind == "embedding":
+                listed[f"embedding ({linear.quant_algo})"] = None
+    if not listed:
         return []
-    listed = ", ".join(f"{text.size(count)} {dtype}" for dtype, count in sizes.most_common())
-    return [f"  not quantized: {listed}"]
+    return text.wrap(f"recognised, not runnable: {', '.join(sorted(listed))}", columns, indent=2)
 
 
 def _kv_lines(checkpoint: Checkpoint, findings: Findings) -> list[str]:
@@ -376,29 +353,4 @@ def _kv_lines(checkpoint: Checkpoint, findings: Findings) -> list[str]:
         if count:
             spread = f"{min(values):.4g} to {max(values):.4g}" if values else ""
             lines.append(f"  {role}  × {count}  {spread}".rstrip())
-    return lines
-
-
-def _problem_lines(problems: Sequence[Problem], columns: int, *, all_problems: bool) -> list[str]:
-    if not problems:
-        return ["Problems: none"]
-    counts = Counter(problem.severity for problem in problems)
-    summary = ", ".join(
-        text.plural(counts[severity], severity) for severity in SEVERITIES if counts[severity]
-    )
-    lines = [f"Problems: {summary}"]
-    by_code: dict[str, list[Problem]] = defaultdict(list)
-    for severity in SEVERITIES:
-        for problem in problems:
-            if problem.severity == severity:
-                by_code[problem.code].append(problem)
-    for code, alike in by_code.items():
-        lines.append(f"  {alike[0].severity:9}{code} {_times(len(alike))}".rstrip())
-        shown = alike if all_problems else alike[:EXAMPLES]
-        for problem in shown:
-            where = problem.layer or problem.tensor
-            line = f"{where}: {problem.message}" if where else problem.message
-            lines.append("    " + (line if all_problems else text.clip(line, columns - 4)))
-        if len(shown) < len(alike):
-            lines.append(f"    and {len(alike) - len(shown):,} more")
     return lines

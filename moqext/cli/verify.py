@@ -1,4 +1,4 @@
-"""`python -m moqext verify`: every quantized linear of a checkpoint against the reference."""
+"""`python -m moqext verify`: every quantized layer of a checkpoint against the reference."""
 
 import argparse
 import json
@@ -6,31 +6,39 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import open_checkpoint, text
+from moqext.cli.plain import plain_tensors
+from moqext.cli.select import no_match
+from moqext.cli.verify_report import Report
 from moqext.errors import CheckpointError
-from moqext.verify import LIMITS, Row, select_linears, verify_checkpoint
+from moqext.problems import worst_severity
+from moqext.tensor_files import TensorInfo
+from moqext.verify import LIMITS, Row, absent_layers, select_weights, verify_checkpoint
 
 MAX_TOKENS = 1_000_000
 """Rows of activations: beyond, the float64 reference of a large layer fits in no memory."""
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON output; raised when a key changes its meaning."""
 
-_HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "max error", "time")
+_NO_DEVICE = "--device {}: no such CUDA device: {}"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declares the subcommand."""
     parser = subparsers.add_parser(
         "verify",
-        help="load, run and check every quantized linear",
+        help="load, run and check every quantized layer",
         description="Loads every quantized linear of a checkpoint, prepares it, runs it on random "
-        "activations and compares the result with an independent float64 reference. Exit status: 0 all "
-        "within the limits, 1 a layer failed or could not run as stored, 2 nothing could be verified.",
+        "activations and compares the result with an independent float64 reference; what cannot be run "
+        "(algorithms without a kernel, embeddings, stacked experts) is dequantized and compared. Reports "
+        "every problem of severity error. Exit status: 0 nothing is wrong, 1 a layer is wrong or cannot be "
+        "used as stored, or the checkpoint has a problem of severity error, 2 wrong arguments, no checkpoint "
+        "that can be read, or nothing quantized in it that matches.",
     )
     parser.add_argument("directory", help="a ModelOpt checkpoint")
     parser.add_argument(
@@ -56,30 +64,38 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
-    device, about = _choose_device(args.device)
+    try:
+        device, about = _choose_device(args.device)
+    except RuntimeError as error:
+        print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
+        return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
     with open_checkpoint(args.directory) as checkpoint:
-        records = select_linears(checkpoint, args.layers)
-        if not records:
-            raise CheckpointError(_why_nothing(checkpoint, args.layers), file=checkpoint.directory)
-        rows = list(_with_progress(verify_checkpoint(checkpoint, records, seed, **options), len(records)))
+        findings = checkpoint.findings(block_scales=True)
+        problems = (*checkpoint.file_problems, *findings.all_problems())
+        weights = select_weights(checkpoint, args.layers)
+        missing = absent_layers(checkpoint, args.layers)
+        rest = plain_tensors(checkpoint, findings, args.layers)
+        misnamed = args.layers is not None and not missing
+        if not weights and (misnamed or worst_severity(problems) != "error"):
+            raise CheckpointError(_why_nothing(checkpoint, args.layers, rest), file=checkpoint.directory)
+        rows = list(_with_progress(verify_checkpoint(checkpoint, weights, seed, **options), len(weights)))
+        report = Report(rows, problems, rest, missing)
     if args.json:
-        print(
-            json.dumps({"schema": SCHEMA, "seed": seed, **options, "rows": [row.as_dict() for row in rows]})
-        )
+        about_run = {"schema": SCHEMA, "directory": args.directory, "seed": seed, **options}
+        print(json.dumps(about_run | report.as_data(), allow_nan=False))
     else:
-        _print_table(rows)
-        _print_summary(rows, device + about, seed, args.dtype)
-    return _status(rows)
+        text.show(report.as_text(device + about, seed, args.dtype, text.width()))
+    return 0 if report.good else 1
 
 
-def _why_nothing(checkpoint: Checkpoint, pattern: str | None) -> str:
+def _why_nothing(checkpoint: Checkpoint, pattern: str | None, plain: Sequence[TensorInfo]) -> str:
     if not checkpoint.files.has_weights:
-        return "nothing to run: the directory has no safetensors files"
-    found = select_linears(checkpoint)
-    if pattern is not None and found:
-        return f"no quantized linear matches {pattern!r}; {len(found)} do not, as {found[0].name}"
-    return "nothing to run: no linear is quantized"
+        return "nothing to verify: the directory has no safetensors files"
+    names = [weight.name for weight in select_weights(checkpoint)]
+    if pattern is not None and (names or plain):
+        return no_match(pattern, dict.fromkeys(names), [info.name for info in plain])
+    return "nothing to verify: no layer is quantized"
 
 
 def _number(text: str, expected: str, low: int, high: int) -> int:
@@ -107,24 +123,26 @@ def _device(text: str) -> str:
 
 
 def _choose_device(wanted: str) -> tuple[str, str]:
-    """The device, and in parentheses which one it is or why "auto" came to the CPU."""
+    """The device, and in parentheses which one it is or why "auto" came to the CPU.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
     if wanted == "cpu":
         return wanted, ""
     index = int(wanted.partition(":")[2] or 0)
     try:
         devices = _C.cuda_devices()
     except RuntimeError as error:
-        devices = []
         if wanted == "auto":
             return "cpu", f" ({error})"
-    name = devices[index]["name"] if index < len(devices) else ""
-    return f"cuda:{index}", f" ({name})" if name else ""
-
-
-def _status(rows: list[Row]) -> int:
-    if any(row.status in ("failed", "error") for row in rows):
-        return 1
-    return 0 if any(row.status == "ok" for row in rows) else 2
+        raise RuntimeError(_NO_DEVICE.format(wanted, error)) from None
+    if index >= len(devices):
+        if wanted == "auto":
+            return "cpu", " (no CUDA device)"
+        there = ", ".join(f"cuda:{device['index']}" for device in devices) or "none"
+        raise RuntimeError(_NO_DEVICE.format(wanted, f"there {'are' if len(devices) > 1 else 'is'} {there}"))
+    return f"cuda:{index}", f" ({devices[index]['name']})"
 
 
 def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
@@ -142,46 +160,3 @@ def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
             yield row
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    shape = " × ".join(map(str, row.shape))
-    if row.relative_error is None or row.max_error is None or row.run_seconds is None:
-        return (row.layer, row.quant_algo, shape, row.status, "", "", "")
-    error = f"{row.relative_error:.2e}" + (" !" if row.status == "failed" else "")
-    return (
-        row.layer,
-        row.quant_algo,
-        shape,
-        row.kernel,
-        error,
-        f"{row.max_error:.2e}",
-        _duration(row.run_seconds),
-    )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _print_table(rows: list[Row]) -> None:
-    lines = text.table([_HEAD, *map(_cells, rows)], "<<<<>>>", text.width(), indent=0)
-    for line in lines:
-        print(text.printable(line))
-
-
-def _print_summary(rows: list[Row], device: str, seed: int, dtype: str) -> None:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.status] = counts.get(row.status, 0) + 1
-    relative, largest = LIMITS[dtype]
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    limits = f"limits {relative:g} relative, {largest:g} of the row's largest"
-    print("\n" + text.printable(f"{summary} on {device}; {limits}; seed {seed}"))
-    messages: dict[str, list[str]] = {}
-    for row in rows:
-        if row.message:
-            messages.setdefault(row.message, []).append(row.layer)
-    for message, layers in messages.items():
-        others = f" and {text.plural(len(layers) - 1, 'other')}" if len(layers) > 1 else ""
-        print(text.printable(f"  {layers[0]}{others}: {message}"))

@@ -13,8 +13,6 @@ import pytest
 
 import moqext
 from moqext.__main__ import main
-from moqext.cli import text
-from moqext.naming import number_ranges
 from moqext.problems import CODES
 
 
@@ -66,6 +64,35 @@ def write_safetensors(path, tensors):
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + body)
 
 
+HALF = {
+    "a shard is missing": "missing_shard",
+    "all shards are missing": "missing_shard × 5",
+    "a shard is cut": "unreadable_shard",
+    "a shard is a pointer of Git LFS": "git lfs pull",
+    "the index points to the wrong file": "missing_tensor × 4",
+}
+
+
+def halve(directory, how):
+    """Breaks a checkpoint of several files; HALF has what is to be said of it."""
+    shards = sorted(directory.glob("*.safetensors"))
+    if how == "a shard is missing":
+        shards[2].unlink()
+    elif how == "all shards are missing":
+        only_json(directory)
+    elif how == "a shard is cut":
+        shards[2].write_bytes(shards[2].read_bytes()[:-10])
+    elif how == "a shard is a pointer of Git LFS":
+        shards[2].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19960\n")
+    else:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        for name in index["weight_map"]:
+            if name.startswith("model.layers.10.mlp.up_proj."):
+                index["weight_map"][name] = shards[0].name
+        path.write_text(json.dumps(index))
+
+
 def row(out, start):
     """The cells of the line that starts with a name."""
     (line,) = [line for line in out.splitlines() if line.strip().startswith(start)]
@@ -87,17 +114,88 @@ def test_layers_are_grouped_by_kind(inspect, data):
     assert row(out, "all 77")[0] == "all 77"
     assert "KV cache: not quantized" in out
     assert out.endswith("Problems: none\n")
-    assert len(out.splitlines()) < 20
+    assert len(out.splitlines()) < 35
 
 
-def test_every_export_fits_a_terminal(inspect, data):
+@pytest.mark.parametrize("columns", [80, 200])
+def test_every_export_fits_a_terminal_and_no_name_is_cut(inspect, data, monkeypatch, columns):
+    monkeypatch.setattr("moqext.cli.text.width", lambda: columns)
     for directory in sorted((data / "exports").iterdir()):
         if directory.is_dir():
             status, out, _ = inspect(directory)
             assert status == 0
-            header, *lines = out.splitlines()
-            assert header == str(directory)
-            assert max(map(len, lines)) <= 100, directory
+            assert max(map(len, out.splitlines())) <= columns, directory
+            assert "…" not in out
+            joined = "".join(line.strip() for line in out.splitlines())
+            with moqext.Checkpoint(directory) as checkpoint:
+                for layer in checkpoint.layers():
+                    assert re.sub(r"\.[0-9]+\.", ".*.", layer.name) in re.sub(
+                        r"\.{[0-9,-]+}\.", ".*.", joined
+                    )
+
+
+def test_a_pipe_has_no_width_that_a_name_could_be_cut_to(inspect, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "model." + "deeply." * 40 + "nested"
+    tensors = {
+        f"{name}.weight": ("F8_E4M3", [4, 4], bytes(16)),
+        f"{name}.weight_scale": ("F32", [], struct.pack("<f", -1)),
+        f"{name}_norm.weight": ("BF16", [4], bytes(8)),
+    }
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    for options in ([], ["--layers", "*"], ["--problems"]):
+        _, out, _ = inspect(tmp_path, *options)
+        assert row(out, f"{name}  ")[0] == name
+        assert row(out, f"{name}_norm")[0] == f"{name}_norm.weight"
+        assert f"    {name}: the value is negative" in out.splitlines()
+
+
+def test_what_is_not_quantized_is_listed(inspect, data):
+    _, out, _ = inspect(data / "exports" / "fp8_excluded")
+    assert row(out, "not quantized") == ["not quantized", "type", "shape", "size"]
+    assert row(out, "lm_head.weight") == ["lm_head.weight", "BF16", "32 × 32", "2.05 kB"]
+    assert row(out, "model.layers.*.input_layernorm.weight")[1:] == ["× 12", "BF16", "32", "768 B"]
+    # Some layers have this projection quantized: the numbers tell which have not.
+    assert row(out, "model.layers.{0-1,3,10}.mlp.gate_proj.weight")[1:] == [
+        "× 4",
+        "BF16",
+        "32 × 32",
+        "8.19 kB",
+    ]
+    assert row(out, "all 49") == ["all 49", "44.6 kB"]
+    report = json.loads(inspect(data / "exports" / "fp8_excluded", "--json")[1])
+    assert len(report["unquantized"]) == 49
+    assert {
+        "name": "lm_head.weight",
+        "dtype": "BF16",
+        "shape": [32, 32],
+        "bytes": 2048,
+    } in report["unquantized"]
+    listed = sum(tensor["bytes"] for tensor in report["unquantized"])
+    assert listed + report["totals"]["quantized_bytes"] == report["totals"]["bytes"]
+
+
+def test_what_is_not_quantized_is_selected_like_the_layers(inspect, data):
+    _, out, _ = inspect(data / "exports" / "fp8_excluded", "--layers", "model.layers.0.*")
+    assert "no quantized layer matches 'model.layers.0.*'" in out
+    assert row(out, "model.layers.{0}.mlp.gate_proj.weight")[1] == "× 1"
+    report = json.loads(inspect(data / "exports" / "fp8_excluded", "--layers", "lm_head", "--json")[1])
+    assert [tensor["name"] for tensor in report["unquantized"]] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    "glob, meant",
+    [
+        ("model.layers.3.mlp.up_porj", "model.layers.3.mlp.up_proj"),
+        ("model.layers.99.mlp.up_porj", "model.layers.*.mlp.up_proj"),
+        ("*.qproj", "*.q_proj"),
+        ("*.mlp.Gate_proj", "*.gate_proj"),
+    ],
+)
+def test_a_misspelt_layer_is_named_as_it_is_spelled(inspect, data, glob, meant):
+    _, out, _ = inspect(data / "exports" / "nvfp4_sharded", "--layers", glob)
+    assert f"no quantized layer matches {glob!r}; did you mean {meant!r}?" in out
+    assert row(inspect(data / "exports" / "nvfp4_sharded", "--layers", meant)[1], "layer")
 
 
 def test_numbers_tell_the_formats_of_one_kind_apart(inspect, data):
@@ -110,14 +208,23 @@ def test_numbers_tell_the_formats_of_one_kind_apart(inspect, data):
 def test_experts_cache_and_the_rest(inspect, data):
     _, out, _ = inspect(data / "exports" / "deepseek_nvfp4")
     assert re.search(r"mlp\.experts +× 1 +NVFP4 g16 +\d+ × \(\d+ × \d+\)", out)
-    assert re.search(r"not quantized: .* BF16", out)
+    assert row(out, "model.embed_tokens.weight") == [
+        "model.embed_tokens.weight",
+        "BF16",
+        "32 × 64",
+        "4.10 kB",
+    ]
     assert "KV cache: FP8, 2 attention modules" in out
     assert re.search(r"k_scale +× 2 +0\.\d+ to 0\.\d+", out)
 
 
 def test_what_can_only_be_read_is_named(inspect, data):
     _, out, _ = inspect(data / "exports" / "mxfp8")
-    assert "recognised, not runnable: MXFP8" in out
+    assert "recognised, not runnable: MXFP8\n" in out
+    _, out, _ = inspect(data / "exports" / "gpt_oss_nvfp4")
+    assert "recognised, not runnable: stacked experts (NVFP4)\n" in out
+    _, out, _ = inspect(data / "exports" / "fp8_embedding")
+    assert "recognised, not runnable: embedding (FP8)\n" in out
     report = json.loads(inspect(data / "exports" / "mxfp8", "--json")[1])
     assert report["totals"]["by_algo"]["MXFP8"]["runnable"] is False
     _, out, _ = inspect(data / "exports" / "mixed_three")
@@ -134,7 +241,7 @@ def test_problems_by_code(inspect, data):
     _, out, _ = inspect(data / "exports" / "fp8_uncalibrated")
     assert "Problems: 7 notes" in out
     assert "note     missing_input_scale × 7" in out
-    assert "and 5 more" in out
+    assert "and 5 more; --problems lists all" in out
     _, every, _ = inspect(data / "exports" / "fp8_uncalibrated", "--problems")
     assert every.count("FP8 without input_scale") == 7
     assert "more" not in every
@@ -182,6 +289,7 @@ def test_json(inspect, data, name):
         "kv_scales",
         "configured",
         "problems",
+        "unquantized",
     ]
     assert report["schema"] == 1
     with moqext.Checkpoint(data / "exports" / name) as checkpoint:
@@ -293,6 +401,17 @@ def test_arguments(inspect, capsys):
     assert "directory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how, says", HALF.items(), ids=HALF)
+def test_half_a_checkpoint_fails(inspect, export, how, says):
+    directory = export("nvfp4_sharded")
+    halve(directory, how)
+    status, out, _ = inspect(directory, "--fail-on", "error")
+    assert status == 1
+    assert says in out
+    report = json.loads(inspect(directory, "--json")[1])
+    assert "error" in {problem["severity"] for problem in report["problems"]}
+
+
 @pytest.mark.unsanitized
 def test_a_thousand_shards_in_seconds(inspect, tmp_path):
     """12,000 linears of 125 groups of experts in 1,000 files."""
@@ -378,34 +497,3 @@ def test_any_locale(data, encoding):
     done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
     assert b"NVFP4 g16" in done.stdout
     assert done.stderr == b""
-
-
-def test_sizes():
-    assert [
-        text.size(n) for n in (0, 1, 999, 1000, 1004, 9996, 12_345, 999_499, 999_500, 10**12, 10**16)
-    ] == [
-        "0 B",
-        "1 B",
-        "999 B",
-        "1.00 kB",
-        "1.00 kB",
-        "10.0 kB",
-        "12.3 kB",
-        "999 kB",
-        "1.00 MB",
-        "1.00 TB",
-        "10000 TB",
-    ]
-
-
-def test_ranges():
-    assert number_ranges([]) == ""
-    assert number_ranges([3]) == "3"
-    assert number_ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
-
-
-def test_long_names_are_shortened_at_their_beginning():
-    lines = text.table([("a" * 80 + ".tail", "x")], "<<", 40)
-    assert len(lines[0]) <= 40
-    assert lines[0].endswith(".tail  x")
-    assert "…" in lines[0]

@@ -1,0 +1,56 @@
+"""Problems of a checkpoint as text and as data, as `inspect` and `verify` print them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from moqext.cli import text
+from moqext.problems import SEVERITIES, Problem
+
+EXAMPLES = 2
+"""Problems of one code that are shown where not every one is asked for."""
+
+
+def as_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
+    """The problems as plain data for JSON."""
+    return [
+        {
+            "code": problem.code,
+            "severity": problem.severity,
+            "layer": problem.layer,
+            "tensor": problem.tensor,
+            "message": problem.message,
+        }
+        for problem in problems
+    ]
+
+
+def counts(problems: Sequence[Problem]) -> str:
+    """How many of each severity, as "2 errors, 1 note"."""
+    found = Counter(problem.severity for problem in problems)
+    return ", ".join(text.plural(found[severity], severity) for severity in SEVERITIES if found[severity])
+
+
+def as_text(problems: Sequence[Problem], columns: int | None, *, every: bool) -> list[text.Line]:
+    """The problems by code, worst first; of each code the first two, or every one."""
+    by_code: dict[str, list[Problem]] = defaultdict(list)
+    for severity in SEVERITIES:
+        for problem in problems:
+            if problem.severity == severity:
+                by_code[problem.code].append(problem)
+    lines = []
+    for code, alike in by_code.items():
+        severity = alike[0].severity
+        lines.append(text.Line(f"  {severity:9}{code} {text.times(len(alike))}".rstrip(), severity))
+        shown = alike if every else alike[:EXAMPLES]
+        for problem in shown:
+            lines += [text.Line(line) for line in text.wrap(sentence(problem), columns, indent=4)]
+        if len(shown) < len(alike):
+            lines.append(text.Line(f"    and {len(alike) - len(shown):,} more; --problems lists all"))
+    return lines
+
+
+def sentence(problem: Problem) -> str:
+    """Where it is and what it is."""
+    where = problem.layer or problem.tensor
+    return f"{where}: {problem.message}" if where else problem.message

@@ -1,0 +1,231 @@
+"""What `python -m moqext verify` found, as text and as data."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from moqext.cli import plain, text
+from moqext.cli import problems as problem_list
+from moqext.problems import Problem, Severity
+from moqext.tensor_files import TensorInfo
+from moqext.verify import LIMITS, Row
+
+WORST = 10
+"""Experts that are named below the table."""
+
+_HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "max error", "time")
+_SHOWN = {"ok": "ok", "read": "read only", "failed": "failed", "error": "refused"}
+_BAD = ("failed", "error")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of a run, and what else is to be said of the checkpoint.
+
+    Attributes:
+        rows: One per quantized weight.
+        problems: All of the checkpoint.
+        rest: The tensors that are not quantized.
+        missing: Quantized layers that the index names and that are in no file.
+    """
+
+    rows: Sequence[Row]
+    problems: Sequence[Problem]
+    rest: Sequence[TensorInfo]
+    missing: Sequence[str]
+
+    @cached_property
+    def errors(self) -> list[Problem]:
+        """The problems for which a checkpoint is not used as it is."""
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.errors and not any(row.status in _BAD for row in self.rows)
+
+    # JSON
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "good": self.good,
+            "totals": self.totals(),
+            "rows": [row.as_dict() for row in self.rows],
+            "problems": problem_list.as_data(self.problems),
+            "unquantized": plain.as_data(self.rest),
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """How many layers and weights ran, could only be read, were wrong or refused, and the shares."""
+        whole = sum(row.weights for row in self.rows)
+        data: dict[str, Any] = {"layers": len(self.rows), "weights": whole}
+        for key, status in (("ran", "ok"), ("read", "read"), ("failed", "failed"), ("refused", "error")):
+            rows = [row for row in self.rows if row.status == status]
+            weights = sum(row.weights for row in rows)
+            share = weights / whole if whole else None
+            data[key] = {"layers": len(rows), "weights": weights, "share": share}
+        return data | {"missing": {"layers": len(self.missing)}}
+
+    # Text
+
+    def as_text(self, device: str, seed: int, dtype: str, columns: int | None) -> list[str | text.Line]:
+        """The report as lines of text."""
+        names = [row.layer for row in self.rows]
+        parts = [
+            self._table(columns),
+            self._worst(columns),
+            [text.Line(line) for line in plain.as_text(self.rest, names, columns, indent=0)],
+            self._problem_lines(columns),
+            self._summary(device, seed, dtype, columns),
+        ]
+        lines: list[str | text.Line] = []
+        for part in parts:
+            if part:
+                lines += ["", *part] if lines else part
+        return lines
+
+    def _table(self, columns: int | None) -> list[text.Line]:
+        """One line per layer, and per container of experts that share algorithm and kernel."""
+        groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+        for row in self.rows:
+            groups[row.group or row.layer, row.quant_algo, row.kernel or row.status].append(row)
+        if not groups:
+            return []
+        cells = [_HEAD, *(_cells(name, rows) for (name, _, _), rows in groups.items())]
+        bad = [False, *(any(row.status in _BAD for row in rows) for rows in groups.values())]
+        return _coloured(text.table(cells, "<<<<>>>", columns, indent=0), bad)
+
+    def _worst(self, columns: int | None) -> list[text.Line]:
+        """The experts with the largest errors, by name: their rows in the table are shared."""
+        shared = Counter(row.group for row in self.rows)
+        experts = [row for row in self.rows if row.group is not None and shared[row.group] > 1]
+        inexact = [row for row in experts if row.status == "failed" or row.relative_error]
+        inexact.sort(key=_badness, reverse=True)
+        if not inexact:
+            return []
+        shown = inexact[:WORST]
+        head = ("worst experts", "shape", "rel. error", "max error", "")
+        rows = [head]
+        for row in shown:
+            fault = "failed" if row.status == "failed" else ""
+            rows.append((row.layer, _shape(row), _error(row.relative_error), _error(row.max_error), fault))
+        failed = [False, *(row.status == "failed" for row in shown)]
+        return _coloured(text.table(rows, "<<>><", columns, indent=0), failed)
+
+    def _problem_lines(self, columns: int | None) -> list[text.Line]:
+        if not self.problems:
+            return []
+        others = (
+            "" if len(self.errors) == len(self.problems) else "; `inspect` shows those that are no errors"
+        )
+        lines = text.wrap(f"Problems: {problem_list.counts(self.problems)}{others}", columns)
+        heading = [text.Line(line, "error" if self.errors else None) for line in lines]
+        return heading + problem_list.as_text(self.errors, columns, every=True)
+
+    def _summary(self, device: str, seed: int, dtype: str, columns: int | None) -> list[text.Line]:
+        """What became of the layers and why, the share of the weights, and the verdict."""
+        counts = Counter(row.status for row in self.rows)
+        found = ", ".join(f"{counts[status]:,} {shown}" for status, shown in _SHOWN.items() if counts[status])
+        relative, largest = LIMITS[dtype]
+        facts = [f"{found or 'no layer'} on {device}"]
+        if calls := {row.calls for row in self.rows if row.calls}:
+            facts.append(f"limits {relative:g} relative, {largest:g} of the row's largest")
+            few = f"{min(calls)} to " if min(calls) < max(calls) else ""
+            facts.append(f"time: median of {few}{text.plural(max(calls), 'call')}; seed {seed}")
+        lines = [text.Line(line) for line in text.wrap("; ".join(facts), columns)]
+        for sentence in self._reasons():
+            lines += [text.Line(line) for line in text.wrap(sentence, columns, indent=2)]
+        lines += [text.Line(line) for line in text.wrap(self._shares(), columns)]
+        severity: Severity | None = None if self.good else "error"
+        return lines + [text.Line(line, severity) for line in text.wrap(self._verdict(), columns)]
+
+    def _reasons(self) -> list[str]:
+        """Why layers did not run or failed, each reason once; those that a problem tells are told there."""
+        told: dict[str | None, list[str]] = defaultdict(list)
+        for problem in self.errors:
+            told[problem.layer].append(f"{problem.code}: {problem.message}")
+        messages: dict[str, list[Row]] = defaultdict(list)
+        for row in self.rows:
+            problems = [*told.get(row.layer, ()), *told.get(row.group, ())]
+            if row.message and not any(problem in row.message for problem in problems):
+                messages[f"{_SHOWN[row.status]}: {row.message}"].append(row)
+        sentences = []
+        for message, rows in messages.items():
+            others = f" and {text.plural(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
+            sentences.append(f"{rows[0].layer}{others}: {message}")
+        return sentences
+
+    def _shares(self) -> str:
+        totals = self.totals()
+        whole = totals["weights"]
+        words = {"ran": "ran", "read": "could only be read", "failed": "wrong", "refused": "refused"}
+        parts = []
+        for key, words_ in words.items():
+            weights, layers = totals[key]["weights"], totals[key]["layers"]
+            if key != "failed" or layers:
+                count = f" ({text.plural(layers, 'layer')})" if layers else ""
+                parts.append(f"{text.percent(weights, whole)} {words_}{count}")
+        if self.missing:
+            others = ", ..." if len(self.missing) > 1 else ""
+            count = text.plural(len(self.missing), "layer")
+            parts.append(f"and {count} of the index missing ({self.missing[0]}{others})")
+        return f"quantized weights: {', '.join(parts)}"
+
+    def _verdict(self) -> str:
+        counts = Counter(row.status for row in self.rows)
+        if self.good:
+            return (
+                "result: all right" if counts["ok"] else "result: nothing is wrong, but nothing could be run"
+            )
+        faults = [
+            text.plural(len(self.errors), "error") + " of the checkpoint" if self.errors else "",
+            text.plural(counts["failed"], "wrong layer") if counts["failed"] else "",
+            text.plural(counts["error"], "refused layer") if counts["error"] else "",
+        ]
+        return f"result: {', '.join(fault for fault in faults if fault)}"
+
+
+def _coloured(rows: Sequence[Sequence[str]], bad: Sequence[bool]) -> list[text.Line]:
+    """The lines of a table, those of bad rows as errors."""
+    return [
+        text.Line(line, "error" if wrong else None)
+        for lines, wrong in zip(rows, bad, strict=True)
+        for line in lines
+    ]
+
+
+def _badness(row: Row) -> tuple[bool, float]:
+    return row.status == "failed", inf if row.relative_error is None else row.relative_error
+
+
+def _shape(row: Row) -> str:
+    return " × ".join(map(str, row.shape))
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.2e}"
+
+
+def _cells(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    """One line of the table: of several rows their largest errors and the median of their times."""
+    shapes = ", ".join(dict.fromkeys(map(_shape, rows)))
+    named = f"{name} {text.times(len(rows))}" if len(rows) > 1 else rows[0].layer
+    about = (named, rows[0].quant_algo, shapes)
+    times = [row.run_seconds for row in rows if row.run_seconds is not None]
+    if not times:
+        return (*about, _SHOWN[rows[0].status], "", "", "")
+    relative = max(row.relative_error or 0.0 for row in rows)
+    largest = max(row.max_error or 0.0 for row in rows)
+    mark = " !" if any(row.status == "failed" for row in rows) else ""
+    return (
+        *about,
+        rows[0].kernel,
+        _error(relative) + mark,
+        _error(largest),
+        text.duration(statistics.median(times)),
+    )
