@@ -21,6 +21,6 @@ def open_checkpoint(directory: str) -> Checkpoint:
 
 
 def _snapshots(directory: Path) -> str:
-    """Where the files are, if the directory is one of a download cache, which keeps them below `snapshots`."""
+    """Where the files are if the directory is one of a download cache, which has them in `snapshots`."""
     below = sorted(directory.glob("snapshots/*/"))
     return f"; give the snapshot below it, {below[-1]}" if below else ""

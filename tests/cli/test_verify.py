@@ -1,16 +1,20 @@
 """`verify`: every genuine checkpoint, and that a wrong layer makes it fail."""
 
 import json
+import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moqext import Checkpoint, reference
 from moqext.__main__ import main
-from moqext.verify import LIMITS, compare
+from moqext.verify import CALLS, LIMITS, compare
 
 RUNNABLE = {
     "llama_fp8_kvfp8": ("FP8", 7),
@@ -47,6 +51,7 @@ def test_every_layer_of_a_runnable_algorithm_passes(data, capsys, case):
         assert row["kernel"].startswith("cpu:")
         assert 0 <= row["relative_error"] <= LIMITS["bfloat16"][0]
         assert row["run_seconds"] > 0
+        assert 1 <= row["calls"] <= CALLS
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -60,12 +65,21 @@ def test_other_dtypes_and_computes(data, capsys, dtype, compute):
 
 @pytest.mark.parametrize("case", RECOGNISED)
 def test_other_algorithms_are_reported_as_recognised(data, capsys, case):
+    """A healthy export in an algorithm that does not run: nothing is wrong, and nothing ran."""
     status, result = verify(capsys, data / "checkpoints" / case)
-    assert status == 2
+    assert status == 0
+    assert result["good"] is True
     assert {row["quant_algo"] for row in result["rows"]} == {RECOGNISED[case]}
     for row in result["rows"]:
-        assert row["status"] == "unsupported"
+        assert row["status"] == "read"
         assert "supported are FP8" in row["message"]
+    totals = result["totals"]
+    assert totals["ran"] == {"layers": 0, "weights": 0, "share": 0.0}
+    assert totals["read"] == {"layers": 7, "weights": totals["weights"], "share": 1.0}
+    assert main(["verify", str(data / "checkpoints" / case)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "quantized weights: 0 % ran, 100 % could only be read (7 layers), 0 % refused" in lines
+    assert lines[-1] == "result: nothing is wrong, but nothing could be run"
 
 
 def test_all_thirteen_checkpoints_are_covered(data):
@@ -79,11 +93,17 @@ def test_every_export_passes_or_says_what_is_missing(data, capsys):
     for directory in directories:
         status, result = verify(capsys, directory)
         rows = result["rows"]
-        assert {row["status"] for row in rows} <= {"ok", "unsupported"}, directory
-        assert status == (0 if any(row["status"] == "ok" for row in rows) else 2)
+        assert {row["status"] for row in rows} <= {"ok", "read"}, directory
+        assert status == 0
         for row in rows:
-            runs = row["status"] == "ok"
-            assert runs or "supported are FP8" in row["message"] or "a layer of kind" in row["message"], row
+            said = {"linear": "supported are FP8", "embedding": "looked up", "stacked experts": "do not run"}
+            assert row["status"] == "ok" or said[row["kind"]] in row["message"], row
+        totals = result["totals"]
+        assert totals["ran"]["weights"] + totals["read"]["weights"] == totals["weights"]
+        assert totals["ran"]["share"] + totals["read"]["share"] == pytest.approx(1)
+        assert totals["layers"] == len(rows)
+        with Checkpoint(directory) as checkpoint:
+            assert totals["weights"] == sum(layer.weights for layer in checkpoint.layers())
 
 
 def test_a_damaged_layer_fails_and_is_named(data, tmp_path, capsys):
@@ -99,7 +119,7 @@ def test_a_damaged_layer_fails_and_is_named(data, tmp_path, capsys):
     assert status == 1
     bad = [row for row in result["rows"] if row["status"] != "ok"]
     assert [row["layer"] for row in bad] == ["model.layers.0.mlp.up_proj"]
-    assert "NaN code at row 0, column 5" in bad[0]["message"]
+    assert bad[0]["message"].startswith("weight: a NaN code at row 0, column 5")
 
 
 def test_a_wrong_kernel_would_fail(data, capsys, monkeypatch):
@@ -133,8 +153,12 @@ def test_selection_seed_and_table(data, capsys):
     assert "seed 7" in text
     assert main(["verify", directory, "--layers", "nothing"]) == 2
     output = capsys.readouterr()
-    assert "no quantized linear matches 'nothing'; 7 do not, as model.layers.0.mlp.down_proj" in output.err
+    assert "no quantized layer matches 'nothing'; 7 do not, as model.layers.0.mlp.down_proj" in output.err
     assert not output.out
+    assert main(["verify", directory, "--layers", "model.layers.0.mlp.up_porj"]) == 2
+    assert "did you mean 'model.layers.0.mlp.up_proj'?" in capsys.readouterr().err
+    assert main(["verify", directory, "--layers", "lm_head"]) == 2
+    assert "no quantized layer matches 'lm_head'; not quantized: lm_head.weight" in capsys.readouterr().err
 
 
 def test_bad_arguments(data, tmp_path, capsys):
@@ -152,9 +176,59 @@ def test_bad_arguments(data, tmp_path, capsys):
             main(["verify", str(tmp_path), f"{option}={value}"])
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
-    status, result = verify(capsys, data / "checkpoints" / "llama_fp8_kvfp8", "--device", "cuda:7")
-    assert status == 2
-    assert "on cuda:7" in result["rows"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "device, devices, says",
+    [
+        ("cuda", RuntimeError("no driver"), "no such CUDA device: no driver"),
+        ("cuda:7", RuntimeError("no driver"), "no such CUDA device: no driver"),
+        ("cuda", [], "no such CUDA device: there is none"),
+        ("cuda:1", ["A"], "no such CUDA device: there is cuda:0"),
+        ("cuda:7", ["A", "B"], "no such CUDA device: there are cuda:0, cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path, capsys, monkeypatch, device, devices, says
+):
+    def listed():
+        if isinstance(devices, Exception):
+            raise devices
+        return [{"index": index, "name": name} for index, name in enumerate(devices)]
+
+    monkeypatch.setattr("moqext._C.cuda_devices", listed)
+    monkeypatch.setattr("moqext.cli.verify.open_checkpoint", lambda directory: pytest.fail("it was opened"))
+    assert main(["verify", str(tmp_path), "--device", device]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"moqext: error: --device {device}: {says}\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("", "expected a directory, got an empty name"),
+        ("nvidia/Llama-3.1-8B-Instruct-FP8", "`hf download nvidia/Llama-3.1-8B-Instruct-FP8"),
+        ("model/model.safetensors", "not a directory but a file; give the directory that it lies in, model"),
+        ("cache", "no checkpoint: .*; give the snapshot below it, cache/snapshots/f00d"),
+        ("pointers", "model.safetensors: a Git LFS pointer, not the file itself; run `git lfs pull`"),
+        ("page", "config.json: .*an HTML page"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, monkeypatch, command, name, says):
+    monkeypatch.chdir(tmp_path)
+    for directory in ("model", "cache/snapshots/f00d", "pointers", "page"):
+        Path(directory).mkdir(parents=True)
+    Path("model/model.safetensors").touch()
+    Path("pointers/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 7\n")
+    Path("page/config.json").write_text("<!DOCTYPE html><html></html>")
+    assert main([command, name]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("moqext: error: ")
+    assert re.search(says, output.err)
+    assert output.err.count("\n") == 1
 
 
 def test_comparison_counts_what_it_should():
@@ -172,13 +246,320 @@ def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):
     assert "no checkpoint: neither" in capsys.readouterr().err
     shutil.copy(data / "checkpoints" / "llama_bf16.safetensors", tmp_path / "model.safetensors")
     assert main(["verify", str(tmp_path)]) == 2
-    assert "nothing to run: no linear is quantized" in capsys.readouterr().err
+    assert "nothing to verify: no layer is quantized" in capsys.readouterr().err
     (tmp_path / "model.safetensors").unlink()
     shutil.copy(data / "checkpoints" / "llama_fp8_kvfp8" / "hf_quant_config.json", tmp_path)
     assert main(["verify", str(tmp_path)]) == 2
     output = capsys.readouterr()
-    assert "nothing to run: the directory has no safetensors files" in output.err
+    assert "nothing to verify: the directory has no safetensors files" in output.err
     assert not output.out
+
+
+HALF = ["a shard is missing", "all shards are missing", "a shard is cut", "a pointer", "a wrong index"]
+
+
+@pytest.mark.parametrize("how", HALF)
+def test_half_a_checkpoint_is_never_called_right(copied, capsys, how):
+    directory = copied("exports/nvfp4_sharded")
+    shards = sorted(directory.glob("*.safetensors"))
+    if how == "a shard is missing":
+        shards[2].unlink()
+    elif how == "all shards are missing":
+        for shard in shards:
+            shard.unlink()
+    elif how == "a shard is cut":
+        shards[2].write_bytes(shards[2].read_bytes()[:-10])
+    elif how == "a pointer":
+        shards[2].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19960\n")
+    else:
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        for name, shard in index["weight_map"].items():
+            index["weight_map"][name] = shards[0].name if shard == shards[2].name else shard
+        path.write_text(json.dumps(index))
+    status, result = verify(capsys, directory)
+    assert (status, result["good"]) == (1, False)
+    errors = [problem for problem in result["problems"] if problem["severity"] == "error"]
+    assert errors
+    whole = how == "a wrong index"  # then the tensors of the third file are there, under its own name
+    assert whole or result["totals"]["missing"]["layers"] == (77 if how == "all shards are missing" else 22)
+    assert main(["verify", str(directory)]) == 1
+    out = capsys.readouterr().out
+    for problem in errors:
+        assert f"  error    {problem['code']}" in out
+        assert problem["message"] in out
+    assert whole or " layers of the index missing (model.layers." in out
+    assert "\nresult: " in out
+    assert "all right" not in out
+    # What is asked for may be there in full; the checkpoint is still half a one.
+    assert verify(capsys, directory, "--layers", "model.layers.*.mlp.down_proj")[0] == 1
+
+
+def test_every_error_of_the_checkpoint_is_reported(copied, overwrite, capsys):
+    """Errors of what never runs: cache scales, tensors without a weight; layers that run are right."""
+    directory = copied("checkpoints/llama_fp8_kvfp8")
+    overwrite(directory, "model.layers.0.self_attn.k_proj.k_scale", struct.pack("<f", -1))
+    overwrite(directory, "model.layers.0.self_attn.v_proj.v_scale", struct.pack("<f", float("nan")))
+    status, result = verify(capsys, directory)
+    assert status == 1
+    assert {row["status"] for row in result["rows"]} == {"ok"}
+    errors = [(p["code"], p["layer"]) for p in result["problems"] if p["severity"] == "error"]
+    assert sorted(errors) == [
+        ("scale_negative", "model.layers.0.self_attn"),
+        ("scale_not_finite", "model.layers.0.self_attn"),
+    ]
+    assert main(["verify", str(directory)]) == 1
+    out = capsys.readouterr().out
+    assert "Problems: 2 errors" in out
+    assert "    model.layers.0.self_attn: the value is negative" in out
+    assert "    model.layers.0.self_attn: the value is NaN or infinite" in out
+    assert out.endswith("result: 2 errors of the checkpoint\n")
+
+
+def test_errors_without_any_quantized_layer_are_problems_not_wrong_usage(tmp_path, capsys):
+    content = struct.pack("<f", 0.5)
+    header = json.dumps({"a.weight_scale": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
+    status, result = verify(capsys, tmp_path)
+    assert status == 1
+    assert [problem["code"] for problem in result["problems"]] == ["missing_weight"]
+    assert result["rows"] == []
+    assert result["totals"]["ran"]["share"] is None
+    assert main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith("result: 1 error of the checkpoint\n")
+
+
+def test_warnings_and_notes_are_counted_and_nothing_is_wrong(data, capsys):
+    assert main(["verify", str(data / "exports" / "mixed_in_qkv")]) == 0
+    out = capsys.readouterr().out
+    assert "Problems: 2 warnings; `inspect` shows those that are no errors" in out
+    assert out.endswith("result: all right\n")
+
+
+@pytest.mark.parametrize(
+    "case, tensor, content, says",
+    [
+        ("exports/fp8_embedding", "model.embed_tokens.weight", b"\x7f", "1 of 2,048 weights are NaN"),
+        (
+            "exports/gpt_oss_mxfp8",
+            "model.layers.0.mlp.experts.down_proj",
+            b"\xff",
+            "1 of 3,072 weights are NaN",
+        ),
+        (
+            "checkpoints/llama_mxfp8",
+            "model.layers.0.mlp.up_proj.weight",
+            b"\x7f",
+            "1 of 32,768 weights are NaN",
+        ),
+    ],
+    ids=["embedding", "stacked experts", "an algorithm without a kernel"],
+)
+def test_what_is_only_read_has_to_be_finite(copied, overwrite, capsys, case, tensor, content, says):
+    directory = copied(case)
+    overwrite(directory, tensor, content, offset=7)
+    status, result = verify(capsys, directory)
+    assert status == 1
+    (bad,) = [row for row in result["rows"] if row["status"] not in ("ok", "read")]
+    assert bad["layer"] == tensor.removesuffix(".weight")
+    assert bad["status"] == "failed"
+    assert bad["message"].startswith(says)
+
+
+@pytest.mark.parametrize(
+    "case", ["exports/gpt_oss_nvfp4", "checkpoints/llama_int4_awq", "exports/fp8_embedding"]
+)
+def test_what_is_only_read_is_compared_with_the_reference(data, capsys, monkeypatch, case):
+    """A native dequantizer that is off by one bit in one weight is found out."""
+    from moqext import ops
+
+    right = ops.dequantize
+
+    def off(*args, **kwargs):
+        values = right(*args, **kwargs)
+        values.reshape(-1)[3] = np.nextafter(values.reshape(-1)[3], np.float32(np.inf))
+        return values
+
+    monkeypatch.setattr(ops, "dequantize", off)
+    status, result = verify(capsys, data / case)
+    assert status == 1
+    for row in result["rows"]:
+        if row["status"] != "ok":
+            assert row["status"] == "failed"
+            assert row["message"].endswith("weights are not what the reference reads")
+
+
+@pytest.mark.parametrize("algo", ["W4A16_AWQ", "W8A16", "MXFP8", "MXFP4", "NVFP4_SVD"])
+def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, algo):
+    """So many rows at a time, whatever the packing; the pieces are of the same weight."""
+    monkeypatch.setattr("moqext.verify.ROWS_AT_ONCE", 128)
+    weight = rng.standard_normal((320, 128)).astype(np.float32)
+    params = reference.quantize_weight(weight, algo)
+    dtypes = {"MXFP8": "F8_E4M3", "W8A16": "I8"}
+    scales = {"NVFP4_SVD": "F8_E4M3", "MXFP8": "U8", "MXFP4": "U8"}
+    spelled = {
+        "weight": dtypes.get(algo, "U8"),
+        "weight_scale": scales.get(algo, "F32"),
+        "weight_scale_2": "F32",
+    }
+    tensors = {f"a.{role}": (spelled[role], tensor) for role, tensor in params.items()}
+    if algo == "NVFP4_SVD":
+        tensors["a.svdquant_lora_a"] = ("F32", np.ones((4, 128), np.float32))
+        tensors["a.svdquant_lora_b"] = ("F32", np.ones((320, 4), np.float32))
+    header, begin = {}, 0
+    for name, (dtype, tensor) in tensors.items():
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header).encode()
+    body = b"".join(tensor.tobytes() for _, tensor in tensors.values())
+    (tmp_path / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + body)
+    status, result = verify(capsys, tmp_path)
+    (row,) = result["rows"]
+    assert (status, row["status"], row["shape"]) == (0, "read", [320, 128]), result
+
+
+def test_what_stands_against_stacked_experts_stands_against_each_projection(copied, overwrite, capsys):
+    directory = copied("exports/gpt_oss_nvfp4")
+    down = "model.layers.0.mlp.experts.down_proj"
+    overwrite(directory, f"{down}_weight_scale_2", struct.pack("<f", float("inf")))
+    status, result = verify(capsys, directory)
+    assert status == 1
+    states = {row["layer"]: row["status"] for row in result["rows"] if row["group"]}
+    assert states == {down: "error", down.replace("down", "gate_up"): "read"}
+    refused = result["totals"]["refused"]
+    assert (refused["layers"], refused["weights"]) == (1, 4 * 64 * 48)
+    assert f"{refused['share']:.3f}" == f"{4 * 64 * 48 / result['totals']['weights']:.3f}"
+
+
+def test_experts_share_a_row_and_the_worst_are_named(data, capsys, monkeypatch):
+    """Twelve linears of one container: one row, and below it the ten with the largest errors, worst first."""
+    from moqext.load import Layer
+
+    run = Layer.__call__
+    directory = str(data / "checkpoints" / "qwen3moe_nvfp4")
+
+    def off(self, x, *args):
+        y = run(self, x, *args)
+        if ".experts." in self.names[0]:
+            expert, projection = self.names[0].split(".")[-2:]
+            worse = 10 * int(expert) + ["gate_proj", "up_proj", "down_proj"].index(projection) + 1
+            y = (y * np.float32(1 + 1e-7 * worse * (1e5 if expert == "3" else 1))).astype(y.dtype)
+        return y
+
+    monkeypatch.setattr(Layer, "__call__", off)
+    assert main(["verify", directory, "--dtype", "float32"]) == 1
+    out = capsys.readouterr().out
+    table, worst, *_ = out.split("\n\n")
+    (row,) = [line for line in table.splitlines() if ".experts" in line]
+    assert re.match(r"model\.layers\.0\.mlp\.experts × 12  NVFP4 ", row)
+    assert " !" in row
+    names = [line.split()[0].split("experts.")[1] for line in worst.splitlines()[1:]]
+    assert names[:4] == ["3.down_proj", "3.up_proj", "3.gate_proj", "2.down_proj"]
+    assert len(names) == 10
+    assert [line.endswith("failed") for line in worst.splitlines()[1:]] == [True] * 3 + [False] * 7
+    assert "failed: limits are 1e-05 and 1e-05" in out
+    assert out.endswith("result: 3 wrong layers\n")
+    _, result = verify(capsys, directory, "--dtype", "float32")
+    assert len([row for row in result["rows"] if row["group"] == "model.layers.0.mlp.experts"]) == 12
+
+
+def test_layers_selects_containers_of_experts(data, capsys):
+    directory = data / "checkpoints" / "qwen3moe_nvfp4"
+    assert len(verify(capsys, directory, "--layers", "*.experts")[1]["rows"]) == 12
+    assert len(verify(capsys, directory, "--layers", "*.experts.2.*")[1]["rows"]) == 3
+    stacked = data / "exports" / "gpt_oss_nvfp4"
+    assert len(verify(capsys, stacked, "--layers", "*.experts")[1]["rows"]) == 2
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets how long each call of a layer takes, in seconds, by the clock that verify looks at."""
+    from moqext.load import Layer
+
+    run = Layer.__call__
+    now = [0.0]
+
+    def set_times(*seconds):
+        durations = iter(seconds)
+
+        def call(self, x, *args):
+            now[0] += next(durations)
+            return run(self, x, *args)
+
+        monkeypatch.setattr(Layer, "__call__", call)
+        monkeypatch.setattr("moqext.verify.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    return set_times
+
+
+def test_the_time_is_the_median_of_several_calls(data, capsys, clock):
+    """The first calls may be slow, where a library starts its threads."""
+    directory = data / "checkpoints" / "llama_fp8_kvfp8"
+    clock(0.05, 0.03, 0.001, 0.002, 0.003)
+    (row,) = verify(capsys, directory, "--layers", "*.q_proj")[1]["rows"]
+    assert row["calls"] == 5
+    assert row["run_seconds"] == pytest.approx(0.003)
+    clock(0.05, 0.03, 0.001, 0.002, 0.003)
+    assert main(["verify", str(directory), "--layers", "*.q_proj"]) == 0
+    out = capsys.readouterr().out
+    assert " 3.00 ms\n" in out
+    assert "; time: median of 5 calls; seed " in out
+
+
+def test_slow_layers_are_called_less_often(data, capsys, clock):
+    directory = data / "checkpoints" / "llama_fp8_kvfp8"
+    clock(0.15, 0.17, 1000.0, 0.001, 0.001, 0.001, 0.001, 0.001)
+    rows = verify(capsys, directory, "--layers", "*.self_attn.[kov]_proj")[1]["rows"]
+    assert [row["calls"] for row in rows] == [2, 1, 5]
+    assert rows[0]["run_seconds"] == pytest.approx(0.16)
+    clock(0.15, 0.17, 1000.0, 0.001, 0.001, 0.001, 0.001, 0.001)
+    assert main(["verify", str(directory), "--layers", "*.self_attn.[kov]_proj"]) == 0
+    assert "; time: median of 1 to 5 calls; seed " in capsys.readouterr().out
+
+
+def test_what_is_not_quantized_is_listed(data, capsys):
+    directory = data / "exports" / "fp8_excluded"
+    _, result = verify(capsys, directory)
+    with Checkpoint(directory) as checkpoint:
+        assert len(result["unquantized"]) == 49
+        for tensor in result["unquantized"]:
+            info = checkpoint.tensors[tensor["name"]]
+            assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == (
+                info.dtype,
+                list(info.shape),
+                info.nbytes,
+            )
+    assert main(["verify", str(directory)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["not", "quantized", "type", "shape", "size"] in lines
+    assert ["lm_head.weight", "BF16", "32", "×", "32", "2.05", "kB"] in lines
+    _, result = verify(capsys, directory, "--layers", "model.layers.3.*")
+    assert {tensor["name"].split(".")[2] for tensor in result["unquantized"]} == {"3"}
+
+
+def test_json_keys(data, capsys):
+    """The keys of the documentation, in its order."""
+    _, result = verify(capsys, data / "checkpoints" / "llama_fp8_kvfp8", "--seed", "1")
+    assert list(result) == [
+        "schema",
+        "directory",
+        "seed",
+        "tokens",
+        "device",
+        "dtype",
+        "compute",
+        "good",
+        "totals",
+        "rows",
+        "problems",
+        "unquantized",
+    ]
+    assert result["schema"] == 2
+    assert list(result["totals"]) == ["layers", "weights", "ran", "read", "failed", "refused", "missing"]
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for key in (*result, *result["totals"], *result["rows"][0]):
+        assert f"`{key}`" in page, key
 
 
 def test_interruption_is_no_traceback(data, capsys, monkeypatch):
