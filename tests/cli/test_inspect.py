@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -272,6 +273,18 @@ def test_strict(inspect, data, export):
     status, out, _ = inspect(broken, "--strict")
     assert status == 1
     assert "missing_shard" in out
+
+
+def test_help_and_pages_agree_on_what_strict_means(capsys):
+    """Notes fail as well: `--strict` of an export with nothing but a note ends 1, see test_strict."""
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    docs = Path(__file__).parents[2] / "docs"
+    for text in (capsys.readouterr().out, *((docs / page).read_text() for page in ("cli.md", "problems.md"))):
+        plain = " ".join(text.replace("`", "").split())
+        said = [plain[found.end() :][:70] for found in re.finditer(r"--strict\b(?! or|,|\])", plain)]
+        assert any("any problem, notes included" in sentence for sentence in said), said
+        assert not any("error or warning" in sentence for sentence in said), said
 
 
 @pytest.mark.parametrize("name", ["nvfp4_sharded", "gpt_oss_mxfp8", "mixtral_nvfp4", "fp8_bias_kvfp8"])

@@ -3,9 +3,9 @@
     python tests/fuzz/mutate.py TARGET [--seconds S] [--runs N] [--seed N]
 
 Targets: config (QuantConfig.from_dict and questions to it), checkpoint (a directory opened, its layers,
-dequantized and loaded), inspect (the command). A case is the genuine files with one to four changes: in the
-JSON tree, in the text, or in the bytes of a file. It follows from the seed and its number alone; a failure
-prints both and leaves the files where it says.
+dequantized and loaded), inspect and verify (the commands). A case is the genuine files with one to four
+changes: in the JSON tree, in the text, or in the bytes of a file. It follows from the seed and its number
+alone; a failure prints both and leaves the files where it says.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig, UnsupportedQuantization, detect
-from moqext.cli import inspect
+from moqext.cli import inspect, verify
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 REFUSALS = (ConfigError, CheckpointError, UnsupportedQuantization)
@@ -272,6 +272,25 @@ def run_inspect(directory: Path) -> None:
         assert not arguments.json or json.loads(written.getvalue())["schema"] == inspect.SCHEMA
 
 
+VERIFY = ("--json", "--tokens", "2")
+
+
+def run_verify(directory: Path) -> None:
+    parser = argparse.ArgumentParser()
+    verify.add_parser(parser.add_subparsers())
+    written = io.StringIO()
+    for options in (VERIFY, VERIFY[1:]):
+        with contextlib.redirect_stdout(written):
+            status = verify.run(parser.parse_args(["verify", str(directory), *options, "--seed", "1"]))
+        assert status in (0, 1)
+        if options is VERIFY:
+            report, written = json.loads(written.getvalue()), io.StringIO()
+            states = {row["status"] for row in report["rows"]}
+            states |= {problem["severity"] for problem in report["problems"]}
+            assert status == int(bool(states & {"failed", "error"})) == int(not report["good"])
+    assert written.getvalue().splitlines()[-1].startswith("result: ")
+
+
 class Target(NamedTuple):
     """How a case is made and read, and how many fit into a quick test."""
 
@@ -285,6 +304,7 @@ TARGETS = {
     "config": Target(genuine_documents, config_case, read_config, 600),
     "checkpoint": Target(genuine_checkpoints, checkpoint_case, read_checkpoint, 60),
     "inspect": Target(genuine_checkpoints, checkpoint_case, run_inspect, 40),
+    "verify": Target(genuine_checkpoints, checkpoint_case, run_verify, 15),
 }
 
 
