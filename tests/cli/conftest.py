@@ -1,6 +1,7 @@
 """Fixtures of the commands: a terminal to run them in, and genuine checkpoints to be broken."""
 
 import fcntl
+import json
 import os
 import pty
 import shutil
@@ -74,3 +75,32 @@ def overwrite() -> Callable[..., None]:
             file.write(content)
 
     return change
+
+
+@pytest.fixture
+def halved(copied: Callable[[str], Path]) -> Callable[[str], Path]:
+    """A copy of a genuine checkpoint in five files, of which the third is spoilt, or all are gone."""
+
+    def spoil(how: str) -> Path:
+        directory = copied("exports/nvfp4_sharded")
+        shards = sorted(directory.glob("*.safetensors"))
+        if how == "a shard is missing":
+            shards[2].unlink()
+        elif how == "all shards are missing":
+            for shard in shards:
+                shard.unlink()
+        elif how == "a shard is cut":
+            shards[2].write_bytes(shards[2].read_bytes()[:-10])
+        elif how == "a shard is a pointer of Git LFS":
+            shards[2].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19960\n")
+        else:
+            assert how == "the index points to the wrong file"
+            path = directory / "model.safetensors.index.json"
+            index = json.loads(path.read_text())
+            for name in index["weight_map"]:
+                if name.startswith("model.layers.10.mlp.up_proj."):
+                    index["weight_map"][name] = shards[0].name
+            path.write_text(json.dumps(index))
+        return directory
+
+    return spoil

@@ -74,26 +74,6 @@ HALF = {
 }
 
 
-def halve(directory, how):
-    """Breaks a checkpoint of several files; HALF has what is to be said of it."""
-    shards = sorted(directory.glob("*.safetensors"))
-    if how == "a shard is missing":
-        shards[2].unlink()
-    elif how == "all shards are missing":
-        only_json(directory)
-    elif how == "a shard is cut":
-        shards[2].write_bytes(shards[2].read_bytes()[:-10])
-    elif how == "a shard is a pointer of Git LFS":
-        shards[2].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19960\n")
-    else:
-        path = directory / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        for name in index["weight_map"]:
-            if name.startswith("model.layers.10.mlp.up_proj."):
-                index["weight_map"][name] = shards[0].name
-        path.write_text(json.dumps(index))
-
-
 def row(out, start):
     """The cells of the line that starts with a name."""
     (line,) = [line for line in out.splitlines() if line.strip().startswith(start)]
@@ -415,9 +395,8 @@ def test_arguments(inspect, capsys):
 
 
 @pytest.mark.parametrize("how, says", HALF.items(), ids=HALF)
-def test_half_a_checkpoint_fails(inspect, export, how, says):
-    directory = export("nvfp4_sharded")
-    halve(directory, how)
+def test_half_a_checkpoint_fails(inspect, halved, how, says):
+    directory = halved(how)
     status, out, _ = inspect(directory, "--fail-on", "error")
     assert status == 1
     assert says in out

@@ -255,33 +255,23 @@ def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):
     assert not output.out
 
 
-HALF = ["a shard is missing", "all shards are missing", "a shard is cut", "a pointer", "a wrong index"]
+HALF = [
+    "a shard is missing",
+    "all shards are missing",
+    "a shard is cut",
+    "a shard is a pointer of Git LFS",
+    "the index points to the wrong file",
+]
 
 
 @pytest.mark.parametrize("how", HALF)
-def test_half_a_checkpoint_is_never_called_right(copied, capsys, how):
-    directory = copied("exports/nvfp4_sharded")
-    shards = sorted(directory.glob("*.safetensors"))
-    if how == "a shard is missing":
-        shards[2].unlink()
-    elif how == "all shards are missing":
-        for shard in shards:
-            shard.unlink()
-    elif how == "a shard is cut":
-        shards[2].write_bytes(shards[2].read_bytes()[:-10])
-    elif how == "a pointer":
-        shards[2].write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 19960\n")
-    else:
-        path = directory / "model.safetensors.index.json"
-        index = json.loads(path.read_text())
-        for name, shard in index["weight_map"].items():
-            index["weight_map"][name] = shards[0].name if shard == shards[2].name else shard
-        path.write_text(json.dumps(index))
+def test_half_a_checkpoint_is_never_called_right(halved, capsys, how):
+    directory = halved(how)
     status, result = verify(capsys, directory)
     assert (status, result["good"]) == (1, False)
     errors = [problem for problem in result["problems"] if problem["severity"] == "error"]
     assert errors
-    whole = how == "a wrong index"  # then the tensors of the third file are there, under its own name
+    whole = how == HALF[-1]  # then the tensors are there, in another file
     assert whole or result["totals"]["missing"]["layers"] == (77 if how == "all shards are missing" else 22)
     assert main(["verify", str(directory)]) == 1
     out = capsys.readouterr().out
@@ -389,13 +379,15 @@ def test_what_is_only_read_is_compared_with_the_reference(data, capsys, monkeypa
             assert row["message"].endswith("weights are not what the reference reads")
 
 
-@pytest.mark.parametrize("algo", ["W4A16_AWQ", "W8A16", "MXFP8", "MXFP4", "NVFP4_SVD"])
+@pytest.mark.parametrize(
+    "algo", ["W4A16_AWQ", "W8A16", "MXFP8", "MXFP4", "NVFP4_SVD", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"]
+)
 def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, algo):
     """So many rows at a time, whatever the packing; the pieces are of the same weight."""
     monkeypatch.setattr("moqext.verify.ROWS_AT_ONCE", 128)
     weight = rng.standard_normal((320, 128)).astype(np.float32)
     params = reference.quantize_weight(weight, algo)
-    dtypes = {"MXFP8": "F8_E4M3", "W8A16": "I8"}
+    dtypes = {"W8A16": "I8", **dict.fromkeys(("MXFP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"), "F8_E4M3")}
     scales = {"NVFP4_SVD": "F8_E4M3", "MXFP8": "U8", "MXFP4": "U8"}
     spelled = {
         "weight": dtypes.get(algo, "U8"),
@@ -414,9 +406,11 @@ def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, al
     encoded = json.dumps(header).encode()
     body = b"".join(tensor.tobytes() for _, tensor in tensors.values())
     (tmp_path / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + body)
-    status, result = verify(capsys, tmp_path)
+    # FP8 runs as "exact" only.
+    status, result = verify(capsys, tmp_path, "--compute", "fp4" if algo.startswith("FP8") else "exact")
     (row,) = result["rows"]
     assert (status, row["status"], row["shape"]) == (0, "read", [320, 128]), result
+    assert row["quant_algo"] == algo
 
 
 def test_what_stands_against_stacked_experts_stands_against_each_projection(copied, overwrite, capsys):
