@@ -351,6 +351,7 @@ def _kv_lines(checkpoint: Checkpoint, findings: Findings) -> list[str]:
         count = sum(role in kv.tensors for kv in findings.kv)
         values = [kv.values[role] for kv in findings.kv if role in kv.values]
         if count:
-            spread = f"{min(values):.4g} to {max(values):.4g}" if values else ""
+            ends = dict.fromkeys(f"{value:.4g}" for value in (min(values), max(values))) if values else ()
+            spread = " to ".join(ends)
             lines.append(f"  {role}  × {count}  {spread}".rstrip())
     return lines

@@ -132,12 +132,12 @@ class Report:
         counts = Counter(row.status for row in self.rows)
         found = ", ".join(f"{counts[status]:,} {shown}" for status, shown in _SHOWN.items() if counts[status])
         relative, largest = LIMITS[dtype]
-        facts = [f"{found or 'no layer'} on {device}"]
+        facts = [f"{found} on {device}"] if self.rows else []
         if calls := {row.calls for row in self.rows if row.calls}:
             facts.append(f"limits {relative:g} relative, {largest:g} of the row's largest")
             few = f"{min(calls)} to " if min(calls) < max(calls) else ""
             facts.append(f"time: median of {few}{text.plural(max(calls), 'call')}; seed {seed}")
-        lines = [text.Line(line) for line in text.wrap("; ".join(facts), columns)]
+        lines = [text.Line(line) for line in text.wrap("; ".join(facts), columns) if line]
         for sentence in self._reasons():
             lines += [text.Line(line) for line in text.wrap(sentence, columns, indent=2)]
         lines += [text.Line(line) for line in text.wrap(self._shares(), columns)]
@@ -170,11 +170,14 @@ class Report:
             if key != "failed" or layers:
                 count = f" ({text.plural(layers, 'layer')})" if layers else ""
                 parts.append(f"{text.percent(weights, whole)} {words_}{count}")
-        if self.missing:
-            others = ", ..." if len(self.missing) > 1 else ""
-            count = text.plural(len(self.missing), "layer")
-            parts.append(f"and {count} of the index missing ({self.missing[0]}{others})")
-        return f"quantized weights: {', '.join(parts)}"
+        shares = f": {', '.join(parts)}" if self.rows else ": none"
+        if not self.missing:
+            return f"quantized weights{shares}"
+        others = ", ..." if len(self.missing) > 1 else ""
+        missing = (
+            f"layers that the index names and no file has: {len(self.missing):,} ({self.missing[0]}{others})"
+        )
+        return f"quantized weights that are there{shares}; {missing}"
 
     def _verdict(self) -> str:
         counts = Counter(row.status for row in self.rows)

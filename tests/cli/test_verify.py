@@ -278,7 +278,7 @@ def test_half_a_checkpoint_is_never_called_right(halved, capsys, how):
     for problem in errors:
         assert f"  error    {problem['code']}" in out
         assert problem["message"] in out
-    assert whole or " layers of the index missing (model.layers." in out
+    assert whole or "; layers that the index names and no file has: " in out
     assert "\nresult: " in out
     assert "all right" not in out
     # What is asked for may be there in full; the checkpoint is still half a one.
