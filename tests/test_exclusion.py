@@ -92,7 +92,8 @@ def plain_model(entries, name):
             return name == entry or name.startswith(entry + ".")
         pattern = ".*".join(map(re.escape, entry.split("*")))
         return any(
-            re.fullmatch(pattern, text, re.DOTALL) for text in [name] + [name + "."] * entry.endswith(".*")
+            re.fullmatch(pattern, text, re.DOTALL)
+            for text in [name] + [name + "."] * bool(re.search(r"\.\*+$", entry))
         )
 
     return any(
@@ -114,6 +115,7 @@ LOOSE_ENTRIES = st.text(alphabet="model.ag10*?[-]é", max_size=12)
 @given(st.lists(st.one_of(ENTRIES, LOOSE_ENTRIES), max_size=6), MODULES)
 @example(["model."], "model.")
 @example(["a.*", "a"], "a")
+@example(["a.**"], "a")
 @settings(max_examples=600, deadline=None)
 def test_producer_semantics_equal_the_plain_model(entries, module):
     if module.rpartition(".")[2] == "experts":
@@ -332,13 +334,54 @@ def test_the_empty_entry_lists_a_shard_without_text():
 def test_trailing_wildcards_are_split():
     read = config("lm_head", "a.b*", "a.c.*", "*", "d*e", group_size=None, kv_cache_quant_algo="FP8")
     split = read.expand_trailing_wildcards()
-    assert split.exclude_modules == ("lm_head", "a.b", "a.b.*", "a.c.*", "", ".*", "d*e")
+    assert split.exclude_modules == ("lm_head", "a.b", "a.b.*", "a.c.*", "*", "d*e")
     assert (split.quant_algo, split.kv_cache_quant_algo) == ("FP8", "FP8")
     assert read.exclude_modules[1] == "a.b*"
     packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     lost = config("x.q_proj*", "x.k_proj*", "x.v_proj*")
     assert not lost.is_excluded("x.qkv_proj", packed, semantics="vllm")
     assert lost.expand_trailing_wildcards().is_excluded("x.qkv_proj", packed, semantics="vllm")
+
+
+@pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
+@pytest.mark.parametrize("everything", ["*", "**", "***"])
+def test_a_star_alone_still_excludes_everything_when_it_is_expanded(everything, semantics):
+    """It became "" and ".*", which exclude nothing."""
+    split = config(everything).expand_trailing_wildcards()
+    for module in ("lm_head", "model.layers.0.mlp.up_proj", "x.qkv_proj"):
+        assert split.is_excluded(module, PACKED, semantics=semantics)
+        assert split.layer_algo(module) is None
+
+
+def split_of_vllm(entries):
+    """The pairs, by the rule of the engine: two characters at least, a star that no dot precedes."""
+    for entry in entries:
+        if len(entry) > 1 and entry[-1] == "*" and entry[-2] != ".":
+            yield from (entry[:-1], entry[:-1] + ".*")
+        else:
+            yield entry
+
+
+@given(st.lists(st.one_of(ENTRIES, LOOSE_ENTRIES), min_size=1, max_size=4), MODULES)
+@example(["*"], "lm_head")
+@example(["a.**"], "a")
+@example(["layers.1*"], "layers.10")
+@settings(max_examples=600, deadline=None)
+def test_expanding_wildcards_keeps_modules_and_their_subtrees(entries, module):
+    """What an entry without its star fits stays excluded, with all below it; nothing new is excluded."""
+    if module.rpartition(".")[2] == "experts":
+        module += ".0"  # a container may be refused instead
+    read = config(*entries)
+    split = read.expand_trailing_wildcards()
+    assert split.exclude_modules == tuple(dict.fromkeys(split_of_vllm(read.exclude_modules)))
+    named = [entry[:-1] for entry in read.exclude_modules if entry.endswith("*") and entry != "*"]
+    below = [f"{entry}.*" for entry in named]
+    for name in (module, f"{module}.0"):
+        if plain_model(named, name) or plain_model(below, name):
+            assert split.is_excluded(name)
+        if split.is_excluded(name):
+            assert read.is_excluded(name)
+        assert split.is_excluded(name) is plain_model(split.exclude_modules, name)
 
 
 # ---------------------------------------------------------------------------------- arguments and limits

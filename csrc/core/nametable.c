@@ -13,7 +13,7 @@ typedef struct {
     moq_glob glob;
     uint32_t id;
     uint32_t next;      /* in the list of patterns that demand the same text */
-    bool covers_parent; /* ends in ".*" */
+    bool covers_parent; /* ends in ".*", however many stars */
 } other;
 
 struct moq_name_table {
@@ -54,14 +54,21 @@ static void add_simple(moq_name_table *table, moq_name_pattern pattern) {
         *id = pattern.id;
 }
 
+/* Whether a pattern ends in a dot and stars, which are as good as one. */
+static bool ends_below(moq_text pattern) {
+    size_t size = pattern.size;
+    while (size > 0 && pattern.data[size - 1] == '*')
+        size--;
+    return size < pattern.size && size > 0 && pattern.data[size - 1] == '.';
+}
+
 static moq_status add_other(moq_name_table *table, moq_arena *arena, moq_name_pattern pattern,
                             moq_err *err) {
     const uint32_t at = table->other_count++;
     other *entry = &table->others[at];
     MOQ_TRY(moq_glob_compile(arena, pattern.text, table->rules, &entry->glob, err));
     entry->id = pattern.id;
-    entry->covers_parent =
-        table->rules == MOQ_GLOB_STAR && moq_text_ends(pattern.text, MOQ_TEXT(".*"));
+    entry->covers_parent = table->rules == MOQ_GLOB_STAR && ends_below(pattern.text);
     const moq_text demand = moq_glob_longest_literal(&entry->glob);
     uint32_t *list = &table->undemanding;
     if (demand.size > 0) {
