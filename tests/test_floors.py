@@ -127,6 +127,7 @@ def test_framework_packages_use_public_names():
 
 
 PROCESS_WIDE = {
+    "csrc/cpu/interrupt.c",
     "csrc/cpu/isa.c",
     "csrc/cpu/openmp.c",
     "csrc/cpu/scratch.c",

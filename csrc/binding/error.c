@@ -18,6 +18,7 @@ static PyObject *exception_type(moq_state *state, moq_status kind) {
     case MOQ_ERR_UNSUPPORTED:
         return state->unsupported_error;
     case MOQ_OK:
+    case MOQ_ERR_INTERRUPTED:
     case MOQ_ERR_INTERNAL:
         break;
     }
@@ -29,6 +30,8 @@ static PyObject *decode(const char *text) {
 }
 
 PyObject *moq_raise(moq_state *state, const moq_err *err) {
+    if (err->kind == MOQ_ERR_INTERRUPTED && PyErr_Occurred())
+        return NULL;
     PyObject *type = exception_type(state, err->kind);
     PyObject *message = decode(err->message);
     PyObject *error = message ? PyObject_CallFunctionObjArgs(type, message, NULL) : NULL;

@@ -1,6 +1,7 @@
 /* `_C.encode(x, format, out=None)` and `_C.decode(codes, format, out=None)`: number formats. */
 #include "core/formats.h"
 #include "binding/args.h"
+#include "binding/long_call.h"
 #include "binding/tensor.h"
 #include "ops/convert.h"
 
@@ -21,9 +22,10 @@ static int parse_format(PyObject *value, moq_dtype *out) {
 static int run(moq_state *state, const moq_arg *x, const moq_arg *result) {
     moq_err err;
     moq_status status;
-    PyThreadState *thread = PyEval_SaveThread();
+    moq_long_call call;
+    moq_long_call_begin(&call);
     status = moq_run_convert(&x->view, x->name, &result->view, &err);
-    PyEval_RestoreThread(thread);
+    status = moq_long_call_end(&call, status, &err);
     if (status == MOQ_OK)
         return 0;
     moq_raise(state, &err);

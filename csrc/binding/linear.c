@@ -6,6 +6,7 @@
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/cublaslt.h"
+#include "binding/long_call.h"
 #include "binding/numpy.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
@@ -444,9 +445,10 @@ static int run_job(moq_state *state, moq_linear_job *job, const moq_arg *y) {
     if (moq_arg_take_memory(state, y, moq_linear_workspace(job), &workspace) < 0)
         return -1;
     job->call.workspace = workspace.view.data;
-    Py_BEGIN_ALLOW_THREADS
+    moq_long_call call;
+    moq_long_call_begin(&call);
     status = moq_linear_run(job, &err);
-    Py_END_ALLOW_THREADS
+    status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
     if (status != MOQ_OK)
         moq_raise(state, &err);

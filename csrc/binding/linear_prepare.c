@@ -3,6 +3,7 @@
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/linear.h"
+#include "binding/long_call.h"
 #include "binding/stream.h"
 
 #include <stdio.h>
@@ -288,9 +289,10 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
     if (take_prepare_memory(state, spec, fresh, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
-    Py_BEGIN_ALLOW_THREADS
+    moq_long_call call;
+    moq_long_call_begin(&call);
     status = moq_linear_prepare(spec, &sources, way, params, &err);
-    Py_END_ALLOW_THREADS
+    status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
     if (status == MOQ_OK)
         return 0;

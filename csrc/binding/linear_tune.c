@@ -1,6 +1,7 @@
 /* Tuning of `_C.LinearPlan`: measure() times its kernels, keep() holds on to one. */
 #include "binding/args.h"
 #include "binding/linear.h"
+#include "binding/long_call.h"
 #include "ops/tune.h"
 
 /* One (kernel, variant, seconds) each, the fastest first. */
@@ -29,10 +30,11 @@ static PyObject *measure_with(moq_state *state, const moq_plan_object *self, int
     if (moq_run_take_params(state, self, mapping, a, &params) < 0)
         return NULL;
     status = moq_linear_check_params(&self->spec, &params, "params", &err);
-    Py_BEGIN_ALLOW_THREADS
+    moq_long_call call;
+    moq_long_call_begin(&call);
     if (status == MOQ_OK)
         status = moq_linear_measure(&self->spec, &self->plan, &params, m, timings, &count, &err);
-    Py_END_ALLOW_THREADS
+    status = moq_long_call_end(&call, status, &err);
     return status == MOQ_OK ? describe_timings(timings, count) : moq_raise(state, &err);
 }
 

@@ -1,5 +1,6 @@
 /* `_C.dequantize`: the stored weight of a layer back to numbers. */
 #include "binding/args.h"
+#include "binding/long_call.h"
 #include "binding/tensor.h"
 
 #include "ops/dequantize.h"
@@ -23,9 +24,10 @@ static PyObject *run(moq_state *state, PyObject *given, const moq_arg *weight,
     moq_err err;
     if (!result)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS;
+    moq_long_call call;
+    moq_long_call_begin(&call);
     status = moq_run_dequantize(plan, &out.view, &err);
-    Py_END_ALLOW_THREADS;
+    status = moq_long_call_end(&call, status, &err);
     if (status != MOQ_OK)
         moq_raise(state, &err);
     return moq_arg_finish(state, result, &out, status == MOQ_OK ? 0 : -1);

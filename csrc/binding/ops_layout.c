@@ -1,6 +1,7 @@
 /* Operations that rearrange stored tensors: `_C.swizzle_block_scales`, `_C.unswizzle_block_scales`,
  * `_C.pack_fp4`, `_C.unpack_fp4`, `_C.pack_nvfp4`, `_C.unpack_nvfp4` and `_C.requantize_to_max`. */
 #include "binding/args.h"
+#include "binding/long_call.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 
@@ -53,9 +54,10 @@ static PyObject *rearrange(PyObject *module, const moq_signature *signature, con
     else
         result = open_one(state, values[1], &in, &expected, &stream, &out);
     if (result) {
-        Py_BEGIN_ALLOW_THREADS;
+        moq_long_call call;
+        moq_long_call_begin(&call);
         status = run(&in.view, stream, &out.view, &err);
-        Py_END_ALLOW_THREADS;
+        status = moq_long_call_end(&call, status, &err);
         result = finish_one(state, result, &out, status, &err);
     }
     moq_arg_release(&in);
@@ -125,9 +127,10 @@ static PyObject *unswizzle(PyObject *module, PyObject *const *args, Py_ssize_t n
     else
         result = open_one(state, values[2], &in, &expected, &stream, &out);
     if (result) {
-        Py_BEGIN_ALLOW_THREADS;
+        moq_long_call call;
+        moq_long_call_begin(&call);
         status = moq_run_unswizzle(&in.view, &expected, stream, &out.view, &err);
-        Py_END_ALLOW_THREADS;
+        status = moq_long_call_end(&call, status, &err);
         result = finish_one(state, result, &out, status, &err);
     }
     moq_arg_release(&in);
@@ -160,9 +163,10 @@ static PyObject *run_pack_nvfp4(moq_state *state, PyObject *given, const moq_arg
     PyObject *result = open_one(state, given, weight, &expected, &stream, &out);
     if (!result)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS;
+    moq_long_call call;
+    moq_long_call_begin(&call);
     status = moq_run_pack_nvfp4(&weight->view, &scale->view, stream, &out.view, &err);
-    Py_END_ALLOW_THREADS;
+    status = moq_long_call_end(&call, status, &err);
     return finish_one(state, result, &out, status, &err);
 }
 
@@ -210,10 +214,11 @@ static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, cons
     if (codes)
         scales = take_result(state, given[1], "scale_out", packed, &expected_scale, &scale);
     if (scales) {
-        Py_BEGIN_ALLOW_THREADS;
+        moq_long_call call;
+        moq_long_call_begin(&call);
         status = moq_run_unpack_nvfp4(&packed->view, shape, group_size, stream, &weight.view,
                                       &scale.view, &err);
-        Py_END_ALLOW_THREADS;
+        status = moq_long_call_end(&call, status, &err);
         failed = status == MOQ_OK ? 0 : -1;
         if (failed)
             moq_raise(state, &err);
@@ -263,10 +268,11 @@ static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg
     if (codes)
         largest = moq_arg_new_like(state, scale, MOQ_DT_F32, 0, expected.shape, &max_scale);
     if (largest) {
-        Py_BEGIN_ALLOW_THREADS;
+        moq_long_call call;
+        moq_long_call_begin(&call);
         status = moq_run_requantize(&weight->view, &scale->view, partitions, count, stream,
                                     &out.view, &max_scale.view, &err);
-        Py_END_ALLOW_THREADS;
+        status = moq_long_call_end(&call, status, &err);
         failed = status == MOQ_OK ? 0 : -1;
         if (failed)
             moq_raise(state, &err);

@@ -1,6 +1,7 @@
 /* `_C.quantize`, `_C.silu_and_mul_quantize`, `_C.rms_norm_quantize`: activations to FP8 or NVFP4
  * codes and scales. */
 #include "binding/args.h"
+#include "binding/long_call.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 
@@ -88,9 +89,10 @@ static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *p
     if (moq_arg_take_memory(state, x, moq_quantize_workspace(plan), &workspace) < 0)
         return -1;
     call->workspace = workspace.view.data;
-    Py_BEGIN_ALLOW_THREADS;
+    moq_long_call run;
+    moq_long_call_begin(&run);
     status = moq_run_quantize(plan, call, &err);
-    Py_END_ALLOW_THREADS;
+    status = moq_long_call_end(&run, status, &err);
     moq_arg_release(&workspace);
     if (status != MOQ_OK)
         moq_raise(state, &err);

@@ -21,6 +21,7 @@ typedef enum {
     MOQ_ERR_MEMORY,      /* MemoryError */
     MOQ_ERR_CONFIG,      /* moqext.ConfigError: a quantization config that cannot be understood */
     MOQ_ERR_UNSUPPORTED, /* moqext.UnsupportedQuantization: recognised, but not runnable here */
+    MOQ_ERR_INTERRUPTED, /* the exception of a signal handler, which is set already */
     MOQ_ERR_INTERNAL     /* RuntimeError: a broken invariant of this library, or a driver failure */
 } moq_status;
 

@@ -2,6 +2,7 @@
 #include "cpu/activation.h"
 
 #include "core/formats.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 #include "cpu/threads.h"
 
@@ -127,7 +128,8 @@ static void work(void *context, int64_t begin, int64_t end) {
         atomic_store(&j->no_memory, true);
         return;
     }
-    for (int64_t row = begin; row < end; row++) {
+    moq_pace pace = {0};
+    for (int64_t row = begin; row < end && !moq_stops(&pace, 4 * j->k); row++) {
         if (j->a->kind == MOQ_SILU_AND_MUL)
             silu_and_mul_row(j, row, rows, rows + 2 * k);
         else

@@ -6,6 +6,7 @@
 #include "core/formats.h"
 #include "core/scales.h"
 #include "cpu/convert.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 #include "cpu/threads.h"
 
@@ -98,7 +99,8 @@ static void work(void *context, int64_t begin, int64_t end) {
     const task *t = context;
     const int64_t *shape = t->job->shape;
     scratch tmp;
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, PIECE); i++) {
         int64_t row = i / t->per_row, at = i % t->per_row * PIECE;
         piece p = {row / shape[1], row % shape[1], at,
                    shape[2] - at < PIECE ? shape[2] - at : PIECE};

@@ -2,9 +2,13 @@
 #include "cpu/layout.h"
 
 #include "core/formats.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 
 #include <string.h>
+
+/* Values of a row between two questions whether to go on; even. */
+#define PIECE 65536
 
 int64_t moq_round_up(int64_t extent, int64_t tile) {
     return (extent + tile - 1) / tile * tile;
@@ -20,10 +24,11 @@ void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out) {
     int64_t across = moq_swizzle_across(columns);
     int64_t size = swizzled_size(rows, columns), step = scale->stride[scale->ndim - 1];
     int64_t total = moq_row_count(scale);
-    if (total == 0)
+    if (total == 0 || columns == 0)
         return;
     memset(out, 0, (size_t)(total / rows * size));
-    for (int64_t r = 0; r < total; r++) {
+    moq_pace pace = {0};
+    for (int64_t r = 0; r < total && !moq_stops(&pace, columns); r++) {
         const uint8_t *src = (const uint8_t *)scale->data + moq_row_offset(scale, r);
         uint8_t *dst = out + r / rows * size;
         for (int64_t k = 0; k < columns; k++)
@@ -34,8 +39,9 @@ void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out) {
 void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out) {
     int64_t columns = moq_row_length(logical), rows = logical->shape[logical->ndim - 2];
     int64_t across = moq_swizzle_across(columns);
-    int64_t size = swizzled_size(rows, columns), total = moq_row_count(logical);
-    for (int64_t r = 0; r < total; r++) {
+    int64_t size = swizzled_size(rows, columns), total = columns ? moq_row_count(logical) : 0;
+    moq_pace pace = {0};
+    for (int64_t r = 0; r < total && !moq_stops(&pace, columns); r++) {
         const uint8_t *src = swizzled + r / rows * size;
         for (int64_t k = 0; k < columns; k++)
             *out++ = src[moq_swizzle_at(r % rows, k, across)];
@@ -43,23 +49,35 @@ void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8
 }
 
 void moq_cpu_pack_fp4(const moq_tensor *codes, uint8_t *packed) {
-    int64_t rows = moq_row_count(codes), n = moq_row_length(codes);
+    int64_t n = moq_row_length(codes), rows = n ? moq_row_count(codes) : 0;
     int64_t step = codes->stride[codes->ndim - 1];
+    moq_pace pace = {0};
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *src = (const uint8_t *)codes->data + moq_row_offset(codes, r);
-        for (int64_t k = 0; k < n; k += 2)
-            *packed++ = (uint8_t)((src[k * step] & 15) | src[(k + 1) * step] << 4);
+        for (int64_t at = 0; at < n; at += PIECE) {
+            int64_t end = n - at < PIECE ? n : at + PIECE;
+            if (moq_stops(&pace, end - at))
+                return;
+            for (int64_t k = at; k < end; k += 2)
+                *packed++ = (uint8_t)((src[k * step] & 15) | src[(k + 1) * step] << 4);
+        }
     }
 }
 
 void moq_cpu_unpack_fp4(const moq_tensor *packed, uint8_t *codes) {
-    int64_t rows = moq_row_count(packed), n = moq_row_length(packed);
+    int64_t n = moq_row_length(packed), rows = n ? moq_row_count(packed) : 0;
     int64_t step = packed->stride[packed->ndim - 1];
+    moq_pace pace = {0};
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *src = (const uint8_t *)packed->data + moq_row_offset(packed, r);
-        for (int64_t j = 0; j < n; j++) {
-            *codes++ = src[j * step] & 15;
-            *codes++ = src[j * step] >> 4;
+        for (int64_t at = 0; at < n; at += PIECE) {
+            int64_t end = n - at < PIECE ? n : at + PIECE;
+            if (moq_stops(&pace, end - at))
+                return;
+            for (int64_t j = at; j < end; j++) {
+                *codes++ = src[j * step] & 15;
+                *codes++ = src[j * step] >> 4;
+            }
         }
     }
 }
@@ -78,7 +96,8 @@ void moq_cpu_requantize_rows(const moq_tensor *codes, int64_t first, int64_t row
     int64_t n = codes->shape[1];
     uint8_t moved[256];
     moq_requantize_table(scale, target, moved);
-    for (int64_t r = first; r < first + rows; r++) {
+    moq_pace pace = {0};
+    for (int64_t r = first; r < first + rows && !moq_stops(&pace, n); r++) {
         const uint8_t *src = (const uint8_t *)codes->data + moq_row_offset(codes, r);
         for (int64_t k = 0; k < n; k++)
             out[r * n + k] = moved[src[k * codes->stride[1]]];

@@ -8,6 +8,7 @@
 
 #include "core/formats.h"
 #include "cpu/convert.h"
+#include "cpu/interrupt.h"
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
@@ -29,6 +30,8 @@ enum { STRIP_M = 32, STRIP = 8 };
 enum { ROWS_PER_THREAD = 32 };
 /* The same for values of x. */
 enum { VALUES_PER_THREAD = 2048 };
+/* Columns of a panel that are laid out at a time; a multiple of MOQ_TILE_STEP. */
+enum { ARRANGED_COLUMNS = 16384 };
 
 typedef struct {
     const moq_linear_tiles *tiles;
@@ -125,6 +128,15 @@ static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) 
     return factor * tiles->e4m3_unit;
 }
 
+/* Rows [begin, end) and columns [first, last) of the panel, some columns after the other. */
+static void arrange(const pass *p, int64_t begin, int64_t end, int64_t first, int64_t last) {
+    moq_pace pace = {0};
+    for (int64_t k = first; k < last && !moq_stops(&pace, (end - begin) * ARRANGED_COLUMNS);
+         k += ARRANGED_COLUMNS)
+        p->tiles->arrange(&p->arranging, begin, end, k,
+                          last - k < ARRANGED_COLUMNS ? last : k + ARRANGED_COLUMNS);
+}
+
 static void load_rows(void *context, int64_t begin, int64_t end) {
     pass *p = context;
     size_t padded = (size_t)p->padded, bytes = padded * p->tiles->unit;
@@ -138,18 +150,19 @@ static void load_rows(void *context, int64_t begin, int64_t end) {
     r.scales = r.row + padded;
     r.codes = (uint8_t *)(r.scales + groups);
     r.groups = r.codes + padded;
-    for (int64_t m = begin; m < end; m++) {
+    moq_pace pace = {0};
+    for (int64_t m = begin; m < end && !moq_stops(&pace, p->padded); m++) {
         moq_load_row(p->call->x, p->first + m, r.row);
         p->factor[m] = decode_x(p, &r, m, (char *)p->decoded + (size_t)m * bytes);
     }
     if (p->together)
-        p->tiles->arrange(&p->arranging, begin, end, 0, p->padded);
+        arrange(p, begin, end, 0, p->padded);
 }
 
 /* Ranges are counted in steps of columns. */
 static void arrange_columns(void *context, int64_t begin, int64_t end) {
     pass *p = context;
-    p->tiles->arrange(&p->arranging, 0, p->rows, begin * MOQ_TILE_STEP, end * MOQ_TILE_STEP);
+    arrange(p, 0, p->rows, begin * MOQ_TILE_STEP, end * MOQ_TILE_STEP);
 }
 
 static void load_panel(pass *p) {
@@ -292,11 +305,13 @@ static void sum_columns(const pass *p, const tile_memory *memory, const tile_pla
 /* The tiles of a strip, some columns of all before the next columns of any: those columns of the
  * panel stay in the cache. */
 static void sum_strip(const pass *p, const tile_memory *memory, const tile_place *places,
-                      int64_t count) {
+                      int64_t count, moq_pace *pace) {
     for (int64_t first = 0; first < p->k; first += p->tile_columns) {
         int64_t k = p->k - first < p->tile_columns ? p->k - first : p->tile_columns;
         for (int64_t i = 0; i < count; i++) {
             tile_memory own = memory_of(p, memory, i);
+            if (moq_stops(pace, p->tile_rows * k * p->rows))
+                return;
             sum_columns(p, &own, &places[i], first, k);
         }
     }
@@ -421,15 +436,18 @@ static void multiply_rows(void *context, int64_t begin, int64_t end) {
         p->failed = 1;
         return;
     }
+    moq_pace pace = {0};
     for (int64_t n = p->start + begin, last = p->start + end; n < last;) {
         tile_place places[STRIP];
         int64_t count = 0;
+        if (moq_stops(&pace, p->tile_rows * p->k))
+            return;
         for (; count < p->strip && n < last; n += places[count++].count)
             places[count] = place_tile(p, n, last);
         if (p->few)
             sum_few(p, &memory, &places[0]);
         else
-            sum_strip(p, &memory, places, count);
+            sum_strip(p, &memory, places, count, &pace);
         for (int64_t i = 0; i < count; i++) {
             tile_memory own = memory_of(p, &memory, i);
             store_tile(p, &own, places[i].n, places[i].count);
@@ -476,7 +494,8 @@ static moq_status run_panels(pass *p, moq_err *err) {
     int64_t m = p->call->m;
     float dynamic = dynamic_scale(p->call);
     moq_status status = MOQ_OK;
-    for (p->first = 0; p->first < m && status == MOQ_OK; p->first += MOQ_CPU_PANEL_ROWS) {
+    for (p->first = 0; p->first < m && status == MOQ_OK && !moq_stop_asked();
+         p->first += MOQ_CPU_PANEL_ROWS) {
         p->rows = m - p->first < MOQ_CPU_PANEL_ROWS ? m - p->first : MOQ_CPU_PANEL_ROWS;
         for (int64_t i = 0; i < p->rows; i++)
             p->y[i] = (char *)p->call->y->data + (size_t)moq_row_offset(p->call->y, p->first + i) *

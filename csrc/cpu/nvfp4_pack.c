@@ -3,6 +3,7 @@
 #include "cpu/nvfp4_pack.h"
 
 #include "core/nvfp4_pack.h"
+#include "cpu/interrupt.h"
 #include "cpu/threads.h"
 
 #include <stdbool.h>
@@ -10,6 +11,7 @@
 
 #define GROUP_BYTES  8  /* 16 codes */
 #define THREAD_UNITS 64 /* at least so many for a thread */
+#define UNIT_VALUES  (MOQ_PACK_ROWS * MOQ_PACK_K)
 
 /* A group of 16 columns of a unit: where its codes and its scale are in the layer. */
 typedef struct {
@@ -37,7 +39,8 @@ static uint32_t *find_word(uint32_t *words, const group_place *at, int b, int *p
 
 static void pack_units(void *context, int64_t begin, int64_t end) {
     const moq_nvfp4_rows *p = context;
-    for (int64_t unit = begin; unit < end; unit++) {
+    moq_pace pace = {0};
+    for (int64_t unit = begin; unit < end && !moq_stops(&pace, UNIT_VALUES); unit++) {
         uint8_t *to = p->packed + unit * MOQ_PACK_BYTES;
         uint32_t words[MOQ_PACK_SCALES / 4] = {0};
         group_place at;
@@ -57,7 +60,8 @@ static void pack_units(void *context, int64_t begin, int64_t end) {
 
 static void unpack_units(void *context, int64_t begin, int64_t end) {
     const moq_nvfp4_rows *p = context;
-    for (int64_t unit = begin; unit < end; unit++) {
+    moq_pace pace = {0};
+    for (int64_t unit = begin; unit < end && !moq_stops(&pace, UNIT_VALUES); unit++) {
         const uint8_t *from = p->packed + unit * MOQ_PACK_BYTES;
         uint32_t words[MOQ_PACK_SCALES / 4];
         group_place at;

@@ -4,6 +4,7 @@
 
 #include "core/formats.h"
 #include "cpu/convert.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 #include "cpu/threads.h"
 
@@ -14,6 +15,8 @@
 
 /* Values gathered at once; whole groups of NVFP4. */
 #define PIECE 512
+/* Values next to each other that are taken at once: a row may be as long as a tensor. */
+#define LONG_PIECE 65536
 /* Values of a unit of work where rows can be cut; the least that a team is started for, which takes
  * some 5 microseconds, about 10 of work and more; and a thread's share then. */
 #define SPAN         4096
@@ -50,10 +53,10 @@ static source from_floats(const float *x) {
 
 /* Finds the next at most n values and returns how many; `buffer` has room for PIECE. */
 static int64_t take(source *s, int64_t n, float *buffer, const void **piece) {
-    int64_t size = (int64_t)moq_dtype_size(s->dtype);
+    int64_t size = (int64_t)moq_dtype_size(s->dtype), most = s->stride == 1 ? LONG_PIECE : PIECE;
+    n = n < most ? n : most;
     *piece = s->data;
     if (s->stride != 1) {
-        n = n < PIECE ? n : PIECE;
         moq_gather(s->data, s->stride, (size_t)size, n, buffer);
         *piece = buffer;
     }
@@ -64,8 +67,11 @@ static int64_t take(source *s, int64_t n, float *buffer, const void **piece) {
 static float amax_of(source s, int64_t n) {
     float buffer[PIECE], amax = 0.0f, most;
     const void *piece;
+    moq_pace pace = {0};
     while (n > 0) {
         int64_t count = take(&s, n, buffer, &piece);
+        if (moq_stops(&pace, count))
+            break;
         s.kernels->amax(s.dtype, piece, count, count, &most);
         amax = most <= amax || isnan(amax) ? amax : most;
         n -= count;
@@ -87,8 +93,11 @@ static void multiply(source s, int64_t n, float factor, uint8_t *codes) {
 static void divide(source s, int64_t n, float scale, uint8_t *codes) {
     float buffer[PIECE];
     const void *piece;
+    moq_pace pace = {0};
     while (n > 0) {
         int64_t count = take(&s, n, buffer, &piece);
+        if (moq_stops(&pace, count))
+            break;
         s.kernels->divide_e4m3(s.dtype, piece, count, count, &scale, codes);
         codes += count;
         n -= count;
@@ -107,7 +116,7 @@ static float group_scale(float amax) {
 
 static void quantize_groups(source s, int64_t n, int64_t group, uint8_t *codes, float *scales) {
     int64_t groups = n / group + (n % group != 0), size = (int64_t)moq_dtype_size(s.dtype);
-    if (s.stride == 1) {
+    if (s.stride == 1 && group <= LONG_PIECE) {
         s.kernels->amax(s.dtype, s.data, n, group, scales);
         for (int64_t g = 0; g < groups; g++)
             scales[g] = group_scale(scales[g]);
@@ -216,7 +225,8 @@ static void run(job *j, void (*work)(void *, int64_t, int64_t)) {
 static void amax_work(void *context, int64_t begin, int64_t end) {
     job *j = context;
     unsigned most = 0, bits;
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, j->span); i++) {
         span s = span_at(j, i);
         float amax = amax_of(s.values, s.n);
         memcpy(&bits, &amax, sizeof bits);
@@ -238,7 +248,8 @@ float moq_cpu_amax(const moq_tensor *x) {
 
 static void tensor_work(void *context, int64_t begin, int64_t end) {
     const job *j = context;
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, j->span); i++) {
         span s = span_at(j, i);
         multiply(s.values, s.n, 1.0f / j->scale, j->codes + s.row * j->length + s.at);
     }
@@ -253,7 +264,8 @@ void moq_cpu_quantize_fp8_tensor(const moq_tensor *x, float scale, uint8_t *code
 
 static void token_work(void *context, int64_t begin, int64_t end) {
     const job *j = context;
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, j->span); i++) {
         span s = span_at(j, i);
         ((float *)j->scales)[i] = quantize_token(s.values, s.n, j->codes + i * j->length);
     }
@@ -274,7 +286,8 @@ void moq_cpu_quantize_fp8_token(const moq_tensor *x, uint8_t *codes, float *scal
 static void group_work(void *context, int64_t begin, int64_t end) {
     const job *j = context;
     int64_t groups = j->length / j->group + (j->length % j->group != 0);
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, j->span); i++) {
         span s = span_at(j, i);
         quantize_groups(s.values, s.n, j->group, j->codes + s.row * j->length + s.at,
                         (float *)j->scales + s.row * groups + s.at / j->group);
@@ -290,7 +303,8 @@ void moq_cpu_quantize_fp8_group(const moq_tensor *x, int64_t group, uint8_t *cod
 
 static void nvfp4_work(void *context, int64_t begin, int64_t end) {
     const job *j = context;
-    for (int64_t i = begin; i < end; i++) {
+    moq_pace pace = {0};
+    for (int64_t i = begin; i < end && !moq_stops(&pace, j->span); i++) {
         span s = span_at(j, i);
         int64_t at = s.row * j->length + s.at;
         quantize_nvfp4(s.values, s.n, j->scale, j->codes + at / 2,

@@ -17,16 +17,15 @@
 #define MOQ_ASAN 0
 #endif
 
-typedef struct {
-    void *memory[MOQ_SCRATCH_COUNT];
-    size_t bytes[MOQ_SCRATCH_COUNT];
-} scratch_set;
-
 static pthread_key_t key;
 
-static void release(void *set) {
+static void free_all(moq_scratch_set *set) {
     for (int i = 0; i < MOQ_SCRATCH_COUNT; i++)
-        free(((scratch_set *)set)->memory[i]);
+        free(set->memory[i]);
+}
+
+static void release(void *set) {
+    free_all(set);
     free(set);
 }
 
@@ -34,10 +33,10 @@ static void make_key(void) {
     pthread_key_create(&key, release);
 }
 
-static scratch_set *own_set(void) {
+static moq_scratch_set *own_set(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, make_key);
-    scratch_set *set = pthread_getspecific(key);
+    moq_scratch_set *set = pthread_getspecific(key);
     if (!set) {
         set = calloc(1, sizeof *set);
         if (set && pthread_setspecific(key, set) != 0) {
@@ -49,7 +48,7 @@ static scratch_set *own_set(void) {
 }
 
 void *moq_take_scratch(moq_scratch purpose, size_t bytes) {
-    scratch_set *set = own_set();
+    moq_scratch_set *set = own_set();
     if (!set)
         return NULL;
     if (MOQ_ASAN || set->bytes[purpose] < bytes) {
@@ -59,4 +58,21 @@ void *moq_take_scratch(moq_scratch purpose, size_t bytes) {
         set->bytes[purpose] = set->memory[purpose] ? rounded : 0;
     }
     return set->memory[purpose];
+}
+
+void moq_set_scratch_aside(moq_scratch_set *kept) {
+    moq_scratch_set *set = own_set();
+    *kept = (moq_scratch_set){0};
+    if (set) {
+        *kept = *set;
+        *set = (moq_scratch_set){0};
+    }
+}
+
+void moq_put_scratch_back(const moq_scratch_set *kept) {
+    moq_scratch_set *set = own_set();
+    if (set) {
+        free_all(set);
+        *set = *kept;
+    }
 }

@@ -18,4 +18,15 @@ typedef enum {
  * for the same purpose again. Contents are what was left there. NULL when there is no memory. */
 void *moq_take_scratch(moq_scratch purpose, size_t bytes);
 
+/* All workspaces of a thread. */
+typedef struct {
+    void *memory[MOQ_SCRATCH_COUNT];
+    size_t bytes[MOQ_SCRATCH_COUNT];
+} moq_scratch_set;
+
+/* Takes this thread's workspaces away for a while, so that other calls in the middle of one leave
+ * them alone; back they come in place of whatever was asked for since. */
+void moq_set_scratch_aside(moq_scratch_set *kept);
+void moq_put_scratch_back(const moq_scratch_set *kept);
+
 #endif

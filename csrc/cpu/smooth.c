@@ -2,6 +2,7 @@
 #include "cpu/smooth.h"
 
 #include "cpu/convert.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
@@ -23,8 +24,9 @@ static void smooth(void *context, int64_t begin, int64_t end) {
         s->failed = 1;
         return;
     }
+    moq_pace pace = {0};
     size_t bytes = (size_t)s->rows->stride[0] * moq_dtype_size(s->rows->dtype);
-    for (int64_t m = begin; m < end; m++) {
+    for (int64_t m = begin; m < end && !moq_stops(&pace, n); m++) {
         moq_load_row(s->x, m, row);
         for (int64_t k = 0; k < n; k++)
             row[k] *= s->scale[k];

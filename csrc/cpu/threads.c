@@ -1,6 +1,7 @@
 /* Threads of the CPU kernels: see threads.h. */
 #include "cpu/threads.h"
 
+#include "cpu/interrupt.h"
 #include "cpu/openmp.h"
 
 #include <pthread.h>
@@ -70,6 +71,7 @@ typedef struct {
     void *context;
     int64_t count, grain, grains;
     const moq_openmp *omp;
+    moq_watch *watch; /* of the calling thread */
 } region;
 
 static void run_member(void *data) {
@@ -80,7 +82,11 @@ static void run_member(void *data) {
         return;
     int64_t begin = r->grains * id / active * r->grain;
     int64_t end = r->grains * (id + 1) / active * r->grain;
+    if (id > 0) /* the calling thread is under it already */
+        moq_watch_join(r->watch);
     r->work(r->context, begin, end < r->count ? end : r->count);
+    if (id > 0)
+        moq_watch_join(NULL);
 }
 
 /* The team is always of the same size and members without work stay idle: libgomp ends the threads
@@ -88,13 +94,13 @@ static void run_member(void *data) {
 void moq_parallel_for(int64_t count, int64_t grain,
                       void (*work)(void *context, int64_t begin, int64_t end), void *context) {
     int64_t grains = (count + grain - 1) / grain;
-    int team = grains > 1 ? moq_num_threads() : 1;
-    if (count <= 0)
+    if (count <= 0 || moq_stop_asked())
         return;
+    int team = grains > 1 ? moq_num_threads() : 1;
     if (team == 1) {
         work(context, 0, count);
         return;
     }
-    region r = {work, context, count, grain, grains, moq_find_openmp(NULL)};
+    region r = {work, context, count, grain, grains, moq_find_openmp(NULL), moq_watch_here()};
     r.omp->parallel(run_member, &r, (unsigned)team, 0);
 }

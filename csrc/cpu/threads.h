@@ -31,7 +31,8 @@ void moq_set_num_threads(int count);
 /* Calls work(context, begin, end) for disjoint ranges that cover [0, count), each a multiple of
  * `grain` long except the last, on as many threads as there are grains at most. Which thread runs
  * which range does not matter to a caller whose ranges are independent, so results do not depend on
- * the number of threads. */
+ * the number of threads. Does nothing in a call that is to end (interrupt.h); work that takes long
+ * asks for itself. */
 void moq_parallel_for(int64_t count, int64_t grain,
                       void (*work)(void *context, int64_t begin, int64_t end), void *context);
 

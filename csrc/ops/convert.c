@@ -3,6 +3,7 @@
 
 #include "core/formats.h"
 #include "cpu/convert.h"
+#include "cpu/interrupt.h"
 #include "cpu/rows.h"
 #include "ops/check.h"
 
@@ -36,11 +37,11 @@ moq_status moq_describe_convert(const moq_tensor *x, const char *name, moq_dtype
 
 /* Converts `units` storage units that lie `stride` apart; returns where the next ones go. */
 static char *convert_units(const moq_tensor *x, const char *src, int64_t stride, int64_t units,
-                           moq_dtype dtype, char *dst) {
+                           moq_dtype dtype, char *dst, moq_pace *pace) {
     const moq_row_kernels *kernels = moq_cpu_row_kernels();
     float gathered[PIECE], values[PIECE];
     int64_t size = (int64_t)moq_dtype_size(x->dtype), each = values_per_unit(x->dtype);
-    while (units > 0) {
+    while (units > 0 && !moq_stops(pace, PIECE)) {
         int64_t n = units < PIECE / each ? units : PIECE / each;
         moq_gather(src, stride, (size_t)size, n, gathered);
         kernels->decode(x->dtype, gathered, n * each, values);
@@ -63,8 +64,9 @@ moq_status moq_run_convert(const moq_tensor *x, const char *name, const moq_tens
     MOQ_TRY(moq_check_output(result, "out", &expected, &x, 1, err));
     if (moq_tensor_numel(x) == 0)
         return MOQ_OK;
+    moq_pace pace = {0};
     if (moq_tensor_is_contiguous(x)) {
-        convert_units(x, x->data, 1, moq_tensor_numel(x), result->dtype, result->data);
+        convert_units(x, x->data, 1, moq_tensor_numel(x), result->dtype, result->data, &pace);
         return MOQ_OK;
     }
     int64_t rows = moq_row_count(x), length = moq_row_length(x), stride = x->stride[x->ndim - 1];
@@ -72,7 +74,7 @@ moq_status moq_run_convert(const moq_tensor *x, const char *name, const moq_tens
     for (int64_t row = 0; row < rows; row++) {
         const char *src = x->data;
         src += moq_row_offset(x, row) * (int64_t)moq_dtype_size(x->dtype);
-        dst = convert_units(x, src, stride, length, result->dtype, dst);
+        dst = convert_units(x, src, stride, length, result->dtype, dst, &pace);
     }
     return MOQ_OK;
 }

@@ -1,6 +1,7 @@
 /* Operations that rearrange stored tensors: see layout.h. */
 #include "ops/layout.h"
 
+#include "cpu/interrupt.h"
 #include "cpu/layout.h"
 #include "cpu/rows.h"
 #include "cuda/cuda.h"
@@ -244,13 +245,14 @@ static moq_status read_scales(const moq_tensor *scale, int64_t count, void *stre
 static void requantize_on_cpu(const moq_tensor *weight, const scale_list *scales,
                               const int64_t *partitions, int64_t count, uint8_t *out) {
     int64_t row = 0, columns = weight->shape[1];
-    for (int64_t i = 0; i < count; row += partitions[i++]) {
+    moq_pace pace = {0};
+    for (int64_t i = 0; i < count && columns > 0; row += partitions[i++]) {
         if (!scales->equal) {
             moq_cpu_requantize_rows(weight, row, partitions[i], scales->of[i], scales->largest,
                                     out);
             continue;
         }
-        for (int64_t r = row; r < row + partitions[i]; r++)
+        for (int64_t r = row; r < row + partitions[i] && !moq_stops(&pace, columns); r++)
             moq_gather((const uint8_t *)weight->data + moq_row_offset(weight, r), weight->stride[1],
                        1, columns, out + r * columns);
     }

@@ -1,6 +1,7 @@
 /* Weight processing on the CPU: codes copied row by row into one tensor for all partitions. Two
  * passes: the first checks everything, the second writes. */
 #include "core/formats.h"
+#include "cpu/interrupt.h"
 #include "cpu/prepare.h"
 #include "ops/linear_prepare.h"
 
@@ -73,7 +74,10 @@ static moq_status check_row(const moq_linear_spec *spec, bool zero, int64_t n, c
 moq_status moq_prepare_check_part(const moq_linear_spec *spec, const moq_prepare_part *part,
                                   const moq_prepare_scales *scales, moq_err *err) {
     const float *blocks = blocks_of_part(spec, scales, part->index);
+    moq_pace pace = {0};
     for (int64_t row = 0; row < spec->partition[part->index]; row++) {
+        if (moq_stops(&pace, spec->in_features))
+            return moq_fail(err, MOQ_ERR_INTERRUPTED, "interrupted");
         const uint8_t *codes = part->codes.data + row * part->codes.stride;
         const uint8_t *groups =
             part->groups.data ? part->groups.data + row * part->groups.stride : NULL;
@@ -128,8 +132,11 @@ static void write_zero_row(const moq_linear_spec *spec, int64_t n, moq_linear_pa
 void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part *part,
                             const moq_prepare_scales *scales, moq_linear_params *params) {
     const float *blocks = blocks_of_part(spec, scales, part->index);
+    moq_pace pace = {0};
     for (int64_t row = 0; row < spec->partition[part->index]; row++) {
         int64_t n = part->first + row;
+        if (moq_stops(&pace, spec->in_features))
+            return;
         if (row_is_zero(scales, n)) {
             write_zero_row(spec, n, params);
             continue;

@@ -1,0 +1,227 @@
+"""Ctrl-C in the middle of one long call: it ends, nothing is damaged, and no other thread notices.
+
+Each case is a process of its own, of which a timer's signal, or this process, interrupts one call of seconds.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMON = """
+import signal, sys, threading, time
+import numpy as np
+import moqext
+from moqext import ops
+
+signal.alarm(300)
+signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+ROWS, K, N = 1 << 18, 8192, 128
+SENTINEL = 0x5a
+
+def make_layer(rng):
+    method = moqext.LinearMethod("NVFP4", K, [N])
+    return method, method.prepare({
+        "weight": rng.integers(0, 256, (N, K // 2), dtype=np.uint8),
+        "weight_scale": np.full((N, K // 16), 0x38, np.uint8),
+        "weight_scale_2": np.float32(0.01),
+    })
+
+def untouched(array):
+    # The end of what a call that ran to its end would have written.
+    return bool((array.reshape(-1).view(np.uint8)[-64:] == SENTINEL).all())
+
+def empty(shape, dtype):
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[-64:] = SENTINEL
+    return array
+
+rng = np.random.default_rng(0)
+method, params = make_layer(rng)
+few = rng.integers(0x3f80, 0x3fff, (5, K), dtype=np.uint16)
+many = np.broadcast_to(few[:1], (ROWS, K))  # of one row: no memory
+before = np.array(method(few, params), copy=True)
+
+def check():
+    assert np.array_equal(np.asarray(method(few, params)), before), "a later call is wrong"
+"""
+
+CALLS = {
+    "linear": "out = empty((ROWS, N), np.uint16); method(many, params, out=out)",
+    "quantize": 'out = empty((ROWS, 1024), np.uint8); ops.quantize(many[:, :1024], "fp8_token", out=out)',
+    "one_row": """
+out = empty((1, 1 << 29), np.uint8)
+ops.quantize(np.broadcast_to(np.float32(1), (1, 1 << 29)), "fp8_token", out=out)""",
+    "dequantize": """
+out = empty((ROWS, 512), np.float32)
+codes = np.broadcast_to(np.uint8(0x38), (ROWS, 512))
+ops.dequantize(codes, "FP8", weight_scale=np.float32(1), out=out)""",
+    "encode": """
+out = empty(1 << 29, np.uint8)
+ops.encode(np.broadcast_to(np.float32(1), 1 << 29), "e4m3", out=out)""",
+    "unpack": """
+out = empty(1 << 30, np.uint8)
+ops.unpack_fp4(np.broadcast_to(np.uint8(0x12), 1 << 29), out=out)""",
+    "prepare": """
+wide = moqext.LinearMethod("NVFP4", K, [1 << 15], compute="fp8")
+stored = {"weight": np.zeros((1 << 15, K // 2), np.uint8),
+          "weight_scale": np.full((1 << 15, K // 16), 0x38, np.uint8), "weight_scale_2": np.float32(1)}
+made = {name: empty(spec.shape, np.uint8 if spec.dtype != "float32" else np.float32)
+        for name, spec in wide.prepared_params.items()}
+out = made["weight"]
+wide.prepare(stored, out=made)""",
+}
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", COMMON + code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def indent(code):
+    return "\n".join("    " + line for line in code.strip().splitlines())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_ends_one_long_call(call, threads):
+    done = run(
+        f"""
+moqext.set_num_threads({threads})
+out = None
+signal.setitimer(signal.ITIMER_VIRTUAL, 0.15)
+try:
+{indent(CALLS[call])}
+except KeyboardInterrupt:
+    pass
+assert untouched(out), "the call ran to its end"
+check()
+""",
+        MOQEXT_ISA="portable",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_takes_effect_at_once():
+    code = """
+moqext.set_num_threads(2)
+out = empty((ROWS, N), np.uint16)
+print("ready", flush=True)
+try:
+    for _ in range(1000):
+        method(many, params, out=out)
+except KeyboardInterrupt:
+    print(time.monotonic(), flush=True)
+check()
+"""
+    child = subprocess.Popen([sys.executable, "-c", COMMON + code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    sent = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    ended = float(child.communicate(timeout=100)[0])
+    assert child.returncode == 0
+    assert ended - sent < 1.0  # a tenth of a second on a machine that does nothing else
+
+
+def test_handlers_that_return_leave_the_result_alone():
+    """They run in the middle of the call, and may make calls of their own, which use its threads and memory."""
+    done = run(
+        """
+moqext.set_num_threads(2)
+x = np.ascontiguousarray(np.broadcast_to(few[None], (1200, 5, K)).reshape(-1, K))
+expected = np.array(method(x, params), copy=True)
+calls = 0
+
+def handler(*_):
+    global calls
+    calls += 1
+    check()
+    ops.quantize(many[:300], "fp8_token")
+    signal.setitimer(signal.ITIMER_REAL, 0.02)  # the next signal, when this one is dealt with
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.02)
+assert np.array_equal(np.asarray(method(x, params)), expected)
+in_call = calls
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert in_call > 1, in_call
+""",
+        MOQEXT_ISA="portable",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_threads_are_not_interrupted():
+    """Signals are the main thread's: its call ends, that of another thread comes to its end."""
+    done = run(
+        """
+moqext.set_num_threads(1)
+x = np.broadcast_to(few[:1], (6000, K))
+expected = np.array(method(x, params), copy=True)
+results = []
+thread = threading.Thread(target=lambda: results.append(np.array(method(x, params), copy=True)))
+thread.start()
+signal.setitimer(signal.ITIMER_VIRTUAL, 0.15)
+out = empty((ROWS, N), np.uint16)
+try:
+    method(many, params, out=out)
+except KeyboardInterrupt:
+    pass
+assert untouched(out)
+thread.join()
+assert np.array_equal(results[0], expected)
+""",
+        MOQEXT_ISA="portable",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_exception_of_a_handler_is_the_one_that_is_raised():
+    done = run(
+        """
+class TooLong(Exception):
+    pass
+
+def handler(*_):
+    raise TooLong("the deadline")
+
+signal.signal(signal.SIGVTALRM, handler)
+signal.setitimer(signal.ITIMER_VIRTUAL, 0.15)
+out = empty((ROWS, N), np.uint16)
+try:
+    method(many, params, out=out)
+except TooLong as error:
+    assert str(error) == "the deadline" and error.__cause__ is None and error.__context__ is None
+    assert untouched(out)
+    print("raised")
+""",
+        MOQEXT_ISA="portable",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "raised\n"
+
+
+def test_tensors_without_elements_take_no_time():
+    """2**40 rows of nothing were walked one by one, for hours."""
+    done = run(
+        """
+signal.alarm(20)
+import numpy as np
+nothing = np.empty((1 << 40, 0), np.uint8)
+ops.pack_fp4(nothing)
+ops.unpack_fp4(nothing)
+ops.swizzle_block_scales(nothing)
+ops.unswizzle_block_scales(nothing, (1 << 40, 0))
+ops.requantize_to_max(nothing, np.float32([1, 2]), [1 << 39, 1 << 39])
+"""
+    )
+    assert done.returncode == 0, done.stderr
