@@ -108,7 +108,9 @@ class Checkpoint:
         plain = self.tensors.get(f"{name}.weight")
         if plain is not None:
             return f"{name!r} is not quantized: its weight is stored as {plain.dtype}"
-        near = get_close_matches(name, self._by_name, n=3)
+        # Comparing takes the product of two lengths, and long names are nobody's slip of the pen.
+        known = [known for known in self._by_name if len(known) <= 256] if len(name) <= 256 else []
+        near = get_close_matches(name, known, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"nothing quantized is named {name!r}{hint}"
 

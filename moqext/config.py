@@ -212,9 +212,9 @@ class QuantConfig:
     def expand_trailing_wildcards(self) -> QuantConfig:
         """Returns a copy whose entries `p*` are split into `p` and `p.*`, as vLLM does before renaming.
 
-        Entries that end in `.*`, and a lone `*`, stay as they are. What p fits stays excluded with all that is
-        below it, for both meanings of `is_excluded`; what merely begins like it does no longer, since the split
-        takes `p*` for a module and its subtree: `layers.1*` covers `layers.10`, the pair does not.
+        Entries that end in `.*`, and a lone `*`, stay as they are. What p fits stays excluded with its
+        subtree, for both meanings of `is_excluded`. What merely begins alike is let go, since the split takes
+        `p*` for a module and what is below: `layers.1*` covers `layers.10`, the pair does not.
         """
         entries: list[str] = []
         for entry in self.exclude_modules:

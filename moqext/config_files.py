@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moqext._C import ConfigError
 from moqext.errors import CheckpointError
@@ -19,7 +19,7 @@ Document = tuple[str, str, Mapping[str, Any]]
 _NESTED_MODELS = ("text_config", "llm_config")
 # Every exporter writes the first, those before 0.27 the second beside it, for mixed precision.
 _OWN_FILES = ("hf_quant_config.json", "quant_cfg.json")
-_FILE_LIMIT = 256 << 20  # bytes; the largest known file, of 22,422 layers, has 3 MB
+_FILE_LIMIT = 64 << 20  # bytes; the largest known file, of 22,422 layers, has 3 MB
 
 
 def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
@@ -71,15 +71,35 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 def _refuse_twice(file: str, path: str, value: Any) -> None:
     """Refuses names given twice anywhere below `value`: which one counts differs from reader to reader."""
-    pending = [(path, value)]
+    pending: list[tuple[_Place, Any]] = [(_Place(None, path), value)]
     while pending:
-        at, item = pending.pop()
+        place, item = pending.pop()
         if isinstance(item, RepeatedKeys):
-            raise fail(file, at + _step(item.repeated[0]), "given twice in one object")
-        if isinstance(item, dict):
-            pending += [(at + _step(name), inner) for name, inner in item.items()]
-        elif isinstance(item, list):
-            pending += [(f"{at}[{i}]", inner) for i, inner in enumerate(item)]
+            raise fail(file, _spell(place) + _step(item.repeated[0]), "given twice in one object")
+        members: Iterable[tuple[str | int, Any]] = ()
+        if isinstance(item, (dict, list)):
+            members = item.items() if isinstance(item, dict) else enumerate(item)
+        pending += [(_Place(place, key), inner) for key, inner in members if isinstance(inner, (dict, list))]
+
+
+class _Place(NamedTuple):
+    """What is around a value, and its name or index there; the path of the whole where nothing is around it.
+
+    Spelled for a message only: the paths of all members of an object with a long name would take the name
+    times the members.
+    """
+
+    around: _Place | None
+    step: str | int
+
+
+def _spell(place: _Place) -> str:
+    steps = []
+    around = place.around
+    while around is not None:
+        steps.append(f"[{place.step}]" if isinstance(place.step, int) else _step(place.step))
+        place, around = around, around.around
+    return str(place.step) + "".join(reversed(steps))
 
 
 def _step(name: str) -> str:

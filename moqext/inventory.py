@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
+from moqext._C import NAME_LIMIT
 from moqext.naming import KV_ROLES, parse_tensor_name
 from moqext.stored import Tensor, is_small, tensor_bytes
 
@@ -21,6 +22,7 @@ class Inventory:
         leftovers: tensors of the quantizer's inner state.
         strays: tensors that look quantized, or like scales, and have no place above.
         repeats: module -> (tensor that counts, tensor of the same role under another name).
+        too_long: tensors whose names have more bytes than a module name may have.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -31,10 +33,14 @@ class Inventory:
         self.leftovers: list[str] = []
         self.strays: list[str] = []
         self.repeats: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        self.too_long: list[str] = []
         for name, info in tensors.items():
             self._add(name, info)
 
     def _add(self, name: str, info: Tensor) -> None:
+        if 4 * len(name) > NAME_LIMIT and len(name.encode()) > NAME_LIMIT:
+            self.too_long.append(name)
+            return
         named = parse_tensor_name(name)
         if named is None:
             if is_small(info) or _SCALE_NAME.search(name):

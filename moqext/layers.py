@@ -7,9 +7,11 @@ stored tensors decide and a problem record says so. Experts are gathered under t
 scales are judged when a reader is given.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
 from moqext.decision import ask, check_linear_shapes, check_repeats, check_roles, decide
 from moqext.experts import find_expert_groups, find_stacked_groups
@@ -17,7 +19,7 @@ from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
-from moqext.naming import FUSED_NAMES, is_embedding, is_never_quantized, is_number, parse_expert_name
+from moqext.naming import FUSED_NAMES, is_embedding, is_never_quantized, number_order, parse_expert_name
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
@@ -76,12 +78,7 @@ def find_layers(
     problems += _checkpoint_problems(inventory, config, bool(layers or stacked))
     members = {member.name for group in groups for member in group.members}
     records = [record for name, record in layers.items() if name not in members] + groups
-    return Findings(tuple(sorted(records, key=_by_number)), kv, tuple(problems))
-
-
-def _by_number(record: LayerRecord) -> list[tuple[int, int, str]]:
-    """Sorts by name, numbers in names by their value."""
-    return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in record.name.split(".")]
+    return Findings(tuple(sorted(records, key=lambda record: number_order(record.name))), kv, tuple(problems))
 
 
 def _linear(
@@ -169,6 +166,9 @@ def _checkpoint_problems(inventory: Inventory, config: QuantConfig | None, quant
         ]
         problems += [make_problem("config_note", note) for note in config.notes]
         problems += _missing_modules(inventory, config)
+    for name in inventory.too_long:
+        message = f"the name has {len(name.encode())} bytes, at most {NAME_LIMIT} are looked at"
+        problems.append(make_problem("name_too_long", message, tensor=name))
     for name in inventory.leftovers:
         problems.append(make_problem("leftover_tensor", "inner state of the quantizer", tensor=name))
     for name in inventory.strays:
@@ -189,19 +189,19 @@ def _missing_modules(inventory: Inventory, config: QuantConfig) -> list[Problem]
     listed = config.quantized_layers
     if not listed or not inventory.tensors:
         return []
-    present: set[str] = set()
-    for name in inventory.tensors:
-        module = name.rpartition(".")[0]
-        while module and module not in present:
-            present.add(module)
-            module = module.rpartition(".")[0]
-    bare = present | {_without_prefix(module) for module in present} | inventory.modules.keys()
+    tensors = sorted(inventory.tensors)
+
+    def is_present(module: str) -> bool:
+        below = f"{module}."
+        at = bisect_left(tensors, below)
+        return module in inventory.modules or (at < len(tensors) and tensors[at].startswith(below))
+
     problems = []
     for key in listed:
         module = _without_prefix(key)
         parent, dot, last = module.rpartition(".")
         names = [module, key, *(f"{parent}{dot}{shard}" for shard in FUSED_NAMES.get(last, ()))]
-        if not any(name in bare for name in names):
+        if not any(is_present(prefix + name) for prefix in ("", *_PREFIXES) for name in names):
             message = "listed in quantized_layers, but no tensor belongs to it"
             problems.append(make_problem("listed_module_missing", message, layer=key))
     return problems

@@ -95,9 +95,10 @@ INTERLEAVED_ARCHITECTURES = frozenset(("GptOssForCausalLM",))
 """Architectures whose gate_up_proj alternates gate and up instead of putting one after the other."""
 
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision\w*|vit\w*|image_encoder)(?:\.|$)")
-_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embeddings?|embed(?:_tokens\w*|_in|_positions)?|wte|wpe)$")
-_EMBEDS = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe)$")
-_ROUTER = re.compile(r"(?:^|\.)(?:\w*gate|router|router\.\w+)$")
+_EMBEDDING = re.compile(r"\w*embeddings?|embed(?:_tokens\w*|_in|_positions)?|wte|wpe")
+_ROUTERS = ("gate", "router")
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
+_WORD = re.compile(r"\w+")
 _ATTENTION_CHILD = re.compile(r"(?P<attention>.+)\.(?:q_proj|k_proj|v_proj|qkv_proj|kv_b_proj)")
 
 
@@ -154,12 +155,15 @@ def attention_of(module: str) -> str:
 
 def is_embedding(module: str) -> bool:
     """Whether the module is an embedding table by its name; `embed_out` and `x_embedder` are linears."""
-    return _EMBEDDING.search(module) is not None
+    return _EMBEDDING.fullmatch(module.rpartition(".")[2]) is not None
 
 
 def is_never_quantized(module: str) -> bool:
     """Whether the module is one that exporters leave as it is, listed or not: what embeds, and routers."""
-    return _EMBEDS.search(module) is not None or _ROUTER.search(module) is not None
+    parent, _, last = module.rpartition(".")
+    if is_embedding(module) or ("embed" in last and _WORD.fullmatch(last) is not None):
+        return True
+    return last.endswith(_ROUTERS) or parent.endswith(".router")
 
 
 def is_vision(module: str) -> bool:
@@ -170,6 +174,14 @@ def is_vision(module: str) -> bool:
 def name_pattern(module: str) -> str:
     """The name with every numeric part replaced by `*`: modules of one kind in different layers share it."""
     return ".".join("*" if is_number(part) else part for part in module.split("."))
+
+
+def number_order(name: str) -> str:
+    """A text that sorts as the name does when its numeric parts count by value, and before words.
+
+    One text, since a list of the parts takes hundreds of times the name where those are thousands.
+    """
+    return _NUMBER.sub(lambda number: "\0" + number[0].zfill(6), name).replace(".", "\1")
 
 
 def is_number(part: str) -> bool:

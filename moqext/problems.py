@@ -96,6 +96,7 @@ CODES: dict[str, Code] = {
         "warning", "Scales beside a weight that is stored unquantized; they are ignored."
     ),
     "unowned_tensor": Code("warning", "A scale or quantized tensor that belongs to no layer."),
+    "name_too_long": Code("error", "A tensor name of more than 4095 bytes; it belongs to no layer."),
     "leftover_tensor": Code(
         "note", "A tensor of the quantizer's inner state that the export left behind; ignored."
     ),

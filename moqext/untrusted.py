@@ -34,6 +34,13 @@ _ZIP = b"PK\x03\x04"
 
 # Names that the Hugging Face Hub allows: an owner and a model.
 _HUB_NAME = re.compile(r"(?:https?:/+huggingface\.co/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
+# A value takes up to 200 bytes once it is parsed, and as little as three in the text (`[],`), so values are
+# counted before they are parsed. Every value but the first of its container follows a comma, and every
+# container has a bracket. Genuine documents are far from the limit: a tensor of a header takes 130 bytes with
+# 8 commas and brackets, one of an index 100 bytes with 1 comma. The largest known model, of 276,000 tensors,
+# would have 2.2 million of them in one header of 36 MB, which may have 3.3 million.
+FREE_VALUES = 1 << 20
+BYTES_PER_VALUE = 16
 
 
 class RepeatedKeys(dict[str, Any]):
@@ -101,12 +108,19 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
 
     Raises:
         CheckpointError: empty, a Git LFS pointer, a web page, not UTF-8, not JSON, nested too deeply, a
-            number too long, or not an object.
+            number too long, too many values for its size, or not an object.
     """
     if not text:
         raise CheckpointError(f"{what} is not JSON: the file is empty", file=file)
     if (foreign := foreign_content(text[:HEAD_BYTES])) is not None:
         raise CheckpointError(foreign, file=file)
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    limit = FREE_VALUES + len(text) // BYTES_PER_VALUE
+    if values > limit:
+        message = (
+            f"{what} has {values} commas and opening brackets in {len(text)} bytes, at most {limit} are read"
+        )
+        raise CheckpointError(message, file=file)
     try:
         document = json.loads(text.decode(), object_pairs_hook=_object)
     except UnicodeDecodeError as error:

@@ -148,8 +148,8 @@ static moq_status describe_list(merger *m, const moq_draft *draft, const moq_dra
     MOQ_TRY(find_missing(m->log.arena, against, draft, &extra, err));
     if (extra == SIZE_MAX)
         return moq_text_print(m->log.arena, out, err, "%zu entries", draft->exclude_count);
-    return moq_text_print(m->log.arena, out, err, "%zu entries, with '%.*s'", draft->exclude_count,
-                          MOQ_TEXT_ARGS(draft->exclude[extra]));
+    return moq_text_print(m->log.arena, out, err, "%zu entries, with '%.*s%s'",
+                          draft->exclude_count, MOQ_TEXT_ARGS(draft->exclude[extra]));
 }
 
 static moq_status merge_exclude(merger *m, moq_err *err) {
@@ -185,9 +185,9 @@ static moq_status layer_text(merger *m, const moq_draft *draft, const moq_layer_
     if (!entry)
         return moq_text_print(m->log.arena, out, err, "%zu layers", draft->layer_count);
     const moq_text algo = algo_text(entry->algo);
-    return moq_text_print(m->log.arena, out, err,
-                          "%zu layers, with '%.*s': %.*s, group size %" PRId64, draft->layer_count,
-                          MOQ_TEXT_ARGS(entry->name), MOQ_TEXT_ARGS(algo), entry->group_size);
+    return moq_text_print(
+        m->log.arena, out, err, "%zu layers, with '%.*s%s': %.*s%s, group size %" PRId64,
+        draft->layer_count, MOQ_TEXT_ARGS(entry->name), MOQ_TEXT_ARGS(algo), entry->group_size);
 }
 
 /* The first entry of `b` that `a` has otherwise or not at all. */
@@ -258,10 +258,11 @@ static moq_status read_drafts(merger *m, const moq_document *documents, size_t c
         return MOQ_OK;
     const moq_path path = {.up = foreign->outer_path, .key = MOQ_TEXT("quant_method")};
     if (m->count == 0)
-        return moq_fail_at(err, &path,
-                           "'%.*s' is not a ModelOpt checkpoint; expected modelopt, modelopt_fp4, "
-                           "modelopt_mxfp8 or modelopt_mixed",
-                           MOQ_TEXT_ARGS(foreign->quant_method));
+        return moq_fail_at(
+            err, &path,
+            "'%.*s%s' is not a ModelOpt checkpoint; expected modelopt, modelopt_fp4, "
+            "modelopt_mxfp8 or modelopt_mixed",
+            MOQ_TEXT_ARGS(foreign->quant_method));
     return conflict(m, "quant_method", plain("modelopt"), &m->drafts[0], foreign->quant_method,
                     foreign, err);
 }
@@ -314,9 +315,10 @@ static moq_status report_listed_and_excluded(merger *m, moq_err *err) {
         return MOQ_OK;
     const moq_text algo = algo_text(first->algo);
     moq_text chosen, other;
-    MOQ_TRY(moq_text_print(m->log.arena, &chosen, err, "'%.*s': %.*s, as listed (%zu such layers)",
+    MOQ_TRY(moq_text_print(m->log.arena, &chosen, err,
+                           "'%.*s%s': %.*s%s, as listed (%zu such layers)",
                            MOQ_TEXT_ARGS(first->name), MOQ_TEXT_ARGS(algo), count));
-    MOQ_TRY(moq_text_print(m->log.arena, &other, err, "exclude_modules: '%.*s'",
+    MOQ_TRY(moq_text_print(m->log.arena, &other, err, "exclude_modules: '%.*s%s'",
                            MOQ_TEXT_ARGS(m->out->exclude[pattern])));
     return conflict(m, "quantized_layers", chosen, &m->drafts[0], other, &m->drafts[0], err);
 }

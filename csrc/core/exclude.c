@@ -37,13 +37,15 @@ static moq_status build_aligned(moq_exclusion *set, moq_arena *arena, const moq_
     return moq_name_table_build(arena, patterns, kept, MOQ_GLOB_STAR, &set->aligned, err);
 }
 
-/* Ancestors of an entry that are expert containers, as far as the entry is literal. */
-static void add_containers(moq_textmap *map, moq_text entry, uint32_t id) {
+/* The container an entry lies in, as far as the entry is literal: an expert holds no experts. */
+static void add_container(moq_textmap *map, moq_text entry, uint32_t id) {
     const size_t literal = moq_glob_head(entry, MOQ_GLOB_STAR);
     for (size_t i = 0; i < literal; i++) {
         moq_text above = {entry.data, i};
-        if (entry.data[i] == '.' && moq_name_is_experts(above) && map->count < map->capacity / 2)
-            moq_textmap_insert(map, above, id);
+        if (entry.data[i] != '.' || !moq_name_is_experts(above))
+            continue;
+        moq_textmap_insert(map, above, id);
+        return;
     }
 }
 
@@ -54,7 +56,7 @@ moq_status moq_exclusion_compile(moq_arena *arena, const moq_text *entries, size
     moq_exclusion *set = memory;
     MOQ_TRY(moq_arena_take(arena, count, sizeof(moq_name_pattern), &memory, err));
     moq_name_pattern *patterns = memory;
-    size_t inside = 0; /* a container has at least one ".experts." of the entry's text */
+    size_t inside = 0; /* entries that may lie in a container */
     for (size_t i = 0; i < count; i++) {
         patterns[i] = (moq_name_pattern){entries[i], (uint32_t)i};
         inside += moq_text_find(entries[i], MOQ_TEXT("experts.")) != SIZE_MAX;
@@ -64,9 +66,9 @@ moq_status moq_exclusion_compile(moq_arena *arena, const moq_text *entries, size
     MOQ_TRY(moq_textmap_setup(&set->containers, arena, 2 * inside, err));
     for (size_t i = 0; i < count && inside > 0; i++) {
         moq_text body = moq_name_body(entries[i]);
-        add_containers(&set->containers, entries[i], (uint32_t)i);
+        add_container(&set->containers, entries[i], (uint32_t)i);
         if (body.size != entries[i].size)
-            add_containers(&set->containers, body, (uint32_t)i);
+            add_container(&set->containers, body, (uint32_t)i);
     }
     *out = set;
     return MOQ_OK;

@@ -100,8 +100,8 @@ static moq_status shards_agree(const moq_vllm_exclusion *set, moq_text name, con
             first = *out;
         if (*out != first)
             return moq_fail_config(
-                err, path, "%s: of %.*s, only one of the shards %.*s and %.*s is listed", path,
-                MOQ_TEXT_ARGS(name), MOQ_TEXT_ARGS(shards[0]), MOQ_TEXT_ARGS(shards[i]));
+                err, path, "%s: of %.*s%s, only one of the shards %.*s%s and %.*s%s is listed",
+                path, MOQ_TEXT_ARGS(name), MOQ_TEXT_ARGS(shards[0]), MOQ_TEXT_ARGS(shards[i]));
     }
     return MOQ_OK;
 }

@@ -115,14 +115,38 @@ static const moq_layer_entry *find_listed(const moq_resolver *resolver, moq_text
     return &resolver->config->layers[id];
 }
 
-/* The entry of the nearest module above this one. */
+/* The hash of name[from, to) for every dot at `to`, the name being shorter than MOQ_NAME_MAX. */
+static void hash_prefixes(const moq_textmap *map, moq_text name, size_t from, uint64_t *hash) {
+    uint64_t sum = 0;
+    for (size_t i = from; i < name.size; i++) {
+        if (name.data[i] == '.')
+            hash[i] = sum;
+        sum = moq_textmap_step(map, sum, name.data[i]);
+    }
+}
+
+/* The entry of the nearest module above this one. Each module above is looked up by a hash that one
+ * pass over the name has found, so that names of very many parts take no longer than others. */
 static const moq_layer_entry *find_container(const moq_resolver *resolver, moq_text name) {
+    uint64_t written[MOQ_NAME_MAX], aligned[MOQ_NAME_MAX];
+    size_t hashed = SIZE_MAX; /* where the names begin that `aligned` is of */
+    if (resolver->config->layer_count == 0)
+        return NULL;
+    hash_prefixes(&resolver->written, name, 0, written);
     for (size_t at = name.size; at-- > 1;) {
         if (name.data[at] != '.')
             continue;
-        const moq_layer_entry *entry = find_listed(resolver, (moq_text){name.data, at});
-        if (entry)
-            return entry;
+        const moq_text above = {name.data, at}, body = moq_name_body(above);
+        uint32_t id = moq_textmap_find_hashed(&resolver->written, above, written[at]);
+        if (id == MOQ_TEXTMAP_NONE) {
+            const size_t start = (size_t)(body.data - name.data);
+            if (start != hashed) /* three times at most: there are so many prefixes */
+                hash_prefixes(&resolver->aligned, name, hashed = start, aligned);
+            id = moq_textmap_find_hashed(&resolver->aligned, body, aligned[at]);
+            if (id == MOQ_TEXTMAP_NONE || resolver->ambiguous[id])
+                continue;
+        }
+        return &resolver->config->layers[id];
     }
     return NULL;
 }
@@ -204,19 +228,21 @@ static moq_status fail_parts(const moq_resolver *resolver, moq_text module, cons
         const moq_layer_quant quant = resolve_name(resolver, name, &direct);
         const char *algo = quant.algo ? moq_algo_name(quant.algo) : "not quantized";
         const char *separator = i ? ", " : "";
-        int wrote = snprintf(list + used, sizeof list - used, "%s%.*s: %s", separator,
+        int wrote = snprintf(list + used, sizeof list - used, "%s%.*s%s: %s", separator,
                              MOQ_TEXT_ARGS(parts[i]), algo);
         if (quant.group_size > 0 && wrote > 0 && used + (size_t)wrote < sizeof list)
             wrote += snprintf(list + used + wrote, sizeof list - used - (size_t)wrote,
                               " (group size %d)", (int)quant.group_size);
         used += wrote > 0 ? (size_t)wrote : 0;
     }
+    moq_end_cut(list, sizeof list, used);
     const moq_config *config = resolver->config;
     const char *path = config->layer_count ? config->layers_path : config->exclude_path;
-    return moq_fail_config(err, path,
-                           "%s: the parts of %.*s are quantized differently: %s; load them one by "
-                           "one, or name the parts that exist with shards=",
-                           path, MOQ_TEXT_ARGS(module), list);
+    return moq_fail_config(
+        err, path,
+        "%s: the parts of %.*s%s are quantized differently: %s; load them one by "
+        "one, or name the parts that exist with shards=",
+        path, MOQ_TEXT_ARGS(module), list);
 }
 
 static moq_status resolve_parts(const moq_resolver *resolver, moq_text module,
@@ -237,10 +263,10 @@ static moq_status resolve_parts(const moq_resolver *resolver, moq_text module,
 }
 
 static moq_status fail_below(const moq_config *config, moq_text module, uint32_t id, moq_err *err) {
-    return moq_fail_config(
-        err, config->exclude_path,
-        "%s: '%.*s' excludes part of %.*s; name all its parts with shards=", config->exclude_path,
-        MOQ_TEXT_ARGS(config->exclude[id]), MOQ_TEXT_ARGS(module));
+    return moq_fail_config(err, config->exclude_path,
+                           "%s: '%.*s%s' excludes part of %.*s%s; name all its parts with shards=",
+                           config->exclude_path, MOQ_TEXT_ARGS(config->exclude[id]),
+                           MOQ_TEXT_ARGS(module));
 }
 
 /* An expert container nothing names: the entries below it decide, when they agree. */
@@ -257,8 +283,9 @@ static moq_status resolve_experts(const moq_resolver *resolver, moq_text module,
             const moq_layer_entry *other = &config->layers[group->different];
             return moq_fail_config(
                 err, config->layers_path,
-                "%s: the experts of %.*s are quantized differently: '%.*s' is %s (group size %d), "
-                "'%.*s' is %s (group size %d)",
+                "%s: the experts of %.*s%s are quantized differently: '%.*s%s' is %s (group size "
+                "%d), "
+                "'%.*s%s' is %s (group size %d)",
                 config->layers_path, MOQ_TEXT_ARGS(module), MOQ_TEXT_ARGS(first->name),
                 first->algo ? moq_algo_name(first->algo) : "not quantized", (int)first->group_size,
                 MOQ_TEXT_ARGS(other->name),
@@ -288,9 +315,9 @@ moq_status moq_resolve_layer(const moq_resolver *resolver, moq_text module, cons
 
 static moq_status fail_partly_excluded(const moq_config *config, moq_text module, moq_text excluded,
                                        moq_text other, moq_err *err) {
-    return moq_fail_config(err, config->exclude_path,
-                           "%s: of %.*s, %.*s is excluded and %.*s is not", config->exclude_path,
-                           MOQ_TEXT_ARGS(module), MOQ_TEXT_ARGS(excluded), MOQ_TEXT_ARGS(other));
+    return moq_fail_config(
+        err, config->exclude_path, "%s: of %.*s%s, %.*s%s is excluded and %.*s%s is not",
+        config->exclude_path, MOQ_TEXT_ARGS(module), MOQ_TEXT_ARGS(excluded), MOQ_TEXT_ARGS(other));
 }
 
 moq_status moq_resolve_excluded(const moq_resolver *resolver, moq_text module,

@@ -44,6 +44,11 @@ moq_status moq_fail(moq_err *err, moq_status kind, const char *format, ...) MOQ_
 moq_status moq_fail_config(moq_err *err, const char *path, const char *format, ...)
     MOQ_PRINTF(3, 4);
 
+/* How many of the first `size` bytes of UTF-8 are whole characters; `text` goes on behind them. */
+size_t moq_utf8_cut(const char *text, size_t size);
+/* Ends a text in `size` bytes with three dots if it was to have `wanted` bytes and did not fit. */
+void moq_end_cut(char *text, size_t size, size_t wanted);
+
 /* Hands a failure up unchanged. */
 #define MOQ_TRY(call)                                                                              \
     do {                                                                                           \

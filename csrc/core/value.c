@@ -50,6 +50,10 @@ size_t moq_text_find(moq_text text, moq_text part) {
     return SIZE_MAX;
 }
 
+int moq_text_shown(moq_text text) {
+    return (int)(text.size > 200 ? moq_utf8_cut(text.data, 200) : text.size);
+}
+
 moq_text moq_text_last_component(moq_text name) {
     size_t at = name.size;
     while (at > 0 && name.data[at - 1] != '.')
@@ -65,7 +69,7 @@ moq_status moq_text_print(moq_arena *arena, moq_text *out, moq_err *err, const c
     va_end(args);
     size_t size = wanted < 0 ? 0 : (size_t)wanted;
     if (size >= sizeof buffer)
-        size = sizeof buffer - 1;
+        size = moq_utf8_cut(buffer, sizeof buffer - 1);
     void *copy;
     MOQ_TRY(moq_arena_take(arena, size + 1, 1, &copy, err));
     memcpy(copy, buffer, size);
@@ -104,7 +108,7 @@ const char *moq_value_describe(const moq_value *value, char *buffer, size_t size
         snprintf(buffer, size, "%g", value->as.real);
         break;
     case MOQ_STRING:
-        snprintf(buffer, size, "'%.*s'", MOQ_TEXT_ARGS(value->as.text));
+        snprintf(buffer, size, "'%.*s%s'", MOQ_TEXT_ARGS(value->as.text));
         break;
     case MOQ_LIST:
         snprintf(buffer, size, "a list of %zu", value->as.list.count);
@@ -175,7 +179,7 @@ void moq_path_print(const moq_path *path, char *buffer, size_t size) {
     buffer[0] = '\0';
     print_steps(path, &to);
     if (to.used == size - 1 && size > 4)
-        memcpy(buffer + size - 4, "...", 4);
+        memcpy(buffer + moq_utf8_cut(buffer, size - 4), "...", 4);
 }
 
 moq_status moq_fail_at(moq_err *err, const moq_path *path, const char *format, ...) {

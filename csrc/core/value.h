@@ -18,8 +18,12 @@ typedef struct {
 
 #define MOQ_TEXT(literal) ((moq_text){(literal), sizeof(literal) - 1})
 
-/* For printf's "%.*s". */
-#define MOQ_TEXT_ARGS(text) ((int)((text).size > 200 ? 200 : (text).size)), (text).data
+/* The beginning of a text, for a message: 200 bytes at most, never a part of a character. */
+int moq_text_shown(moq_text text);
+
+/* For printf's "%.*s%s": the text, or its beginning and three dots. */
+#define MOQ_TEXT_ARGS(text)                                                                        \
+    moq_text_shown(text), (text).data, (size_t)moq_text_shown(text) < (text).size ? "..." : ""
 
 bool moq_text_equal(moq_text a, moq_text b);
 bool moq_text_starts(moq_text text, moq_text head);

@@ -133,7 +133,7 @@ check()
 
 
 def test_handlers_that_return_leave_the_result_alone():
-    """They run in the middle of the call, and may make calls of their own, which use its threads and memory."""
+    """They run in the middle of the call, and make calls of their own, with its threads and memory."""
     done = run(
         """
 moqext.set_num_threads(2)
