@@ -177,24 +177,8 @@ def test_numbers_sort_by_value_and_before_words():
     def by_parts(name):
         return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]
 
-    names = [
-        "a.10.b",
-        "a.9.b",
-        "a.b",
-        "a.9",
-        "a",
-        "10",
-        "9",
-        "a-b.1",
-        "a.1234567",
-        "a.x1",
-        "a.1x",
-        "a.1.2.3",
-        "a.1.10.3",
-        "1.2",
-        "1.10",
-        "a.09.c",
-    ]
+    names = ["a.10.b", "a.9.b", "a.b", "a.9", "a", "10", "9", "a-b.1", "a.1234567", "a.x1", "a.1x"]
+    names += ["a.1.2.3", "a.1.10.3", "1.2", "1.10", "a.09.c"]
     assert sorted(names, key=number_order) == sorted(names, key=by_parts)
 
 

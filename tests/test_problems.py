@@ -504,6 +504,13 @@ CASES = [
         f"{K}.weight_scale_inv",
     ),
     Case(
+        "name_too_long",
+        "llama_fp8_kvfp8",
+        _add(f"{'long.' * 1000}weight", "BF16", np.zeros((2, 2), np.uint16)),
+        None,
+        f"{'long.' * 1000}weight",
+    ),
+    Case(
         "leftover_tensor",
         "llama_nvfp4_kvfp8",
         _add(f"{K}.weight_quantizer._scale", "F8_E4M3", np.zeros((64, 8), np.uint8)),

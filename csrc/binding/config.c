@@ -416,8 +416,7 @@ static PyMethodDef METHODS[] = {
 
 int moq_add_config(PyObject *module, moq_state *state) {
     state->config_type = PyType_FromModuleAndSpec(module, &CONFIG_SPEC, NULL);
-    if (!state->config_type ||
-        PyModule_AddIntConstant(module, "NAME_LIMIT", MOQ_NAME_MAX - 1) < 0)
+    if (!state->config_type || PyModule_AddIntConstant(module, "NAME_LIMIT", MOQ_NAME_MAX - 1) < 0)
         return -1;
     return PyModule_AddFunctions(module, METHODS);
 }
