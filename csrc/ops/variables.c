@@ -81,7 +81,7 @@ static void describe_unknown(moq_text name, char *text, size_t size) {
         moq_nearest_try(&nearest, VARIABLES[i].name, VARIABLES[i].name);
         snprintf(all + used, sizeof all - used, "%s%s", used ? ", " : "", VARIABLES[i].name);
     }
-    snprintf(text, size, "%.*s: no variable of moqext; there are %s%s", MOQ_TEXT_ARGS(name), all,
+    snprintf(text, size, "%.*s%s: no variable of moqext; there are %s%s", MOQ_TEXT_ARGS(name), all,
              moq_nearest_hint(&nearest, hint, sizeof hint));
 }
 

@@ -43,12 +43,12 @@ static void check_entries(const moq_config *config, const moq_resolver *resolver
         FUZZ_CHECK(quant.rule == MOQ_RULE_LAYERS && quant.algo == entry->algo &&
                        quant.group_size == entry->group_size &&
                        moq_text_equal(quant.entry, entry->name),
-                   "%.*s", MOQ_TEXT_ARGS(entry->name));
+                   "%.*s%s", MOQ_TEXT_ARGS(entry->name));
     }
     for (size_t i = 0; i < config->exclude_count && i < ASKED_MAX; i++) {
         if (is_asked(config->exclude[i]))
             FUZZ_CHECK(moq_exclusion_find(config->excluded, config->exclude[i]) != MOQ_NAME_NONE,
-                       "%.*s", MOQ_TEXT_ARGS(config->exclude[i]));
+                       "%.*s%s", MOQ_TEXT_ARGS(config->exclude[i]));
     }
 }
 
@@ -74,7 +74,7 @@ static void ask(const moq_config *config, const moq_resolver *resolver, moq_text
     FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
     FUZZ_CHECK(quant.rule == MOQ_RULE_LAYERS || quant.rule == MOQ_RULE_EXCLUDED ||
                    quant.rule == MOQ_RULE_NATIVE,
-               "%.*s is excluded, but rule %d holds", MOQ_TEXT_ARGS(name), quant.rule);
+               "%.*s%s is excluded, but rule %d holds", MOQ_TEXT_ARGS(name), quant.rule);
 }
 
 static void check_config(const moq_config *config, const moq_resolver *resolver, moq_text names) {
