@@ -12,7 +12,7 @@ import numpy as np
 
 from moqext._C import UnsupportedQuantization
 from moqext.linear import ParamSpec
-from moqext.scalars import is_number
+from moqext.scalars import DIVISOR_ABOVE, FLOAT32_MAX, is_number
 
 SUPPORTED = ("FP8", "NVFP4")
 _SCALES = ("k_scale", "v_scale", "q_scale")
@@ -78,8 +78,8 @@ class KVCacheMethod:
                 raw uint16 is bfloat16) or as numbers; any may be missing or None.
 
         Raises:
-            ValueError: A scale that is zero, negative, infinite or NaN, has more than one value, or has
-                another name.
+            ValueError: A scale that is zero, negative, infinite or NaN, or no float32 whose reciprocal is one
+                (2^-128, 2.9e-39, is too small), has more than one value, or has another name.
             TypeError: A scale of another dtype, or none at all.
         """
         if not isinstance(params, Mapping):
@@ -119,6 +119,11 @@ def _scale(name: str, value: Any) -> float | None:
     number = float(value) if is_number(value) else _read(name, value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{name}: expected a positive finite value, got {number!r}")
+    if not DIVISOR_ABOVE < number <= FLOAT32_MAX:
+        raise ValueError(
+            f"{name}: expected a float32 whose reciprocal is one, above {DIVISOR_ABOVE:.4g} and at most "
+            f"{FLOAT32_MAX:.4g}, got {number!r}"
+        )
     return number
 
 

@@ -134,7 +134,8 @@ def quantize(
     Raises:
         TypeError: a dtype that is not in these lists.
         ValueError: an unknown scheme, K not divisible by 16 for NVFP4, an argument the scheme does not
-            take, a scale that is not positive and finite, or an output of another shape.
+            take, a scale that is not positive and finite, one of at most 2^-128 for "fp8_tensor" (float32
+            does not hold its reciprocal), or an output of another shape.
         BufferError: tensors on other devices than x, a device that cannot be used, or an output that is
             read-only or overlaps another tensor.
     """
@@ -338,7 +339,8 @@ def requantize_to_max(
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: counts that do not sum to N, scales of another shape, negative or not finite.
+        ValueError: counts that do not sum to N, scales of another shape, negative or not finite, or unequal
+            ones of at most 2^-128, whose reciprocal float32 does not hold.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.
     """

@@ -113,6 +113,9 @@ CODES: dict[str, Code] = {
     "scale_not_finite": Code("error", "A scale is NaN or infinite."),
     "scale_negative": Code("error", "A scale is negative."),
     "scale_zero": Code("error", "An activation or cache scale is zero: quantizing would divide by it."),
+    "scale_tiny": Code(
+        "error", "An activation or cache scale is 2^-128 or less: float32 does not hold its reciprocal."
+    ),
     "lost_scale": Code(
         "error", "A weight's scale is zero over codes that are neither zero nor NaN: the scale is lost."
     ),

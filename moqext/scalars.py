@@ -4,6 +4,12 @@ from typing import Any
 
 import numpy as np
 
+DIVISOR_ABOVE = 2.0**-128
+"""A scale that values are divided by is greater: the reciprocal of 2^-128 is 2^128, which float32 does not
+hold, and zeros times an infinity would be NaN. MOQ_DIVISOR_ABOVE of csrc/core/formats.h."""
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+
 
 def is_number(value: Any) -> bool:
     """True for Python's and NumPy's real numbers, which bool is not one of here."""

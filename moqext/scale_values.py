@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moqext import ops
 from moqext.problems import Problem, make_problem
+from moqext.scalars import DIVISOR_ABOVE
 from moqext.stored import FLOATS, NVFP4_FAMILY, Tensor, tensor_bytes
 
 Reader = Callable[[str], NDArray[np.generic]]
@@ -175,27 +176,31 @@ def check_scales(
 
 def check_divisor(layer: str, name: str, values: Float32) -> Iterator[Problem]:
     """The problems of a scale that something is divided by: activations or cache entries."""
-    if _all_positive(values):
+    if _all_above(values, DIVISOR_ABOVE):
         return
     if not np.isfinite(values).all():
         yield _not_finite(layer, name, values)
     elif (values < 0).any():
         yield make_problem("scale_negative", f"{_count(values < 0)} negative", layer=layer, tensor=name)
-    else:
+    elif (values == 0).any():
         yield make_problem("scale_zero", f"{_count(values == 0)} zero", layer=layer, tensor=name)
+    else:
+        tiny = values <= DIVISOR_ABOVE
+        message = f"{_count(tiny)} at most {DIVISOR_ABOVE:.4g}, the least is {values.min():.4g}"
+        yield make_problem("scale_tiny", message, layer=layer, tensor=name)
 
 
-def _all_positive(values: Float32) -> bool:
-    """Whether all values are above zero and finite: the two extremes tell, and a NaN is both of them."""
+def _all_above(values: Float32, limit: float) -> bool:
+    """Whether all values are above a limit and finite: the two extremes tell, and a NaN is both of them."""
     if values.size == 1:
-        return 0 < values.item() < inf
-    return values.size == 0 or bool(values.min() > 0 and values.max() < inf)
+        return limit < values.item() < inf
+    return values.size == 0 or bool(values.min() > limit and values.max() < inf)
 
 
 def _check_multiplier(
     layer: str, name: str, values: Float32, is_lost: Callable[[], bool], *, may_underflow: bool = False
 ) -> Iterator[Problem]:
-    if _all_positive(values):
+    if _all_above(values, 0):
         return
     if not np.isfinite(values).all():
         yield _not_finite(layer, name, values)
@@ -213,7 +218,7 @@ def _check_multiplier(
 
 
 def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Iterator[Problem]:
-    if not _all_positive(values):
+    if not _all_above(values, DIVISOR_ABOVE):
         yield from check_divisor(layer, name, values)
         return
     nvfp4 = algo in NVFP4_FAMILY and algo != "W4A8_NVFP4_FP8"

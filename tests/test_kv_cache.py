@@ -98,3 +98,14 @@ def test_names_of_formats():
     assert KVCacheMethod("fp8").kv_cache_quant_algo == "FP8"
     with pytest.raises(TypeError, match="kv_cache_quant_algo: expected a str or None"):
         KVCacheMethod(8)
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e-45, 2.0**-128, 1e39])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "q_scale"])
+def test_a_scale_without_a_reciprocal_in_float32_is_refused(name, value):
+    with pytest.raises(
+        ValueError, match=rf"^{name}: expected a float32 whose reciprocal is one, above 2.939e-39"
+    ):
+        KVCacheMethod("FP8").prepare({name: value})
+    least = np.nextafter(np.float32(2.0**-128), np.float32(1))
+    KVCacheMethod("FP8").prepare({name: least})

@@ -18,6 +18,7 @@ from moqext.tensor_files import TensorFiles
 ATTENTION = "model.layers.0.self_attn"
 Q, K, V = (f"{ATTENTION}.{name}_proj" for name in "qkv")
 MLP = "model.layers.0.mlp"
+MLP_DOWN = f"{MLP}.down_proj"
 EXPERTS = f"{MLP}.experts"
 
 # Found when files are opened; tests/test_tensor_files.py brings each of them about.
@@ -556,6 +557,14 @@ CASES = [
     Case("scale_negative", "llama_fp8_kvfp8", _set(f"{K}.k_scale", -1), ATTENTION, f"{K}.k_scale"),
     Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.input_scale", 0), K, f"{K}.input_scale"),
     Case("scale_zero", "llama_fp8_kvfp8", _set(f"{K}.k_scale", 0), ATTENTION, f"{K}.k_scale"),
+    Case(
+        "scale_tiny",
+        "llama_fp8_kvfp8",
+        _set(f"{MLP_DOWN}.input_scale", 2.0**-128),
+        MLP_DOWN,
+        f"{MLP_DOWN}.input_scale",
+    ),
+    Case("scale_tiny", "llama_fp8_kvfp8", _set(f"{K}.k_scale", 1e-40), ATTENTION, f"{K}.k_scale"),
     Case("lost_scale", "llama_fp8_kvfp8", _set(f"{K}.weight_scale", 0), K, f"{K}.weight_scale"),
     Case("lost_scale", "llama_fp8_pc_pt", _zero_row, K, f"{K}.weight_scale"),
     Case("lost_scale", "llama_int8_sq", _zero_row, K, f"{K}.weight_scale"),

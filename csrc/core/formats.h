@@ -16,7 +16,14 @@
 /* E2M1: {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives. */
 #define MOQ_E2M1_MAX 6.0f
 /* NVFP4: second-level scale = amax / 2688, so that the largest block scale is 448. */
-#define MOQ_NVFP4_MAX   (MOQ_E2M1_MAX * MOQ_E4M3_MAX)
+#define MOQ_NVFP4_MAX (MOQ_E2M1_MAX * MOQ_E4M3_MAX)
+/* A scale that values are divided by is greater than this, 2.9e-39: E4M3 codes per tensor are made
+ * with its reciprocal, and that of 2^-128 is 2^128, which float32 does not hold. Zeros times an
+ * infinity would be NaN. */
+#define MOQ_DIVISOR_ABOVE 0x1p-128f
+/* The largest weight_scale_2 whose block scales can be folded into E4M3 codes: outputs are scaled
+ * by its product with a power of two of their row, at most 8 (6 * 448 becomes a code up to 448). */
+#define MOQ_FOLDED_MOST 0x1p124f
 #define MOQ_NVFP4_GROUP 16
 #define MOQ_MX_GROUP    32
 #define MOQ_FP8_BLOCK   128

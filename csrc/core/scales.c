@@ -39,16 +39,42 @@ moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count,
     return MOQ_OK;
 }
 
+static bool keeps_rule(float scale, moq_scale_rule rule) {
+    switch (rule) {
+    case MOQ_SCALE_MAY_BE_ZERO:
+        return scale >= 0 && isfinite(scale);
+    case MOQ_SCALE_FOLDED:
+        return scale >= 0 && scale <= MOQ_FOLDED_MOST;
+    case MOQ_SCALE_DIVISOR:
+        return scale > MOQ_DIVISOR_ABOVE && isfinite(scale);
+    }
+    return false;
+}
+
+/* What is wrong with a scale that breaks a rule. */
+static moq_status refuse_scale(float scale, int64_t index, const char *name, moq_scale_rule rule,
+                               moq_err *err) {
+    bool divisor = rule == MOQ_SCALE_DIVISOR;
+    bool beyond = isfinite(scale) && scale > 0;
+    if (beyond && divisor)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "%s: expected a value above %g, whose reciprocal is a float32, got %g at "
+                        "index %lld",
+                        name, (double)MOQ_DIVISOR_ABOVE, (double)scale, (long long)index);
+    if (beyond)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "%s: expected at most %g, so that its product with 8 is a float32 (compute "
+                        "\"exact\" takes more), got %g at index %lld",
+                        name, (double)MOQ_FOLDED_MOST, (double)scale, (long long)index);
+    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %s finite value, got %g at index %lld", name,
+                    divisor ? "a positive" : "a non-negative", (double)scale, (long long)index);
+}
+
 moq_status moq_check_scales(const float *scales, int64_t count, const char *name,
                             moq_scale_rule rule, moq_err *err) {
     for (int64_t i = 0; i < count; i++) {
-        bool good =
-            isfinite(scales[i]) && (rule == MOQ_SCALE_POSITIVE ? scales[i] > 0 : scales[i] >= 0);
-        if (!good)
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "%s: expected %s finite value, got %g at index %lld", name,
-                            rule == MOQ_SCALE_POSITIVE ? "a positive" : "a non-negative",
-                            (double)scales[i], (long long)i);
+        if (!keeps_rule(scales[i], rule))
+            return refuse_scale(scales[i], i, name, rule, err);
     }
     return MOQ_OK;
 }

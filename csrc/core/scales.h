@@ -4,7 +4,8 @@
  * or float16 as exporters write, e8m0 as DeepSeek-V4 has for its blocks, float64 as tools leave
  * behind. Zero is legal for a weight: a producer writes it for an all-zero layer, beside codes that
  * are NaN, so it has to mean "this weight is zero". Negative, infinite and NaN scales mean a
- * damaged file and are refused. */
+ * damaged file and are refused, and so are those that arithmetic in float32 cannot serve
+ * (core/formats.h). */
 #ifndef MOQ_CORE_SCALES_H
 #define MOQ_CORE_SCALES_H
 
@@ -20,7 +21,11 @@ void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out);
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,
                            moq_err *err);
 
-typedef enum { MOQ_SCALE_MAY_BE_ZERO, MOQ_SCALE_POSITIVE } moq_scale_rule;
+typedef enum {
+    MOQ_SCALE_MAY_BE_ZERO,
+    MOQ_SCALE_FOLDED, /* likewise, and at most MOQ_FOLDED_MOST */
+    MOQ_SCALE_DIVISOR /* above MOQ_DIVISOR_ABOVE */
+} moq_scale_rule;
 
 /* MOQ_ERR_VALUE naming the first value that breaks the rule. */
 moq_status moq_check_scales(const float *scales, int64_t count, const char *name,

@@ -3,17 +3,24 @@
  *   y[m, n] = round(f_x[m] * f_w[n] * sum_k X[m, k] * W[n, k] + bias[n])
  *
  * Factors that are constant along K stay out of the sums. 128 x 128 block scales and the scales of
- * 128 columns of x are applied to the sum of each 128 columns. */
+ * 128 columns of x are applied to the sum of each 128 columns.
+ *
+ * Extreme values: no sum overflows, or loses bits, that the output has. Powers of two are taken out
+ * of rows of x that are not quantized and out of rows of block scales, so that what is summed is of
+ * ordinary size, and become part of f_x and f_w. The factors of a row and of a token meet in
+ * float64 wherever their product would not be a normal float32. */
 #include "cpu/linear.h"
 
 #include "core/formats.h"
 #include "cpu/convert.h"
+#include "cpu/float_mode.h"
 #include "cpu/interrupt.h"
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -33,6 +40,13 @@ enum { VALUES_PER_THREAD = 2048 };
 /* Columns of a panel that are laid out at a time; a multiple of MOQ_TILE_STEP. */
 enum { ARRANGED_COLUMNS = 16384 };
 
+/* Rows of x that are not quantized are multiplied as they are if the exponent of their largest
+ * magnitude lies within these, else they are brought to the upper one: K below 2^32 products with
+ * weights below 2^12 do not overflow there, and values 2^150 times smaller than the largest still
+ * count, with weights of 2^-10 and the powers of two that kernels leave out. Likewise of the scales
+ * of 128 columns, for x and the weight each: codes below 2^9 are between them. */
+enum { HIGHEST_AS_IS = 80, LOWEST_AS_IS = -60, HIGHEST_SCALE = 20 };
+
 typedef struct {
     const moq_linear_tiles *tiles;
     const moq_linear_call *call;
@@ -42,10 +56,14 @@ typedef struct {
     int64_t first, rows; /* of x: the panel */
     moq_arranging arranging;
     float input_scale;
-    void *panel;   /* what is multiplied */
-    void *decoded; /* rows of x in the kernel's unit; the panel itself where nothing is arranged */
-    char **y;      /* [rows]: the rows of the output */
-    float *factor; /* [rows] */
+    void *panel;    /* what is multiplied */
+    void *decoded;  /* rows of x in the kernel's unit; the panel itself where nothing is arranged */
+    char **y;       /* [rows]: the rows of the output */
+    double *factor; /* [rows], and as float32: */
+    float *narrow_factor;
+    double least, most;  /* of the factors, those that are NaN left out */
+    bool held;           /* they are normal numbers of float32 */
+    double unit;         /* the power of two that panel and weight leave out together */
     float *group_scales; /* [groups of 128, rows], or NULL */
     int64_t groups;
     int64_t start; /* first row of the weight in this pass */
@@ -82,9 +100,33 @@ static void convert_row(const pass *p, const row_memory *r, void *out) {
     p->tiles->convert(r->row, p->padded, p->few ? MOQ_ORDER_FEW : MOQ_ORDER_E2M1, out);
 }
 
-/* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
- * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
- * found from the row there is one where that scale is not finite. */
+/* Divides n values by the power of two that brings the largest finite one to an exponent, and
+ * returns it. */
+static double take_power(float *values, int64_t n, int exponent) {
+    float largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float magnitude = fabsf(values[i]);
+        largest = magnitude <= FLT_MAX && magnitude > largest ? magnitude : largest;
+    }
+    if (largest == 0)
+        return 1.0;
+    double power = ldexp(1.0, ilogbf(largest) - exponent), inverse = 1.0 / power;
+    for (int64_t i = 0; i < n; i++)
+        values[i] = (float)((double)values[i] * inverse);
+    return power;
+}
+
+/* A row that is not quantized. */
+static double decode_as_is(const pass *p, const row_memory *r, void *out) {
+    const float highest = ldexpf(1, HIGHEST_AS_IS), lowest = ldexpf(1, LOWEST_AS_IS);
+    float amax;
+    moq_cpu_row_kernels()->amax(MOQ_DT_F32, r->row, p->k, p->k, &amax);
+    bool ordinary = amax == 0 || (amax >= lowest && amax < highest);
+    double power = ordinary ? 1.0 : take_power(r->row, p->k, HIGHEST_AS_IS - 1);
+    convert_row(p, r, out);
+    return power;
+}
+
 /* e2m1 weights have their own order of columns. */
 static void decode_codes(const pass *p, const row_memory *r, void *out) {
     if (p->call->spec->weight != MOQ_WEIGHT_E2M1) {
@@ -95,37 +137,56 @@ static void decode_codes(const pass *p, const row_memory *r, void *out) {
     convert_row(p, r, out);
 }
 
-static float decode_x(const pass *p, const row_memory *r, int64_t m, void *out) {
+/* The scales of a row's groups, to the panel's. */
+static double place_group_scales(const pass *p, const row_memory *r, int64_t m) {
+    bool finite = true;
+    for (int64_t g = 0; g < p->groups; g++)
+        finite = finite && isfinite(r->scales[g]);
+    double power = take_power(r->scales, p->groups, HIGHEST_SCALE);
+    for (int64_t g = 0; g < p->groups; g++)
+        p->group_scales[g * p->rows + m] = r->scales[g];
+    return finite ? power : NAN;
+}
+
+/* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
+ * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
+ * found from the row there is one where that scale is not finite. */
+static double decode_x(const pass *p, const row_memory *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
     float factor = p->input_scale;
+    double power;
     switch (p->call->spec->input) {
     case MOQ_INPUT_AS_IS:
-        convert_row(p, r, out);
-        return 1.0f;
+        return decode_as_is(p, r, out);
     case MOQ_INPUT_NVFP4:
         moq_quantize_row_nvfp4(r->row, p->k, factor, r->codes, r->groups);
         tiles->decode_e2m1(r->codes, r->groups, p->k, MOQ_NVFP4_GROUP, out);
-        return has_nan(r->groups, p->k / MOQ_NVFP4_GROUP) ? NAN : factor * tiles->e2m1_unit;
+        return has_nan(r->groups, p->k / MOQ_NVFP4_GROUP) ? NAN : factor;
     case MOQ_INPUT_E4M3_TENSOR:
         moq_quantize_row_fp8_static(r->row, p->k, 1.0f / factor, r->codes);
         factor = has_nan(r->codes, p->k) ? NAN : factor;
         decode_codes(p, r, out);
-        return p->call->spec->weight == MOQ_WEIGHT_E2M1 ? factor : factor * tiles->e4m3_unit;
+        return factor;
     case MOQ_INPUT_E4M3_TOKEN:
         factor = moq_quantize_row_fp8_token(r->row, p->k, r->codes);
-        factor = isfinite(factor) ? factor : NAN;
-        break;
+        tiles->decode_e4m3(r->codes, p->k, out);
+        return isfinite(factor) ? factor : NAN;
     case MOQ_INPUT_E4M3_GROUP:
         moq_quantize_row_fp8_group(r->row, p->k, MOQ_FP8_BLOCK, r->codes, r->scales);
-        factor = 1.0f;
-        for (int64_t g = 0; g < p->groups; g++) {
-            p->group_scales[g * p->rows + m] = r->scales[g];
-            factor = isfinite(r->scales[g]) ? factor : NAN;
-        }
-        break;
+        power = place_group_scales(p, r, m);
+        tiles->decode_e4m3(r->codes, p->k, out);
+        return power;
     }
-    tiles->decode_e4m3(r->codes, p->k, out);
-    return factor * tiles->e4m3_unit;
+    return NAN;
+}
+
+/* The powers of two that kernels leave out, of x and of the weight. */
+static double unit_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec) {
+    bool e2m1 = spec->weight == MOQ_WEIGHT_E2M1;
+    double of_w = e2m1 ? tiles->e2m1_unit : tiles->e4m3_unit;
+    if (spec->input == MOQ_INPUT_NVFP4)
+        return of_w * tiles->e2m1_unit;
+    return e2m1 ? of_w : of_w * tiles->e4m3_unit; /* x beside e2m1 is decoded or as it is */
 }
 
 /* Rows [begin, end) and columns [first, last) of the panel, some columns after the other. */
@@ -165,6 +226,19 @@ static void arrange_columns(void *context, int64_t begin, int64_t end) {
     arrange(p, 0, p->rows, begin * MOQ_TILE_STEP, end * MOQ_TILE_STEP);
 }
 
+static void narrow_factors(pass *p) {
+    double least = (double)FLT_MAX, most = (double)FLT_MIN;
+    for (int64_t m = 0; m < p->rows; m++) {
+        double factor = p->factor[m];
+        p->narrow_factor[m] = (float)factor;
+        least = factor < least ? factor : least;
+        most = factor > most ? factor : most;
+    }
+    p->least = least;
+    p->most = most;
+    p->held = least >= (double)FLT_MIN && most <= (double)FLT_MAX;
+}
+
 static void load_panel(pass *p) {
     const moq_linear_tiles *tiles = p->tiles;
     p->arranging = (moq_arranging){.rows = p->decoded,
@@ -179,6 +253,7 @@ static void load_panel(pass *p) {
     if (tiles->arrange && !p->together)
         moq_parallel_for(p->padded / MOQ_TILE_STEP,
                          1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP), arrange_columns, p);
+    narrow_factors(p);
 }
 
 /* ---- the tiles ---- */
@@ -187,12 +262,14 @@ typedef struct {
     int64_t n; /* first row */
     int64_t count;
     int64_t block; /* their row of 128 x 128 blocks */
+    double power;  /* taken out of its scales, else 1 */
 } tile_place;
 
 typedef struct {
     char *weight; /* [tile_rows, tile_stride] units */
     float *sums;  /* [strip, tile_rows, stride] */
     float *part;  /* [tile_rows, stride], for block scales */
+    float *block; /* [strip, groups of 128]: the scales of each tile's row of blocks */
     int64_t stride;
     char **row; /* [panel rows] */
 } tile_memory;
@@ -240,16 +317,14 @@ static void add_scaled_portable(const moq_scaled *s) {
     }
 }
 
-static void add_scaled(const pass *p, const tile_memory *memory, int64_t count, int64_t block,
-                       int64_t column) {
-    const float *block_scales = p->call->weight_scale;
+static void add_scaled(const pass *p, const tile_memory *memory, int64_t count, int64_t column) {
     moq_scaled scaled = {.sums = memory->sums,
                          .part = memory->part,
                          .stride = memory->stride,
                          .rows = count,
                          .m = p->rows,
                          .scales = p->group_scales + column * p->rows,
-                         .scale = block_scales[block * p->groups + column]};
+                         .scale = memory->block[column]};
     if (p->tiles->add_scaled)
         p->tiles->add_scaled(&scaled);
     else
@@ -260,16 +335,15 @@ static void add_scaled(const pass *p, const tile_memory *memory, int64_t count, 
 static tile_memory memory_of(const pass *p, const tile_memory *memory, int64_t i) {
     tile_memory own = *memory;
     own.sums += i * round_up(p->tile_rows, p->tiles->pad_rows) * memory->stride;
+    own.block += i * p->groups;
     return own;
 }
 
 /* A tile times the panel by a kernel that applies block scales itself. */
-static void sum_blocks(const pass *p, const tile_place *place, const moq_tile *tile) {
+static void sum_blocks(const pass *p, const tile_memory *memory, const moq_tile *tile) {
     int64_t group = tile->first / MOQ_FP8_BLOCK;
-    const float *weight = p->call->weight_scale;
-    moq_tile_scales scales = {.x = p->group_scales + group * p->rows,
-                              .stride = p->rows,
-                              .weight = weight + place->block * p->groups + group};
+    moq_tile_scales scales = {
+        .x = p->group_scales + group * p->rows, .stride = p->rows, .weight = memory->block + group};
     p->tiles->multiply_blocks(tile, &scales);
 }
 
@@ -292,14 +366,14 @@ static void sum_columns(const pass *p, const tile_memory *memory, const tile_pla
                      .fresh = apart || first == 0};
     decode_tile(p, place->n, place->count, first, k, memory->weight);
     if (blocks && !apart) {
-        sum_blocks(p, place, &tile);
+        sum_blocks(p, memory, &tile);
         return;
     }
     if (apart && first == 0)
         memset(memory->sums, 0, (size_t)(place->count * memory->stride) * sizeof(float));
     p->tiles->multiply(&tile);
     if (apart)
-        add_scaled(p, memory, place->count, place->block, first / MOQ_FP8_BLOCK);
+        add_scaled(p, memory, place->count, first / MOQ_FP8_BLOCK);
 }
 
 /* The tiles of a strip, some columns of all before the next columns of any: those columns of the
@@ -337,7 +411,7 @@ static void sum_few(const pass *p, const tile_memory *memory, const tile_place *
         job.group = call->spec->group_size;
         job.scales = (const uint8_t *)call->weight_scale + n * (p->k / job.group);
     } else if (p->group_scales) {
-        job.block_scales = (const float *)call->weight_scale + place->block * p->groups;
+        job.block_scales = memory->block;
     }
     p->tiles->multiply_few(&job);
 }
@@ -353,14 +427,69 @@ static void store_portable(const moq_store *s) {
     }
 }
 
+/* The exact factor of row r of a tile. */
+static double factor_of(const pass *p, const tile_place *place, int64_t r) {
+    const float *scale = p->call->output_scale;
+    return (scale ? (double)scale[place->n + r] : place->power) * p->unit;
+}
+
+/* The same in float64, for factors whose products float32 does not hold. */
+static void store_wide(const pass *p, const tile_place *place, const moq_store *s) {
+    const moq_row_kernels *convert = moq_cpu_row_kernels();
+    float out[LARGE_ROWS];
+    for (int64_t m = 0; m < s->m; m++) {
+        for (int64_t n = 0; n < s->rows; n++)
+            out[n] = (float)((double)s->sums[n * s->sums_stride + m] * p->factor[m] *
+                                 factor_of(p, place, n) +
+                             (double)s->bias[n]);
+        convert->encode(s->dtype, out, s->rows, s->row[m]);
+    }
+}
+
+/* Whether float32 holds the factors of rows, which lie within these limits, and their products with
+ * those of all tokens, as normal numbers. */
+static bool holds_factors(const pass *p, double least, double most) {
+    const double lowest = (double)FLT_MIN, highest = (double)FLT_MAX;
+    return p->held && least >= lowest && most <= highest && least * p->least >= lowest &&
+           most * p->most <= highest;
+}
+
+/* Whether all scales are 0 or from 2^-60 to 2^60, in integers, of which the compiler makes vectors:
+ * so are nearly all there ever were, and this is what a call of one token waits for. */
+static bool are_ordinary(const float *scale, int64_t n) {
+    const uint32_t lowest = (127 - 60) << 23, range = 120 << 23;
+    uint32_t others = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &scale[i], sizeof bits);
+        others |= (uint32_t)(bits - lowest > range) & (uint32_t)(bits != 0);
+    }
+    return others == 0;
+}
+
+/* The same for the output scales of rows [begin, end); zeros have no part in it. */
+static bool holds_rows(const pass *p, int64_t begin, int64_t end) {
+    const float *scale = p->call->output_scale;
+    float least = FLT_MAX, most = 0;
+    if (p->least >= 0x1p-60 && p->most <= 0x1p40 && are_ordinary(scale + begin, end - begin))
+        return true; /* and the units are at most 2^16 */
+    for (int64_t n = begin; n < end; n++) {
+        least = scale[n] > 0 && scale[n] < least ? scale[n] : least;
+        most = scale[n] > most ? scale[n] : most;
+    }
+    return most == 0 || holds_factors(p, (double)least * p->unit, (double)most * p->unit);
+}
+
 /* Factors, bias, the one rounding. */
-static void store_tile(const pass *p, const tile_memory *memory, int64_t n, int64_t count) {
+static void store_tile(const pass *p, const tile_memory *memory, const tile_place *place,
+                       bool held) {
     const moq_linear_call *call = p->call;
+    int64_t n = place->n, count = place->count;
     float factor[LARGE_ROWS], bias[LARGE_ROWS] = {0};
-    float unit = call->spec->weight == MOQ_WEIGHT_E2M1 ? p->tiles->e2m1_unit : p->tiles->e4m3_unit;
     size_t size = moq_dtype_size(call->y->dtype);
+    float unit = (float)p->unit, power = (float)(place->power * p->unit);
     for (int64_t r = 0; r < count; r++)
-        factor[r] = call->output_scale ? call->output_scale[n + r] * unit : unit;
+        factor[r] = call->output_scale ? call->output_scale[n + r] * unit : power;
     if (call->bias) {
         size_t bias_size = moq_dtype_size(call->bias_dtype);
         moq_decode_row(call->bias_dtype, (const char *)call->bias + (size_t)n * bias_size, count,
@@ -374,10 +503,12 @@ static void store_tile(const pass *p, const tile_memory *memory, int64_t n, int6
                        .m = p->rows,
                        .factor = factor,
                        .bias = bias,
-                       .row_factor = p->factor,
+                       .row_factor = p->narrow_factor,
                        .dtype = call->y->dtype,
                        .row = memory->row};
-    if (p->tiles->store)
+    if (!held)
+        store_wide(p, place, &store);
+    else if (p->tiles->store)
         p->tiles->store(&store);
     else
         store_portable(&store);
@@ -400,15 +531,27 @@ static int64_t find_partition(const moq_linear_spec *spec, int64_t n, int64_t *b
     return end;
 }
 
-/* The tile that begins at row n and ends before `last`: no further than its row of blocks. */
-static tile_place place_tile(const pass *p, int64_t n, int64_t last) {
-    tile_place place = {.n = n};
+/* Brings the scales of a row of blocks to where its tile reads them, unless they are there. */
+static void place_blocks(const pass *p, float *scales, int64_t block, tile_place *place) {
+    if (place->block == block)
+        return;
+    memcpy(scales, (const float *)p->call->weight_scale + block * p->groups,
+           (size_t)p->groups * sizeof(float));
+    place->power = take_power(scales, p->groups, HIGHEST_SCALE);
+    place->block = block;
+}
+
+/* The tile that begins at row n and ends before `last`: no further than its row of blocks. In place
+ * of one that had the same memory before. */
+static void place_tile(const pass *p, const tile_memory *memory, int64_t n, int64_t last,
+                       tile_place *place) {
     if (p->call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK) {
-        int64_t stop = find_partition(p->call->spec, n, &place.block);
+        int64_t block, stop = find_partition(p->call->spec, n, &block);
         last = stop < last ? stop : last;
+        place_blocks(p, memory->block, block, place);
     }
-    place.count = last - n < p->tile_rows ? last - n : p->tile_rows;
-    return place;
+    place->n = n;
+    place->count = last - n < p->tile_rows ? last - n : p->tile_rows;
 }
 
 static bool take_tile_memory(const pass *p, tile_memory *memory) {
@@ -418,7 +561,9 @@ static bool take_tile_memory(const pass *p, tile_memory *memory) {
         memory->stride += 16; /* a line, so that rows fall into different sets */
     size_t weight = (size_t)(rows * p->tile_stride) * p->tiles->unit;
     size_t sums = (size_t)(rows * memory->stride) * sizeof(float);
-    size_t bytes = weight + (size_t)(p->strip + 1) * sums + (size_t)p->rows * sizeof(char *);
+    size_t rows_of_y = (size_t)p->rows * sizeof(char *);
+    size_t blocks = p->group_scales ? (size_t)(p->strip * p->groups) * sizeof(float) : 0;
+    size_t bytes = weight + (size_t)(p->strip + 1) * sums + rows_of_y + blocks;
     memory->weight = moq_take_scratch(MOQ_SCRATCH_TILE, bytes);
     if (!memory->weight)
         return false;
@@ -426,6 +571,7 @@ static bool take_tile_memory(const pass *p, tile_memory *memory) {
     memory->part = (float *)(memory->weight + weight);
     memory->sums = memory->part + rows * memory->stride;
     memory->row = (char **)(memory->sums + p->strip * rows * memory->stride);
+    memory->block = (float *)(memory->row + p->rows);
     return true;
 }
 
@@ -436,21 +582,28 @@ static void multiply_rows(void *context, int64_t begin, int64_t end) {
         p->failed = 1;
         return;
     }
+    tile_place places[STRIP];
+    for (int i = 0; i < STRIP; i++)
+        places[i] = (tile_place){.block = -1, .power = 1.0};
+    bool rows = p->call->output_scale != NULL;
+    bool held = rows && holds_rows(p, p->start + begin, p->start + end);
     moq_pace pace = {0};
     for (int64_t n = p->start + begin, last = p->start + end; n < last;) {
-        tile_place places[STRIP];
         int64_t count = 0;
         if (moq_stops(&pace, p->tile_rows * p->k))
             return;
-        for (; count < p->strip && n < last; n += places[count++].count)
-            places[count] = place_tile(p, n, last);
+        for (; count < p->strip && n < last; n += places[count++].count) {
+            tile_memory own = memory_of(p, &memory, count);
+            place_tile(p, &own, n, last, &places[count]);
+        }
         if (p->few)
             sum_few(p, &memory, &places[0]);
         else
             sum_strip(p, &memory, places, count, &pace);
         for (int64_t i = 0; i < count; i++) {
             tile_memory own = memory_of(p, &memory, i);
-            store_tile(p, &own, places[i].n, places[i].count);
+            double power = places[i].power * p->unit;
+            store_tile(p, &own, &places[i], rows ? held : holds_factors(p, power, power));
         }
     }
 }
@@ -514,7 +667,8 @@ static moq_status allocate_panel(pass *p, moq_err *err) {
     size_t panel = (size_t)round_up(values * (int64_t)p->tiles->unit, 64);
     size_t copies = p->tiles->arrange ? 2 : 1;
     size_t floats = (size_t)round_up(rows + (blocks ? rows * p->groups : 0), 16);
-    size_t bytes = copies * panel + floats * sizeof(float) + (size_t)rows * sizeof(char *);
+    size_t bytes =
+        copies * panel + floats * sizeof(float) + (size_t)rows * (sizeof(char *) + sizeof(double));
     char *memory = moq_take_scratch(MOQ_SCRATCH_PANEL, bytes);
     if (!memory)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for a panel of a linear layer");
@@ -522,9 +676,10 @@ static moq_status allocate_panel(pass *p, moq_err *err) {
     p->decoded = memory + (copies - 1) * panel;
     size_t row = (size_t)p->padded * p->tiles->unit; /* rows of padding are multiplied, too */
     memset((char *)p->decoded + (size_t)rows * row, 0, panel - (size_t)rows * row);
-    p->factor = (float *)(memory + copies * panel);
-    p->group_scales = blocks ? p->factor + rows : NULL;
-    p->y = (char **)(p->factor + floats);
+    p->narrow_factor = (float *)(memory + copies * panel);
+    p->group_scales = blocks ? p->narrow_factor + rows : NULL;
+    p->factor = (double *)(p->narrow_factor + floats);
+    p->y = (char **)(p->factor + rows);
     return MOQ_OK;
 }
 
@@ -546,10 +701,14 @@ moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *
               .padded = round_up(k, MOQ_TILE_STEP),
               .tile_rows = call->m <= SMALL_M ? SMALL_ROWS : LARGE_ROWS,
               .tile_columns = columns_of_tiles(tiles, call),
-              .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK};
+              .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK,
+              .unit = unit_of(tiles, call->spec)};
     p.tile_stride = p.tile_columns + 64 / (int64_t)tiles->unit;
     MOQ_TRY(allocate_panel(&p, err));
-    return run_panels(&p, err);
+    unsigned flushes = moq_enter_float_mode();
+    moq_status status = run_panels(&p, err);
+    moq_leave_float_mode(flushes);
+    return status;
 }
 
 const moq_linear_tiles *moq_linear_tiles_of(moq_isa isa) {

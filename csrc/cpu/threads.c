@@ -1,6 +1,7 @@
 /* Threads of the CPU kernels: see threads.h. */
 #include "cpu/threads.h"
 
+#include "cpu/float_mode.h"
 #include "cpu/interrupt.h"
 #include "cpu/openmp.h"
 
@@ -82,11 +83,13 @@ static void run_member(void *data) {
         return;
     int64_t begin = r->grains * id / active * r->grain;
     int64_t end = r->grains * (id + 1) / active * r->grain;
+    unsigned flushes = moq_enter_float_mode();
     if (id > 0) /* the calling thread is under it already */
         moq_watch_join(r->watch);
     r->work(r->context, begin, end < r->count ? end : r->count);
     if (id > 0)
         moq_watch_join(NULL);
+    moq_leave_float_mode(flushes);
 }
 
 /* The team is always of the same size and members without work stay idle: libgomp ends the threads
@@ -98,7 +101,9 @@ void moq_parallel_for(int64_t count, int64_t grain,
         return;
     int team = grains > 1 ? moq_num_threads() : 1;
     if (team == 1) {
+        unsigned flushes = moq_enter_float_mode();
         work(context, 0, count);
+        moq_leave_float_mode(flushes);
         return;
     }
     region r = {work, context, count, grain, grains, moq_find_openmp(NULL), moq_watch_here()};

@@ -309,6 +309,7 @@ static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
     for (int i = threadIdx.x % 32; i < p.source_count; i += 32) {
         float factor = factor_of(p.source[i]);
         bad = bad || !(factor >= 0) || __float_as_uint(factor) == 0x7f800000u;
+        bad = bad || (p.fold_scale && factor > MOQ_FOLDED_MOST); /* the rule MOQ_SCALE_FOLDED */
         zero = zero || (p.source[i].factor_at && factor == 0.0f);
     }
     if (bad)

@@ -138,7 +138,8 @@ static __global__ void __launch_bounds__(THREADS) copy_scales(moq_scale_copy c) 
     if (i >= c.count)
         return;
     float scale = moq_load_one(c.scales, i * c.step, c.dtype);
-    if (c.bad && (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u))
+    bool below = scale != 0 && scale <= c.above;
+    if (c.bad && (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u || below))
         *c.bad = 1;
     if (c.zero && scale == 0)
         *c.zero = 1;

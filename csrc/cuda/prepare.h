@@ -24,7 +24,7 @@ typedef enum {
  * how many of them do. */
 typedef struct {
     uint32_t bad_code, bad_scale, zero_scale; /* bad: NaN, or negative, or an infinite scale */
-    uint32_t bad_input_scale;                 /* also zero */
+    uint32_t bad_input_scale;                 /* also zero, or no reciprocal in float32 */
 } moq_findings;
 
 /* A note: findings in the host's memory, all zero, which kernels of any device may write and the
@@ -56,6 +56,7 @@ typedef struct {
     moq_dtype dtype;
     int64_t count, step;  /* a step of 0: one scale for all */
     float *out;           /* NULL: they are only looked at */
+    float above;          /* what is not is bad, too, but for zero */
     uint32_t *bad, *zero; /* of findings: where those are told; NULL: nowhere */
     moq_findings *found;  /* as above */
     const moq_findings *unless;

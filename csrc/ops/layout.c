@@ -1,6 +1,7 @@
 /* Operations that rearrange stored tensors: see layout.h. */
 #include "ops/layout.h"
 
+#include "core/formats.h"
 #include "cpu/interrupt.h"
 #include "cpu/layout.h"
 #include "cpu/rows.h"
@@ -239,6 +240,11 @@ static moq_status read_scales(const moq_tensor *scale, int64_t count, void *stre
         scales->equal = scales->equal && value == scales->of[0];
         scales->largest = value > scales->largest ? value : scales->largest;
     }
+    if (!scales->equal && !(scales->largest > MOQ_DIVISOR_ABOVE))
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "weight_scale: expected the largest above %g, so that its reciprocal is a "
+                        "float32, got %g",
+                        (double)MOQ_DIVISOR_ABOVE, (double)scales->largest);
     return MOQ_OK;
 }
 

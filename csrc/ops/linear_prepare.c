@@ -7,6 +7,7 @@
 
 #include "core/formats.h"
 #include "core/scales.h"
+#include "cpu/float_mode.h"
 #include "cuda/cuda.h"
 
 #include <math.h>
@@ -209,7 +210,9 @@ static moq_status read_few(const moq_linear_spec *spec, const moq_linear_sources
     const char *name = e2m1 ? "weight_scale_2" : "weight_scale";
     const moq_source *source = weight_scales(spec, sources);
     MOQ_TRY(read_per_partition(spec, source, name, stream, out, err));
-    return moq_check_scales(out, spec->partition_count, name, MOQ_SCALE_MAY_BE_ZERO, err);
+    bool folds = e2m1 && (spec->weight == MOQ_WEIGHT_E4M3_ROW || moq_linear_folds(spec));
+    return moq_check_scales(out, spec->partition_count, name,
+                            folds ? MOQ_SCALE_FOLDED : MOQ_SCALE_MAY_BE_ZERO, err);
 }
 
 moq_status moq_prepare_bad_scale(const moq_linear_spec *spec, const moq_linear_sources *sources,
@@ -263,7 +266,7 @@ static moq_status read_input_scales(const moq_linear_spec *spec, const moq_linea
         MOQ_TRY(read_per_partition(spec, &sources->input_scale, "input_scale", stream,
                                    scales->input, err));
         MOQ_TRY(moq_check_scales(scales->input, spec->partition_count, "input_scale",
-                                 MOQ_SCALE_POSITIVE, err));
+                                 MOQ_SCALE_DIVISOR, err));
     }
     for (int i = 1;
          spec->one_input_scale && sources->input_scale.count && i < spec->partition_count; i++)
@@ -401,8 +404,8 @@ static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linea
     return prepare(spec, sources, way, params, err);
 }
 
-moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+static moq_status prepare_anywhere(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                                   moq_prepare_way way, moq_linear_params *params, moq_err *err) {
     bool entered;
     MOQ_TRY(moq_linear_check_params(spec, params, "out", err));
     if (spec->device.kind == MOQ_CPU)
@@ -410,5 +413,14 @@ moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sour
     MOQ_TRY(moq_cuda_enter(spec->device.index, &entered, err));
     moq_status status = prepare_on_stream(spec, sources, way, params, err);
     moq_cuda_leave(entered);
+    return status;
+}
+
+/* A subnormal scale is no zero, which would make zeros of its weights. */
+moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
+                              moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+    unsigned flushes = moq_enter_float_mode();
+    moq_status status = prepare_anywhere(spec, sources, way, params, err);
+    moq_leave_float_mode(flushes);
     return status;
 }

@@ -15,6 +15,7 @@
  * For swizzled NVFP4 weights the host waits after the checks, too. */
 #include "ops/linear_prepare.h"
 
+#include "core/formats.h"
 #include "core/swizzle.h"
 #include "cuda/cuda.h"
 #include "cuda/layout.h"
@@ -218,6 +219,7 @@ static moq_status copy_input_scales(const job *j, bool look, bool copy, moq_err 
             .count = shared ? parts : moq_tensor_numel(t),
             .step = shared ? 0 : 1,
             .out = out ? out + p : NULL,
+            .above = MOQ_DIVISOR_ABOVE,
             .bad = look ? &j->found->bad_input_scale : NULL,
             .zero = look ? &j->found->bad_input_scale : NULL,
             .found = j->note,

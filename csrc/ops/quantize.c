@@ -4,6 +4,7 @@
 #include "core/formats.h"
 #include "core/swizzle.h"
 #include "cpu/activation.h"
+#include "cpu/float_mode.h"
 #include "cpu/layout.h"
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
@@ -206,7 +207,7 @@ moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation 
 
 static moq_status read_given(const moq_quantize_plan *plan, float *out, moq_err *err) {
     MOQ_TRY(moq_read_scale(&plan->given, "scale", out, err));
-    if (plan->scheme == MOQ_QUANTIZE_FP8_TENSOR && isinf(1.0f / *out))
+    if (plan->scheme == MOQ_QUANTIZE_FP8_TENSOR && !(*out > MOQ_DIVISOR_ABOVE))
         return moq_fail(err, MOQ_ERR_VALUE,
                         "scale: expected a number whose reciprocal is a float32, got %g",
                         (double)*out);
@@ -391,8 +392,7 @@ static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_
     return status;
 }
 
-moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_call *call,
-                            moq_err *err) {
+static moq_status run(const moq_quantize_plan *plan, const moq_quantize_call *call, moq_err *err) {
     float given = 0.0f;
     MOQ_TRY(check_results(plan, call, err));
     if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CPU)
@@ -400,4 +400,13 @@ moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_ca
     if (plan->x.device.kind == MOQ_CUDA)
         return run_on_cuda(plan, call, given, err);
     return run_on_cpu(plan, call, given, err);
+}
+
+/* A scale may be subnormal, and is no zero. */
+moq_status moq_run_quantize(const moq_quantize_plan *plan, const moq_quantize_call *call,
+                            moq_err *err) {
+    unsigned flushes = moq_enter_float_mode();
+    moq_status status = run(plan, call, err);
+    moq_leave_float_mode(flushes);
+    return status;
 }

@@ -30,6 +30,8 @@ from moqext.reference.weights import scalar
 TOKEN_SCALE_FLOOR = np.float32(1.0 / (448.0 * 512.0))
 # Smallest amax of a 1 x 128 group, likewise.
 GROUP_AMAX_FLOOR = np.float32(1e-10)
+# An `input_scale` is greater: float32 does not hold the reciprocal of this one, 2^128.
+DIVISOR_ABOVE = np.float32(2.0**-128)
 
 
 def _amax(x: F32) -> F32:
@@ -42,15 +44,19 @@ def quantize_fp8_static(x: ArrayLike, scale: ArrayLike) -> Array:
 
     Args:
         x: [..., K].
-        scale: `input_scale`, one element, positive and finite.
+        scale: `input_scale`, one element, positive and finite, and above 2^-128, whose reciprocal float32
+            does not hold.
 
     Returns:
         uint8 codes of the shape of x.
 
     Raises:
-        ValueError: a scale that is zero, negative or not finite.
+        ValueError: a scale that is zero, negative, not finite, or too small.
     """
-    return _times_reciprocal(as_float32(x), _positive(scale, "scale"))
+    divisor = _positive(scale, "scale")
+    if divisor <= DIVISOR_ABOVE:
+        raise ValueError(f"scale: its reciprocal must be a float32, got {divisor}")
+    return _times_reciprocal(as_float32(x), divisor)
 
 
 def _positive(value: ArrayLike, name: str) -> np.float32:
