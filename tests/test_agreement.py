@@ -155,6 +155,34 @@ def test_blocks_of_stacked_experts_with_one_block_one_way(rng, tmp_path, rows, c
     np.testing.assert_array_equal(weight, by_axes)
 
 
+def test_deepseek_v4s_own_layers(rng, data, tmp_path):
+    """Its attention stays as its makers stored it: 128x128 blocks under powers of two, called `scale`."""
+    config = data / "configs" / "nvidia__DeepSeek-V4-Flash-NVFP4.quantization_config.json"
+    text = json.dumps({"quantization_config": json.loads(config.read_text())})
+    (tmp_path / "config.json").write_text(text)
+    codes = rng.integers(0, 0x7F, (256, 384), dtype=np.uint8)
+    scale = rng.integers(110, 130, (2, 3), dtype=np.uint8)
+    name = "layers.0.attn.wq_a"
+    write(
+        tmp_path / "model.safetensors",
+        {f"{name}.weight": ("F8_E4M3", codes), f"{name}.scale": ("F8_E8M0", scale)},
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        assert {problem.code for problem in checkpoint.problems} == {
+            "foreign_scale_name",
+            "listed_module_missing",
+        }
+        record = checkpoint.layer(name)
+        assert (record.quant_algo, record.config_algo) == ("FP8_PB_WO", "FP8_PB_WO")
+        exact = reference.decode(codes, "e4m3") * np.exp2(scale - 127.0).repeat(128, 0).repeat(128, 1)
+        np.testing.assert_array_equal(checkpoint.dequantize(name), exact)
+        x = random_x(rng, (3, 384), "float32")
+        params = {"weight": codes, "weight_scale": np.exp2(scale - 127.0).astype(np.float32)}
+        wanted = reference.linear(x, params, "FP8_PB_WO", out_dtype="float64")
+        y = checkpoint.load(name, dtype="float32")(x)
+        assert np.linalg.norm(y - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
 def test_a_lost_scale_of_stacked_experts_is_refused(rng, tmp_path):
     base = "model.layers.0.mlp.experts"
     tensors = {}
