@@ -320,7 +320,8 @@ static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
         p.found->zero_scale = 1;
     if (zero && p.unless)
         p.unless->zero_scale = 1;
-    return __any_sync(0xffffffffu, bad || zero) || moq_has_met(p.unless, p.found);
+    bool met = moq_has_met(p.unless, p.found); /* in any case: it tells what earlier kernels met */
+    return __any_sync(0xffffffffu, bad || zero) || met;
 }
 
 /* output_scale of a row, and fold_scale where there is one, from its largest value. */

@@ -25,6 +25,7 @@
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
+#include "cuda/nvfp4_decode.h"
 #include "cuda/ptx.h"
 
 #define WARPS     8
@@ -278,8 +279,16 @@ static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE
         w[i] = round_e4m3(w[i] * E2M1_UNIT * in.scale);
 }
 
-template <int WEIGHT> static __device__ __forceinline__ float unit_of(void) {
-    return WEIGHT == FOLDED ? 1.0f : WEIGHT == E2M1 || WEIGHT == PACKED ? E2M1_UNIT : E4M3_UNIT;
+/* What of the unit sums get, and what goes to the factor of the row: of e2m1 as much as the kernels
+ * of tensor cores leave out of their products, so that sums overflow where theirs do. */
+template <int WEIGHT> static __device__ __forceinline__ float unit_of_sums(void) {
+    if (WEIGHT == E2M1 || WEIGHT == PACKED)
+        return E2M1_UNIT / MOQ_NVFP4_FACTOR;
+    return WEIGHT == FOLDED ? 1.0f : E4M3_UNIT;
+}
+
+template <int WEIGHT> static __device__ __forceinline__ float unit_of_factors(void) {
+    return WEIGHT == E2M1 || WEIGHT == PACKED ? MOQ_NVFP4_FACTOR : 1.0f;
 }
 
 /* ---- the kernel ---- */
@@ -364,9 +373,9 @@ static __global__ void __launch_bounds__(THREADS)
                 total += __shfl_xor_sync(0xffffffffu, total, i);
             if (lane != r * TOKENS + m || m >= tokens || row + r >= t.end)
                 continue;
-            total *= unit_of<WEIGHT>();
+            total *= unit_of_sums<WEIGHT>();
             if (args.output_scale) {
-                float factor = args.output_scale[row + r];
+                float factor = args.output_scale[row + r] * unit_of_factors<WEIGHT>();
                 if (WEIGHT == FOLDED)
                     factor *= __frcp_rn(args.fold_scale[row + r]);
                 total = __fmul_rn(total, __fmul_rn(token_scale[m], factor));

@@ -56,6 +56,7 @@ typedef struct {
     int32_t index;
     int64_t first; /* row of the layer */
     moq_code_rows codes, groups;
+    bool zero; /* known to mean zero, whatever the scales of rows say */
 } moq_prepare_part;
 
 /* Looks for codes that no intact checkpoint holds: NaN, or under a scale of zero a value. */

@@ -85,7 +85,7 @@ moq_status moq_prepare_check_part(const moq_linear_spec *spec, const moq_prepare
         if (blocks)
             MOQ_TRY(check_blocks(spec, blocks_of_row(spec, blocks, row), n, codes, err));
         else
-            MOQ_TRY(check_row(spec, row_is_zero(scales, n), n, codes, groups, err));
+            MOQ_TRY(check_row(spec, part->zero || row_is_zero(scales, n), n, codes, groups, err));
     }
     return MOQ_OK;
 }
@@ -152,7 +152,8 @@ void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part 
 
 static moq_prepare_part part_of(const moq_linear_spec *spec, const moq_linear_sources *sources,
                                 int32_t p, int64_t first) {
-    moq_prepare_part part = {p, first, moq_prepare_rows(&sources->weight, p, first), {0}};
+    moq_prepare_part part = {.index = p, .first = first};
+    part.codes = moq_prepare_rows(&sources->weight, p, first);
     if (spec->checkpoint == MOQ_WEIGHT_E2M1)
         part.groups = moq_prepare_rows(&sources->weight_scale, p, first);
     return part;

@@ -399,20 +399,24 @@ static moq_status check_zero_part(const job *j, int32_t p, int64_t first, moq_er
     uint8_t *memory = malloc((size_t)(rows * (k + groups)) + 1);
     if (!memory)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the codes of a linear layer");
-    moq_prepare_part part = {p, first, {memory, k}, {memory + rows * k, groups}};
+    const moq_prepare_scales none = {0};
+    const moq_prepare_part part = {
+        p, first, {memory, k}, {memory + rows * k, groups}, .zero = true};
     moq_status status = download_rows(moq_prepare_rows(&j->sources->weight, p, first), rows, k,
                                       memory, j->stream, err);
     if (status == MOQ_OK)
         status = download_rows(moq_prepare_rows(&j->sources->weight_scale, p, first), rows, groups,
                                memory + rows * k, j->stream, err);
     if (status == MOQ_OK)
-        status = moq_prepare_check_part(spec, &part, j->scales, err);
+        status = moq_prepare_check_part(spec, &part, &none, err);
     free(memory);
     return status;
 }
 
 static moq_status check_zero_parts(const job *j, moq_err *err) {
     int64_t first = 0;
+    if (j->scales->input_on_device) /* if several are wrong, it is named first */
+        MOQ_TRY(moq_prepare_bad_input_scale(j->spec, j->sources, j->stream, err));
     for (int32_t p = 0; p < j->spec->partition_count; first += j->spec->partition[p++]) {
         if (is_zero(j, p))
             MOQ_TRY(check_zero_part(j, p, first, err));
@@ -427,14 +431,14 @@ static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uin
     moq_linear_params params = {.weight = {.data = codes}};
     int64_t k = spec->in_features, first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
-        moq_prepare_part part = {p, first, {codes + first * k, k}, {0}};
+        const moq_prepare_part part = {.index = p, .first = first, .codes = {codes + first * k, k}};
         MOQ_TRY(download_rows(moq_prepare_rows(&j->sources->weight, p, first), spec->partition[p],
                               k, codes + first * k, j->stream, err));
         MOQ_TRY(moq_prepare_check_part(spec, &part, home, err));
     }
     first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
-        moq_prepare_part part = {p, first, {codes + first * k, k}, {0}};
+        const moq_prepare_part part = {.index = p, .first = first, .codes = {codes + first * k, k}};
         moq_prepare_write_part(spec, &part, home, &params);
     }
     moq_tensor *scale = home->block ? &j->params->weight_scale : &j->params->output_scale;
@@ -486,9 +490,11 @@ static moq_status refuse_bad_scales(const job *j, moq_err *err) {
 
 static moq_status prepare(job *j, moq_err *err) {
     bool e2m1 = j->spec->checkpoint == MOQ_WEIGHT_E2M1, swizzled = is_swizzled(j->spec);
-    bool zero = has_zero_scale(j);
-    if (zero && !e2m1)
-        return prepare_at_home(j, err);
+    if (has_zero_scale(j)) {
+        if (!e2m1)
+            return prepare_at_home(j, err);
+        MOQ_TRY(check_zero_parts(j, err));
+    }
     MOQ_TRY(forget_findings(j, err));
     if (!e2m1)
         MOQ_TRY(place_scales(j, err));
