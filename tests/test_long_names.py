@@ -89,6 +89,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.unsanitized  # measures time and memory
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("listed", [False, True])
 def test_names_of_thousands_of_dots_take_time_and_memory_in_proportion(tmp_path, shape, listed):

@@ -111,6 +111,11 @@ check()
     assert done.returncode == 0, done.stderr
 
 
+def hear_interrupts():
+    """As what a terminal starts does; what a shell starts in the background does not, nor do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_takes_effect_at_once():
     code = """
 moqext.set_num_threads(2)
@@ -123,7 +128,8 @@ except KeyboardInterrupt:
     print(time.monotonic(), flush=True)
 check()
 """
-    child = subprocess.Popen([sys.executable, "-c", COMMON + code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", COMMON + code]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts)
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.3)
     sent = time.monotonic()
@@ -135,7 +141,8 @@ check()
 
 def test_ctrl_c_in_a_benchmark_is_one_line_and_130():
     command = [sys.executable, "-m", "moqext", "bench", "--device", "cpu", "--shapes", "16384x16384"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    child = subprocess.Popen(command, **pipes, text=True, preexec_fn=hear_interrupts)
     maps = Path("/proc", str(child.pid), "maps")
     while "_C.abi3" not in maps.read_text():  # before, Python itself answers
         time.sleep(0.05)
