@@ -1,19 +1,23 @@
 """Builds the extension `moqext._C`: C with the host compiler, CUDA C with nvcc where there is one.
 
 Every source is compiled once to an object below the build directory, several at a time; an object is
-kept while its command, its source and the headers it includes have not changed. The host linker makes
-the one shared library; nvcc never links.
+kept while its command, its source and the headers it includes have not changed. Objects of one flavour
+(warnings are errors, sanitizers, each set of architectures, ...) lie in a directory of their own, so that
+flavours do not evict each other's. The host linker makes the one shared library; nvcc never links.
 
 Environment:
   MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it
-  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone
+  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone;
+                           "native": for the GPUs of this machine, and without one no CUDA
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
+  MOQEXT_VERBOSE=1         shows the command of every compiler
   MAX_JOBS                 compilers at a time; default: the number of cores
 """
 
+import ctypes
 import os
 import platform
 import re
@@ -22,16 +26,25 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    import tomllib
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"moqext: error: moqext needs Python >= 3.11, this is {platform.python_version()}"
+    ) from None
+
 ROOT = Path(__file__).resolve().parent
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+VERSION = PYPROJECT["project"]["version"]
 DEFAULT_ARCHS = "80;89;90a;100f;120f;89-virtual"
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
@@ -46,15 +59,18 @@ FILE_OPTIONS = {
 }
 X86_ENDS = ("_avx2", "_avx512", "_avx512bf16", "_amx")  # files for processors of one architecture
 SYSTEM_LIBRARIES = ["dl", "pthread"]  # parts of libc since glibc 2.34; OpenMP is found at run time
+# One header of each package that a toolkit is made of: where all are there, pip's packages are not looked at.
+TOOLKIT_HEADERS = ("cuda_runtime.h", "crt/host_config.h", "cccl/nv/target")
 PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
 
 
 class Unit(NamedTuple):
-    """One source file, the object it becomes, and the command that makes it."""
+    """One source file, the object it becomes, the command that makes it, and that command as it is kept."""
 
     source: Path
     target: Path
     command: list[str]
+    kept: str  # a command that gives another object is another text; where headers lie is not in it
 
 
 class Toolkit(NamedTuple):
@@ -63,7 +79,6 @@ class Toolkit(NamedTuple):
     nvcc: Path
     include: list[Path]
     library: list[Path]
-    cublaslt: bool  # cublasLt.h was found in `include`
 
 
 def say(message):
@@ -92,6 +107,17 @@ def commit():
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"
+
+
+def check_setuptools():
+    """Ends the build with one line where setuptools is older than what pyproject.toml asks for."""
+    needed = next(entry for entry in PYPROJECT["build-system"]["requires"] if entry.startswith("setuptools"))
+    oldest, found = (int(re.search(r"\d+", text)[0]) for text in (needed, setuptools.__version__))
+    if found < oldest:
+        fail(
+            f"building needs {needed}, found {setuptools.__version__}: pip install '{needed}' 'numpy>=2.0' "
+            "(pip install . brings them by itself)"
+        )
 
 
 # ------------------------------------------------------------------------------------------- toolkit
@@ -134,29 +160,87 @@ def toolkit_root(nvcc):
 def complete_toolkit(nvcc):
     """Finds what belongs to `nvcc`; a missing piece is looked for in pip's packages."""
     root = toolkit_root(nvcc)
-    homes = [root, *root.glob("targets/*-linux"), *pip_toolkits()]
+    homes = [root, *root.glob("targets/*-linux")]
     include = [home / "include" for home in homes if (home / "include").is_dir()]
-    library = [home / name for home in homes for name in ("lib64", "lib")]
+    if not all(any((path / header).is_file() for path in include) for header in TOOLKIT_HEADERS):
+        include += [home / "include" for home in pip_toolkits()]
+    library = [home / name for home in [*homes, *pip_toolkits()] for name in ("lib64", "lib")]
     library = [path for path in library if (path / "libcudart_static.a").is_file()]
     if not library:
         fail(f"{nvcc} was found, but no libcudart_static.a in its toolkit (moqext[cuda-build] completes it)")
-    cublaslt = any((path / "cublasLt.h").is_file() for path in include)
-    return Toolkit(nvcc, include, library[:1], cublaslt)
+    return Toolkit(nvcc, include, library[:1])
 
 
 def find_cuda():
-    """Returns (toolkit, None), or (None, why there is none), following MOQEXT_CUDA."""
+    """Returns (toolkit, its architectures, None), or (None, "", why there is none), following MOQEXT_CUDA."""
     wish = os.environ.get("MOQEXT_CUDA") or "auto"
+    archs = os.environ.get("MOQEXT_CUDA_ARCHS") or DEFAULT_ARCHS
     if wish not in ("auto", "0", "1"):
         fail(f"MOQEXT_CUDA must be auto, 0 or 1, got {wish!r}")
     if wish == "0":
-        return None, "MOQEXT_CUDA=0"
+        return None, "", "MOQEXT_CUDA=0"
     nvcc = find_nvcc()
-    if nvcc:
-        return complete_toolkit(nvcc), None
-    if wish == "1":
-        fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
-    return None, "nvcc not found"
+    if not nvcc:
+        if wish == "1":
+            fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
+        return None, "", "nvcc not found"
+    if archs == "native":
+        archs, names = native_archs(find_gpus())
+        if not archs and wish == "1":
+            fail(
+                "MOQEXT_CUDA=1 and MOQEXT_CUDA_ARCHS=native, but this machine has no GPU that moqext runs on"
+            )
+        if not archs:
+            return None, "", "MOQEXT_CUDA_ARCHS=native, and this machine has no GPU that moqext runs on"
+        say(f"building for this machine alone: {names} ({archs})")
+    return complete_toolkit(nvcc), archs, None
+
+
+def find_gpus():
+    """(name, major, minor) of every GPU that the driver shows; none where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, device, major, minor = (ctypes.c_int() for _ in range(4))
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    gpus = []
+    for index in range(count.value):
+        name = ctypes.create_string_buffer(256)
+        calls = [
+            driver.cuDeviceGet(ctypes.byref(device), index),
+            driver.cuDeviceGetName(name, len(name), device),
+            driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device),  # COMPUTE_CAPABILITY_MAJOR
+            driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device),  # COMPUTE_CAPABILITY_MINOR
+        ]
+        if not any(calls):
+            gpus.append((name.value.decode(errors="replace"), major.value, minor.value))
+    return gpus
+
+
+def arch_of_gpu(major, minor):
+    """The one of the default architectures that a GPU runs, the closest; None for one that is too old.
+
+    Code for 8.0 runs on 8.6, family code (100f) on later chips of its major version, code with an "a" on
+    that very chip; a driver compiles PTX for every later chip.
+    """
+    best = None
+    for arch in DEFAULT_ARCHS.split(";"):
+        number, kind = re.fullmatch(r"(\d+)(\D*)", arch).groups()
+        own = (int(number[:-1]), int(number[-1]))
+        runs = own == (major, minor) if kind == "a" else own[0] == major and own[1] <= minor
+        if kind == "-virtual":
+            runs = best is None and own <= (major, minor)
+        best = arch if runs else best
+    return best
+
+
+def native_archs(gpus):
+    """What to compile for these GPUs, as "90a", and their names; "" where moqext runs on none."""
+    chosen = {name: arch_of_gpu(major, minor) for name, major, minor in gpus}
+    archs = [arch for arch in DEFAULT_ARCHS.split(";") if arch in chosen.values()]
+    return ";".join(archs), ", ".join(name for name, arch in chosen.items() if arch)
 
 
 def archs_of(source, archs):
@@ -192,7 +276,7 @@ def up_to_date(unit):
     stamp, depends = unit.target.with_suffix(".cmd"), unit.target.with_suffix(".d")
     if not (unit.target.is_file() and depends.is_file() and stamp.is_file()):
         return False
-    if stamp.read_text() != shlex.join(unit.command):
+    if stamp.read_text() != unit.kept:
         return False
     read = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
     made = unit.target.stat().st_mtime
@@ -200,33 +284,42 @@ def up_to_date(unit):
 
 
 def compile_unit(unit):
-    """Runs one compiler; returns its exit status. Output is printed whole, so that it does not mix."""
+    """Runs one compiler; returns its exit status, its output and the seconds it took."""
     unit.target.parent.mkdir(parents=True, exist_ok=True)
     stamp = unit.target.with_suffix(".cmd")
     stamp.unlink(missing_ok=True)
+    start = time.monotonic()
     try:
         done = subprocess.run(
             unit.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
     except OSError as error:
         fail(f"{unit.command[0]} cannot be run: {error.strerror}")
-    print(shlex.join(unit.command) + "\n" + done.stdout, end="", flush=True)
     if done.returncode == 0:
-        stamp.write_text(shlex.join(unit.command))
-    return done.returncode
+        stamp.write_text(unit.kept)
+    if done.returncode or flag("MOQEXT_VERBOSE"):
+        return done.returncode, shlex.join(unit.command) + "\n" + done.stdout, time.monotonic() - start
+    return 0, done.stdout, time.monotonic() - start
 
 
 def compile_all(units):
-    """Compiles the units that are out of date, the slow ones of nvcc first, until one fails."""
+    """Compiles the units that are out of date, the slow ones of nvcc first, until one fails.
+
+    Says of each when it is done: which of how many, and its seconds. What a compiler wrote follows whole.
+    """
     stale = [unit for unit in units if not up_to_date(unit)]
     stale.sort(key=lambda unit: unit.source.suffix != ".cu")
     jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         running = {pool.submit(compile_unit, unit): unit for unit in stale}
-        for done in as_completed(running):
-            if done.result():
+        for count, done in enumerate(as_completed(running), 1):
+            unit, (status, output, seconds) = running[done], done.result()
+            width = len(str(len(stale)))
+            print(
+                f"[{count:{width}}/{len(stale)}] {unit.source} {seconds:.1f} s\n{output}", end="", flush=True
+            )
+            if status:
                 pool.shutdown(cancel_futures=True)
-                unit = running[done]
                 hint = " (MOQEXT_CUDA=0 builds without CUDA)" if unit.source.suffix == ".cu" else ""
                 fail(f"{Path(unit.command[0]).name} failed on {unit.source}{hint}")
 
@@ -236,25 +329,21 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         """Replaces setuptools' one: it knows neither nvcc nor which objects are still good."""
-        toolkit, why_not = find_cuda()
+        toolkit, archs, why_not = find_cuda()
         if not toolkit:
             say(f"CPU-only build ({why_not})")
-        archs = os.environ.get("MOQEXT_CUDA_ARCHS") or DEFAULT_ARCHS if toolkit else ""
-        if toolkit and not toolkit.cublaslt:
-            say("no cublasLt.h: building without cuBLASLt (moqext[cuda-build] brings it)")
         facts = {  # shown by `python -m moqext info`; each compiled into one file, so that the others keep
             "info.c": [
                 define("MOQ_VERSION", VERSION),
                 define("MOQ_COMMIT", commit()),
                 define("MOQ_FLAGS", " ".join(ext.extra_compile_args)),
-                define("MOQ_CUBLASLT", int(bool(toolkit and toolkit.cublaslt))),
             ],
             "absent.c": [define("MOQ_CUDA_WHY_NOT", why_not)],
-            "absent_cublaslt.c": [define("MOQ_CUBLASLT_WHY_NOT", why_not or "no cublasLt.h")],
         }
-        sources = [Path(source) for source in ext.sources] + stand_ins(toolkit)
+        c_sources, cuda_sources = sources_of_cuda(toolkit)
+        sources = [Path(source) for source in ext.sources] + c_sources
         units = [self.c_unit(ext, path, facts.get(path.name, [])) for path in sources]
-        units += [self.cuda_unit(toolkit, path, archs) for path in cuda_sources(toolkit)]
+        units += [self.cuda_unit(toolkit, path, archs) for path in cuda_sources]
         compile_all(units)
         self.compiler.link_shared_object(
             [str(unit.target) for unit in units],
@@ -268,12 +357,14 @@ class BuildExt(build_ext):
 
     def c_unit(self, ext, source, macros):
         """The part of the host compiler: the command that Python itself was configured with, then ours."""
-        target = self.target(source)
+        flavour = ["c", *(name for name in ("werror", "sanitize") if flag(f"MOQEXT_{name.upper()}"))]
+        target = self.target("-".join(flavour), source)
         floor = source.parts[1]
-        include = ["-Icsrc"]
+        include, numpy = ["-Icsrc"], None
         if floor == "binding":  # the floors below cannot even see Python.h
-            include += [f"-I{path}" for path in (numpy_include(), *self.compiler.include_dirs)]
-            include += ["-DPy_LIMITED_API=0x030b0000"]
+            numpy, numpy_version = numpy_headers()
+            include += [f"-I{path}" for path in self.python_include()]
+            include += ["-isystem", numpy, "-DPy_LIMITED_API=0x030b0000"]
         isa = [
             option
             for suffix, options in FILE_OPTIONS.items()
@@ -291,11 +382,21 @@ class BuildExt(build_ext):
             *strict,
             *output,
         ]
-        return Unit(source, target, command)
+        kept = shlex.join(command)
+        if numpy:  # every isolated build has its own copy of one version; compilers list no system headers
+            kept = kept.replace(numpy, f"numpy-{numpy_version}")
+        return Unit(source, target, command, kept)
+
+    def python_include(self):
+        """The directories of Python.h, without the environment's own, which is empty."""
+        own = Path(sys.exec_prefix, "include") if sys.exec_prefix != sys.base_exec_prefix else None
+        return [path for path in self.compiler.include_dirs if Path(path) != own]
 
     def cuda_unit(self, toolkit, source, archs):
         """The part of nvcc: device code for every arch, and the launchers' host code."""
-        target = self.target(source)
+        archs_here = archs_of(source, archs)
+        flavour = ["cuda", archs_here.replace(";", "_"), *(["racecheck"] if flag("MOQEXT_RACECHECK") else [])]
+        target = self.target("-".join(flavour), source)
         include = [f"-I{path}" for path in ("csrc", *toolkit.include)]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
         options = [
@@ -307,36 +408,37 @@ class BuildExt(build_ext):
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
-        archs = gencode(archs_of(source, archs))
-        return Unit(source, target, [str(toolkit.nvcc), *include, *archs, *options, *host, *output])
+        command = [str(toolkit.nvcc), *include, *gencode(archs_here), *options, *host, *output]
+        return Unit(source, target, command, shlex.join(command))
 
-    def target(self, source):
-        """The object of `source`; its suffix keeps device.c and device.cu apart."""
-        return Path(self.build_temp, source.with_suffix(source.suffix + ".o"))
-
-
-def cuda_sources(toolkit):
-    """The files of csrc/cuda that `toolkit` (None: there is none) can compile."""
-    sources = sorted(Path("csrc/cuda").glob("*.cu")) if toolkit else []
-    return [path for path in sources if toolkit.cublaslt or "cublaslt" not in path.stem]
+    def target(self, flavour, source):
+        """The object of `source` for a flavour; its suffix keeps device.c and device.cu apart."""
+        return Path(self.build_temp, flavour, source.with_suffix(source.suffix + ".o"))
 
 
-def stand_ins(toolkit):
-    """What takes the place of the others: the same functions, which fail with the reason."""
-    absent = [] if toolkit else ["absent.c"]
-    absent += [] if toolkit and toolkit.cublaslt else ["absent_cublaslt.c"]
-    return [Path("csrc/cuda", name) for name in absent]
+def sources_of_cuda(toolkit):
+    """The files of csrc/cuda and its rooms: (those of the C compiler, those of nvcc).
+
+    C files are part of every build, but for absent*.c: stand-ins for the functions of the .cu files, which
+    fail with the reason why there is no `toolkit`.
+    """
+    c_files = sorted(Path("csrc/cuda").rglob("*.c"))
+    if not toolkit:
+        return c_files, []
+    return [path for path in c_files if not path.stem.startswith("absent")], sorted(
+        Path("csrc/cuda").rglob("*.cu")
+    )
 
 
-def numpy_include():
-    """The directory of NumPy's headers, of version 2: they also serve 1.26 at run time."""
+def numpy_headers():
+    """The directory of NumPy's headers and their version: of 2, which also serve 1.26 at run time."""
     try:
         import numpy
     except ModuleNotFoundError:
         fail("building needs NumPy >= 2.0 (pip install . brings it; --no-build-isolation does not)")
     if int(numpy.__version__.split(".")[0]) < 2:
         fail(f"building needs the headers of NumPy >= 2.0 (they run on 1.26), found {numpy.__version__}")
-    return numpy.get_include()
+    return numpy.get_include(), numpy.__version__
 
 
 def extension():
@@ -361,7 +463,7 @@ def extension():
         ]
         compile_args += ["-O1", "-g", *sanitize]
         link_args += sanitize
-    sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).glob("*.c"))]
+    sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).rglob("*.c"))]
     if platform.machine() not in ("x86_64", "AMD64"):
         sources = [path for path in sources if not path.stem.endswith(X86_ENDS)]
     return Extension(
@@ -373,6 +475,7 @@ def extension():
     )
 
 
+check_setuptools()
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     fail(
         "free-threaded Python is not supported: the extension uses the stable ABI (abi3), which a build "

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -127,12 +128,13 @@ def fake_nvcc(home, body):
 def build(tree, tmp_path, **env):
     """Builds in `tmp_path` with no CUDA to be found but what `env` names; returns exit status and output."""
     tools = tmp_path / "path"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
     for name in ("cc", "gcc", "ld", "as", "git", "sh"):
-        if shutil.which(name):
+        if shutil.which(name) and not (tools / name).is_symlink():
             (tools / name).symlink_to(shutil.which(name))
     clean = {"MOQEXT_CUDA": None, "MOQEXT_CUDA_HOME": None, "MOQEXT_CUDA_ARCHS": None, "CUDA_HOME": None}
-    clean |= {"CUDA_PATH": None, "MOQEXT_SANITIZE": None, "PATH": str(tools)}
+    clean |= {"CUDA_PATH": None, "MOQEXT_SANITIZE": None, "MOQEXT_WERROR": None, "MOQEXT_RACECHECK": None}
+    clean |= {"PATH": str(tools)}
     command = [sys.executable, "setup.py", "build_ext", "-b", tmp_path / "lib", "-t", tmp_path / "temp"]
     done = run(command, cwd=tree, **(clean | env))
     return done.returncode, done.stdout + done.stderr
@@ -202,19 +204,210 @@ def test_failing_nvcc_is_an_error_and_not_a_cpu_build(tree, tmp_path):
     assert not (tmp_path / "lib").exists()
 
 
-@needs_compiler
-def test_toolkit_without_cublaslt_is_said_in_one_line(tree, tmp_path):
-    home = fake_nvcc(tmp_path / "toolkit", "exit 1")
+# ------------------------------------------------------------------------- what is compiled, and when
+
+
+FAKE_COMPILER = """\
+for argument in "$@"; do
+    case "$before" in
+    -o) echo object > "$argument" ;;
+    -MF) depends=$argument ;;
+    -c) source=$argument ;;
+    esac
+    before=$argument
+done
+[ -z "$depends" ] || echo "x.o: $source" > "$depends"
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    """Environment of builds whose compilers only make empty objects; with a toolkit of that kind."""
+    home = fake_nvcc(tmp_path / "toolkit", FAKE_COMPILER)
     (home / "lib64").mkdir()
     (home / "lib64" / "libcudart_static.a").touch()
-    without = build(tree, tmp_path, MOQEXT_CUDA_HOME=str(home))[1]
-    (home / "include").mkdir()
-    (home / "include" / "cublasLt.h").touch()
-    (tmp_path / "again").mkdir()
-    complete = build(tree, tmp_path / "again", MOQEXT_CUDA_HOME=str(home))[1]
-    if no_toolkit_from_pip("include/cublasLt.h"):
-        assert len([line for line in without.splitlines() if "no cublasLt.h" in line]) == 1
-    assert "no cublasLt.h" not in complete
+    cc = fake_nvcc(tmp_path / "host", FAKE_COMPILER) / "bin" / "nvcc"
+    link = f"{cc} -shared"
+    return {"CC": str(cc), "LDSHARED": link, "MOQEXT_CUDA_HOME": str(home), "MOQEXT_CUDA_ARCHS": "80;90a"}
+
+
+@pytest.fixture
+def sketch(tmp_path):
+    """A tree of a few sources, which is enough for compilers that do not read them."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / "sketch").mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "sketch")
+    for name in ("core/status.c", "binding/info.c", "binding/args.c", "cuda/absent.c", "cuda/device.cu"):
+        place = tmp_path / "sketch" / "csrc" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    (tmp_path / "sketch" / "csrc" / "cuda" / "sm90_gemm.cu").touch()
+    (tmp_path / "sketch" / "moqext").mkdir()
+    (tmp_path / "sketch" / "python").mkdir()
+    return tmp_path / "sketch"
+
+
+def compiled(result):
+    """The sources that a build has compiled, which it counts."""
+    status, output = result
+    assert status == 0, output
+    lines = re.findall(r"^\[ *(\d+)/(\d+)\] (\S+) [\d.]+ s$", output, re.MULTILINE)
+    assert [int(count) for count, _, _ in lines] == list(range(1, len(lines) + 1))
+    assert {int(total) for _, total, _ in lines} <= {len(lines)}
+    return sorted(source for _, _, source in lines)
+
+
+def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes):
+    sources = compiled(build(tree, tmp_path, **fakes))
+    assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
+        "csrc/cuda/cublaslt.cu",
+        "csrc/cuda/cublaslt_matmul.cu",
+        "csrc/cuda/linear_cublaslt.cu",
+    }
+    included = re.compile(r"#\s*include\s*[<\"]cublas")
+    assert [path for path in (ROOT / "csrc").rglob("*.*") if included.search(path.read_text())] == []
+
+
+def test_flavours_of_a_build_keep_their_objects(sketch, tmp_path, fakes):
+    """Each is compiled once, however often builds change between them; what they share only by the first."""
+    flavours = [
+        {},
+        {"MOQEXT_CUDA": "0"},
+        {"MOQEXT_WERROR": "1"},
+        {"MOQEXT_SANITIZE": "1", "MOQEXT_CUDA": "0"},
+        {"MOQEXT_CUDA_ARCHS": "90a"},
+        {"MOQEXT_RACECHECK": "1", "MOQEXT_CUDA_ARCHS": "90a"},
+    ]
+    first = [compiled(build(sketch, tmp_path, **(fakes | flavour))) for flavour in flavours]
+    cuda, c_files = ([path for path in first[0] if path.endswith(end)] for end in (".cu", ".c"))
+    assert first[1] == ["csrc/cuda/absent.c"]
+    assert first[2] == c_files
+    assert first[3] == sorted([*c_files, "csrc/cuda/absent.c"])
+    assert first[4] == [path for path in cuda if "/sm90_" not in path]
+    assert first[5] == cuda
+    assert [compiled(build(sketch, tmp_path, **(fakes | flavour))) for flavour in flavours] == [[]] * 6
+
+
+def test_another_place_of_numpy_compiles_nothing_again(sketch, tmp_path, fakes):
+    """pip's isolated builds have a copy of NumPy each; another version does compile the binding again."""
+    found = []
+    for place, version in (("one", "2.1.0"), ("two", "2.1.0"), ("three", "2.2.0")):
+        package = tmp_path / place / "numpy"
+        package.mkdir(parents=True)
+        package.joinpath("__init__.py").write_text(
+            f"__version__ = {version!r}\ndef get_include(): return {str(package)!r}\n"
+        )
+        found.append(compiled(build(sketch, tmp_path, PYTHONPATH=str(package.parent), **fakes)))
+    assert found[1] == []
+    assert found[2] == [path for path in found[0] if path.startswith("csrc/binding/")]
+
+
+def test_sources_are_found_in_rooms_of_a_floor(sketch, tmp_path, fakes):
+    """A C file of csrc/cuda is part of every build, with nvcc and without; absent*.c of those without."""
+    for path in ("core/room/plain.c", "cuda/choice/costs.c", "cuda/room/kernel.cu"):
+        (sketch / "csrc" / path).parent.mkdir(parents=True, exist_ok=True)
+        (sketch / "csrc" / path).touch()
+    new = {"csrc/core/room/plain.c", "csrc/cuda/choice/costs.c"}
+    with_nvcc = set(compiled(build(sketch, tmp_path, **fakes)))
+    assert with_nvcc >= new | {"csrc/cuda/room/kernel.cu"}
+    assert "csrc/cuda/absent.c" not in with_nvcc
+    (tmp_path / "without").mkdir()
+    without = set(compiled(build(sketch, tmp_path / "without", **(fakes | {"MOQEXT_CUDA": "0"}))))
+    assert without >= new | {"csrc/cuda/absent.c"}
+    assert not [path for path in without if path.endswith(".cu")]
+
+
+# ------------------------------------------------------------------------- for the GPUs of this machine
+
+
+FAKE_DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return flags != 0; }
+int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "Chip", size); return device < 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) {
+    *value = which == 75 ? MAJOR : which == 76 ? MINOR : -1;
+    return device < 0;
+}
+"""
+
+
+def driver(tmp_path, capability):
+    """The environment in which libcuda.so.1 shows one GPU of that capability, or none."""
+    place = tmp_path / "driver"
+    place.mkdir()
+    (place / "cuda.c").write_text(FAKE_DRIVER)
+    major, minor = capability or (0, 0)
+    facts = [f"-DCOUNT={int(bool(capability))}", f"-DMAJOR={major}", f"-DMINOR={minor}"]
+    done = run(["gcc", "-shared", "-fPIC", *facts, "-o", place / "libcuda.so.1", place / "cuda.c"])
+    assert done.returncode == 0, done.stderr
+    return {"LD_LIBRARY_PATH": str(place), "MOQEXT_CUDA_ARCHS": "native"}
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    """What setup.py defines, without a build."""
+    pytest.importorskip("setuptools", minversion="77")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
+        patch.chdir(ROOT)
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((7, 5), None),
+        ((8, 0), "80"),
+        ((8, 6), "80"),
+        ((8, 9), "89"),
+        ((9, 0), "90a"),
+        ((10, 0), "100f"),
+        ((10, 3), "100f"),
+        ((11, 0), "89-virtual"),
+        ((12, 1), "120f"),
+        ((13, 0), "89-virtual"),
+    ],
+)
+def test_a_gpu_gets_the_closest_architecture(setup_py, capability, arch):
+    assert setup_py["arch_of_gpu"](*capability) == arch
+
+
+def test_several_gpus_get_each_architecture_once(setup_py):
+    gpus = [("H200", 9, 0), ("Old", 7, 5), ("A100", 8, 0), ("H200", 9, 0)]
+    assert setup_py["native_archs"](gpus) == ("80;90a", "H200, A100")
+
+
+@needs_compiler
+def test_native_builds_for_the_gpu_that_is_there(sketch, tmp_path, fakes):
+    status, output = build(sketch, tmp_path, **(fakes | driver(tmp_path, (9, 0))))
+    assert status == 0, output
+    assert output.count("moqext: building for this machine alone: Chip (90a)") == 1
+    assert (tmp_path / "temp" / "cuda-90a" / "csrc" / "cuda" / "device.cu.o").is_file()
+
+
+@needs_compiler
+def test_native_without_a_gpu_is_a_build_for_the_cpu(sketch, tmp_path, fakes):
+    native = fakes | driver(tmp_path, None)
+    status, output = build(sketch, tmp_path, **native)
+    assert status == 0, output
+    reason = "this machine has no GPU that moqext runs on"
+    assert output.count(f"CPU-only build (MOQEXT_CUDA_ARCHS=native, and {reason})") == 1
+    status, output = build(sketch, tmp_path, MOQEXT_CUDA="1", **native)
+    assert status != 0
+    assert reason in output
+
+
+def test_an_old_setuptools_is_said_in_one_line(tree, tmp_path):
+    package = tmp_path / "old" / "setuptools"
+    (package / "command").mkdir(parents=True)
+    package.joinpath("__init__.py").write_text('__version__ = "65.5.0"\nExtension = setup = object\n')
+    package.joinpath("command", "build_ext.py").write_text("build_ext = object\n")
+    status, output = build(tree, tmp_path, PYTHONPATH=str(package.parent))
+    assert status != 0
+    assert len(output.splitlines()) == 1
+    assert "building needs setuptools>=77, found 65.5.0" in output
 
 
 @pytest.mark.slow
@@ -236,16 +429,11 @@ def test_without_cuda_the_build_is_cpu_only_and_says_so(tree, tmp_path, wish, re
 def test_nothing_is_compiled_twice(tree, tmp_path):
     """A second build compiles nothing; a changed header only what includes it."""
     shutil.copytree(tree, tmp_path / "tree")
-    compiled = re.compile(r" -c (csrc/\S+) -o ")
-    (tmp_path / "a").mkdir()
-    first = build(tmp_path / "tree", tmp_path / "a", MOQEXT_CUDA="0")[1]
-    assert "csrc/core/status.c" in compiled.findall(first)
-    shutil.rmtree(tmp_path / "a" / "path")
-    second = build(tmp_path / "tree", tmp_path / "a", MOQEXT_CUDA="0")[1]
-    assert compiled.findall(second) == []
+    first = compiled(build(tmp_path / "tree", tmp_path, MOQEXT_CUDA="0"))
+    assert "csrc/core/status.c" in first
+    assert compiled(build(tmp_path / "tree", tmp_path, MOQEXT_CUDA="0")) == []
     (tmp_path / "tree" / "csrc" / "binding" / "args.h").touch()
-    shutil.rmtree(tmp_path / "a" / "path")
-    third = compiled.findall(build(tmp_path / "tree", tmp_path / "a", MOQEXT_CUDA="0")[1])
+    third = compiled(build(tmp_path / "tree", tmp_path, MOQEXT_CUDA="0"))
     assert "csrc/binding/args.c" in third
     assert all(path.startswith("csrc/binding/") for path in third)
 

@@ -24,10 +24,9 @@
 static PyObject *build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s,s:O}", "version", MOQ_VERSION, "commit",
-                         MOQ_COMMIT, "compiler", COMPILER, "flags", MOQ_FLAGS, "cuda",
-                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", moq_cuda_archs(),
-                         "cublaslt", MOQ_CUBLASLT ? Py_True : Py_False);
+    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:O,s:s}", "version", MOQ_VERSION, "commit", MOQ_COMMIT,
+                         "compiler", COMPILER, "flags", MOQ_FLAGS, "cuda",
+                         moq_cuda_built() ? Py_True : Py_False, "cuda_archs", moq_cuda_archs());
 }
 
 /* Appends `item`, whose reference it takes; clears *list on failure. */

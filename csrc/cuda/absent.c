@@ -1,4 +1,5 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
+#include "cuda/cublaslt.h"
 #include "cuda/cuda.h"
 #include "cuda/layout.h"
 #include "cuda/linear.h"
@@ -8,8 +9,12 @@
 #include "cuda/rows.h"
 #include "cuda/smooth.h"
 
+#include <stdio.h>
+
+#define REASON "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT
+
 static moq_status absent(moq_err *err) {
-    return moq_fail(err, MOQ_ERR_INTERNAL, "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT);
+    return moq_fail(err, MOQ_ERR_INTERNAL, REASON);
 }
 
 bool moq_cuda_built(void) {
@@ -452,4 +457,25 @@ moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *st
     (void)swizzled;
     (void)stream;
     return absent(err);
+}
+
+const moq_cublaslt *moq_cublaslt_find(const char *directories, char *reason, size_t size) {
+    (void)directories;
+    snprintf(reason, size, REASON);
+    return NULL;
+}
+
+int64_t moq_cublaslt_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
+    (void)call;
+    return 0;
 }

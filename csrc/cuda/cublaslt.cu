@@ -9,10 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TEXT_OF(number) #number
-#define TEXT(number)    TEXT_OF(number)
-/* Of the major version whose header was compiled with: others may have other structures. */
-#define SONAME      "libcublasLt.so." TEXT(CUBLAS_VER_MAJOR)
 #define MAX_DEVICES 64
 
 static struct cublaslt_state {
@@ -20,7 +16,7 @@ static struct cublaslt_state {
     void *library;
     moq_cublaslt found;
     moq_cublaslt_api api;
-    cublasLtHandle_t handle[MAX_DEVICES];
+    void *handle[MAX_DEVICES];
 } state = {PTHREAD_MUTEX_INITIALIZER, NULL, {}, {}, {}};
 
 /* ---- the library ---- */
@@ -28,7 +24,7 @@ static struct cublaslt_state {
 /* Takes the functions of an open library. */
 static bool take(void *library, char *reason, size_t size) {
     static const char *const NAME[] = {
-#define MOQ_CUBLASLT_NAME(name) #name,
+#define MOQ_CUBLASLT_NAME(name, result, parameters) #name,
         MOQ_CUBLASLT_FUNCTIONS(MOQ_CUBLASLT_NAME)
 #undef MOQ_CUBLASLT_NAME
     };
@@ -42,11 +38,11 @@ static bool take(void *library, char *reason, size_t size) {
         }
     }
     memcpy(&state.api, address, sizeof address);
-    state.found.version = (int)state.api.cublasLtGetVersion();
-    if (state.found.version / 10000 == CUBLAS_VER_MAJOR)
+    int version = state.found.version = (int)state.api.cublasLtGetVersion();
+    if (version / 10000 == MOQ_CUBLASLT_MAJOR)
         return true;
-    snprintf(reason, size, "cuBLASLt is version %d, this build needs " TEXT(CUBLAS_VER_MAJOR),
-             state.found.version / 10000);
+    snprintf(reason, size, "cuBLASLt is version %d.%d.%d, moqext needs %d", version / 10000,
+             version / 100 % 100, version % 100, MOQ_CUBLASLT_MAJOR);
     return false;
 }
 
@@ -71,7 +67,7 @@ static bool open_library(const char *path, int how, char *reason, size_t size) {
 /* Opens the library in a directory of `length` bytes. */
 static bool open_in(const char *directory, size_t length, char *reason, size_t size) {
     char path[4096];
-    int wanted = snprintf(path, sizeof path, "%.*s/" SONAME, (int)length, directory);
+    int wanted = snprintf(path, sizeof path, "%.*s/" MOQ_CUBLASLT_SONAME, (int)length, directory);
     return length > 0 && wanted < (int)sizeof path && open_library(path, 0, reason, size);
 }
 
@@ -89,7 +85,7 @@ static bool look_for(const char *directories, char *reason, size_t size) {
     char ignored[256];
     if (chosen && *chosen)
         return open_library(chosen, 0, reason, size);
-    if (open_library(SONAME, RTLD_NOLOAD, ignored, sizeof ignored))
+    if (open_library(MOQ_CUBLASLT_SONAME, RTLD_NOLOAD, ignored, sizeof ignored))
         return true;
     while (directories && *directories) {
         size_t length = strcspn(directories, ":");
@@ -97,7 +93,7 @@ static bool look_for(const char *directories, char *reason, size_t size) {
             return true;
         directories += length + (directories[length] == ':');
     }
-    return open_library(SONAME, 0, reason, size) ||
+    return open_library(MOQ_CUBLASLT_SONAME, 0, reason, size) ||
            open_below("CUDA_PATH", ignored, sizeof ignored) ||
            open_below("CUDA_HOME", ignored, sizeof ignored);
 }
@@ -117,15 +113,15 @@ static moq_status make_handle(int32_t device, void *stream, moq_err *err) {
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "the first call of cuBLASLt on a device cannot be captured into a graph: "
                         "call once outside of the capture");
-    cublasStatus_t status = state.api.cublasLtCreate(&state.handle[device]);
-    if (status == CUBLAS_STATUS_SUCCESS)
+    int32_t status = state.api.cublasLtCreate(&state.handle[device]);
+    if (status == MOQ_CUBLAS_STATUS_SUCCESS)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_INTERNAL, "cublasLtCreate: %s",
                     state.api.cublasLtGetStatusName(status));
 }
 
 moq_status moq_cublaslt_open(int32_t device, void *stream, const moq_cublaslt_api **api,
-                             cublasLtHandle_t *handle, moq_err *err) {
+                             void **handle, moq_err *err) {
     char reason[256];
     if (!moq_cublaslt_find(NULL, reason, sizeof reason))
         return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s", reason);

@@ -1,8 +1,8 @@
 /* cuBLASLt, opened when it is first needed: it is half a gigabyte, and most processes that need it
  * have it already.
  *
- * A build without cublasLt.h, or without CUDA, has the same functions (absent_cublaslt.c), which
- * fail with that reason. */
+ * No header of it is needed to build (cublaslt_abi.h), so every build with CUDA can use it. A build
+ * without CUDA has the same functions (absent.c), which fail with that reason. */
 #ifndef MOQ_CUDA_CUBLASLT_H
 #define MOQ_CUDA_CUBLASLT_H
 

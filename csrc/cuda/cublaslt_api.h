@@ -5,32 +5,12 @@
 
 #include "core/status.h"
 #include "core/tensor.h"
-
-#include <cublasLt.h>
-
-/* Every function of the library that is used, once. */
-#define MOQ_CUBLASLT_FUNCTIONS(X)                                                                  \
-    X(cublasLtCreate)                                                                              \
-    X(cublasLtGetStatusName)                                                                       \
-    X(cublasLtGetVersion)                                                                          \
-    X(cublasLtMatmul)                                                                              \
-    X(cublasLtMatmulAlgoGetHeuristic)                                                              \
-    X(cublasLtMatmulDescInit_internal)                                                             \
-    X(cublasLtMatmulDescSetAttribute)                                                              \
-    X(cublasLtMatmulPreferenceInit_internal)                                                       \
-    X(cublasLtMatmulPreferenceSetAttribute)                                                        \
-    X(cublasLtMatrixLayoutInit_internal)
-
-typedef struct {
-#define MOQ_CUBLASLT_MEMBER(name) decltype(&::name) name;
-    MOQ_CUBLASLT_FUNCTIONS(MOQ_CUBLASLT_MEMBER)
-#undef MOQ_CUBLASLT_MEMBER
-} moq_cublaslt_api;
+#include "cuda/cublaslt_abi.h"
 
 /* The functions, once the library was found; `handle` is that of a device, the current one. A
  * handle is made on first use, which a stream that is being captured refuses. */
 moq_status moq_cublaslt_open(int32_t device, void *stream, const moq_cublaslt_api **api,
-                             cublasLtHandle_t *handle, moq_err *err);
+                             void **handle, moq_err *err);
 
 typedef enum {
     MOQ_SCALED_TENSOR, /* one scale of x, one of w, or NULL for 1 */

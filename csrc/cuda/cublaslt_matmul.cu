@@ -15,30 +15,31 @@
 /* ---- descriptors ---- */
 
 typedef struct {
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t w, x, y;
+    moq_cublaslt_product product;
+    moq_cublaslt_matrix w, x, y;
 } descriptors;
 
-static cudaDataType type_of(moq_dtype dtype) {
-    return dtype == MOQ_DT_BF16 ? CUDA_R_16BF : dtype == MOQ_DT_F16 ? CUDA_R_16F : CUDA_R_32F;
+static int32_t type_of(moq_dtype dtype) {
+    return dtype == MOQ_DT_BF16  ? MOQ_CUDA_R_16BF
+           : dtype == MOQ_DT_F16 ? MOQ_CUDA_R_16F
+                                 : MOQ_CUDA_R_32F;
 }
 
-static moq_status check(const moq_cublaslt_api *api, cublasStatus_t status, const char *what,
+static moq_status check(const moq_cublaslt_api *api, int32_t status, const char *what,
                         moq_err *err) {
-    if (status == CUBLAS_STATUS_SUCCESS)
+    if (status == MOQ_CUBLAS_STATUS_SUCCESS)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_INTERNAL, "%s: %s", what, api->cublasLtGetStatusName(status));
 }
 
-static moq_status set(const moq_cublaslt_api *api, descriptors *d,
-                      cublasLtMatmulDescAttributes_t which, const void *value, size_t size,
-                      moq_err *err) {
+static moq_status set(const moq_cublaslt_api *api, descriptors *d, int32_t which, const void *value,
+                      size_t size, moq_err *err) {
     return check(api, api->cublasLtMatmulDescSetAttribute(&d->product, which, value, size),
                  "cublasLtMatmulDescSetAttribute", err);
 }
 
-static moq_status set_int(const moq_cublaslt_api *api, descriptors *d,
-                          cublasLtMatmulDescAttributes_t which, int value, moq_err *err) {
+static moq_status set_int(const moq_cublaslt_api *api, descriptors *d, int32_t which, int value,
+                          moq_err *err) {
     int32_t word = value;
     return set(api, d, which, &word, sizeof word, err);
 }
@@ -46,30 +47,35 @@ static moq_status set_int(const moq_cublaslt_api *api, descriptors *d,
 static moq_status describe_scales(const moq_cublaslt_api *api, const moq_matmul *p, descriptors *d,
                                   moq_err *err) {
     static const struct {
-        cublasLtMatmulMatrixScale_t w, x;
+        int32_t w, x;
     } MODE[] = {
-        {CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F},
-        {CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
-        {CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F},
-        {CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3},
+        {MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F},
+        {MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F,
+         MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F},
+        {MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+         MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F},
+        {MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3,
+         MOQ_CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3},
     };
-    MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, MODE[p->scaling].w, err));
-    MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, MODE[p->scaling].x, err));
-    MOQ_TRY(set(api, d, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &p->w_scale, sizeof p->w_scale, err));
-    return set(api, d, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &p->x_scale, sizeof p->x_scale, err);
+    MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_A_SCALE_MODE, MODE[p->scaling].w, err));
+    MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_B_SCALE_MODE, MODE[p->scaling].x, err));
+    MOQ_TRY(
+        set(api, d, MOQ_CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &p->w_scale, sizeof p->w_scale, err));
+    return set(api, d, MOQ_CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &p->x_scale, sizeof p->x_scale,
+               err);
 }
 
 static moq_status describe_bias(const moq_cublaslt_api *api, const moq_matmul *p, descriptors *d,
                                 moq_err *err) {
     if (!p->bias)
         return MOQ_OK;
-    MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, err));
-    MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type_of(p->dtype), err));
-    return set(api, d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p->bias, sizeof p->bias, err);
+    MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_EPILOGUE, MOQ_CUBLASLT_EPILOGUE_BIAS, err));
+    MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type_of(p->dtype), err));
+    return set(api, d, MOQ_CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p->bias, sizeof p->bias, err);
 }
 
-static moq_status describe_matrix(const moq_cublaslt_api *api, cublasLtMatrixLayoutOpaque_t *layout,
-                                  cudaDataType type, int64_t rows, int64_t columns, int64_t stride,
+static moq_status describe_matrix(const moq_cublaslt_api *api, moq_cublaslt_matrix *layout,
+                                  int32_t type, int64_t rows, int64_t columns, int64_t stride,
                                   moq_err *err) {
     return check(api,
                  api->cublasLtMatrixLayoutInit_internal(layout, sizeof *layout, type,
@@ -77,8 +83,8 @@ static moq_status describe_matrix(const moq_cublaslt_api *api, cublasLtMatrixLay
                  "cublasLtMatrixLayoutInit", err);
 }
 
-static cudaDataType codes_of(const moq_matmul *p) {
-    return p->scaling == MOQ_SCALED_NVFP4 ? CUDA_R_4F_E2M1 : CUDA_R_8F_E4M3;
+static int32_t codes_of(const moq_matmul *p) {
+    return p->scaling == MOQ_SCALED_NVFP4 ? MOQ_CUDA_R_4F_E2M1 : MOQ_CUDA_R_8F_E4M3;
 }
 
 /* A product of m rows that is `p` otherwise. */
@@ -86,14 +92,14 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
                            descriptors *d, moq_err *err) {
     MOQ_TRY(check(api,
                   api->cublasLtMatmulDescInit_internal(&d->product, sizeof d->product,
-                                                       CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                                                       MOQ_CUBLAS_COMPUTE_32F, MOQ_CUDA_R_32F),
                   "cublasLtMatmulDescInit", err));
-    MOQ_TRY(set_int(api, d, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, err));
+    MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_TRANSA, MOQ_CUBLAS_OP_T, err));
     int8_t fast = p->fast_accum;
-    MOQ_TRY(set(api, d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
+    MOQ_TRY(set(api, d, MOQ_CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
     if (p->alpha)
-        MOQ_TRY(
-            set_int(api, d, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE, err));
+        MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_POINTER_MODE,
+                        MOQ_CUBLASLT_POINTER_MODE_DEVICE, err));
     MOQ_TRY(describe_scales(api, p, d, err));
     MOQ_TRY(describe_bias(api, p, d, err));
     MOQ_TRY(describe_matrix(api, &d->w, codes_of(p), p->k, p->n, p->k, err));
@@ -112,7 +118,7 @@ typedef struct {
 typedef struct {
     algorithm_key key;
     int count; /* 0: a free place */
-    cublasLtMatmulAlgo_t algorithm[MOQ_MAX_ALGORITHMS];
+    moq_cublaslt_algorithm algorithm[MOQ_MAX_ALGORITHMS];
 } algorithm_list;
 
 /* A list has one place; another of the same place takes it. */
@@ -147,20 +153,20 @@ static algorithm_list *place_of(const algorithm_key *key) {
 }
 
 static moq_status prefer(const moq_cublaslt_api *api, const algorithm_key *key,
-                         cublasLtMatmulPreferenceOpaque_t *preference, moq_err *err) {
-    const uint32_t aligned = 16, reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+                         moq_cublaslt_preference *preference, moq_err *err) {
+    const uint32_t aligned = 16, reductions = MOQ_CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     const uint64_t workspace = (uint64_t)key->workspace;
     const struct {
-        cublasLtMatmulPreferenceAttributes_t which;
+        int32_t which;
         const void *value;
         size_t size;
     } wish[] = {
-        {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace},
-        {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions},
-        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &aligned, sizeof aligned},
-        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &aligned, sizeof aligned},
-        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned, sizeof aligned},
-        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &aligned, sizeof aligned},
+        {MOQ_CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace},
+        {MOQ_CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions},
+        {MOQ_CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &aligned, sizeof aligned},
+        {MOQ_CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &aligned, sizeof aligned},
+        {MOQ_CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned, sizeof aligned},
+        {MOQ_CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &aligned, sizeof aligned},
     };
     MOQ_TRY(check(api, api->cublasLtMatmulPreferenceInit_internal(preference, sizeof *preference),
                   "cublasLtMatmulPreferenceInit", err));
@@ -172,22 +178,22 @@ static moq_status prefer(const moq_cublaslt_api *api, const algorithm_key *key,
     return MOQ_OK;
 }
 
-static moq_status ask(const moq_cublaslt_api *api, cublasLtHandle_t handle, const moq_matmul *p,
+static moq_status ask(const moq_cublaslt_api *api, void *handle, const moq_matmul *p,
                       const algorithm_key *key, algorithm_list *list, moq_err *err) {
-    cublasLtMatmulPreferenceOpaque_t preference;
-    cublasLtMatmulHeuristicResult_t result[MOQ_MAX_ALGORITHMS];
+    moq_cublaslt_preference preference;
+    moq_cublaslt_proposal result[MOQ_MAX_ALGORITHMS];
     descriptors d;
     int found = 0;
     MOQ_TRY(describe(api, p, key->m, &d, err));
     MOQ_TRY(prefer(api, key, &preference, err));
-    cublasStatus_t status =
+    int32_t status =
         api->cublasLtMatmulAlgoGetHeuristic(handle, &d.product, &d.w, &d.x, &d.y, &d.y, &preference,
                                             MOQ_MAX_ALGORITHMS, result, &found);
     list->key = *key;
     list->count = 0;
-    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < found; i++)
-        if (result[i].state == CUBLAS_STATUS_SUCCESS)
-            list->algorithm[list->count++] = result[i].algo;
+    for (int i = 0; status == MOQ_CUBLAS_STATUS_SUCCESS && i < found; i++)
+        if (result[i].state == MOQ_CUBLAS_STATUS_SUCCESS)
+            list->algorithm[list->count++] = result[i].algorithm;
     if (list->count)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_UNSUPPORTED,
@@ -197,9 +203,8 @@ static moq_status ask(const moq_cublaslt_api *api, cublasLtHandle_t handle, cons
 }
 
 /* Algorithm `variant`, or the last there is; `count` is how many there are. */
-static moq_status find_algorithm(const moq_cublaslt_api *api, cublasLtHandle_t handle,
-                                 const moq_matmul *p, cublasLtMatmulAlgo_t *algorithm, int *count,
-                                 moq_err *err) {
+static moq_status find_algorithm(const moq_cublaslt_api *api, void *handle, const moq_matmul *p,
+                                 moq_cublaslt_algorithm *algorithm, int *count, moq_err *err) {
     algorithm_key key = key_of(p);
     moq_status status = MOQ_OK;
     pthread_mutex_lock(&kept.lock);
@@ -217,8 +222,8 @@ static moq_status find_algorithm(const moq_cublaslt_api *api, cublasLtHandle_t h
 
 int moq_matmul_variants(const moq_matmul *p) {
     const moq_cublaslt_api *api;
-    cublasLtHandle_t handle;
-    cublasLtMatmulAlgo_t algorithm;
+    void *handle;
+    moq_cublaslt_algorithm algorithm;
     moq_err err;
     int count = 0;
     if (moq_cublaslt_open(p->device, p->stream, &api, &handle, &err) == MOQ_OK)
@@ -229,8 +234,8 @@ int moq_matmul_variants(const moq_matmul *p) {
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
     const float host[2] = {1, 0}, *alpha = p->alpha ? p->alpha : host;
     const moq_cublaslt_api *api;
-    cublasLtHandle_t handle;
-    cublasLtMatmulAlgo_t algorithm;
+    void *handle;
+    moq_cublaslt_algorithm algorithm;
     descriptors d;
     int count;
     MOQ_TRY(moq_cublaslt_open(p->device, p->stream, &api, &handle, err));
@@ -239,6 +244,6 @@ moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
     return check(api,
                  api->cublasLtMatmul(handle, &d.product, alpha, p->w, &d.w, p->x, &d.x, alpha + 1,
                                      p->y, &d.y, p->y, &d.y, &algorithm, p->workspace,
-                                     p->workspace_bytes, (cudaStream_t)p->stream),
+                                     p->workspace_bytes, p->stream),
                  "cublasLtMatmul", err);
 }

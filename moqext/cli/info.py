@@ -52,7 +52,6 @@ def collect() -> dict[str, Any]:
         "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
         "cuda_kernels": [name for name in _C.kernels() if name.startswith("cuda:")],
         "cuda_built": build["cuda"],
-        "cublaslt_built": build["cublaslt"],
         "cublaslt": cublaslt,
         "cublaslt_version": ".".join(map(str, cublaslt_version or ())) or None,
         "cublaslt_reason": cublaslt_reason,
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(facts, sys.stdout)
         print()
         return 0
-    archs = " ".join(facts["cuda_archs"]) + (", cuBLASLt" if facts["cublaslt_built"] else "")
+    archs = " ".join(facts["cuda_archs"])
     lines = [
         ("moqext", f"{facts['version']} (commit {facts['commit']})"),
         (
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         name = f"{device['name']}, capability {major}.{minor}, {device['sm_count']} SMs, {memory:.0f} GiB"
         lines.append((f"cuda:{device['index']}", name))
         lines.append(("", " ".join(device["kernels"]) or "no kernel for this chip in this build"))
-    if facts["cublaslt_built"]:
+    if facts["cuda_built"]:
         library = f"{facts['cublaslt_version']}, {facts['cublaslt']}"
         lines.append(("cublaslt", facts["cublaslt_reason"] or library))
     for key, value in lines:
