@@ -1,6 +1,8 @@
 # The two commands, on a machine with Python >= 3.11, a C compiler and a package index:
 #   make demo         build, then run and check every layer of a genuine checkpoint
 #   make test         build with the test extra, run the quick tests on the installed package
+# Both build for the GPUs of this machine, or without one for the CPU alone, install into .venv, and leave the
+# extension in the checkout too, so that Python runs from either.
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make oldest       the quick tests with the oldest NumPy that is supported
@@ -10,16 +12,21 @@
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
 #   make format       apply the formatters
 #   make clean        remove everything the above have made
-# Variables: PYTHON (interpreter), PYTEST (options for pytest), DEMO (checkpoint directory), SECONDS (for each
-# fuzz target), FUZZ (names of fuzz targets; all without).
+# Variables: PYTHON (interpreter), PYTEST (options for pytest), WORKERS (processes of pytest), DEMO (checkpoint
+# directory), SECONDS (for each fuzz target), FUZZ (names of fuzz targets; all without), MOQEXT_CUDA_ARCHS (empty
+# for every architecture, as `pip install .` builds them).
 
 PYTHON ?= python3
 PYTEST ?=
+WORKERS ?= 2
 SECONDS ?= 20
 FUZZ   ?=
 TOOL   ?= memcheck
 JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
+
+# What demo and test build for; lint builds for every architecture.
+MOQEXT_CUDA_ARCHS ?= native
 
 # The tests and the demo run what was installed, never the source tree they are started in.
 export PYTHONSAFEPATH = 1
@@ -35,10 +42,10 @@ demo: .venv/.installed
 	.venv/bin/python -m moqext verify --device auto $(DEMO)
 
 test: .venv/.installed-test
-	.venv/bin/pytest -q $(PYTEST)
+	.venv/bin/pytest -q -n $(WORKERS) $(PYTEST)
 
 oldest: .venv-oldest/.installed
-	.venv-oldest/bin/pytest -q -p no:cacheprovider $(PYTEST)
+	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(PYTEST)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
@@ -58,7 +65,7 @@ SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fi
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 sanitize: .venv-sanitize/.installed
-	$(SANITIZED) .venv-sanitize/bin/pytest -q -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
 # For racecheck build with MOQEXT_RACECHECK=1.
@@ -89,29 +96,41 @@ clean:
 # Objects stay in build/temp* between builds; what was gathered for an earlier wheel must not.
 FRESH = rm -rf build/lib* build/bdist*
 
-.venv/.installed: .venv/.made $(SOURCES)
+# $(call install,ENVIRONMENT,options of build_ext,what to install): builds with the environment's own Python, which
+# shows each file compiled as pip does not, and installs from the same objects.
+define install
 	$(FRESH)
-	.venv/bin/python -m pip install .
+	@$(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])' \
+	  | xargs $(1)/bin/python -m pip install -q --disable-pip-version-check
+	$(1)/bin/python setup.py -q build_ext $(2)
+	$(1)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation '$(3)'
+endef
+
+.venv/.installed .venv/.installed-test: export MOQEXT_CUDA_ARCHS := $(MOQEXT_CUDA_ARCHS)
+
+.venv/.installed: .venv/.made $(SOURCES)
+	$(call install,.venv,--inplace,.)
 	touch $@
 
 .venv/.installed-test: .venv/.made $(SOURCES)
-	$(FRESH)
-	.venv/bin/python -m pip install '.[test]'
+	$(call install,.venv,--inplace,.[test])
 	touch .venv/.installed $@
 
+# An isolated build, which has headers of NumPy 2.
 .venv-oldest/.installed: .venv-oldest/.made $(SOURCES)
 	$(FRESH)
-	.venv-oldest/bin/python -m pip install '.[test]' 'numpy==1.26.*'
+	MOQEXT_CUDA=0 .venv-oldest/bin/python -m pip install -q --disable-pip-version-check '.[test]' 'numpy==1.26.*'
 	touch $@
 
+.venv-lint/.installed: export MOQEXT_WERROR = 1
 .venv-lint/.installed: .venv-lint/.made $(SOURCES)
-	$(FRESH)
-	MOQEXT_WERROR=1 .venv-lint/bin/python -m pip install '.[lint]'
+	$(call install,.venv-lint,,.[lint])
 	touch $@
 
+.venv-sanitize/.installed: export MOQEXT_SANITIZE = 1
+.venv-sanitize/.installed: export MOQEXT_CUDA = 0
 .venv-sanitize/.installed: .venv-sanitize/.made $(SOURCES)
-	$(FRESH)
-	MOQEXT_SANITIZE=1 MOQEXT_CUDA=0 .venv-sanitize/bin/python -m pip install '.[test]'
+	$(call install,.venv-sanitize,,.[test])
 	touch $@
 
 # torch first and by itself: the CPU build, where the index has one, satisfies everything after it.

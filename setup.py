@@ -186,12 +186,11 @@ def find_cuda():
         return None, "", "nvcc not found"
     if archs == "native":
         archs, names = native_archs(find_gpus())
+        none = "no GPU here that moqext runs on, MOQEXT_CUDA_ARCHS=native"
         if not archs and wish == "1":
-            fail(
-                "MOQEXT_CUDA=1 and MOQEXT_CUDA_ARCHS=native, but this machine has no GPU that moqext runs on"
-            )
+            fail(f"MOQEXT_CUDA=1, but {none}")
         if not archs:
-            return None, "", "MOQEXT_CUDA_ARCHS=native, and this machine has no GPU that moqext runs on"
+            return None, "", none
         say(f"building for this machine alone: {names} ({archs})")
     return complete_toolkit(nvcc), archs, None
 

@@ -15,7 +15,8 @@ except ImportError as error:
     else:
         reason = (
             f"moqext._C, the native part of moqext, is not built in {__path__[0]}: run "
-            "`python setup.py build_ext --inplace` there, or `pip install .` and start Python elsewhere"
+            "`make demo` or `python setup.py build_ext --inplace` there, or `pip install .` and start Python "
+            "elsewhere"
         )
     raise ImportError(reason, name="moqext._C") from None
 

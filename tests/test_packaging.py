@@ -392,8 +392,8 @@ def test_native_without_a_gpu_is_a_build_for_the_cpu(sketch, tmp_path, fakes):
     native = fakes | driver(tmp_path, None)
     status, output = build(sketch, tmp_path, **native)
     assert status == 0, output
-    reason = "this machine has no GPU that moqext runs on"
-    assert output.count(f"CPU-only build (MOQEXT_CUDA_ARCHS=native, and {reason})") == 1
+    reason = "no GPU here that moqext runs on, MOQEXT_CUDA_ARCHS=native"
+    assert output.count(f"CPU-only build ({reason})") == 1
     status, output = build(sketch, tmp_path, MOQEXT_CUDA="1", **native)
     assert status != 0
     assert reason in output
