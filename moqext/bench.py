@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import _C, reference
+from moqext.algorithms import ALGORITHMS, LINEARS
 from moqext.environment import last_level_cache
 from moqext.linear import LinearMethod, ParamSpec
 
-ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
-"""Measured unless told otherwise: all that have a kernel."""
+ALGOS = tuple(name for name in LINEARS if not ALGORITHMS[name].pre_quant_scale)
+"""Measured unless told otherwise: all that run, but for NVFP4_AWQ, which is NVFP4 with factors for x."""
 
 PEER = "bfloat16"
 """What stands for the algorithm in the rows of torch."""

@@ -182,9 +182,10 @@ class QuantConfig:
 
         In this order: the module's own entry in quantized_layers; exclude_modules; the nearest container
         above it in quantized_layers; the checkpoint's algorithm, which MIXED_PRECISION does not have. A fused
-        name (qkv_proj, gate_up_proj, w13, fused_qkv_a_proj_with_mqa, in_proj_qkvz, in_proj_ba) that nothing
-        names itself has what its parts have; `shards` says which parts there are, as last components or
-        whole names. An expert container has what the entries below it have.
+        name (qkv_proj, gate_up_proj, w13, fused_qkv_a_proj_with_mqa, fused_qkv_a_proj, in_proj_qkvz,
+        in_proj_ba) that nothing names itself has what its parts have; `shards` says which parts there are, as
+        last components or whole names. An expert container (`...experts`, or the `moe` that holds stacked
+        projections) has what the entries below it have.
 
         Raises ConfigError where parts or experts disagree, naming them with their algorithms.
         """

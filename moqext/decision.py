@@ -9,20 +9,22 @@ from math import prod
 from typing import NamedTuple
 
 from moqext._C import ConfigError
+from moqext.algorithms import ALGORITHMS, HAS_SECOND, MAY_BE_STATIC, STATIC_ACTIVATIONS, names_where
 from moqext.config import LayerQuant, QuantConfig
 from moqext.inventory import Inventory
 from moqext.problems import Problem, make_problem
 from moqext.scale_values import Scales
-from moqext.stored import BLOCK, FLOATS, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored
+from moqext.stored import FLOATS, Stored
 
 UNKNOWN = "UNKNOWN"
 """Algorithm of a quantized layer that neither the configuration nor the tensors name."""
 
+_LOW_RANK = frozenset(names_where(lambda facts: facts.low_rank))
 _OPTIONAL_ROLES: dict[str, frozenset[str]] = {
-    "pre_quant_scale": frozenset(("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")),
-    "lora_a": frozenset(("NVFP4_SVD",)),
-    "lora_b": frozenset(("NVFP4_SVD",)),
-    "weight_scale_2": NVFP4_FAMILY | {"W4A8_AWQ"},
+    "pre_quant_scale": frozenset(names_where(lambda facts: facts.pre_quant_scale)),
+    "lora_a": _LOW_RANK,
+    "lora_b": _LOW_RANK,
+    "weight_scale_2": HAS_SECOND,
 }
 """Roles that change the result, and the algorithms that have them."""
 
@@ -66,12 +68,19 @@ def decide(module: str, stored: Stored, config: QuantConfig | None) -> tuple[Dec
     elif configured is not None and algo != configured:
         message = f"configured as {configured} ({rule}), stored as {' or '.join(stored.algos)}"
         problems.append(make_problem("algo_conflict", message, layer=module))
-    # One scale [1, 1] for a weight of at most one block is told apart by the configuration alone.
-    group_size = {"FP8_PB_WO": BLOCK, "FP8": None}.get(algo, stored.group_size)
+    group_size = _group_size(algo, stored)
     if algo == configured and group_size is not None and wanted not in (None, group_size):
         message = f"configured with group size {wanted}, stored with {group_size}; the stored one holds"
         problems.append(make_problem("group_size_conflict", message, layer=module))
     return Decision(algo, configured, told, rule, group_size), problems
+
+
+def _group_size(algo: str, stored: Stored) -> int | None:
+    """What the tensors say, but the algorithm's own for one scale [1, 1] of a weight of at most one block."""
+    facts = ALGORITHMS.get(algo)
+    if facts is not None and facts.scales in ("tensor", "blocks"):
+        return facts.group_size
+    return stored.group_size
 
 
 def _not_configured(module: str, algo: str, rule: str, config: QuantConfig) -> Problem:
@@ -105,7 +114,7 @@ def check_roles(
     if algo in STATIC_ACTIVATIONS:
         if "input_scale" not in roles and activations:
             yield make_problem("missing_input_scale", f"{algo} without input_scale", layer=module)
-    elif "input_scale" in roles and algo not in ("W4A8_MXFP4_FP8", UNKNOWN):
+    elif "input_scale" in roles and algo not in MAY_BE_STATIC and algo != UNKNOWN:
         yield make_problem(
             "unused_input_scale", f"{algo} uses none", layer=module, tensor=roles["input_scale"]
         )

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from moqext.algorithms import BLOCK_SIZES, SECOND_IN_WEIGHT, STATIC_ACTIVATIONS
 from moqext.config import QuantConfig
 from moqext.decision import Decision, check_repeats, check_roles, decide
 from moqext.fused import spread
@@ -22,7 +23,7 @@ from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_n
 from moqext.problems import Problem, make_problem
 from moqext.records import LayerRecord, Projection
 from moqext.scale_values import Float32, Scales, check_scales
-from moqext.stored import BLOCK, NVFP4_FAMILY, STATIC_ACTIVATIONS, Stored, Tensor, recognise
+from moqext.stored import Stored, Tensor, recognise
 
 _ORDER = ("gate_up", "gate", "up", "down")
 MIXED = "MIXED_PRECISION"
@@ -175,10 +176,11 @@ def _clipped(name: str, experts: Mapping[tuple[int, str], LayerRecord]) -> list[
     """Gate and up scaled in blocks as one weight: up then begins inside a block of it."""
     by_role = {PROJECTIONS.get(projection): record for (_, projection), record in experts.items()}
     up = by_role.get("up")
-    if up is None or "gate" not in by_role or up.quant_algo != "FP8_PB_WO" or up.shape[0] % BLOCK == 0:
+    size = BLOCK_SIZES.get(up.quant_algo) if up is not None and "gate" in by_role else None
+    if up is None or size is None or up.shape[0] % size == 0:
         return []
     message = (
-        f"the expert width, {up.shape[0]}, is no multiple of {BLOCK}: where the producer held gate and up as "
+        f"the expert width, {up.shape[0]}, is no multiple of {size}: where the producer held gate and up as "
         "one weight, up was clipped and is off by several percent"
     )
     return [make_problem("possibly_clipped_blocks", message, layer=name)]
@@ -201,7 +203,7 @@ def _unequal_gate_up(
 
 
 def _shared_roles(algo: str) -> list[str]:
-    roles = ["weight_scale_2"] if algo in NVFP4_FAMILY else []
+    roles = ["weight_scale_2"] if algo in SECOND_IN_WEIGHT else []
     return [*roles, "input_scale"] if algo in STATIC_ACTIVATIONS else roles
 
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from moqext.algorithms import SECOND_IN_WEIGHT, STATIC_ACTIVATIONS
 from moqext.naming import FUSED_GROUPS, parse_expert_name
 from moqext.problems import Problem, make_problem
 from moqext.records import LayerRecord
 from moqext.scale_values import Float32, Scales
-from moqext.stored import NVFP4_FAMILY, STATIC_ACTIVATIONS, Tensor
+from moqext.stored import Tensor
 
 _MEMBERS = frozenset(name for group in FUSED_GROUPS for name in group)
 
@@ -41,7 +42,7 @@ def _check_group(parent: str, group: Mapping[str, LayerRecord | None], scales: S
     records = {name: record for name, record in group.items() if record}
     algo = next(iter(records.values())).quant_algo
     problems = []
-    roles = [("weight_scale_2", algo in NVFP4_FAMILY), ("input_scale", algo in STATIC_ACTIVATIONS)]
+    roles = [("weight_scale_2", algo in SECOND_IN_WEIGHT), ("input_scale", algo in STATIC_ACTIVATIONS)]
     for role in (role for role, applies in roles if applies):
         values = {name: scales.values(record.tensors.get(role)) for name, record in records.items()}
         known = {name: value for name, value in values.items() if value is not None and value.size == 1}

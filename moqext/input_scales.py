@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
+from moqext.algorithms import STATIC_ACTIVATIONS
 from moqext.naming import FUSED_GROUPS, name_pattern, parse_expert_name
 from moqext.problems import make_problem
 from moqext.records import LayerRecord
-from moqext.stored import STATIC_ACTIVATIONS
 
 
 def mark_partial_input_scales(layers: Mapping[str, LayerRecord]) -> dict[str, LayerRecord]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moqext._C import UnsupportedQuantization
+from moqext._C import UnsupportedQuantization, cache_algorithms
 from moqext.linear import ParamSpec
 from moqext.scalars import DIVISOR_ABOVE, FLOAT32_MAX, is_number
 
-SUPPORTED = ("FP8", "NVFP4")
+SUPPORTED = tuple(name for name, has_method in cache_algorithms().items() if has_method)
 _SCALES = ("k_scale", "v_scale", "q_scale")
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 

@@ -19,14 +19,21 @@ from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
-from moqext.naming import FUSED_NAMES, is_embedding, is_never_quantized, number_order, parse_expert_name
+from moqext.naming import (
+    FUSED_NAMES,
+    PREFIXES,
+    is_embedding,
+    is_never_quantized,
+    number_order,
+    parse_expert_name,
+    without_prefix,
+)
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
 from moqext.stored import Tensor, is_quantized, recognise
 
 _SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
 
 def find_layers(
@@ -198,17 +205,10 @@ def _missing_modules(inventory: Inventory, config: QuantConfig) -> list[Problem]
 
     problems = []
     for key in listed:
-        module = _without_prefix(key)
+        module = without_prefix(key)
         parent, dot, last = module.rpartition(".")
         names = [module, key, *(f"{parent}{dot}{shard}" for shard in FUSED_NAMES.get(last, ()))]
-        if not any(is_present(prefix + name) for prefix in ("", *_PREFIXES) for name in names):
+        if not any(is_present(prefix + name) for prefix in ("", *PREFIXES) for name in names):
             message = "listed in quantized_layers, but no tensor belongs to it"
             problems.append(make_problem("listed_module_missing", message, layer=key))
     return problems
-
-
-def _without_prefix(module: str) -> str:
-    for prefix in _PREFIXES:
-        if module.startswith(prefix):
-            return module[len(prefix) :]
-    return module

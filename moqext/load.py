@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext._C import UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.linear import LinearMethod
 from moqext.ops import to_device
@@ -96,7 +97,7 @@ def load_layers(
             dtype=dtype,
             device=device,
             compute=compute,
-            one_input_scale=first.quant_algo in ("FP8", "W4A8_NVFP4_FP8")
+            one_input_scale=_shares_input_scale(first.quant_algo)
             and _all_the_same(params.get("input_scale", [])),
         )
     except UnsupportedQuantization as error:
@@ -122,6 +123,12 @@ def _tensors(checkpoint: "Checkpoint", records: Sequence[LayerRecord]) -> dict[s
             raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
         params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
     return params
+
+
+def _shares_input_scale(algo: str) -> bool:
+    """Whether a linear quantizes all its activations with one scale, the layer's input_scale."""
+    facts = ALGORITHMS.get(algo)
+    return facts is not None and facts.linear == "e4m3_tensor"
 
 
 def _all_the_same(scales: Sequence[NDArray[Any]]) -> bool:

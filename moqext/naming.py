@@ -15,11 +15,15 @@ gpt-oss: `model.layers.0.mlp.experts.gate_up_proj_weight_scale`), or dots and `.
     Llama 4                          feed_forward.experts          gate_up_proj, down_proj (3-D)
     gpt-oss                          mlp.experts                   gate_up_proj, down_proj (3-D, alternating)
     Step 3.5, 3.7                    moe                           gate_proj, up_proj, down_proj (3-D, dots)
+
+Prefixes, fused names and the names of expert containers and projections are those of csrc/core/names.c.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
+
+from moqext import _C
 
 Role = Literal[
     "weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "bias", "lora_a", "lora_b",
@@ -45,50 +49,31 @@ _ROLES: dict[str, Role] = {
 }
 KV_ROLES = frozenset(("k_scale", "v_scale", "q_scale", "k_bias", "v_bias"))
 
-PROJECTIONS: dict[str, str] = {
-    "gate_up_proj": "gate_up",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-    "gate": "gate",
-    "up": "up",
-    "down": "down",
-}
-"""Last part of an expert projection's name -> what it is."""
+_NAMES = _C.names()
 
+PREFIXES: tuple[str, ...] = _NAMES["prefixes"]
+"""Beginnings of names that a file and its configuration need not share, the longer ones first."""
+
+PROJECTIONS: dict[str, str] = {name: role for name, role, _ in _NAMES["projections"]}
+"""Last part of an expert projection's name -> "gate_up", "gate", "up" or "down"."""
+
+_STACKED_NAMES = "|".join(name for name, _, stacks in _NAMES["projections"] if stacks)
 _STACKED = re.compile(
-    r"(?P<module>.+\.(?:gate_up_proj|gate_proj|up_proj|down_proj))_"
+    rf"(?P<module>.+\.(?:{_STACKED_NAMES}))_"
     r"(?P<role>weight_scale_inv|weight_scale_2|weight_scale|scale_2|scale|input_scale|pre_quant_scale|bias)"
 )
 _STACKED_ROLES: dict[str, Role] = {**_ROLES, "scale": "weight_scale", "scale_2": "weight_scale_2"}
-_STACKED_WEIGHT = re.compile(r".*experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj)")
+_EXPERTS = rf"(?!{_NAMES['shared_experts_head']})[a-z_]*{_NAMES['experts_tail']}"
+_STACKED_WEIGHT = re.compile(rf"(?:.*\.)?{_EXPERTS}\.(?:{_STACKED_NAMES})")
 
 _EXPERT = re.compile(
-    r"(?P<container>.*?(?:^|\.)(?!shared)[a-z_]*experts)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>\w+)"
+    rf"(?P<container>.*?(?:^|\.){_EXPERTS})\.(?P<index>0|[1-9][0-9]{{0,5}})\.(?P<projection>\w+)"
 )
 
-FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("gate", "up"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
+FUSED_GROUPS: tuple[tuple[str, ...], ...] = tuple(parts for parts, _ in _NAMES["fused"])
 """Linears of one parent that read the same input and that engines stack along their rows."""
 
-FUSED_NAMES: dict[str, tuple[str, ...]] = {
-    "qkv_proj": FUSED_GROUPS[0],
-    "gate_up_proj": FUSED_GROUPS[1],
-    "w13": FUSED_GROUPS[2],
-    "fused_qkv_a_proj_with_mqa": FUSED_GROUPS[4],
-    "in_proj_qkvz": FUSED_GROUPS[5],
-    "in_proj_ba": FUSED_GROUPS[6],
-}
+FUSED_NAMES: dict[str, tuple[str, ...]] = {name: parts for parts, names in _NAMES["fused"] for name in names}
 """Names that engines give to fused groups; hand-edited configurations use them."""
 
 INTERLEAVED_ARCHITECTURES = frozenset(("GptOssForCausalLM",))
@@ -145,6 +130,12 @@ def parse_expert_name(module: str) -> ExpertName | None:
     """The parts of the module name of one expert's linear, or None for any other module."""
     match = _EXPERT.fullmatch(module)
     return ExpertName(match["container"], int(match["index"]), match["projection"]) if match else None
+
+
+def without_prefix(module: str) -> str:
+    """The name without the first of `PREFIXES` that it begins with."""
+    prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
+    return module[len(prefix) :]
 
 
 def attention_of(module: str) -> str:

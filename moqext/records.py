@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from moqext.algorithms import BLOCK_SIZES
 from moqext.problems import Problem
 
 Kind = Literal["linear", "moe", "embedding"]
@@ -83,8 +84,8 @@ class LayerRecord:
 
     @property
     def format(self) -> str:
-        """Algorithm and group size in words, as "NVFP4 g16"; the blocks of FP8_PB_WO go without saying."""
-        if self.group_size is None or self.quant_algo == "FP8_PB_WO":
+        """Algorithm and group size in words, as "NVFP4 g16"; square blocks go without saying."""
+        if self.group_size is None or self.quant_algo in BLOCK_SIZES:
             return self.quant_algo
         return f"{self.quant_algo} g{self.group_size}"
 

@@ -13,20 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import ops
+from moqext.algorithms import ALGORITHMS
 from moqext.problems import Problem, make_problem
 from moqext.scalars import DIVISOR_ABOVE
-from moqext.stored import FLOATS, NVFP4_FAMILY, Tensor, tensor_bytes
+from moqext.stored import FLOATS, Tensor, tensor_bytes
 
 Reader = Callable[[str], NDArray[np.generic]]
 Float32 = NDArray[np.float32]
 
-# Activation scales that exporters write without a calibration: amax 0.5 for experts that no token reached,
-# amax 6 for an NVFP4 input that was always zero, and 1.0 for a constant or absent amax.
-_MARKERS = {
-    "nvfp4": {"0.5/2688": 0.5 / 2688, "6/2688": 6 / 2688, "1.0": 1.0},
-    "fp8": {"0.5/448": 0.5 / 448, "1.0": 1.0},
-    "int8": {"0.5/127": 0.5 / 127, "1.0": 1.0},
-}
+_FP8_MAX = ALGORITHMS["FP8"].input_max
+_NVFP4_MAX = ALGORITHMS["NVFP4"].input_max
+
+
+def _markers(input_max: float) -> dict[str, float]:
+    """Activation scales that exporters write without a calibration.
+
+    They are those of amax 0.5 for experts that no token reached, of amax 6 for an NVFP4 input that was always
+    zero, and 1.0 for a constant or absent amax.
+    """
+    amaxes = (0.5, 6.0) if input_max == _NVFP4_MAX else (0.5,)
+    return {f"{amax:g}/{input_max:g}": amax / input_max for amax in amaxes} | {"1.0": 1.0}
+
+
 _LARGE = 1.0
 """An NVFP4 activation scale above this is an amax above 2688, which only deliberate headroom gives."""
 
@@ -221,15 +229,15 @@ def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Ite
     if not _all_above(values, DIVISOR_ABOVE):
         yield from check_divisor(layer, name, values)
         return
-    nvfp4 = algo in NVFP4_FAMILY and algo != "W4A8_NVFP4_FP8"
-    family = "nvfp4" if nvfp4 else "int8" if algo.startswith("W8A8") else "fp8"
+    facts = ALGORITHMS.get(algo)
+    input_max = (facts.input_max if facts else 0) or _FP8_MAX
     found: list[float] = values.ravel().tolist()
-    for spelled, marker in _MARKERS[family].items():
+    for spelled, marker in _markers(input_max).items():
         if any(abs(value - marker) < 3e-7 * marker for value in found):
             message = f"the activation scale is {spelled}, which stands for no calibration"
             yield make_problem("uncalibrated_input_scale", message, layer=layer, tensor=name)
             return
-    if nvfp4 and max(found, default=0.0) > _LARGE:
+    if input_max == _NVFP4_MAX and max(found, default=0.0) > _LARGE:
         message = f"the activation scale is {max(found):.4g}; calibration alone seldom gives more than 1"
         yield make_problem("large_input_scale", message, layer=layer, tensor=name)
 

@@ -20,11 +20,13 @@ either as (E, N, K) or transposed, (E, K, N), and with blocks along either of th
 agree in their last dimension the blocks lie along the one before it, else along the last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Protocol
 
+from moqext.algorithms import ALGORITHMS, BLOCK_SIZES, HAS_SECOND, SECOND_IN_WEIGHT, names_where
 from moqext.tensor_header import DTYPE_BITS
 
 FLOATS = frozenset(("F32", "F16", "BF16", "F64"))
@@ -32,16 +34,6 @@ CODES = frozenset(("F8_E4M3", "U8", "I8"))
 """Types in which ModelOpt stores codes."""
 _SMALL = CODES | {"F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4"}
 _E8M0 = frozenset(("U8", "F8_E8M0"))
-_GROUPS = {"nvfp4": (16, 32), "mx": (32,)}
-
-NVFP4_FAMILY = frozenset(("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4", "W4A8_NVFP4_FP8"))
-STATIC_ACTIVATIONS = frozenset(
-    ("FP8", "NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
-)
-"""Algorithms whose activations are quantized with a stored scale."""
-
-BLOCK = 128
-"""Rows and columns of a block of FP8_PB_WO."""
 
 
 class Tensor(Protocol):
@@ -108,7 +100,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> Stored:
     if scale is None:
         return _without_scale(tensors)
     if weight.dtype == "F8_E4M3":
-        mx = scale.dtype in _E8M0 and not _is_blocks_of_128(shape, scale)
+        mx = scale.dtype in _E8M0 and not _block_algos(shape, scale)
         return _mxfp8(tensors) if mx else _fp8(tensors)
     if weight.dtype == "U8" and (scale.dtype == "F8_E4M3" or scale.dtype in _E8M0):
         return _fp4(tensors)
@@ -123,27 +115,34 @@ def recognise(tensors: Mapping[str, Tensor]) -> Stored:
 def _without_scale(tensors: Mapping[str, Tensor]) -> Stored:
     """A weight whose scale is missing: the data type still narrows the format down."""
     weight = tensors["weight"]
-    algos: tuple[str, ...] = ()
     shape = weight.shape
-    if weight.dtype == "F8_E4M3":
-        algos = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
-    elif weight.dtype == "I8":
-        algos = ("W8A16", "W8A8_SQ_PER_CHANNEL")
-    elif weight.dtype == "U8" and "weight_scale_2" in tensors:
-        algos = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8")
+    algos: Iterable[str]
+    if weight.dtype == "U8":
+        algos = SECOND_IN_WEIGHT if "weight_scale_2" in tensors else _of("e2m1") + _of("int4")
         shape = (*shape[:-1], shape[-1] * 2)
-    elif weight.dtype == "U8":
-        algos = ("NVFP4", "W4A16_NVFP4", "MXFP4", "W4A8_MXFP4_FP8", "W4A16_AWQ", "W4A8_AWQ")
-        shape = (*shape[:-1], shape[-1] * 2)
-    return Stored(algos, shape, fault=("missing_scale", f"a {weight.dtype} weight without weight_scale"))
+    else:
+        algos = _of("e4m3" if weight.dtype == "F8_E4M3" else "int8")
+    # Factors for the activations are what a layer has the least often.
+    algos = sorted(algos, key=lambda name: ALGORITHMS[name].pre_quant_scale)
+    message = f"a {weight.dtype} weight without weight_scale"
+    return Stored(tuple(algos), shape, fault=("missing_scale", message))
 
 
-def _is_blocks_of_128(shape: Sequence[int], scale: Tensor) -> bool:
-    """Whether a scale has one value for each 128x128 block of the weight, 4-D as exported or plain."""
-    rows, columns = ceil_div(shape[-2], BLOCK), ceil_div(shape[-1], BLOCK)
-    if len(shape) == 2 and scale.shape == (rows, 1, columns, 1):
-        return True
-    return scale.shape == (*shape[:-2], rows, columns)
+@cache
+def _of(codes: str, scales: str | None = None) -> tuple[str, ...]:
+    """The algorithms of such codes, and whose scales lie so."""
+    return names_where(lambda facts: facts.codes == codes and scales in (None, facts.scales))
+
+
+def _block_algos(shape: Sequence[int], scale: Tensor) -> tuple[str, ...]:
+    """The algorithms of whose square blocks the scale has one value each, 4-D as exported or plain."""
+    found = []
+    for name, size in BLOCK_SIZES.items():
+        rows, columns = ceil_div(shape[-2], size), ceil_div(shape[-1], size)
+        spaced = len(shape) == 2 and scale.shape == (rows, 1, columns, 1)
+        if spaced or scale.shape == (*shape[:-2], rows, columns):
+            found.append(name)
+    return tuple(found)
 
 
 def _fp8(tensors: Mapping[str, Tensor]) -> Stored:
@@ -151,23 +150,31 @@ def _fp8(tensors: Mapping[str, Tensor]) -> Stored:
     dims = scale.shape
     if scale.dtype not in FLOATS and scale.dtype not in _E8M0:
         return Stored((), shape, fault=("dtype_mismatch", f"a {scale.dtype} scale of an e4m3 weight"))
-    if _is_blocks_of_128(shape, scale):
-        one_block = prod(dims) == 1
-        return Stored(("FP8_PB_WO", "FP8") if one_block else ("FP8_PB_WO",), shape, BLOCK)
+    if blocks := _block_algos(shape, scale):
+        whole = _of("e4m3", "tensor") if prod(dims) == 1 else ()
+        return Stored((*blocks, *whole), shape, BLOCK_SIZES[blocks[0]])
     if len(shape) == 3:
         return _stacked_fp8(shape, dims)
     if prod(dims) == 1:
-        algos = ["FP8"]
-        if max(shape) <= BLOCK:
-            algos.append("FP8_PB_WO")
-        if shape[0] == 1:
-            algos.append("FP8_PER_CHANNEL_PER_TOKEN")
-        return Stored(tuple(algos), shape)
+        rows = _of("e4m3", "rows") if shape[0] == 1 else ()
+        return Stored((*_of("e4m3", "tensor"), *_one_block(shape), *rows), shape)
     if dims == (shape[0],):
-        return Stored(("FP8_PER_CHANNEL_PER_TOKEN",), shape)
-    blocks = [ceil_div(shape[0], BLOCK), ceil_div(shape[1], BLOCK)]
-    expected = f"[], [{shape[0]}] or {blocks}"
+        return Stored(_of("e4m3", "rows"), shape)
+    expected = f"[], [{shape[0]}] or {_blocks_text(shape)}"
     return Stored((), shape, fault=("shape_mismatch", _scale_message(shape, dims, expected)))
+
+
+def _one_block(shape: Sequence[int]) -> tuple[str, ...]:
+    """The algorithms of whose square blocks the weight is at most one."""
+    return tuple(name for name, size in BLOCK_SIZES.items() if max(shape[-2:]) <= size)
+
+
+def _blocks_text(shape: Sequence[int]) -> str:
+    """The shapes of scales of square blocks, for a message."""
+    sizes = dict.fromkeys(BLOCK_SIZES.values())
+    return " or ".join(
+        str([*shape[:-2], *(ceil_div(extent, size) for extent in shape[-2:])]) for size in sizes
+    )
 
 
 def _stacked_fp8(shape: Sequence[int], dims: Sequence[int]) -> Stored:
@@ -175,60 +182,90 @@ def _stacked_fp8(shape: Sequence[int], dims: Sequence[int]) -> Stored:
     experts, rows, columns = shape
     whole = tuple(shape)
     if prod(dims) == 1:
-        return Stored(("FP8",), whole)
+        return Stored(_of("e4m3", "tensor"), whole)
     if prod(dims) == experts and dims[0] == experts:
-        one_block = ("FP8_PB_WO",) if max(rows, columns) <= BLOCK else ()
-        return Stored(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *one_block), whole)
+        return Stored((*_of("e4m3", "tensor"), *_of("e4m3", "rows"), *_one_block(shape)), whole)
     if len(dims) == 2 and dims[0] == experts and dims[1] in (rows, columns):
-        return Stored(("FP8_PER_CHANNEL_PER_TOKEN",), whole)
-    blocks = [ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)]
-    if prod(dims) == experts * prod(blocks) and len(dims) == 5:
-        fault = None
-        if min(blocks) > 1:
-            message = (
-                f"blocks of the transposed weight were scaled: the scale has shape {list(dims)}, the codes "
-                f"lie in {blocks} blocks per expert; dequantized weights are off by up to a fifth"
-            )
-            fault = ("clipped_blocks", message)
-        return Stored(("FP8_PB_WO",), whole, BLOCK, fault=fault)
-    expected = f"[], [{experts}], [{experts}, {rows}], [{experts}, {columns}] or {[experts, *blocks]}"
+        return Stored(_of("e4m3", "rows"), whole)
+    for name, size in BLOCK_SIZES.items():
+        blocks = [ceil_div(rows, size), ceil_div(columns, size)]
+        if prod(dims) == experts * prod(blocks) and len(dims) == 5:
+            fault = None
+            if min(blocks) > 1:
+                message = (
+                    f"blocks of the transposed weight were scaled: the scale has shape {list(dims)}, the "
+                    f"codes lie in {blocks} blocks per expert; dequantized weights are off by up to a fifth"
+                )
+                fault = ("clipped_blocks", message)
+            return Stored((name,), whole, size, fault=fault)
+    expected = f"[], [{experts}], [{experts}, {rows}], [{experts}, {columns}] or {_blocks_text(shape)}"
     return Stored((), whole, fault=("shape_mismatch", _scale_message(shape, dims, expected)))
 
 
 def _mxfp8(tensors: Mapping[str, Tensor]) -> Stored:
     shape, dims = tensors["weight"].shape, tensors["weight_scale"].shape
-    axis, group, fault = _blocks(shape, dims, packed=1, sizes=_GROUPS["mx"])
-    return Stored(("MXFP8",), tuple(shape), group, axis, fault)
+    algos = _of("e4m3", "groups")
+    axis, group, fault = _blocks(shape, dims, packed=1, sizes=_sizes(algos))
+    return Stored(algos, tuple(shape), group, axis, fault)
+
+
+@cache
+def _sizes(algos: tuple[str, ...]) -> tuple[int, ...]:
+    """The group sizes that the algorithms have."""
+    return tuple(sorted({size for name in algos for size in ALGORITHMS[name].group_sizes}))
 
 
 def _fp4(tensors: Mapping[str, Tensor]) -> Stored:
     """Two E2M1 codes per byte: NVFP4 and its variants with e4m3 block scales, MXFP4 with powers of two."""
     packed, scale = tensors["weight"].shape, tensors["weight_scale"]
     mx = scale.dtype in _E8M0
-    axis, group, fault = _blocks(packed, scale.shape, packed=2, sizes=_GROUPS["mx" if mx else "nvfp4"])
+    static = "input_scale" in tensors
+    family = _mx_algos(static) if mx else SECOND_IN_WEIGHT
+    axis, group, fault = _blocks(packed, scale.shape, packed=2, sizes=_sizes(family))
     shape = list(packed)
     shape[axis] *= 2
     if mx:
-        algos = ("W4A8_MXFP4_FP8", "MXFP4") if "input_scale" in tensors else ("MXFP4", "W4A8_MXFP4_FP8")
-        return Stored(algos, tuple(shape), group, axis, fault)
+        return Stored(family, tuple(shape), group, axis, fault)
     if "weight_scale_2" not in tensors and fault is None:
         fault = ("missing_scale", "e4m3 block scales without weight_scale_2")
-    return Stored(_nvfp4_algos(tensors, group), tuple(shape), group, axis, fault)
+    low_rank = "lora_a" in tensors or "lora_b" in tensors
+    algos = _nvfp4_algos(low_rank, "pre_quant_scale" in tensors, static, group)
+    return Stored(algos, tuple(shape), group, axis, fault)
 
 
-def _nvfp4_algos(tensors: Mapping[str, Tensor], group: int | None) -> tuple[str, ...]:
-    if "lora_a" in tensors or "lora_b" in tensors:
-        return ("NVFP4_SVD",)
-    if "pre_quant_scale" in tensors:
-        return ("NVFP4_AWQ",)
-    if group == 32:
-        quantized_activations, others = "W4A8_NVFP4_FP8", ("NVFP4",)
-    else:
-        # AWQ leaves no trace on a layer whose factors were folded into the preceding norm or linear.
-        quantized_activations, others = "NVFP4", ("NVFP4_AWQ",)
-    if "input_scale" in tensors:
-        return (quantized_activations, "W4A16_NVFP4", *others)
-    return ("W4A16_NVFP4", quantized_activations, *others)
+def _has_other_activations(algo: str, static: bool) -> bool:
+    """Whether there is an input_scale and the algorithm has none, or the other way round."""
+    return (ALGORITHMS[algo].input_scale is None) == static
+
+
+@cache
+def _mx_algos(static: bool) -> tuple[str, ...]:
+    """The algorithms of E2M1 codes without second level, the more telling first."""
+    algos = names_where(lambda facts: facts.codes == "e2m1" and facts.second is None)
+    return tuple(sorted(algos, key=lambda name: _has_other_activations(name, static)))
+
+
+@cache
+def _nvfp4_algos(low_rank: bool, factors: bool, static: bool, group: int | None) -> tuple[str, ...]:
+    """The variants of NVFP4 that leave such tensors: the most telling first, the least likely last.
+
+    A low-rank pair and factors for the activations are always told; but a layer may be without factors, which
+    the producer then folded into the preceding norm or linear. Groups larger than usual are unlikely where
+    activations are quantized.
+    """
+    variants = [ALGORITHMS[name] for name in SECOND_IN_WEIGHT if ALGORITHMS[name].low_rank == low_rank]
+    if low_rank or factors:
+        return tuple(facts.name for facts in variants if facts.pre_quant_scale)
+    size = group or min(_sizes(SECOND_IN_WEIGHT))
+    ranked = []
+    for facts in variants:
+        usual = facts.group_size or size
+        if usual > size or (facts.pre_quant_scale and usual != size):
+            continue
+        odd = usual != size and facts.input_scale is not None
+        rank = (facts.pre_quant_scale, odd, _has_other_activations(facts.name, static))
+        ranked.append((rank, facts.name))
+    return tuple(name for _, name in sorted(ranked, key=lambda entry: entry[0]))
 
 
 def _blocks(
@@ -261,7 +298,8 @@ def _int4(tensors: Mapping[str, Tensor]) -> Stored:
     """Two two's-complement values per byte, packed along the rows."""
     packed, dims = tensors["weight"].shape, tensors["weight_scale"].shape
     shape = (packed[0] * 2, packed[1])
-    algos = ("W4A8_AWQ",) if "weight_scale_2" in tensors else ("W4A16_AWQ",)
+    second = "weight_scale_2" in tensors
+    algos = tuple(name for name in _of("int4") if (name in HAS_SECOND) == second)
     if len(dims) == 2 and dims[0] == shape[0] and dims[1] > 0 and shape[1] % dims[1] == 0:
         return Stored(algos, shape, shape[1] // dims[1], -1)
     return Stored(
@@ -272,7 +310,7 @@ def _int4(tensors: Mapping[str, Tensor]) -> Stored:
 def _int8(tensors: Mapping[str, Tensor]) -> Stored:
     shape, dims = tensors["weight"].shape, tensors["weight_scale"].shape
     smooth = "input_scale" in tensors or "pre_quant_scale" in tensors
-    algos = ("W8A8_SQ_PER_CHANNEL", "W8A16") if smooth else ("W8A16", "W8A8_SQ_PER_CHANNEL")
+    algos = tuple(sorted(_of("int8"), key=lambda name: ALGORITHMS[name].pre_quant_scale != smooth))
     if dims == (shape[0],) or prod(dims) == shape[0] == 1:
         return Stored(algos, tuple(shape))
     return Stored(algos, tuple(shape), fault=("shape_mismatch", _scale_message(shape, dims, f"[{shape[0]}]")))

@@ -33,7 +33,7 @@ LIMITS = {"bfloat16": (2.5e-3, 1e-2), "float16": (2.5e-3, 1e-2), "float32": (1e-
 of bfloat16 is up to 7.8e-3 of a value: single elements may fall on the other side of a tie."""
 
 ROWS_AT_ONCE = 4096
-"""Rows of a weight the reference holds in float64 at a time; a multiple of the 128 rows of a block."""
+"""Rows of a weight the reference holds in float64 at a time; a multiple of the rows of a block."""
 
 CALLS, CALL_SECONDS = 5, 0.2
 """A layer is called so often to time it, or until its calls have taken so long together."""
@@ -297,7 +297,7 @@ def _pieces(params: Mapping[str, Any], record: LayerRecord | Projection) -> Iter
     """A weight in pieces that fit the memory: so many rows, or one expert, with the scales of each."""
     if isinstance(record, LayerRecord):
         for first in range(0, record.shape[0], ROWS_AT_ONCE):
-            yield _rows(params, record.shape[0], first, min(first + ROWS_AT_ONCE, record.shape[0]))
+            yield _rows(params, record, first, min(first + ROWS_AT_ONCE, record.shape[0]))
         return
     experts = record.shape[0]
     if any(tensor.size > 1 and tensor.shape[0] != experts for tensor in params.values()):
@@ -348,7 +348,7 @@ def _expected(
     rows = record.shape[0]
     blocks = []
     for first in range(0, rows, ROWS_AT_ONCE):
-        part = _rows(params, rows, first, min(first + ROWS_AT_ONCE, rows))
+        part = _rows(params, record, first, min(first + ROWS_AT_ONCE, rows))
         y = reference.linear(
             x,
             part,
@@ -362,8 +362,9 @@ def _expected(
     return np.concatenate(blocks, axis=-1)
 
 
-def _rows(params: Mapping[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
+def _rows(params: Mapping[str, Any], record: LayerRecord, first: int, last: int) -> dict[str, Any]:
     """Rows [first, last) of every tensor that has rows or blocks of rows; scalars as they are."""
+    rows, block = record.shape[0], record.group_size or 1
     if (first, last) == (0, rows):
         return dict(params)
     part = {}
@@ -375,5 +376,5 @@ def _rows(params: Mapping[str, Any], rows: int, first: int, last: int) -> dict[s
         elif role == "weight":  # int4: two rows to a byte
             part[role] = tensor[first // 2 : (last + 1) // 2]
         else:
-            part[role] = tensor[first // 128 : (last + 127) // 128]
+            part[role] = tensor[first // block : (last + block - 1) // block]
     return part

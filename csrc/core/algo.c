@@ -1,70 +1,165 @@
-/* Algorithm names: see algo.h. */
+/* The table of algorithms: see algo.h. */
 #include "core/algo.h"
 
 #include "core/formats.h"
 #include "core/nearest.h"
 
-typedef struct {
-    const char *name;
-    moq_family family;
-    int group;
-} algo_facts;
+#include <stdio.h>
 
-static const algo_facts FACTS[MOQ_ALGO_COUNT] = {
-    [MOQ_ALGO_NONE] = {NULL, MOQ_FAMILY_NONE, 0},
-    [MOQ_ALGO_FP8] = {"FP8", MOQ_FAMILY_FP8, 0},
-    [MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN] = {"FP8_PER_CHANNEL_PER_TOKEN", MOQ_FAMILY_FP8, 0},
-    [MOQ_ALGO_FP8_PB_WO] = {"FP8_PB_WO", MOQ_FAMILY_FP8, MOQ_FP8_BLOCK},
-    [MOQ_ALGO_NVFP4] = {"NVFP4", MOQ_FAMILY_FP4, MOQ_NVFP4_GROUP},
-    [MOQ_ALGO_NVFP4_AWQ] = {"NVFP4_AWQ", MOQ_FAMILY_FP4, MOQ_NVFP4_GROUP},
-    [MOQ_ALGO_NVFP4_SVD] = {"NVFP4_SVD", MOQ_FAMILY_FP4, MOQ_NVFP4_GROUP},
-    [MOQ_ALGO_W4A16_NVFP4] = {"W4A16_NVFP4", MOQ_FAMILY_FP4, MOQ_NVFP4_GROUP},
-    [MOQ_ALGO_W4A8_NVFP4_FP8] = {"W4A8_NVFP4_FP8", MOQ_FAMILY_FP4, MOQ_MX_GROUP},
-    [MOQ_ALGO_MXFP4] = {"MXFP4", MOQ_FAMILY_FP4, MOQ_MX_GROUP},
-    [MOQ_ALGO_W4A8_MXFP4_FP8] = {"W4A8_MXFP4_FP8", MOQ_FAMILY_FP4, MOQ_MX_GROUP},
-    [MOQ_ALGO_MXFP8] = {"MXFP8", MOQ_FAMILY_MXFP8, MOQ_MX_GROUP},
-    [MOQ_ALGO_W4A16_AWQ] = {"W4A16_AWQ", MOQ_FAMILY_NONE, MOQ_INT4_GROUP},
-    [MOQ_ALGO_W4A8_AWQ] = {"W4A8_AWQ", MOQ_FAMILY_NONE, MOQ_INT4_GROUP},
-    [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = {"W8A8_SQ_PER_CHANNEL", MOQ_FAMILY_NONE, 0},
-    [MOQ_ALGO_W8A16] = {"W8A16", MOQ_FAMILY_NONE, 0},
-    [MOQ_ALGO_MIXED_PRECISION] = {"MIXED_PRECISION", MOQ_FAMILY_MIXED, 0},
+/* Groups of what shares a fact. A weight of NVFP4 has e4m3 scales under a second level; whether its
+ * activations are quantized, and to what, is what tells the variants apart. */
+#define NVFP4_WEIGHT                                                                               \
+    .family = MOQ_FAMILY_FP4, .codes = MOQ_STORED_E2M1, .scales = MOQ_SCALES_GROUPS,               \
+    .scale_dtype = MOQ_DT_E4M3, .groups = {MOQ_NVFP4_GROUP, MOQ_MX_GROUP}
+#define MX_SCALES                                                                                  \
+    .scales = MOQ_SCALES_GROUPS, .scale_dtype = MOQ_DT_E8M0, .group = MOQ_MX_GROUP,                \
+    .groups = {MOQ_MX_GROUP}
+#define FP8_WEIGHT                                                                                 \
+    .family = MOQ_FAMILY_FP8, .codes = MOQ_STORED_E4M3, .scale_dtype = MOQ_DT_F32,                 \
+    .has_linear = true
+#define INT4_WEIGHT                                                                                \
+    .codes = MOQ_STORED_INT4, .scales = MOQ_SCALES_GROUPS, .scale_dtype = MOQ_DT_F32,              \
+    .group = MOQ_INT4_GROUP, .pre_quant_scale = true
+#define INT8_WEIGHT .codes = MOQ_STORED_INT8, .scales = MOQ_SCALES_ROWS, .scale_dtype = MOQ_DT_F32
+#define STATIC_INPUT(max) .input_scale = MOQ_STATIC_EXPECTED, .input_max = (max)
+#define INT8_MAX_CODE     127.0f
+
+/* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
+ * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
+static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
+    [MOQ_ALGO_FP8] = {.name = "FP8",
+                      FP8_WEIGHT,
+                      .scales = MOQ_SCALES_TENSOR,
+                      STATIC_INPUT(MOQ_E4M3_MAX),
+                      .input = MOQ_INPUT_E4M3_TENSOR},
+    [MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN] = {.name = "FP8_PER_CHANNEL_PER_TOKEN",
+                                            .aliases = {"FP8_PC_PT"},
+                                            FP8_WEIGHT,
+                                            .scales = MOQ_SCALES_ROWS,
+                                            .input = MOQ_INPUT_E4M3_TOKEN},
+    [MOQ_ALGO_FP8_PB_WO] = {.name = "FP8_PB_WO",
+                            .aliases = {"FP8_PB", "FP8_PB_REAL", "FP8_BLOCK_SCALES"},
+                            FP8_WEIGHT,
+                            .scales = MOQ_SCALES_BLOCKS,
+                            .group = MOQ_FP8_BLOCK,
+                            .groups = {MOQ_FP8_BLOCK},
+                            .input = MOQ_INPUT_E4M3_GROUP},
+    [MOQ_ALGO_NVFP4] = {.name = "NVFP4",
+                        .aliases = {"NVFP4_STATIC"},
+                        NVFP4_WEIGHT,
+                        .group = MOQ_NVFP4_GROUP,
+                        .second = MOQ_SECOND_PARTS,
+                        STATIC_INPUT(MOQ_NVFP4_MAX),
+                        .has_linear = true,
+                        .input = MOQ_INPUT_AS_IS},
+    [MOQ_ALGO_NVFP4_AWQ] = {.name = "NVFP4_AWQ",
+                            NVFP4_WEIGHT,
+                            .group = MOQ_NVFP4_GROUP,
+                            .second = MOQ_SECOND_PARTS,
+                            .pre_quant_scale = true,
+                            STATIC_INPUT(MOQ_NVFP4_MAX),
+                            .has_linear = true,
+                            .input = MOQ_INPUT_AS_IS},
+    [MOQ_ALGO_NVFP4_SVD] = {.name = "NVFP4_SVD",
+                            .aliases = {"NVFP4_SVDQUANT"},
+                            NVFP4_WEIGHT,
+                            .group = MOQ_NVFP4_GROUP,
+                            .second = MOQ_SECOND_PARTS,
+                            .pre_quant_scale = true,
+                            .low_rank = true,
+                            STATIC_INPUT(MOQ_NVFP4_MAX)},
+    /* An input_scale left in such a file is that of NVFP4. */
+    [MOQ_ALGO_W4A16_NVFP4] = {.name = "W4A16_NVFP4",
+                              NVFP4_WEIGHT,
+                              .group = MOQ_NVFP4_GROUP,
+                              .second = MOQ_SECOND_PARTS,
+                              .input_max = MOQ_NVFP4_MAX,
+                              .has_linear = true,
+                              .input = MOQ_INPUT_AS_IS},
+    /* Stacked, it may have its outputs along either axis, so parts of them are not told apart. */
+    [MOQ_ALGO_W4A8_NVFP4_FP8] = {.name = "W4A8_NVFP4_FP8",
+                                 NVFP4_WEIGHT,
+                                 .group = MOQ_MX_GROUP,
+                                 .second = MOQ_SECOND_FACTOR,
+                                 STATIC_INPUT(MOQ_E4M3_MAX),
+                                 .has_linear = true,
+                                 .input = MOQ_INPUT_E4M3_TENSOR},
+    [MOQ_ALGO_MXFP4] = {.name = "MXFP4",
+                        .family = MOQ_FAMILY_FP4,
+                        .codes = MOQ_STORED_E2M1,
+                        MX_SCALES},
+    [MOQ_ALGO_W4A8_MXFP4_FP8] = {.name = "W4A8_MXFP4_FP8",
+                                 .family = MOQ_FAMILY_FP4,
+                                 .codes = MOQ_STORED_E2M1,
+                                 MX_SCALES,
+                                 .input_scale = MOQ_STATIC_MAYBE,
+                                 .input_max = MOQ_E4M3_MAX},
+    [MOQ_ALGO_MXFP8] = {.name = "MXFP8",
+                        .family = MOQ_FAMILY_MXFP8,
+                        .codes = MOQ_STORED_E4M3,
+                        MX_SCALES},
+    [MOQ_ALGO_W4A16_AWQ] = {.name = "W4A16_AWQ", .aliases = {"INT4_AWQ"}, INT4_WEIGHT},
+    [MOQ_ALGO_W4A8_AWQ] = {.name = "W4A8_AWQ",
+                           INT4_WEIGHT,
+                           .second = MOQ_SECOND_UNUSED,
+                           STATIC_INPUT(MOQ_E4M3_MAX)},
+    [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = {.name = "W8A8_SQ_PER_CHANNEL",
+                                      .aliases = {"INT8_SQ"},
+                                      INT8_WEIGHT,
+                                      .pre_quant_scale = true,
+                                      STATIC_INPUT(INT8_MAX_CODE)},
+    [MOQ_ALGO_W8A16] = {.name = "W8A16", .aliases = {"INT8_WO"}, INT8_WEIGHT},
+    [MOQ_ALGO_MIXED_PRECISION] = {.name = "MIXED_PRECISION", .family = MOQ_FAMILY_MIXED},
 };
 
-/* Other spellings: the exporter's internal constants, and names engines and hand-written files use
- * for the same tensors. */
 static const struct {
     const char *name;
-    moq_algo algo;
-} ALIASES[] = {
-    {"FP8_PC_PT", MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN},
-    {"FP8_PB", MOQ_ALGO_FP8_PB_WO},
-    {"FP8_PB_REAL", MOQ_ALGO_FP8_PB_WO},
-    {"FP8_BLOCK_SCALES", MOQ_ALGO_FP8_PB_WO},
-    {"NVFP4_STATIC", MOQ_ALGO_NVFP4},
-    {"NVFP4_SVDQUANT", MOQ_ALGO_NVFP4_SVD},
-    {"INT4_AWQ", MOQ_ALGO_W4A16_AWQ},
-    {"INT8_SQ", MOQ_ALGO_W8A8_SQ_PER_CHANNEL},
-    {"INT8_WO", MOQ_ALGO_W8A16},
+    bool has_method;
+} KV_FACTS[MOQ_KV_COUNT] = {
+    [MOQ_KV_NONE] = {NULL, true},
+    [MOQ_KV_FP8] = {"FP8", true},
+    [MOQ_KV_INT8] = {"INT8", false},
+    [MOQ_KV_NVFP4] = {"NVFP4", true},
+    [MOQ_KV_NVFP4_AFFINE] = {"NVFP4_AFFINE", false},
 };
 
-static const char *const KV_NAMES[MOQ_KV_COUNT] = {
-    [MOQ_KV_NONE] = NULL,
-    [MOQ_KV_FP8] = "FP8",
-    [MOQ_KV_INT8] = "INT8",
-    [MOQ_KV_NVFP4] = "NVFP4",
-    [MOQ_KV_NVFP4_AFFINE] = "NVFP4_AFFINE",
-};
+const moq_algo_facts *moq_algo_facts_of(moq_algo algo) {
+    return &FACTS[algo];
+}
+
+bool moq_algo_takes_group(const moq_algo_facts *facts, int64_t group) {
+    bool grouped = facts->group > 0;
+    if (!grouped || group < 1)
+        return !grouped && group == 0;
+    return facts->groups[0] == 0 || group == facts->groups[0] || group == facts->groups[1];
+}
+
+const char *moq_algo_groups_text(const moq_algo_facts *facts, char *buffer, size_t size) {
+    if (facts->groups[0] == 0)
+        snprintf(buffer, size, "%s", facts->group ? "any" : "none");
+    else if (facts->groups[1] == 0)
+        snprintf(buffer, size, "%d", (int)facts->groups[0]);
+    else
+        snprintf(buffer, size, "%d or %d", (int)facts->groups[0], (int)facts->groups[1]);
+    return buffer;
+}
+
+/* Whether the text is the name or an alias, in any case: the exporter's internal constants, and
+ * names that engines and hand-written files use for the algorithm's tensors. */
+static bool is_spelling(moq_text text, const moq_algo_facts *facts) {
+    if (moq_text_equal_folded(text, facts->name))
+        return true;
+    for (int i = 0; i < MOQ_ALIASES_MAX && facts->aliases[i]; i++) {
+        if (moq_text_equal_folded(text, facts->aliases[i]))
+            return true;
+    }
+    return false;
+}
 
 bool moq_algo_parse(moq_text text, moq_algo *out) {
     for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT; algo++) {
-        if (moq_text_equal_folded(text, FACTS[algo].name)) {
+        if (is_spelling(text, &FACTS[algo])) {
             *out = (moq_algo)algo;
-            return true;
-        }
-    }
-    for (size_t i = 0; i < sizeof ALIASES / sizeof *ALIASES; i++) {
-        if (moq_text_equal_folded(text, ALIASES[i].name)) {
-            *out = ALIASES[i].algo;
             return true;
         }
     }
@@ -73,7 +168,7 @@ bool moq_algo_parse(moq_text text, moq_algo *out) {
 
 bool moq_kv_parse(moq_text text, moq_kv *out) {
     for (int kv = MOQ_KV_NONE + 1; kv < MOQ_KV_COUNT; kv++) {
-        if (moq_text_equal_folded(text, KV_NAMES[kv])) {
+        if (moq_text_equal_folded(text, KV_FACTS[kv].name)) {
             *out = (moq_kv)kv;
             return true;
         }
@@ -84,10 +179,12 @@ bool moq_kv_parse(moq_text text, moq_kv *out) {
 const char *moq_algo_hint(moq_text text, char *buffer, size_t size) {
     moq_nearest nearest;
     moq_nearest_begin(&nearest, text);
-    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT; algo++)
-        moq_nearest_try(&nearest, FACTS[algo].name, FACTS[algo].name);
-    for (size_t i = 0; i < sizeof ALIASES / sizeof *ALIASES; i++)
-        moq_nearest_try(&nearest, ALIASES[i].name, FACTS[ALIASES[i].algo].name);
+    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT; algo++) {
+        const moq_algo_facts *facts = &FACTS[algo];
+        moq_nearest_try(&nearest, facts->name, facts->name);
+        for (int i = 0; i < MOQ_ALIASES_MAX && facts->aliases[i]; i++)
+            moq_nearest_try(&nearest, facts->aliases[i], facts->name);
+    }
     return moq_nearest_hint(&nearest, buffer, size);
 }
 
@@ -95,7 +192,7 @@ const char *moq_kv_hint(moq_text text, char *buffer, size_t size) {
     moq_nearest nearest;
     moq_nearest_begin(&nearest, text);
     for (int kv = MOQ_KV_NONE + 1; kv < MOQ_KV_COUNT; kv++)
-        moq_nearest_try(&nearest, KV_NAMES[kv], KV_NAMES[kv]);
+        moq_nearest_try(&nearest, KV_FACTS[kv].name, KV_FACTS[kv].name);
     return moq_nearest_hint(&nearest, buffer, size);
 }
 
@@ -104,7 +201,11 @@ const char *moq_algo_name(moq_algo algo) {
 }
 
 const char *moq_kv_name(moq_kv kv) {
-    return KV_NAMES[kv];
+    return KV_FACTS[kv].name;
+}
+
+bool moq_kv_has_method(moq_kv kv) {
+    return KV_FACTS[kv].has_method;
 }
 
 const char *moq_family_name(moq_family family) {
@@ -131,10 +232,17 @@ int64_t moq_algo_default_group(moq_algo algo) {
     return FACTS[algo].group;
 }
 
-const char *moq_algo_choices(void) {
-    return "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, "
-           "W4A8_NVFP4_FP8, MXFP4, W4A8_MXFP4_FP8, MXFP8, W4A16_AWQ, W4A8_AWQ, "
-           "W8A8_SQ_PER_CHANNEL, W8A16, MIXED_PRECISION";
+const char *moq_algo_list(bool (*accepts)(const moq_algo_facts *), char *buffer, size_t size) {
+    size_t used = 0;
+    buffer[0] = '\0';
+    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT && used < size; algo++) {
+        if (accepts && !accepts(&FACTS[algo]))
+            continue;
+        int wrote =
+            snprintf(buffer + used, size - used, "%s%s", used ? ", " : "", FACTS[algo].name);
+        used += wrote > 0 ? (size_t)wrote : 0;
+    }
+    return buffer;
 }
 
 const char *moq_kv_choices(void) {

@@ -284,7 +284,7 @@ static moq_status check_fields(const merger *m, const moq_draft *by, moq_err *er
     const moq_path layers_path = {.up = (by ? by : first)->inner_path,
                                   .key = MOQ_TEXT("quantized_layers")};
     if (!by && m->out->kv == MOQ_KV_NONE)
-        return moq_fail_at(err, &algo_path, "missing; recognised are %s", moq_algo_choices());
+        return moq_fail_no_algo(err, &algo_path);
     if (m->out->algo == MOQ_ALGO_NONE && m->out->layer_count > 0)
         return moq_fail_at(err, &algo_path,
                            "%s, but quantized_layers lists %zu layers; expected MIXED_PRECISION",

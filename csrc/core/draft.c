@@ -105,15 +105,22 @@ moq_status moq_draft_open(const moq_document *document, moq_draft *draft, moq_er
     return MOQ_OK;
 }
 
+moq_status moq_fail_no_algo(moq_err *err, const moq_path *path) {
+    char names[MOQ_ALGO_LIST_SIZE];
+    return moq_fail_at(err, path, "missing; recognised are %s",
+                       moq_algo_list(NULL, names, sizeof names));
+}
+
 static moq_status read_algo(const moq_value *value, const moq_path *path, moq_algo *out,
                             moq_err *err) {
     bool named = value->kind == MOQ_STRING;
     if (named && moq_algo_parse(value->as.text, out))
         return MOQ_OK;
-    char text[300], hint[64];
+    char text[300], names[MOQ_ALGO_LIST_SIZE], hint[64];
     return moq_fail_at(err, path, "%s quantization algorithm %s; recognised are %s (in any case)%s",
                        named ? "unknown" : "expected the name of a",
-                       moq_value_describe(value, text, sizeof text), moq_algo_choices(),
+                       moq_value_describe(value, text, sizeof text),
+                       moq_algo_list(NULL, names, sizeof names),
                        named ? moq_algo_hint(value->as.text, hint, sizeof hint) : "");
 }
 
@@ -289,7 +296,7 @@ static moq_status read_layer(moq_arena *arena, const moq_member *member, const m
         return refuse(&path, &member->value, "an object with quant_algo", err);
     const moq_value *algo = moq_value_member(&member->value, "quant_algo");
     if (!algo)
-        return moq_fail_at(err, &algo_path, "missing; recognised are %s", moq_algo_choices());
+        return moq_fail_no_algo(err, &algo_path);
     out->algo = MOQ_ALGO_NONE;
     if (algo->kind != MOQ_NULL)
         MOQ_TRY(read_algo(algo, &algo_path, &out->algo, err));

@@ -52,5 +52,7 @@ moq_status moq_draft_read(moq_log *log, const moq_document *document, moq_draft 
                           moq_err *err);
 /* Finds the mapping that holds the fields, without reading any. */
 moq_status moq_draft_open(const moq_document *document, moq_draft *draft, moq_err *err);
+/* Fails at a field that should name an algorithm and is not there. */
+moq_status moq_fail_no_algo(moq_err *err, const moq_path *path);
 
 #endif

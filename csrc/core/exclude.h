@@ -8,6 +8,7 @@
 #ifndef MOQ_CORE_EXCLUDE_H
 #define MOQ_CORE_EXCLUDE_H
 
+#include "core/names.h"
 #include "core/nametable.h"
 
 typedef struct moq_exclusion moq_exclusion;
@@ -20,10 +21,5 @@ moq_status moq_exclusion_compile(moq_arena *arena, const moq_text *entries, size
 uint32_t moq_exclusion_find(const moq_exclusion *set, moq_text name);
 /* Index of an entry that names something below the expert container `name`, or MOQ_NAME_NONE. */
 uint32_t moq_exclusion_find_below(const moq_exclusion *set, moq_text name);
-
-/* The name without the first of the prefixes above. */
-moq_text moq_name_body(moq_text name);
-/* Whether the last component is "experts": a module that stands for all experts of a layer. */
-bool moq_name_is_experts(moq_text name);
 
 #endif

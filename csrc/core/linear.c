@@ -1,7 +1,6 @@
 /* Resolution of a linear layer's description: see linear.h. Shapes follow what ModelOpt exports. */
 #include "core/linear.h"
 
-#include "core/algo.h"
 #include "core/formats.h"
 #include "core/nvfp4_pack.h"
 #include "core/swizzle.h"
@@ -9,46 +8,34 @@
 #include <stdio.h>
 #include <string.h>
 
-typedef struct {
-    moq_algo algo;
-    moq_weight_layout checkpoint;
-    moq_input_mode input; /* of compute "exact" */
-    bool input_scale, pre_quant_scale;
-} algo_row;
-
-/* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
- * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
-static const algo_row ALGOS[] = {
-    {MOQ_ALGO_FP8, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TENSOR, true, false},
-    {MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN, MOQ_WEIGHT_E4M3_ROW, MOQ_INPUT_E4M3_TOKEN, false, false},
-    {MOQ_ALGO_FP8_PB_WO, MOQ_WEIGHT_E4M3_BLOCK, MOQ_INPUT_E4M3_GROUP, false, false},
-    {MOQ_ALGO_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, false},
-    {MOQ_ALGO_NVFP4_AWQ, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, true, true},
-    {MOQ_ALGO_W4A16_NVFP4, MOQ_WEIGHT_E2M1, MOQ_INPUT_AS_IS, false, false},
-    {MOQ_ALGO_W4A8_NVFP4_FP8, MOQ_WEIGHT_E2M1, MOQ_INPUT_E4M3_TENSOR, true, false},
-};
-
-static const char RUNNABLE[] = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, NVFP4_AWQ, "
-                               "W4A16_NVFP4, W4A8_NVFP4_FP8";
-
 static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4", "auto"};
 
 enum { COMPUTE_COUNT = sizeof COMPUTE_NAMES / sizeof *COMPUTE_NAMES };
 
-static moq_status find_algo(const char *name, const algo_row **row, moq_err *err) {
+static bool has_linear(const moq_algo_facts *facts) {
+    return facts->has_linear;
+}
+
+static moq_status find_algo(const char *name, const moq_algo_facts **facts, moq_err *err) {
     moq_algo algo;
     moq_text text = {name, strlen(name)};
-    char hint[64];
+    char list[MOQ_ALGO_LIST_SIZE], hint[64];
     if (!moq_algo_parse(text, &algo))
         return moq_fail(err, MOQ_ERR_VALUE, "quant_algo: expected one of %s, got \"%.64s\"%s",
-                        RUNNABLE, name, moq_algo_hint(text, hint, sizeof hint));
-    for (size_t i = 0; i < sizeof ALGOS / sizeof *ALGOS; i++) {
-        *row = &ALGOS[i];
-        if (ALGOS[i].algo == algo)
-            return MOQ_OK;
-    }
+                        moq_algo_list(has_linear, list, sizeof list), name,
+                        moq_algo_hint(text, hint, sizeof hint));
+    *facts = moq_algo_facts_of(algo);
+    if ((*facts)->has_linear)
+        return MOQ_OK;
     return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s",
-                    moq_algo_name(algo), RUNNABLE);
+                    (*facts)->name, moq_algo_list(has_linear, list, sizeof list));
+}
+
+/* The layout of the stored weight of an algorithm that has a linear. */
+static moq_weight_layout stored_layout(const moq_algo_facts *facts) {
+    if (facts->codes == MOQ_STORED_E2M1)
+        return MOQ_WEIGHT_E2M1;
+    return facts->scales == MOQ_SCALES_BLOCKS ? MOQ_WEIGHT_E4M3_BLOCK : MOQ_WEIGHT_E4M3_ROW;
 }
 
 static moq_status parse_compute(const char *name, moq_compute *compute, moq_err *err) {
@@ -98,19 +85,14 @@ static moq_status apply_compute(moq_linear_spec *spec, moq_err *err) {
     return MOQ_OK;
 }
 
-static moq_status check_group(const algo_row *row, int64_t group_size, moq_linear_spec *spec,
-                              moq_err *err) {
-    int64_t usual = moq_algo_default_group(row->algo);
-    int64_t group = group_size ? group_size : usual;
-    bool known = row->checkpoint == MOQ_WEIGHT_E2M1
-                     ? group == MOQ_NVFP4_GROUP || group == MOQ_MX_GROUP
-                     : group == usual;
-    if (!known)
+static moq_status check_group(const moq_algo_facts *facts, int64_t group_size,
+                              moq_linear_spec *spec, moq_err *err) {
+    int64_t group = group_size ? group_size : facts->group;
+    char sizes[32];
+    if (!moq_algo_takes_group(facts, group))
         return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected %s for %s, got %lld",
-                        row->checkpoint == MOQ_WEIGHT_E2M1 ? "16 or 32"
-                        : usual                            ? "128"
-                                                           : "none",
-                        spec->algo, (long long)group);
+                        moq_algo_groups_text(facts, sizes, sizeof sizes), spec->algo,
+                        (long long)group);
     spec->group_size = (int32_t)group;
     return MOQ_OK;
 }
@@ -145,22 +127,22 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
                               moq_device device, int64_t in_features, const int64_t *partitions,
                               int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
                               moq_err *err) {
-    const algo_row *row;
+    const moq_algo_facts *facts;
     *spec = (moq_linear_spec){.device = device};
-    MOQ_TRY(find_algo(algo, &row, err));
-    spec->algo = moq_algo_name(row->algo);
-    spec->per_row_scale = row->algo == MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN;
-    spec->checkpoint = spec->weight = row->checkpoint;
-    spec->input = row->input;
-    spec->checkpoint_input_scale = row->input_scale;
-    spec->pre_quant_scale = row->pre_quant_scale;
+    MOQ_TRY(find_algo(algo, &facts, err));
+    spec->algo = facts->name;
+    spec->per_row_scale = facts->scales == MOQ_SCALES_ROWS;
+    spec->checkpoint = spec->weight = stored_layout(facts);
+    spec->input = facts->input;
+    spec->checkpoint_input_scale = facts->input_scale != MOQ_STATIC_NONE;
+    spec->pre_quant_scale = facts->pre_quant_scale;
     spec->dtype = moq_dtype_from_name(dtype);
     if (spec->dtype != MOQ_DT_BF16 && spec->dtype != MOQ_DT_F16 && spec->dtype != MOQ_DT_F32)
         return moq_fail(err, MOQ_ERR_VALUE,
                         "dtype: expected \"bfloat16\", \"float16\" or \"float32\", got \"%s\"",
                         dtype);
     MOQ_TRY(parse_compute(compute, &spec->compute, err));
-    MOQ_TRY(check_group(row, group_size, spec, err));
+    MOQ_TRY(check_group(facts, group_size, spec, err));
     MOQ_TRY(check_sizes(in_features, partitions, partition_count, spec, err));
     return apply_compute(spec, err);
 }

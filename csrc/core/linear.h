@@ -11,6 +11,7 @@
 #ifndef MOQ_CORE_LINEAR_H
 #define MOQ_CORE_LINEAR_H
 
+#include "core/algo.h"
 #include "core/tensor.h"
 
 #ifdef __cplusplus
@@ -30,14 +31,6 @@ typedef enum {
     MOQ_WEIGHT_E2M1_SWIZZLED /* the same codes; scales of each partition as core/swizzle.h has them
                               */
 } moq_weight_layout;
-
-typedef enum {
-    MOQ_INPUT_AS_IS,       /* activations are not quantized */
-    MOQ_INPUT_E4M3_TENSOR, /* one scale: the layer's input_scale, or amax / 448 without one */
-    MOQ_INPUT_E4M3_TOKEN,  /* one scale per row of x, from its amax */
-    MOQ_INPUT_E4M3_GROUP,  /* one scale per row and 128 columns */
-    MOQ_INPUT_NVFP4        /* e2m1 codes, e4m3 scale per 16 columns, second-level input_scale */
-} moq_input_mode;
 
 /* The chip a layer runs on, as far as the choice of a kernel depends on it. */
 typedef struct {

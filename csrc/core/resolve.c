@@ -1,27 +1,11 @@
 /* The algorithm of one module: see resolve.h. */
 #include "core/resolve.h"
 
+#include "core/names.h"
 #include "core/textmap.h"
 
 #include <stdio.h>
 #include <string.h>
-
-#define FUSED_MAX 4
-
-/* Modules an engine fuses at run time, and what they are called in checkpoints. */
-static const struct {
-    moq_text name;
-    size_t count;
-    moq_text part[FUSED_MAX];
-} FUSED[] = {
-    {{"qkv_proj", 8}, 3, {{"q_proj", 6}, {"k_proj", 6}, {"v_proj", 6}}},
-    {{"gate_up_proj", 12}, 2, {{"gate_proj", 9}, {"up_proj", 7}}},
-    {{"w13", 3}, 2, {{"w1", 2}, {"w3", 2}}},
-    {{"fused_qkv_a_proj_with_mqa", 25}, 2, {{"q_a_proj", 8}, {"kv_a_proj_with_mqa", 18}}},
-    {{"fused_qkv_a_proj", 16}, 2, {{"q_a_proj", 8}, {"kv_a_proj_with_mqa", 18}}},
-    {{"in_proj_qkvz", 12}, 2, {{"in_proj_qkv", 11}, {"in_proj_z", 9}}},
-    {{"in_proj_ba", 10}, 2, {{"in_proj_b", 9}, {"in_proj_a", 9}}},
-};
 
 /* The entries of quantized_layers below one expert container. */
 typedef struct {
@@ -38,37 +22,20 @@ struct moq_resolver {
     uint32_t group_count;
 };
 
-const moq_text *moq_fused_parts(moq_text component, size_t *count) {
-    for (size_t i = 0; i < sizeof FUSED / sizeof *FUSED; i++) {
-        if (moq_text_equal(component, FUSED[i].name)) {
-            *count = FUSED[i].count;
-            return FUSED[i].part;
-        }
-    }
-    *count = 0;
-    return NULL;
-}
-
 static bool same_layer(const moq_layer_entry *a, const moq_layer_entry *b) {
     return a->algo == b->algo && a->group_size == b->group_size;
 }
 
-/* Files an entry under the expert container it lies in, if it does. */
-static void add_to_container(moq_resolver *resolver, moq_text name, uint32_t id) {
+/* Files an entry under the expert container it lies in. */
+static void add_to_container(moq_resolver *resolver, moq_text above, uint32_t id) {
     const moq_layer_entry *entries = resolver->config->layers;
-    for (size_t i = 0; i < name.size; i++) {
-        const moq_text above = {name.data, i};
-        if (name.data[i] != '.' || !moq_name_is_experts(above))
-            continue;
-        uint32_t at = moq_textmap_insert(&resolver->containers, above, resolver->group_count);
-        expert_group *group = &resolver->groups[at];
-        if (at == resolver->group_count) {
-            *group = (expert_group){id, MOQ_TEXTMAP_NONE};
-            resolver->group_count++;
-        } else if (!same_layer(&entries[group->first], &entries[id])) {
-            group->different = id;
-        }
-        return; /* an expert holds no experts */
+    uint32_t at = moq_textmap_insert(&resolver->containers, above, resolver->group_count);
+    expert_group *group = &resolver->groups[at];
+    if (at == resolver->group_count) {
+        *group = (expert_group){id, MOQ_TEXTMAP_NONE};
+        resolver->group_count++;
+    } else if (!same_layer(&entries[group->first], &entries[id])) {
+        group->different = id;
     }
 }
 
@@ -79,9 +46,12 @@ static void add_entry(moq_resolver *resolver, uint32_t id) {
     uint32_t first = moq_textmap_insert(&resolver->aligned, body, id);
     if (!same_layer(&entries[first], &entries[id]))
         resolver->ambiguous[first] = true;
-    add_to_container(resolver, name, id);
-    if (body.size != name.size)
-        add_to_container(resolver, body, id);
+    const moq_text container = moq_name_experts_above(name);
+    if (container.size == 0)
+        return;
+    add_to_container(resolver, container, id);
+    if (moq_name_body(container).size != container.size)
+        add_to_container(resolver, moq_name_body(container), id);
 }
 
 moq_status moq_resolver_build(moq_arena *arena, const moq_config *config, moq_resolver **out,

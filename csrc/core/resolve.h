@@ -30,9 +30,6 @@ typedef struct moq_resolver moq_resolver;
 moq_status moq_resolver_build(moq_arena *arena, const moq_config *config, moq_resolver **out,
                               moq_err *err);
 
-/* Components a fused last component stands for (qkv_proj and the like); *count is 0 for others. */
-const moq_text *moq_fused_parts(moq_text component, size_t *count);
-
 /* `parts` override what the module is made of: each is a whole module name when it holds a dot,
  * else it replaces the last component. With count 0 the known fused names are looked up. */
 moq_status moq_resolve_layer(const moq_resolver *resolver, moq_text module, const moq_text *parts,

@@ -1,87 +1,35 @@
 /* Operation dequantize: see dequantize.h.
  *
- * Each weight format is one row of FORMATS: how the codes are stored, how the scales cover them and
- * whether a second-level scale takes part. A layout function turns the shapes into strides and
- * block sizes of the one kernel. Where a format allows several shapes (scalars of any rank, stacked
- * experts packed along either axis), they are told apart here and nowhere else. */
+ * The table of algorithms (core/algo.h) says of each how the codes are stored, how the scales cover
+ * them and whether a second-level scale takes part. A layout function turns the shapes into strides
+ * and block sizes of the one kernel. Where a format allows several shapes (scalars of any rank,
+ * stacked experts packed along either axis), they are told apart here and nowhere else. */
 #include "ops/dequantize.h"
 
 #include "core/algo.h"
-#include "core/formats.h"
 #include "ops/check.h"
 
 #include <stdio.h>
 #include <string.h>
 
-typedef enum {
-    SCALE_VECTOR, /* one for all, one for each expert, or one for each row (column) */
-    SCALE_TILES,  /* one for each 128 x 128 tile, edge tiles as they are */
-    SCALE_GROUPS  /* one for each group of values along the contracted axis */
-} scale_layout;
-
-typedef enum {
-    SECOND_NONE,
-    SECOND_FACTOR, /* multiplies the weight */
-    SECOND_PARTS,  /* likewise, and equal parts of an expert's outputs may have their own */
-    SECOND_UNUSED  /* stored, but not part of the weight: the FP8 scale of W4A8_AWQ's GEMM */
-} second_level;
-
-typedef struct {
-    moq_code_kind kind;
-    scale_layout layout;
-    moq_dtype scale_dtype; /* F32 stands for every float, and e8m0 for tiles; NONE: no format */
-    second_level second;
-    int64_t group[2]; /* group sizes there are, 0 for any */
-} weight_format;
-
-#define FP8_VECTOR    {MOQ_CODE_E4M3, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
-#define NVFP4(second) {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E4M3, second, {16, 32}}
-#define MXFP4         {MOQ_CODE_E2M1_COLUMNS, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}}
-#define INT8_VECTOR   {MOQ_CODE_INT8, SCALE_VECTOR, MOQ_DT_F32, SECOND_NONE, {0}}
-
-static const weight_format FORMATS[MOQ_ALGO_COUNT] = {
-    [MOQ_ALGO_FP8] = FP8_VECTOR,
-    [MOQ_ALGO_FP8_PER_CHANNEL_PER_TOKEN] = FP8_VECTOR,
-    [MOQ_ALGO_FP8_PB_WO] = {MOQ_CODE_E4M3, SCALE_TILES, MOQ_DT_F32, SECOND_NONE, {0}},
-    [MOQ_ALGO_NVFP4] = NVFP4(SECOND_PARTS),
-    [MOQ_ALGO_NVFP4_AWQ] = NVFP4(SECOND_PARTS),
-    [MOQ_ALGO_NVFP4_SVD] = NVFP4(SECOND_PARTS),
-    [MOQ_ALGO_W4A16_NVFP4] = NVFP4(SECOND_PARTS),
-    /* Stacked, it may have its outputs along either axis, so parts of them are not told apart. */
-    [MOQ_ALGO_W4A8_NVFP4_FP8] = NVFP4(SECOND_FACTOR),
-    [MOQ_ALGO_MXFP4] = MXFP4,
-    [MOQ_ALGO_W4A8_MXFP4_FP8] = MXFP4,
-    [MOQ_ALGO_MXFP8] = {MOQ_CODE_E4M3, SCALE_GROUPS, MOQ_DT_E8M0, SECOND_NONE, {32, 32}},
-    [MOQ_ALGO_W4A16_AWQ] = {MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_NONE, {0}},
-    [MOQ_ALGO_W4A8_AWQ] = {MOQ_CODE_INT4_ROWS, SCALE_GROUPS, MOQ_DT_F32, SECOND_UNUSED, {0}},
-    [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = INT8_VECTOR,
-    [MOQ_ALGO_W8A16] = INT8_VECTOR,
-};
-
 static const float ONE = 1.0f;
 
-static const char *format_name(const weight_format *format) {
-    return moq_algo_name((moq_algo)(format - FORMATS));
+static bool has_weight(const moq_algo_facts *facts) {
+    return facts->codes != MOQ_STORED_NONE;
 }
 
-static moq_status find_format(const char *name, const weight_format **out, moq_err *err) {
+static moq_status find_format(const char *name, const moq_algo_facts **out, moq_err *err) {
     moq_algo algo;
-    char names[512] = "", hint[64] = "";
+    char names[MOQ_ALGO_LIST_SIZE], hint[64] = "";
     moq_text text = {name, strlen(name)};
     if (!moq_algo_parse(text, &algo)) {
         moq_algo_hint(text, hint, sizeof hint);
-    } else if (FORMATS[algo].scale_dtype != MOQ_DT_NONE) {
-        *out = &FORMATS[algo];
+    } else if (has_weight(moq_algo_facts_of(algo))) {
+        *out = moq_algo_facts_of(algo);
         return MOQ_OK;
     }
-    for (int i = 0; i < MOQ_ALGO_COUNT; i++) {
-        size_t used = strlen(names);
-        if (FORMATS[i].scale_dtype != MOQ_DT_NONE)
-            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "",
-                     moq_algo_name((moq_algo)i));
-    }
     return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%.64s'%s",
-                    names, name, hint);
+                    moq_algo_list(has_weight, names, sizeof names), name, hint);
 }
 
 static moq_status fail_shape(moq_err *err, const char *name, const char *expected,
@@ -135,19 +83,19 @@ static moq_dtype float_scale_dtype(const moq_tensor *t, bool tiles) {
     }
 }
 
-static moq_status scale_dtype(const weight_format *format, const moq_tensor *scale, moq_dtype *out,
+static moq_status scale_dtype(const moq_algo_facts *format, const moq_tensor *scale, moq_dtype *out,
                               moq_err *err) {
     if (format->scale_dtype != MOQ_DT_F32) {
         *out = format->scale_dtype;
         return moq_check_dtype(scale, "weight_scale", format->scale_dtype, err);
     }
-    bool tiles = format->layout == SCALE_TILES;
+    bool tiles = format->scales == MOQ_SCALES_BLOCKS;
     *out = float_scale_dtype(scale, tiles);
     if (*out == MOQ_DT_NONE)
         return moq_fail(
             err, MOQ_ERR_TYPE,
             "weight_scale: expected float32, bfloat16, float16 or float64%s for %s, got %s",
-            tiles ? ", or bytes of float8_e8m0fnu," : "", format_name(format),
+            tiles ? ", or bytes of float8_e8m0fnu," : "", format->name,
             moq_dtype_name(scale->dtype));
     return moq_check_host(scale, "weight_scale", err);
 }
@@ -240,7 +188,7 @@ static moq_status tile_layout(const moq_dequantize_plan *plan, int64_t size, moq
     return MOQ_OK;
 }
 
-static moq_status group_layout(const weight_format *format, const moq_dequantize_plan *plan,
+static moq_status group_layout(const moq_algo_facts *format, const moq_dequantize_plan *plan,
                                bool along_rows, int64_t group_size, moq_block_scale *s,
                                moq_err *err) {
     const moq_tensor *scale = &plan->scale;
@@ -250,7 +198,7 @@ static moq_status group_layout(const weight_format *format, const moq_dequantize
     int64_t want[3] = {plan->job.shape[0], plan->job.shape[1], plan->job.shape[2]};
     char expected[160];
     int64_t groups = scale->ndim == ndim ? scale->shape[ndim - (along_rows ? 2 : 1)] : -1;
-    int64_t size = groups > 0 ? length / groups : format->group[0];
+    int64_t size = groups > 0 ? length / groups : format->groups[0];
     want[axis] = groups;
     if (groups < 0 || !has_shape(scale, ndim, want + 3 - ndim) ||
         (groups == 0 ? length != 0 : size == 0 || length % groups != 0)) {
@@ -261,11 +209,10 @@ static moq_status group_layout(const weight_format *format, const moq_dequantize
                  along_rows ? "the rows" : "the last axis");
         return fail_shape(err, "weight_scale", expected, scale);
     }
-    if (groups > 0 && format->group[0] && size != format->group[0] && size != format->group[1]) {
-        snprintf(expected, sizeof expected, "groups of %lld%s for %s, not of %lld",
-                 (long long)format->group[0],
-                 format->group[1] == 32 && format->group[0] == 16 ? " or 32" : "",
-                 format_name(format), (long long)size);
+    if (groups > 0 && !moq_algo_takes_group(format, size)) {
+        char sizes[32];
+        snprintf(expected, sizeof expected, "groups of %s for %s, not of %lld",
+                 moq_algo_groups_text(format, sizes, sizeof sizes), format->name, (long long)size);
         return fail_shape(err, "weight_scale", expected, scale);
     }
     if (groups > 0 && group_size && size != group_size)
@@ -281,11 +228,11 @@ static moq_status group_layout(const weight_format *format, const moq_dequantize
 
 /* Second-level scale: one value, one for each expert, or [E, P] for P equal parts of each expert's
  * outputs (gate and up with their own). */
-static moq_status second_layout(const weight_format *format, const moq_dequantize_plan *plan,
+static moq_status second_layout(const moq_algo_facts *format, const moq_dequantize_plan *plan,
                                 int output_axis, moq_block_scale *s, moq_err *err) {
     const moq_tensor *scale = &plan->scale_2;
     int64_t experts = plan->job.shape[0], outputs = plan->job.shape[output_axis];
-    bool parted = format->second == SECOND_PARTS;
+    bool parted = format->second == MOQ_SECOND_PARTS;
     moq_dtype dtype = float_scale_dtype(scale, false);
     if (dtype == MOQ_DT_NONE)
         return moq_fail(err, MOQ_ERR_TYPE,
@@ -314,17 +261,16 @@ static moq_status second_layout(const weight_format *format, const moq_dequantiz
     return MOQ_OK;
 }
 
-static moq_status check_presence(const weight_format *format, const moq_tensor *scale,
+static moq_status check_presence(const moq_algo_facts *format, const moq_tensor *scale,
                                  const moq_tensor *scale_2, moq_err *err) {
     if (scale == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none",
-                        format_name(format));
-    if ((format->second == SECOND_FACTOR || format->second == SECOND_PARTS) && scale_2 == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none",
-                        format_name(format));
-    if (format->second == SECOND_NONE && scale_2 != NULL)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none", format->name);
+    if ((format->second == MOQ_SECOND_FACTOR || format->second == MOQ_SECOND_PARTS) &&
+        scale_2 == NULL)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none", format->name);
+    if (format->second == MOQ_SECOND_NONE && scale_2 != NULL)
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s has none, got a tensor",
-                        format_name(format));
+                        format->name);
     return MOQ_OK;
 }
 
@@ -344,35 +290,51 @@ static void take_codes(const moq_tensor *weight, moq_code_kind kind, moq_dequant
         job->shape[1] *= 2;
 }
 
-static moq_dtype stored_dtype(moq_code_kind kind) {
-    switch (kind) {
-    case MOQ_CODE_E4M3:
+static moq_dtype stored_dtype(moq_stored_codes codes) {
+    switch (codes) {
+    case MOQ_STORED_E4M3:
         return MOQ_DT_E4M3;
-    case MOQ_CODE_INT8:
+    case MOQ_STORED_INT8:
         return MOQ_DT_I8;
-    case MOQ_CODE_E2M1_COLUMNS:
-    case MOQ_CODE_E2M1_ROWS:
+    case MOQ_STORED_E2M1:
         return MOQ_DT_E2M1X2;
-    case MOQ_CODE_INT4_ROWS:
+    case MOQ_STORED_INT4:
+    case MOQ_STORED_NONE:
         break;
     }
     return MOQ_DT_U8;
 }
 
+/* How the kernel takes the codes; `along_rows` as groups_along_rows has it. */
+static moq_code_kind code_kind(moq_stored_codes codes, bool along_rows) {
+    switch (codes) {
+    case MOQ_STORED_E4M3:
+        return MOQ_CODE_E4M3;
+    case MOQ_STORED_INT8:
+        return MOQ_CODE_INT8;
+    case MOQ_STORED_E2M1:
+        return along_rows ? MOQ_CODE_E2M1_ROWS : MOQ_CODE_E2M1_COLUMNS;
+    case MOQ_STORED_INT4:
+    case MOQ_STORED_NONE:
+        break;
+    }
+    return MOQ_CODE_INT4_ROWS;
+}
+
 /* Stacked experts whose scales agree with the codes in the last extent have their groups, and the
  * packing, along the axis before it. */
-static bool groups_along_rows(const weight_format *format, const moq_tensor *weight,
+static bool groups_along_rows(const moq_algo_facts *format, const moq_tensor *weight,
                               const moq_tensor *scale) {
-    return format->layout == SCALE_GROUPS && format->kind != MOQ_CODE_INT4_ROWS &&
+    return format->scales == MOQ_SCALES_GROUPS && format->codes != MOQ_STORED_INT4 &&
            weight->ndim == 3 && scale->ndim == 3 && weight->shape[2] == scale->shape[2] &&
            weight->shape[1] != scale->shape[1];
 }
 
-static moq_status check_tensors(const weight_format *format, const moq_tensor *weight,
+static moq_status check_tensors(const moq_algo_facts *format, const moq_tensor *weight,
                                 const moq_tensor *scale, const moq_tensor *scale_2,
                                 moq_dtype out_dtype, moq_err *err) {
     MOQ_TRY(check_presence(format, scale, scale_2, err));
-    MOQ_TRY(moq_check_dtype(weight, "weight", stored_dtype(format->kind), err));
+    MOQ_TRY(moq_check_dtype(weight, "weight", stored_dtype(format->codes), err));
     if (weight->ndim != 2 && weight->ndim != 3)
         return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
     if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)
@@ -384,7 +346,7 @@ static moq_status check_tensors(const weight_format *format, const moq_tensor *w
 moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const moq_tensor *scale,
                                const moq_tensor *scale_2, int64_t group_size, moq_dtype out_dtype,
                                moq_dequantize_plan *plan, moq_err *err) {
-    const weight_format *format = NULL;
+    const moq_algo_facts *format = NULL;
     moq_dtype dtype = MOQ_DT_NONE;
     MOQ_TRY(find_format(algo, &format, err));
     MOQ_TRY(moq_check_group_size(group_size, err));
@@ -392,21 +354,20 @@ moq_status moq_plan_dequantize(const char *algo, const moq_tensor *weight, const
     MOQ_TRY(scale_dtype(format, scale, &dtype, err));
     *plan = (moq_dequantize_plan){.weight = *weight, .scale = *scale, .scale_2 = {.ndim = -1}};
     bool along_rows = groups_along_rows(format, weight, scale);
-    bool pairs_of_rows = along_rows && format->kind == MOQ_CODE_E2M1_COLUMNS;
-    take_codes(weight, pairs_of_rows ? MOQ_CODE_E2M1_ROWS : format->kind, &plan->job);
+    take_codes(weight, code_kind(format->codes, along_rows), &plan->job);
 
     moq_block_scale *first = &plan->job.scale[0], *second = &plan->job.scale[1];
     *first = repeated(scale->data, dtype);
     *second = repeated(&ONE, MOQ_DT_F32);
-    if (format->layout == SCALE_VECTOR)
-        MOQ_TRY(vector_layout(plan, first, err));
-    else if (format->layout == SCALE_TILES)
-        MOQ_TRY(tile_layout(plan, group_size ? group_size : MOQ_FP8_BLOCK, first, err));
-    else
+    if (format->scales == MOQ_SCALES_BLOCKS)
+        MOQ_TRY(tile_layout(plan, group_size ? group_size : format->group, first, err));
+    else if (format->scales == MOQ_SCALES_GROUPS)
         MOQ_TRY(group_layout(format, plan, along_rows, group_size, first, err));
+    else
+        MOQ_TRY(vector_layout(plan, first, err));
     if (scale_2 != NULL) {
         plan->scale_2 = *scale_2;
-        if (format->second != SECOND_UNUSED)
+        if (format->second != MOQ_SECOND_UNUSED)
             MOQ_TRY(second_layout(format, plan, along_rows ? 2 : 1, second, err));
     }
     plan->out = moq_describe(out_dtype, weight->ndim, plan->job.shape + 3 - weight->ndim);

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from moqext import _C, UnsupportedQuantization
+from moqext.algorithms import LINEARS
 from moqext.cli import text
 
-LAYERS = [("FP8", "exact"), ("FP8_PER_CHANNEL_PER_TOKEN", "exact"), ("FP8_PB_WO", "exact")]
-LAYERS += [("NVFP4", compute) for compute in ("exact", "fp8", "fp4")]
+LAYERS = [(algo, compute) for algo in LINEARS for compute in ("exact", "fp8", "fp4")]
+"""Linears that kernels are asked about; those that there are not are refused, and left out."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
