@@ -70,7 +70,7 @@ def measure(
     params = method.prepare(problem.layer(quant_algo).checkpoint(0))
     choices = []
     for count in tokens:
-        kernel = method._plan.backend(count)
+        kernel = method.backend_for(count)
         choices.append(Choice(shape, quant_algo, count, kernel, method.tune([count], params)))
         method = copy.copy(method)  # what was tuned is forgotten
     return choices

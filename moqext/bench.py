@@ -341,7 +341,7 @@ def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rot
     ]
     return Contestant(
         method.quant_algo,
-        method._plan.backend,
+        method.backend_for,
         weights,
         weight_bytes,
         lambda values: reference.encode(values, "bfloat16"),

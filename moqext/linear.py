@@ -240,21 +240,52 @@ class LinearMethod:
     @property
     def backend(self) -> str:
         """The kernel that runs one token, as "family:name"."""
-        return self._plan.backend(1)
+        return self.backend_for(1)
+
+    def backend_for(self, tokens: int) -> str:
+        """The kernel that runs a call with so many rows of x, as "family:name".
+
+        Args:
+            tokens: Rows of x; 0 are chosen for as 1 is.
+
+        Raises:
+            UnsupportedQuantization: The kernel that `MOQEXT_KERNEL` named does not run as many.
+            ValueError: A negative number.
+        """
+        return self._plan.backend(tokens)
 
     def compute_for(self, tokens: int) -> str:
-        """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes."""
+        """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes.
+
+        Arguments and errors are those of `backend_for`.
+        """
         return self._plan.compute_for(tokens)
 
-    def explain(self) -> str:
-        """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known."""
-        chosen, notes = self.backend, dict(self._plan.notes())
+    def explain(self, tokens: int | None = None) -> str:
+        """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known.
+
+        Args:
+            tokens: Rows of x of a call. None asks which kernels can run some number of them, and the one for
+                a single token is called chosen.
+
+        Raises:
+            ValueError: A negative number.
+        """
+        reasons, notes = dict(self._plan.explain(tokens)), dict(self._plan.notes())
+        chosen = self._chosen(1 if tokens is None else tokens)
         lines = []
-        for name, reason in self._plan.explain():
+        for name, reason in reasons.items():
             verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
             note = f" ({notes[name]})" if name in notes else ""
             lines.append(f"{name:20} {verdict}{note}")
         return "\n".join(lines)
+
+    def _chosen(self, tokens: int) -> str | None:
+        """`backend_for`, or None where no kernel runs as many."""
+        try:
+            return self.backend_for(tokens)
+        except _C.UnsupportedQuantization:
+            return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)

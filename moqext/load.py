@@ -66,9 +66,17 @@ class Layer:
         """The kernel that runs one token, as "family:name"."""
         return self.method.backend
 
-    def explain(self) -> str:
+    def backend_for(self, tokens: int) -> str:
+        """The kernel that runs so many tokens; see `LinearMethod.backend_for`."""
+        return self.method.backend_for(tokens)
+
+    def compute_for(self, tokens: int) -> str:
+        """What so many tokens are multiplied as; see `LinearMethod.compute_for`."""
+        return self.method.compute_for(tokens)
+
+    def explain(self, tokens: int | None = None) -> str:
         """Why that kernel; see `LinearMethod.explain`."""
-        return self.method.explain()
+        return self.method.explain(tokens)
 
     def __repr__(self) -> str:
         return f"<Layer {'+'.join(self.names)}: {self.method!r}>"

@@ -204,14 +204,14 @@ def verify_layer(
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return replace(row, message=_reason(record, error))
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
-    expected = _expected(checkpoint, record, x, bias, layer.method.compute_for(tokens))
+    expected = _expected(checkpoint, record, x, bias, layer.compute_for(tokens))
     relative, largest = compare(y, reference.round_to(expected, dtype))
     limit, limit_max = LIMITS[dtype]
     good = relative <= limit and largest <= limit_max
     return replace(
         row,
         status="ok" if good else "failed",
-        kernel=layer.backend,
+        kernel=layer.backend_for(tokens),
         relative_error=relative,
         max_error=largest,
         prepare_seconds=prepared - start,

@@ -86,6 +86,23 @@ def test_includes_point_down(path):
     assert list(forbidden_includes(floor, path.read_text())) == []
 
 
+NEUTRAL = [  # what every operation uses; core/linear.h has the types of parameters and devices
+    *(
+        CSRC / "ops" / f"{name}.{end}"
+        for name in ("plan", "tune", "tune_memory", "job", "params")
+        for end in "ch"
+    ),
+    *(CSRC / "binding" / f"{name}.{end}" for name in ("call", "mapping", "plan_object") for end in "ch"),
+]
+
+
+@pytest.mark.parametrize("path", NEUTRAL, ids=name)
+def test_the_rules_and_the_path_of_a_call_know_no_operation(path):
+    text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    assert re.findall(r"\bmoq_linear_\w+|\bMOQ_LINEAR\b", text) == []
+    assert {header for _, header in INCLUDE.findall(text) if "linear" in header} <= {"core/linear.h"}
+
+
 @pytest.mark.parametrize("path", [p for p in C_FILES if "third_party" not in p.parts], ids=name)
 def test_c_file_is_short(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES

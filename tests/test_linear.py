@@ -455,6 +455,31 @@ def test_kernel_choice_is_explained(monkeypatch):
         LinearMethod("NVFP4", 32, [8])
 
 
+def test_the_choice_for_a_number_of_tokens_is_explained():
+    method = LinearMethod("NVFP4", 32, [8], dtype="float32")
+    assert method.backend == method.backend_for(1) == method.backend_for(0)
+    for tokens in (0, 1, 4, 5, 300):
+        lines = dict(line.split(maxsplit=1) for line in method.explain(tokens).splitlines())
+        assert [name for name, verdict in lines.items() if verdict == "chosen"] == [
+            method.backend_for(tokens)
+        ]
+    for ask in (method.backend_for, method.compute_for, method.explain):
+        with pytest.raises(ValueError, match="tokens"):
+            ask(-1)
+
+
+def test_tokens_that_a_forced_kernel_does_not_run_are_explained(monkeypatch):
+    """No line says "chosen", where backend_for raises."""
+    method = LinearMethod("NVFP4", 32, [8])
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_nvfp4_decode")
+    method._plan = _C.linear_plan("NVFP4", 32, [8], None, "bfloat16", "cuda:0", "exact", capability="9.0")
+    assert "cuda:sm90_nvfp4_decode chosen" in method.explain(16)
+    assert "cuda:sm90_nvfp4_decode no: needs at most 16 tokens, got 17" in method.explain(17)
+    assert "chosen" not in method.explain(17)
+    with pytest.raises(UnsupportedQuantization, match="got 17"):
+        method.backend_for(17)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_operation_equals_the_method(rng, dtype):
     case = random_case(rng, "NVFP4", 64, [24, 8])

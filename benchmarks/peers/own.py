@@ -59,7 +59,7 @@ def bound(method: LinearMethod, x: Any, out: Any) -> Bound:
     return Bound(
         lambda weight: method(x, weight, None, out),
         out,
-        method._plan.backend(len(x)),
+        method.backend_for(len(x)),
         lambda weight: method(x, weight),
     )
 

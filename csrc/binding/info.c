@@ -1,12 +1,13 @@
 /* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
 #include "binding/args.h"
 #include "binding/cublaslt.h"
+#include "binding/plan_object.h"
 
 #include "cpu/isa.h"
 #include "cpu/openmp.h"
 #include "cpu/threads.h"
 #include "cuda/cuda.h"
-#include "ops/plan.h"
+#include "ops/linear_kernels.h"
 #include "ops/variables.h"
 
 #include <string.h>
@@ -78,11 +79,10 @@ static PyObject *cublaslt(PyObject *module, PyObject *unused) {
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);
-    const moq_linear_kernel *kernel;
     (void)module;
     (void)unused;
-    for (int i = 0; list && (kernel = moq_linear_kernel_at(i)); i++)
-        append(&list, PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name));
+    if (list && moq_append_kernels(&MOQ_LINEAR, list) < 0)
+        Py_CLEAR(list);
     return list;
 }
 

@@ -4,6 +4,7 @@
 #include "binding/boundary.h"
 #include "binding/linear.h"
 #include "binding/long_call.h"
+#include "binding/mapping.h"
 #include "binding/stream.h"
 
 #include <stdio.h>
@@ -57,8 +58,8 @@ static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *ob
                      source_args *source) {
     moq_arg *arg = &source->arg[source->count];
     moq_dtype dtype = source_dtype(spec, which);
-    if (moq_plan_take(state, spec, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE, arg) <
-        0)
+    if (moq_arg_take_on(state, spec->device, object, SOURCE_NAME[which], dtype,
+                        dtype == MOQ_DT_NONE, arg) < 0)
         return -1;
     /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
     if (arg->view.dtype == MOQ_DT_U16)
@@ -106,7 +107,7 @@ static int check_names(const moq_linear_spec *spec, PyObject *params) {
         if (has_source(spec, s))
             names[count++] = SOURCE_NAME[s];
     }
-    int found = moq_plan_find_stranger(params, names, count, &key);
+    int found = moq_mapping_find_stranger(params, names, count, &key);
     if (found > 0)
         PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
                      spec->algo);
@@ -116,10 +117,10 @@ static int check_names(const moq_linear_spec *spec, PyObject *params) {
 
 static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
                         prepare_args *p) {
-    if (moq_plan_check_mapping(params, "params") < 0 || check_names(spec, params) < 0)
+    if (moq_check_mapping(params, "params") < 0 || check_names(spec, params) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++) {
-        PyObject *object = moq_plan_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
+        PyObject *object = moq_mapping_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
         int status = !moq_arg_absent(object) ? take_source(state, spec, object, s, &p->source[s])
                      : PyErr_Occurred()      ? -1
                                              : 0;
@@ -203,7 +204,7 @@ static int take_output(moq_state *state, const moq_linear_spec *spec, PyObject *
     if (moq_arg_take_output(state, given, label, arg) < 0)
         return -1;
     add_output(p, wanted, Py_NewRef(given));
-    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_plan_check_device(spec, arg) < 0)
+    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_arg_check_device(spec->device, arg) < 0)
         return -1;
     return refuse_overlaps(spec, wanted->id, p);
 }
@@ -225,7 +226,7 @@ static int refuse_output(const moq_param_spec *param, bool wanted) {
 /* A tensor that prepare may write, as the mapping `out` has it. */
 static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *out,
                       const moq_param_spec *param, prepare_args *p) {
-    PyObject *given = moq_plan_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[param->id]]);
+    PyObject *given = moq_mapping_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[param->id]]);
     bool wanted = is_wanted(p, param);
     int status = 0;
     if (!given && PyErr_Occurred())
@@ -238,20 +239,20 @@ static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *o
     return status;
 }
 
-static int open_outputs(moq_state *state, const moq_plan_object *self, PyObject *out,
-                        prepare_args *p, moq_linear_params *params) {
+static int open_outputs(moq_state *state, const moq_linear_object *self, PyObject *out,
+                        prepare_args *p, moq_params *params) {
     bool fresh = moq_arg_absent(out);
-    if (!fresh &&
-        (moq_plan_check_mapping(out, "out") < 0 || moq_plan_refuse_strangers(self, out, "out") < 0))
+    if (!fresh && (moq_check_mapping(out, "out") < 0 ||
+                   moq_mapping_refuse_strangers(&self->base.plan, out, "out") < 0))
         return -1;
-    for (int i = 0; i < self->plan.param_count; i++) {
-        const moq_param_spec *param = &self->plan.param[i];
+    for (int i = 0; i < self->base.plan.param_count; i++) {
+        const moq_param_spec *param = &self->base.plan.param[i];
         int before = p->out_count;
         if (!fresh ? open_given(state, &self->spec, out, param, p) < 0
                    : is_wanted(p, param) && make_output(state, param, p) < 0)
             return -1;
         if (p->out_count > before)
-            *moq_linear_param(params, param->id) = p->out[before].view;
+            params->of[param->id] = p->out[before].view;
     }
     return 0;
 }
@@ -268,7 +269,7 @@ static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, bo
 }
 
 static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
-                          bool fresh, moq_linear_params *params) {
+                          bool fresh, moq_params *params) {
     moq_source source[SOURCES];
     moq_status status;
     moq_err err;
@@ -313,9 +314,9 @@ static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p,
     return result;
 }
 
-static PyObject *prepare_with(moq_state *state, moq_plan_object *self, PyObject *sources,
+static PyObject *prepare_with(moq_state *state, moq_linear_object *self, PyObject *sources,
                               PyObject *out, prepare_args *p) {
-    moq_linear_params params = {0};
+    moq_params params = {0};
     int status = -1;
     if (take_sources(state, &self->spec, sources, p) == 0 &&
         open_outputs(state, self, out, p, &params) == 0)
@@ -325,8 +326,8 @@ static PyObject *prepare_with(moq_state *state, moq_plan_object *self, PyObject 
 
 static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
 
-PyObject *moq_plan_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                           PyObject *kwnames) {
+PyObject *moq_linear_object_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                                    PyObject *kwnames) {
     moq_state *state = moq_plan_state(self);
     PyObject *v[2];
     if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
@@ -337,7 +338,7 @@ PyObject *moq_plan_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nar
     for (int s = 0; s < SOURCES; s++)
         p->source[s].count = 0;
     p->out_count = 0;
-    PyObject *result = prepare_with(state, (moq_plan_object *)self, v[0], v[1], p);
+    PyObject *result = prepare_with(state, (moq_linear_object *)self, v[0], v[1], p);
     release_prepare(p);
     return result;
 }

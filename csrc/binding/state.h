@@ -16,6 +16,7 @@ typedef struct {
     PyObject *config_error;         /* moqext.ConfigError */
     PyObject *unsupported_error;    /* moqext.UnsupportedQuantization */
     PyObject *config_type;          /* moqext._C.Config */
+    PyTypeObject *plan_type;        /* moqext._C.Plan */
     PyTypeObject *linear_plan_type; /* moqext._C.LinearPlan */
     PyObject *keyword[KW_COUNT];    /* interned names */
     moq_boundary *boundary;         /* what the tensor boundary remembers: binding/boundary.h */
@@ -37,6 +38,7 @@ int moq_add_formats(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
 int moq_add_linear(PyObject *module, moq_state *state);
 int moq_add_layout(PyObject *module, moq_state *state);
+int moq_add_plan(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
 int moq_add_tables(PyObject *module, moq_state *state);
 int moq_add_transfer(PyObject *module, moq_state *state);

@@ -144,7 +144,7 @@ typedef struct {
     const float *fold_scale;   /* [N] where moq_linear_folds, else NULL */
     const float *input_scale;  /* [partitions], or NULL: dynamic */
     /* [K]: x is first round(x * pre_quant_scale), float32 rounded to its dtype. NULL: it is not, or
-     * that was done before; others than kernels that smooth (ops/plan.h) get NULL. */
+     * that was done before; others than kernels that smooth (ops/linear_kernels.h) get NULL. */
     const float *pre_quant_scale;
     const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;

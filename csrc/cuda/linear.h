@@ -1,5 +1,6 @@
 /* The linear kernels of the CUDA floor. Each takes a call that was checked, on the device of its
- * spec; what a kernel cannot do is said by its predicate in ops/plan.c, from the facts given here.
+ * spec; what a kernel cannot do is said by its predicate in ops/linear_kernels.c, from the facts
+ * given here.
  *
  * x and y are matrices [m, K] and [m, N] of contiguous rows; see moq_linear_call. */
 #ifndef MOQ_CUDA_LINEAR_H
@@ -29,9 +30,11 @@ double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
 uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
 int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
-/* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows; sm_90a.
- * The estimate is of a whole call; variants are shapes of tiles. */
-#define MOQ_NVFP4_GEMM_TOKENS (1 << 22)
+/* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows and
+ * MOQ_NVFP4_GEMM_OUTPUTS outputs; sm_90a. The estimate is of a whole call; variants are shapes of
+ * tiles. */
+#define MOQ_NVFP4_GEMM_TOKENS  (1 << 22)
+#define MOQ_NVFP4_GEMM_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call);
 double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);

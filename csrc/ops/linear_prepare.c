@@ -384,7 +384,7 @@ moq_status moq_prepare_bad_code(const moq_linear_spec *spec, int64_t row, int64_
 }
 
 static moq_status prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                          moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+                          moq_prepare_way way, moq_params *params, moq_err *err) {
     moq_prepare_scales scales = {.per_row = spec->per_row_scale};
     moq_status status = check_sources(spec, sources, &scales, way.stream, err);
     if (status == MOQ_OK)
@@ -396,7 +396,7 @@ static moq_status prepare(const moq_linear_spec *spec, const moq_linear_sources 
 }
 
 static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                    moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+                                    moq_prepare_way way, moq_params *params, moq_err *err) {
     if (moq_cuda_is_capturing(way.stream))
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "prepare: its stream is being captured into a CUDA graph, but has to be "
@@ -405,9 +405,11 @@ static moq_status prepare_on_stream(const moq_linear_spec *spec, const moq_linea
 }
 
 static moq_status prepare_anywhere(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                                   moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+                                   moq_prepare_way way, moq_params *params, moq_err *err) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = moq_linear_prepared_params(spec, wanted);
     bool entered;
-    MOQ_TRY(moq_linear_check_params(spec, params, "out", err));
+    MOQ_TRY(moq_check_params(wanted, count, params, "out", err));
     if (spec->device.kind == MOQ_CPU)
         return prepare(spec, sources, way, params, err);
     MOQ_TRY(moq_cuda_enter(spec->device.index, &entered, err));
@@ -418,7 +420,7 @@ static moq_status prepare_anywhere(const moq_linear_spec *spec, const moq_linear
 
 /* A subnormal scale is no zero, which would make zeros of its weights. */
 moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              moq_prepare_way way, moq_linear_params *params, moq_err *err) {
+                              moq_prepare_way way, moq_params *params, moq_err *err) {
     unsigned flushes = moq_enter_float_mode();
     moq_status status = prepare_anywhere(spec, sources, way, params, err);
     moq_leave_float_mode(flushes);

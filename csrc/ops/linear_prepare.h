@@ -64,14 +64,13 @@ moq_status moq_prepare_check_part(const moq_linear_spec *spec, const moq_prepare
                                   const moq_prepare_scales *scales, moq_err *err);
 /* The partition's rows of the prepared weight (and e2m1 block scales), on the host. */
 void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part *part,
-                            const moq_prepare_scales *scales, moq_linear_params *params);
+                            const moq_prepare_scales *scales, moq_params *params);
 
 moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              const moq_prepare_scales *scales, moq_linear_params *params,
-                              moq_err *err);
+                              const moq_prepare_scales *scales, moq_params *params, moq_err *err);
 /* On the current device; waits until all is done. */
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                               moq_prepare_scales *scales, moq_prepare_way way,
-                               moq_linear_params *params, moq_err *err);
+                               moq_prepare_scales *scales, moq_prepare_way way, moq_params *params,
+                               moq_err *err);
 
 #endif

@@ -105,9 +105,9 @@ static void clear_zero_blocks(const moq_linear_spec *spec, const float *scales, 
 
 /* Row n of the layer from its codes and, for e2m1, their block scales. */
 static void write_row(const moq_linear_spec *spec, int64_t n, const uint8_t *codes,
-                      const uint8_t *scales, float *factor, moq_linear_params *params) {
+                      const uint8_t *scales, float *factor, moq_params *params) {
     int64_t k = spec->in_features;
-    uint8_t *weight = params->weight.data;
+    uint8_t *weight = params->of[MOQ_PARAM_WEIGHT].data;
     if (spec->checkpoint != MOQ_WEIGHT_E2M1) {
         copy_row(weight + n * k, codes, k);
         return;
@@ -118,19 +118,20 @@ static void write_row(const moq_linear_spec *spec, int64_t n, const uint8_t *cod
         return;
     }
     copy_row(weight + n * (k / 2), codes, k / 2);
-    copy_row((uint8_t *)params->weight_scale.data + n * columns, scales, columns);
+    copy_row((uint8_t *)params->of[MOQ_PARAM_WEIGHT_SCALE].data + n * columns, scales, columns);
 }
 
-static void write_zero_row(const moq_linear_spec *spec, int64_t n, moq_linear_params *params) {
+static void write_zero_row(const moq_linear_spec *spec, int64_t n, moq_params *params) {
     int64_t k = spec->in_features, columns = moq_linear_scale_columns(spec);
     int64_t bytes = spec->weight == MOQ_WEIGHT_E2M1 ? k / 2 : k;
-    memset((uint8_t *)params->weight.data + n * bytes, 0, (size_t)bytes);
+    memset((uint8_t *)params->of[MOQ_PARAM_WEIGHT].data + n * bytes, 0, (size_t)bytes);
     if (spec->weight == MOQ_WEIGHT_E2M1)
-        memset((uint8_t *)params->weight_scale.data + n * columns, 0, (size_t)columns);
+        memset((uint8_t *)params->of[MOQ_PARAM_WEIGHT_SCALE].data + n * columns, 0,
+               (size_t)columns);
 }
 
 void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part *part,
-                            const moq_prepare_scales *scales, moq_linear_params *params) {
+                            const moq_prepare_scales *scales, moq_params *params) {
     const float *blocks = blocks_of_part(spec, scales, part->index);
     moq_pace pace = {0};
     for (int64_t row = 0; row < spec->partition[part->index]; row++) {
@@ -146,7 +147,7 @@ void moq_prepare_write_part(const moq_linear_spec *spec, const moq_prepare_part 
                   scales->factor, params);
         if (blocks)
             clear_zero_blocks(spec, blocks_of_row(spec, blocks, row),
-                              (uint8_t *)params->weight.data + n * spec->in_features);
+                              (uint8_t *)params->of[MOQ_PARAM_WEIGHT].data + n * spec->in_features);
     }
 }
 
@@ -160,8 +161,7 @@ static moq_prepare_part part_of(const moq_linear_spec *spec, const moq_linear_so
 }
 
 moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              const moq_prepare_scales *scales, moq_linear_params *params,
-                              moq_err *err) {
+                              const moq_prepare_scales *scales, moq_params *params, moq_err *err) {
     int64_t first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_prepare_part part = part_of(spec, sources, p, first);
@@ -173,17 +173,17 @@ moq_status moq_prepare_on_cpu(const moq_linear_spec *spec, const moq_linear_sour
         moq_prepare_write_part(spec, &part, scales, params);
     }
     if (scales->factor)
-        memcpy(params->output_scale.data, scales->factor,
+        memcpy(params->of[MOQ_PARAM_OUTPUT_SCALE].data, scales->factor,
                (size_t)spec->out_features * sizeof(float));
     if (scales->block)
-        memcpy(params->weight_scale.data, scales->block,
+        memcpy(params->of[MOQ_PARAM_WEIGHT_SCALE].data, scales->block,
                (size_t)(moq_linear_block_rows(spec) * moq_linear_scale_columns(spec)) *
                    sizeof(float));
     if (scales->input)
-        memcpy(params->input_scale.data, scales->input,
+        memcpy(params->of[MOQ_PARAM_INPUT_SCALE].data, scales->input,
                (size_t)spec->partition_count * sizeof(float));
     if (scales->smooth)
-        memcpy(params->pre_quant_scale.data, scales->smooth,
+        memcpy(params->of[MOQ_PARAM_PRE_QUANT_SCALE].data, scales->smooth,
                (size_t)spec->in_features * sizeof(float));
     return MOQ_OK;
 }

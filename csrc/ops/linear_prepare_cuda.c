@@ -32,7 +32,7 @@ typedef struct {
     const moq_linear_spec *spec;
     const moq_linear_sources *sources;
     moq_prepare_scales *scales;
-    moq_linear_params *params;
+    moq_params *params;
     void *stream;
     bool fresh;
     moq_findings *note;  /* what was met, for the host */
@@ -196,7 +196,8 @@ static moq_status write_scales(const job *j, moq_err *err) {
         .dtype = MOQ_DT_F32,
         .count = scale_count(j->spec),
         .step = 1,
-        .out = j->factor ? j->params->output_scale.data : j->params->weight_scale.data,
+        .out = j->factor ? j->params->of[MOQ_PARAM_OUTPUT_SCALE].data
+                         : j->params->of[MOQ_PARAM_WEIGHT_SCALE].data,
         .found = j->note,
         .unless = j->found,
     };
@@ -206,7 +207,8 @@ static moq_status write_scales(const job *j, moq_err *err) {
 /* Those of x that are on the device: looked at, or copied, or both. */
 static moq_status copy_input_scales(const job *j, bool look, bool copy, moq_err *err) {
     const moq_source *source = &j->sources->input_scale;
-    float *out = copy ? j->params->input_scale.data : NULL; /* NULL where they are not used */
+    float *out =
+        copy ? j->params->of[MOQ_PARAM_INPUT_SCALE].data : NULL; /* NULL where they are not used */
     int32_t parts = j->spec->partition_count;
     if (!j->scales->input_on_device || !(look || out))
         return MOQ_OK;
@@ -238,10 +240,10 @@ static bool has_input_scales(const job *j) {
 static moq_status write_input_scales(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     if (j->scales->input)
-        MOQ_TRY(moq_cuda_upload(j->params->input_scale.data, j->scales->input,
+        MOQ_TRY(moq_cuda_upload(j->params->of[MOQ_PARAM_INPUT_SCALE].data, j->scales->input,
                                 (size_t)spec->partition_count * sizeof(float), j->stream, err));
     if (j->scales->smooth)
-        MOQ_TRY(moq_cuda_upload(j->params->pre_quant_scale.data, j->scales->smooth,
+        MOQ_TRY(moq_cuda_upload(j->params->of[MOQ_PARAM_PRE_QUANT_SCALE].data, j->scales->smooth,
                                 (size_t)spec->in_features * sizeof(float), j->stream, err));
     return MOQ_OK;
 }
@@ -251,7 +253,7 @@ static moq_status write_input_scales(const job *j, moq_err *err) {
 static moq_status queue_fp8(const job *j, moq_err *err) {
     const moq_source *source = &j->sources->weight;
     int64_t k = j->spec->in_features;
-    uint8_t *out = j->params->weight.data;
+    uint8_t *out = j->params->of[MOQ_PARAM_WEIGHT].data;
     if (j->fresh)
         return move_codes(j, source, k, MOQ_CODES_E4M3, out, err);
     MOQ_TRY(check_codes(j, err));
@@ -265,7 +267,7 @@ static moq_status queue_fp8(const job *j, moq_err *err) {
 static moq_status pack(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     const moq_source *factors = &j->sources->weight_scale_2;
-    moq_linear_params *params = j->params;
+    moq_params *params = j->params;
     bool on_device = j->scales->on_device;
     int64_t first = 0;
     moq_nvfp4_pack all = {
@@ -273,9 +275,9 @@ static moq_status pack(const job *j, moq_err *err) {
         .columns = spec->in_features,
         .group = spec->group_size,
         .source_count = spec->partition_count,
-        .out = params->weight.data,
-        .output_scale = params->output_scale.data,
-        .fold_scale = params->fold_scale.data,
+        .out = params->of[MOQ_PARAM_WEIGHT].data,
+        .output_scale = params->of[MOQ_PARAM_OUTPUT_SCALE].data,
+        .fold_scale = params->of[MOQ_PARAM_FOLD_SCALE].data,
         .found = j->note,
         .unless = j->fresh ? NULL : j->found,
     };
@@ -311,7 +313,7 @@ static moq_status queue_packed(const job *j, moq_err *err) {
 static moq_status swizzle_scales(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
     int64_t columns = moq_linear_scale_columns(spec), first = 0;
-    uint8_t *out = j->params->weight_scale.data;
+    uint8_t *out = j->params->of[MOQ_PARAM_WEIGHT_SCALE].data;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         moq_code_rows rows = moq_prepare_rows(&j->sources->weight_scale, p, first);
         moq_tensor plain = {.data = (void *)(uintptr_t)rows.data,
@@ -333,11 +335,11 @@ static moq_status swizzle_scales(const job *j, moq_err *err) {
 
 static moq_status queue_swizzled(const job *j, moq_err *err) {
     const moq_linear_spec *spec = j->spec;
-    MOQ_TRY(fill_rows(j, j->params->output_scale.data, err));
+    MOQ_TRY(fill_rows(j, j->params->of[MOQ_PARAM_OUTPUT_SCALE].data, err));
     MOQ_TRY(copy_input_scales(j, false, true, err));
     MOQ_TRY(write_input_scales(j, err));
     MOQ_TRY(move_codes(j, &j->sources->weight, spec->in_features / 2, MOQ_CODES_ANY,
-                       j->params->weight.data, err));
+                       j->params->of[MOQ_PARAM_WEIGHT].data, err));
     return swizzle_scales(j, err);
 }
 
@@ -428,7 +430,7 @@ static moq_status check_zero_parts(const job *j, moq_err *err) {
 static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uint8_t *codes,
                                moq_err *err) {
     const moq_linear_spec *spec = j->spec;
-    moq_linear_params params = {.weight = {.data = codes}};
+    moq_params params = {.of[MOQ_PARAM_WEIGHT] = {.data = codes}};
     int64_t k = spec->in_features, first = 0;
     for (int32_t p = 0; p < spec->partition_count; first += spec->partition[p++]) {
         const moq_prepare_part part = {.index = p, .first = first, .codes = {codes + first * k, k}};
@@ -441,8 +443,10 @@ static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uin
         const moq_prepare_part part = {.index = p, .first = first, .codes = {codes + first * k, k}};
         moq_prepare_write_part(spec, &part, home, &params);
     }
-    moq_tensor *scale = home->block ? &j->params->weight_scale : &j->params->output_scale;
-    MOQ_TRY(moq_cuda_upload(j->params->weight.data, codes, (size_t)(first * k), j->stream, err));
+    moq_tensor *scale = home->block ? &j->params->of[MOQ_PARAM_WEIGHT_SCALE]
+                                    : &j->params->of[MOQ_PARAM_OUTPUT_SCALE];
+    MOQ_TRY(moq_cuda_upload(j->params->of[MOQ_PARAM_WEIGHT].data, codes, (size_t)(first * k),
+                            j->stream, err));
     return moq_cuda_upload(scale->data, home->block ? home->block : home->factor,
                            (size_t)scale_count(spec) * sizeof(float), j->stream, err);
 }
@@ -514,13 +518,14 @@ static moq_status prepare(job *j, moq_err *err) {
 }
 
 moq_status moq_prepare_on_cuda(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                               moq_prepare_scales *scales, moq_prepare_way way,
-                               moq_linear_params *params, moq_err *err) {
+                               moq_prepare_scales *scales, moq_prepare_way way, moq_params *params,
+                               moq_err *err) {
     moq_findings *note;
     moq_err after;
     MOQ_TRY(moq_cuda_take_note(&note, err));
-    moq_tensor *out =
-        spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? &params->weight_scale : &params->output_scale;
+    moq_tensor *out = spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK
+                          ? &params->of[MOQ_PARAM_WEIGHT_SCALE]
+                          : &params->of[MOQ_PARAM_OUTPUT_SCALE];
     float *scale = way.fresh ? out->data : (float *)((char *)way.workspace + SCALES_AT);
     bool sees = !way.fresh && !is_swizzled(spec);
     job j = {

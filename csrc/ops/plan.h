@@ -1,80 +1,138 @@
-/* Which kernel runs a linear: one table, a pure predicate and a cost estimate per row.
+/* Which kernel runs a problem: the rules of the choice, which are the same for every operation and
+ * know none.
  *
- * `can_run` looks only at the description of the problem, so the choice is testable on a machine
- * without the device. A plan keeps the kernels that can run a layer; each call takes the cheapest
- * for its number of rows. The reasons of the others are kept for explain(). */
+ * An operation (a linear; experts) has a table of kernels and a problem of its own type. Here a
+ * kernel is the number of its row in that table and the problem a pointer; moq_operation asks the
+ * operation what there is to know of either. The files of the floor on this plan:
+ *
+ *   plan              the choice: who can run, who is forced, cheapest, remembered, tuned
+ *   tune              candidates timed, for a choice that is measured instead of estimated
+ *   job               the path of a call: memory to work in, matrices as kernels read them, the
+ *                     device current, streams in order
+ *   params            the prepared tensors that every call checks
+ *   linear            the operation linear: a call checked and launched by the three above
+ *   linear_kernels    its table of kernels, each with a predicate and an estimate
+ *   linear_tune       what timing a linear takes: random x, copies of the weight
+ *   linear_prepare    its weight processing
+ *
+ * The rules. A kernel can run a problem with a number of tokens, or says in words why not; whether
+ * it can depends on the description alone, so that choices are tested on a machine without the
+ * device. A plan keeps the kernels that can run its problem with some number of tokens, or the one
+ * that MOQEXT_KERNEL names. A call takes what tuning kept for its number of tokens, else of the
+ * kernels that can run as many the one with the least estimate; among equals the first of the
+ * table. An estimate is a number of seconds and never a way to say no. */
 #ifndef MOQ_OPS_PLAN_H
 #define MOQ_OPS_PLAN_H
 
 #include "core/linear.h"
+#include "ops/params.h"
 
-#define MOQ_MAX_KERNELS 24
+/* Rows that a table may have. */
+#define MOQ_MAX_KERNELS 32
+/* Bytes in which a kernel says why it cannot run. */
+#define MOQ_REASON_SIZE 256
+/* Asks a predicate for a number of tokens that suits the kernel, whichever that is. */
+#define MOQ_ANY_TOKENS 0
 
+/* How a kernel is called: "cuda:simt" is the kernel simt of the family cuda. */
 typedef struct {
-    const char *family; /* "cpu" */
-    const char *name;   /* "portable" */
-    /* Writes the reason and returns false when the kernel cannot serve this spec. */
-    bool (*can_run)(const moq_linear_spec *spec, char *reason, size_t size);
-    /* Estimated seconds for m rows; only the order between kernels matters. */
-    double (*cost)(const moq_linear_spec *spec, int64_t m);
-    /* Bytes of device memory the call works in; NULL for none. */
-    int64_t (*workspace)(const moq_linear_call *call);
-    moq_status (*run)(const moq_linear_call *call, moq_err *err);
-    /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
-    uint64_t (*variants)(const moq_linear_call *call);
-    /* The variant that variant 0 stands for with m rows, where finding it takes a while; or NULL.
-     */
-    int32_t (*choose)(const moq_linear_spec *spec, int64_t m);
-    /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
-    bool smooths;
-    const char *note; /* what explain() says beside its name, or NULL */
-    bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
-} moq_linear_kernel;
+    const char *family;
+    const char *name;
+    const char *note; /* what explain() says beside the name, or NULL */
+} moq_kernel_name;
 
-/* A kernel and one of its variants. */
+/* What the rules and the path of a call need to know of any problem. */
 typedef struct {
-    const moq_linear_kernel *kernel;
+    const char *algo; /* canonical name of the algorithm */
+    moq_dtype dtype;  /* of the activations, in and out */
+    moq_device device;
+    const moq_target *target; /* the problem's */
+    int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */
+} moq_layer;
+
+/* A kernel, by its row in the operation's table, and which of its ways to do a call. */
+typedef struct {
+    int32_t kernel;
     int32_t variant;
-} moq_linear_choice;
+} moq_choice;
+
+/* A choice and the seconds that it took: see tune.h. */
+typedef struct moq_timing moq_timing;
+typedef struct moq_plan moq_plan;
+
+/* What an operation tells the rules. `problem` is of the type that the operation planned for,
+ * `kernel` a row of its table, m a number of tokens. */
+typedef struct {
+    int kernel_count;
+    moq_kernel_name (*name)(int kernel);
+    /* Writes the reason and returns false where the kernel cannot run m tokens. */
+    bool (*can_run)(const void *problem, int kernel, int64_t m, char *reason, size_t size);
+    /* Estimated seconds of m tokens that it can run; only the order of kernels matters. */
+    double (*cost)(const void *problem, int kernel, int64_t m);
+    /* The variant that the kernel's own choice stands for, where finding it takes a while; else 0,
+     * the kernel's own choice. */
+    int32_t (*choose)(const void *problem, int kernel, int64_t m);
+    /* What the kernel multiplies. */
+    moq_compute (*compute)(const void *problem, int kernel);
+    moq_layer (*layer)(const void *problem);
+    /* The problem in a few words, for messages. */
+    const char *(*text)(const void *problem, char *buffer, size_t size);
+    /* The tensors of the checkpoint and of the prepared form; the count, at most MOQ_MAX_PARAMS. */
+    int (*checkpoint_params)(const void *problem, moq_param_spec *params);
+    int (*prepared_params)(const void *problem, moq_param_spec *params);
+    /* Times the kernels of a plan of the operation, and all their variants, with m > 0 tokens:
+     * moq_tune_measure on tensors that the operation makes. `params` were checked. */
+    moq_status (*measure)(const moq_plan *plan, const moq_params *params, int64_t m,
+                          moq_timing *timings, int *count, moq_err *err);
+} moq_operation;
 
 /* Numbers of tokens for which tuning has chosen. */
 #define MOQ_MAX_TUNED 64
-/* Numbers of rows for which a choice is remembered. */
+/* Numbers of tokens for which a choice is remembered. */
 #define MOQ_REMEMBERED 256
 
-typedef struct {
+struct moq_plan {
+    const moq_operation *operation;
+    const void *problem; /* the caller's; stays where it is as long as the plan is used */
+    moq_layer layer;
+    bool forced; /* MOQEXT_KERNEL named the only kernel */
     int count;
-    const moq_linear_kernel *kernel[MOQ_MAX_KERNELS];
-    int param_count; /* of the prepared form, which every call checks */
+    uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
+    int param_count;                 /* of the prepared form, which every call checks */
     moq_param_spec param[MOQ_MAX_PARAMS];
-    /* What was chosen for m rows, at m modulo their number: comparing all kernels takes longer than
-     * a call may cost the host. One word each, since several threads may ask; 0 for none. */
+    /* What was chosen for m tokens, at m modulo their number: comparing all kernels takes longer
+     * than a call may cost the host. One word each, since several threads may ask; 0 for none. */
     _Atomic uint64_t remembered[MOQ_REMEMBERED];
     int tuned_count;
     struct {
         int64_t bucket; /* moq_token_bucket */
-        moq_linear_choice choice;
+        moq_choice choice;
     } tuned[MOQ_MAX_TUNED];
-} moq_linear_plan;
+};
 
-/* The rows of the table; NULL past the last. */
-const moq_linear_kernel *moq_linear_kernel_at(int index);
-
-/* Collects the kernels that can run `spec`, or fails with MOQ_ERR_UNSUPPORTED and every kernel's
+/* Collects the kernels that can run `problem`, or fails with MOQ_ERR_UNSUPPORTED and every kernel's
  * reason. `forced` is the value of MOQEXT_KERNEL, "family:name", or NULL. */
-moq_status moq_linear_make_plan(const moq_linear_spec *spec, const char *forced,
-                                moq_linear_plan *plan, moq_err *err);
+moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
+                         moq_plan *plan, moq_err *err);
 
-/* What runs m rows: the choice that was kept for as many, else the cheapest kernel. The kernel is
- * never NULL for a plan that was made. Threads may ask at once. */
-moq_linear_choice moq_linear_pick(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m);
+/* What runs m tokens; 0 are chosen for as 1 is. MOQ_ERR_UNSUPPORTED with the reasons where no
+ * kernel of the plan can run as many, as one that MOQEXT_KERNEL names may not. Threads may ask at
+ * once. */
+moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err);
 
-/* What m rows are multiplied as: the layer's compute, or for "auto" that of the kernel picked. */
-moq_compute moq_linear_pick_compute(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m);
+/* What the kernel that moq_plan_pick finds multiplies. */
+moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err);
 
-/* Keeps a choice for all numbers of rows of m's bucket: a kernel of the plan by its name,
- * "family:name", that can run m rows. MOQ_ERR_VALUE for others, and where the plan is full. */
-moq_status moq_linear_keep(moq_linear_plan *plan, const moq_linear_spec *spec, int64_t m,
-                           const char *kernel, int32_t variant, moq_err *err);
+/* Whether a kernel of the table, of the plan or not, can run m tokens, or MOQ_ANY_TOKENS; a reason
+ * of up to MOQ_REASON_SIZE bytes where not. */
+bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason);
+
+/* Whether a kernel can run all numbers of tokens of m's bucket, for which a choice is kept. */
+bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m);
+
+/* Keeps a choice for all numbers of tokens of m's bucket: a kernel of the plan by its name,
+ * "family:name", that can run them. MOQ_ERR_VALUE for others, and where the plan is full. */
+moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t variant,
+                         moq_err *err);
 
 #endif

@@ -2,27 +2,42 @@
  *
  * Tuning is asked for, never done on the way: it takes memory and time, and waits for the device.
  * It changes which kernel runs, hence at most the last bits of results, or with compute "auto" what
- * is multiplied. */
+ * is multiplied. Candidates, rounds and the clock are here and know no operation; an operation
+ * brings a subject, which makes tensors and opens jobs. */
 #ifndef MOQ_OPS_TUNE_H
 #define MOQ_OPS_TUNE_H
 
-#include "ops/linear.h"
+#include "ops/job.h"
+#include "ops/plan.h"
+#include "ops/tune_memory.h"
 
 /* Variants of a kernel that are measured. */
 #define MOQ_MAX_VARIANTS 64
 #define MOQ_MAX_TIMINGS  (MOQ_MAX_KERNELS * MOQ_MAX_VARIANTS)
 
-typedef struct {
-    moq_linear_choice choice;
+struct moq_timing {
+    moq_choice choice;
     double seconds; /* of a call, the median */
-} moq_linear_timing;
+};
 
-/* Times every kernel of the plan that can serve m > 0 rows, and all of its variants, on random x,
- * and writes them, at most MOQ_MAX_TIMINGS, the fastest first. On CUDA calls are replayed from
- * graphs, each with another copy of the weight, so that it comes from memory; not within a capture.
- */
-moq_status moq_linear_measure(const moq_linear_spec *spec, const moq_linear_plan *plan,
-                              const moq_linear_params *params, int64_t m,
-                              moq_linear_timing *timings, int *count, moq_err *err);
+/* What an operation measures. `data` is its own. */
+typedef struct {
+    void *data;
+    size_t job_size; /* of its jobs, of which a moq_job is the first member */
+    /* Makes the tensors of calls. *copies is how many sets of weights there are. */
+    moq_status (*make)(void *data, moq_tune_memory *memory, int *copies, moq_err *err);
+    /* Opens a job on them for a choice that can run it. */
+    moq_status (*open)(void *data, moq_choice choice, moq_job *job, moq_err *err);
+    /* The ways in which the job's kernel does it: bit i is set where variant i is one. */
+    uint64_t (*variants)(void *data, const moq_job *job);
+    /* The next call of the job reads this set of weights. */
+    void (*turn)(void *data, moq_job *job, int copy);
+} moq_tune_subject;
+
+/* Times every kernel of the plan that can serve m > 0 rows, and all of its variants, and writes
+ * them, at most MOQ_MAX_TIMINGS, the fastest first. On CUDA calls are replayed from graphs, each
+ * with another set of weights, so that they come from memory; not within a capture. */
+moq_status moq_tune_measure(const moq_tune_subject *subject, const moq_plan *plan, int64_t m,
+                            moq_timing *timings, int *count, moq_err *err);
 
 #endif

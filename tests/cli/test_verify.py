@@ -122,6 +122,15 @@ def test_a_damaged_layer_fails_and_is_named(data, tmp_path, capsys):
     assert bad[0]["message"].startswith("weight: a NaN code at row 0, column 5")
 
 
+def test_the_kernel_is_the_one_of_the_tokens_that_ran(data, capsys, monkeypatch):
+    """Not the one that would have run a single token."""
+    from moqext.load import Layer
+
+    monkeypatch.setattr(Layer, "backend_for", lambda self, tokens: f"cpu:of_{tokens}")
+    _, result = verify(capsys, data / "checkpoints" / "llama_fp8_kvfp8", "--tokens", "5")
+    assert {row["kernel"] for row in result["rows"]} == {"cpu:of_5"}
+
+
 def test_a_wrong_kernel_would_fail(data, capsys, monkeypatch):
     """The comparison itself: one percent off in one layer is outside the limits."""
     from moqext.load import Layer

@@ -68,6 +68,69 @@ def test_a_remembered_choice_is_the_choice(algo):
         assert used.backend(count) == plan().backend(count), count
 
 
+def plan_of(algo="FP8", compute="exact", columns=4096, rows=4096, capability="9.0"):
+    return _C.linear_plan(algo, columns, [rows], None, "bfloat16", "cuda:0", compute, capability=capability)
+
+
+MOST_TOKENS = [
+    ("cuda:sm90_fp8_decode", "FP8", "exact", 16),
+    ("cuda:sm90_fp8_gemm", "FP8_PB_WO", "exact", 2**24),
+    ("cuda:sm90_nvfp4_decode", "NVFP4", "exact", 16),
+    ("cuda:sm90_nvfp4_gemm", "NVFP4", "exact", 2**22),
+    ("cuda:sm90_nvfp4_wide", "NVFP4", "exact", 2**24),
+    ("cuda:sm90_nvfp4_fp8", "NVFP4", "fp8", 2**24),
+    ("cuda:sm90_nvfp4_fp8_gemm", "NVFP4", "fp8", 2**22),
+]
+
+
+@pytest.mark.parametrize("kernel, algo, compute, most", MOST_TOKENS)
+def test_a_kernel_that_cannot_run_so_many_tokens_says_so(monkeypatch, kernel, algo, compute, most):
+    """By explain(tokens), by a choice that is forced to it, and by tuning; before, its cost was infinite."""
+    plan = plan_of(algo, compute)
+    assert dict(plan.explain())[kernel] is dict(plan.explain(most))[kernel] is None
+    reason = f"needs at most {most} tokens, got {most + 1}"
+    assert dict(plan.explain(tokens=most + 1))[kernel] == reason
+    assert plan.backend(most + 1) != kernel
+    plan.keep(most, kernel, 0)
+    with pytest.raises(ValueError, match=f"one of this plan that runs {most + 1} tokens"):
+        plan.keep(most + 1, kernel, 0)
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    forced = plan_of(algo, compute)
+    assert forced.backend(most) == kernel
+    for ask in (forced.backend, forced.compute_for):
+        with pytest.raises(UnsupportedQuantization) as caught:
+            ask(most + 1)
+        assert f"{kernel} {reason}; unset MOQEXT_KERNEL" in str(caught.value)
+
+
+@pytest.mark.parametrize("compute, kernel", [("exact", "sm90_nvfp4_gemm"), ("fp8", "sm90_nvfp4_fp8_gemm")])
+def test_more_outputs_than_tiles_are_counted_for(compute, kernel):
+    plan = plan_of("NVFP4", compute, columns=16, rows=2**30)
+    assert dict(plan.explain(1024))[f"cuda:{kernel}"] is None
+    reason = dict(plan.explain(1025))[f"cuda:{kernel}"]
+    assert reason == f"needs at most 2^40 outputs, got 1025 tokens of {2**30}"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0"])
+@pytest.mark.parametrize(
+    "algo, compute",
+    [("FP8", "exact"), ("FP8_PB_WO", "auto"), ("NVFP4", "exact"), ("NVFP4", "fp8"), ("NVFP4", "auto")],
+)
+def test_the_choice_can_run_as_many_tokens(algo, compute, capability):
+    plan = plan_of(algo, compute, capability=capability)
+    for tokens in (0, 1, 16, 17, 300, 2**22, 2**22 + 1, 2**24 + 1, 2**40):
+        runnable = {name for name, reason in plan.explain(tokens) if reason is None}
+        assert plan.backend(tokens) in runnable
+        assert runnable <= {name for name, reason in plan.explain() if reason is None}
+    assert plan.explain(0) == plan.explain(1)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "1"])
+def test_what_is_no_number_of_tokens_is_not_explained(tokens):
+    with pytest.raises((ValueError, TypeError), match="tokens"):
+        plan_of().explain(tokens)
+
+
 def test_older_chips_have_none():
     text = refusal(capability="7.5")
     assert "cuda:simt needs compute capability 8.0 or later, this device has 7.5" in text

@@ -310,7 +310,7 @@ static fuzz_tensor make_x(fuzz_input *in, moq_dtype dtype, int32_t ndim, const i
     return x;
 }
 
-static void run(fuzz_input *in, const layer *l, const moq_linear_params *params) {
+static void run(fuzz_input *in, const layer *l, const moq_params *params) {
     const moq_linear_spec *spec = &l->spec;
     moq_err err;
     const int64_t rows = draw_rows(in, spec);
@@ -327,27 +327,27 @@ static void run(fuzz_input *in, const layer *l, const moq_linear_params *params)
     const bool judged = !l->spoiled && l->input_scale.source.count == 0;
     const int64_t m = moq_tensor_numel(&x.view) / spec->in_features;
     expectation *expected = judged ? expect(l, &x.view, m, used) : NULL;
-    const moq_linear_kernel *kernel;
     const char *only = getenv("MOQEXT_KERNEL");
-    for (int i = 0; (kernel = moq_linear_kernel_at(i)) != NULL; i++) {
-        char name[64], reason[256];
-        moq_linear_plan plan;
-        if (!kernel->can_run(spec, reason, sizeof reason))
+    for (int i = 0; i < MOQ_LINEAR.kernel_count; i++) {
+        char name[64], reason[MOQ_REASON_SIZE];
+        const moq_kernel_name kernel = MOQ_LINEAR.name(i);
+        moq_plan plan;
+        if (!MOQ_LINEAR.can_run(spec, i, m, reason, sizeof reason))
             continue;
-        snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
+        snprintf(name, sizeof name, "%s:%s", kernel.family, kernel.name);
         if (only && strcmp(only, name) != 0)
             continue;
-        FUZZ_CHECK(moq_linear_make_plan(spec, name, &plan, &err) == MOQ_OK, "%s", err.message);
+        FUZZ_CHECK(moq_plan_make(&MOQ_LINEAR, spec, name, &plan, &err) == MOQ_OK, "%s",
+                   err.message);
         fuzz_tensor y = fuzz_result(&wanted, 0xff);
-        count_call(i, kernel->name);
+        count_call(i, kernel.name);
         moq_linear_job job;
-        moq_status status =
-            moq_linear_open(spec, &plan, params, &x.view, used, &y.view, &job, &err);
+        moq_status status = moq_linear_open(&plan, params, &x.view, used, &y.view, &job, &err);
         void *workspace = NULL;
-        if (status == MOQ_OK && moq_linear_workspace(&job) > 0)
-            job.call.workspace = workspace = malloc((size_t)moq_linear_workspace(&job));
+        if (status == MOQ_OK && job.job.bytes > 0)
+            job.job.workspace = workspace = malloc((size_t)job.job.bytes);
         if (status == MOQ_OK)
-            status = moq_linear_run(&job, &err);
+            status = moq_job_run(&job.job, &err);
         free(workspace);
         FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.message);
         if (judged)
@@ -362,9 +362,10 @@ static void run(fuzz_input *in, const layer *l, const moq_linear_params *params)
 static void prepare_and_run(fuzz_input *in, layer *l) {
     moq_param_spec want[MOQ_MAX_PARAMS];
     moq_linear_sources sources;
-    moq_linear_params params = {.weight = {.dtype = MOQ_DT_NONE}};
+    moq_params params;
     fuzz_tensor prepared[MOQ_MAX_PARAMS] = {{.memory = NULL}};
     moq_err err;
+    moq_params_clear(&params);
     make_sources(in, l, &sources);
     const int count = moq_linear_prepared_params(&l->spec, want);
     for (int i = 0; i < count; i++) {
@@ -374,7 +375,7 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
             continue;
         memcpy(shape.shape, want[i].shape, sizeof want[i].shape);
         prepared[i] = fuzz_result(&shape, 0xff);
-        *moq_linear_param(&params, want[i].id) = prepared[i].view;
+        params.of[want[i].id] = prepared[i].view;
     }
     const moq_prepare_way way = {.fresh = false};
     const moq_status status = moq_linear_prepare(&l->spec, &sources, way, &params, &err);

@@ -1,0 +1,293 @@
+/* The methods of every plan: see plan_object.h. */
+#include "binding/plan_object.h"
+
+#include "binding/args.h"
+#include "binding/call.h"
+#include "binding/long_call.h"
+#include "ops/tune.h"
+
+PyObject *moq_plan_object_new(PyTypeObject *type) {
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    return allocate(type, 0);
+}
+
+static moq_plan *plan_of(PyObject *self) {
+    return &((moq_plan_object *)self)->plan;
+}
+
+static PyObject *name_of(moq_kernel_name kernel) {
+    return PyUnicode_FromFormat("%s:%s", kernel.family, kernel.name);
+}
+
+/* Steals `row`; 0, or -1 with an exception where there is none. */
+static int append(PyObject *list, PyObject *row) {
+    int status = row ? PyList_Append(list, row) : -1;
+    Py_XDECREF(row);
+    return status;
+}
+
+/* The list, or NULL where filling it failed. */
+static PyObject *finish(PyObject *list, int status) {
+    if (status < 0)
+        Py_CLEAR(list);
+    return list;
+}
+
+int moq_append_kernels(const moq_operation *operation, PyObject *list) {
+    int status = 0;
+    for (int i = 0; i < operation->kernel_count && status == 0; i++)
+        status = append(list, name_of(operation->name(i)));
+    return status;
+}
+
+/* ---- the layer ---- */
+
+/* (name, shape, dtype, role, required) */
+static PyObject *describe_param(const moq_param_spec *p) {
+    PyObject *shape = PyTuple_New(p->ndim);
+    for (int d = 0; shape && d < p->ndim; d++) {
+        PyObject *extent = PyLong_FromLongLong(p->shape[d]);
+        if (!extent || PyTuple_SetItem(shape, d, extent) < 0)
+            Py_CLEAR(shape);
+    }
+    return shape ? Py_BuildValue("(sNssO)", p->name, shape, moq_dtype_name(p->dtype), p->role,
+                                 p->required ? Py_True : Py_False)
+                 : NULL;
+}
+
+static PyObject *describe_params(const moq_param_spec *params, int count) {
+    PyObject *list = PyList_New(0);
+    int status = list ? 0 : -1;
+    for (int i = 0; i < count && status == 0; i++)
+        status = append(list, describe_param(&params[i]));
+    return finish(list, status);
+}
+
+static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
+    const moq_plan *plan = plan_of(self);
+    moq_param_spec params[MOQ_MAX_PARAMS];
+    (void)unused;
+    return describe_params(params, plan->operation->checkpoint_params(plan->problem, params));
+}
+
+static PyObject *prepared_params(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return describe_params(plan_of(self)->param, plan_of(self)->param_count);
+}
+
+static PyObject *quant_algo(PyObject *self, void *unused) {
+    (void)unused;
+    return PyUnicode_FromString(plan_of(self)->layer.algo);
+}
+
+static PyObject *group_size(PyObject *self, void *unused) {
+    int32_t group = plan_of(self)->layer.group_size;
+    (void)unused;
+    return group ? PyLong_FromLong(group) : Py_NewRef(Py_None);
+}
+
+static PyObject *dtype(PyObject *self, void *unused) {
+    (void)unused;
+    return PyUnicode_FromString(moq_dtype_name(plan_of(self)->layer.dtype));
+}
+
+static PyObject *device(PyObject *self, void *unused) {
+    char text[32];
+    (void)unused;
+    return PyUnicode_FromString(moq_device_text(plan_of(self)->layer.device, text, sizeof text));
+}
+
+/* ---- the choice ---- */
+
+static PyObject *backend(PyObject *self, PyObject *tokens) {
+    moq_plan *plan = plan_of(self);
+    moq_choice choice;
+    int64_t m;
+    moq_err err;
+    if (moq_arg_int(tokens, "tokens", 0, INT64_MAX, &m) < 0)
+        return NULL;
+    if (moq_plan_pick(plan, m, &choice, &err) != MOQ_OK)
+        return moq_raise(moq_plan_state(self), &err);
+    return name_of(plan->operation->name(choice.kernel));
+}
+
+static PyObject *compute_for(PyObject *self, PyObject *tokens) {
+    moq_compute compute;
+    int64_t m;
+    moq_err err;
+    if (moq_arg_int(tokens, "tokens", 0, INT64_MAX, &m) < 0)
+        return NULL;
+    if (moq_plan_pick_compute(plan_of(self), m, &compute, &err) != MOQ_OK)
+        return moq_raise(moq_plan_state(self), &err);
+    return PyUnicode_FromString(moq_compute_name(compute));
+}
+
+static const moq_signature EXPLAIN = {"explain", 1, 0, 1, {KW_tokens}};
+
+/* 0 tokens are explained as 1 is. */
+static PyObject *explain(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    const moq_plan *plan = plan_of(self);
+    PyObject *v[1];
+    int64_t m = MOQ_ANY_TOKENS;
+    if (moq_args_parse(moq_plan_state(self), &EXPLAIN, values, nargs, kwnames, v) < 0)
+        return NULL;
+    if (!moq_arg_absent(v[0])) {
+        if (moq_arg_int(v[0], "tokens", 0, INT64_MAX, &m) < 0)
+            return NULL;
+        m = m < 1 ? 1 : m;
+    }
+    PyObject *list = PyList_New(0);
+    int status = list ? 0 : -1;
+    for (int i = 0; i < plan->operation->kernel_count && status == 0; i++) {
+        char reason[MOQ_REASON_SIZE];
+        bool can = moq_plan_can_run(plan, i, m, reason);
+        PyObject *name = name_of(plan->operation->name(i));
+        status = append(list, name ? Py_BuildValue("(Nz)", name, can ? NULL : reason) : NULL);
+    }
+    return finish(list, status);
+}
+
+/* What there is to know about kernels beside the layer: [(name, note)]. */
+static PyObject *notes(PyObject *self, PyObject *unused) {
+    const moq_operation *operation = plan_of(self)->operation;
+    PyObject *list = PyList_New(0);
+    int status = list ? 0 : -1;
+    (void)unused;
+    for (int i = 0; i < operation->kernel_count && status == 0; i++) {
+        moq_kernel_name kernel = operation->name(i);
+        PyObject *name = kernel.note ? name_of(kernel) : NULL;
+        if (kernel.note)
+            status = append(list, name ? Py_BuildValue("(Ns)", name, kernel.note) : NULL);
+    }
+    return finish(list, status);
+}
+
+/* ---- tuning ---- */
+
+/* One (kernel, variant, seconds) each, the fastest first. */
+static PyObject *describe_timings(const moq_operation *operation, const moq_timing *timings,
+                                  int count) {
+    PyObject *list = PyList_New(0);
+    int status = list ? 0 : -1;
+    for (int i = 0; i < count && status == 0; i++) {
+        PyObject *name = name_of(operation->name(timings[i].choice.kernel));
+        status = append(list, name ? Py_BuildValue("(Nid)", name, (int)timings[i].choice.variant,
+                                                   timings[i].seconds)
+                                   : NULL);
+    }
+    return finish(list, status);
+}
+
+static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping) {
+    const moq_plan *plan = call->plan;
+    moq_params params;
+    moq_timing timings[MOQ_MAX_TIMINGS];
+    int count = 0;
+    moq_err err;
+    moq_status status;
+    moq_params_clear(&params);
+    if (moq_call_take_params(call, mapping, &params) < 0)
+        return NULL;
+    status = moq_check_params(plan->param, plan->param_count, &params, "params", &err);
+    moq_long_call native;
+    moq_long_call_begin(&native);
+    if (status == MOQ_OK)
+        status = plan->operation->measure(plan, &params, m, timings, &count, &err);
+    status = moq_long_call_end(&native, status, &err);
+    return status == MOQ_OK ? describe_timings(plan->operation, timings, count)
+                            : moq_raise(call->state, &err);
+}
+
+static const moq_signature MEASURE = {"measure", 2, 2, 2, {KW_tokens, KW_params}};
+
+static PyObject *measure(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    moq_state *state = moq_plan_state(self);
+    PyObject *v[2];
+    int64_t m;
+    moq_call call;
+    if (moq_args_parse(state, &MEASURE, values, nargs, kwnames, v) < 0 ||
+        moq_arg_int(v[0], "tokens", 1, INT32_MAX, &m) < 0)
+        return NULL;
+    moq_call_open(&call, state, plan_of(self), NULL, NULL);
+    PyObject *result = measure_with(&call, m, v[1]);
+    moq_call_release(&call);
+    return result;
+}
+
+static const moq_signature KEEP = {"keep", 3, 3, 3, {KW_tokens, KW_kernel, KW_variant}};
+
+/* The choices are written with the GIL held, as they are read. */
+static PyObject *keep(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                      PyObject *kwnames) {
+    moq_state *state = moq_plan_state(self);
+    PyObject *v[3];
+    int64_t m, variant;
+    moq_err err;
+    if (moq_args_parse(state, &KEEP, values, nargs, kwnames, v) < 0 ||
+        moq_arg_int(v[0], "tokens", 1, INT32_MAX, &m) < 0)
+        return NULL;
+    const char *kernel = moq_arg_text(v[1], "kernel");
+    if (!kernel || moq_arg_int(v[2], "variant", 0, MOQ_MAX_VARIANTS - 1, &variant) < 0)
+        return NULL;
+    if (moq_plan_keep(plan_of(self), m, kernel, (int32_t)variant, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    Py_RETURN_NONE;
+}
+
+/* ---- the type ---- */
+
+static void deallocate(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef PLAN_METHODS[] = {
+    {"checkpoint_params", checkpoint_params, METH_NOARGS,
+     "checkpoint_params() -> list of (name, shape, dtype, role, required)"},
+    {"prepared_params", prepared_params, METH_NOARGS,
+     "prepared_params() -> list of (name, shape, dtype, role, required)"},
+    {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many tokens"},
+    {"compute_for", compute_for, METH_O,
+     "compute_for(tokens) -> str: what that many tokens are multiplied as"},
+    {"explain", (PyCFunction)(void (*)(void))explain, METH_FASTCALL | METH_KEYWORDS,
+     "explain(tokens=None) -> list of (kernel, reason it cannot run so many, or any, or None)"},
+    {"notes", notes, METH_NOARGS, "notes() -> list of (kernel, what else there is to know)"},
+    {"measure", (PyCFunction)(void (*)(void))measure, METH_FASTCALL | METH_KEYWORDS,
+     "measure(tokens, params) -> list of (kernel, variant, seconds), the fastest first"},
+    {"keep", (PyCFunction)(void (*)(void))keep, METH_FASTCALL | METH_KEYWORDS,
+     "keep(tokens, kernel, variant): what runs about so many tokens from now on"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef PLAN_ATTRIBUTES[] = {
+    {"quant_algo", quant_algo, NULL, "canonical name of the algorithm", NULL},
+    {"group_size", group_size, NULL, "columns that share a block scale, or None", NULL},
+    {"dtype", dtype, NULL, "full name of the dtype of x and y", NULL},
+    {"device", device, NULL, "\"cpu\" or \"cuda:N\"", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot PLAN_SLOTS[] = {
+    {Py_tp_doc, "A layer, resolved and planned: which kernel runs it, and why."},
+    {Py_tp_dealloc, (void *)deallocate},
+    {Py_tp_methods, PLAN_METHODS},
+    {Py_tp_getset, PLAN_ATTRIBUTES},
+    {0, NULL},
+};
+
+static PyType_Spec PLAN_TYPE = {
+    .name = "moqext._C.Plan",
+    .basicsize = sizeof(moq_plan_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = PLAN_SLOTS,
+};
+
+int moq_add_plan(PyObject *module, moq_state *state) {
+    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &PLAN_TYPE, NULL);
+    return state->plan_type ? PyModule_AddType(module, state->plan_type) : -1;
+}

@@ -1,0 +1,543 @@
+/* The table of linear kernels: who can run which layer, why not, and what it is expected to take.
+ */
+#include "ops/linear_kernels.h"
+
+#include "core/formats.h"
+#include "cpu/linear.h"
+#include "cuda/cublaslt_cost.h"
+#include "cuda/linear.h"
+#include "ops/linear.h"
+
+#include <math.h>
+#include <stdio.h>
+
+static bool on_cpu(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
+    char device[32];
+    if (spec->device.kind != MOQ_CPU)
+        snprintf(reason, size, "runs on the CPU, the layer is on %s",
+                 moq_device_text(spec->device, device, sizeof device));
+    else if (isa > moq_cpu_isa())
+        snprintf(reason, size, "needs %s, this CPU (or MOQEXT_ISA) has %s", moq_isa_name(isa),
+                 moq_isa_name(moq_cpu_isa()));
+    else
+        return true;
+    return false;
+}
+
+/* bfloat16 products are exact where bfloat16 holds the activations: its own, and all that are
+ * quantized to at most six significant bits. */
+static bool on_bf16(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
+    if (!on_cpu(spec, isa, reason, size))
+        return false;
+    if (spec->dtype == MOQ_DT_BF16 || spec->input != MOQ_INPUT_AS_IS)
+        return true;
+    snprintf(reason, size, "multiplies bfloat16, which does not hold %s activations",
+             moq_dtype_name(spec->dtype));
+    return false;
+}
+
+/* Estimated seconds of one core: decoding each weight once a panel, and its products. Per weight,
+ * from instruction counts at 3 GHz and 3 a cycle, or what one thread of a Zen 4 took where that
+ * says more; `few` is the decoding where a few rows need no tiles; `rows` are multiplied at a time.
+ */
+static double cpu_cost(const moq_linear_spec *spec, const moq_linear_tiles *tiles, int64_t m,
+                       double decode, double few, double product, int64_t rows) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
+    if (m <= tiles->few && spec->input != MOQ_INPUT_NVFP4)
+        decode = few;
+    return weights * (decode * panels + product * (double)((m + rows - 1) / rows * rows));
+}
+
+#define CPU_KERNEL(isa_name, level, accepts, decode, few, product, rows)                           \
+    static bool can_run_##isa_name(const moq_linear_spec *spec, int64_t m, char *reason,           \
+                                   size_t size) {                                                  \
+        (void)m;                                                                                   \
+        return accepts(spec, level, reason, size);                                                 \
+    }                                                                                              \
+    static double cost_##isa_name(const moq_linear_spec *spec, int64_t m) {                        \
+        return cpu_cost(spec, moq_linear_tiles_of(level), m, decode, few, product, rows);          \
+    }                                                                                              \
+    static moq_status run_##isa_name(const moq_linear_call *call, moq_err *err) {                  \
+        return moq_cpu_linear(moq_linear_tiles_of(level), call, err);                              \
+    }
+
+#define CPU_ROW(isa_name)                                                                          \
+    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
+
+CPU_KERNEL(portable, MOQ_ISA_PORTABLE, on_cpu, 1e-9, 1e-9, 1e-10, 1)
+CPU_KERNEL(avx2, MOQ_ISA_AVX2, on_cpu, 2e-10, 3.5e-11, 2.5e-11, 1)
+CPU_KERNEL(avx512, MOQ_ISA_AVX512, on_cpu, 1.5e-10, 1.5e-10, 1.3e-11, 1)
+CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16, on_bf16, 4e-11, 4e-11, 7e-12, 1)
+CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16, 5e-11, 5e-11, 1e-12, 32)
+
+/* ---- CUDA ---- */
+
+static bool on_cuda(const moq_linear_spec *spec, char *reason, size_t size) {
+    char device[32];
+    if (spec->device.kind != MOQ_CUDA)
+        snprintf(reason, size, "runs on a CUDA device, the layer is on %s",
+                 moq_device_text(spec->device, device, sizeof device));
+    else if (spec->target.missing[0])
+        snprintf(reason, size, "%s", spec->target.missing);
+    else
+        return true;
+    return false;
+}
+
+static bool since(const moq_linear_spec *spec, int capability, char *reason, size_t size) {
+    if (spec->target.capability >= capability)
+        return true;
+    snprintf(reason, size, "needs compute capability %d.%d or later, this device has %d.%d",
+             capability / 10, capability % 10, (int)spec->target.capability / 10,
+             (int)spec->target.capability % 10);
+    return false;
+}
+
+static bool has_int_rows(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->out_features <= INT32_MAX)
+        return true;
+    snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
+             (long long)spec->out_features);
+    return false;
+}
+
+/* Code for sm_90a runs on compute capability 9.0 and no other. */
+static bool on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_cuda(spec, reason, size))
+        return false;
+    if (spec->target.capability == 90)
+        return true;
+    snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d",
+             (int)spec->target.capability / 10, (int)spec->target.capability % 10);
+    return false;
+}
+
+/* m may be MOQ_ANY_TOKENS. */
+static bool takes(int64_t m, int64_t most, char *reason, size_t size) {
+    if (m <= most)
+        return true;
+    snprintf(reason, size, "needs at most %lld tokens, got %lld", (long long)most, (long long)m);
+    return false;
+}
+
+/* Kernels that count tiles in 32 bits. */
+static bool counts_outputs(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    if (m <= MOQ_NVFP4_GEMM_OUTPUTS / spec->out_features)
+        return true;
+    snprintf(reason, size, "needs at most 2^40 outputs, got %lld tokens of %lld", (long long)m,
+             (long long)spec->out_features);
+    return false;
+}
+
+static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_E4M3_ROW || spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
+        return true;
+    snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->algo,
+             moq_compute_name(spec->compute));
+    return false;
+}
+
+/* And x is not quantized, or need not be. */
+static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
+    bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
+    if (packed && (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec)))
+        return true;
+    if (packed && spec->compute != MOQ_COMPUTE_FP8) {
+        snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
+        return false;
+    }
+    snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
+             spec->algo, moq_compute_name(spec->compute));
+    return false;
+}
+
+/* FP8 tensor cores of Hopper keep about 14 bits of the sums of 128 columns: far finer than 16-bit
+ * outputs, coarser than float32 ones. */
+static bool suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!is_fp8(spec, reason, size))
+        return false;
+    if (spec->dtype != MOQ_DT_F32)
+        return true;
+    snprintf(reason, size, "sums to about 1e-4, float32 outputs ask for 1e-5");
+    return false;
+}
+
+static bool can_run_fp8_decode(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
+        !has_int_rows(spec, reason, size))
+        return false;
+    if (spec->in_features % MOQ_FP8_BLOCK == 0)
+        return takes(m, MOQ_FP8_DECODE_TOKENS, reason, size);
+    snprintf(reason, size, "needs in_features to be a multiple of 128, got %lld",
+             (long long)spec->in_features);
+    return false;
+}
+
+static double norm4(double a, double b) {
+    return sqrt(sqrt(a * a * a * a + b * b * b * b));
+}
+
+/* Seconds, fitted as the estimates of the FP8 GEMM are (sm90_fp8_gemm.cu): the weight, or what each
+ * row of outputs costs where that is longer, then x, read and quantized by every multiprocessor, by
+ * the way it is quantized. Of small layers with a token or two two calls are on a multiprocessor.
+ */
+static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
+    double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
+    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.55e-11
+                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 5.57e-11
+                                                         : 5.32e-11;
+    bool small = n * k <= (double)MOQ_FP8_DECODE_SMALL * spec->target.sm_count;
+    double start = m <= MOQ_FP8_DECODE_FEW && small ? 1.41e-6 : 1.75e-6;
+    return start + norm4(n * k / 4.54e12, n * (7.62e-11 + 1.66e-11 * tokens)) + value * tokens * k;
+}
+
+static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
+    if (size_of % 16 == 0)
+        return true;
+    snprintf(reason, size, "needs %s to be a multiple of 16, got %lld", what, (long long)size_of);
+    return false;
+}
+
+static bool can_run_fp8_gemm(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
+        !is_sixteens("in_features", spec->in_features, reason, size) ||
+        !has_int_rows(spec, reason, size))
+        return false;
+    if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1 || spec->one_input_scale)
+        return takes(m, MOQ_FP8_GEMM_TOKENS, reason, size);
+    snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
+             (int)spec->partition_count);
+    return false;
+}
+
+static bool can_run_sm80_fp8(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           is_fp8(spec, reason, size) &&
+           is_sixteens("in_features", spec->in_features, reason, size) &&
+           has_int_rows(spec, reason, size);
+}
+
+static bool can_run_sm89_fp8(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    return on_cuda(spec, reason, size) && since(spec, 89, reason, size) &&
+           suits_fp8_cores(spec, reason, size) &&
+           is_sixteens("in_features", spec->in_features, reason, size) &&
+           has_int_rows(spec, reason, size);
+}
+
+/* Products of 16-bit activations with weights that 16 bits hold exactly. */
+static bool suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!is_exact_nvfp4(spec, reason, size) || !has_int_rows(spec, reason, size))
+        return false;
+    if (spec->dtype != MOQ_DT_F32)
+        return true;
+    snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
+    return false;
+}
+
+static bool can_run_nvfp4_decode(const moq_linear_spec *spec, int64_t m, char *reason,
+                                 size_t size) {
+    return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
+           takes(m, MOQ_NVFP4_DECODE_TOKENS, reason, size);
+}
+
+static bool can_run_nvfp4_gemm(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
+           takes(m, MOQ_NVFP4_GEMM_TOKENS, reason, size) && counts_outputs(spec, m, reason, size);
+}
+
+static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           suits_16_bits(spec, reason, size);
+}
+
+/* Seconds: W read at 2.9 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
+ * takes on an H200 from 8192 x 8192 on, up to a third short of it for 32 to 256 tokens of 4096 x
+ * 4096 (docs/lab.md); an estimate elsewhere. */
+static double cost_sm80_nvfp4(const moq_linear_spec *spec, int64_t m) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    return 3e-6 + 0.5625 * weights / 2.9e12 + 2 * weights * (double)(m < 8 ? 8 : m) / 3.7e14;
+}
+
+static bool can_run_nvfp4_wide(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
+           takes(m, MOQ_NVFP4_WIDE_TOKENS, reason, size);
+}
+
+/* FP8 products of packed NVFP4 weights. */
+static bool suits_folding(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!on_sm90(spec, reason, size) || !has_int_rows(spec, reason, size))
+        return false;
+    if (!moq_linear_folds(spec))
+        snprintf(reason, size,
+                 "multiplies NVFP4 weights with compute fp8, %s with compute %s is "
+                 "another layer",
+                 spec->algo, moq_compute_name(spec->compute));
+    else if (spec->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "sums to about 1e-4, float32 outputs ask for 1e-5");
+    else if (spec->in_features > MOQ_NVFP4_FP8_COLUMNS)
+        snprintf(reason, size, "needs at most %d in_features, got %lld", MOQ_NVFP4_FP8_COLUMNS,
+                 (long long)spec->in_features);
+    else if (spec->input != MOQ_INPUT_E4M3_TOKEN)
+        snprintf(reason, size, "quantizes x by token");
+    else
+        return true;
+    return false;
+}
+
+static bool can_run_nvfp4_fp8(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_WIDE_TOKENS, reason, size);
+}
+
+static bool can_run_nvfp4_fp8_gemm(const moq_linear_spec *spec, int64_t m, char *reason,
+                                   size_t size) {
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_GEMM_TOKENS, reason, size) &&
+           counts_outputs(spec, m, reason, size);
+}
+
+static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
+           has_int_rows(spec, reason, size);
+}
+
+/* Seconds: the steps of a block one after the other, bytes at 1 TB/s, products at 20 TFLOP/s.
+ * Within a factor of two of what FP8 layers of 4096 x 4096 to 8192 x 8192 take on an H200. */
+static double cost_simt(const moq_linear_spec *spec, int64_t m) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double steps = (double)spec->in_features / 512;
+    return 5e-6 + 1e-6 * steps + weights / 1e12 + weights * (double)m / 1e13;
+}
+
+/* Seconds: x quantized, then W read at 1.5 TB/s or multiplied at `rate` a second, 16 rows of x at
+ * least. Within a factor of 1.5 of what the kernel of fp16 takes on an H200; an estimate elsewhere.
+ */
+static double mma_cost(const moq_linear_spec *spec, int64_t m, double rate) {
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double products = weights * (double)(m < 16 ? 16 : m) / rate;
+    return 8e-6 + (weights / 1.5e12 > products ? weights / 1.5e12 : products);
+}
+
+static double cost_sm80_fp8(const moq_linear_spec *spec, int64_t m) {
+    return mma_cost(spec, m, 1e14);
+}
+
+/* The chips that make these products of fp16 ones gain nothing by them. */
+static double cost_sm89_fp8(const moq_linear_spec *spec, int64_t m) {
+    bool native = spec->target.capability == 89 || spec->target.capability >= 120;
+    return native ? 0.99 * mma_cost(spec, m, 2e14) : 1.01 * mma_cost(spec, m, 1e14);
+}
+
+/* ---- cuBLASLt ---- */
+
+/* It multiplies FP8 since compute capability 8.9, by blocks of scales on 9.0 alone. */
+static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) {
+    int capability = (int)spec->target.capability;
+    bool block = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    if (capability == 90 || (!block && capability >= 89))
+        return true;
+    snprintf(reason, size, "%s needs compute capability %s, this device has %d.%d",
+             block ? "FP8 with block scales" : "FP8", block ? "9.0" : "8.9", capability / 10,
+             capability % 10);
+    return false;
+}
+
+static bool has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!spec->target.cublaslt_missing[0])
+        return true;
+    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
+    return false;
+}
+
+static bool can_run_cublaslt(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    bool codes = moq_linear_folds(spec) ? suits_folding(spec, reason, size)
+                                        : suits_fp8_cores(spec, reason, size);
+    if (!on_cuda(spec, reason, size) || !codes || !has_scaling(spec, reason, size) ||
+        !is_sixteens("in_features", spec->in_features, reason, size) ||
+        !is_sixteens("out_features", spec->out_features, reason, size))
+        return false;
+    for (int i = 0; moq_cublaslt_by_partition(spec) && i < spec->partition_count; i++)
+        if (!is_sixteens("each of out_partitions", spec->partition[i], reason, size))
+            return false;
+    return has_cublaslt(spec, reason, size);
+}
+
+/* Products of NVFP4 codes, both with block scales: since compute capability 10.0. */
+static bool can_run_cublaslt_fp4(const moq_linear_spec *spec, int64_t m, char *reason,
+                                 size_t size) {
+    (void)m;
+    if (!on_cuda(spec, reason, size) || !since(spec, 100, reason, size))
+        return false;
+    if (spec->weight != MOQ_WEIGHT_E2M1_SWIZZLED || spec->dtype == MOQ_DT_F32) {
+        snprintf(reason, size,
+                 "multiplies NVFP4 codes to 16-bit outputs (compute fp4), the layer is %s with "
+                 "compute %s, %s",
+                 spec->algo, moq_compute_name(spec->compute), moq_dtype_name(spec->dtype));
+        return false;
+    }
+    if (spec->in_features % 32 != 0) { /* 16 bytes of codes */
+        snprintf(reason, size, "needs in_features to be a multiple of 32, got %lld",
+                 (long long)spec->in_features);
+        return false;
+    }
+    for (int i = 0; i < spec->partition_count; i++)
+        if (!is_sixteens("each of out_partitions", spec->partition[i], reason, size))
+            return false;
+    return has_cublaslt(spec, reason, size);
+}
+
+/* ---- the table ---- */
+
+static const moq_linear_kernel KERNELS[] = {
+    CPU_ROW(portable),
+    CPU_ROW(avx2),
+    CPU_ROW(avx512),
+    CPU_ROW(avx512bf16),
+    CPU_ROW(amx),
+    {{"cuda", "simt"}, can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
+    {{"cuda", "sm90_fp8_decode"}, can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
+    {{"cuda", "sm89_fp8"},
+     can_run_sm89_fp8,
+     cost_sm89_fp8,
+     moq_cuda_mma_fp8_workspace,
+     moq_cuda_mma_fp8_as_e4m3},
+    {{"cuda", "sm80_fp8"},
+     can_run_sm80_fp8,
+     cost_sm80_fp8,
+     moq_cuda_mma_fp8_workspace,
+     moq_cuda_mma_fp8_as_f16},
+    {{"cuda", "sm90_fp8_gemm"},
+     can_run_fp8_gemm,
+     moq_cuda_fp8_gemm_seconds,
+     moq_cuda_fp8_gemm_workspace,
+     moq_cuda_fp8_gemm,
+     moq_cuda_fp8_gemm_variants,
+     moq_cuda_fp8_gemm_choose},
+    {{"cuda", "sm90_nvfp4_decode"},
+     can_run_nvfp4_decode,
+     moq_cuda_nvfp4_decode_seconds,
+     NULL,
+     moq_cuda_nvfp4_decode,
+     moq_cuda_nvfp4_decode_variants,
+     moq_cuda_nvfp4_decode_choose},
+    {{"cuda", "sm80_nvfp4"},
+     can_run_sm80_nvfp4,
+     cost_sm80_nvfp4,
+     moq_cuda_mma_nvfp4_workspace,
+     moq_cuda_mma_nvfp4},
+    {{"cuda", "sm90_nvfp4_gemm"},
+     can_run_nvfp4_gemm,
+     moq_cuda_nvfp4_gemm_seconds,
+     moq_cuda_nvfp4_gemm_workspace,
+     moq_cuda_nvfp4_gemm,
+     moq_cuda_nvfp4_gemm_variants,
+     moq_cuda_nvfp4_gemm_choose},
+    {{"cuda", "sm90_nvfp4_wide"},
+     can_run_nvfp4_wide,
+     moq_cuda_nvfp4_wide_seconds,
+     moq_cuda_nvfp4_wide_workspace,
+     moq_cuda_nvfp4_wide,
+     moq_cuda_nvfp4_wide_variants,
+     moq_cuda_nvfp4_wide_choose},
+    {{"cuda", "sm90_nvfp4_fp8"},
+     can_run_nvfp4_fp8,
+     moq_cuda_nvfp4_fp8_seconds,
+     moq_cuda_nvfp4_fp8_workspace,
+     moq_cuda_nvfp4_fp8,
+     moq_cuda_nvfp4_fp8_variants,
+     .folds = true},
+    {{"cuda", "sm90_nvfp4_fp8_gemm"},
+     can_run_nvfp4_fp8_gemm,
+     moq_cuda_nvfp4_fp8_gemm_seconds,
+     moq_cuda_nvfp4_fp8_gemm_workspace,
+     moq_cuda_nvfp4_fp8_gemm,
+     moq_cuda_nvfp4_fp8_gemm_variants,
+     moq_cuda_nvfp4_fp8_gemm_choose,
+     .folds = true},
+    {{"cuda", "cublaslt"},
+     can_run_cublaslt,
+     moq_cublaslt_seconds,
+     moq_cublaslt_workspace,
+     moq_cublaslt_linear,
+     moq_cublaslt_variants,
+     .folds = true},
+    {{"cuda", "cublaslt_fp4", "not yet run on hardware"},
+     can_run_cublaslt_fp4,
+     moq_cublaslt_seconds,
+     moq_cublaslt_workspace,
+     moq_cublaslt_linear,
+     moq_cublaslt_variants},
+};
+
+enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
+_Static_assert(KERNEL_COUNT <= MOQ_MAX_KERNELS, "a plan must hold every kernel of the table");
+
+const moq_linear_kernel *moq_linear_kernel_at(int index) {
+    return &KERNELS[index];
+}
+
+/* ---- what the rules of the plan ask of a linear ---- */
+
+static moq_kernel_name name_of(int kernel) {
+    return KERNELS[kernel].name;
+}
+
+static bool can_run(const void *problem, int kernel, int64_t m, char *reason, size_t size) {
+    return KERNELS[kernel].can_run(problem, m, reason, size);
+}
+
+static double cost(const void *problem, int kernel, int64_t m) {
+    return KERNELS[kernel].cost(problem, m);
+}
+
+static int32_t choose(const void *problem, int kernel, int64_t m) {
+    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m) : 0;
+}
+
+/* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */
+static moq_compute compute(const void *problem, int kernel) {
+    const moq_linear_spec *spec = problem;
+    if (spec->compute != MOQ_COMPUTE_AUTO)
+        return spec->compute;
+    return moq_linear_has_choice(spec) && KERNELS[kernel].folds ? MOQ_COMPUTE_FP8
+                                                                : MOQ_COMPUTE_EXACT;
+}
+
+static moq_layer layer(const void *problem) {
+    const moq_linear_spec *spec = problem;
+    return (moq_layer){.algo = spec->algo,
+                       .dtype = spec->dtype,
+                       .device = spec->device,
+                       .target = &spec->target,
+                       .group_size = spec->group_size};
+}
+
+static const char *text(const void *problem, char *buffer, size_t size) {
+    return moq_linear_text(problem, buffer, size);
+}
+
+static int checkpoint_params(const void *problem, moq_param_spec *params) {
+    return moq_linear_checkpoint_params(problem, params);
+}
+
+static int prepared_params(const void *problem, moq_param_spec *params) {
+    return moq_linear_prepared_params(problem, params);
+}
+
+const moq_operation MOQ_LINEAR = {
+    .kernel_count = KERNEL_COUNT,
+    .name = name_of,
+    .can_run = can_run,
+    .cost = cost,
+    .choose = choose,
+    .compute = compute,
+    .layer = layer,
+    .text = text,
+    .checkpoint_params = checkpoint_params,
+    .prepared_params = prepared_params,
+    .measure = moq_linear_measure,
+};

@@ -1,0 +1,34 @@
+/* The kernels that run linears: one table of typed rows. */
+#ifndef MOQ_OPS_LINEAR_KERNELS_H
+#define MOQ_OPS_LINEAR_KERNELS_H
+
+#include "core/linear.h"
+#include "ops/plan.h"
+
+typedef struct {
+    moq_kernel_name name;
+    /* Writes the reason and returns false where the kernel cannot run m tokens of the layer; m may
+     * be MOQ_ANY_TOKENS. A function of the description alone. */
+    bool (*can_run)(const moq_linear_spec *spec, int64_t m, char *reason, size_t size);
+    /* Estimated seconds for m > 0 rows that it can run; only the order between kernels matters. */
+    double (*cost)(const moq_linear_spec *spec, int64_t m);
+    /* Bytes of device memory the call works in; NULL for none. */
+    int64_t (*workspace)(const moq_linear_call *call);
+    moq_status (*run)(const moq_linear_call *call, moq_err *err);
+    /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
+    uint64_t (*variants)(const moq_linear_call *call);
+    /* The variant that variant 0 stands for with m rows, where finding it takes a while; or NULL.
+     */
+    int32_t (*choose)(const moq_linear_spec *spec, int64_t m);
+    /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
+    bool smooths;
+    bool folds; /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
+} moq_linear_kernel;
+
+/* A linear as the rules of the plan know it; its problems are moq_linear_spec. */
+extern const moq_operation MOQ_LINEAR;
+
+/* A row of the table: 0 to MOQ_LINEAR.kernel_count - 1. */
+const moq_linear_kernel *moq_linear_kernel_at(int index);
+
+#endif
