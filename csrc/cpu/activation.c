@@ -11,8 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Values that keep a thread busy for some 10 microseconds. */
+/* Values that a member of a team gets at least, and what one takes, roughly: 10 microseconds. */
 #define THREAD_SHARE 8192
+#define NANOSECONDS  1.2
 
 typedef struct {
     const moq_activation *a;
@@ -143,7 +144,10 @@ moq_status moq_cpu_activate(const moq_activation *a, const moq_tensor *values, m
     int64_t rows = moq_row_count(values);
     if (rows == 0 || j.k == 0)
         return MOQ_OK;
-    moq_parallel_for(rows, (THREAD_SHARE + j.k - 1) / j.k, work, &j);
+    moq_shares shares = {.count = rows,
+                         .grain = (THREAD_SHARE + j.k - 1) / j.k,
+                         .nanoseconds = NANOSECONDS * (double)rows * (double)j.k};
+    moq_parallel_for(&shares, work, &j);
     if (atomic_load(&j.no_memory))
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for rows of %lld values", (long long)j.k);
     return MOQ_OK;

@@ -12,8 +12,9 @@
 
 /* Values of a piece; even, so that a byte of two columns is in one. */
 #define PIECE 512
-/* Values that a thread is woken for at least: some 20 microseconds of work. */
-#define THREAD_SHARE 16384
+/* Values that a member of a team gets at least, and what one takes, roughly (docs/lab.md). */
+#define THREAD_SHARE 8192
+#define NANOSECONDS  2.0
 
 /* Columns [at, at + n) of a row. */
 typedef struct {
@@ -121,5 +122,8 @@ void moq_cpu_dequantize(const moq_dequantize_job *job, moq_dtype dtype, void *ou
     if (pieces == 0)
         return;
     int64_t values = shape[0] * shape[1] * shape[2] / pieces; /* of a piece, on average */
-    moq_parallel_for(pieces, THREAD_SHARE / (values > 0 ? values : 1), work, &t);
+    moq_shares shares = {.count = pieces,
+                         .grain = THREAD_SHARE / (values > 0 ? values : 1),
+                         .nanoseconds = NANOSECONDS * (double)(pieces * values)};
+    moq_parallel_for(&shares, work, &t);
 }

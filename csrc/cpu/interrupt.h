@@ -6,8 +6,8 @@
  * kernel returns as soon as it can, moq_parallel_for does nothing any more, and what was to be
  * written is undefined. Without a watch nothing is ever stopped.
  *
- * A call shorter than the first interval never puts the question, and reads a coarse clock once or
- * twice. */
+ * A call shorter than the first interval never puts the question, and reads a coarse clock once for
+ * each piece of its work. */
 #ifndef MOQ_CPU_INTERRUPT_H
 #define MOQ_CPU_INTERRUPT_H
 

@@ -37,6 +37,8 @@ enum { STRIP_M = 32, STRIP = 8 };
 enum { ROWS_PER_THREAD = 32 };
 /* The same for values of x. */
 enum { VALUES_PER_THREAD = 2048 };
+/* What a value of x takes until it is in the panel, roughly. */
+#define NANOSECONDS_OF_X 1.0
 /* Columns of a panel that are laid out at a time; a multiple of MOQ_TILE_STEP. */
 enum { ARRANGED_COLUMNS = 16384 };
 
@@ -66,11 +68,12 @@ typedef struct {
     double unit;         /* the power of two that panel and weight leave out together */
     float *group_scales; /* [groups of 128, rows], or NULL */
     int64_t groups;
-    int64_t start; /* first row of the weight in this pass */
-    int64_t strip; /* tiles that share the panel's columns in the cache */
-    bool together; /* rows are arranged by the thread that decodes them */
-    bool few;      /* codes are multiplied without being decoded first */
-    int failed;    /* a thread had no memory */
+    int64_t start;      /* first row of the weight in this pass */
+    int64_t strip;      /* tiles that share the panel's columns in the cache */
+    bool together;      /* rows are arranged by the thread that decodes them */
+    bool few;           /* codes are multiplied without being decoded first */
+    int failed;         /* a thread had no memory */
+    double nanoseconds; /* of the call, on one thread */
 } pass;
 
 static int64_t round_up(int64_t value, int64_t step) {
@@ -248,11 +251,17 @@ static void load_panel(pass *p) {
                                    .panel = p->panel};
     /* Where every thread gets rows enough, it arranges what it has decoded. */
     p->together = tiles->arrange && p->rows >= moq_num_threads() * tiles->arrange_rows;
-    int64_t grain = p->together ? tiles->arrange_rows : 1 + VALUES_PER_THREAD / p->padded;
-    moq_parallel_for(p->rows, grain, load_rows, p);
-    if (tiles->arrange && !p->together)
-        moq_parallel_for(p->padded / MOQ_TILE_STEP,
-                         1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP), arrange_columns, p);
+    moq_shares rows = {.count = p->rows,
+                       .grain =
+                           p->together ? tiles->arrange_rows : 1 + VALUES_PER_THREAD / p->padded,
+                       .nanoseconds = p->nanoseconds};
+    moq_parallel_for(&rows, load_rows, p);
+    if (tiles->arrange && !p->together) {
+        moq_shares columns = {.count = p->padded / MOQ_TILE_STEP,
+                              .grain = 1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP),
+                              .nanoseconds = p->nanoseconds};
+        moq_parallel_for(&columns, arrange_columns, p);
+    }
     narrow_factors(p);
 }
 
@@ -567,7 +576,8 @@ static bool take_tile_memory(const pass *p, tile_memory *memory) {
     memory->weight = moq_take_scratch(MOQ_SCRATCH_TILE, bytes);
     if (!memory->weight)
         return false;
-    memset(memory->weight, 0, weight); /* rows of padding are multiplied, too */
+    if (!p->few)
+        memset(memory->weight, 0, weight); /* rows of padding are multiplied, too */
     memory->part = (float *)(memory->weight + weight);
     memory->sums = memory->part + rows * memory->stride;
     memory->row = (char **)(memory->sums + p->strip * rows * memory->stride);
@@ -611,7 +621,11 @@ static void multiply_rows(void *context, int64_t begin, int64_t end) {
 /* ---- the call ---- */
 
 static moq_status run_pass(pass *p, int64_t rows, moq_err *err) {
-    moq_parallel_for(rows, ROWS_PER_THREAD, multiply_rows, p);
+    moq_shares shares = {.count = rows,
+                         .grain = ROWS_PER_THREAD,
+                         .piece = p->strip > 1 ? STRIP * LARGE_ROWS : 0,
+                         .nanoseconds = p->nanoseconds};
+    moq_parallel_for(&shares, multiply_rows, p);
     p->start += rows;
     return p->failed ? moq_fail(err, MOQ_ERR_MEMORY, "no memory for the tiles of a linear layer")
                      : MOQ_OK;
@@ -692,6 +706,16 @@ static int64_t columns_of_tiles(const moq_linear_tiles *tiles, const moq_linear_
     return call->m <= STRIP_M && read < tiles->tile_columns ? read : tiles->tile_columns;
 }
 
+double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_spec *spec,
+                              int64_t m) {
+    const moq_linear_speed *speed = &tiles->speed;
+    double weights = (double)spec->in_features * (double)spec->out_features;
+    double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
+    bool few = m <= tiles->few && spec->input != MOQ_INPUT_NVFP4;
+    double rows = (double)round_up(m, tiles->pad_rows);
+    return weights * ((few ? speed->few : speed->decode) * panels + speed->product * rows);
+}
+
 moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *call,
                           moq_err *err) {
     int64_t k = call->spec->in_features;
@@ -702,7 +726,9 @@ moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *
               .tile_rows = call->m <= SMALL_M ? SMALL_ROWS : LARGE_ROWS,
               .tile_columns = columns_of_tiles(tiles, call),
               .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK,
-              .unit = unit_of(tiles, call->spec)};
+              .unit = unit_of(tiles, call->spec),
+              .nanoseconds = 1e9 * moq_cpu_linear_seconds(tiles, call->spec, call->m) +
+                             NANOSECONDS_OF_X * (double)call->m * (double)k};
     p.tile_stride = p.tile_columns + 64 / (int64_t)tiles->unit;
     MOQ_TRY(allocate_panel(&p, err));
     unsigned flushes = moq_enter_float_mode();

@@ -102,6 +102,14 @@ typedef enum {
     MOQ_ORDER_FEW   /* of multiply_few on e2m1 */
 } moq_order;
 
+/* Estimated seconds of one core for each weight, from instruction counts at 3 GHz and 3 a cycle, or
+ * what one thread of a Zen 4 took where that says more. */
+typedef struct {
+    double decode;  /* once a panel */
+    double few;     /* instead, where a few rows need no tiles */
+    double product; /* with each row of x */
+} moq_linear_speed;
+
 typedef struct {
     const char *name;
     moq_isa isa;
@@ -131,6 +139,7 @@ typedef struct {
     /* For up to `few` rows of x, instead of decoding and multiplying; or NULL. */
     void (*multiply_few)(const moq_few *job);
     int64_t few;
+    moq_linear_speed speed;
 } moq_linear_tiles;
 
 /* Zeros from value n to the next multiple of MOQ_TILE_STEP. */
@@ -141,6 +150,11 @@ static inline void moq_pad_floats(float *values, int64_t n) {
 
 /* The kernel of an instruction set; NULL where it was not compiled. */
 const moq_linear_tiles *moq_linear_tiles_of(moq_isa isa);
+
+/* Estimated seconds of one core for m tokens: decoding each weight once a panel, and its products.
+ */
+double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_spec *spec,
+                              int64_t m);
 
 /* Runs a call on the given instruction set, which the CPU must have. */
 moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *call, moq_err *err);

@@ -345,4 +345,5 @@ const moq_linear_tiles moq_linear_avx2 = {
     .multiply = multiply,
     .multiply_few = multiply_few,
     .few = FEW_SUMS,
+    .speed = {.decode = 2e-10, .few = 3.5e-11, .product = 2.5e-11},
 };

@@ -88,4 +88,5 @@ const moq_linear_tiles moq_linear_avx512 = {
     .multiply = multiply,
     .add_scaled = add_scaled_avx512,
     .store = store_avx512,
+    .speed = {.decode = 1.5e-10, .few = 1.5e-10, .product = 1.3e-11},
 };

@@ -193,4 +193,5 @@ const moq_linear_tiles moq_linear_avx512bf16 = {
     .store = store_avx512,
     .multiply_few = multiply_few,
     .few = FEW_SUMS,
+    .speed = {.decode = 4e-11, .few = 4e-11, .product = 7e-12},
 };

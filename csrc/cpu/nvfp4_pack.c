@@ -9,8 +9,9 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define GROUP_BYTES  8  /* 16 codes */
-#define THREAD_UNITS 64 /* at least so many for a thread */
+#define GROUP_BYTES  8   /* 16 codes */
+#define THREAD_UNITS 64  /* at least so many for a member of a team */
+#define NANOSECONDS  1.0 /* of a value, roughly */
 #define UNIT_VALUES  (MOQ_PACK_ROWS * MOQ_PACK_K)
 
 /* A group of 16 columns of a unit: where its codes and its scale are in the layer. */
@@ -83,10 +84,19 @@ static int64_t count_units(const moq_nvfp4_rows *p) {
     return moq_pack_slabs(p->rows) * moq_pack_blocks(p->columns);
 }
 
+static moq_shares share_units(const moq_nvfp4_rows *p) {
+    int64_t units = count_units(p);
+    return (moq_shares){.count = units,
+                        .grain = THREAD_UNITS,
+                        .nanoseconds = NANOSECONDS * UNIT_VALUES * (double)units};
+}
+
 void moq_cpu_pack_nvfp4(const moq_nvfp4_rows *rows) {
-    moq_parallel_for(count_units(rows), THREAD_UNITS, pack_units, (void *)rows);
+    moq_shares shares = share_units(rows);
+    moq_parallel_for(&shares, pack_units, (void *)rows);
 }
 
 void moq_cpu_unpack_nvfp4(const moq_nvfp4_rows *rows) {
-    moq_parallel_for(count_units(rows), THREAD_UNITS, unpack_units, (void *)rows);
+    moq_shares shares = share_units(rows);
+    moq_parallel_for(&shares, unpack_units, (void *)rows);
 }

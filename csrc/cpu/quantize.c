@@ -17,11 +17,11 @@
 #define PIECE 512
 /* Values next to each other that are taken at once: a row may be as long as a tensor. */
 #define LONG_PIECE 65536
-/* Values of a unit of work where rows can be cut; the least that a team is started for, which takes
- * some 5 microseconds, about 10 of work and more; and a thread's share then. */
+/* Values of a unit of work where rows can be cut; a member's share of a team at least; and what a
+ * value takes, roughly: 0.2 with vectors, 2 and more without. */
 #define SPAN         4096
-#define TEAM_WORK    65536
 #define THREAD_SHARE 8192
+#define NANOSECONDS  0.5
 
 /* The larger of a and b; a when it is NaN, which fmaxf would drop. */
 static float at_least(float a, float b) {
@@ -212,14 +212,11 @@ static span span_at(const job *j, int64_t index) {
     return s;
 }
 
-/* Equal shares for as many threads as have enough to do. */
-static void run(job *j, void (*work)(void *, int64_t, int64_t)) {
-    int64_t spans = moq_row_count(&j->x) * j->per_row, all = moq_num_threads();
-    int64_t values = moq_tensor_numel(&j->x);
-    int64_t worth = values < TEAM_WORK ? 1 : values / THREAD_SHARE;
-    int64_t threads = worth < all ? worth : all;
-    if (spans > 0)
-        moq_parallel_for(spans, (spans + threads - 1) / threads, work, j);
+static void run(job *j, moq_work work) {
+    moq_shares shares = {.count = moq_row_count(&j->x) * j->per_row,
+                         .grain = j->span < THREAD_SHARE ? THREAD_SHARE / j->span : 1,
+                         .nanoseconds = NANOSECONDS * (double)moq_tensor_numel(&j->x)};
+    moq_parallel_for(&shares, work, j);
 }
 
 static void amax_work(void *context, int64_t begin, int64_t end) {

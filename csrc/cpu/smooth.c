@@ -7,7 +7,9 @@
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 
+/* What a member of a team gets at least, and what a value takes, roughly. */
 #define VALUES_PER_THREAD 16384
+#define NANOSECONDS       1.0
 
 typedef struct {
     const moq_tensor *x, *rows;
@@ -37,6 +39,10 @@ static void smooth(void *context, int64_t begin, int64_t end) {
 moq_status moq_cpu_smooth_rows(const moq_tensor *x, const float *scale, const moq_tensor *rows,
                                moq_err *err) {
     smoothing s = {.x = x, .rows = rows, .scale = scale};
-    moq_parallel_for(rows->shape[0], 1 + VALUES_PER_THREAD / rows->shape[1], smooth, &s);
+    int64_t count = rows->shape[0], values = rows->shape[1];
+    moq_shares shares = {.count = count,
+                         .grain = 1 + VALUES_PER_THREAD / values,
+                         .nanoseconds = NANOSECONDS * (double)count * (double)values};
+    moq_parallel_for(&shares, smooth, &s);
     return s.failed ? moq_fail(err, MOQ_ERR_MEMORY, "no memory for a smoothed row of x") : MOQ_OK;
 }

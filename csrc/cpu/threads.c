@@ -1,4 +1,5 @@
 /* Threads of the CPU kernels: see threads.h. */
+#define _POSIX_C_SOURCE 199309L /* CLOCK_MONOTONIC */
 #include "cpu/threads.h"
 
 #include "cpu/float_mode.h"
@@ -8,6 +9,11 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
+
+/* Pieces of a member's share, where the caller does not say how long they are: a member that is
+ * held up keeps one from the others. */
+#define PIECES_OF_SHARE 4
 
 static atomic_int wanted;   /* 0: the default */
 static atomic_bool at_fork; /* a runtime was loaded when the process last forked */
@@ -65,47 +71,166 @@ void moq_set_num_threads(int count) {
     atomic_store(&wanted, count);
 }
 
+/* ---- what teams are worth ---- */
+
+/* A team is given up for a while when it was slower than its caller alone would have been: where
+ * other processes hold the processors, a member that is not running holds up the end of the region
+ * for milliseconds, whether it has work or not, and no program can leave an OpenMP region before.
+ * Each calling thread keeps an account of what its teams won and lost, in nanoseconds. */
+typedef struct {
+    int64_t credit;
+    int64_t rest_until; /* on the clock of read_clock */
+} account;
+
+static _Thread_local account own_account;
+
+/* Gains beyond it are forgotten: less than a time slice of the scheduler's, so that one loss of a
+ * slice among large gains does not count, and the second does. */
+#define MOST_CREDIT ((int64_t)2 * 1000 * 1000)
+/* Rest for a loss, so that finding out again costs 5 % of the time; and how long at most, since the
+ * machine may be free again. */
+#define REST_FOR_LOSS 20
+#define MOST_REST     ((int64_t)500 * 1000 * 1000)
+
+static int64_t read_clock(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Enters a region of so many nanoseconds that would have taken the caller `alone`. */
+static void settle(account *a, int64_t now, int64_t took, double alone) {
+    double credit = (double)a->credit + alone - (double)took;
+    if (credit >= 0) {
+        a->credit = credit < (double)MOST_CREDIT ? (int64_t)credit : MOST_CREDIT;
+        return;
+    }
+    double rest = -credit * REST_FOR_LOSS;
+    a->credit = 0;
+    a->rest_until = now + (rest < (double)MOST_REST ? (int64_t)rest : MOST_REST);
+}
+
 /* ---- the team ---- */
 
+/* Every member has a lane of its own, which is the same part of the work in every call, and claims
+ * it piece by piece; then it claims what others have not come to. */
 typedef struct {
-    void (*work)(void *context, int64_t begin, int64_t end);
+    _Alignas(64) _Atomic int64_t next; /* the first that nobody has claimed */
+    int64_t end;
+} lane;
+
+#define MAX_LANES 64
+
+typedef struct {
+    moq_work work;
     void *context;
-    int64_t count, grain, grains;
+    int64_t piece;
+    int64_t lanes;
+    lane *lane;
     const moq_openmp *omp;
-    moq_watch *watch; /* of the calling thread */
+    moq_watch *watch;      /* of the calling thread */
+    int64_t done;          /* by the calling thread: pieces together, */
+    int64_t begin, finish; /* when it began, and when nothing was left to claim */
 } region;
 
+/* Claims a piece of a lane: its first, or -1. */
+static int64_t claim(lane *l, int64_t piece) {
+    if (atomic_load_explicit(&l->next, memory_order_relaxed) >= l->end)
+        return -1;
+    int64_t begin = atomic_fetch_add_explicit(&l->next, piece, memory_order_relaxed);
+    return begin < l->end ? begin : -1;
+}
+
+/* Does pieces until none is left, from lane `home` on; returns how much that was. */
+static int64_t do_pieces(const region *r, int64_t home) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < r->lanes; i++) {
+        lane *l = &r->lane[(home + i) % r->lanes];
+        for (int64_t begin; (begin = claim(l, r->piece)) >= 0;) {
+            int64_t end = l->end - begin < r->piece ? l->end : begin + r->piece;
+            r->work(r->context, begin, end);
+            done += end - begin;
+            if (moq_stop_asked())
+                return done;
+        }
+    }
+    return done;
+}
+
 static void run_member(void *data) {
-    const region *r = data;
+    region *r = data;
     int64_t members = r->omp->num_threads(), id = r->omp->thread_num();
-    int64_t active = members < r->grains ? members : r->grains;
-    if (id >= active)
+    int64_t home = members > r->lanes && r->lanes == MAX_LANES ? id * r->lanes / members : id;
+    if (home >= r->lanes)
         return;
-    int64_t begin = r->grains * id / active * r->grain;
-    int64_t end = r->grains * (id + 1) / active * r->grain;
     unsigned flushes = moq_enter_float_mode();
-    if (id > 0) /* the calling thread is under it already */
+    if (id == 0) { /* the calling thread, which is under the watch already */
+        r->begin = read_clock();
+        r->done = do_pieces(r, home);
+        r->finish = read_clock();
+    } else {
         moq_watch_join(r->watch);
-    r->work(r->context, begin, end < r->count ? end : r->count);
-    if (id > 0)
+        do_pieces(r, home);
         moq_watch_join(NULL);
+    }
     moq_leave_float_mode(flushes);
+}
+
+static int64_t divide_up(int64_t value, int64_t by) {
+    return (value + by - 1) / by;
 }
 
 /* The team is always of the same size and members without work stay idle: libgomp ends the threads
  * that a smaller team leaves over and makes them anew for the next, 20 us each. */
-void moq_parallel_for(int64_t count, int64_t grain,
-                      void (*work)(void *context, int64_t begin, int64_t end), void *context) {
-    int64_t grains = (count + grain - 1) / grain;
-    if (count <= 0 || moq_stop_asked())
+static void run_team(const moq_shares *s, moq_work work, void *context, int team) {
+    lane lanes[MAX_LANES];
+    int64_t grains = divide_up(s->count, s->grain);
+    int64_t count = team < grains ? team : grains;
+    count = count < MAX_LANES ? count : MAX_LANES;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t end = grains * (i + 1) / count * s->grain;
+        atomic_init(&lanes[i].next, grains * i / count * s->grain);
+        lanes[i].end = end < s->count ? end : s->count;
+    }
+    int64_t piece = s->piece > 0 ? s->piece : divide_up(grains, count * PIECES_OF_SHARE) * s->grain;
+    region r = {.work = work,
+                .context = context,
+                .piece = piece,
+                .lanes = count,
+                .lane = lanes,
+                .omp = moq_find_openmp(NULL),
+                .watch = moq_watch_here()};
+    int64_t begin = read_clock();
+    r.omp->parallel(run_member, &r, (unsigned)team, 0);
+    int64_t now = read_clock();
+    if (r.done > 0 && !moq_stop_asked())
+        settle(&own_account, now, now - begin,
+               (double)(r.finish - r.begin) * (double)s->count / (double)r.done);
+}
+
+static bool is_resting(account *a) {
+    if (a->rest_until == 0)
+        return false;
+    if (read_clock() < a->rest_until)
+        return true;
+    a->rest_until = 0;
+    return false;
+}
+
+static int team_for(const moq_shares *s) {
+    bool small = s->count <= s->grain || s->nanoseconds < MOQ_TEAM_WORTH;
+    return small || is_resting(&own_account) ? 1 : moq_num_threads();
+}
+
+void moq_parallel_for(const moq_shares *shares, moq_work work, void *context) {
+    if (shares->count <= 0 || moq_stop_asked())
         return;
-    int team = grains > 1 ? moq_num_threads() : 1;
-    if (team == 1) {
-        unsigned flushes = moq_enter_float_mode();
-        work(context, 0, count);
-        moq_leave_float_mode(flushes);
+    int team = team_for(shares);
+    if (team > 1) {
+        run_team(shares, work, context, team);
         return;
     }
-    region r = {work, context, count, grain, grains, moq_find_openmp(NULL), moq_watch_here()};
-    r.omp->parallel(run_member, &r, (unsigned)team, 0);
+    unsigned flushes = moq_enter_float_mode();
+    work(context, 0, shares->count);
+    moq_leave_float_mode(flushes);
 }

@@ -1,4 +1,5 @@
-/* Threads of the CPU kernels: one OpenMP team a call, as many threads as the work is worth.
+/* Threads of the CPU kernels: one OpenMP team a call, or the calling thread alone where the work is
+ * too little for a team, or teams have just been slower than that.
  *
  * The number is, in this order: what moq_set_num_threads said, MOQEXT_NUM_THREADS, what the OpenMP
  * runtime gives the calling thread (OMP_NUM_THREADS, what a framework has set, the processors), but
@@ -28,12 +29,27 @@ int moq_num_threads(void);
 /* 1 to MOQ_MAX_THREADS; 0 goes back to the default. */
 void moq_set_num_threads(int count);
 
-/* Calls work(context, begin, end) for disjoint ranges that cover [0, count), each a multiple of
- * `grain` long except the last, on as many threads as there are grains at most. Which thread runs
- * which range does not matter to a caller whose ranges are independent, so results do not depend on
- * the number of threads. Does nothing in a call that is to end (interrupt.h); work that takes long
- * asks for itself. */
-void moq_parallel_for(int64_t count, int64_t grain,
-                      void (*work)(void *context, int64_t begin, int64_t end), void *context);
+/* Nanoseconds of one thread's work below which the calling thread does it alone. Beginning and
+ * ending a region of two threads takes 0.5 microseconds where the other one spins and 30 to 40
+ * where it sleeps (libgomp, a Xeon with AMX as a virtual machine), milliseconds where it cannot
+ * run. */
+#define MOQ_TEAM_WORTH 3e4
+
+/* How work is shared. */
+typedef struct {
+    int64_t count;
+    int64_t grain;      /* ranges begin at multiples of it: the least that is worth a member */
+    int64_t piece;      /* what is claimed at once, a multiple of grain; 0: a part of a share */
+    double nanoseconds; /* one thread's time for all of it, roughly */
+} moq_shares;
+
+/* Does a range of the work; called many times by one thread. */
+typedef void (*moq_work)(void *context, int64_t begin, int64_t end);
+
+/* Calls work(context, begin, end) for disjoint ranges that cover [0, count). Members of the team
+ * claim them, so which thread runs which range changes from call to call; results do not depend on
+ * it where ranges are independent. Does nothing in a call that is to end (interrupt.h); work that
+ * takes long asks for itself. */
+void moq_parallel_for(const moq_shares *shares, moq_work work, void *context);
 
 #endif

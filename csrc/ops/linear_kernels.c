@@ -36,27 +36,14 @@ static bool on_bf16(const moq_linear_spec *spec, moq_isa isa, char *reason, size
     return false;
 }
 
-/* Estimated seconds of one core: decoding each weight once a panel, and its products. Per weight,
- * from instruction counts at 3 GHz and 3 a cycle, or what one thread of a Zen 4 took where that
- * says more; `few` is the decoding where a few rows need no tiles; `rows` are multiplied at a time.
- */
-static double cpu_cost(const moq_linear_spec *spec, const moq_linear_tiles *tiles, int64_t m,
-                       double decode, double few, double product, int64_t rows) {
-    double weights = (double)spec->in_features * (double)spec->out_features;
-    double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
-    if (m <= tiles->few && spec->input != MOQ_INPUT_NVFP4)
-        decode = few;
-    return weights * (decode * panels + product * (double)((m + rows - 1) / rows * rows));
-}
-
-#define CPU_KERNEL(isa_name, level, accepts, decode, few, product, rows)                           \
+#define CPU_KERNEL(isa_name, level, accepts)                                                       \
     static bool can_run_##isa_name(const moq_linear_spec *spec, int64_t m, char *reason,           \
                                    size_t size) {                                                  \
         (void)m;                                                                                   \
         return accepts(spec, level, reason, size);                                                 \
     }                                                                                              \
     static double cost_##isa_name(const moq_linear_spec *spec, int64_t m) {                        \
-        return cpu_cost(spec, moq_linear_tiles_of(level), m, decode, few, product, rows);          \
+        return moq_cpu_linear_seconds(moq_linear_tiles_of(level), spec, m);                        \
     }                                                                                              \
     static moq_status run_##isa_name(const moq_linear_call *call, moq_err *err) {                  \
         return moq_cpu_linear(moq_linear_tiles_of(level), call, err);                              \
@@ -65,11 +52,11 @@ static double cpu_cost(const moq_linear_spec *spec, const moq_linear_tiles *tile
 #define CPU_ROW(isa_name)                                                                          \
     {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
 
-CPU_KERNEL(portable, MOQ_ISA_PORTABLE, on_cpu, 1e-9, 1e-9, 1e-10, 1)
-CPU_KERNEL(avx2, MOQ_ISA_AVX2, on_cpu, 2e-10, 3.5e-11, 2.5e-11, 1)
-CPU_KERNEL(avx512, MOQ_ISA_AVX512, on_cpu, 1.5e-10, 1.5e-10, 1.3e-11, 1)
-CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16, on_bf16, 4e-11, 4e-11, 7e-12, 1)
-CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16, 5e-11, 5e-11, 1e-12, 32)
+CPU_KERNEL(portable, MOQ_ISA_PORTABLE, on_cpu)
+CPU_KERNEL(avx2, MOQ_ISA_AVX2, on_cpu)
+CPU_KERNEL(avx512, MOQ_ISA_AVX512, on_cpu)
+CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16, on_bf16)
+CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16)
 
 /* ---- CUDA ---- */
 
