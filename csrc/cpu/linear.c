@@ -58,8 +58,9 @@ typedef struct {
     int64_t first, rows; /* of x: the panel */
     moq_arranging arranging;
     float input_scale;
-    void *panel;    /* what is multiplied */
-    void *decoded;  /* rows of x in the kernel's unit; the panel itself where nothing is arranged */
+    void *panel; /* what is multiplied: `arranged`, or `decoded` where nothing is arranged */
+    void *arranged;
+    void *decoded;  /* rows of x in the kernel's unit */
     char **y;       /* [rows]: the rows of the output */
     double *factor; /* [rows], and as float32: */
     float *narrow_factor;
@@ -250,13 +251,14 @@ static void load_panel(pass *p) {
                                    .columns = p->tile_columns,
                                    .panel = p->panel};
     /* Where every thread gets rows enough, it arranges what it has decoded. */
-    p->together = tiles->arrange && p->rows >= moq_num_threads() * tiles->arrange_rows;
+    bool arranges = p->panel == p->arranged && tiles->arrange;
+    p->together = arranges && p->rows >= moq_num_threads() * tiles->arrange_rows;
     moq_shares rows = {.count = p->rows,
                        .grain =
                            p->together ? tiles->arrange_rows : 1 + VALUES_PER_THREAD / p->padded,
                        .nanoseconds = p->nanoseconds};
     moq_parallel_for(&rows, load_rows, p);
-    if (tiles->arrange && !p->together) {
+    if (arranges && !p->together) {
         moq_shares columns = {.count = p->padded / MOQ_TILE_STEP,
                               .grain = 1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP),
                               .nanoseconds = p->nanoseconds};
@@ -283,29 +285,44 @@ typedef struct {
     char **row; /* [panel rows] */
 } tile_memory;
 
-/* Asks for the row that will be decoded in place of row n: of the next tile when tiles share
- * columns, else the columns that follow, or where they end the next tile's row. Tiles jump from row
- * to row, which hardware does not foresee. */
-static void prefetch_next(const pass *p, int64_t n, int64_t count, int64_t first, int64_t k) {
+/* Where codes of the tile that is decoded next lie: the next one of those that share columns, else
+ * the columns that follow, or where they end the next tile's. */
+static void find_next(const pass *p, const tile_place *place, int64_t first, int64_t k,
+                      moq_tile *tile) {
     int64_t bits = p->call->spec->weight == MOQ_WEIGHT_E2M1 ? 4 : 8;
     bool down = p->strip > 1 || first + k >= p->k;
-    int64_t next = down ? n + count : n, column = p->strip > 1 ? first : down ? 0 : first + k;
-    if (next >= p->call->spec->out_features)
+    int64_t n = down ? place->n + place->count : place->n;
+    int64_t column = p->strip > 1 ? first : down ? 0 : first + k;
+    int64_t columns = p->k - column < p->tile_columns ? p->k - column : p->tile_columns;
+    int64_t rows = p->call->spec->out_features - n;
+    tile->next_rows = rows < place->count ? rows : place->count;
+    tile->next_stride = p->k * bits / 8;
+    tile->next_bytes = columns * bits / 8;
+    if (tile->next_rows <= 0)
         return;
-    const uint8_t *codes = p->call->weight + (next * p->k + column) * bits / 8;
-    int64_t left = p->k - column < p->tile_columns ? p->k - column : p->tile_columns;
-    for (int64_t i = 0; i < left * bits / 8; i += 64)
-        __builtin_prefetch(codes + i, 0, 2);
+    tile->next = p->call->weight + (n * p->k + column) * bits / 8;
+    if (bits == 4) {
+        tile->next_scales_stride = p->k / p->call->spec->group_size;
+        tile->next_scales = (const uint8_t *)p->call->weight_scale + n * tile->next_scales_stride +
+                            column / p->call->spec->group_size;
+    }
+}
+
+/* Asks for a row of the next tile. Tiles jump from row to row, which hardware does not foresee. */
+static void prefetch_next(const moq_tile *tile, int64_t row) {
+    for (int64_t i = 0; row < tile->next_rows && i < tile->next_bytes; i += 64)
+        __builtin_prefetch(tile->next + row * tile->next_stride + i, 0, 2);
 }
 
 /* Rows [n, n + count) of the weight, columns [first, first + k), decoded and padded. */
-static void decode_tile(const pass *p, int64_t n, int64_t count, int64_t first, int64_t k,
-                        char *out) {
+static void decode_tile(const pass *p, const tile_place *place, int64_t first, int64_t k,
+                        const moq_tile *tile, char *out) {
     const moq_linear_call *call = p->call;
     const moq_linear_tiles *tiles = p->tiles;
-    int64_t group = call->spec->group_size;
-    for (int64_t r = 0; r < count; r++) {
-        prefetch_next(p, n + r, count, first, k);
+    int64_t group = call->spec->group_size, n = place->n;
+    for (int64_t r = 0; r < place->count; r++) {
+        if (!tiles->fetches)
+            prefetch_next(tile, r);
         char *row = out + (size_t)(r * p->tile_stride) * tiles->unit;
         if (call->spec->weight == MOQ_WEIGHT_E2M1) {
             const uint8_t *scales = (const uint8_t *)call->weight_scale + (n + r) * (p->k / group);
@@ -372,8 +389,10 @@ static void sum_columns(const pass *p, const tile_memory *memory, const tile_pla
                      .k = round_up(k, MOQ_TILE_STEP),
                      .sums = apart ? memory->part : memory->sums,
                      .sums_stride = memory->stride,
-                     .fresh = apart || first == 0};
-    decode_tile(p, place->n, place->count, first, k, memory->weight);
+                     .fresh = apart || first == 0,
+                     .arranged = p->panel == p->arranged && p->tiles->arrange};
+    find_next(p, place, first, k, &tile);
+    decode_tile(p, place, first, k, &tile, memory->weight);
     if (blocks && !apart) {
         sum_blocks(p, memory, &tile);
         return;
@@ -669,6 +688,8 @@ static moq_status run_panels(pass *p, moq_err *err) {
                                                      moq_dtype_size(p->call->y->dtype);
         p->strip = p->rows > STRIP_M ? STRIP : 1;
         p->few = p->rows <= p->tiles->few && p->call->spec->input != MOQ_INPUT_NVFP4;
+        bool arranges = !p->few && p->rows >= p->tiles->arrange_from;
+        p->panel = arranges ? p->arranged : p->decoded;
         status = run_panel(p, dynamic, err);
     }
     return status;
@@ -686,7 +707,7 @@ static moq_status allocate_panel(pass *p, moq_err *err) {
     char *memory = moq_take_scratch(MOQ_SCRATCH_PANEL, bytes);
     if (!memory)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for a panel of a linear layer");
-    p->panel = memory;
+    p->arranged = memory;
     p->decoded = memory + (copies - 1) * panel;
     size_t row = (size_t)p->padded * p->tiles->unit; /* rows of padding are multiplied, too */
     memset((char *)p->decoded + (size_t)rows * row, 0, panel - (size_t)rows * row);
@@ -712,7 +733,7 @@ double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_sp
     double weights = (double)spec->in_features * (double)spec->out_features;
     double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
     bool few = m <= tiles->few && spec->input != MOQ_INPUT_NVFP4;
-    double rows = (double)round_up(m, tiles->pad_rows);
+    double rows = (double)(few || m < tiles->arrange_from ? m : round_up(m, tiles->pad_rows));
     return weights * ((few ? speed->few : speed->decode) * panels + speed->product * rows);
 }
 

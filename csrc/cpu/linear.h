@@ -34,6 +34,12 @@ typedef struct {
     float *sums;
     int64_t sums_stride;
     bool fresh;
+    bool arranged; /* the panel, by the kernel's `arrange` */
+    /* Codes of the tile that is decoded next, for kernels that ask for them (`fetches`). */
+    const uint8_t *next;
+    int64_t next_rows, next_stride, next_bytes; /* of a row */
+    const uint8_t *next_scales;                 /* of its groups, at most a line a row, or NULL */
+    int64_t next_scales_stride;
 } moq_tile;
 
 /* Decoded rows of x, and the panel that a kernel makes of them. */
@@ -130,6 +136,8 @@ typedef struct {
     void (*arrange)(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
                     int64_t last);
     int64_t arrange_rows;
+    int64_t arrange_from; /* with fewer rows of x, rows are the panel */
+    bool fetches;         /* multiply asks for the codes of the next tile while it multiplies */
     void (*multiply)(const moq_tile *tile);
     /* The same in e4m3 blocks; NULL: tiles have 128 columns, whose sums go through add_scaled. */
     void (*multiply_blocks)(const moq_tile *tile, const moq_tile_scales *scales);

@@ -12,10 +12,11 @@
 #include "cpu/linear.h"
 
 #include "cpu/decode_bf16.h"
+#include "cpu/panel_pairs.h"
 #include "cpu/store_avx512.h"
 
-enum { TILE = 16, DEPTH = 32 }; /* rows and columns of sums, values of one product */
-enum { AHEAD = 2 };             /* products for which the panel is asked for ahead of time */
+enum { TILE = MOQ_PAIRS_ROWS, DEPTH = MOQ_PAIRS_DEPTH }; /* of sums; values of one product */
+enum { AHEAD = 2 }; /* products for which the panel is asked for ahead of time */
 
 #define INLINE static inline __attribute__((always_inline))
 /* GCC's tile loads do not say that they read memory. */
@@ -35,27 +36,6 @@ static void configure(void) {
         config.rows[i] = TILE;
     }
     _tile_loadconfig(&config);
-}
-
-/* The columns of a tile lie together, in blocks of 16 rows, so that a tile reads one piece of
- * memory; within a block pair (k, k + 1) of row m is place m % 16 of pair k / 2. 16 x 16 pairs at a
- * time are transposed. Rows come row-major, with rows of zeros up to a multiple of 16. */
-static void arrange(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
-                    int64_t last) {
-    for (int64_t m = begin; m < end; m += TILE) {
-        const uint16_t *in = (const uint16_t *)a->rows + m * a->padded;
-        for (int64_t k = first; k < last; k += DEPTH) {
-            int64_t start = k / a->columns * a->columns, left = a->padded - start;
-            uint16_t *out = (uint16_t *)a->panel + start * a->panel_rows +
-                            m * (left < a->columns ? left : a->columns) + (k - start) * TILE;
-            __m512 tile[TILE];
-            for (int i = 0; i < TILE; i++)
-                tile[i] = _mm512_loadu_ps((const float *)(in + i * a->padded + k));
-            transpose_16x16(tile);
-            for (int i = 0; i < TILE; i++)
-                _mm512_storeu_ps((float *)(out + i * DEPTH), tile[i]);
-        }
-    }
 }
 
 /* 32 rows of the weight with 16 or 32 of x: where the operands and the sums lie. */
@@ -189,13 +169,12 @@ INLINE void multiply_columns_scaled(const moq_tile *t, const moq_tile_scales *s,
 /* ---- all rows ---- */
 
 INLINE void multiply_all(const moq_tile *t, const moq_tile_scales *scales) {
-    const uint16_t *panel = (const uint16_t *)t->panel + t->first * t->panel_rows;
     configure();
     ORDER();
     for (int64_t n = 0; n < t->rows; n += 2 * TILE) {
         const uint16_t *w = (const uint16_t *)t->weight + n * t->weight_stride;
         for (int64_t m = 0; m < t->m; m += 2 * TILE) {
-            const uint16_t *x = panel + m * t->k;
+            const uint16_t *x = pairs_of_tile(t, m);
             const operands o = {.w = w,
                                 .w_below = w + TILE * t->weight_stride,
                                 .w_bytes = t->weight_stride * 2,
@@ -237,8 +216,9 @@ const moq_linear_tiles moq_linear_amx = {
     .decode_e4m3 = decode_e4m3,
     .decode_e2m1 = decode_e2m1,
     .convert = convert,
-    .arrange = arrange,
+    .arrange = arrange_pairs,
     .arrange_rows = TILE,
+    .arrange_from = 1,
     .multiply = multiply,
     .multiply_blocks = multiply_blocks,
     .store = store_avx512,

@@ -2,11 +2,24 @@
  * cpu/linear.h.
  *
  * For activations that bfloat16 holds exactly: bfloat16 itself, and everything quantized. Up to
- * four rows of x are multiplied with the codes as they come from memory, which bounds that. */
+ * twelve rows of x are multiplied with the codes, four at a time; for the first four they come from
+ * memory, which bounds that. More rows lie in lanes: a pair of the weight's values is broadcast to
+ * the pairs of 16 rows, so that no sum is ever taken across a vector. Products bound that. */
 #include "cpu/linear.h"
 
 #include "cpu/decode_bf16.h"
+#include "cpu/panel_pairs.h"
 #include "cpu/store_avx512.h"
+
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+static inline __m512bh load(const uint16_t *p) {
+    return (__m512bh)_mm512_loadu_si512(p);
+}
+
+/* ---- tiles of some rows of x ---- */
 
 #define unit_t uint16_t
 #define vec_t  __m512bh
@@ -20,10 +33,6 @@ static inline __m512 acc_zero(void) {
     return _mm512_setzero_ps();
 }
 
-static inline __m512bh load(const uint16_t *p) {
-    return (__m512bh)_mm512_loadu_si512(p);
-}
-
 static inline __m512 muladd(__m512 acc, __m512bh a, __m512bh b) {
     return _mm512_dpbf16_ps(acc, a, b);
 }
@@ -32,7 +41,88 @@ static inline float reduce(__m512 v) {
     return _mm512_reduce_add_ps(v);
 }
 
+#define multiply multiply_dots
 #include "cpu/linear_tile.h"
+#undef multiply
+
+/* ---- tiles of more ---- */
+
+/* Rows of x in a vector of sums, and vectors of sums; columns between two looks ahead. */
+enum { LANES = MOQ_PAIRS_ROWS, MOST_SUMS = 16, VISIT = 32 };
+
+/* Asks for codes of the next tile, those of rows [begin, end): memory is idle while products are
+ * made, and decoding is done before a row has come. */
+INLINE void ask_for_rows(const moq_tile *t, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end && row < t->next_rows; row++) {
+        for (int64_t i = 0; i < t->next_bytes; i += 64)
+            _mm_prefetch((const char *)t->next + row * t->next_stride + i, _MM_HINT_T1);
+        if (t->next_scales)
+            _mm_prefetch((const char *)t->next_scales + row * t->next_scales_stride, _MM_HINT_T1);
+    }
+}
+
+/* VISIT columns from k on. */
+INLINE void add_products(const moq_tile *t, const uint16_t *w, const uint16_t *x, int64_t k,
+                         __m512 *acc, const int rows, const int blocks) {
+    for (int64_t end = k + VISIT; k < end; k += 2) {
+        __m512bh xs[2];
+#pragma GCC unroll 2
+        for (int j = 0; j < blocks; j++)
+            xs[j] = load(x + j * LANES * t->k + k * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            int pair;
+            memcpy(&pair, w + i * t->weight_stride + k, sizeof pair);
+            __m512bh ws = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 2
+            for (int j = 0; j < blocks; j++)
+                acc[i * blocks + j] = _mm512_dpbf16_ps(acc[i * blocks + j], ws, xs[j]);
+        }
+    }
+}
+
+/* `rows` rows of the weight with `blocks` blocks of 16 rows of x: a pair of the weight's values is
+ * broadcast to the pairs of 16 rows. */
+INLINE void multiply_rows(const moq_tile *t, int64_t n, int64_t m, const int rows,
+                          const int blocks) {
+    const uint16_t *w = (const uint16_t *)t->weight + n * t->weight_stride;
+    const uint16_t *x = pairs_of_tile(t, m);
+    float *sums = t->sums + n * t->sums_stride + m;
+    __m512 acc[MOST_SUMS];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * blocks; i++)
+        acc[i] = t->fresh
+                     ? _mm512_setzero_ps()
+                     : _mm512_loadu_ps(sums + i / blocks * t->sums_stride + i % blocks * LANES);
+    for (int64_t k = 0; k < t->k; k += VISIT) {
+        if (m == 0)
+            ask_for_rows(t, n + k * rows / t->k, n + (k + VISIT) * rows / t->k);
+        add_products(t, w, x, k, acc, rows, blocks);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * blocks; i++)
+        _mm512_storeu_ps(sums + i / blocks * t->sums_stride + i % blocks * LANES, acc[i]);
+}
+
+INLINE void multiply_lanes(const moq_tile *t, int64_t m, const int most, const int blocks) {
+    int64_t n = 0;
+    for (; n + most <= t->rows; n += most)
+        multiply_rows(t, n, m, most, blocks);
+    for (; n < t->rows; n++)
+        multiply_rows(t, n, m, 1, blocks);
+}
+
+static void multiply(const moq_tile *t) {
+    int64_t m = 0;
+    if (!t->arranged) {
+        multiply_dots(t);
+        return;
+    }
+    for (; m + LANES < t->m; m += 2 * LANES)
+        multiply_lanes(t, m, 8, 2);
+    if (m < t->m)
+        multiply_lanes(t, m, 16, 1);
+}
 
 /* ---- a few rows of x ---- */
 
@@ -41,8 +131,7 @@ static inline float reduce(__m512 v) {
 #define FEW_SUMS 4
 /* Bytes that are asked for before they are needed; rows that share a page confuse the hardware's
  * own prefetching. */
-#define AHEAD  1024
-#define INLINE static inline __attribute__((always_inline))
+#define AHEAD 1024
 
 /* How far ahead of byte `at` of a row they lie: where it ends, in the row that its stream comes to
  * next. */
@@ -161,7 +250,7 @@ INLINE void few_all(const moq_few *job, const int rows, const int m) {
         few_rows(job, row, 1, m);
 }
 
-static void multiply_few(const moq_few *job) {
+static void multiply_four(const moq_few *job) {
     switch (job->m) {
     case 1:
         few_all(job, 4, 1);
@@ -177,21 +266,37 @@ static void multiply_few(const moq_few *job) {
     }
 }
 
+/* Four rows of x after the other: for the later ones the codes come from a cache. */
+static void multiply_few(const moq_few *job) {
+    moq_few four = *job;
+    for (int64_t m = 0; m < job->m; m += FEW_SUMS) {
+        four.m = job->m - m < FEW_SUMS ? job->m - m : FEW_SUMS;
+        four.panel = (const uint16_t *)job->panel + m * job->panel_stride;
+        four.column_scales = job->column_scales ? job->column_scales + m : NULL;
+        four.sums = job->sums + m;
+        multiply_four(&four);
+    }
+}
+
 const moq_linear_tiles moq_linear_avx512bf16 = {
     .name = "avx512bf16",
     .isa = MOQ_ISA_AVX512BF16,
     .unit = sizeof(uint16_t),
     .e4m3_unit = 1.0f,
     .e2m1_unit = 0x1p8f,
-    .pad_rows = 1,
+    .pad_rows = MOQ_PAIRS_ROWS,
     .tile_columns = 512,
     .decode_e4m3 = decode_e4m3,
     .decode_e2m1 = decode_e2m1,
     .convert = convert,
+    .arrange = arrange_pairs,
+    .arrange_rows = MOQ_PAIRS_ROWS,
+    .arrange_from = 9,
+    .fetches = true,
     .multiply = multiply,
     .add_scaled = add_scaled_avx512,
     .store = store_avx512,
     .multiply_few = multiply_few,
-    .few = FEW_SUMS,
+    .few = 3 * FEW_SUMS,
     .speed = {.decode = 4e-11, .few = 4e-11, .product = 7e-12},
 };
