@@ -468,6 +468,19 @@ def test_the_choice_for_a_number_of_tokens_is_explained():
             ask(-1)
 
 
+def test_plans_are_made_by_their_function_alone():
+    """One without a problem would have none to choose for."""
+
+    class Derived(_C.Plan):
+        pass
+
+    for kind in (_C.Plan, _C.LinearPlan, Derived):
+        for make in (kind, lambda kind=kind: object.__new__(kind)):
+            with pytest.raises(TypeError, match=r"cannot create|is not safe"):
+                make()
+    assert isinstance(LinearMethod("FP8", 16, [16])._plan, _C.Plan)
+
+
 def test_tokens_that_a_forced_kernel_does_not_run_are_explained(monkeypatch):
     """No line says "chosen", where backend_for raises."""
     method = LinearMethod("NVFP4", 32, [8])

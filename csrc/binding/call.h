@@ -1,14 +1,20 @@
 /* One path of a call, for every operation: arguments taken, the output opened, the stream found,
  * memory brought and the job run.
  *
- *     moq_call call;
  *     moq_call_open(&call, state, plan, out, stream);
- *     if (moq_call_take_x(&call, v[0]) < 0 || moq_call_take_params(&call, v[1], &params) < 0 ||
- * ...) goto release; if (moq_call_find_stream(&call) == 0 && (result = moq_call_open_output(&call,
- * ndim, shape))) status = open the job ? moq_call_run(&call, &job) : raise; result =
- * moq_arg_finish(state, result, &call.y, status); moq_call_release(&call);
+ *     if (moq_call_take_x(&call, x) == 0 && moq_call_take_params(&call, mapping, &params) == 0 &&
+ *         moq_call_find_stream(&call) == 0) {
+ *         result = moq_call_open_output(&call, ndim, shape);
+ *         if (result) {
+ *             status = open(..., &job);               the operation's: checks and chooses
+ *             status = moq_call_run(&call, &job);
+ *             result = moq_arg_finish(state, result, &call.y, status);
+ *         }
+ *     }
+ *     moq_call_release(&call);
  *
- * In this order every refusal comes before anything is written. */
+ * In this order every refusal comes before anything is written. An operation takes its further
+ * inputs between the parameters and the stream. */
 #ifndef MOQ_BINDING_CALL_H
 #define MOQ_BINDING_CALL_H
 
