@@ -5,6 +5,7 @@
 # extension in the checkout too, so that Python runs from either.
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
+#   make cuda-archs   compiles CUDA for every architecture (some 8 minutes of one core), installs nothing
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
@@ -25,7 +26,7 @@ TOOL   ?= memcheck
 JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
-# What demo and test build for; lint builds for every architecture.
+# What demo and test build for; lint and cuda-archs build for every architecture.
 MOQEXT_CUDA_ARCHS ?= native
 
 # The tests and the demo run what was installed, never the source tree they are started in.
@@ -35,7 +36,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test oldest lint format sanitize sanitize-cuda fuzz checkpoints clean
+.PHONY: demo test cuda-archs oldest lint format sanitize sanitize-cuda fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -43,6 +44,10 @@ demo: .venv/.installed
 
 test: .venv/.installed-test
 	.venv/bin/pytest -q -n $(WORKERS) $(PYTEST)
+
+# What a wheel has; needs nvcc.
+cuda-archs: .venv/.installed
+	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS= .venv/bin/python setup.py -q build_ext
 
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(PYTEST)

@@ -399,6 +399,13 @@ def test_native_without_a_gpu_is_a_build_for_the_cpu(sketch, tmp_path, fakes):
     assert reason in output
 
 
+def test_variables_of_the_build_are_known_when_moqext_is_imported():
+    """Each would be taken for one that nothing reads."""
+    names = set(re.findall(r"MOQEXT_[A-Z_]+", (ROOT / "setup.py").read_text())) - {"MOQEXT_"}
+    known = (ROOT / "csrc" / "ops" / "variables.c").read_text()
+    assert [name for name in sorted(names) if f'"{name}"' not in known] == []
+
+
 def test_an_old_setuptools_is_said_in_one_line(tree, tmp_path):
     package = tmp_path / "old" / "setuptools"
     (package / "command").mkdir(parents=True)

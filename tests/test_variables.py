@@ -86,6 +86,7 @@ def test_right_values_and_names_of_builds_and_tests_are_not_mentioned():
         MOQEXT_WERROR="1",
         MOQEXT_SANITIZE="1",
         MOQEXT_RACECHECK="1",
+        MOQEXT_VERBOSE="1",
         MOQEXT_SEED="7",
         MOQEXT_EXAMPLES="9",
         NOT_MOQEXT_X="1",
