@@ -96,7 +96,7 @@ for threads in (2, 3, 65, 150):
 
 @pytest.mark.unsanitized
 def test_no_team_is_waited_for_beside_busy_processes():
-    """Teams, each of which cost milliseconds, were 30 times as slow as the calling thread alone."""
+    """One call of ten waited 30 to 50 milliseconds for its team; the calling thread alone takes 0.14."""
     code = """
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 call = layer(512, 512, 16)
@@ -115,8 +115,9 @@ finally:
     for process in busy:
         process.kill()
         process.wait()
-print(np.mean(seconds[2]) / np.mean(seconds[1]), np.median(seconds[2]) / np.median(seconds[1]))
+for part in (0.5, 0.9):
+    print(np.quantile(seconds[2], part) / np.quantile(seconds[1], part))
 """
-    mean, median = map(float, run(LAYER + code))
-    assert mean < 5
+    median, ninth = map(float, run(LAYER + code))
     assert median < 2
+    assert ninth < 5
