@@ -96,7 +96,7 @@ for threads in (2, 3, 65, 150):
 
 @pytest.mark.unsanitized
 def test_no_team_is_waited_for_beside_busy_processes():
-    """One call of ten waited 30 to 50 milliseconds for its team; the calling thread alone takes 0.14."""
+    """Nearly all of the time went into waiting for teams; trying them again takes a part of it."""
     code = """
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 call = layer(512, 512, 16)
@@ -104,20 +104,20 @@ spin = [sys.executable, "-c", "while True: pass"]
 busy = [subprocess.Popen(spin) for _ in range(2)]
 try:
     seconds = {1: [], 2: []}
-    end = time.monotonic() + 20
-    while len(seconds[2]) < 1000 and time.monotonic() < end:
+    start = time.monotonic()
+    while time.monotonic() < start + 8:
         for threads, times in seconds.items():
             moqext.set_num_threads(threads)
             begin = time.perf_counter()
             call()
             times.append(time.perf_counter() - begin)
+    elapsed = time.monotonic() - start
 finally:
     for process in busy:
         process.kill()
         process.wait()
-for part in (0.5, 0.9):
-    print(np.quantile(seconds[2], part) / np.quantile(seconds[1], part))
+print(np.median(seconds[2]) / np.median(seconds[1]), (np.sum(seconds[2]) - np.sum(seconds[1])) / elapsed)
 """
-    median, ninth = map(float, run(LAYER + code))
+    median, lost = map(float, run(LAYER + code))
     assert median < 2
-    assert ninth < 5
+    assert lost < 0.5

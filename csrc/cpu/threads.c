@@ -102,22 +102,23 @@ static int64_t time_of_day(void) {
     return read_clock(CLOCK_MONOTONIC);
 }
 
-/* What the calling thread has had of a processor: the time in which it could not run is no measure
+/* What this thread has had of a processor: the time in which it could not run is no measure
  * of its work. Some 0.2 microseconds. */
 static int64_t time_of_thread(void) {
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
 
-/* Enters a region of so many nanoseconds that would have taken the caller `alone`. */
-static void settle(account *a, int64_t now, int64_t took, double alone) {
-    double credit = (double)a->credit + alone - (double)took;
+/* Enters a region that took so many nanoseconds, and would have taken the caller `alone`, which is
+ * what its members needed together. */
+static void settle(account *a, int64_t now, int64_t took, int64_t alone) {
+    int64_t credit = a->credit + alone - took;
     if (credit >= 0) {
-        a->credit = credit < (double)MOST_CREDIT ? (int64_t)credit : MOST_CREDIT;
+        a->credit = credit < MOST_CREDIT ? credit : MOST_CREDIT;
         return;
     }
-    double rest = -credit * REST_FOR_LOSS;
+    int64_t most = MOST_REST / REST_FOR_LOSS, lost = -credit < most ? -credit : most;
     a->credit = 0;
-    a->rest_until = now + (rest < (double)MOST_REST ? (int64_t)rest : MOST_REST);
+    a->rest_until = now + lost * REST_FOR_LOSS;
 }
 
 /* ---- the team ---- */
@@ -138,9 +139,8 @@ typedef struct {
     int64_t lanes;
     lane *lane;
     const moq_openmp *omp;
-    moq_watch *watch; /* of the calling thread */
-    int64_t done;     /* by the calling thread: the length of its pieces together, */
-    int64_t worked;   /* and its processor's time for them */
+    moq_watch *watch;       /* of the calling thread */
+    _Atomic int64_t worked; /* processor's time that members had for pieces */
 } region;
 
 /* Claims a piece of a lane: its first, or -1. */
@@ -151,20 +151,16 @@ static int64_t claim(lane *l, int64_t piece) {
     return begin < l->end ? begin : -1;
 }
 
-/* Does pieces until none is left, from lane `home` on; returns how much that was. */
-static int64_t do_pieces(const region *r, int64_t home) {
-    int64_t done = 0;
+/* Does pieces until none is left, from lane `home` on. */
+static void do_pieces(const region *r, int64_t home) {
     for (int64_t i = 0; i < r->lanes; i++) {
         lane *l = &r->lane[(home + i) % r->lanes];
         for (int64_t begin; (begin = claim(l, r->piece)) >= 0;) {
-            int64_t end = l->end - begin < r->piece ? l->end : begin + r->piece;
-            r->work(r->context, begin, end);
-            done += end - begin;
+            r->work(r->context, begin, l->end - begin < r->piece ? l->end : begin + r->piece);
             if (moq_stop_asked())
-                return done;
+                return;
         }
     }
-    return done;
 }
 
 static void run_member(void *data) {
@@ -173,17 +169,15 @@ static void run_member(void *data) {
     int64_t home = members > r->lanes && r->lanes == MAX_LANES ? id * r->lanes / members : id;
     if (home >= r->lanes)
         return;
+    int64_t begin = time_of_thread();
     unsigned flushes = moq_enter_float_mode();
-    if (id == 0) { /* the calling thread, which is under the watch already */
-        int64_t begin = time_of_thread();
-        r->done = do_pieces(r, home);
-        r->worked = time_of_thread() - begin;
-    } else {
+    if (id > 0) /* the calling thread is under it already */
         moq_watch_join(r->watch);
-        do_pieces(r, home);
+    do_pieces(r, home);
+    if (id > 0)
         moq_watch_join(NULL);
-    }
     moq_leave_float_mode(flushes);
+    atomic_fetch_add_explicit(&r->worked, time_of_thread() - begin, memory_order_relaxed);
 }
 
 static int64_t divide_up(int64_t value, int64_t by) {
@@ -213,9 +207,9 @@ static void run_team(const moq_shares *s, moq_work work, void *context, int team
     int64_t begin = time_of_day();
     r.omp->parallel(run_member, &r, (unsigned)team, 0);
     int64_t now = time_of_day();
-    if (r.done > 0 && !moq_stop_asked())
+    if (!moq_stop_asked())
         settle(&own_account, now, now - begin,
-               (double)r.worked * (double)s->count / (double)r.done);
+               atomic_load_explicit(&r.worked, memory_order_relaxed));
 }
 
 static bool is_resting(account *a) {
