@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import _C, ops
+from moqext import ops
 from moqext.bench import PEER, Ceilings
 
 ROOT = Path(__file__).parent.parent
@@ -536,7 +536,6 @@ def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pyte
     assert {path.name for path in (ROOT / "docs").glob("nvfp4.*")} == set(files)
 
 
-@pytest.mark.skipif(not _C.build_info()["cuda"], reason="estimates are compiled with the kernels")
 def test_the_readme_has_the_times_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = load("nvfp4_page", monkeypatch)
     rows = [

@@ -103,6 +103,20 @@ def test_the_rules_and_the_path_of_a_call_know_no_operation(path):
     assert {header for _, header in INCLUDE.findall(text) if "linear" in header} <= {"core/linear.h"}
 
 
+def test_choices_are_made_without_cuda():
+    """csrc/cuda/choice is plain C in every build: no kernel, no header of CUDA, none that includes one."""
+    folder = CSRC / "cuda" / "choice"
+    files = [path for path in C_FILES if path.parent == folder]
+    assert {path.suffix for path in files} == {".c", ".h"}
+    for path in files:
+        headers = [header for bracket, header in INCLUDE.findall(path.read_text()) if bracket == '"']
+        own = [header for header in headers if not header.startswith(("core/", "cuda/choice/"))]
+        assert set(own) <= {"cuda/linear.h"}, name(path)
+    assert {header for _, header in INCLUDE.findall((CSRC / "cuda" / "linear.h").read_text())} == {
+        "core/linear.h"
+    }
+
+
 @pytest.mark.parametrize("path", [p for p in C_FILES if "third_party" not in p.parts], ids=name)
 def test_c_file_is_short(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES

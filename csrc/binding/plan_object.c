@@ -122,6 +122,32 @@ static PyObject *compute_for(PyObject *self, PyObject *tokens) {
     return PyUnicode_FromString(moq_compute_name(compute));
 }
 
+/* What the plan compares: (kernel, variant, seconds) of each kernel that runs so many tokens. */
+static PyObject *estimates(PyObject *self, PyObject *tokens) {
+    const moq_plan *plan = plan_of(self);
+    const moq_operation *operation = plan->operation;
+    char reason[MOQ_REASON_SIZE];
+    int64_t m;
+    if (moq_arg_int(tokens, "tokens", 1, INT64_MAX, &m) < 0)
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < plan->count; i++) {
+        int kernel = plan->kernel[i];
+        if (!moq_plan_can_run(plan, kernel, m, reason))
+            continue;
+        moq_kernel_name named = operation->name(kernel);
+        PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
+        PyObject *row =
+            name ? Py_BuildValue("(Nid)", name, (int)operation->choose(plan->problem, kernel, m),
+                                 operation->cost(plan->problem, kernel, m))
+                 : NULL;
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
 static const moq_signature EXPLAIN = {"explain", 1, 0, 1, {KW_tokens}};
 
 /* 0 tokens are explained as 1 is. */
@@ -253,6 +279,8 @@ static PyMethodDef PLAN_METHODS[] = {
     {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many tokens"},
     {"compute_for", compute_for, METH_O,
      "compute_for(tokens) -> str: what that many tokens are multiplied as"},
+    {"estimates", estimates, METH_O,
+     "estimates(tokens) -> list of (kernel, variant, seconds) of those that run so many"},
     {"explain", (PyCFunction)(void (*)(void))explain, METH_FASTCALL | METH_KEYWORDS,
      "explain(tokens=None) -> list of (kernel, reason it cannot run so many, or any, or None)"},
     {"notes", notes, METH_NOARGS, "notes() -> list of (kernel, what else there is to know)"},

@@ -76,23 +76,6 @@ int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
-int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
@@ -100,23 +83,6 @@ moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
 
 int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call) {
     (void)call;
-    return 0;
-}
-
-double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
-int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
     return 0;
 }
 
@@ -130,23 +96,6 @@ int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
 moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
@@ -157,17 +106,6 @@ int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
 moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
@@ -175,23 +113,6 @@ moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err) {
 
 int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call) {
     (void)call;
-    return 0;
-}
-
-double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
-int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
     return 0;
 }
 
@@ -223,23 +144,6 @@ int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
 moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
-}
-
-double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
-}
-
-uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
-    (void)call;
-    return 1;
-}
-
-int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m) {
-    (void)spec;
-    (void)m;
-    return 0;
 }
 
 moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {

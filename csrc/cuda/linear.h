@@ -15,10 +15,6 @@ extern "C" {
 /* FP8 weights, x and y of 16 bits, up to MOQ_FP8_DECODE_TOKENS rows, K a multiple of 128; sm_90a.
  */
 #define MOQ_FP8_DECODE_TOKENS 16
-/* Two calls are on a multiprocessor at once where they have up to so many tokens, and bytes of W
- * for each. */
-#define MOQ_FP8_DECODE_FEW   2
-#define MOQ_FP8_DECODE_SMALL (160 << 10)
 moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 
 /* FP8 weights, x and y of 16 bits, up to MOQ_FP8_GEMM_TOKENS rows, K a multiple of 16; sm_90a. The
@@ -26,44 +22,29 @@ moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 #define MOQ_FP8_GEMM_TOKENS (1 << 24)
 moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call);
-double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
-int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_GEMM_TOKENS rows and
- * MOQ_NVFP4_GEMM_OUTPUTS outputs; sm_90a. The estimate is of a whole call; variants are shapes of
- * tiles. */
+ * MOQ_NVFP4_GEMM_OUTPUTS outputs; sm_90a. Variants are shapes of tiles. */
 #define MOQ_NVFP4_GEMM_TOKENS  (1 << 22)
 #define MOQ_NVFP4_GEMM_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
 moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call);
-double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
-int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights, exact, x and y of 16 bits, any number of rows up to MOQ_NVFP4_WIDE_TOKENS,
  * K a multiple of 16; sm_90a. For hundreds of rows and more. */
 #define MOQ_NVFP4_WIDE_TOKENS (1 << 24)
 moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call);
-double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
-int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m);
 
 /* The same weights as FP8 ones: x quantized by token before, block scales folded into codes on the
  * way, K up to MOQ_NVFP4_FP8_COLUMNS. Variants are shapes of tiles. */
 #define MOQ_NVFP4_FP8_COLUMNS (1 << 16)
 moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call);
-double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
 
 /* The same for up to some hundreds of rows; variants are shapes of tiles. */
 moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call);
-double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call);
-int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Every layer and any number of rows, on plain CUDA cores; sm_80 and up. */
 moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err *err);
@@ -117,12 +98,9 @@ moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err);
 int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, up to MOQ_NVFP4_DECODE_TOKENS rows; sm_90a.
- * The estimate is of a whole call; variants are ways to share it out. */
+ * Variants are ways to share it out. */
 #define MOQ_NVFP4_DECODE_TOKENS 16
 moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err);
-double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m);
-uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
-int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Packed NVFP4 weights as they are, x and y of 16 bits, any number of rows; sm_80 and up. */
 moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err);

@@ -22,8 +22,8 @@
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
 #include "core/swizzle.h"
+#include "cuda/choice/choice.h"
 #include "cuda/cublaslt_api.h"
-#include "cuda/cublaslt_cost.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"

@@ -28,6 +28,7 @@
  *   meanwhile.
  *
  * Measured (H200, in a graph): see docs/lab.md. */
+#include "cuda/choice/fp8_decode.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/load.h"
@@ -45,8 +46,7 @@
 #define FLIGHT       6
 #define SMALL_FLIGHT 4 /* where two calls fill rings at once */
 #define LEAST_STAGES 8
-#define LONG         14336 /* columns beyond which two blocks share them for any x */
-#define DECLARED     1024  /* bytes of shared memory declared in the kernel, and alignment */
+#define DECLARED     1024 /* bytes of shared memory declared in the kernel, and alignment */
 static_assert(8 * BARRIERS + 4 * MAX_TOKENS * (2 + MAX_RANKS) <= DECLARED, "more is declared");
 
 /* ---- the producer ---- */
@@ -627,29 +627,7 @@ static __global__ void __launch_bounds__(S::threads, S::blocks)
 
 /* ---- launch ---- */
 
-/* A way to run a call: the kernel's shape, how many blocks share K, and how many of them share N.
- */
-typedef struct {
-    int groups, tokens, ranks, clusters;
-} way;
-
-/* One or two tokens of a small layer take half a multiprocessor a block: a call begins while the
- * one before runs, which hides its start. Elsewhere the ring of a whole one, and its warps, are
- * worth more.
- *
- * Two blocks share K where x is long, or would leave the ring little room: they halve what each
- * reads of x, and the room of its codes, for half a microsecond of exchange. */
-static way way_of(const decode_args *a, moq_input_mode mode, int sm_count) {
-    bool given = mode == MOQ_INPUT_E4M3_TENSOR && a->input_scale;
-    int64_t values = (int64_t)a->m * a->k * (given ? 1 : 2);
-    way w = {4, a->m <= MOQ_FP8_DECODE_FEW ? 2 : a->m <= 8 ? 8 : 16, 1, 0};
-    if (w.tokens == 2 && (int64_t)a->n * a->k <= (int64_t)MOQ_FP8_DECODE_SMALL * sm_count)
-        w.groups = 2;
-    bool long_x = (a->k > 2048 && values > 32768) || (int64_t)w.tokens * a->k > 98304;
-    if ((long_x || a->k > LONG) && (a->k + STEP - 1) / STEP % 2 == 0)
-        w.ranks = 2;
-    return w;
-}
+typedef moq_fp8_decode_way way;
 
 /* Shares N out: to as many clusters as there is room for, more where sums are kept from pass to
  * pass. */
@@ -734,7 +712,7 @@ extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *
     args.partitions = moq_partitions_of(spec);
     while (1 << args.log_rows < args.m)
         args.log_rows++;
-    way w = way_of(&args, spec->input, device.sm_count);
+    way w = moq_fp8_decode_find_way(spec, call->m, call->input_scale != NULL);
     size_t shared = lay_out(&args, &w, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",

@@ -6,13 +6,14 @@
 #ifndef MOQ_CUDA_SM90_FP8_DECODE_H
 #define MOQ_CUDA_SM90_FP8_DECODE_H
 
+#include "cuda/choice/fp8_decode.h"
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 
-#define UNIT       8   /* rows that clusters share N by */
-#define TILE       16  /* rows of W */
-#define STEP       512 /* columns of W that a product takes */
-#define SLICES     4   /* of 128 columns in a step */
+#define UNIT       8                   /* rows that clusters share N by */
+#define TILE       16                  /* rows of W */
+#define STEP       MOQ_FP8_DECODE_STEP /* columns of W that a product takes */
+#define SLICES     4                   /* of 128 columns in a step */
 #define MAX_RANKS  2
 #define MAX_TOKENS 16
 

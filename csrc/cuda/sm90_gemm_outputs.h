@@ -8,13 +8,9 @@
 #ifndef MOQ_CUDA_SM90_GEMM_OUTPUTS_H
 #define MOQ_CUDA_SM90_GEMM_OUTPUTS_H
 
+#include "cuda/choice/grid.h"
 #include "cuda/load.h"
 #include "cuda/ptx.h"
-
-#define EIGHT_BYTES (8 * 128) /* of eight tokens of a warpgroup, as outputs */
-
-/* Of a tile's tokens, how many turn around at a time. */
-#define TURNED_AT_ONCE(tokens) ((tokens) < 64 ? (tokens) : 64)
 
 /* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
 typedef struct {
@@ -39,8 +35,6 @@ template <class S> struct edges {
 template <class S> struct __align__(8) board {
     float factor[S::T], bias[S::tokens_first ? S::T : 1];
 };
-
-#define BOARD_BYTES 2304 /* of all warpgroups at most */
 
 /* The upper of the two rows that a thread has of 64. */
 static __device__ __forceinline__ int row_of_thread(void) {
@@ -299,17 +293,6 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
     for (int i = 0; i < S::k_groups; i++)
         count += eights_of<S>(part + i, parts).count;
     return count * (parts - S::k_groups) * (S::row_groups * 128) * 16;
-}
-
-/* What parts take in shared memory: float4 of a warpgroup's share of sums, bytes of all shares of a
- * block, bytes of the outputs of a warpgroup. */
-typedef struct {
-    int side, sums, turn_step;
-} parts_room;
-
-static inline parts_room room_of_parts(int columns, int parts, int warpgroups) {
-    int eights_of_part = (columns / 8 + parts - 1) / parts, side = eights_of_part * parts * 128;
-    return {side, warpgroups * side * 16, eights_of_part * EIGHT_BYTES};
 }
 
 /* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought

@@ -7,6 +7,7 @@
 #ifndef MOQ_CUDA_SM90_GEMM_TILE_H
 #define MOQ_CUDA_SM90_GEMM_TILE_H
 
+#include "cuda/choice/fp8_gemm.h"
 #include "cuda/load.h"
 #include "cuda/ptx.h"
 #include "cuda/sm90_gemm_outputs.h"
@@ -15,12 +16,6 @@
 #define QUANTIZERS 256 /* threads that quantize x, where that is done here */
 #define STEP       128
 #define MAX_STAGES 24
-
-typedef enum { WEIGHTS_FIRST, TOKENS_FIRST } orientation;
-
-/* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
- * PARTS each has some of K, and in FINE_PARTS each warpgroup every other step of that. */
-typedef enum { ALONE, SHARE_WEIGHTS, SHARE_TOKENS, PARTS, FINE_PARTS } sharing;
 
 typedef struct {
     int m, n, k;
@@ -46,18 +41,18 @@ typedef struct {
     moq_partitions partitions;
 } gemm_args;
 
-/* A block's tile: 128 * WAVES rows of the first operand (half of that for FINE_PARTS) by T of the
- * other. FUSED: x is quantized here. */
-template <orientation FIRST, int T_, int WAVES_, sharing SHARE, bool GROUPS, bool FUSED>
+/* A block's tile: 128 * WAVES rows of the first operand (half of that for MOQ_FINE_PARTS) by T of
+ * the other. FUSED: x is quantized here. */
+template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, bool GROUPS, bool FUSED>
 struct tile {
     typedef gemm_args args;
     static constexpr int T = T_, WAVES = WAVES_, consumers = CONSUMERS;
-    static constexpr bool groups = GROUPS, tokens_first = FIRST == TOKENS_FIRST, fused = FUSED;
-    static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
-    static constexpr bool share_tokens = SHARE == SHARE_TOKENS;
+    static constexpr bool groups = GROUPS, tokens_first = FIRST == MOQ_TOKENS_FIRST, fused = FUSED;
+    static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
+    static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS;
     static constexpr bool pair = share_weights || share_tokens;
-    static constexpr bool by_steps = SHARE == FINE_PARTS; /* warpgroups; otherwise by rows */
-    static constexpr bool parts = SHARE == PARTS || by_steps;
+    static constexpr bool by_steps = SHARE == MOQ_FINE_PARTS; /* warpgroups; otherwise by rows */
+    static constexpr bool parts = SHARE == MOQ_PARTS || by_steps;
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
     /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them

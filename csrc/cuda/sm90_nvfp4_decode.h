@@ -4,29 +4,27 @@
 #define MOQ_CUDA_SM90_NVFP4_DECODE_H
 
 #include "core/nvfp4_pack.h"
+#include "cuda/choice/nvfp4_decode.h"
 #include "cuda/load.h"
 #include "cuda/nvfp4_decode.h"
 #include "cuda/ptx.h"
 
-#define STAGES      96 /* of a block, at most */
-#define STAGE_UNITS 8  /* of W in a stage */
+#include <stddef.h>
+
+#define STAGES      MOQ_NVFP4_DECODE_STAGES
+#define STAGE_UNITS MOQ_NVFP4_DECODE_STAGE_UNITS
 #define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
 #define MAX_RANKS   2
-#define MAX_PARTS   16  /* warps of a block that share K */
-#define MAX_GROUPS  4   /* of warps of a block that have other rows */
-#define X_BLOCK     128 /* bytes of a token in a block of K */
-
-/* Sixteen warps of two slabs do all in one round, so that none has to add up sums meanwhile. */
-static __host__ __device__ constexpr bool has_adder(int warps, int slabs) {
-    return warps == 8 || slabs > 2;
-}
+#define MAX_PARTS   16 /* warps of a block that share K */
+#define MAX_GROUPS  4  /* of warps of a block that have other rows */
+#define X_BLOCK     MOQ_NVFP4_DECODE_X_BLOCK
 
 /* What is known when the kernel is compiled: the warps of a block that multiply, slabs of W that a
  * warp multiplies with what it has read of x, tiles of 8 tokens, and the type of x. Eight warps, or
  * sixteen without one that adds up, leave room for another block. */
 template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
     static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
-    static constexpr bool adder = has_adder(WARPS, SLABS);
+    static constexpr bool adder = MOQ_NVFP4_DECODE_ADDS(WARPS, SLABS);
     static constexpr int threads = 32 * WARPS + 32 * adder, at_once = WARPS == 8 || !adder ? 2 : 1;
     static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
     static constexpr int rows = SLABS * MOQ_PACK_ROWS, rank_rows = rows / MAX_RANKS;
@@ -35,28 +33,14 @@ template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
 };
 
 typedef struct {
-    int m, n, k;
-    int log_ranks, log_parts; /* blocks of a cluster, and warps of a block, that share K */
-    int blocks, more_blocks;  /* of K of a warp, and how many warps have one more */
-    int clusters;             /* that have rows */
-    int slabs, more_slabs;    /* of a cluster, and how many clusters have one more */
-    int turn;                 /* blocks of K in a stage */
-    int stages;               /* of a warp */
-    int x_rows, x_stage;      /* x of a stage: [blocks][x_rows][128], and its bytes, */
-    bool x_stays;             /* or that is kept behind the rings, for all rounds: */
-    int x_at, x_pitch;        /* [parts][m][x_pitch] */
-    bool boxes;               /* x of stages that are filled again comes in boxes */
-    bool share;               /* blocks of other rows read x together, two by two */
-    int warp_bytes;           /* of its stages */
-    int parked_at, parked_bytes, parked_turn; /* sums: offset; bytes of a warp, of a round or 0 */
-    int inbox_at; /* [2][ranks][pairs of tokens][rows of a rank] float2 */
-    int shared;   /* bytes of all that */
-    int64_t slab_bytes;
+    MOQ_NVFP4_DECODE_SHARE
     const uint8_t *weight;
     const float *output_scale;
     moq_rows x;
     moq_output out;
 } decode_args;
+static_assert(offsetof(decode_args, weight) == sizeof(moq_nvfp4_decode_share),
+              "the share is copied to the beginning");
 
 /* Barriers of a block. */
 typedef struct {

@@ -11,17 +11,15 @@
  * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
  * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
  * where there are tokens enough, and each folds half of them for both. */
+#include "cuda/choice/nvfp4_fp8.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 #include "cuda/quantize.h"
-#include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_fold.h"
 #include "cuda/sm90_nvfp4_outputs.h"
 #include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
-
-#include <math.h>
 
 #define STEP          128
 #define COPIERS       128
@@ -182,104 +180,33 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
 
 /* ---- shapes ---- */
 
+/* What a launch needs to know of a shape of tiles (choice/nvfp4_fp8.h). */
 typedef struct {
-    int tokens, blocks; /* of a tile; that share its weights */
     int threads;
     int stage;                /* bytes of tokens and operands, */
     int rest;                 /* and of the packed ring and the outputs' way */
     int boards;               /* bytes of static shared memory */
-    double step[2];           /* microseconds of 128 columns, sums promoted, or fast, */
-    double even, output;      /* of even shares, and of the outputs of a token of a tile */
     const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
 } variant;
 
-template <int T, sharing SHARE>
-static variant variant_of(double step, double fast_step, double even, double output) {
+template <int T, moq_sharing SHARE> static variant variant_of(void) {
     typedef tile<AS_E4M3, T, SHARE, false> exact;
     typedef tile<AS_E4M3, T, SHARE, true> fast;
-    return {T,
-            exact::pair ? 2 : 1,
-            CONSUMERS + exact::folders + COPIERS,
+    return {CONSUMERS + exact::folders + COPIERS,
             exact::token_bytes + OPERAND_BYTES,
             PACKED_STAGES * exact::weight_bytes + 2 * exact::rooms * TURN_BYTES,
             2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
-            {step, fast_step},
-            even,
-            output,
             {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
              {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
 }
 
-static const variant VARIANTS[] = {
-    variant_of<256, SHARE_WEIGHTS>(0.712, 0.633, 6.83, 0.00911),
-    variant_of<256, ALONE>(0.815, 0.752, 5.13, 0.0109),
-    variant_of<128, SHARE_WEIGHTS>(0.514, 0.470, 3.49, 0.00822),
-    variant_of<128, ALONE>(0.640, 0.584, 4.23, 0.00705),
-    variant_of<64, SHARE_WEIGHTS>(0.421, 0.379, 3.68, 0.0118),
-};
+#define VARIANT(tokens, share, step, fast_step, even, output) variant_of<tokens, share>(),
 
-/* How tiles are divided: whole ones in rounds, or the last rounds evenly by steps. */
-typedef enum { ROUNDS, EVEN, DIVISIONS } division;
+static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SHAPES(VARIANT)};
+static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,
+              "as the choice counts them");
 
-enum { SHAPES = sizeof VARIANTS / sizeof *VARIANTS, VARIANT_COUNT = SHAPES * DIVISIONS };
-
-/* How a call is done. Workers are blocks or pairs of them. */
-typedef struct {
-    const variant *shape;
-    int64_t row_tiles, columns, workers;
-    int64_t rest; /* tiles that are shared evenly */
-    double seconds;
-} method;
-
-/* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
- * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
- * loses (docs/lab.md). The more multiprocessors multiply, and the longer, the lower is the clock.
- */
-static double estimate(const moq_linear_spec *spec, const method *way, int64_t m) {
-    const variant *v = way->shape;
-    double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
-    double steps = (double)divide_up(spec->in_features, STEP);
-    double turns = way->rest ? tiles / workers : ceil(tiles / workers);
-    double longer = 0.0291 * (double)way->rest / workers; /* steps that are shared take */
-    double busy = workers * v->blocks / (double)spec->target.sm_count;
-    double quantize = 1.5 + (double)m * (double)spec->in_features / 1.4e6;
-    double products = (turns + longer) * steps * v->step[spec->fast_accum] * (1 + 0.19 * busy);
-    double exchange =
-        way->rest ? v->even + 0.00262 * v->tokens * (1 + workers / (double)way->rest) : 0;
-    products *= 1 + 0.0695 * fmin(1, products / 400);
-    return (2.0 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
-}
-
-static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, division how) {
-    method way = {v, divide_up(spec->out_features, ROWS), divide_up(m, v->tokens * v->blocks)};
-    int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
-    int64_t steps = divide_up(spec->in_features, STEP);
-    way.workers = tiles < most ? tiles : most;
-    if (how == EVEN) {
-        even_shares even = share_evenly(tiles, steps, most);
-        way.rest = even.tiles;
-        way.workers = even.workers;
-    }
-    way.seconds = estimate(spec, &way, m);
-    return way;
-}
-
-static method method_at(const moq_linear_spec *spec, int64_t m, int index) {
-    return method_of(spec, m, &VARIANTS[index % SHAPES], (division)(index / SHAPES));
-}
-
-/* Variant 0 is the choice, the others are a shape and a division each. */
-static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
-    method best = {.seconds = INFINITY};
-    for (int i = 0; i < VARIANT_COUNT; i++) {
-        method way = method_at(spec, m, i);
-        if (which == i + 1)
-            return way;
-        if (way.seconds < best.seconds)
-            best = way;
-    }
-    return best;
-}
+typedef moq_nvfp4_fp8_way method;
 
 /* ---- launch ---- */
 
@@ -321,8 +248,8 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
 static gemm_args args_of(const moq_linear_call *call, const method *way, const areas *w,
                          int limit) {
     const moq_linear_spec *spec = call->spec;
-    const variant *v = way->shape;
-    int64_t band = BAND_TOKENS / (v->tokens * v->blocks);
+    const variant *v = &VARIANTS[way->index];
+    int64_t band = BAND_TOKENS / (way->shape->tokens * way->shape->blocks);
     int stages = (limit - 1024 - v->boards - v->rest) / v->stage;
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
@@ -346,29 +273,16 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
     return a;
 }
 
-extern "C" double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
-    return method_for(spec, m, 0).seconds;
-}
-
-/* The choice, and the shapes that are not expected to take half as long again. */
-extern "C" uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
-    double best = method_for(call->spec, call->m, 0).seconds;
-    uint64_t some = 1;
-    for (int i = 0; i < VARIANT_COUNT; i++)
-        if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
-            some |= 2ull << i;
-    return some;
-}
-
 extern "C" int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call) {
-    method way = method_for(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_find_way(call->spec, call->m, call->variant);
     return areas_of(call->spec, &way).bytes;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = method_for(spec, call->m, call->variant);
-    const variant *v = way.shape;
+    method way = moq_nvfp4_fp8_find_way(spec, call->m, call->variant);
+    const variant *v = &VARIANTS[way.index];
+    int blocks = way.shape->blocks;
     areas w = areas_of(spec, &way);
     moq_cuda_device device;
     CUtensorMap tokens, outputs = {};
@@ -376,15 +290,15 @@ extern "C" moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *e
     MOQ_TRY(quantize(call, &w, err));
     gemm_args a = args_of(call, &way, &w, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
-                                spec->in_features, (uint32_t)v->tokens, err));
+                                spec->in_features, (uint32_t)way.shape->tokens, err));
     if (a.boxed)
         MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
                                     call->y->stride[0] * 2, CHUNK, err));
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = v->kernel[spec->fast_accum][way.rest > 0],
-                         .grid = dim3((unsigned)(way.workers * v->blocks)),
+                         .grid = dim3((unsigned)(way.workers * blocks)),
                          .block = dim3((unsigned)v->threads),
-                         .cluster = v->blocks > 1 ? (unsigned)v->blocks : 0,
+                         .cluster = blocks > 1 ? (unsigned)blocks : 0,
                          .shared = (size_t)(a.stages * v->stage + v->rest),
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};

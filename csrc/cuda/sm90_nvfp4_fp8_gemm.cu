@@ -186,63 +186,20 @@ struct folded_products {
 
 /* ---- shapes ---- */
 
-template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant variant_of(double step) {
+template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant variant_of(void) {
     typedef folded_tile<T, ROW_GROUPS, K_GROUPS, PARTS> shape;
     const void *whole = (const void *)nvfp4_gemm<shape, folded_products, false>, *shared = NULL;
     if constexpr (!PARTS)
         shared = (const void *)nvfp4_gemm<shape, folded_products, true>;
-    return {T,
-            ROW_GROUPS,
-            K_GROUPS,
-            PARTS,
-            false,
-            shape::threads,
-            shape::stage,
-            shape::token_bytes / T,
-            step,
-            {{whole, shared}, {whole, shared}}};
+    static_assert(shape::stage == MOQ_NVFP4_GEMM_STAGE(T, ROW_GROUPS, 1),
+                  "as the choice counts it");
+    return {shape::threads, {{whole, shared}, {whole, shared}}};
 }
 
-static const variant VARIANTS[] = {
-    variant_of<32, 2, 1, false>(0.429),  variant_of<32, 3, 1, false>(0.557),
-    variant_of<32, 4, 1, false>(0.685),  variant_of<32, 2, 1, true>(0.455),
-    variant_of<32, 3, 1, true>(0.535),   variant_of<32, 1, 2, true>(0.454),
-    variant_of<32, 2, 2, true>(0.704),   variant_of<64, 2, 1, false>(0.469),
-    variant_of<64, 3, 1, false>(0.682),  variant_of<64, 4, 1, false>(0.888),
-    variant_of<64, 2, 1, true>(0.493),   variant_of<64, 3, 1, true>(0.658),
-    variant_of<64, 1, 2, true>(0.497),   variant_of<64, 2, 2, true>(0.845),
-    variant_of<128, 2, 1, false>(0.613), variant_of<128, 3, 1, false>(0.945),
-    variant_of<128, 2, 1, true>(0.612),  variant_of<128, 3, 1, true>(0.970),
-    variant_of<128, 1, 2, true>(0.612),  variant_of<256, 2, 1, false>(0.962),
-    variant_of<256, 2, 1, true>(0.934),  variant_of<256, 1, 2, true>(1.168),
-};
+#define VARIANT(tokens, row_groups, k_groups, parts, step)                                         \
+    variant_of<tokens, row_groups, k_groups, parts>(),
 
-enum { VARIANT_COUNT = sizeof VARIANTS / sizeof *VARIANTS };
-static_assert(2 * VARIANT_COUNT < 64,
-              "tune() measures 64 variants of a kernel, the first is the choice");
-
-/* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab.md): 4 % off, and
- * the choice costs 0.2 % by them. */
-static const family FOLDED = {VARIANTS,
-                              VARIANT_COUNT,
-                              32,
-                              256,
-                              {.begin = 1.44,
-                               .quantize = 1 / 0.613,
-                               .cache = 11.6,
-                               .memory = 4.15,
-                               .heat = 0.076,
-                               .rows = 0.578,
-                               .tokens = 0.0132,
-                               .part_rows = 0.785,
-                               .part_tokens = 0.0228,
-                               .part_more = 0.0228,
-                               .received = 0.0135,
-                               .hand_over = 3.15,
-                               .shared_token = 0.00695,
-                               .others = 0.705,
-                               .own = 1.68,
-                               .own_token = 0.00775}};
+static const variant VARIANTS[] = {MOQ_NVFP4_FP8_GEMM_SHAPES(VARIANT)};
 
 /* ---- launch ---- */
 
@@ -273,35 +230,23 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
     return moq_cuda_quantize_rows(&q, err);
 }
 
-extern "C" double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m) {
-    return method_for(&FOLDED, spec, m, 0).seconds;
-}
-
-extern "C" int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m) {
-    return choice_of(&FOLDED, spec, m);
-}
-
-extern "C" uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call) {
-    return variants_of(&FOLDED, call);
-}
-
 extern "C" int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call) {
-    method way = method_for(&FOLDED, call->spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_gemm_find_way(call->spec, call->m, call->variant);
     return way.shape ? areas_of(call, &way).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = method_for(&FOLDED, spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_gemm_find_way(spec, call->m, call->variant);
     if (!way.shape || way.seconds == INFINITY)
         return refuse(call, err);
     areas w = areas_of(call, &way);
     MOQ_TRY(quantize(call, &w, err));
-    layout l = lay_out(way.shape, way.cluster);
+    layout l = moq_nvfp4_gemm_lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l, (uint8_t *)call->workspace + w.sums);
     a.fold_scale = call->fold_scale;
     a.x_scale = (const float *)((uint8_t *)call->workspace + w.scales);
     a.per_token = true;
-    return launch_tiles(call, &way, l, &a, call->workspace, spec->in_features, spec->in_features,
-                        err);
+    return launch_tiles(call, &way, l, VARIANTS, &a, call->workspace, spec->in_features,
+                        spec->in_features, err);
 }

@@ -13,16 +13,15 @@
 #define MOQ_CUDA_SM90_NVFP4_GEMM_H
 
 #include "core/nvfp4_pack.h"
+#include "cuda/choice/nvfp4_gemm.h"
 #include "cuda/nvfp4_decode.h"
 #include "cuda/ptx.h"
 #include "cuda/sm90_gemm_outputs.h"
-#include "cuda/sm90_grid.h"
 #include "cuda/wgmma.h"
 
-#define STEP         128
-#define UNIT         MOQ_PACK_BYTES
-#define MAX_STAGES   24
-#define LEAST_STAGES 3
+#define STEP       MOQ_NVFP4_GEMM_STEP
+#define UNIT       MOQ_PACK_BYTES
+#define MAX_STAGES MOQ_NVFP4_GEMM_STAGES
 
 typedef struct {
     int m, n;
@@ -216,7 +215,7 @@ typedef struct {
 
 /* Bytes of a warp's scales of a step as products need them: of 16 rows and 8 groups, [units][g]
  * [groups of the unit, rows g and g + 8]. Four lanes need the same: each makes a quarter. */
-#define SCALES 256
+#define SCALES MOQ_NVFP4_GEMM_SCALES
 
 /* A step of a warpgroup: the place in the ring, of it, of its barriers and of its scales, and the
  * parity of the phase in which it is used next. The compiler has to see that all threads have the

@@ -8,11 +8,11 @@
 #define MOQ_CUDA_SM90_NVFP4_TILE_H
 
 #include "core/nvfp4_pack.h"
+#include "cuda/choice/grid.h"
 #include "cuda/load.h"
 #include "cuda/nvfp4_decode.h"
 #include "cuda/nvfp4_fold.h"
 #include "cuda/ptx.h"
-#include "cuda/sm90_grid.h"
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
 #define ROWS       128
@@ -23,9 +23,6 @@
 
 /* What the operands are. */
 typedef enum { AS_BF16, AS_F16, AS_E4M3 } operand_type;
-
-/* What two blocks have in common. */
-typedef enum { ALONE, SHARE_TOKENS, SHARE_WEIGHTS } sharing;
 
 typedef struct {
     int m, n;
@@ -51,11 +48,11 @@ typedef struct {
 
 /* A pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums of e4m3 stay in
  * the tensor cores. */
-template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
+template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr operand_type type = TYPE;
     static constexpr int T = T_;
-    static constexpr bool share_tokens = SHARE == SHARE_TOKENS, pair = SHARE != ALONE;
-    static constexpr bool share_weights = SHARE == SHARE_WEIGHTS;
+    static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS, pair = SHARE != MOQ_ALONE;
+    static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
     static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
     static constexpr int units = quantized ? 2 : 1;                 /* of a slab in a step */
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
@@ -63,7 +60,7 @@ template <operand_type TYPE, int T_, sharing SHARE, bool FAST> struct tile {
     static constexpr int weight_bytes = slabs * slab_bytes;
     /* Of e4m3: threads that fold, twice as many where they are faster (docs/lab.md), and registers
      * of theirs and of those who multiply. */
-    static constexpr bool twice = T < 128 || (T == 128 && SHARE == ALONE);
+    static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
     static constexpr int folders = twice ? 256 : 128;
     static constexpr bool full = T == 256 && !fast; /* of sums */
     static constexpr int registers = twice ? 144 : full ? 224 : 216;

@@ -10,16 +10,14 @@
  * What bounds it (H200, docs/lab.md): the tensor cores and the power they take. A step of 256
  * tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh of what
  * can be issued meanwhile. */
+#include "cuda/choice/nvfp4_wide.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
-#include "cuda/sm90_grid.h"
 #include "cuda/sm90_nvfp4_outputs.h"
 #include "cuda/sm90_nvfp4_parts.h"
 #include "cuda/sm90_nvfp4_products.h"
 #include "cuda/sm90_nvfp4_tile.h"
 #include "cuda/tensor_map.h"
-
-#include <math.h>
 
 #define THREADS      384
 #define UNIT_WORDS   (MOQ_PACK_BYTES / 8)
@@ -143,124 +141,30 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- shapes ---- */
 
+/* What a launch needs to know of a shape of tiles (choice/nvfp4_wide.h). */
 typedef struct {
-    int tokens, blocks; /* of a tile; that share its tokens */
     int token_bytes, weight_bytes;
     int boards;               /* bytes of static shared memory */
-    double step, even;        /* microseconds: of a step on few multiprocessors, of even shares */
     const void *kernel[2][2]; /* of bfloat16 and of float16; for whole tiles, for divided ones */
 } variant;
 
-template <int T, sharing SHARE> static variant variant_of(double step, double even) {
+template <int T, moq_sharing SHARE> static variant variant_of(void) {
     typedef tile<AS_BF16, T, SHARE, false> bf16;
     typedef tile<AS_F16, T, SHARE, false> f16;
-    return {T,
-            bf16::pair ? 2 : 1,
-            bf16::token_bytes,
+    return {bf16::token_bytes,
             bf16::weight_bytes,
             2 * (int)sizeof(board<bf16>),
-            step,
-            even,
             {{(const void *)nvfp4_wide<bf16, false>, (const void *)nvfp4_wide<bf16, true>},
              {(const void *)nvfp4_wide<f16, false>, (const void *)nvfp4_wide<f16, true>}}};
 }
 
-static const variant VARIANTS[] = {
-    variant_of<256, SHARE_TOKENS>(0.550, 5.57),
-    variant_of<256, ALONE>(0.567, 4.71),
-    variant_of<128, SHARE_TOKENS>(0.330, 2.87),
-    variant_of<128, ALONE>(0.334, 3.58),
-};
+#define VARIANT(tokens, share, step, even) variant_of<tokens, share>(),
 
-/* How tiles are divided: whole ones in rounds, the last rounds evenly by steps, or each among the
- * blocks of a cluster. */
-typedef enum { ROUNDS, EVEN, PARTS, DIVISIONS } division;
+static const variant VARIANTS[] = {MOQ_NVFP4_WIDE_SHAPES(VARIANT)};
+static_assert(ROWS == MOQ_NVFP4_WIDE_ROWS && CHUNK == MOQ_NVFP4_WIDE_CHUNK,
+              "as the choice counts them");
 
-enum { SHAPES = sizeof VARIANTS / sizeof *VARIANTS, VARIANT_COUNT = SHAPES * DIVISIONS };
-
-/* How a call is done. Workers are blocks or pairs of them, or clusters. */
-typedef struct {
-    const variant *shape;
-    int64_t row_tiles, columns, workers;
-    int64_t rest; /* tiles that are shared evenly */
-    int parts;    /* of K, or 0 */
-    int variant;
-    double seconds;
-} method;
-
-/* Microseconds that sums of blocks take on their way to each other. */
-static double exchange_of(const method *way, division how) {
-    double width = way->shape->tokens / 256.0;
-    if (how == EVEN)
-        return way->shape->even + width * 0.94 * (1 + (double)way->workers / (double)way->rest);
-    return how == PARTS ? width * (2.3 + 0.83 * way->parts) : 0;
-}
-
-/* Fitted to 561 times of 16 layers with 128 to 2048 tokens on an H200, 6 % root mean square
- * (docs/lab.md). The more multiprocessors multiply the lower is the clock. */
-static double estimate(const moq_linear_spec *spec, const method *way, division how) {
-    const variant *v = way->shape;
-    double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
-    double turns = how == EVEN ? tiles / workers : ceil(tiles / workers);
-    double parts = how == PARTS ? way->parts : 1;
-    double busy = workers * v->blocks * parts / (double)spec->target.sm_count;
-    double steps = (double)divide_up(spec->in_features, MOQ_PACK_K) / parts;
-    double products = turns * steps * v->step * (1 + 0.172 * busy);
-    double outputs = ceil(turns) * (0.29 + 0.0038 * v->tokens);
-    double begin = 2.3 + 0.31 * v->blocks;
-    return (begin + products + outputs + exchange_of(way, how)) * 1e-6;
-}
-
-/* The most parts of K that clusters of blocks can have, all at once; 0 if there is no such way. */
-static int parts_of(const moq_linear_spec *spec, const variant *v, int64_t tiles) {
-    int64_t steps = divide_up(spec->in_features, MOQ_PACK_K);
-    int most =
-        MAX_CLUSTER / v->blocks < v->tokens / CHUNK ? MAX_CLUSTER / v->blocks : v->tokens / CHUNK;
-    for (int parts = steps < most ? (int)steps : most; parts > 1; parts--)
-        if (tiles <= clusters_that_fit(spec->target.sm_count, parts * v->blocks))
-            return parts;
-    return 0;
-}
-
-/* Clusters of two go to neighbours, of which every multiprocessor of an H200 has one. */
-static method method_of(const moq_linear_spec *spec, int64_t m, const variant *v, division how) {
-    method way = {v, divide_up(spec->out_features, ROWS * v->blocks), divide_up(m, v->tokens)};
-    int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
-    int64_t steps = divide_up(spec->in_features, MOQ_PACK_K);
-    way.workers = tiles < most ? tiles : most;
-    if (how == EVEN) {
-        even_shares even = share_evenly(tiles, steps, most);
-        way.rest = even.tiles;
-        way.workers = even.workers;
-    } else if (how == PARTS) {
-        way.parts = parts_of(spec, v, tiles);
-        way.workers = tiles;
-    }
-    way.seconds = how == PARTS && way.parts == 0 ? INFINITY : estimate(spec, &way, how);
-    return way;
-}
-
-static method method_at(const moq_linear_spec *spec, int64_t m, int index) {
-    method way = method_of(spec, m, &VARIANTS[index % SHAPES], (division)(index / SHAPES));
-    way.variant = index + 1;
-    return way;
-}
-
-/* Variant 0 is the choice, the others are a shape and a division each; the choice again where that
- * cannot be. */
-static method method_for(const moq_linear_spec *spec, int64_t m, int32_t which) {
-    method best = {.seconds = INFINITY};
-    if (which > 0 && which <= VARIANT_COUNT)
-        best = method_at(spec, m, which - 1);
-    if (best.seconds < INFINITY)
-        return best;
-    for (int i = 0; i < VARIANT_COUNT; i++) {
-        method way = method_at(spec, m, i);
-        if (way.seconds < best.seconds)
-            best = way;
-    }
-    return best;
-}
+typedef moq_nvfp4_wide_way method;
 
 /* ---- launch ---- */
 
@@ -274,15 +178,16 @@ static int64_t flag_bytes(const method *way) {
 }
 
 /* Bytes that outputs of a tile take on their way. */
-static int room_of(const variant *v) {
+static int room_of(const moq_nvfp4_wide_shape *v) {
     return v->tokens * ROWS * 2;
 }
 
 static gemm_args args_of(const moq_linear_call *call, const method *way, int limit) {
     const moq_linear_spec *spec = call->spec;
-    const variant *v = way->shape;
-    int64_t band = BAND_TOKENS / v->tokens;
-    int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - room_of(v)) /
+    const moq_nvfp4_wide_shape *s = way->shape;
+    const variant *v = &VARIANTS[way->index];
+    int64_t band = BAND_TOKENS / s->tokens;
+    int stages = (limit - 1024 - 16 * MAX_STAGES - v->boards - room_of(s)) /
                  (v->token_bytes + v->weight_bytes);
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
@@ -307,35 +212,18 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
     return a;
 }
 
-extern "C" double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m) {
-    return method_for(spec, m, 0).seconds;
-}
-
-extern "C" int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m) {
-    return method_for(spec, m, 0).variant;
-}
-
 extern "C" int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call) {
-    method way = method_for(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_wide_find_way(call->spec, call->m, call->variant);
     if (!way.rest && !way.parts)
         return 0;
     return flag_bytes(&way) + blocks_of(&way) * way.shape->tokens * ROWS * 4;
 }
 
-/* The choice, and the shapes that are not expected to take half as long again. */
-extern "C" uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call) {
-    double best = method_for(call->spec, call->m, 0).seconds;
-    uint64_t some = 1;
-    for (int i = 0; i < VARIANT_COUNT; i++)
-        if (method_at(call->spec, call->m, i).seconds < 1.5 * best)
-            some |= 2ull << i;
-    return some;
-}
-
 extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = method_for(spec, call->m, call->variant);
-    const variant *v = way.shape;
+    method way = moq_nvfp4_wide_find_way(spec, call->m, call->variant);
+    const moq_nvfp4_wide_shape *s = way.shape;
+    const variant *v = &VARIANTS[way.index];
     moq_cuda_device device;
     CUtensorMap weights, tokens, outputs = {};
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
@@ -344,18 +232,18 @@ extern "C" moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *
     MOQ_TRY(moq_tensor_map_words(&weights, call->weight, a.slabs, (int64_t)a.blocks * UNIT_WORDS,
                                  SLABS, UNIT_WORDS, err));
     MOQ_TRY(moq_tensor_map_rows(&tokens, x->data, call->m, spec->in_features * 2, x->stride[0] * 2,
-                                (uint32_t)(v->tokens / v->blocks), err));
+                                (uint32_t)(s->tokens / s->blocks), err));
     if (a.boxed)
         MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
                                     call->y->stride[0] * 2, CHUNK, err));
-    int cluster = v->blocks * (way.parts ? way.parts : 1);
+    int cluster = s->blocks * (way.parts ? way.parts : 1);
     moq_launch launch = {.what = "NVFP4 linear",
                          .kernel = v->kernel[x->dtype == MOQ_DT_F16][way.rest || way.parts],
                          .grid = dim3((unsigned)blocks_of(&way)),
                          .block = dim3(THREADS),
                          .cluster = cluster > 1 ? (unsigned)cluster : 0,
                          .shared =
-                             (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(v)),
+                             (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(s)),
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
     void *parameters[] = {&weights, &tokens, &outputs, &a};

@@ -4,11 +4,10 @@
 
 #include "core/formats.h"
 #include "cpu/linear.h"
-#include "cuda/cublaslt_cost.h"
+#include "cuda/choice/choice.h"
 #include "cuda/linear.h"
 #include "ops/linear.h"
 
-#include <math.h>
 #include <stdio.h>
 
 static bool on_cpu(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
@@ -161,24 +160,6 @@ static bool can_run_fp8_decode(const moq_linear_spec *spec, int64_t m, char *rea
     return false;
 }
 
-static double norm4(double a, double b) {
-    return sqrt(sqrt(a * a * a * a + b * b * b * b));
-}
-
-/* Seconds, fitted as the estimates of the FP8 GEMM are (sm90_fp8_gemm.cu): the weight, or what each
- * row of outputs costs where that is longer, then x, read and quantized by every multiprocessor, by
- * the way it is quantized. Of small layers with a token or two two calls are on a multiprocessor.
- */
-static double cost_fp8_decode(const moq_linear_spec *spec, int64_t m) {
-    double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
-    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.55e-11
-                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 5.57e-11
-                                                         : 5.32e-11;
-    bool small = n * k <= (double)MOQ_FP8_DECODE_SMALL * spec->target.sm_count;
-    double start = m <= MOQ_FP8_DECODE_FEW && small ? 1.41e-6 : 1.75e-6;
-    return start + norm4(n * k / 4.54e12, n * (7.62e-11 + 1.66e-11 * tokens)) + value * tokens * k;
-}
-
 static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t size) {
     if (size_of % 16 == 0)
         return true;
@@ -241,14 +222,6 @@ static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *rea
            suits_16_bits(spec, reason, size);
 }
 
-/* Seconds: W read at 2.9 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
- * takes on an H200 from 8192 x 8192 on, up to a third short of it for 32 to 256 tokens of 4096 x
- * 4096 (docs/lab.md); an estimate elsewhere. */
-static double cost_sm80_nvfp4(const moq_linear_spec *spec, int64_t m) {
-    double weights = (double)spec->in_features * (double)spec->out_features;
-    return 3e-6 + 0.5625 * weights / 2.9e12 + 2 * weights * (double)(m < 8 ? 8 : m) / 3.7e14;
-}
-
 static bool can_run_nvfp4_wide(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
            takes(m, MOQ_NVFP4_WIDE_TOKENS, reason, size);
@@ -289,33 +262,6 @@ static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, s
     (void)m;
     return on_cuda(spec, reason, size) && since(spec, 80, reason, size) &&
            has_int_rows(spec, reason, size);
-}
-
-/* Seconds: the steps of a block one after the other, bytes at 1 TB/s, products at 20 TFLOP/s.
- * Within a factor of two of what FP8 layers of 4096 x 4096 to 8192 x 8192 take on an H200. */
-static double cost_simt(const moq_linear_spec *spec, int64_t m) {
-    double weights = (double)spec->in_features * (double)spec->out_features;
-    double steps = (double)spec->in_features / 512;
-    return 5e-6 + 1e-6 * steps + weights / 1e12 + weights * (double)m / 1e13;
-}
-
-/* Seconds: x quantized, then W read at 1.5 TB/s or multiplied at `rate` a second, 16 rows of x at
- * least. Within a factor of 1.5 of what the kernel of fp16 takes on an H200; an estimate elsewhere.
- */
-static double mma_cost(const moq_linear_spec *spec, int64_t m, double rate) {
-    double weights = (double)spec->in_features * (double)spec->out_features;
-    double products = weights * (double)(m < 16 ? 16 : m) / rate;
-    return 8e-6 + (weights / 1.5e12 > products ? weights / 1.5e12 : products);
-}
-
-static double cost_sm80_fp8(const moq_linear_spec *spec, int64_t m) {
-    return mma_cost(spec, m, 1e14);
-}
-
-/* The chips that make these products of fp16 ones gain nothing by them. */
-static double cost_sm89_fp8(const moq_linear_spec *spec, int64_t m) {
-    bool native = spec->target.capability == 89 || spec->target.capability >= 120;
-    return native ? 0.99 * mma_cost(spec, m, 2e14) : 1.01 * mma_cost(spec, m, 1e14);
 }
 
 /* ---- cuBLASLt ---- */
@@ -385,16 +331,24 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    {{"cuda", "simt"}, can_run_simt, cost_simt, moq_cuda_simt_workspace, moq_cuda_simt_linear},
-    {{"cuda", "sm90_fp8_decode"}, can_run_fp8_decode, cost_fp8_decode, NULL, moq_cuda_fp8_decode},
+    {{"cuda", "simt"},
+     can_run_simt,
+     moq_cuda_simt_seconds,
+     moq_cuda_simt_workspace,
+     moq_cuda_simt_linear},
+    {{"cuda", "sm90_fp8_decode"},
+     can_run_fp8_decode,
+     moq_cuda_fp8_decode_seconds,
+     NULL,
+     moq_cuda_fp8_decode},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
-     cost_sm89_fp8,
+     moq_cuda_mma_fp8_as_e4m3_seconds,
      moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_e4m3},
     {{"cuda", "sm80_fp8"},
      can_run_sm80_fp8,
-     cost_sm80_fp8,
+     moq_cuda_mma_fp8_as_f16_seconds,
      moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16},
     {{"cuda", "sm90_fp8_gemm"},
@@ -413,7 +367,7 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_nvfp4_decode_choose},
     {{"cuda", "sm80_nvfp4"},
      can_run_sm80_nvfp4,
-     cost_sm80_nvfp4,
+     moq_cuda_mma_nvfp4_seconds,
      moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
     {{"cuda", "sm90_nvfp4_gemm"},

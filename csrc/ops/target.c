@@ -1,6 +1,7 @@
 /* The chip behind a device: see target.h. */
 #include "ops/target.h"
 
+#include "cuda/choice/chip.h"
 #include "cuda/cublaslt.h"
 #include "cuda/cuda.h"
 
@@ -47,6 +48,7 @@ moq_target moq_find_target(moq_device device) {
     }
     target.capability = 10 * found.major + found.minor;
     target.sm_count = found.sm_count;
+    target.chip = moq_find_chip_of(found.name, target.capability, target.sm_count);
     if (!moq_archs_run_on(moq_cuda_archs(), target.capability))
         snprintf(target.missing, sizeof target.missing,
                  "this build has code for %.64s, none for compute capability %d.%d",
@@ -55,17 +57,36 @@ moq_target moq_find_target(moq_device device) {
     return target;
 }
 
+static moq_status refuse_capability(const char *capability, moq_err *err) {
+    char names[128] = "";
+    size_t used = 0;
+    const moq_chip *chip;
+    for (int32_t i = 1; (chip = moq_chip_at(i)) && used < sizeof names; i++)
+        used += (size_t)snprintf(names + used, sizeof names - used, ", \"%s\"", chip->name);
+    return moq_fail(
+        err, MOQ_ERR_VALUE,
+        "capability: expected a compute capability as in \"9.0\", or a chip of%s, got \"%.32s\"",
+        names + 1, capability);
+}
+
 moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
                              moq_err *err) {
     int major = 0, minor = 0;
     char tail = 0;
+    int32_t index = moq_find_chip(capability);
+    const moq_chip *chip = moq_chip_at(index);
     *target = (moq_target){0};
     if (device.kind != MOQ_CUDA)
         return moq_fail(err, MOQ_ERR_VALUE, "capability: expected None for a layer on the CPU");
+    if (chip) {
+        *target = (moq_target){.capability = chip->capability,
+                               .sm_count = chip->sm_count,
+                               .chip = index,
+                               .assumed = true};
+        return MOQ_OK;
+    }
     if (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "capability: expected a compute capability as in \"9.0\", got \"%.32s\"",
-                        capability);
+        return refuse_capability(capability, err);
     *target =
         (moq_target){.capability = 10 * major + minor, .sm_count = USUAL_SM_COUNT, .assumed = true};
     return MOQ_OK;

@@ -10,7 +10,7 @@
 moq_target moq_find_target(moq_device device);
 
 /* A chip that need not be here, in a build with code for it: what a plan would be there.
- * `capability` is "9.0". */
+ * `capability` is "9.0", or the name of a chip of the table, "H100 SXM". */
 moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
                              moq_err *err);
 

@@ -1,0 +1,74 @@
+/* How work divides into tiles and steps, for the choice of a way, for launchers and for kernels. */
+#ifndef MOQ_CUDA_CHOICE_GRID_H
+#define MOQ_CUDA_CHOICE_GRID_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define BLOCK_SHARED                                                                               \
+    232448 /* bytes of shared memory that a block of compute capability 9.0 may have */
+
+static inline int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+/* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
+ * MOQ_PARTS each has some of K, and in MOQ_FINE_PARTS each warpgroup every other step of that. */
+typedef enum {
+    MOQ_ALONE,
+    MOQ_SHARE_WEIGHTS,
+    MOQ_SHARE_TOKENS,
+    MOQ_PARTS,
+    MOQ_FINE_PARTS
+} moq_sharing;
+
+/* Tiles whose steps all workers share evenly (sm90_nvfp4_shares.h): those of the last two rounds,
+ * and who has a step of them. Where that idles a sixteenth of them at most, a tile has workers of
+ * its own: none has steps of two tiles, whose sums it would hand over and take (docs/lab.md). */
+typedef struct {
+    int64_t tiles, workers;
+} even_shares;
+
+static inline even_shares share_evenly(int64_t tiles, int64_t steps, int64_t most) {
+    int64_t shared = tiles < 2 * most ? tiles : tiles % most + most;
+    int64_t workers = shared * steps < most ? shared * steps : most;
+    if (shared < most && most % shared <= most / 16)
+        workers -= workers % shared;
+    even_shares even = {shared, workers};
+    return even;
+}
+
+/* How many steps of those tiles a worker has: `least`, and one more the first `more` of each
+ * `group` workers, which have a tile of their own or are all. */
+typedef struct {
+    int least, more, group;
+    int inverse; /* 65536 / group, so that 255 workers divide by a product */
+} step_shares;
+
+static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t workers) {
+    bool own = tiles > 0 && workers % tiles == 0;
+    int64_t group = own ? workers / tiles : workers, all = own ? steps : tiles * steps;
+    step_shares shares = {(int)(all / group), (int)(all % group), (int)group,
+                          (int)divide_up(65536, group)};
+    return shares;
+}
+
+/* Of a tile's tokens, how many turn around at a time on their way to memory, and the bytes of eight
+ * of them of a warpgroup as outputs. */
+#define TURNED_AT_ONCE(tokens) ((tokens) < 64 ? (tokens) : 64)
+#define EIGHT_BYTES            (8 * 128)
+#define BOARD_BYTES            2304 /* factors and biases of all warpgroups of a block, at most */
+
+/* What parts of K take in shared memory: float4 of a warpgroup's share of sums, bytes of all shares
+ * of a block, bytes of the outputs of a warpgroup. */
+typedef struct {
+    int side, sums, turn_step;
+} parts_room;
+
+static inline parts_room room_of_parts(int columns, int parts, int warpgroups) {
+    int eights_of_part = (columns / 8 + parts - 1) / parts, side = eights_of_part * parts * 128;
+    parts_room room = {side, warpgroups * side * 16, eights_of_part * EIGHT_BYTES};
+    return room;
+}
+
+#endif

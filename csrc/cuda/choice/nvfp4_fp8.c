@@ -1,0 +1,83 @@
+/* The choice among ways to do the NVFP4 GEMM with FP8 products of Hopper: see nvfp4_fp8.h. */
+#include "cuda/choice/nvfp4_fp8.h"
+
+#include "cuda/choice/choice.h"
+
+#include <math.h>
+
+#define SHAPE(tokens, share, step, fast_step, even, output)                                        \
+    {tokens, (share) == MOQ_ALONE ? 1 : 2, {step, fast_step}, even, output},
+
+static const moq_nvfp4_fp8_shape SHAPES[] = {MOQ_NVFP4_FP8_SHAPES(SHAPE)};
+
+/* How tiles are divided: whole ones in rounds, or the last rounds evenly by steps. */
+typedef enum { ROUNDS, EVEN, DIVISIONS } division;
+
+enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES, VARIANT_COUNT = SHAPE_COUNT * DIVISIONS };
+
+/* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
+ * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
+ * loses (docs/lab.md). The more multiprocessors multiply, and the longer, the lower is the clock.
+ */
+static double estimate(const moq_linear_spec *spec, const moq_nvfp4_fp8_way *way, int64_t m) {
+    const moq_nvfp4_fp8_shape *v = way->shape;
+    double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
+    double steps = (double)divide_up(spec->in_features, MOQ_NVFP4_FP8_STEP);
+    double turns = way->rest ? tiles / workers : ceil(tiles / workers);
+    double longer = 0.0291 * (double)way->rest / workers; /* steps that are shared take */
+    double busy = workers * v->blocks / (double)spec->target.sm_count;
+    double quantize = 1.5 + (double)m * (double)spec->in_features / 1.4e6;
+    double products = (turns + longer) * steps * v->step[spec->fast_accum] * (1 + 0.19 * busy);
+    double exchange =
+        way->rest ? v->even + 0.00262 * v->tokens * (1 + workers / (double)way->rest) : 0;
+    products *= 1 + 0.0695 * fmin(1, products / 400);
+    return (2.0 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
+}
+
+static moq_nvfp4_fp8_way way_of(const moq_linear_spec *spec, int64_t m,
+                                const moq_nvfp4_fp8_shape *v, division how) {
+    moq_nvfp4_fp8_way way = {v, (int)(v - SHAPES),
+                             divide_up(spec->out_features, MOQ_NVFP4_FP8_ROWS),
+                             divide_up(m, v->tokens * v->blocks)};
+    int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
+    int64_t steps = divide_up(spec->in_features, MOQ_NVFP4_FP8_STEP);
+    way.workers = tiles < most ? tiles : most;
+    if (how == EVEN) {
+        even_shares even = share_evenly(tiles, steps, most);
+        way.rest = even.tiles;
+        way.workers = even.workers;
+    }
+    way.seconds = estimate(spec, &way, m);
+    return way;
+}
+
+static moq_nvfp4_fp8_way way_at(const moq_linear_spec *spec, int64_t m, int index) {
+    return way_of(spec, m, &SHAPES[index % SHAPE_COUNT], (division)(index / SHAPE_COUNT));
+}
+
+/* Variant 0 is the choice, the others are a shape and a division each. */
+moq_nvfp4_fp8_way moq_nvfp4_fp8_find_way(const moq_linear_spec *spec, int64_t m, int32_t which) {
+    moq_nvfp4_fp8_way best = {.seconds = INFINITY};
+    for (int i = 0; i < VARIANT_COUNT; i++) {
+        moq_nvfp4_fp8_way way = way_at(spec, m, i);
+        if (which == i + 1)
+            return way;
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
+    return moq_nvfp4_fp8_find_way(spec, m, 0).seconds;
+}
+
+/* The choice, and the shapes that are not expected to take half as long again. */
+uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
+    double best = moq_nvfp4_fp8_find_way(call->spec, call->m, 0).seconds;
+    uint64_t some = 1;
+    for (int i = 0; i < VARIANT_COUNT; i++)
+        if (way_at(call->spec, call->m, i).seconds < 1.5 * best)
+            some |= 2ull << i;
+    return some;
+}
