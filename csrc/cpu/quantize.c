@@ -213,8 +213,9 @@ static span span_at(const job *j, int64_t index) {
 }
 
 static void run(job *j, moq_work work) {
+    int64_t span = j->span > 0 ? j->span : 1; /* rows without values have an amax all the same */
     moq_shares shares = {.count = moq_row_count(&j->x) * j->per_row,
-                         .grain = j->span < THREAD_SHARE ? THREAD_SHARE / j->span : 1,
+                         .grain = span < THREAD_SHARE ? THREAD_SHARE / span : 1,
                          .nanoseconds = NANOSECONDS * (double)moq_tensor_numel(&j->x)};
     moq_parallel_for(&shares, work, j);
 }
