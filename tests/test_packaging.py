@@ -260,6 +260,7 @@ def compiled(result):
 def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes):
     sources = compiled(build(tree, tmp_path, **fakes))
     assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
+        "csrc/cuda/choice/cublaslt.c",
         "csrc/cuda/cublaslt.cu",
         "csrc/cuda/cublaslt_matmul.cu",
         "csrc/cuda/linear_cublaslt.cu",
