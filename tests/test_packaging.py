@@ -257,6 +257,7 @@ def compiled(result):
     return sorted(source for _, _, source in lines)
 
 
+@needs_compiler
 def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes):
     sources = compiled(build(tree, tmp_path, **fakes))
     assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
@@ -269,6 +270,7 @@ def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes)
     assert [path for path in (ROOT / "csrc").rglob("*.*") if included.search(path.read_text())] == []
 
 
+@needs_compiler
 def test_flavours_of_a_build_keep_their_objects(sketch, tmp_path, fakes):
     """Each is compiled once, however often builds change between them; what they share only by the first."""
     flavours = [
@@ -303,6 +305,7 @@ def test_another_place_of_numpy_compiles_nothing_again(sketch, tmp_path, fakes):
     assert found[2] == [path for path in found[0] if path.startswith("csrc/binding/")]
 
 
+@needs_compiler
 def test_sources_are_found_in_rooms_of_a_floor(sketch, tmp_path, fakes):
     """A C file of csrc/cuda is part of every build, with nvcc and without; absent*.c of those without."""
     for path in ("core/room/plain.c", "cuda/choice/costs.c", "cuda/room/kernel.cu"):
