@@ -174,7 +174,7 @@ class LinearMethod:
                 shape than `checkpoint_params` says, or holds scales or codes that no intact checkpoint holds
                 (negative, infinite or NaN; an `input_scale` of at most 2^-128, whose reciprocal float32 does
                 not hold; a `weight_scale_2` above 2^124 where block scales are folded into FP8). A weight
-                scale of zero means that the weight is zero.
+                scale of zero means a weight of zero, over codes that are zero or NaN; over others it is lost.
             TypeError: A tensor of another dtype.
             BufferError: Memory that cannot be read or written, or `out` sharing memory with `params` in any
                 other way, or two tensors of `out` sharing it.
