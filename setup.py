@@ -403,7 +403,7 @@ class BuildExt(build_ext):
             "-std=c++17",
             "-t0",
             "--compress-mode=size",
-            *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "device.cu" else []),
+            *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "devices.cu" else []),
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
@@ -411,7 +411,7 @@ class BuildExt(build_ext):
         return Unit(source, target, command, shlex.join(command))
 
     def target(self, flavour, source):
-        """The object of `source` for a flavour; its suffix keeps device.c and device.cu apart."""
+        """The object of `source` for a flavour; its suffix keeps device.c and devices.cu apart."""
         return Path(self.build_temp, flavour, source.with_suffix(source.suffix + ".o"))
 
 

@@ -103,21 +103,67 @@ def test_the_rules_and_the_path_of_a_call_know_no_operation(path):
     assert {header for _, header in INCLUDE.findall(text) if "linear" in header} <= {"core/linear.h"}
 
 
+ROOMS = {  # of csrc/cuda: the rooms that a file of each may include from, besides its own
+    "choice": set(),
+    "runtime": set(),
+    "device": set(),
+    "tensor": {"device", "runtime"},
+    "linear": {"device", "runtime", "tensor", "choice"},
+}
+CUDA_FILES = [path for path in C_FILES if path.is_relative_to(CSRC / "cuda")]
+
+
+def room_of(path):
+    """The room of csrc/cuda that a file belongs to, the first folder below it; None for its own files."""
+    parts = Path(path).parts
+    return parts[1] if len(parts) > 2 else None
+
+
+@pytest.mark.parametrize("path", [path for path in CUDA_FILES if room_of(path.relative_to(CSRC))], ids=name)
+def test_rooms_of_cuda_use_the_rooms_below(path):
+    room = room_of(path.relative_to(CSRC))
+    headers = [header for _, header in INCLUDE.findall(path.read_text()) if header.startswith("cuda/")]
+    assert {room_of(header) for header in headers} - {room, None} <= ROOMS[room]
+    assert [header for header in headers if not room_of(header) and header != "cuda/cuda.h"] == []
+
+
 def test_choices_are_made_without_cuda():
     """csrc/cuda/choice is plain C in every build: no kernel, no header of CUDA, none that includes one."""
-    folder = CSRC / "cuda" / "choice"
-    files = [path for path in C_FILES if path.parent == folder]
+    files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) == "choice"]
     assert {path.suffix for path in files} == {".c", ".h"}
     for path in files:
         headers = [header for bracket, header in INCLUDE.findall(path.read_text()) if bracket == '"']
-        own = [header for header in headers if not header.startswith(("core/", "cuda/choice/"))]
-        assert set(own) <= {"cuda/linear.h"}, name(path)
-    assert {header for _, header in INCLUDE.findall((CSRC / "cuda" / "linear.h").read_text())} == {
-        "core/linear.h"
-    }
+        assert [header for header in headers if not header.startswith(("core/", "cuda/choice/"))] == []
 
 
-@pytest.mark.parametrize("path", [p for p in C_FILES if "third_party" not in p.parts], ids=name)
+OWN_FILES = [path for path in C_FILES if "third_party" not in path.parts]
+
+
+FOREIGN = {"cublasLt.h", "cublas_api.h", "library_types.h", "Python.h", "fuzz_NAME.c"}  # named, and not ours
+
+
+def test_file_names_are_unique():
+    """A name says which file is meant wherever it stands; a header may share it with its own source."""
+    folders = {}
+    for path in OWN_FILES:
+        folders.setdefault(path.stem, set()).add(path.parent)
+    assert {stem for stem, where in folders.items() if len(where) > 1} == set()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*OWN_FILES, *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
+    ids=name,
+)
+def test_files_that_are_named_exist(path):
+    known = {file.name for file in [*C_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+    known |= FOREIGN
+    text = INCLUDE.sub("", path.read_text())
+    named = re.findall(r"[\w/]+\.(?:cuh|cu|md|c|h)\b", text)
+    assert {file.split("/")[-1] for file in named} - known == set()
+
+
+@pytest.mark.parametrize("path", OWN_FILES, ids=name)
 def test_c_file_is_short(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
@@ -165,12 +211,12 @@ PROCESS_WIDE = {
     "csrc/cpu/threads.c",
 }  # facts of the machine and of the process
 STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: the variables allowed
-    "csrc/cuda/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
-    "csrc/cuda/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
-    "csrc/cuda/device.cu": {"device_table"},  # devices and their contexts, under a lock
-    "csrc/cuda/driver.cu": {"found_driver"},  # entry points, under a lock
-    "csrc/cuda/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
-    "csrc/cuda/prepare.cu": {"notebook"},  # memory that kernels and the host see, under a lock
+    "csrc/cuda/runtime/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
+    "csrc/cuda/runtime/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
+    "csrc/cuda/runtime/devices.cu": {"device_table"},  # devices and their contexts, under a lock
+    "csrc/cuda/runtime/driver.cu": {"found_driver"},  # entry points, under a lock
+    "csrc/cuda/runtime/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
+    "csrc/cuda/tensor/cuda_prepare.cu": {"notebook"},  # memory that kernels and the host see, under a lock
 }
 
 

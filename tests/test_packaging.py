@@ -237,7 +237,13 @@ def sketch(tmp_path):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / "sketch").mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "sketch")
-    for name in ("core/status.c", "binding/info.c", "binding/args.c", "cuda/absent.c", "cuda/device.cu"):
+    for name in (
+        "core/status.c",
+        "binding/info.c",
+        "binding/args.c",
+        "cuda/absent.c",
+        "cuda/runtime/devices.cu",
+    ):
         place = tmp_path / "sketch" / "csrc" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
@@ -261,10 +267,10 @@ def compiled(result):
 def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes):
     sources = compiled(build(tree, tmp_path, **fakes))
     assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
-        "csrc/cuda/choice/cublaslt.c",
-        "csrc/cuda/cublaslt.cu",
-        "csrc/cuda/cublaslt_matmul.cu",
-        "csrc/cuda/linear_cublaslt.cu",
+        "csrc/cuda/choice/choice_cublaslt.c",
+        "csrc/cuda/runtime/cublaslt.cu",
+        "csrc/cuda/runtime/cublaslt_matmul.cu",
+        "csrc/cuda/linear/linear_cublaslt.cu",
     }
     included = re.compile(r"#\s*include\s*[<\"]cublas")
     assert [path for path in (ROOT / "csrc").rglob("*.*") if included.search(path.read_text())] == []
@@ -388,7 +394,7 @@ def test_native_builds_for_the_gpu_that_is_there(sketch, tmp_path, fakes):
     status, output = build(sketch, tmp_path, **(fakes | driver(tmp_path, (9, 0))))
     assert status == 0, output
     assert output.count("moqext: building for this machine alone: Chip (90a)") == 1
-    assert (tmp_path / "temp" / "cuda-90a" / "csrc" / "cuda" / "device.cu.o").is_file()
+    assert (tmp_path / "temp" / "cuda-90a" / "csrc" / "cuda" / "devices.cu.o").is_file()
 
 
 @needs_compiler

@@ -10,7 +10,7 @@
 #define MOQ_BINDING_BOUNDARY_H
 
 #include "binding/producer.h"
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 
 /* The ml_dtypes types that have a moq_dtype. */
 #define MOQ_ML_DTYPES 4

@@ -18,7 +18,7 @@
 #ifndef MOQ_BINDING_CALL_H
 #define MOQ_BINDING_CALL_H
 
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 #include "ops/job.h"
 #include "ops/plan.h"
 

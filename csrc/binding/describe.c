@@ -1,7 +1,7 @@
 /* `_C.describe_tensor`, `_C.check_tensors` and `_C.empty_like`: the tensor boundary seen from
  * Python, for tests, benchmarks and whoever wonders what moqext sees of a tensor. */
 #include "binding/args.h"
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
 #include "binding/args.h"
-#include "binding/cublaslt.h"
 #include "binding/plan_object.h"
+#include "binding/py_cublaslt.h"
 
 #include "cpu/isa.h"
 #include "cpu/openmp.h"

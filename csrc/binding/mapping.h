@@ -2,7 +2,7 @@
 #ifndef MOQ_BINDING_MAPPING_H
 #define MOQ_BINDING_MAPPING_H
 
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 #include "ops/plan.h"
 
 /* The keys under which mappings hold the tensors of a layer. */

@@ -1,7 +1,7 @@
 /* `_C.dequantize`: the stored weight of a layer back to numbers. */
 #include "binding/args.h"
 #include "binding/long_call.h"
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 
 #include "ops/dequantize.h"
 

@@ -2,8 +2,8 @@
  * `_C.pack_fp4`, `_C.unpack_fp4`, `_C.pack_nvfp4`, `_C.unpack_nvfp4` and `_C.requantize_to_max`. */
 #include "binding/args.h"
 #include "binding/long_call.h"
+#include "binding/py_tensor.h"
 #include "binding/stream.h"
-#include "binding/tensor.h"
 
 #include "core/formats.h"
 #include "ops/layout.h"

@@ -2,8 +2,8 @@
  * codes and scales. */
 #include "binding/args.h"
 #include "binding/long_call.h"
+#include "binding/py_tensor.h"
 #include "binding/stream.h"
-#include "binding/tensor.h"
 
 #include "ops/quantize.h"
 

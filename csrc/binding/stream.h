@@ -2,7 +2,7 @@
 #ifndef MOQ_BINDING_STREAM_H
 #define MOQ_BINDING_STREAM_H
 
-#include "binding/tensor.h"
+#include "binding/py_tensor.h"
 
 /* Where the work on `x` goes. `given` is the argument stream=: an integer handle, an object with
  * `__cuda_stream__`, or None for the current stream of x's framework; one that does not tell (it

@@ -2,7 +2,7 @@
 #include "core/linear.h"
 
 #include "core/formats.h"
-#include "core/nvfp4_pack.h"
+#include "core/nvfp4_packed.h"
 #include "core/swizzle.h"
 
 #include <stdio.h>

@@ -27,7 +27,7 @@ typedef enum {
     MOQ_WEIGHT_E4M3_ROW,     /* e4m3 [N, K]; one factor per row */
     MOQ_WEIGHT_E4M3_BLOCK,   /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
     MOQ_WEIGHT_E2M1,         /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
-    MOQ_WEIGHT_E2M1_PACKED,  /* the same codes and scales as core/nvfp4_pack.h has them */
+    MOQ_WEIGHT_E2M1_PACKED,  /* the same codes and scales as core/nvfp4_packed.h has them */
     MOQ_WEIGHT_E2M1_SWIZZLED /* the same codes; scales of each partition as core/swizzle.h has them
                               */
 } moq_weight_layout;

@@ -1,4 +1,4 @@
-/* NVFP4 in terms of vectors: a part of convert_vector.h, included at its end.
+/* NVFP4 in terms of vectors: a part of cpu_convert_vector.h, included at its end.
  *
  * In every group of 16 the largest magnitude is found, the block scale it makes, and the step,
  * block scale times tensor scale, that values are divided by and rounded. For 64 groups at a time;

@@ -3,7 +3,7 @@
 #ifndef MOQ_CPU_PANEL_PAIRS_H
 #define MOQ_CPU_PANEL_PAIRS_H
 
-#include "cpu/linear.h"
+#include "cpu/cpu_linear.h"
 #include "cpu/store_avx512.h"
 
 enum { MOQ_PAIRS_ROWS = 16, MOQ_PAIRS_DEPTH = 32 }; /* of a block that is transposed at once */

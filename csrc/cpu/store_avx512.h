@@ -1,9 +1,9 @@
 /* Sums scaled, and sums to outputs with AVX-512: the end of every tile of the kernels at that
- * level. Include it only from files compiled for AVX-512. See moq_store in cpu/linear.h. */
+ * level. Include it only from files compiled for AVX-512. See moq_store in cpu/cpu_linear.h. */
 #ifndef MOQ_CPU_STORE_AVX512_H
 #define MOQ_CPU_STORE_AVX512_H
 
-#include "cpu/linear.h"
+#include "cpu/cpu_linear.h"
 
 #include <immintrin.h>
 

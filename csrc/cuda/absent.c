@@ -1,13 +1,13 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
-#include "cuda/cublaslt.h"
 #include "cuda/cuda.h"
-#include "cuda/layout.h"
-#include "cuda/linear.h"
-#include "cuda/nvfp4_pack.h"
-#include "cuda/prepare.h"
-#include "cuda/quantize.h"
-#include "cuda/rows.h"
-#include "cuda/smooth.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/runtime/cublaslt.h"
+#include "cuda/tensor/cuda_layout.h"
+#include "cuda/tensor/cuda_nvfp4_pack.h"
+#include "cuda/tensor/cuda_prepare.h"
+#include "cuda/tensor/cuda_quantize.h"
+#include "cuda/tensor/cuda_rows.h"
+#include "cuda/tensor/cuda_smooth.h"
 
 #include <stdio.h>
 
@@ -61,57 +61,57 @@ bool moq_cuda_is_capturing(void *stream) {
     return false;
 }
 
-moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-moq_status moq_cuda_fp8_gemm(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_fp8_gemm_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_gemm(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_some(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_gemm_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_some_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_wide(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_many(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_wide_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_many_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_fp8(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_fp8_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_fp8_many_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_fp8_gemm(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_fp8_some(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_fp8_gemm_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_fp8_some_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
@@ -141,7 +141,7 @@ int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_few(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }

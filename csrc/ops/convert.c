@@ -2,9 +2,9 @@
 #include "ops/convert.h"
 
 #include "core/formats.h"
-#include "cpu/convert.h"
+#include "cpu/cpu_convert.h"
+#include "cpu/cpu_rows.h"
 #include "cpu/interrupt.h"
-#include "cpu/rows.h"
 #include "ops/check.h"
 
 /* Values that pass through the stack at once; even, so that fp4 pairs stay whole. */

@@ -3,7 +3,7 @@
 #define MOQ_OPS_DEQUANTIZE_H
 
 #include "core/tensor.h"
-#include "cpu/dequantize.h"
+#include "cpu/cpu_dequantize.h"
 
 typedef struct {
     moq_tensor weight;

@@ -1,10 +1,10 @@
 /* The path of a call: see job.h. */
 #include "ops/job.h"
 
-#include "cpu/smooth.h"
+#include "cpu/cpu_smooth.h"
 #include "cuda/cuda.h"
-#include "cuda/rows.h"
-#include "cuda/smooth.h"
+#include "cuda/tensor/cuda_rows.h"
+#include "cuda/tensor/cuda_smooth.h"
 
 /* Parts of the workspace begin at multiples of this. */
 #define PART_ALIGNMENT 256

@@ -2,11 +2,11 @@
 #include "ops/layout.h"
 
 #include "core/formats.h"
+#include "cpu/cpu_layout.h"
+#include "cpu/cpu_rows.h"
 #include "cpu/interrupt.h"
-#include "cpu/layout.h"
-#include "cpu/rows.h"
 #include "cuda/cuda.h"
-#include "cuda/layout.h"
+#include "cuda/tensor/cuda_layout.h"
 #include "ops/check.h"
 
 #include <math.h>

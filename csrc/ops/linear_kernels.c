@@ -3,10 +3,12 @@
 #include "ops/linear_kernels.h"
 
 #include "core/formats.h"
-#include "cpu/linear.h"
+#include "cpu/cpu_linear.h"
 #include "cuda/choice/choice.h"
-#include "cuda/linear.h"
-#include "ops/linear.h"
+#include "cuda/choice/choice_cublaslt.h"
+#include "cuda/choice/limits.h"
+#include "cuda/linear/cuda_linear.h"
+#include "ops/linear_call.h"
 
 #include <stdio.h>
 
@@ -109,7 +111,7 @@ static bool takes(int64_t m, int64_t most, char *reason, size_t size) {
 
 /* Kernels that count tiles in 32 bits. */
 static bool counts_outputs(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
-    if (m <= MOQ_NVFP4_GEMM_OUTPUTS / spec->out_features)
+    if (m <= MOQ_NVFP4_SOME_OUTPUTS / spec->out_features)
         return true;
     snprintf(reason, size, "needs at most 2^40 outputs, got %lld tokens of %lld", (long long)m,
              (long long)spec->out_features);
@@ -149,12 +151,12 @@ static bool suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t si
     return false;
 }
 
-static bool can_run_fp8_decode(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_fp8_few(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
         !has_int_rows(spec, reason, size))
         return false;
     if (spec->in_features % MOQ_FP8_BLOCK == 0)
-        return takes(m, MOQ_FP8_DECODE_TOKENS, reason, size);
+        return takes(m, MOQ_FP8_FEW_TOKENS, reason, size);
     snprintf(reason, size, "needs in_features to be a multiple of 128, got %lld",
              (long long)spec->in_features);
     return false;
@@ -167,13 +169,13 @@ static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t 
     return false;
 }
 
-static bool can_run_fp8_gemm(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_fp8_many(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
         !is_sixteens("in_features", spec->in_features, reason, size) ||
         !has_int_rows(spec, reason, size))
         return false;
     if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1 || spec->one_input_scale)
-        return takes(m, MOQ_FP8_GEMM_TOKENS, reason, size);
+        return takes(m, MOQ_FP8_MANY_TOKENS, reason, size);
     snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
              (int)spec->partition_count);
     return false;
@@ -205,15 +207,14 @@ static bool suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size
     return false;
 }
 
-static bool can_run_nvfp4_decode(const moq_linear_spec *spec, int64_t m, char *reason,
-                                 size_t size) {
+static bool can_run_nvfp4_few(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_DECODE_TOKENS, reason, size);
+           takes(m, MOQ_NVFP4_FEW_TOKENS, reason, size);
 }
 
-static bool can_run_nvfp4_gemm(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_nvfp4_some(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_GEMM_TOKENS, reason, size) && counts_outputs(spec, m, reason, size);
+           takes(m, MOQ_NVFP4_SOME_TOKENS, reason, size) && counts_outputs(spec, m, reason, size);
 }
 
 static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
@@ -222,9 +223,9 @@ static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *rea
            suits_16_bits(spec, reason, size);
 }
 
-static bool can_run_nvfp4_wide(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_nvfp4_many(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_WIDE_TOKENS, reason, size);
+           takes(m, MOQ_NVFP4_MANY_TOKENS, reason, size);
 }
 
 /* FP8 products of packed NVFP4 weights. */
@@ -248,13 +249,14 @@ static bool suits_folding(const moq_linear_spec *spec, char *reason, size_t size
     return false;
 }
 
-static bool can_run_nvfp4_fp8(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
-    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_WIDE_TOKENS, reason, size);
+static bool can_run_nvfp4_fp8_many(const moq_linear_spec *spec, int64_t m, char *reason,
+                                   size_t size) {
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_MANY_TOKENS, reason, size);
 }
 
-static bool can_run_nvfp4_fp8_gemm(const moq_linear_spec *spec, int64_t m, char *reason,
+static bool can_run_nvfp4_fp8_some(const moq_linear_spec *spec, int64_t m, char *reason,
                                    size_t size) {
-    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_GEMM_TOKENS, reason, size) &&
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_SOME_TOKENS, reason, size) &&
            counts_outputs(spec, m, reason, size);
 }
 
@@ -336,11 +338,7 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_simt_seconds,
      moq_cuda_simt_workspace,
      moq_cuda_simt_linear},
-    {{"cuda", "sm90_fp8_decode"},
-     can_run_fp8_decode,
-     moq_cuda_fp8_decode_seconds,
-     NULL,
-     moq_cuda_fp8_decode},
+    {{"cuda", "sm90_fp8_few"}, can_run_fp8_few, moq_cuda_fp8_few_seconds, NULL, moq_cuda_fp8_few},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
      moq_cuda_mma_fp8_as_e4m3_seconds,
@@ -351,53 +349,53 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_fp8_as_f16_seconds,
      moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16},
-    {{"cuda", "sm90_fp8_gemm"},
-     can_run_fp8_gemm,
-     moq_cuda_fp8_gemm_seconds,
-     moq_cuda_fp8_gemm_workspace,
-     moq_cuda_fp8_gemm,
-     moq_cuda_fp8_gemm_variants,
-     moq_cuda_fp8_gemm_choose},
-    {{"cuda", "sm90_nvfp4_decode"},
-     can_run_nvfp4_decode,
-     moq_cuda_nvfp4_decode_seconds,
+    {{"cuda", "sm90_fp8_many"},
+     can_run_fp8_many,
+     moq_cuda_fp8_many_seconds,
+     moq_cuda_fp8_many_workspace,
+     moq_cuda_fp8_many,
+     moq_cuda_fp8_many_variants,
+     moq_cuda_fp8_many_choose},
+    {{"cuda", "sm90_nvfp4_few"},
+     can_run_nvfp4_few,
+     moq_cuda_nvfp4_few_seconds,
      NULL,
-     moq_cuda_nvfp4_decode,
-     moq_cuda_nvfp4_decode_variants,
-     moq_cuda_nvfp4_decode_choose},
+     moq_cuda_nvfp4_few,
+     moq_cuda_nvfp4_few_variants,
+     moq_cuda_nvfp4_few_choose},
     {{"cuda", "sm80_nvfp4"},
      can_run_sm80_nvfp4,
      moq_cuda_mma_nvfp4_seconds,
      moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
-    {{"cuda", "sm90_nvfp4_gemm"},
-     can_run_nvfp4_gemm,
-     moq_cuda_nvfp4_gemm_seconds,
-     moq_cuda_nvfp4_gemm_workspace,
-     moq_cuda_nvfp4_gemm,
-     moq_cuda_nvfp4_gemm_variants,
-     moq_cuda_nvfp4_gemm_choose},
-    {{"cuda", "sm90_nvfp4_wide"},
-     can_run_nvfp4_wide,
-     moq_cuda_nvfp4_wide_seconds,
-     moq_cuda_nvfp4_wide_workspace,
-     moq_cuda_nvfp4_wide,
-     moq_cuda_nvfp4_wide_variants,
-     moq_cuda_nvfp4_wide_choose},
-    {{"cuda", "sm90_nvfp4_fp8"},
-     can_run_nvfp4_fp8,
-     moq_cuda_nvfp4_fp8_seconds,
-     moq_cuda_nvfp4_fp8_workspace,
-     moq_cuda_nvfp4_fp8,
-     moq_cuda_nvfp4_fp8_variants,
+    {{"cuda", "sm90_nvfp4_some"},
+     can_run_nvfp4_some,
+     moq_cuda_nvfp4_some_seconds,
+     moq_cuda_nvfp4_some_workspace,
+     moq_cuda_nvfp4_some,
+     moq_cuda_nvfp4_some_variants,
+     moq_cuda_nvfp4_some_choose},
+    {{"cuda", "sm90_nvfp4_many"},
+     can_run_nvfp4_many,
+     moq_cuda_nvfp4_many_seconds,
+     moq_cuda_nvfp4_many_workspace,
+     moq_cuda_nvfp4_many,
+     moq_cuda_nvfp4_many_variants,
+     moq_cuda_nvfp4_many_choose},
+    {{"cuda", "sm90_nvfp4_fp8_many"},
+     can_run_nvfp4_fp8_many,
+     moq_cuda_nvfp4_fp8_many_seconds,
+     moq_cuda_nvfp4_fp8_many_workspace,
+     moq_cuda_nvfp4_fp8_many,
+     moq_cuda_nvfp4_fp8_many_variants,
      .folds = true},
-    {{"cuda", "sm90_nvfp4_fp8_gemm"},
-     can_run_nvfp4_fp8_gemm,
-     moq_cuda_nvfp4_fp8_gemm_seconds,
-     moq_cuda_nvfp4_fp8_gemm_workspace,
-     moq_cuda_nvfp4_fp8_gemm,
-     moq_cuda_nvfp4_fp8_gemm_variants,
-     moq_cuda_nvfp4_fp8_gemm_choose,
+    {{"cuda", "sm90_nvfp4_fp8_some"},
+     can_run_nvfp4_fp8_some,
+     moq_cuda_nvfp4_fp8_some_seconds,
+     moq_cuda_nvfp4_fp8_some_workspace,
+     moq_cuda_nvfp4_fp8_some,
+     moq_cuda_nvfp4_fp8_some_variants,
+     moq_cuda_nvfp4_fp8_some_choose,
      .folds = true},
     {{"cuda", "cublaslt"},
      can_run_cublaslt,

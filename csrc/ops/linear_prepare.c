@@ -1,4 +1,4 @@
-/* Weight processing of a linear layer: checkpoint tensors to prepared ones. See ops/linear.h.
+/* Weight processing of a linear layer: checkpoint tensors to prepared ones. See ops/linear_call.h.
  *
  * Here: what is common to the devices. Shapes are checked, and scales read in float32 and checked,
  * but for those that may stay on a device; scales become one factor per row, so unequal scales of

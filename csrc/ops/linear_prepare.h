@@ -3,7 +3,7 @@
 #ifndef MOQ_OPS_LINEAR_PREPARE_H
 #define MOQ_OPS_LINEAR_PREPARE_H
 
-#include "ops/linear.h"
+#include "ops/linear_call.h"
 
 /* Scales of a layer as float32 on the host, checked. A partition, row or block whose scale is zero
  * is all zeros in the producer's meaning; its codes, which are zero or NaN on disk, are written as

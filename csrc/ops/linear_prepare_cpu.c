@@ -1,8 +1,8 @@
 /* Weight processing on the CPU: codes copied row by row into one tensor for all partitions. Two
  * passes: the first checks everything, the second writes. */
 #include "core/formats.h"
+#include "cpu/cpu_prepare.h"
 #include "cpu/interrupt.h"
-#include "cpu/prepare.h"
 #include "ops/linear_prepare.h"
 
 #include <string.h>

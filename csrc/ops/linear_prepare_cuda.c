@@ -2,7 +2,7 @@
  * kernels look at. Other scales, and pre_quant_scale, were read and checked on the host before.
  *
  * There is one wait, at the end. What kernels find wrong they tell the host in a note
- * (cuda/prepare.h); only then it is looked for once more, to be named.
+ * (cuda/tensor/cuda_prepare.h); only then it is looked for once more, to be named.
  *
  * Outputs that nobody has seen yet are written while codes and scales are checked. Into others goes
  * a second pass, which writes nothing if the first, over FP8 codes or NVFP4 block scales, has told
@@ -18,9 +18,9 @@
 #include "core/formats.h"
 #include "core/swizzle.h"
 #include "cuda/cuda.h"
-#include "cuda/layout.h"
-#include "cuda/nvfp4_pack.h"
-#include "cuda/prepare.h"
+#include "cuda/tensor/cuda_layout.h"
+#include "cuda/tensor/cuda_nvfp4_pack.h"
+#include "cuda/tensor/cuda_prepare.h"
 
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 /* What timing a linear takes: random x and copies of the weight. */
-#include "ops/linear.h"
+#include "ops/linear_call.h"
 #include "ops/tune.h"
 
 typedef struct {

@@ -2,10 +2,10 @@
 #include "ops/nvfp4_pack.h"
 
 #include "core/formats.h"
-#include "core/nvfp4_pack.h"
-#include "cpu/nvfp4_pack.h"
+#include "core/nvfp4_packed.h"
+#include "cpu/cpu_nvfp4_pack.h"
 #include "cuda/cuda.h"
-#include "cuda/nvfp4_pack.h"
+#include "cuda/tensor/cuda_nvfp4_pack.h"
 #include "ops/check.h"
 
 #include <string.h>

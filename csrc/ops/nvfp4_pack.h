@@ -1,4 +1,4 @@
-/* NVFP4 weights to the packed layout (core/nvfp4_pack.h) and back, wherever the tensors are. */
+/* NVFP4 weights to the packed layout (core/nvfp4_packed.h) and back, wherever the tensors are. */
 #ifndef MOQ_OPS_NVFP4_PACK_H
 #define MOQ_OPS_NVFP4_PACK_H
 

@@ -10,7 +10,7 @@
  *   job               the path of a call: memory to work in, matrices as kernels read them, the
  *                     device current, streams in order
  *   params            the prepared tensors that every call checks
- *   linear            the operation linear: a call checked and launched by the three above
+ *   linear_call       the operation linear: a call checked and launched by the three above
  *   linear_kernels    its table of kernels, each with a predicate and an estimate
  *   linear_tune       what timing a linear takes: random x, copies of the weight
  *   linear_prepare    its weight processing

@@ -3,13 +3,13 @@
 
 #include "core/formats.h"
 #include "core/swizzle.h"
-#include "cpu/activation.h"
+#include "cpu/cpu_activation.h"
+#include "cpu/cpu_layout.h"
+#include "cpu/cpu_quantize.h"
+#include "cpu/cpu_rows.h"
 #include "cpu/float_mode.h"
-#include "cpu/layout.h"
-#include "cpu/quantize.h"
-#include "cpu/rows.h"
 #include "cuda/cuda.h"
-#include "cuda/quantize.h"
+#include "cuda/tensor/cuda_quantize.h"
 #include "ops/check.h"
 
 #include <math.h>

@@ -2,8 +2,8 @@
 #include "ops/target.h"
 
 #include "cuda/choice/chip.h"
-#include "cuda/cublaslt.h"
 #include "cuda/cuda.h"
+#include "cuda/runtime/cublaslt.h"
 
 #include <stdio.h>
 #include <stdlib.h>

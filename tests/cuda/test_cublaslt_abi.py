@@ -1,4 +1,4 @@
-"""What csrc/cuda/cublaslt_abi.h declares of cuBLASLt is what NVIDIA's header says and its library takes."""
+"""What cublaslt_abi.h declares of cuBLASLt is what NVIDIA's header says and its library takes."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ ABI = (ROOT / "csrc" / "cuda" / "cublaslt_abi.h").read_text()
 # Numbers are equal; a function has as many parameters, and each is a pointer, a float or an integer of
 # equal size; opaque structures give the library at least what 13.0 asks for, and not more than this header.
 COMPARISON = r"""
-#include "cuda/cublaslt_abi.h"
+#include "cuda/runtime/cublaslt_abi.h"
 #include <cublasLt.h>
 #include <cstddef>
 #include <type_traits>
@@ -89,7 +89,7 @@ def test_declarations_are_those_of_the_header(tmp_path):
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_declarations_are_c(tmp_path):
-    (tmp_path / "abi.c").write_text('#include "cuda/cublaslt_abi.h"\nmoq_cublaslt_api api;\n')
+    (tmp_path / "abi.c").write_text('#include "cuda/runtime/cublaslt_abi.h"\nmoq_cublaslt_api api;\n')
     command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{ROOT / 'csrc'}"]
     done = subprocess.run([*command, tmp_path / "abi.c"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

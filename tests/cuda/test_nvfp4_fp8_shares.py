@@ -19,8 +19,8 @@ from .cases import (
 
 pytestmark = pytest.mark.gpu
 
-MANY = "cuda:sm90_nvfp4_fp8"
-FEW = "cuda:sm90_nvfp4_fp8_gemm"
+MANY = "cuda:sm90_nvfp4_fp8_many"
+FEW = "cuda:sm90_nvfp4_fp8_some"
 SHARED = [
     *((MANY, variant) for variant in range(6, 11)),
     *((FEW, variant) for variant in (23, 24, 25, 30, 31, 32, 37, 38, 42)),

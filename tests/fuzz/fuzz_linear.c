@@ -6,7 +6,7 @@
 #include "fuzz.h"
 
 #include "core/formats.h"
-#include "ops/linear.h"
+#include "ops/linear_call.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -17,30 +17,30 @@ double moq_cuda_simt_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_fp8_as_f16_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_fp8_as_e4m3_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_nvfp4_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_fp8_decode_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_gemm_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_wide_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_fp8_gemm_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_fp8_few_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_fp8_many_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_few_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_some_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_many_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_fp8_many_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_fp8_some_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t m);
 
 /* The variant that variant 0 of a call of m rows stands for. */
-int32_t moq_cuda_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_gemm_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_wide_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_fp8_gemm_choose(const moq_linear_spec *spec, int64_t m);
+int32_t moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m);
+int32_t moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m);
+int32_t moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m);
+int32_t moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m);
+int32_t moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m);
 
 /* Bit i is set where variant i is worth measuring: bit 0, the choice, always, and the variants that
  * are not expected to take half as long again. */
-uint64_t moq_cuda_fp8_gemm_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_gemm_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_wide_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_fp8_gemm_variants(const moq_linear_call *call);
+uint64_t moq_cuda_fp8_many_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_few_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_many_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_many_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_some_variants(const moq_linear_call *call);
 
 /* Of a product with vectors by cuBLASLt: whether sums of a product with scalars, scaled by a kernel
  * of ours, are expected to be sooner there. Chosen by buckets, as tuning chooses. */

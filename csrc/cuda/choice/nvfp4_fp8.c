@@ -68,12 +68,12 @@ moq_nvfp4_fp8_way moq_nvfp4_fp8_find_way(const moq_linear_spec *spec, int64_t m,
     return best;
 }
 
-double moq_cuda_nvfp4_fp8_seconds(const moq_linear_spec *spec, int64_t m) {
+double moq_cuda_nvfp4_fp8_many_seconds(const moq_linear_spec *spec, int64_t m) {
     return moq_nvfp4_fp8_find_way(spec, m, 0).seconds;
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
-uint64_t moq_cuda_nvfp4_fp8_variants(const moq_linear_call *call) {
+uint64_t moq_cuda_nvfp4_fp8_many_variants(const moq_linear_call *call) {
     double best = moq_nvfp4_fp8_find_way(call->spec, call->m, 0).seconds;
     uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)

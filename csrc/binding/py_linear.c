@@ -1,0 +1,211 @@
+/* `_C.LinearPlan`: a linear layer resolved, planned and callable.
+ *
+ * The object holds a spec and a plan and no tensor; weights live in dicts of ordinary tensors that
+ * the caller owns. moqext.LinearMethod is its documented face. What it does beside linears alone
+ * (choices, tuning, descriptions) is in plan_object.c, the path of its call in call.c. */
+#include "binding/py_linear.h"
+#include "binding/args.h"
+#include "binding/call.h"
+#include "binding/py_cublaslt.h"
+#include "ops/target.h"
+
+#include <stdlib.h>
+
+/* ---- construction ---- */
+
+static int parse_partitions(PyObject *value, int64_t *partitions) {
+    Py_ssize_t count = PySequence_Check(value) ? PySequence_Size(value) : -1;
+    if (count < 1 || count > MOQ_MAX_PARTITIONS) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError,
+                     "out_partitions: expected a sequence of 1 to %d sizes, got %R",
+                     MOQ_MAX_PARTITIONS, value);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PySequence_GetItem(value, i);
+        int bad = !item || moq_arg_int(item, "out_partitions", 1, INT32_MAX, &partitions[i]) < 0;
+        Py_XDECREF(item);
+        if (bad)
+            return -1;
+    }
+    return (int)count;
+}
+
+static const moq_signature LINEAR_PLAN = {"linear_plan",
+                                          10,
+                                          7,
+                                          10,
+                                          {KW_quant_algo, KW_in_features, KW_out_partitions,
+                                           KW_group_size, KW_dtype, KW_device, KW_compute,
+                                           KW_capability, KW_fast_accum, KW_one_input_scale}};
+
+static int parse_options(moq_state *state, PyObject *fast, PyObject *one, moq_linear_spec *spec) {
+    moq_err err;
+    int fast_accum = fast ? PyObject_IsTrue(fast) : 0;
+    int one_input_scale = one ? PyObject_IsTrue(one) : 0;
+    if (fast_accum < 0 || one_input_scale < 0)
+        return -1;
+    if (moq_linear_apply_options(fast_accum, one_input_scale, spec, &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
+
+/* What the layer's device is, or what `capability` says it is. */
+static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *spec) {
+    moq_err err;
+    if (moq_arg_absent(capability)) {
+        char reason[256]; /* the target has it */
+        if (spec->device.kind == MOQ_CUDA)
+            moq_cublaslt_find_in_path(reason, sizeof reason);
+        Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
+        spec->target = moq_find_target(spec->device);
+        Py_END_ALLOW_THREADS
+        return 0;
+    }
+    const char *text = moq_arg_text(capability, "capability");
+    if (!text)
+        return -1;
+    if (moq_assume_target(spec->device, text, &spec->target, &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
+}
+
+/* Reads the arguments of linear_plan() into the spec. */
+static int resolve(moq_state *state, PyObject **v, moq_linear_spec *spec) {
+    int64_t in_features, partitions[MOQ_MAX_PARTITIONS], group = 0;
+    moq_device device;
+    moq_err err;
+    const char *algo = moq_arg_text(v[0], "quant_algo");
+    const char *dtype = algo ? moq_arg_text(v[4], "dtype") : NULL;
+    const char *compute = dtype ? moq_arg_text(v[6], "compute") : NULL;
+    if (!compute || moq_arg_int(v[1], "in_features", 1, INT32_MAX, &in_features) < 0)
+        return -1;
+    int count = parse_partitions(v[2], partitions);
+    if (count < 0 || moq_arg_device(v[5], "device", &device) < 0)
+        return -1;
+    if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
+        return -1;
+    if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
+                           spec, &err) != MOQ_OK) {
+        moq_raise(state, &err);
+        return -1;
+    }
+    return parse_options(state, v[8], v[9], spec) < 0 ? -1 : find_target(state, v[7], spec);
+}
+
+static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *kwnames) {
+    moq_state *state = moq_module_state(module);
+    PyObject *v[10];
+    moq_err err;
+    if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
+        return NULL;
+    PyObject *object = moq_plan_object_new(state->linear_plan_type);
+    moq_linear_object *self = (moq_linear_object *)object;
+    if (self && resolve(state, v, &self->spec) < 0)
+        Py_CLEAR(object);
+    if (object && moq_plan_make(&MOQ_LINEAR, &self->spec, getenv("MOQEXT_KERNEL"), &self->base.plan,
+                                &err) != MOQ_OK) {
+        moq_raise(state, &err);
+        Py_CLEAR(object);
+    }
+    return object;
+}
+
+/* ---- run ---- */
+
+/* The bias, or *bias = NULL where there is none: of float32, or as the layer's dtype. */
+static int take_bias(moq_call *call, PyObject *object, const moq_tensor **bias) {
+    int index = call->count;
+    if (moq_call_take_other(call, object, "bias", bias) < 0)
+        return -1;
+    return !*bias || (*bias)->dtype == MOQ_DT_F32
+               ? 0
+               : moq_arg_reinterpret(&call->in[index], call->plan->layer.dtype);
+}
+
+static int run_job(moq_call *call, moq_plan *plan, const moq_params *params,
+                   const moq_tensor *bias) {
+    moq_linear_job job;
+    moq_err err;
+    if (moq_linear_open(plan, params, &call->in[0].view, bias, &call->y.view, &job, &err) == MOQ_OK)
+        return moq_call_run(call, &job.job);
+    moq_raise(call->state, &err);
+    return -1;
+}
+
+static PyObject *run_with(moq_call *call, moq_plan *plan, PyObject **v) {
+    const moq_tensor *bias;
+    moq_params params;
+    int64_t shape[MOQ_MAX_NDIM];
+    moq_err err;
+    moq_params_clear(&params);
+    if (moq_call_take_x(call, v[0]) < 0 || moq_call_take_params(call, v[1], &params) < 0 ||
+        take_bias(call, v[2], &bias) < 0 || moq_call_find_stream(call) < 0)
+        return NULL;
+    const moq_tensor *x = &call->in[0].view;
+    if (moq_linear_output_shape(plan->problem, x, shape, &err) != MOQ_OK)
+        return moq_raise(call->state, &err);
+    PyObject *result = moq_call_open_output(call, x->ndim, shape);
+    if (!result)
+        return NULL;
+    int status = run_job(call, plan, &params, bias);
+    return moq_arg_finish(call->state, result, &call->y, status);
+}
+
+static const moq_signature RUN = {"run", 5, 2, 5, {KW_x, KW_params, KW_bias, KW_out, KW_stream}};
+
+static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, PyObject *kwnames) {
+    moq_state *state = moq_plan_state(self);
+    moq_plan *plan = &((moq_plan_object *)self)->plan;
+    PyObject *v[5];
+    moq_call call;
+    if (moq_args_parse(state, &RUN, values, nargs, kwnames, v) < 0)
+        return NULL;
+    moq_call_open(&call, state, plan, v[3], v[4]);
+    PyObject *result = run_with(&call, plan, v);
+    moq_call_release(&call);
+    return result;
+}
+
+/* ---- the type ---- */
+
+static PyMethodDef LINEAR_METHODS[] = {
+    {"prepare", (PyCFunction)(void (*)(void))moq_linear_object_prepare,
+     METH_FASTCALL | METH_KEYWORDS, "prepare(params, out=None) -> dict of prepared tensors"},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
+     "run(x, params, bias=None, out=None, stream=None) -> y"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot LINEAR_SLOTS[] = {
+    {Py_tp_doc, "A linear layer, resolved and planned; made by linear_plan()."},
+    {Py_tp_methods, LINEAR_METHODS},
+    {0, NULL},
+};
+
+static PyType_Spec LINEAR_TYPE = {
+    .name = "moqext._C.LinearPlan",
+    .basicsize = sizeof(moq_linear_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = LINEAR_SLOTS,
+};
+
+static PyMethodDef METHODS[] = {
+    {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
+     "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
+     "capability=None, fast_accum=False, one_input_scale=False) -> LinearPlan; capability: \"9.0\" "
+     "plans for a chip that may not be here"},
+    {NULL, NULL, 0, NULL},
+};
+
+int moq_add_linear(PyObject *module, moq_state *state) {
+    state->linear_plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(
+        module, &LINEAR_TYPE, (PyObject *)state->plan_type);
+    if (!state->linear_plan_type || PyModule_AddType(module, state->linear_plan_type) < 0)
+        return -1;
+    return PyModule_AddFunctions(module, METHODS);
+}

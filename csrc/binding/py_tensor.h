@@ -1,0 +1,94 @@
+/* The tensor boundary: Python objects in, moq_tensor views out, and results back as the caller's
+ * own kind of tensor.
+ *
+ * A view is borrowed for the length of one call: take it, use it, release it. Shape and strides are
+ * copied, so nothing is read from the producer after the GIL is released. The memory is the
+ * producer's: a caller that resizes or frees a tensor in another thread while a call runs breaks
+ * it here as it would in the producer's own functions. Automatic differentiation does not see a
+ * view; whether a tensor that requires gradients may pass is for the layer above to decide.
+ *
+ * An op with an optional `out=`:
+ *
+ *     moq_arg x, y;
+ *     if (moq_arg_take(state, values[0], "x", &x) < 0)
+ *         return NULL;
+ *     PyObject *result = moq_arg_output(state, values[1], &x, MOQ_DT_F32, ndim, shape, &y);
+ *     if (result) {
+ *         int status = run(...);       checks, then the kernel without the GIL
+ *         result = moq_arg_finish(state, result, &y, status);
+ *     }
+ *     moq_arg_release(&x);
+ *     return result; */
+#ifndef MOQ_BINDING_PY_TENSOR_H
+#define MOQ_BINDING_PY_TENSOR_H
+
+#include "binding/state.h"
+#include "core/tensor.h"
+
+struct DLPackExchangeAPI;
+struct DLManagedTensorVersioned;
+
+typedef struct {
+    moq_tensor view;
+    const char *name; /* of the argument, for messages */
+    PyObject *object; /* strong: what the caller passed */
+    PyObject *keeper; /* strong or NULL: a capsule that keeps the memory for the call */
+    PyObject *adopt;  /* strong or NULL: makes the caller's kind of tensor of a filled result */
+    struct DLManagedTensorVersioned *managed; /* owned or NULL: the same for the exchange API */
+    const struct DLPackExchangeAPI *exchange; /* of the producer, NULL where it has none */
+    moq_dtype stored; /* dtype as the producer declares it, before a format was applied */
+} moq_arg;
+
+/* Imports the NumPy C API and prepares the per-type tables; called once at import. */
+int moq_tensor_setup(PyObject *module, moq_state *state);
+int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg);
+void moq_tensor_clear(moq_state *state);
+
+/* An input: memory that holds the values as they are. Refuses arrays with a mask and tensors that
+ * their library negates when it reads them. On failure *out is empty and needs no release. */
+int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out);
+/* The same for prepared parameters, which every call takes again: whether a library negates the
+ * tensor lazily (70 ns in torch) is asked only where its layout is that of such a view. */
+int moq_arg_take_kept(moq_state *state, PyObject *object, const char *name, moq_arg *out);
+/* An input that may be absent: then *out is empty and *view NULL. */
+int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, moq_arg *out,
+                          const moq_tensor **view);
+/* An output: also refuses read-only memory, copies, arrays of immutable producers and views whose
+ * elements share memory. */
+int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, moq_arg *out);
+/* Safe on an empty (all zero) or released argument. Needs the GIL. */
+void moq_arg_release(moq_arg *arg);
+
+/* Reads the argument as `dtype`: it must be declared so, or be a raw carrier of the same width
+ * (uint8/int8 for one byte, uint16/int16 for two). TypeError names both dtypes. */
+int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype);
+
+/* BufferError naming both when the bytes from the first to the last element of `out` meet those of
+ * `in`. Views that interleave without sharing an element count as overlapping. */
+int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in);
+
+/* The same for two outputs. */
+int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other);
+
+/* A new uninitialised row-major tensor of the producer and device of `like`. Its dtype is `dtype`
+ * as that producer spells it; a raw carrier of the same width where the producer has no such dtype,
+ * where `like` itself came as such a carrier (then the same one), and for packed fp4, which
+ * checkpoints and frameworks alike keep in uint8, unless `like` is declared fp4. Returns the object
+ * (new reference) and fills *out with its view as `dtype`. Then moq_arg_finish, filled or not. */
+PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtype, int32_t ndim,
+                           const int64_t *shape, moq_arg *out);
+/* Bytes of the framework and device of `like` to work in until moq_arg_release; NULL for 0 bytes.
+ * Frameworks order the reuse of memory after what is queued on their current stream. */
+int moq_arg_take_memory(moq_state *state, const moq_arg *like, int64_t bytes, moq_arg *out);
+/* The output of an op: `given` (its out= argument; may be NULL or None) taken as an output, read as
+ * `dtype` and kept apart from `like`, or else a new tensor. An op that reads more than `like` calls
+ * moq_arg_refuse_overlap for the others, and one that takes out= checks its shape. Returns the
+ * object (new reference) and fills *out, or NULL and *out needs no release. */
+PyObject *moq_arg_output(moq_state *state, PyObject *given, const moq_arg *like, moq_dtype dtype,
+                         int32_t ndim, const int64_t *shape, moq_arg *out);
+/* What to return to the caller for an output, new or given: `result` itself, except for libraries
+ * that only import finished memory (JAX), where it is adopted now; NULL when `status` < 0 (an
+ * exception is set) or the library refuses. Steals `result`, releases *out. */
+PyObject *moq_arg_finish(moq_state *state, PyObject *result, moq_arg *out, int status);
+
+#endif

@@ -1,0 +1,73 @@
+/* `_C.to_device(x, device)` and `_C.to_host(x)`: tensors to and from a CUDA device, of whatever
+ * library, by memory of moqext's own. */
+#include "binding/args.h"
+#include "binding/boundary.h"
+#include "binding/stream.h"
+#include "ops/transfer.h"
+
+/* Copies x to the new tensor `result`, which becomes the returned object. */
+static PyObject *fill(moq_state *state, const moq_arg *x, void *stream, PyObject *result,
+                      const moq_tensor *out) {
+    moq_status status;
+    moq_err err;
+    if (!result)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = moq_run_transfer(&x->view, stream, out, &err);
+    Py_END_ALLOW_THREADS
+    if (status == MOQ_OK)
+        return result;
+    Py_DECREF(result);
+    return moq_raise(state, &err);
+}
+
+static PyObject *to_device(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                           PyObject *kwnames) {
+    static const moq_signature SIGNATURE = {"to_device", 2, 2, 2, {KW_x, KW_device}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[2];
+    moq_device device;
+    moq_tensor out;
+    moq_arg x;
+    if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
+        moq_arg_device(values[1], "device", &device) < 0)
+        return NULL;
+    if (device.kind != MOQ_CUDA) {
+        PyErr_Format(PyExc_ValueError, "device: expected \"cuda:N\", got %R", values[1]);
+        return NULL;
+    }
+    if (moq_arg_take(state, values[0], "x", &x) < 0)
+        return NULL;
+    PyObject *result = moq_owned_new(state, x.view.dtype, device, x.view.ndim, x.view.shape, &out);
+    result = fill(state, &x, NULL, result, &out);
+    moq_arg_release(&x);
+    return result;
+}
+
+static PyObject *to_host(PyObject *module, PyObject *object) {
+    moq_state *state = moq_module_state(module);
+    PyObject *result = NULL;
+    moq_arg x, out = {0};
+    void *stream;
+    if (moq_arg_take(state, object, "x", &x) < 0)
+        return NULL;
+    if (moq_stream_take(NULL, &x, &stream) == 0)
+        result = moq_numpy_new(state, x.view.dtype, x.view.ndim, x.view.shape);
+    if (result && moq_numpy_take(state, result, "out", &out) < 0)
+        Py_CLEAR(result);
+    result = fill(state, &x, stream, result, &out.view);
+    moq_arg_release(&x);
+    return result;
+}
+
+static PyMethodDef METHODS[] = {
+    {"to_device", (PyCFunction)(void (*)(void))to_device, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.to_device."},
+    {"to_host", to_host, METH_O, "See moqext.ops.to_host."},
+    {NULL, NULL, 0, NULL},
+};
+
+int moq_add_transfer(PyObject *module, moq_state *state) {
+    (void)state;
+    return PyModule_AddFunctions(module, METHODS);
+}

@@ -1,0 +1,45 @@
+/* The work on rows that every quantization is made of, one table of functions for each level of
+ * vector extensions.
+ *
+ * core/formats.h defines the conversions and cpu_quantize.h the formulas; every level gives the
+ * same bits for every input, NaN included. Rows are consecutive values; source and destination do
+ * not overlap. */
+#ifndef MOQ_CPU_CPU_CONVERT_H
+#define MOQ_CPU_CPU_CONVERT_H
+
+#include "core/tensor.h"
+
+typedef struct {
+    /* As moq_decode_row and moq_encode_row. */
+    void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
+    void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
+    /* out = values * a * b, the exact product of numbers with at most 53 bits in all, rounded once;
+     * +0 where a or b is 0. If `odd`, ready to be encoded: what the product rounded at once to a
+     * type of at most 22 bits of precision is, encode makes of it. */
+    void (*scale)(const float *restrict values, const float *restrict a, const float *restrict b,
+                  int64_t n, bool odd, float *restrict out);
+
+    /* The others read F32, BF16 or F16. */
+
+    /* Of each `group` values, the last group as long as it is, the largest magnitude; the one NaN
+     * 0x7fc00000 when a value is a NaN. */
+    void (*amax)(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *amax);
+    /* codes = e4m3(x * factor), factor >= 0; all 0x7f when it is a NaN. */
+    void (*multiply_e4m3)(moq_dtype dtype, const void *src, int64_t n, float factor,
+                          uint8_t *codes);
+    /* codes = e4m3(x / scale) with a scale for each group, which is infinite or, but for rounding,
+     * at least amax / 448 and positive; all 0x7f when it is a NaN. */
+    void (*divide_e4m3)(moq_dtype dtype, const void *src, int64_t n, int64_t group,
+                        const float *scales, uint8_t *codes);
+    /* See moq_quantize_row_nvfp4. */
+    void (*nvfp4)(moq_dtype dtype, const void *src, int64_t n, float scale_2, uint8_t *packed,
+                  uint8_t *block_scales);
+} moq_row_kernels;
+
+/* The table of the level that moq_cpu_isa() names. */
+const moq_row_kernels *moq_cpu_row_kernels(void);
+
+/* The levels; the vector ones do their last few values by way of the portable one. */
+extern const moq_row_kernels moq_row_kernels_portable, moq_row_kernels_avx2, moq_row_kernels_avx512;
+
+#endif

@@ -1,0 +1,55 @@
+/* The way of a call of the FP8 linear for a few tokens on Hopper, and its seconds: see
+ * fp8_few.h.
+ */
+#include "cuda/choice/fp8_few.h"
+
+#include "cuda/choice/chip.h"
+#include "cuda/choice/choice.h"
+
+#include <math.h>
+
+/* Two calls are on a multiprocessor at once where they have up to so many tokens, and bytes of W
+ * for each. */
+#define FEW   2
+#define SMALL (160 << 10)
+#define LONG  14336 /* columns beyond which two blocks share them for any x */
+
+static bool is_small(const moq_linear_spec *spec) {
+    return spec->out_features * spec->in_features <= (int64_t)SMALL * spec->target.sm_count;
+}
+
+/* One or two tokens of a small layer take half a multiprocessor a block: a call begins while the
+ * one before runs, which hides its start. Elsewhere the ring of a whole one, and its warps, are
+ * worth more.
+ *
+ * Two blocks share K where x is long, or would leave the ring little room: they halve what each
+ * reads of x, and the room of its codes, for half a microsecond of exchange. */
+moq_fp8_few_way moq_fp8_few_find_way(const moq_linear_spec *spec, int64_t m, bool given) {
+    int64_t k = spec->in_features;
+    bool ready = spec->input == MOQ_INPUT_E4M3_TENSOR && given;
+    int64_t values = m * k * (ready ? 1 : 2);
+    moq_fp8_few_way w = {4, m <= FEW ? 2 : m <= 8 ? 8 : 16, 1, 0};
+    if (w.tokens == 2 && is_small(spec))
+        w.groups = 2;
+    bool long_x = (k > 2048 && values > 32768) || w.tokens * k > 98304;
+    if ((long_x || k > LONG) && (k + MOQ_FP8_FEW_STEP - 1) / MOQ_FP8_FEW_STEP % 2 == 0)
+        w.ranks = 2;
+    return w;
+}
+
+static double norm4(double a, double b) {
+    return sqrt(sqrt(a * a * a * a + b * b * b * b));
+}
+
+/* Seconds, fitted as the estimates of the FP8 GEMM are (fp8_many.c): the weight, or what each row
+ * of outputs costs where that is longer, then x, read and quantized by every multiprocessor, by the
+ * way it is quantized. Of small layers with a token or two two calls are on a multiprocessor. */
+double moq_cuda_fp8_few_seconds(const moq_linear_spec *spec, int64_t m) {
+    double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
+    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.55e-11
+                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 5.57e-11
+                                                         : 5.32e-11;
+    double start = m <= FEW && is_small(spec) ? 1.41e-6 : 1.75e-6;
+    double weights = n * k / moq_memory_rate(&spec->target, 4.54e12);
+    return start + norm4(weights, n * (7.62e-11 + 1.66e-11 * tokens)) + value * tokens * k;
+}

@@ -1,0 +1,25 @@
+/* Ways to do the FP8 linear for a few tokens on Hopper (sm90_fp8_few.cu). */
+#ifndef MOQ_CUDA_CHOICE_FP8_FEW_H
+#define MOQ_CUDA_CHOICE_FP8_FEW_H
+
+#include "core/linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_FP8_FEW_STEP 512 /* columns of K */
+
+/* A way to run a call: the kernel's shape, how many blocks share K, and how many of them share N,
+ * which the launcher finds. */
+typedef struct {
+    int groups, tokens, ranks, clusters;
+} moq_fp8_few_way;
+
+/* `given`: x has one scale, which is there before. */
+moq_fp8_few_way moq_fp8_few_find_way(const moq_linear_spec *spec, int64_t m, bool given);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,191 @@
+/* The choice among ways to do the FP8 GEMM of Hopper: see fp8_many.h. */
+#include "cuda/choice/fp8_many.h"
+
+#include "cuda/choice/chip.h"
+#include "cuda/choice/choice.h"
+
+#include <math.h>
+
+#define SHAPE(first, columns, waves, share, fused, step, group_step)                               \
+    {(first) == MOQ_TOKENS_FIRST ? MOQ_FP8_MANY_ROWS(waves, share) : (columns),                    \
+     (first) == MOQ_TOKENS_FIRST ? (columns) : MOQ_FP8_MANY_ROWS(waves, share),                    \
+     first,                                                                                        \
+     share,                                                                                        \
+     fused,                                                                                        \
+     {step, group_step}},
+
+static const moq_fp8_many_shape SHAPES[] = {MOQ_FP8_MANY_SHAPES(SHAPE)};
+
+enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
+_Static_assert(SHAPE_COUNT < 64,
+               "tune() measures 64 variants of a kernel, the first is the choice");
+
+static bool has_pairs(const moq_fp8_many_shape *v) {
+    return v->share == MOQ_SHARE_WEIGHTS || v->share == MOQ_SHARE_TOKENS;
+}
+
+static int rows_of(const moq_fp8_many_shape *v) {
+    return v->weight_rows * (v->share == MOQ_SHARE_TOKENS ? 2 : 1);
+}
+
+/* What an estimate is made of: seconds and rates a second. */
+typedef struct {
+    double start;         /* of every call */
+    double quantize[3];   /* the kernel that does: one scale, by token, by group, */
+    double values[3];     /* and how many it does */
+    double cache, memory; /* bytes */
+    double busy;          /* blocks, one a multiprocessor, that keep the memory busy */
+    double output;        /* of a block's tile */
+    double sum, sharing;  /* of a token's parts, and more for each block that has one */
+    double power;         /* the higher, the less do copies and products get in each other's way */
+} rates;
+
+/* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted with the
+ * other kernels' estimates to what tune() measured of sixteen layers with 1 to 512 tokens on an
+ * H200, so that the choice loses least: 0.4 % beside the best of all shapes and kernels, 1.2 % with
+ * the estimates before (docs/lab.md). That of more tokens again to 867 times of sixteen layers
+ * with 64 to 512, since outputs are written as 16 bits. */
+static const rates FUSED = {
+    1.19e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.41e12, 4.5e12, 104, 1.3e-10, 7.88e-9, 5.7e-9, 8};
+static const rates FEW = {1.39e-6,
+                          {3.37e-7, 4.52e-7, 9.79e-7},
+                          {2.16e12, 2.62e12, 2.62e12},
+                          5.97e12,
+                          4.38e12,
+                          50,
+                          1.7e-10,
+                          5.93e-9,
+                          0,
+                          8};
+static const rates MANY = {2.2e-7,
+                           {1.51e-6, 1.82e-6, 1.76e-6},
+                           {2.78e12, 2.31e12, 2.31e12},
+                           7.39e12,
+                           4.49e12,
+                           0,
+                           1.16e-10,
+                           1.46e-8,
+                           0,
+                           4};
+
+/* Seconds to read the weights where blocks have some tiles each, the last turn some of the blocks.
+ */
+static double weight_seconds(const moq_fp8_many_way *way, double bytes, const rates *r,
+                             double rate) {
+    int64_t tiles = way->row_tiles * way->columns;
+    int64_t last = (tiles - 1) % way->workers + 1, rest = tiles - last;
+    double all = fmin(1, (double)(way->workers * way->cluster) / r->busy);
+    double few = fmin(1, (double)(last * way->cluster) / r->busy);
+    return bytes / (double)tiles * ((double)rest / all + (double)last / few) / rate;
+}
+
+/* Seconds of a call: x quantized, then the products, W from memory and all tiles from the
+ * second-level cache at the same time, then outputs, and sums of parts. Outputs of all tiles of a
+ * block but the last are written while more is copied. */
+static double estimate(const moq_linear_spec *spec, const moq_fp8_many_way *way, int64_t m) {
+    const moq_fp8_many_shape *v = way->shape;
+    int scaling = spec->input - MOQ_INPUT_E4M3_TENSOR;
+    bool groups = spec->input == MOQ_INPUT_E4M3_GROUP, parts = moq_fp8_many_has_parts(v);
+    bool few = v->first == MOQ_WEIGHTS_FIRST && v->tokens <= 64 && !has_pairs(v);
+    const rates *r = v->fused ? &FUSED : few ? &FEW : &MANY;
+    double n = (double)spec->out_features, k = (double)spec->in_features;
+    double tiles = (double)(way->row_tiles * way->columns) * (has_pairs(v) ? 2 : 1);
+    double steps = (double)divide_up(spec->in_features, MOQ_FP8_MANY_STEP);
+    double turns = parts ? 1.0 : (double)divide_up(way->row_tiles * way->columns, way->workers);
+    double rows = v->weight_rows * (v->share == MOQ_SHARE_WEIGHTS ? 0.5 : 1.0);
+    double columns = v->tokens * (v->share == MOQ_SHARE_TOKENS ? 0.5 : 1.0) * (v->fused ? 2 : 1);
+    double quantize = r->quantize[scaling] + (double)m * k / r->values[scaling];
+    double output = v->weight_rows * v->tokens * r->output;
+    double products =
+        turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6 + (turns - 1) * output;
+    double copies = tiles * steps * MOQ_FP8_MANY_STEP * (rows + columns) / r->cache;
+    double rate = moq_memory_rate(&spec->target, r->memory);
+    double memory = few ? weight_seconds(way, n * k, r, rate) : n * k / rate;
+    double sums = parts ? (r->sum + r->sharing * way->cluster) * v->tokens : 0.0;
+    double together =
+        pow(pow(products, r->power) + pow(memory, r->power) + pow(copies, r->power), 1 / r->power);
+    double all = r->start + quantize + together + output + sums;
+    if (v->fused && m < v->tokens) /* a tile that is not full is read sooner */
+        all -= 1.9e-8 * (double)(v->tokens - m);
+    return all;
+}
+
+static moq_fp8_many_way method_of(const moq_linear_spec *spec, int64_t m,
+                                  const moq_fp8_many_shape *v, int cluster) {
+    moq_fp8_many_way way = {v, (int)(v - SHAPES), cluster, 0, divide_up(m, moq_fp8_many_tokens(v))};
+    for (int i = 0; i < spec->partition_count; i++)
+        way.row_tiles += divide_up(spec->partition[i], rows_of(v));
+    int64_t tiles = way.row_tiles * way.columns;
+    int64_t most = moq_clusters_that_fit(&spec->target, cluster);
+    way.workers = moq_fp8_many_has_parts(v) || tiles < most ? tiles : most;
+    way.seconds = estimate(spec, &way, m);
+    if (moq_fp8_many_has_parts(v) && /* all tiles at once, and steps for every block */
+        (tiles > most || cluster > divide_up(spec->in_features, MOQ_FP8_MANY_STEP)))
+        way.seconds = INFINITY;
+    return way;
+}
+
+static moq_fp8_many_way best_of_shape(const moq_linear_spec *spec, int64_t m,
+                                      const moq_fp8_many_shape *v) {
+    int least = has_pairs(v) || v->share == MOQ_PARTS ? 2 : 1;
+    int most = moq_fp8_many_has_parts(v) ? MAX_CLUSTER : least;
+    moq_fp8_many_way best = method_of(spec, m, v, least);
+    for (int cluster = least + 1; cluster <= most; cluster++) {
+        moq_fp8_many_way way = method_of(spec, m, v, cluster);
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
+static bool suits(const moq_fp8_many_shape *v, int64_t m) {
+    if (v->first == MOQ_TOKENS_FIRST)
+        return m > (moq_fp8_many_has_parts(v) ? 64 : 128);
+    return v->tokens >= 128 ? m > 64 : v->tokens == 64 ? m > 32 && m <= 128 : m <= 64;
+}
+
+/* Where x is quantized as it is multiplied, a cluster sees no more than rows of it: one scale for
+ * all of x has to be `given`. */
+static bool can_take(const moq_linear_spec *spec, bool given, const moq_fp8_many_shape *v) {
+    return !v->fused || (spec->input == MOQ_INPUT_E4M3_TENSOR && given);
+}
+
+/* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
+ * that shape cannot do the call. */
+moq_fp8_many_way moq_fp8_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t which,
+                                       bool given) {
+    moq_fp8_many_way best = {.seconds = INFINITY};
+    if (which > 0 && which <= SHAPE_COUNT && can_take(spec, given, &SHAPES[which - 1]))
+        best = best_of_shape(spec, m, &SHAPES[which - 1]);
+    if (best.seconds < INFINITY)
+        return best;
+    for (int i = 0; i < SHAPE_COUNT; i++) {
+        if (!suits(&SHAPES[i], m) || !can_take(spec, given, &SHAPES[i]))
+            continue;
+        moq_fp8_many_way way = best_of_shape(spec, m, &SHAPES[i]);
+        if (way.seconds < best.seconds)
+            best = way;
+    }
+    return best;
+}
+
+double moq_cuda_fp8_many_seconds(const moq_linear_spec *spec, int64_t m) {
+    return moq_fp8_many_find_way(spec, m, 0, true).seconds;
+}
+
+int32_t moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m) {
+    return moq_fp8_many_find_way(spec, m, 0, true).index + 1;
+}
+
+/* The choice, and the shapes that are not expected to take half as long again. */
+uint64_t moq_cuda_fp8_many_variants(const moq_linear_call *call) {
+    bool given = call->input_scale != NULL;
+    double best = moq_fp8_many_find_way(call->spec, call->m, 0, given).seconds;
+    uint64_t some = 1;
+    for (int i = 0; i < SHAPE_COUNT; i++)
+        if (suits(&SHAPES[i], call->m) && can_take(call->spec, given, &SHAPES[i]) &&
+            best_of_shape(call->spec, call->m, &SHAPES[i]).seconds < 1.5 * best)
+            some |= 2ull << i;
+    return some;
+}

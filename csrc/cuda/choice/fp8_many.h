@@ -1,0 +1,79 @@
+/* Ways to do the FP8 GEMM of Hopper (sm90_fp8_many.cu): its shapes of tiles, and how a call is
+ * shared out in tiles of a shape. */
+#ifndef MOQ_CUDA_CHOICE_FP8_MANY_H
+#define MOQ_CUDA_CHOICE_FP8_MANY_H
+
+#include "core/linear.h"
+#include "cuda/choice/grid.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_FP8_MANY_STEP 128 /* columns of K */
+
+/* Which operand gives the rows of products. */
+typedef enum { MOQ_WEIGHTS_FIRST, MOQ_TOKENS_FIRST } moq_orientation;
+
+/* The shapes of tiles: X(the operand that gives rows, columns of the product, waves of 64 rows of a
+ * warpgroup, what blocks share, whether x is quantized as it is multiplied, microseconds of a step
+ * with one scale a token or less, and with groups). */
+#define MOQ_FP8_MANY_SHAPES(X)                                                                     \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_ALONE, false, 0.248, 0.289)                                    \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_PARTS, false, 0.306, 0.265)                                    \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_FINE_PARTS, false, 0.226, 0.190)                               \
+    X(MOQ_WEIGHTS_FIRST, 32, 2, MOQ_ALONE, false, 0.291, 0.430)                                    \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_ALONE, false, 0.234, 0.363)                                    \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_PARTS, false, 0.270, 0.468)                                    \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_FINE_PARTS, false, 0.185, 0.235)                               \
+    X(MOQ_WEIGHTS_FIRST, 64, 2, MOQ_SHARE_TOKENS, false, 0.503, 0.687)                             \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_PARTS, false, 0.363, 0.503)                                   \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false, 0.354, 0.538)                           \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_TOKENS, false, 0.390, 0.655)                            \
+    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_PARTS, false, 0.401, 0.428)                                    \
+    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false, 0.391, 0.483)                            \
+    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_WEIGHTS, false, 0.750, 0.832)                            \
+    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_TOKENS, false, 0.666, 0.835)                             \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_PARTS, true, 0.264, 0)                                         \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_FINE_PARTS, true, 0.283, 0)                                    \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_PARTS, true, 0.386, 0)                                         \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_FINE_PARTS, true, 0.302, 0)
+
+/* Rows of the operand that gives them, of a block. */
+#define MOQ_FP8_MANY_ROWS(waves, share) (((share) == MOQ_FINE_PARTS ? 1 : 2) * 64 * (waves))
+
+typedef struct {
+    int tokens, weight_rows; /* of a block */
+    moq_orientation first;
+    moq_sharing share;
+    bool fused;     /* x is quantized here */
+    double step[2]; /* microseconds, fitted; by groups */
+} moq_fp8_many_shape;
+
+/* How a call is done: a shape of tiles and how many there are, by blocks or pairs of them. */
+typedef struct {
+    const moq_fp8_many_shape *shape;
+    int index;   /* of the shape */
+    int cluster; /* blocks that share */
+    int64_t row_tiles, columns, workers;
+    double seconds;
+} moq_fp8_many_way;
+
+static inline bool moq_fp8_many_has_parts(const moq_fp8_many_shape *v) {
+    return v->share == MOQ_PARTS || v->share == MOQ_FINE_PARTS;
+}
+
+/* Tokens of the tile of a block or pair. */
+static inline int moq_fp8_many_tokens(const moq_fp8_many_shape *v) {
+    return v->tokens * (v->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
+}
+
+/* The way of a variant; `given`: x has one scale, which is there before. Variant 0 is the best
+ * among the shapes, the others are one shape each; the best again where a shape cannot do it. */
+moq_fp8_many_way moq_fp8_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant,
+                                       bool given);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

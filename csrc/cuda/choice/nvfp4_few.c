@@ -1,0 +1,277 @@
+/* The choice among ways to do the NVFP4 linear for a few tokens on Hopper: see nvfp4_decode.h. */
+#include "cuda/choice/nvfp4_few.h"
+
+#include "cuda/choice/chip.h"
+#include "cuda/choice/choice.h"
+
+#include <math.h>
+
+#define SHORT       2048 /* columns up to which fewer than 8 warps may share K */
+#define MOST_ALONE  4    /* tokens whose x comes to stages by lanes, more in boxes */
+#define MANY_STAGES 8    /* of a warp: x had better stay */
+#define STAGE_BYTES (MOQ_NVFP4_FEW_STAGE_UNITS * MOQ_PACK_BYTES) /* of W */
+
+static int least(int a, int b) {
+    return a < b ? a : b;
+}
+
+static int quotient_up(int a, int b) {
+    return (a - 1) / b + 1;
+}
+
+/* Of the warps that have most: blocks of K, slabs, and rounds. */
+static int most_blocks(const moq_nvfp4_few_share *a) {
+    return a->blocks + (a->more_blocks > 0);
+}
+
+static int most_slabs(const moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w) {
+    return quotient_up(a->slabs + (a->more_slabs > 0), w->warps >> w->log_parts);
+}
+
+static int rounds_of(const moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w) {
+    return quotient_up(most_slabs(a, w), w->slabs);
+}
+
+/* Shares rows and K out. */
+static void share_out(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w, int sm_count) {
+    int slabs = quotient_up(a->n, MOQ_PACK_ROWS), blocks = (int)moq_pack_blocks(a->k);
+    int parts = 1 << (w->log_ranks + w->log_parts);
+    a->log_ranks = w->log_ranks;
+    a->log_parts = w->log_parts;
+    a->share = w->share;
+    a->blocks = blocks / parts;
+    a->more_blocks = blocks % parts;
+    a->clusters = least((sm_count << w->two) >> w->log_ranks, slabs);
+    a->slabs = slabs / a->clusters;
+    a->more_slabs = slabs % a->clusters;
+    a->slab_bytes = blocks * (int64_t)MOQ_PACK_BYTES;
+    int most = most_blocks(a);
+    a->turn = quotient_up(most, quotient_up(most, MOQ_NVFP4_FEW_STAGE_UNITS / w->slabs));
+    a->x_pitch = most * MOQ_NVFP4_FEW_X_BLOCK + 16;
+}
+
+/* Shares `room` bytes out: x where it stays, the stages of all warps, sums, which of a single round
+ * go where the rings were, and boxes. As many stages as are of use, or none without two where x
+ * stays. */
+static void lay_out(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w, int room, bool stays) {
+    int rounds = rounds_of(a, w), pairs = (a->m + 1) / 2;
+    int rows = w->slabs * MOQ_PACK_ROWS, parked = pairs * (rows + 4) * 8;
+    int boxes = w->log_ranks ? 2 * rows * pairs * 8 : 0;
+    int needed =
+        least(rounds * quotient_up(most_blocks(a), a->turn), MOQ_NVFP4_FEW_STAGES / w->warps);
+    int x = stays ? a->m * a->x_pitch << w->log_parts : 0;
+    a->x_stays = stays;
+    a->boxes = !stays && a->m > MOST_ALONE;
+    a->x_rows = a->boxes ? quotient_up(a->m, 8) * 8 : a->m;
+    a->x_stage = stays ? 0 : a->turn * a->x_rows * MOQ_NVFP4_FEW_X_BLOCK;
+    int stage = STAGE_BYTES + a->x_stage, each = (room - boxes - x) / w->warps;
+    a->stages = least(needed, each / stage);
+    bool alias = rounds == 1 && a->stages * stage >= parked;
+    if (!alias)
+        a->stages = least(needed, (each - 2 * parked) / stage);
+    if (each < 0 || a->stages < (stays ? least(needed, 2) : 1))
+        a->stages = 0;
+    a->warp_bytes = a->stages * stage;
+    a->x_at = w->warps * a->warp_bytes;
+    a->parked_at = alias ? 0 : a->x_at + x;
+    a->parked_bytes = alias ? a->warp_bytes : parked;
+    a->parked_turn = alias ? 0 : w->warps * parked;
+    a->inbox_at = a->x_at + x + (alias ? 0 : 2 * a->parked_turn);
+    a->shared = a->inbox_at + boxes;
+}
+
+/* Dynamic bytes of a block that has a multiprocessor of compute capability 9.0 to itself, and of
+ * one that leaves half. */
+#define WHOLE_SHARED (BLOCK_SHARED - MOQ_NVFP4_FEW_DECLARED)
+#define HALF_SHARED  ((BLOCK_SHARED + 1024) / 2 - 1024 - MOQ_NVFP4_FEW_DECLARED)
+
+/* Whether room is left for another block, of this call or the next. */
+static bool is_half(const moq_nvfp4_few_way *w) {
+    return w->warps == 8 || !MOQ_NVFP4_FEW_ADDS(w->warps, w->slabs);
+}
+
+/* Everything about a call that its way decides, or false where it cannot be done so. x stays where
+ * it is read more than once, or together, or comes in many stages, which costs their warps time,
+ * and fits. Eight warps take half of a multiprocessor if that gives each two stages. */
+static bool arrange(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w, int sm_count) {
+    share_out(a, w, sm_count);
+    int rounds = rounds_of(a, w), stages = rounds * quotient_up(most_blocks(a), a->turn);
+    bool only_half = w->two || (w->warps == 16 && is_half(w)), optional = rounds == 1 && !w->share;
+    if (rounds > 1 && !MOQ_NVFP4_FEW_ADDS(w->warps, w->slabs))
+        return false;
+    for (int stays = !optional || !is_half(w) || stages >= MANY_STAGES; stays >= w->share;
+         stays--) {
+        if (is_half(w)) {
+            lay_out(a, w, HALF_SHARED, stays);
+            if (a->stages >= (only_half ? 1 : least(stages, 2)))
+                return true;
+        }
+        if (only_half || (is_half(w) && optional && stays))
+            continue;
+        lay_out(a, w, WHOLE_SHARED, stays);
+        if (a->stages)
+            return true;
+    }
+    return false;
+}
+
+/* Microseconds of a multiprocessor for a unit and for a stage, and before the first. */
+typedef struct {
+    double unit, stage, start;
+} costs;
+
+static costs costs_of(const moq_nvfp4_few_way *w) {
+    static const costs EIGHT[3] = {
+        {0.0121, 0.03187, 1.147}, {0.01149, 0.03616, 1.185}, {0.009743, 0.06943, 1.139}};
+    static const costs TWO[2] = {{0.004815, 0.01386, 2.877}, {0.01042, 0.01871, 2.591}};
+    static const costs SIXTEEN[3] = {
+        {0.009447, 0.07267, 1.157}, {0.005173, 0.008541, 3.416}, {0.01188, 0.01309, 2.888}};
+    return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
+}
+
+/* Microseconds of a call, fitted to 1179 times of up to 8 tokens on an H200 (docs/lab.md), 5 % off
+ * in the mean where the way is near the best; the choice costs 0.6 %. Products, W from memory and
+ * the warp that adds up go on beside each other; before them the start and x, after them the ends
+ * of rounds. Two tiles of tokens take up to half as long again. */
+static double estimate(const moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w,
+                       const moq_target *target) {
+    costs c = costs_of(w);
+    bool half = is_half(w);
+    int most = most_blocks(a), slabs = most_slabs(a, w), rounds = rounds_of(a, w);
+    double warps = w->warps << w->two, columns = (double)most * a->m * MOQ_NVFP4_FEW_X_BLOCK;
+    double products =
+        warps * (slabs * most * c.unit + rounds * quotient_up(most, a->turn) * c.stage);
+    double memory = (double)a->n * a->k * 0.5625 / moq_memory_rate(target, 4.39e6) * 1.067;
+    double before = c.start + w->share * 0.03151 + (half ? 0 : w->log_ranks * 0.3487) +
+                    (half && a->shared > HALF_SHARED ? 1.256 : 0);
+    if (a->x_stays) {
+        before += columns * (1 << w->log_parts) *
+                  (w->share ? 1.261e-5
+                   : half   ? 2.026e-5
+                            : 6.748e-6);
+    } else {
+        columns *= rounds;
+        double fresh = fmin(columns, (double)a->stages * a->turn * a->m * MOQ_NVFP4_FEW_X_BLOCK);
+        products += warps * (fresh * 1.495e-5 + (columns - fresh) * (a->boxes ? 1.207e-5
+                                                                     : half   ? 5.918e-5
+                                                                              : 5.507e-5));
+        memory += warps * columns * 5.197e-6;
+    }
+    double added = (double)(rounds - 1) * (w->warps >> w->log_parts) *
+                   quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
+    double adding = added * (0.6943 + 0.005071 * (1 << w->log_parts)) * (w->log_ranks ? 1.054 : 1);
+    double ends = rounds * (0.3161 + w->log_ranks * 0.01513);
+    double hides = fmin(1, (double)a->k / 2048); /* outputs of more tokens, behind products */
+    ends += 6.8e-6 * (a->m - 1) * a->n * (1 - hides * hides * hides);
+    double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
+    return a->m > 8 ? 1.5 * all : all;
+}
+
+/* Of K in full for all warps of a block, then of short K. Rows have to be enough for all threads
+ * that add up; two tiles of tokens have one kernel. */
+static const moq_nvfp4_few_way WAYS[] = {
+    {8, 2, 0, 3},
+    {8, 4, 0, 3},
+    {8, 8, 0, 3},
+    {8, 2, 1, 3},
+    {8, 4, 1, 3},
+    {8, 8, 1, 3},
+    {8, 2, 0, 3, true},
+    {8, 4, 0, 3, true},
+    {8, 8, 0, 3, true},
+    {16, 4, 0, 4},
+    {16, 4, 0, 3},
+    {16, 4, 1, 4},
+    {16, 8, 1, 4},
+    {16, 2, 0, 4},
+    {16, 2, 1, 4},
+    {8, 4, 0, 3, false, true},
+    {8, 8, 0, 3, false, true},
+    {8, 4, 1, 3, false, true},
+    {8, 8, 1, 3, false, true},
+    {8, 4, 0, 3, true, true},
+    {8, 8, 0, 3, true, true},
+    {8, 2, 0, 2},
+    {8, 4, 0, 2},
+    {8, 8, 0, 2},
+    {8, 2, 0, 2, true},
+    {8, 4, 0, 2, true},
+    {8, 8, 0, 2, true},
+    {8, 2, 0, 1},
+    {8, 4, 0, 1},
+    {8, 2, 0, 1, true},
+    {8, 4, 0, 1, true},
+};
+
+enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
+_Static_assert(WAY_COUNT < 64, "a bit for each, and one for the choice");
+
+static bool suits(const moq_nvfp4_few_way *w, const moq_nvfp4_few_share *a) {
+    return (w->log_parts >= 3 || a->k <= SHORT) && (a->m <= 8 || (w->warps == 8 && w->slabs == 4));
+}
+
+static double seconds_of(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w,
+                         const moq_target *target) {
+    bool can = suits(w, a) && arrange(a, w, target->sm_count);
+    return can ? 1e-6 * estimate(a, w, target) : INFINITY;
+}
+
+/* The best of all ways. */
+static const moq_nvfp4_few_way *way_of(moq_nvfp4_few_share *a, const moq_target *target,
+                                       double *seconds) {
+    const moq_nvfp4_few_way *best = WAYS;
+    *seconds = INFINITY;
+    for (int i = 0; i < WAY_COUNT; i++) {
+        double t = seconds_of(a, &WAYS[i], target);
+        if (t < *seconds) {
+            *seconds = t;
+            best = &WAYS[i];
+        }
+    }
+    return best;
+}
+
+static moq_nvfp4_few_share begin_share(const moq_linear_spec *spec, int64_t m) {
+    moq_nvfp4_few_share args = {
+        .m = (int)m, .n = (int)spec->out_features, .k = (int)spec->in_features};
+    return args;
+}
+
+double moq_cuda_nvfp4_few_seconds(const moq_linear_spec *spec, int64_t m) {
+    moq_nvfp4_few_share args = begin_share(spec, m);
+    double seconds;
+    way_of(&args, &spec->target, &seconds);
+    return seconds;
+}
+
+int32_t moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m) {
+    moq_nvfp4_few_share args = begin_share(spec, m);
+    double seconds;
+    return (int32_t)(way_of(&args, &spec->target, &seconds) - WAYS) + 1;
+}
+
+/* The choice, and the ways that are not expected to take half as long again. */
+uint64_t moq_cuda_nvfp4_few_variants(const moq_linear_call *call) {
+    moq_nvfp4_few_share args = begin_share(call->spec, call->m);
+    double best;
+    uint64_t some = 1;
+    way_of(&args, &call->spec->target, &best);
+    for (int i = 0; i < WAY_COUNT; i++)
+        if (seconds_of(&args, &WAYS[i], &call->spec->target) < 1.5 * best)
+            some |= 2ull << i;
+    return some;
+}
+
+const moq_nvfp4_few_way *moq_nvfp4_few_find_way(const moq_linear_spec *spec, int64_t m,
+                                                int32_t variant, moq_nvfp4_few_share *share) {
+    int which = variant - 1;
+    double seconds;
+    *share = begin_share(spec, m);
+    const moq_nvfp4_few_way *w =
+        which >= 0 && which < WAY_COUNT && suits(&WAYS[which], share) ? &WAYS[which] : NULL;
+    if (w && arrange(share, w, spec->target.sm_count))
+        return w;
+    w = way_of(share, &spec->target, &seconds);
+    arrange(share, w, spec->target.sm_count);
+    return w;
+}

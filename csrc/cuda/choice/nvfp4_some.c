@@ -1,0 +1,303 @@
+/* The choice among ways to do the NVFP4 GEMMs of Hopper: see nvfp4_some.h. */
+#include "cuda/choice/nvfp4_some.h"
+
+#include "cuda/choice/chip.h"
+#include "cuda/choice/choice.h"
+
+#include <math.h>
+
+#define LEAST_STAGES 3
+
+/* What an estimate counts, in microseconds and microseconds for each; fitted. */
+typedef struct {
+    double begin, quantize;         /* a call, and a million values of x */
+    double cache, memory;           /* bytes that a microsecond brings from either, in millions */
+    double far;                     /* how much longer x takes for each MB beyond 1.5, and */
+    double heat;                    /* products of 128 tokens and more, from 100 us on */
+    double rows, tokens;            /* outputs of whole tiles: 64 rows, a token */
+    double part_rows, part_tokens;  /* where K is in parts, */
+    double part_more, received;     /* a token beyond 64, and 8 of 64 rows from another block */
+    double hand_over, shared_token; /* sums of shared tiles, a token of them, */
+    double others;                  /* and of a token for each block of a tile; */
+    double own, own_token;          /* and how much less where tiles have blocks of their own */
+} costs;
+
+/* The shapes of a kernel, the fewest and the most tokens that tiles of them have, and what an
+ * estimate of seconds counts. */
+typedef struct {
+    const moq_nvfp4_some_shape *shapes;
+    int count, least, most;
+    costs cost;
+} family;
+
+moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int cluster) {
+    int turned = v->row_groups * TURNED_AT_ONCE(v->tokens) * 128;
+    moq_nvfp4_some_layout l = {0, 0, turned, 0, turned / v->row_groups};
+    if (v->parts) {
+        int groups = v->row_groups * v->k_groups;
+        parts_room room = room_of_parts(v->tokens, cluster * v->k_groups, groups);
+        l.side = room.side;
+        l.behind = v->tokens < 128 ? room.sums : 0;
+        l.turn = room.sums - l.behind; /* where the ring was, behind sums if those are there too */
+        l.turn_step = room.turn_step;
+        turned = groups * l.turn_step;
+    }
+    int scales = v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_SOME_SCALES);
+    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_SOME_BARRIERS * 8 - BOARD_BYTES - scales - l.behind;
+    l.stages = most / v->stage < MOQ_NVFP4_SOME_STAGES ? most / v->stage : MOQ_NVFP4_SOME_STAGES;
+    l.stages -= l.stages % v->k_groups;
+    if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
+        (v->parts && l.turn + turned > l.stages * v->stage))
+        l.stages = 0;
+    if (!v->parts)
+        l.turn = l.stages * v->stage;
+    return l;
+}
+
+int64_t moq_nvfp4_some_tokens(int64_t m, const moq_nvfp4_some_way *way) {
+    int64_t unit = way->shape->pair ? 16 : way->columns == 1 ? 1 : 8;
+    return divide_up(divide_up(m, way->columns), unit) * unit;
+}
+
+/* Microseconds from where sums of shared tiles are left to where they have been added. */
+static double exchange_of(const costs *c, const moq_nvfp4_some_way *way, double tokens) {
+    double blocks = (double)way->workers / (double)way->rest;
+    double own = way->workers % way->rest == 0 ? c->own + c->own_token * tokens : 0;
+    return c->hand_over + c->shared_token * tokens * (1 + c->others * blocks) - own;
+}
+
+/* Of the sums and outputs of a tile. */
+static double outputs_of(const costs *c, const moq_nvfp4_some_way *way, double tokens) {
+    const moq_nvfp4_some_shape *v = way->shape;
+    if (!v->parts)
+        return c->rows * v->row_groups + c->tokens * tokens;
+    int64_t eights = divide_up(v->tokens / 8, way->cluster); /* of the block that has most */
+    double received = (double)(eights * (way->cluster - 1)) * v->k_groups * v->row_groups;
+    return c->part_rows * v->row_groups + c->part_tokens * fmin(tokens, 64) +
+           c->part_more * fmax(0, tokens - 64) + c->received * received;
+}
+
+/* Seconds of a call: x quantized; then the products, W from memory and all tiles from the
+ * second-level cache at the same time; then sums and outputs. */
+static double estimate(const family *f, const moq_linear_spec *spec, const moq_nvfp4_some_way *way,
+                       int64_t m) {
+    const moq_nvfp4_some_shape *v = way->shape;
+    const costs *c = &f->cost;
+    double n = (double)spec->out_features, k = (double)spec->in_features, pair = v->pair ? 2 : 1;
+    double x = (double)m * k * 1e-6,
+           steps = (double)divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
+    double tokens = fmax(f->least, (double)moq_nvfp4_some_tokens(m, way));
+    double tiles = (double)(way->row_tiles * way->columns);
+    double turns = tiles / (double)way->workers;
+    double exchange = way->rest ? exchange_of(c, way, tokens) : 0;
+    if (!way->rest)
+        turns = ceil(turns);
+    double blocks = (double)way->workers * way->cluster * pair;
+    double share = v->row_groups * 64 * 72 + v->token_step * tokens / pair;
+    double products = turns * steps / way->cluster / v->k_groups * v->step;
+    if (v->tokens >= 128) /* they lower the clock */
+        products *= 1 + c->heat * fmin(1, products / 100);
+    double far = 1 + c->far * fmax(0, 2 * x - 1.5);
+    double copies = tiles * pair * steps * share * far * 1e-6 / c->cache;
+    double memory =
+        n * k * 0.5625e-6 / moq_memory_rate(&spec->target, c->memory) / fmin(1, blocks / 80);
+    double seconds =
+        c->begin + c->quantize * x + exchange + ceil(turns) * outputs_of(c, way, tokens) +
+        cbrt(products * products * products + memory * memory * memory + copies * copies * copies);
+    return seconds * 1e-6;
+}
+
+static moq_nvfp4_some_way way_of(const family *f, const moq_linear_spec *spec, int64_t m,
+                                 const moq_nvfp4_some_shape *v, int cluster, bool shared) {
+    int pair = v->pair ? 2 : 1;
+    moq_nvfp4_some_way way = {v, (int)(v - f->shapes), cluster,
+                              divide_up(spec->out_features, 64 * v->row_groups * pair),
+                              divide_up(m, v->tokens)};
+    int64_t tiles = way.row_tiles * way.columns,
+            steps = divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
+    int64_t most = moq_clusters_that_fit(&spec->target, cluster * pair);
+    way.workers = tiles < most ? tiles : most;
+    if (shared) {
+        even_shares even = share_evenly(tiles, steps, most);
+        way.rest = even.tiles;
+        way.workers = even.workers;
+    }
+    bool can = tiles < INT32_MAX / 2 && moq_nvfp4_some_lay_out(v, cluster).stages > 0;
+    if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
+        can = false;
+    if (cluster > 1 && (tiles > most || cluster > steps)) /* all at once, a step for each */
+        can = false;
+    way.seconds = can ? estimate(f, spec, &way, m) : INFINITY;
+    return way;
+}
+
+static moq_nvfp4_some_way sooner(moq_nvfp4_some_way one, moq_nvfp4_some_way other) {
+    return other.seconds < one.seconds ? other : one;
+}
+
+/* The best way with a shape, whose tiles are all whole or shared. */
+static moq_nvfp4_some_way best_of_shape(const family *f, const moq_linear_spec *spec, int64_t m,
+                                        const moq_nvfp4_some_shape *v, bool shared) {
+    if (shared && (v->parts || v->pair))
+        return (moq_nvfp4_some_way){.seconds = INFINITY};
+    int least = v->parts && v->k_groups == 1 ? 2 : 1;
+    int most = v->parts ? MAX_CLUSTER / (v->pair ? 2 : 1) : 1;
+    moq_nvfp4_some_way best = way_of(f, spec, m, v, least, shared);
+    for (int cluster = least + 1; cluster <= most; cluster++)
+        best = sooner(best, way_of(f, spec, m, v, cluster, shared));
+    return best;
+}
+
+/* Whether tiles of a shape are neither far too wide for the tokens nor too narrow. */
+static bool suits(const family *f, const moq_nvfp4_some_shape *v, int64_t m) {
+    return (v->tokens == f->least || m > v->tokens / 2) &&
+           (v->tokens == f->most || m <= 4 * v->tokens);
+}
+
+/* Variants from 1 on: the shapes with whole tiles, then the shapes with shared ones. */
+static moq_nvfp4_some_way way_at(const family *f, const moq_linear_spec *spec, int64_t m,
+                                 int index) {
+    return best_of_shape(f, spec, m, &f->shapes[index % f->count], index >= f->count);
+}
+
+/* Variant 0 is the choice; the choice again where a variant cannot do the call. */
+static moq_nvfp4_some_way way_for(const family *f, const moq_linear_spec *spec, int64_t m,
+                                  int32_t which) {
+    moq_nvfp4_some_way best = {.seconds = INFINITY};
+    if (which > 0 && which <= 2 * f->count)
+        best = way_at(f, spec, m, which - 1);
+    if (best.seconds < INFINITY)
+        return best;
+    for (int i = 0; i < 2 * f->count; i++)
+        if (suits(f, &f->shapes[i % f->count], m))
+            best = sooner(best, way_at(f, spec, m, i));
+    return best;
+}
+
+static int32_t choice_of(const family *f, const moq_linear_spec *spec, int64_t m) {
+    moq_nvfp4_some_way way = way_for(f, spec, m, 0);
+    return way.index + (way.rest ? f->count : 0) + 1;
+}
+
+/* The choice, and those that are not expected to take half as long again. */
+static uint64_t variants_of(const family *f, const moq_linear_call *call) {
+    double best = way_for(f, call->spec, call->m, 0).seconds;
+    uint64_t some = 1;
+    for (int i = 0; i < 2 * f->count; i++)
+        if (suits(f, &f->shapes[i % f->count], call->m) &&
+            way_at(f, call->spec, call->m, i).seconds < 1.5 * best)
+            some |= 2ull << i;
+    return some;
+}
+
+/* ---- exact products ---- */
+
+#define EXACT_SHAPE(tokens, row_groups, k_groups, parts, pair, step)                               \
+    {tokens,                                                                                       \
+     row_groups,                                                                                   \
+     k_groups,                                                                                     \
+     parts,                                                                                        \
+     pair,                                                                                         \
+     MOQ_NVFP4_SOME_STAGE(tokens, row_groups, 2),                                                  \
+     MOQ_NVFP4_SOME_STEP * 2,                                                                      \
+     step},
+
+static const moq_nvfp4_some_shape EXACT_SHAPES[] = {MOQ_NVFP4_SOME_SHAPES(EXACT_SHAPE)};
+_Static_assert(2 * sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES < 64,
+               "tune() measures 64 variants of a kernel, the first is the choice");
+
+/* Fitted to 832 times of 16 layers with 16 to 256 tokens on an H200, so that the choice, which
+ * costs 0.2 % by them, rather than each time is near (docs/lab.md). */
+static const family EXACT = {EXACT_SHAPES,
+                             sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES,
+                             16,
+                             128,
+                             {.begin = 0.796,
+                              .cache = 12.1,
+                              .memory = 5.67,
+                              .far = 0.0361,
+                              .heat = 0.103,
+                              .rows = 0.389,
+                              .tokens = 0.00685,
+                              .part_rows = 0.35,
+                              .part_tokens = 0.0273,
+                              .part_more = 0.0202,
+                              .received = 0.0353,
+                              .hand_over = 3.24,
+                              .shared_token = 0.00706,
+                              .others = 0.808,
+                              .own = 0.541,
+                              .own_token = 0.0127}};
+
+moq_nvfp4_some_way moq_nvfp4_some_find_way(const moq_linear_spec *spec, int64_t m,
+                                           int32_t variant) {
+    return way_for(&EXACT, spec, m, variant);
+}
+
+double moq_cuda_nvfp4_some_seconds(const moq_linear_spec *spec, int64_t m) {
+    return way_for(&EXACT, spec, m, 0).seconds;
+}
+
+int32_t moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m) {
+    return choice_of(&EXACT, spec, m);
+}
+
+uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call) {
+    return variants_of(&EXACT, call);
+}
+
+/* ---- FP8 products ---- */
+
+#define FOLDED_SHAPE(tokens, row_groups, k_groups, parts, step)                                    \
+    {tokens,                                                                                       \
+     row_groups,                                                                                   \
+     k_groups,                                                                                     \
+     parts,                                                                                        \
+     false,                                                                                        \
+     MOQ_NVFP4_SOME_STAGE(tokens, row_groups, 1),                                                  \
+     MOQ_NVFP4_SOME_STEP,                                                                          \
+     step},
+
+static const moq_nvfp4_some_shape FOLDED_SHAPES[] = {MOQ_NVFP4_FP8_SOME_SHAPES(FOLDED_SHAPE)};
+_Static_assert(2 * sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES < 64,
+               "tune() measures 64 variants of a kernel, the first is the choice");
+
+/* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab.md): 4 % off, and
+ * the choice costs 0.2 % by them. */
+static const family FOLDED = {FOLDED_SHAPES,
+                              sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES,
+                              32,
+                              256,
+                              {.begin = 1.44,
+                               .quantize = 1 / 0.613,
+                               .cache = 11.6,
+                               .memory = 4.15,
+                               .heat = 0.076,
+                               .rows = 0.578,
+                               .tokens = 0.0132,
+                               .part_rows = 0.785,
+                               .part_tokens = 0.0228,
+                               .part_more = 0.0228,
+                               .received = 0.0135,
+                               .hand_over = 3.15,
+                               .shared_token = 0.00695,
+                               .others = 0.705,
+                               .own = 1.68,
+                               .own_token = 0.00775}};
+
+moq_nvfp4_some_way moq_nvfp4_fp8_some_find_way(const moq_linear_spec *spec, int64_t m,
+                                               int32_t variant) {
+    return way_for(&FOLDED, spec, m, variant);
+}
+
+double moq_cuda_nvfp4_fp8_some_seconds(const moq_linear_spec *spec, int64_t m) {
+    return way_for(&FOLDED, spec, m, 0).seconds;
+}
+
+int32_t moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m) {
+    return choice_of(&FOLDED, spec, m);
+}
+
+uint64_t moq_cuda_nvfp4_fp8_some_variants(const moq_linear_call *call) {
+    return variants_of(&FOLDED, call);
+}

@@ -1,0 +1,128 @@
+/* Ways to do the NVFP4 GEMMs of Hopper for some dozens to some hundreds of tokens, of exact
+ * products (sm90_nvfp4_some.cu) and of FP8 ones (sm90_nvfp4_fp8_some.cu): their shapes of tiles,
+ * how a call is shared out in tiles of a shape, and what lies where in shared memory. */
+#ifndef MOQ_CUDA_CHOICE_NVFP4_SOME_H
+#define MOQ_CUDA_CHOICE_NVFP4_SOME_H
+
+#include "core/linear.h"
+#include "core/nvfp4_packed.h"
+#include "cuda/choice/grid.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_NVFP4_SOME_STEP     128 /* columns of K */
+#define MOQ_NVFP4_SOME_STAGES   24  /* at most */
+#define MOQ_NVFP4_SOME_BARRIERS (3 * MOQ_NVFP4_SOME_STAGES + 2)
+#define MOQ_NVFP4_SOME_SCALES   256 /* bytes that a warp makes of the scales of a step */
+
+/* Bytes of a step of a block: tokens, and packed rows of W. */
+#define MOQ_NVFP4_SOME_STAGE(tokens, row_groups, token_size)                                       \
+    (((tokens) * MOQ_NVFP4_SOME_STEP * (token_size) +                                              \
+      (row_groups) * 64 / 16 * 2 * MOQ_PACK_BYTES + 1023) /                                        \
+     1024 * 1024)
+
+/* The shapes of tiles of exact products: X(tokens, warpgroups with rows of their own, warpgroups
+ * with the same rows, whether the blocks of a cluster share K, whether two blocks share the tokens,
+ * microseconds of a step). */
+#define MOQ_NVFP4_SOME_SHAPES(X)                                                                   \
+    X(16, 2, 1, false, false, 0.380)                                                               \
+    X(16, 3, 1, false, false, 0.460)                                                               \
+    X(16, 4, 1, false, false, 0.532)                                                               \
+    X(16, 2, 1, true, false, 0.399)                                                                \
+    X(16, 3, 1, true, false, 0.473)                                                                \
+    X(16, 2, 2, true, false, 0.574)                                                                \
+    X(16, 1, 2, true, false, 0.443)                                                                \
+    X(32, 2, 1, false, false, 0.399)                                                               \
+    X(32, 4, 1, false, false, 0.559)                                                               \
+    X(32, 3, 1, false, false, 0.497)                                                               \
+    X(32, 2, 1, true, false, 0.403)                                                                \
+    X(32, 3, 1, true, false, 0.509)                                                                \
+    X(32, 4, 1, true, false, 0.578)                                                                \
+    X(32, 2, 2, true, false, 0.621)                                                                \
+    X(32, 1, 2, true, false, 0.405)                                                                \
+    X(64, 2, 1, false, false, 0.497)                                                               \
+    X(64, 4, 1, false, false, 0.842)                                                               \
+    X(64, 3, 1, false, false, 0.658)                                                               \
+    X(64, 2, 1, true, false, 0.475)                                                                \
+    X(64, 3, 1, true, false, 0.586)                                                                \
+    X(64, 4, 1, true, false, 0.751)                                                                \
+    X(64, 2, 2, true, false, 0.780)                                                                \
+    X(64, 1, 2, true, false, 0.534)                                                                \
+    X(128, 2, 1, false, false, 0.663)                                                              \
+    X(128, 4, 1, false, false, 1.290)                                                              \
+    X(128, 3, 1, false, false, 1.001)                                                              \
+    X(128, 2, 1, true, false, 0.605)                                                               \
+    X(128, 3, 1, true, false, 0.980)                                                               \
+    X(128, 4, 1, true, false, 1.262)                                                               \
+    X(128, 2, 2, true, false, 1.248)                                                               \
+    X(128, 2, 1, false, true, 0.763)
+
+/* The same of FP8 products; no two blocks share the tokens. */
+#define MOQ_NVFP4_FP8_SOME_SHAPES(X)                                                               \
+    X(32, 2, 1, false, 0.429)                                                                      \
+    X(32, 3, 1, false, 0.557)                                                                      \
+    X(32, 4, 1, false, 0.685)                                                                      \
+    X(32, 2, 1, true, 0.455)                                                                       \
+    X(32, 3, 1, true, 0.535)                                                                       \
+    X(32, 1, 2, true, 0.454)                                                                       \
+    X(32, 2, 2, true, 0.704)                                                                       \
+    X(64, 2, 1, false, 0.469)                                                                      \
+    X(64, 3, 1, false, 0.682)                                                                      \
+    X(64, 4, 1, false, 0.888)                                                                      \
+    X(64, 2, 1, true, 0.493)                                                                       \
+    X(64, 3, 1, true, 0.658)                                                                       \
+    X(64, 1, 2, true, 0.497)                                                                       \
+    X(64, 2, 2, true, 0.845)                                                                       \
+    X(128, 2, 1, false, 0.613)                                                                     \
+    X(128, 3, 1, false, 0.945)                                                                     \
+    X(128, 2, 1, true, 0.612)                                                                      \
+    X(128, 3, 1, true, 0.970)                                                                      \
+    X(128, 1, 2, true, 0.612)                                                                      \
+    X(256, 2, 1, false, 0.962)                                                                     \
+    X(256, 2, 1, true, 0.934)                                                                      \
+    X(256, 1, 2, true, 1.168)
+
+/* A shape of tiles. */
+typedef struct {
+    int tokens, row_groups, k_groups;
+    bool parts, pair;
+    int stage;      /* bytes of a step */
+    int token_step; /* bytes of a token in a step */
+    double step;    /* microseconds, fitted */
+} moq_nvfp4_some_shape;
+
+/* How a call is done: a shape of tiles and how many there are. */
+typedef struct {
+    const moq_nvfp4_some_shape *shape; /* NULL where there is no way */
+    int index;                         /* of the shape */
+    int cluster;                       /* blocks that share K */
+    int64_t row_tiles, columns, workers;
+    int64_t rest; /* tiles that are shared evenly */
+    double seconds;
+} moq_nvfp4_some_way;
+
+/* Shared memory of a block: as many stages as fit, and where sums come to or outputs turn around;
+ * sums of many tokens come to where the ring was. A warpgroup needs its next step before it gives
+ * up one; no stages where that cannot be. */
+typedef struct {
+    int stages, side, behind; /* float4 of a share of sums; bytes behind the ring */
+    int turn, turn_step;      /* where outputs turn around, and of the next warpgroup */
+} moq_nvfp4_some_layout;
+
+moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int cluster);
+
+/* Tokens of a tile: as few as give as many tiles, whole eights where there are several. */
+int64_t moq_nvfp4_some_tokens(int64_t m, const moq_nvfp4_some_way *way);
+
+/* The way of a variant. Variant 0 is the best; from 1 on the shapes with whole tiles, then the
+ * shapes with shared ones; the best again where a variant cannot do the call. */
+moq_nvfp4_some_way moq_nvfp4_some_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_nvfp4_some_way moq_nvfp4_fp8_some_find_way(const moq_linear_spec *spec, int64_t m,
+                                               int32_t variant);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,92 @@
+/* e4m3 codes from packed NVFP4 weights, for products of FP8.
+ *
+ * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/cpu_prepare.h, where
+ * fold is the row's power of two, or 16 if that is more (moq_used_fold): both products in float16
+ * are exact where the code is not 0, having six significant bits and lying between 2^-10 and 448,
+ * so that it is rounded once; and they are finite whatever the scale, at most 6 * 448 * 16. */
+#ifndef MOQ_CUDA_DEVICE_NVFP4_FOLD_H
+#define MOQ_CUDA_DEVICE_NVFP4_FOLD_H
+
+#include "core/nvfp4_packed.h"
+#include "cuda/device/nvfp4_decode.h"
+
+#include <cuda_fp16.h>
+#include <string.h>
+
+/* What codes of e4m3 are multiplied by: the row's power of two, or 16 if that is more, as the least
+ * product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already. */
+static __device__ __forceinline__ float moq_used_fold(float fold) {
+    return fminf(fold, 16.0f);
+}
+
+/* What outputs of those codes are multiplied by: 1 / that, which is exact. */
+static __device__ __forceinline__ float moq_unfold(float fold) {
+    return __frcp_rn(moq_used_fold(fold));
+}
+
+static __device__ __forceinline__ uint32_t moq_e4m3_four(uint32_t low, uint32_t high) {
+    uint32_t four;
+    asm("{\n"
+        ".reg .b16 a, b;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 a, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 b, %2;\n"
+        "mov.b32 %0, {a, b};\n"
+        "}"
+        : "=r"(four)
+        : "r"(low), "r"(high));
+    return four;
+}
+
+/* Codes of a word's rows g and g + 8, whose scales are in the high or the low halves. */
+static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upper, uint32_t lower,
+                                                     bool high, uint32_t *a) {
+    uint32_t pair[4];
+    moq_nvfp4_codes<MOQ_NVFP4_F16>(word, pair);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i], 0x74007400u); /* 2^14 */
+        pair[i] = moq_nvfp4_multiply<MOQ_NVFP4_F16>(pair[i],
+                                                    moq_nvfp4_twice(i % 2 ? lower : upper, high));
+    }
+    a[0] = moq_e4m3_four(pair[0], pair[2]);
+    a[1] = moq_e4m3_four(pair[1], pair[3]);
+}
+
+/* The scales of two groups times the powers of two of their rows, row g's first, from their bytes:
+ * of two groups those of row g are even ones, those of row g + 8 odd. `folds` are 256 times the
+ * powers of two in float16, where a byte is scale / 256. Of any byte the last seven bits are a
+ * number here: beyond K a unit may be what was in shared memory before, which meets zeros of x, and
+ * must not be NaN. */
+static __device__ __forceinline__ uint2 moq_fold_scales(uint32_t bytes, uint32_t folds) {
+    return {
+        moq_nvfp4_multiply<MOQ_NVFP4_F16>((bytes & 0x007f007fu) * 128,
+                                          moq_nvfp4_twice(folds, false)),
+        moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u, moq_nvfp4_twice(folds, true))};
+}
+
+/* The codes of a unit, whose scales are as above: of group s, those of row g in
+ * a[s / 2][s % 2 * 2] and of row g + 8 behind, columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group.
+ */
+static __device__ __forceinline__ void moq_fold_codes(uint4 codes, uint4 scales,
+                                                      uint32_t (&a)[2][4]) {
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++)
+        moq_fold_word((&codes.x)[s], (&scales.x)[s / 2 * 2], (&scales.x)[s / 2 * 2 + 1], s % 2 != 0,
+                      a[s / 2] + s % 2 * 2);
+}
+
+static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, uint32_t folds,
+                                                     uint32_t (&a)[2][4]) {
+    uint2 low = moq_fold_scales(scales.x, folds), high = moq_fold_scales(scales.y, folds);
+    moq_fold_codes(codes, make_uint4(low.x, low.y, high.x, high.y), a);
+}
+
+/* The powers of two of the two rows of a lane, as above. */
+static __device__ __forceinline__ uint32_t moq_pack_folds(float upper, float lower) {
+    __half2 pair = __floats2half2_rn(256.0f * moq_used_fold(upper), 256.0f * moq_used_fold(lower));
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+}
+
+#endif

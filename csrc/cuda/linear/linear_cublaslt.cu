@@ -1,0 +1,521 @@
+/* FP8 and NVFP4 linear by cuBLASLt: y[m, n] = round(sum_k sx X[m, k] sw W[n, k] + bias[n]).
+ *
+ * X is quantized into the workspace as the layer prescribes, then multiplied with W as it is:
+ * - one scale of all of x: scalars, the partition's input_scale (or the one found) and the
+ *   output_scale of its first row, which all of its rows have; vectors for several partitions that
+ *   share one of x;
+ * - one a token: vectors, sx [m] and output_scale [N]; or none, and sums in float32 that the last
+ *   kernel scales, where the library has no vectors, or where that is expected to be faster: its
+ *   kernels for vectors leave the chip empty while there are few tiles. Variants from
+ *   MOQ_MAX_ALGORITHMS on are those of the other way. Packed NVFP4 weights (compute "fp8") become
+ *   codes and factors of that kind in the workspace, some rows at a time (nvfp4_unpack.h);
+ * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
+ *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing;
+ * - NVFP4: block scales of 16 columns in swizzled order, those of W prepared so for each partition,
+ *   and the product of both second-level scales as alpha, which a kernel finds on the device, for
+ *   each partition its own. This has not yet run on hardware.
+ *
+ * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
+ * multiples of 16. Whatever else a caller has, and a number of tokens that was rounded up, goes
+ * through the workspace and one more kernel, which costs the time to move y twice.
+ *
+ * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
+#include "core/formats.h"
+#include "core/swizzle.h"
+#include "cuda/choice/choice.h"
+#include "cuda/choice/choice_cublaslt.h"
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/runtime/cublaslt_api.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/tensor/cuda_quantize.h"
+#include "cuda/tensor/nvfp4_unpack.h"
+
+#define WHAT  "linear by cuBLASLt"
+#define ALPHA 16 /* bytes from one to the next */
+/* What the library is given, as NVIDIA recommends for the generation. */
+#define MEMORY_HOPPER  (32 << 20)
+#define MEMORY_EARLIER (4 << 20)
+
+static int64_t round_up(int64_t value, int64_t step) {
+    return (value + step - 1) / step * step;
+}
+
+static moq_scaling scaling_of(const moq_linear_spec *spec) {
+    if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
+        return MOQ_SCALED_BLOCK;
+    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        return MOQ_SCALED_NVFP4;
+    bool scalars = spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec);
+    return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
+}
+
+/* Whether there are two ways to scale by vectors: by the library, and by the last kernel. */
+static bool has_two_ways(const moq_linear_spec *spec) {
+    return scaling_of(spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(spec);
+}
+
+/* Whether sums of a product are scaled by the last kernel. */
+static bool scales_after(const moq_linear_call *call) {
+    bool other = has_two_ways(call->spec) && call->variant >= MOQ_MAX_ALGORITHMS;
+    return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
+           moq_cublaslt_scales_after(call->spec, call->m) != other;
+}
+
+/* ---- the workspace ---- */
+
+/* Offsets of what a call keeps in its workspace. */
+typedef struct {
+    int64_t rows;       /* of codes and of `sums` */
+    int64_t columns;    /* of block scales of W: a row of them is that long */
+    int64_t code_bytes; /* of a row of codes */
+    int64_t codes, x_scale, x_vector, input_scale, w_scale, quantize, sums, library, end;
+    int64_t scale_bytes;     /* of x */
+    int64_t scale_2, alphas; /* NVFP4: what quantization has found, and an ALPHA a partition */
+    int64_t library_bytes;
+    int64_t w_codes, w_factor; /* W as FP8: of some rows, and of all */
+    bool folds;                /* W is packed NVFP4 */
+    bool moves_scales;         /* w_scale is the layer's, with rows of that length, and aligned */
+    bool aligns_inputs;        /* input_scale is the layer's, each at a multiple of 16 bytes */
+    bool scales_after;         /* the library does not scale */
+    bool repeats_scale;        /* x_vector is the one scale of x, for every row */
+    bool fused_bias;           /* the library adds it */
+    bool direct;               /* the library writes y */
+    moq_dtype sums_dtype;
+} layout;
+
+static bool is_aligned(const void *pointer) {
+    return (uintptr_t)pointer % 16 == 0;
+}
+
+/* The next part of the workspace. */
+static int64_t take(layout *l, int64_t bytes) {
+    int64_t at = l->end;
+    l->end = round_up(l->end + bytes, 256);
+    return at;
+}
+
+static void lay_out_results(const moq_linear_call *call, const moq_output *y, layout *l) {
+    int64_t size = (int64_t)moq_dtype_size(y->dtype), n = call->spec->out_features;
+    bool rows_fit =
+        is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
+    l->scales_after = scales_after(call);
+    l->fused_bias = y->bias && !l->scales_after && y->bias_dtype == y->dtype && is_aligned(y->bias);
+    l->direct = rows_fit && l->rows == call->m && !l->scales_after && (!y->bias || l->fused_bias);
+    bool exact = l->scales_after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
+    l->sums_dtype = exact ? MOQ_DT_F32 : y->dtype;
+}
+
+static moq_cuda_quantize quantization(const moq_linear_call *call, const layout *l) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = {};
+    q.x = call->x;
+    q.mode = call->spec->input;
+    q.group = MOQ_FP8_BLOCK;
+    q.codes = memory + l->codes;
+    q.code_stride = q.code_columns = l->code_bytes;
+    q.scales = memory + l->x_scale;
+    q.scale_2 = (float *)(memory + l->scale_2);
+    q.scale_tiles = moq_swizzle_across(call->spec->in_features / MOQ_NVFP4_GROUP);
+    q.scale_row = 1;
+    q.scale_group = l->rows;
+    q.given = call->input_scale;
+    q.workspace = memory + l->quantize;
+    q.stream = call->stream;
+    q.next_is_busy = l->folds;
+    q.in_turn = true; /* programmatic edges around the library's kernels cost 0.5 us: docs/lab.md */
+    return q;
+}
+
+/* Block scales of so many rows of k columns in swizzled order. */
+static int64_t swizzled_bytes(int64_t rows, int64_t k) {
+    return moq_swizzle_down(rows) * moq_swizzle_across(k / MOQ_NVFP4_GROUP) * MOQ_SWIZZLE_BYTES;
+}
+
+static int64_t w_scale_bytes(const moq_linear_spec *spec, const layout *l) {
+    int64_t blocks = moq_linear_block_rows(spec); /* tiles of swizzled scales have as many rows */
+    if (scaling_of(spec) == MOQ_SCALED_NVFP4)
+        return blocks * swizzled_bytes(MOQ_SWIZZLE_ROWS, spec->in_features);
+    return 4 * (scaling_of(spec) == MOQ_SCALED_BLOCK ? blocks * l->columns : spec->out_features);
+}
+
+static layout lay_out(const moq_linear_call *call) {
+    const moq_linear_spec *spec = call->spec;
+    int64_t k = spec->in_features, blocks = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    bool block = scaling_of(spec) == MOQ_SCALED_BLOCK, nvfp4 = scaling_of(spec) == MOQ_SCALED_NVFP4;
+    bool folds = moq_linear_folds(spec);
+    moq_output y = moq_output_of(call);
+    layout l = {};
+    l.rows = block ? round_up(call->m, 4) : call->m;
+    l.columns = round_up(blocks, 4);
+    l.code_bytes = nvfp4 ? k / 2 : k;
+    l.folds = folds;
+    l.moves_scales = block   ? l.columns != blocks || !is_aligned(call->weight_scale)
+                     : nvfp4 ? !is_aligned(call->weight_scale)
+                             : !folds && !is_aligned(call->output_scale);
+    l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
+                      (spec->partition_count > 1 || !is_aligned(call->input_scale));
+    lay_out_results(call, &y, &l);
+    l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
+    l.codes = take(&l, l.rows * l.code_bytes);
+    l.scale_bytes = nvfp4 ? swizzled_bytes(call->m, k) : l.rows * (block ? blocks : 1) * 4;
+    l.x_scale = take(&l, l.scale_bytes);
+    l.scale_2 = take(&l, nvfp4 ? 4 : 0);
+    l.alphas = take(&l, nvfp4 ? spec->partition_count * ALPHA : 0);
+    l.x_vector = take(&l, l.repeats_scale ? l.rows * 4 : 0);
+    l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
+    l.w_codes = take(&l, folds ? moq_cublaslt_folded_rows(spec) * k : 0);
+    l.w_factor = take(&l, folds ? spec->out_features * 4 : 0);
+    l.w_scale = take(&l, l.moves_scales ? w_scale_bytes(spec, &l) : 0);
+    moq_cuda_quantize q = quantization(call, &l);
+    l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
+    l.sums = take(
+        &l, l.direct ? 0 : l.rows * spec->out_features * (int64_t)moq_dtype_size(l.sums_dtype));
+    l.library_bytes = spec->target.capability >= 90 ? MEMORY_HOPPER : MEMORY_EARLIER;
+    l.library = take(&l, l.library_bytes);
+    return l;
+}
+
+extern "C" int64_t moq_cublaslt_workspace(const moq_linear_call *call) {
+    return lay_out(call).end;
+}
+
+/* ---- the parts of a call ---- */
+
+/* Rows of W that are multiplied at once. */
+typedef struct {
+    int partition; /* the first */
+    int64_t begin, rows, first_block;
+} segment;
+
+static segment segment_at(const moq_linear_spec *spec, int index) {
+    segment s = {index, 0, spec->out_features, 0};
+    if (moq_linear_folds(spec)) {
+        int64_t rows = moq_cublaslt_folded_rows(spec), begin = index * rows;
+        return {0, begin, begin + rows < s.rows ? rows : s.rows - begin, 0};
+    }
+    if (!moq_cublaslt_by_partition(spec))
+        return s;
+    for (int i = 0; i < index; i++) {
+        s.begin += spec->partition[i];
+        s.first_block += (spec->partition[i] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+    }
+    s.rows = spec->partition[index];
+    return s;
+}
+
+static int segments_of(const moq_linear_spec *spec) {
+    if (moq_linear_folds(spec)) {
+        int64_t rows = moq_cublaslt_folded_rows(spec);
+        return (int)((spec->out_features + rows - 1) / rows);
+    }
+    return moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
+}
+
+/* Factors of rows of W. */
+static const float *row_factors(const moq_linear_call *call, const layout *l) {
+    return l->folds ? (const float *)((const uint8_t *)call->workspace + l->w_factor)
+                    : call->output_scale;
+}
+
+/* The scale of W for a segment, with rows of block scales as the library wants them. */
+static const void *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+    moq_scaling scaling = scaling_of(call->spec);
+    bool blocks = scaling == MOQ_SCALED_BLOCK || scaling == MOQ_SCALED_NVFP4;
+    const uint8_t *all = (const uint8_t *)(blocks ? call->weight_scale : row_factors(call, l));
+    if (l->moves_scales)
+        all = (const uint8_t *)call->workspace + l->w_scale;
+    if (scaling == MOQ_SCALED_NVFP4)
+        return all + s->first_block * swizzled_bytes(MOQ_SWIZZLE_ROWS, call->spec->in_features);
+    return all + 4 * (scaling == MOQ_SCALED_BLOCK ? s->first_block * l->columns : s->begin);
+}
+
+/* The scales of x as quantization found them, or as they are given. */
+static const float *quantized_scale(const moq_linear_call *call, const layout *l) {
+    return call->input_scale ? call->input_scale
+                             : (const float *)((const uint8_t *)call->workspace + l->x_scale);
+}
+
+/* The scale of x for a segment, where the library wants it. */
+static const void *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
+    const uint8_t *memory = (const uint8_t *)call->workspace;
+    if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        return memory + l->x_scale;
+    if (l->repeats_scale)
+        return (const float *)(memory + l->x_vector);
+    if (l->aligns_inputs)
+        return (const float *)(memory + l->input_scale + 16 * s->partition);
+    return quantized_scale(call, l);
+}
+
+static moq_matmul product(const moq_linear_call *call, const layout *l, const segment *s) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_output y = moq_output_of(call);
+    moq_matmul p = {};
+    p.device = call->spec->device.index;
+    p.scaling = l->scales_after ? MOQ_SCALED_TENSOR : scaling_of(call->spec);
+    p.fast_accum = call->spec->fast_accum && p.scaling != MOQ_SCALED_BLOCK;
+    if (p.scaling == MOQ_SCALED_NVFP4)
+        p.alpha = (const float *)(memory + l->alphas + ALPHA * s->partition);
+    p.m = l->rows;
+    p.n = s->rows;
+    p.k = call->spec->in_features;
+    p.x = memory + l->codes;
+    p.w = l->folds ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
+    p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
+    p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
+    p.dtype = l->direct ? y.dtype : l->sums_dtype;
+    p.y_stride = l->direct && call->m > 1 ? y.stride : call->spec->out_features;
+    p.y = (l->direct ? (uint8_t *)y.data : memory + l->sums) +
+          s->begin * (int64_t)moq_dtype_size(p.dtype);
+    if (l->fused_bias)
+        p.bias = (const uint8_t *)y.bias + s->begin * (int64_t)moq_dtype_size(y.dtype);
+    p.workspace = memory + l->library;
+    p.workspace_bytes = (size_t)l->library_bytes;
+    p.variant = call->variant % MOQ_MAX_ALGORITHMS;
+    p.stream = call->stream;
+    return p;
+}
+
+/* Rows of floats in memory, to where rows begin `stride` bytes apart. */
+static moq_status spread(const moq_linear_call *call, int64_t to, int64_t stride, const void *from,
+                         int64_t width, int64_t rows, moq_err *err) {
+    return moq_cuda_check(cudaMemcpy2DAsync((uint8_t *)call->workspace + to, (size_t)stride, from,
+                                            (size_t)width, (size_t)width, (size_t)rows,
+                                            cudaMemcpyDeviceToDevice, (cudaStream_t)call->stream),
+                          WHAT, err);
+}
+
+/* Scales that the library cannot take as they lie, in the workspace. */
+static moq_status place_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
+    if (l->aligns_inputs)
+        MOQ_TRY(spread(call, l->input_scale, 16, call->input_scale, 4, call->spec->partition_count,
+                       err));
+    if (!l->moves_scales)
+        return MOQ_OK;
+    const moq_linear_spec *spec = call->spec;
+    int64_t bytes = w_scale_bytes(spec, l);
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
+        return spread(call, l->w_scale, bytes,
+                      call->weight_scale ? call->weight_scale : call->output_scale, bytes, 1, err);
+    return spread(call, l->w_scale, l->columns * 4, call->weight_scale,
+                  moq_linear_scale_columns(spec) * 4, moq_linear_block_rows(spec), err);
+}
+
+#define THREADS 256
+
+static __global__ void repeat(const float *value, float *out, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    wait_for_predecessor();
+    if (i < count)
+        out[i] = *value;
+}
+
+static moq_status launch_overlapping(const moq_linear_call *call, const void *kernel, dim3 grid,
+                                     void **args, moq_err *err) {
+    moq_launch launch = {};
+    launch.what = WHAT;
+    launch.kernel = kernel;
+    launch.grid = grid;
+    launch.block = dim3(THREADS);
+    launch.stream = (cudaStream_t)call->stream;
+    launch.overlap = true;
+    return moq_cuda_launch(&launch, args, err);
+}
+
+static moq_status repeat_scale(const moq_linear_call *call, const layout *l, moq_err *err) {
+    const float *value = quantized_scale(call, l);
+    float *out = (float *)((uint8_t *)call->workspace + l->x_vector);
+    int64_t count = l->rows;
+    void *args[] = {&value, &out, &count};
+    dim3 grid((unsigned)((count + THREADS - 1) / THREADS));
+    return launch_overlapping(call, (const void *)repeat, grid, args, err);
+}
+
+/* ---- NVFP4 ---- */
+
+/* The second-level scales of each partition's first row, times that of x, then a zero. */
+static __global__ void find_alphas(const __grid_constant__ moq_partitions partitions, int count,
+                                   const float *output_scale, const float *x_scale, bool one,
+                                   uint8_t *alphas) {
+    int i = threadIdx.x;
+    wait_for_predecessor();
+    if (i >= count)
+        return;
+    int begin = i ? partitions.end[i - 1] : 0;
+    float *alpha = (float *)(alphas + i * ALPHA);
+    alpha[0] = __fmul_rn(output_scale[begin], x_scale[one ? 0 : i]);
+    alpha[1] = 0.0f;
+}
+
+/* The alphas of all partitions, after the first quantization. */
+static moq_status scale_products(const moq_linear_call *call, const layout *l, moq_err *err) {
+    uint8_t *memory = (uint8_t *)call->workspace, *alphas = memory + l->alphas;
+    moq_partitions partitions = moq_partitions_of(call->spec);
+    int count = call->spec->partition_count;
+    bool one = !call->input_scale;
+    const float *x_scale = one ? (const float *)(memory + l->scale_2) : call->input_scale;
+    void *args[] = {&partitions, &count, (void *)&call->output_scale, &x_scale, &one, &alphas};
+    static_assert(MOQ_MAX_PARTITIONS <= THREADS, "a block has a thread for each");
+    return launch_overlapping(call, (const void *)find_alphas, dim3(1), args, err);
+}
+
+/* Scales of columns that are not there meet zeros, but must not be NaN. */
+static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
+    if (call->spec->in_features % (MOQ_NVFP4_GROUP * MOQ_SWIZZLE_COLUMNS) == 0)
+        return MOQ_OK;
+    return moq_cuda_fill((uint8_t *)call->workspace + l->x_scale, 0, (size_t)l->scale_bytes,
+                         call->stream, err);
+}
+
+/* ---- from the workspace to y ---- */
+
+#define COLUMNS 8 /* of a thread: 16 bytes of y */
+
+typedef struct {
+    const void *sums; /* [m, n], of a 16-bit dtype or float32 */
+    moq_dtype dtype;
+    int64_t m;
+    int n;
+    const float *x_scale; /* [m], or one where x_stride is 0, and w_scale [n], or both NULL */
+    const float *w_scale;
+    int x_stride;
+    moq_output out;
+    bool aligned; /* rows of y are at multiples of 16 bytes */
+} finish_args;
+
+static __device__ __forceinline__ void load_sums(const finish_args *a, int64_t at,
+                                                 float (&value)[COLUMNS]) {
+    const uint4 *from =
+        (const uint4 *)((const uint8_t *)a->sums + at * (a->dtype == MOQ_DT_F32 ? 4 : 2));
+    uint4 word[2] = {from[0], {}};
+    if (a->dtype == MOQ_DT_F32)
+        word[1] = from[1];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++)
+        value[i] = moq_load_one(word, i, a->dtype);
+}
+
+static __device__ __forceinline__ void store_one(const finish_args *a, int64_t at, float value) {
+    ((uint16_t *)a->out.data)[at] = (uint16_t)moq_narrow_pair(a->out.dtype, value, value);
+}
+
+static __device__ __forceinline__ void store_row(const finish_args *a, int64_t row, int column,
+                                                 const float (&value)[COLUMNS]) {
+    if (!a->aligned) {
+        for (int i = 0; i < COLUMNS; i++)
+            store_one(a, row * a->out.stride + column + i, value[i]);
+        return;
+    }
+    uint32_t word[COLUMNS / 2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++)
+        word[i] = moq_narrow_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
+    *(uint4 *)((uint16_t *)a->out.data + row * a->out.stride + column) =
+        make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* y = round(sums * x_scale * w_scale + bias) */
+static __global__ void finish(const finish_args a) {
+    int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
+    wait_for_predecessor();
+    if (column >= a.n)
+        return;
+    for (int64_t row = blockIdx.y; row < a.m; row += gridDim.y) {
+        float value[COLUMNS];
+        load_sums(&a, row * a.n + column, value);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            if (a.x_scale)
+                value[i] *= a.x_scale[row * a.x_stride] * a.w_scale[column + i];
+            if (a.out.bias)
+                value[i] = __fadd_rn(value[i], moq_load_bias(&a.out, column + i));
+        }
+        store_row(&a, row, column, value);
+    }
+}
+
+static moq_status finish_results(const moq_linear_call *call, const layout *l, moq_err *err) {
+    finish_args a = {};
+    a.sums = (const uint8_t *)call->workspace + l->sums;
+    a.dtype = l->sums_dtype;
+    a.m = call->m;
+    a.n = (int)call->spec->out_features;
+    a.out = moq_output_of(call);
+    a.aligned = is_aligned(a.out.data) && a.out.stride % COLUMNS == 0;
+    if (l->fused_bias)
+        a.out.bias = NULL;
+    if (l->scales_after) {
+        a.x_scale = quantized_scale(call, l);
+        a.w_scale = row_factors(call, l);
+        a.x_stride = call->spec->input == MOQ_INPUT_E4M3_TOKEN;
+    }
+    unsigned wide = (unsigned)((a.n / COLUMNS + THREADS - 1) / THREADS);
+    dim3 grid(wide, (unsigned)(a.m < 65535 ? a.m : 65535));
+    void *args[] = {&a};
+    return launch_overlapping(call, (const void *)finish, grid, args, err);
+}
+
+/* ---- the call ---- */
+
+static uint32_t variants_from(moq_linear_call call, int32_t first) {
+    call.variant = first;
+    layout l = lay_out(&call);
+    segment s = segment_at(call.spec, 0);
+    moq_matmul p = product(&call, &l, &s);
+    return ((1u << moq_matmul_variants(&p)) - 1) << first;
+}
+
+extern "C" uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
+    uint32_t first = variants_from(*call, 0);
+    return has_two_ways(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
+}
+
+/* W of a segment as FP8. */
+static moq_status fold_segment(const moq_linear_call *call, const layout *l, const segment *s,
+                               moq_err *err) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    moq_cuda_unpack u = {};
+    u.weight = call->weight;
+    u.fold_scale = call->fold_scale;
+    u.output_scale = call->output_scale;
+    u.columns = call->spec->in_features;
+    u.first = s->begin;
+    u.rows = s->rows;
+    u.codes = memory + l->w_codes;
+    u.factor = (float *)(memory + l->w_factor) + s->begin;
+    u.overlap = s->begin == 0; /* with the quantization; later, a product reads the codes before */
+    u.stream = call->stream;
+    return moq_cuda_nvfp4_unpack(&u, err);
+}
+
+static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
+                              moq_err *err) {
+    segment s = segment_at(call->spec, index);
+    moq_cuda_quantize q = quantization(call, l);
+    if (index > 0 && q.given)
+        q.given += s.partition;
+    if (index == 0 || (q.given && !call->spec->one_input_scale)) /* other scales, other codes */
+        MOQ_TRY(moq_cuda_quantize_rows(&q, err));
+    if (index == 0 && scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        MOQ_TRY(scale_products(call, l, err));
+    if (l->repeats_scale)
+        MOQ_TRY(repeat_scale(call, l, err));
+    if (l->folds)
+        MOQ_TRY(fold_segment(call, l, &s, err));
+    moq_matmul p = product(call, l, &s);
+    MOQ_TRY(moq_matmul_run(&p, err));
+    return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);
+}
+
+extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
+    layout l = lay_out(call);
+    int segments = segments_of(call->spec);
+    MOQ_TRY(place_scales(call, &l, err));
+    if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
+        MOQ_TRY(clear_scales(call, &l, err));
+    for (int i = 0; i < segments; i++)
+        MOQ_TRY(run_segment(call, &l, i, err));
+    return l.direct ? MOQ_OK : finish_results(call, &l, err);
+}

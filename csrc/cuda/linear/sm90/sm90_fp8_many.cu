@@ -1,0 +1,314 @@
+/* FP8 linear for more than a few tokens on Hopper: y[m, n] = round(sum_k X[m, k] W[n, k] * scales +
+ * bias[n]).
+ *
+ * W is e4m3 [N, K] as the checkpoint has it, X e4m3 codes [M, K] that the quantization before makes
+ * in the workspace, with group scales [K / 128][tokens]. A block has two warpgroups that multiply
+ * and a warp that copies; what it copies goes round in a ring of steps of 128 columns.
+ *
+ * - Few tokens: W gives the rows of the products, so that a tile has as few tokens as there are. K
+ *   is divided among the blocks of a cluster, and where that is not enough among their warpgroups,
+ *   since a layer has but 16 to 64 tiles for 132 multiprocessors. W is constant, so the ring is
+ *   filled with it before X is complete (dependent launch). Where one scale is given x may be
+ *   quantized here instead, by two more warpgroups (sm90_gemm_quantize.h).
+ * - Many tokens: the tokens give the rows, 256 to a tile, so that scales of groups are one number a
+ *   row. Pairs of blocks have one operand in common, which each copies half of to both.
+ * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
+ *
+ * What bounds it (H200, docs/lab.md): up to 64 tokens the weights, from 0.6 us after a block's
+ * start, and a microsecond for sums of parts and the end; with more what the second-level cache
+ * delivers, 7 to 8 TB/s, and the tensor cores. */
+#include "cuda/choice/fp8_many.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/sm90_gemm_products.h"
+#include "cuda/linear/sm90/sm90_gemm_quantize.h"
+#include "cuda/linear/sm90/sm90_gemm_tile.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+#include "cuda/tensor/cuda_quantize.h"
+
+#define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
+
+/* The block scales of the rows of a warpgroup, held from step `first` on. */
+template <class S>
+static __device__ __forceinline__ block_scales<S> find_blocks(const gemm_args *a, const place *at,
+                                                              int group, int first) {
+    block_scales<S> block = {};
+    block.steps = a->steps;
+#pragma unroll
+    for (int i = 0; S::groups && i < block.ROWS; i++) {
+        int row = at->row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
+        int line = moq_block_row(&a->partitions, at->partition, min(row, at->end - 1));
+        block.row[i] = a->block_scale + (int64_t)line * a->steps;
+    }
+    if (S::groups)
+        hold_scales(&block, first);
+    return block;
+}
+
+template <class S>
+static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
+                                               board<S> *b, const meeting *meet, int rank) {
+    int group =
+        __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+    int row = group / S::k_groups * (64 * S::WAVES);
+    uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
+    ring_place slot = {0, 0};
+    for (cursor c = start<S>(a); c.left > 0; c.left -= c.end - c.first, c.tile += c.stride) {
+        place at = place_of<S>(a, c.tile, rank);
+        float sum[S::WAVES][S::T / 2] = {};
+        block_scales<S> block = find_blocks<S>(a, &at, group, c.first);
+        edges<S> edge = {};
+        fetch_early<S>(a, &at, row, &edge);
+        wait_for_predecessor(); /* at once from the second tile on */
+        if (S::parts && blocks_in_cluster() > 1)
+            cluster_wait(); /* all blocks run */
+        fetch_late<S>(a, &at, row, &edge);
+        multiply<S>(t, &block, c.first, c.end, group, &slot, sum);
+        if constexpr (S::parts) {
+            bring_together<S>(a, shared, b + group, meet, &edge, &at, sum[0]);
+            return;
+        }
+        if (S::tokens_first || S::token_factors)
+            post_columns<S>(&edge, b + group);
+        if (S::tokens_first)
+            barrier_sync(2 + group, 128);
+#pragma unroll
+        for (int i = 0; i < S::WAVES; i++)
+            if constexpr (S::tokens_first)
+                write_rows<S>(a, b + group, &at, row + 64 * i, &edge.row[i], sum[i]);
+            else
+                write_columns<S>(a, b + group, turn, &at, row + 64 * i, &edge.row[i], sum[i]);
+        if (S::tokens_first)
+            barrier_sync(2 + group, 128); /* what was posted has been read */
+    }
+}
+
+template <class S>
+static __global__ void __launch_bounds__(S::threads, 1)
+    fp8_many(const __grid_constant__ CUtensorMap weights,
+             const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[BARRIERS];
+    __shared__ board<S> edge[CONSUMERS / 128];
+    static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
+    uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
+    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
+    int scales = args.stages * S::stage; /* of tokens, behind the ring */
+    uint64_t keep = policy_evict_normal(), once = policy_evict_first();
+    pipes p = {&weights, &tokens, ring, ring + scales, gate, args.few ? once : keep, keep, rank};
+    feed f = {};
+    launch_dependents();
+    set_up<S>(&args, &p, &meet, &f);
+    if (threadIdx.x < CONSUMERS) {
+        if (S::uneven)
+            more_registers<S::registers>();
+        uint32_t row = S::by_steps ? 0 : threadIdx.x / 128 * 64 * S::WAVES;
+        taps t = {gate, wgmma_operand(ring + row * STEP), wgmma_operand(ring + S::rows * STEP),
+                  (const float *)(smem + scales), args.stages};
+        if (S::parts && threadIdx.x == 0)
+            mbarrier_expect(meet.posted, bytes_to_come<S>());
+        consume<S>(&args, &t, smem, edge, &meet, rank);
+    } else if (threadIdx.x < S::copier) {
+        sink s = {ring + S::token_at, gate, 0.0f};
+        if (S::fused && S::uneven)
+            fewer_registers<S::quantizer_registers>();
+        if constexpr (S::fused)
+            quantize_x<S>(&args, &s);
+    } else {
+        if (S::uneven)
+            fewer_registers<S::copier_registers>();
+        if (threadIdx.x == S::copier)
+            produce_weights<S>(&args, &p, f);
+        if (!S::fused && threadIdx.x == S::copier + 32)
+            produce_tokens<S>(&args, &p);
+    }
+    if (S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still copy to this one */
+    }
+}
+
+/* ---- shapes ---- */
+
+/* What a launch needs to know of a shape of tiles (choice/fp8_many.h). */
+typedef struct {
+    int threads, stage;
+    const void *kernel[2]; /* one scale a token or less; by groups */
+} variant;
+
+template <moq_orientation FIRST, int T, int WAVES, moq_sharing SHARE, bool FUSED>
+static variant variant_of(void) {
+    typedef tile<FIRST, T, WAVES, SHARE, false, FUSED> plain;
+    typedef tile<FIRST, T, WAVES, SHARE, !FUSED, FUSED> groups; /* FUSED: unused */
+    static_assert(plain::rows == MOQ_FP8_MANY_ROWS(WAVES, SHARE), "as the choice counts them");
+    return {plain::threads,
+            plain::stage,
+            {(const void *)fp8_many<plain>, (const void *)fp8_many<groups>}};
+}
+
+#define VARIANT(first, columns, waves, share, fused, step, group_step)                             \
+    variant_of<first, columns, waves, share, fused>(),
+
+static const variant VARIANTS[] = {MOQ_FP8_MANY_SHAPES(VARIANT)};
+
+typedef moq_fp8_many_way method;
+typedef moq_fp8_many_shape shape;
+
+static method method_of_call(const moq_linear_call *call) {
+    return moq_fp8_many_find_way(call->spec, call->m, call->variant, call->input_scale != NULL);
+}
+
+/* ---- launch ---- */
+
+/* What a call works in, as offsets; codes are first. Both codes and scales are for `tokens` tokens,
+ * enough to fill the last tile: what is beyond m is never looked at. */
+typedef struct {
+    int64_t tokens, scales, quantize, bytes;
+} areas;
+
+static int64_t reserve(areas *w, int64_t bytes) {
+    int64_t at = w->bytes;
+    w->bytes += divide_up(bytes, 256) * 256;
+    return at;
+}
+
+static moq_cuda_quantize quantize_of(const moq_linear_call *call) {
+    moq_cuda_quantize q = {.x = call->x,
+                           .mode = call->spec->input,
+                           .given = call->input_scale,
+                           .group = STEP,
+                           .code_stride = call->spec->in_features,
+                           .code_columns = call->spec->in_features,
+                           .scale_row = 1,
+                           .stream = call->stream,
+                           .next_is_busy = true};
+    return q;
+}
+
+static areas areas_of(const moq_linear_call *call, const method *way) {
+    const moq_linear_spec *spec = call->spec;
+    moq_cuda_quantize q = quantize_of(call);
+    bool groups = spec->input == MOQ_INPUT_E4M3_GROUP;
+    areas w = {.tokens = way->columns * moq_fp8_many_tokens(way->shape)};
+    if (way->shape->fused)
+        return w;
+    reserve(&w, w.tokens * spec->in_features);
+    w.scales = reserve(&w, 4 * w.tokens * (groups ? divide_up(spec->in_features, STEP) : 1));
+    w.quantize = reserve(&w, moq_cuda_quantize_workspace(&q));
+    return w;
+}
+
+static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+    uint8_t *workspace = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = quantize_of(call);
+    q.codes = workspace;
+    q.scales = workspace + w->scales;
+    q.scale_group = w->tokens;
+    q.workspace = workspace + w->quantize;
+    return moq_cuda_quantize_rows(&q, err);
+}
+
+static gemm_args args_of(const moq_linear_call *call, const method *way, const areas *w) {
+    const moq_linear_spec *spec = call->spec;
+    int64_t band = BAND_TOKENS / moq_fp8_many_tokens(way->shape);
+    bool given = spec->input == MOQ_INPUT_E4M3_TENSOR && call->input_scale;
+    float *found = (float *)((uint8_t *)call->workspace + w->scales);
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .k = (int)spec->in_features,
+                   .steps = (int)divide_up(spec->in_features, STEP),
+                   .row_tiles = (int)way->row_tiles,
+                   .columns = (int)way->columns,
+                   .band = (int)(band < way->columns ? band : way->columns),
+                   .part_steps = (int)(divide_up(spec->in_features, STEP) / way->cluster),
+                   .more_parts = (int)(divide_up(spec->in_features, STEP) % way->cluster),
+                   .few = way->columns == 1,
+                   .per_token = spec->input == MOQ_INPUT_E4M3_TOKEN,
+                   .x = moq_rows_of(call->x),
+                   .out = moq_output_of(call),
+                   .x_scale = given ? call->input_scale : found,
+                   .x_scale_stride = w->tokens,
+                   .output_scale = call->output_scale,
+                   .block_scale = (const float *)call->weight_scale,
+                   .partitions = moq_partitions_of(spec)};
+    return a;
+}
+
+/* Shared memory of a block: as many stages as fit, the tokens' scales, where outputs turn around
+ * and where sums come to. Sums of many tokens come to where the ring was, and outputs of parts turn
+ * around there, behind those. */
+static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
+    const shape *s = way->shape;
+    int stage = VARIANTS[way->index].stage + (groups ? s->tokens * 4 : 0), rest = 0, turn = 0;
+    if (moq_fp8_many_has_parts(s)) {
+        int columns = s->first == MOQ_TOKENS_FIRST ? s->weight_rows : s->tokens;
+        parts_room room =
+            room_of_parts(columns, way->cluster * (s->share == MOQ_FINE_PARTS ? 2 : 1), 2);
+        a->side = room.side;
+        a->turn_step = room.turn_step;
+        rest = s->tokens < 128 ? room.sums : 0;
+        turn = room.sums - rest;
+    } else if (s->first == MOQ_WEIGHTS_FIRST) {
+        a->turn_step = TURNED_AT_ONCE(s->tokens) * 128;
+        rest = 2 * a->turn_step;
+    }
+    int most = limit - 1024 - BARRIERS * 8 - BOARD_BYTES - rest;
+    a->stages = most / stage;
+    if (a->stages > MAX_STAGES)
+        a->stages = MAX_STAGES;
+    if (s->share == MOQ_FINE_PARTS)
+        a->stages -= a->stages % 2;
+    bool fits = moq_fp8_many_has_parts(s) && a->part_steps < a->stages;
+    a->flight = (fits ? 32768 : 49152) / (s->weight_rows * STEP);
+    a->turn = moq_fp8_many_has_parts(s) ? turn : a->stages * stage;
+    a->room = rest ? a->stages * stage : 0;
+    return (size_t)(a->stages * stage + rest);
+}
+
+static moq_status multiply_codes(const moq_linear_call *call, const method *way, const areas *w,
+                                 moq_err *err) {
+    const shape *s = way->shape;
+    const variant *v = &VARIANTS[way->index];
+    moq_cuda_device device;
+    CUtensorMap weights, tokens;
+    MOQ_TRY(moq_cuda_query_device(call->spec->device.index, &device, err));
+    gemm_args a = args_of(call, way, w);
+    bool groups = call->spec->input == MOQ_INPUT_E4M3_GROUP;
+    size_t shared = lay_out(&a, way, groups, device.shared_per_block);
+    uint32_t weight_box = (uint32_t)s->weight_rows / (s->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
+    uint32_t token_box = (uint32_t)s->tokens / (s->share == MOQ_SHARE_TOKENS ? 2 : 1);
+    MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
+    if (s->fused)
+        tokens = weights; /* it is not looked at */
+    else
+        MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
+    moq_launch launch = {
+        .what = "FP8 linear",
+        .kernel = v->kernel[groups],
+        .grid = moq_fp8_many_has_parts(s)
+                    ? dim3((unsigned)way->cluster, (unsigned)way->row_tiles, (unsigned)way->columns)
+                    : dim3((unsigned)(way->workers * way->cluster)),
+        .block = dim3((unsigned)v->threads),
+        .cluster = way->cluster > 1 ? (unsigned)way->cluster : 0,
+        .shared = shared,
+        .stream = (cudaStream_t)call->stream,
+        .overlap = true};
+    void *parameters[] = {&weights, &tokens, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+extern "C" int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call) {
+    method way = method_of_call(call);
+    return areas_of(call, &way).bytes;
+}
+
+extern "C" moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err) {
+    method way = method_of_call(call);
+    areas w = areas_of(call, &way);
+    if (!way.shape->fused)
+        MOQ_TRY(quantize(call, &w, err));
+    return multiply_codes(call, &way, &w, err);
+}

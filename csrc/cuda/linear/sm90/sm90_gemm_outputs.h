@@ -1,0 +1,361 @@
+/* Outputs of the GEMMs of Hopper: sums over parts of K brought together, scaled, rounded, stored.
+ *
+ * The shape of a tile S says what there is: T columns of the product; row_groups warpgroups that
+ * have 64 rows (or WAVES times 64) of it each, by k_groups that have every so many steps of K;
+ * whether tokens are its rows; whether outputs have factors of their row of W and their token; and
+ * the type of the kernel's arguments, which have m, n, out, output_scale, x_scale, per_token, and
+ * where in shared memory is what. */
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
+
+#include "cuda/choice/grid.h"
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+
+/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
+typedef struct {
+    int row, end, partition, token, last;
+} place;
+
+/* ---- factors and biases: a thread has those of its rows of the product; those of columns pass
+ * through shared memory ---- */
+
+/* Of two rows, 8 apart, or two columns, 128 apart; as they are in memory, so that nothing waits for
+ * them before the products. */
+typedef struct {
+    float factor[2], bias[2];
+} edge;
+
+template <class S> struct edges {
+    static constexpr int COLUMNS = (S::T + 127) / 128; /* of a thread */
+    edge row[S::WAVES], column;
+};
+
+/* Of the columns, of a warpgroup; read two at a time. */
+template <class S> struct __align__(8) board {
+    float factor[S::T], bias[S::tokens_first ? S::T : 1];
+};
+
+/* The upper of the two rows that a thread has of 64. */
+static __device__ __forceinline__ int row_of_thread(void) {
+    return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+}
+
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_factors(const typename S::args *a, const place *at,
+                                                     int own, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (at->row + own + APART * i < at->end)
+            e->factor[i] = a->output_scale[at->row + own + APART * i];
+}
+
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const place *at,
+                                                    int own, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (at->row + own + APART * i < at->end)
+            e->bias[i] = moq_load_bias(&a->out, at->row + own + APART * i);
+}
+
+template <class S, int COUNT, int APART>
+static __device__ __forceinline__ void fetch_scales(const typename S::args *a, const place *at,
+                                                    int token, edge *e) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int m = at->token + token + APART * i;
+        if (m < at->last)
+            e->factor[i] = a->x_scale[a->per_token ? m : 0];
+    }
+}
+
+/* What is there before the kernel's predecessor has ended; `row` is a warpgroup's first. */
+template <class S>
+static __device__ __forceinline__ void fetch_early(const typename S::args *a, const place *at,
+                                                   int row, edges<S> *e) {
+    if constexpr (S::row_factors && S::tokens_first) {
+        fetch_factors<S, e->COLUMNS, 128>(a, at, threadIdx.x % 128, &e->column);
+    } else if constexpr (S::row_factors) {
+#pragma unroll
+        for (int i = 0; i < S::WAVES; i++)
+            fetch_factors<S, 2, 8>(a, at, row + 64 * i + row_of_thread(), &e->row[i]);
+    }
+}
+
+/* And after. */
+template <class S>
+static __device__ __forceinline__ void fetch_late(const typename S::args *a, const place *at,
+                                                  int row, edges<S> *e) {
+    int column = threadIdx.x % 128;
+    if constexpr (S::tokens_first)
+        fetch_biases<S, e->COLUMNS, 128>(a, at, column, &e->column);
+    else if constexpr (S::token_factors)
+        fetch_scales<S, e->COLUMNS, 128>(a, at, column, &e->column);
+#pragma unroll
+    for (int i = 0; i < S::WAVES; i++) {
+        int own = row + 64 * i + row_of_thread();
+        if constexpr (!S::tokens_first)
+            fetch_biases<S, 2, 8>(a, at, own, &e->row[i]);
+        else if constexpr (S::token_factors)
+            fetch_scales<S, 2, 8>(a, at, own, &e->row[i]);
+    }
+}
+
+/* Before a barrier of the warpgroup. */
+template <class S>
+static __device__ __forceinline__ void post_columns(const edges<S> *e, board<S> *b) {
+#pragma unroll
+    for (int i = 0; i < e->COLUMNS; i++) {
+        int column = threadIdx.x % 128 + 128 * i;
+        if (column >= S::T)
+            continue;
+        b->factor[column] = e->column.factor[i];
+        if (S::tokens_first)
+            b->bias[column] = e->column.bias[i];
+    }
+}
+
+/* Output of a sum. */
+template <class S>
+static __device__ __forceinline__ float finish(const typename S::args *a, float sum, float row,
+                                               float column, float bias) {
+    if (S::row_factors)
+        sum *= S::token_factors ? column * row : row * S::unit;
+    return a->out.bias ? __fadd_rn(sum, bias) : sum;
+}
+
+/* ---- stores ---- */
+
+/* Stores `count` outputs, 8 if there are more, of token m from n on; in one go where it can. */
+static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
+                                                   int count, uint4 word) {
+    uint16_t *to = (uint16_t *)out->data + m * out->stride + n;
+    if (count >= 8 && (uintptr_t)to % 16 == 0) {
+        *(uint4 *)to = word;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < count)
+            to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
+}
+
+/* ---- tokens are the columns: outputs are turned around as 16 bits, 128 bytes a token for the 64
+ * rows of a warpgroup. Half of the stores to shared memory and a quarter of the instructions that
+ * sums would take (docs/lab.md) ---- */
+
+/* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
+ * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */
+template <class S>
+static __device__ __forceinline__ void park_eight(const typename S::args *a, uint32_t room,
+                                                  const edge *e, const float *column, float4 sum) {
+    int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+    float2 own = {1.0f, 1.0f};
+    if (S::token_factors)
+        own = *(const float2 *)(column + lane % 4 * 2);
+    uint32_t half[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        half[i] = moq_narrow_pair(a->out.dtype,
+                                  finish<S>(a, i ? sum.z : sum.x, e->factor[i], own.x, e->bias[i]),
+                                  finish<S>(a, i ? sum.w : sum.y, e->factor[i], own.y, e->bias[i]));
+    store_two_matrices_turned(room + lane % 8 * 128 + (piece ^ lane % 8) * 16, half[0], half[1]);
+}
+
+/* Stores what a warpgroup has parked: `count` tokens, the tile's from `first` on, of the 64 rows
+ * from `row` on. */
+template <class S>
+static __device__ __forceinline__ void carry_out(const typename S::args *a, uint32_t room,
+                                                 const place *at, int row, int first, int count) {
+    int thread = threadIdx.x % 128, n = at->row + row + thread % 8 * 8;
+    int end = min(count, at->last - at->token - first);
+    if (n >= at->end)
+        return;
+#pragma unroll 4
+    for (int token = thread / 8; token < end; token += 16)
+        store_eight(&a->out, at->token + first + token, n, at->end - n,
+                    load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16));
+}
+
+/* Writes 64 rows, the tile's from `row` on. */
+template <class S>
+static __device__ __forceinline__ void write_columns(const typename S::args *a, const board<S> *b,
+                                                     uint32_t room, const place *at, int row,
+                                                     const edge *e, const float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = TURNED_AT_ONCE(S::T);
+    int group = threadIdx.x / 128;
+#pragma unroll
+    for (int first = 0; first < S::T; first += AT_ONCE) {
+        barrier_sync(2 + group, 128); /* what was there has been stored */
+#pragma unroll
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            const float *four = sum + (first / 8 + j) * 4;
+            park_eight<S>(a, room + j * EIGHT_BYTES, e, b->factor + first + 8 * j,
+                          make_float4(four[0], four[1], four[2], four[3]));
+        }
+        barrier_sync(2 + group, 128);
+        carry_out<S>(a, room, at, row, first, AT_ONCE);
+    }
+}
+
+/* ---- tokens are the rows ---- */
+
+/* Writes 64 tokens, the tile's from `row` on. */
+template <class S>
+static __device__ __forceinline__ void write_rows(const typename S::args *a, const board<S> *b,
+                                                  const place *at, int row, const edge *e,
+                                                  const float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, m = at->token + row + row_of_thread();
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j += 4) {
+        uint4 word[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int half = i % 2, own = (j + i / 2) * 8 + lane % 4 * 2;
+            float value[2];
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++)
+                value[odd] = finish<S>(a, sum[4 * (j + i / 2) + 2 * half + odd],
+                                       b->factor[own + odd], e->factor[half], b->bias[own + odd]);
+            (&word[half].x)[i / 2] = moq_narrow_pair(a->out.dtype, value[0], value[1]);
+        }
+        int n = at->row + (j + lane % 4) * 8;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 own = moq_exchange_words(word[half], lane % 4);
+            if (m + 8 * half < at->last && n < at->end)
+                store_eight(&a->out, m + 8 * half, n, at->end - n, own);
+        }
+    }
+}
+
+/* Writes what a thread has the sums of: two rows of W from `own` on, of two tokens from `token` on,
+ * 8 apart. */
+template <class S>
+static __device__ __forceinline__ void write_four(const typename S::args *a, const board<S> *b,
+                                                  const place *at, int token, int own,
+                                                  const edge *e, float4 sum) {
+    int n = at->row + own;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int m = at->token + token + 8 * i;
+        uint16_t *to = (uint16_t *)a->out.data + m * a->out.stride + n;
+        float low = finish<S>(a, i ? sum.z : sum.x, b->factor[own], e->factor[i], b->bias[own]);
+        float high =
+            finish<S>(a, i ? sum.w : sum.y, b->factor[own + 1], e->factor[i], b->bias[own + 1]);
+        uint32_t word = moq_narrow_pair(a->out.dtype, low, high);
+        if (m >= at->last || n >= at->end)
+            continue;
+        if (n + 1 < at->end && (uintptr_t)to % 4 == 0) {
+            *(uint32_t *)to = word;
+            continue;
+        }
+        to[0] = (uint16_t)word;
+        if (n + 1 < at->end)
+            to[1] = (uint16_t)(word >> 16);
+    }
+}
+
+/* ---- parts of K ---- */
+
+/* Barriers of a cluster for that, each used once: sums of others are here, and all blocks are done
+ * with their rings. */
+typedef struct {
+    uint32_t posted, ready;
+} meeting;
+
+/* The part that adds up the j-th eight columns of the product. */
+template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
+    return j * parts / (S::T / 8);
+}
+
+/* Those of a part. */
+typedef struct {
+    int first, count;
+} eights;
+
+template <class S> static __device__ __forceinline__ eights eights_of(int part, int parts) {
+    eights e = {0, 0};
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++) { /* shorter than to divide */
+        e.first += owner_of<S>(j, parts) < part;
+        e.count += owner_of<S>(j, parts) == part;
+    }
+    return e;
+}
+
+/* Bytes that a block gets from others. */
+template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
+    int parts = (int)blocks_in_cluster() * S::k_groups, part = (int)rank_in_cluster() * S::k_groups;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < S::k_groups; i++)
+        count += eights_of<S>(part + i, parts).count;
+    return count * (parts - S::k_groups) * (S::row_groups * 128) * 16;
+}
+
+/* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
+ * together: each gets all parts of some of the columns of the product, eight at a time,
+ * [warpgroups][eights][parts][threads], and adds them in the order of the parts. Warpgroups count
+ * the parts of the first rows, then of the next. Outputs turn around where a->turn says, which may
+ * be where the ring was: all are done with it. */
+template <class S>
+static __device__ __forceinline__ void
+bring_together(const typename S::args *a, uint8_t *shared, board<S> *b, const meeting *meet,
+               const edges<S> *e, const place *at, const float (&sum)[S::T / 2]) {
+    constexpr int SPLIT = S::k_groups;
+    int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
+    int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
+    int rank = (int)rank_in_cluster(), part = rank * SPLIT + group % SPLIT;
+    uint32_t room = shared_address(shared + a->room);
+    uint32_t turn = shared_address(shared + a->turn + group * a->turn_step);
+    if (!S::own_room) {
+        warp_releases_all(meet->ready, blocks);
+        mbarrier_wait(meet->ready, 0);
+    }
+    int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++) {
+        int owner = owner_of<S>(j, parts), side = rows * SPLIT + owner % SPLIT;
+        local = owner == before ? local : 0;
+        before = owner;
+        uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
+        float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        int block = owner / SPLIT;
+        if (block != rank)
+            send_four(address_in(block, to), four, address_in(block, meet->posted));
+        else
+            store_shared(to, make_uint4(__float_as_uint(four.x), __float_as_uint(four.y),
+                                        __float_as_uint(four.z), __float_as_uint(four.w)));
+    }
+    if (S::tokens_first || S::token_factors)
+        post_columns<S>(e, b);
+    eights own = eights_of<S>(part, parts);
+    const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
+    barrier_sync(1, S::consumers);
+    if (blocks > 1)
+        mbarrier_wait(meet->posted, 0);
+    for (int j = 0; j < own.count; j++) {
+        float4 total = mine[j * parts * 128];
+        for (int i = 1; i < parts; i++) {
+            float4 other = mine[(j * parts + i) * 128];
+            total.x += other.x;
+            total.y += other.y;
+            total.z += other.z;
+            total.w += other.w;
+        }
+        int column = (own.first + j) * 8;
+        if constexpr (S::tokens_first)
+            write_four<S>(a, b, at, rows * 64 + row_of_thread(), column + thread % 4 * 2,
+                          &e->row[0], total);
+        else
+            park_eight<S>(a, turn + j * EIGHT_BYTES, &e->row[0], b->factor + column, total);
+    }
+    if constexpr (!S::tokens_first) {
+        barrier_sync(2 + group, 128);
+        carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
+    }
+}
+
+#endif

@@ -1,0 +1,307 @@
+/* NVFP4 linear with FP8 products on Hopper (compute "fp8"): y[m, n] = round(sum_k X[m, k] W[n, k] *
+ * scales + bias[n]).
+ *
+ * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
+ * columns of each 16 in the order that operands have them (moq_cuda_quantize). W is packed NVFP4 in
+ * memory and becomes e4m3 here (sm90_nvfp4_fp8_fold.h). A block has a tile at a time, 128 rows of W
+ * by T tokens: one or two warpgroups fold, two multiply 64 rows each, two warps copy.
+ *
+ * Where tiles do not come out even, blocks share K (sm90_nvfp4_many_parts.h).
+ *
+ * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
+ * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
+ * where there are tokens enough, and each folds half of them for both. */
+#include "cuda/choice/nvfp4_fp8.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_nvfp4_fp8_fold.h"
+#include "cuda/linear/sm90/sm90_nvfp4_many_outputs.h"
+#include "cuda/linear/sm90/sm90_nvfp4_many_parts.h"
+#include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+#include "cuda/tensor/cuda_quantize.h"
+
+#define STEP          128
+#define COPIERS       128
+#define PACKED_STAGES 3
+#define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
+#define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
+
+/* ---- the producers: one warp copies weights, a thread x ---- */
+
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
+    int lane = threadIdx.x % 32;
+    ring_place slot = {0, 0};
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        int row = place_of<S>(a, c.index, p->rank).row;
+        int slab = row / MOQ_PACK_ROWS + (S::share_weights ? p->rank * S::slabs : 0);
+        int slabs = max(0, min(S::slabs, a->slabs - slab));
+        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
+        int step = first_step(&c, row);
+#pragma unroll 1
+        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+            int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            if (lane == 0)
+                mbarrier_expect(full, (uint32_t)(slabs * bytes));
+            __syncwarp();
+            if (lane < slabs)
+                copy_bytes(p->to + (uint32_t)(slot.index * S::weight_bytes + lane * S::slab_bytes),
+                           from + step * S::slab_bytes, (uint32_t)bytes, full);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_codes(const gemm_args *a, const pipe *p,
+                                                     const CUtensorMap *map) {
+    ring_place slot = {0, 0};
+    uint64_t keep = policy_evict_normal();
+    prefetch_map(map);
+    wait_for_predecessor();
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        place at = place_of<S>(a, c.index, p->rank);
+        int step = first_step(&c, at.row);
+#pragma unroll 1
+        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::token_bytes);
+            copy_box_2d(p->to + (uint32_t)(slot.index * S::token_bytes), map, step * 128, at.token,
+                        full, keep);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+/* ---- the consumers ---- */
+
+/* DIVIDED: blocks share K of some tiles. */
+template <class S, bool DIVIDED>
+static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
+                                               const way_out *way, int group, int rank) {
+    ring_place slot = {0, 0};
+    wait_for_predecessor();
+    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
+        place at = place_of<S>(a, c.index, rank);
+        float sum[S::T / 2] = {};
+        if (!DIVIDED || c.end == a->steps) /* the outputs are this block's */
+            fetch_board<S>(a, b, &at, group);
+        if constexpr (S::fast)
+            multiply_fast<S>(t, c.end - c.first, &slot, sum);
+        else
+            multiply<S>(t, c.end - c.first, &slot, sum);
+        if (DIVIDED && c.end < a->steps) {
+            leave<S>(a, group, sum);
+            continue;
+        }
+        if (DIVIDED && c.first > 0)
+            add_earlier<S>(a, &c, group, sum);
+        write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void set_up(const gates *gate, const pipe *packed, int stages) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; i++) {
+            mbarrier_init(gate->tokens + 8u * i, 1);
+            mbarrier_init(gate->operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
+            mbarrier_init(gate->empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < packed->stages; i++) {
+            mbarrier_init(packed->full + 8u * i, 1);
+            mbarrier_init(packed->empty + 8u * i, S::folders / 32 * WARP_ARRIVALS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    if (S::pair)
+        cluster_sync();
+    else
+        __syncthreads();
+}
+
+template <class S, bool DIVIDED>
+static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
+    nvfp4_fp8(const __grid_constant__ CUtensorMap tokens,
+              const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
+    __shared__ __align__(16) board<S> boards[2];
+    uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
+    uint32_t operands = x + args.stages * S::token_bytes;
+    uint32_t room = operands + args.stages * OPERAND_BYTES; /* for outputs on their way */
+    uint32_t weights = room + 2 * S::rooms * TURN_BYTES;
+    uint32_t behind = first + 24 * MAX_STAGES;
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
+    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    pipe packed = {behind, behind + 8 * PACKED_STAGES, weights, PACKED_STAGES, rank};
+    launch_dependents();
+    set_up<S>(&gate, &packed, args.stages);
+    if (threadIdx.x < CONSUMERS) {
+        more_registers<S::registers>();
+        int group =
+            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
+        taps t = {gate, operands + own, wgmma_operand(x), args.stages};
+        way_out way = {&outputs, room + group * S::rooms * TURN_BYTES};
+        consume<S, DIVIDED>(&args, &t, &boards[group], &way, group, rank);
+        if (threadIdx.x % 128 == 0)
+            store_boxes_wait();
+    } else if (threadIdx.x < CONSUMERS + S::folders) {
+        fewer_registers<S::folder_registers>();
+        folder<S> f;
+        int unit = (threadIdx.x - CONSUMERS) / 32 * f.UNITS;
+        f.packed = weights + unit * MOQ_PACK_BYTES;
+        f.operands =
+            operands + (unit + (S::share_weights ? rank * S::slabs * S::units : 0)) * UNIT_BYTES;
+        f.other = S::share_weights ? address_in(rank ^ 1, f.operands) : 0;
+        f.posted = S::share_weights ? address_in(rank ^ 1, gate.operands) : 0;
+        fold_weights<S>(&args, &packed, &gate, f);
+    } else {
+        fewer_registers<24>();
+        pipe of_tokens = {gate.tokens, gate.empty, x, args.stages, rank};
+        if (threadIdx.x < CONSUMERS + S::folders + 32)
+            produce_weights<S>(&args, &packed);
+        else if (threadIdx.x == CONSUMERS + S::folders + 32)
+            produce_codes<S>(&args, &of_tokens, &tokens);
+        else if (DIVIDED && threadIdx.x >= CONSUMERS + S::folders + 64)
+            announce<S>(&args, (int)threadIdx.x / 32 % 2);
+    }
+    if (S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still write to this one */
+    }
+}
+
+/* ---- shapes ---- */
+
+/* What a launch needs to know of a shape of tiles (choice/nvfp4_fp8.h). */
+typedef struct {
+    int threads;
+    int stage;                /* bytes of tokens and operands, */
+    int rest;                 /* and of the packed ring and the outputs' way */
+    int boards;               /* bytes of static shared memory */
+    const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
+} variant;
+
+template <int T, moq_sharing SHARE> static variant variant_of(void) {
+    typedef tile<AS_E4M3, T, SHARE, false> exact;
+    typedef tile<AS_E4M3, T, SHARE, true> fast;
+    return {CONSUMERS + exact::folders + COPIERS,
+            exact::token_bytes + OPERAND_BYTES,
+            PACKED_STAGES * exact::weight_bytes + 2 * exact::rooms * TURN_BYTES,
+            2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
+            {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
+             {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
+}
+
+#define VARIANT(tokens, share, step, fast_step, even, output) variant_of<tokens, share>(),
+
+static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SHAPES(VARIANT)};
+static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,
+              "as the choice counts them");
+
+typedef moq_nvfp4_fp8_way method;
+
+/* ---- launch ---- */
+
+/* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
+ * never looked at, and not copying it would take longer. */
+typedef struct {
+    int64_t tokens, scales, flags, sums, bytes;
+} areas;
+
+static areas areas_of(const moq_linear_spec *spec, const method *way) {
+    areas w = {.tokens = way->columns * way->shape->tokens * way->shape->blocks};
+    w.scales = divide_up(w.tokens * spec->in_features, 256) * 256;
+    w.flags = w.sums = divide_up(w.scales + w.tokens * 4, 256) * 256;
+    if (way->rest) {
+        int64_t blocks = way->workers * way->shape->blocks;
+        w.sums += divide_up(blocks * 16, 256) * 256;
+        w.bytes = w.sums + blocks * way->shape->tokens * ROWS * 4;
+    } else {
+        w.bytes = w.flags;
+    }
+    return w;
+}
+
+static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+    uint8_t *workspace = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = {.x = call->x,
+                           .mode = MOQ_INPUT_E4M3_TOKEN,
+                           .codes = workspace,
+                           .code_stride = call->spec->in_features,
+                           .code_columns = call->spec->in_features,
+                           .scales = workspace + w->scales,
+                           .scale_row = 1,
+                           .stream = call->stream,
+                           .next_is_busy = true,
+                           .paired = true};
+    return moq_cuda_quantize_rows(&q, err);
+}
+
+static gemm_args args_of(const moq_linear_call *call, const method *way, const areas *w,
+                         int limit) {
+    const moq_linear_spec *spec = call->spec;
+    const variant *v = &VARIANTS[way->index];
+    int64_t band = BAND_TOKENS / (way->shape->tokens * way->shape->blocks);
+    int stages = (limit - 1024 - v->boards - v->rest) / v->stage;
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .slabs = (int)moq_pack_slabs(spec->out_features),
+                   .blocks = (int)moq_pack_blocks(spec->in_features),
+                   .steps = (int)divide_up(spec->in_features, STEP),
+                   .row_tiles = (int)way->row_tiles,
+                   .columns = (int)way->columns,
+                   .band = (int)(band < way->columns ? band : way->columns),
+                   .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .boxed = in_boxes(call->y),
+                   .rest = (int)way->rest,
+                   .shares = shares_of(way->rest, divide_up(spec->in_features, STEP), way->workers),
+                   .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
+                   .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
+                   .weight = call->weight,
+                   .out = moq_output_of(call),
+                   .output_scale = call->output_scale,
+                   .fold_scale = call->fold_scale,
+                   .x_scale = (const float *)((uint8_t *)call->workspace + w->scales)};
+    return a;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_fp8_many_workspace(const moq_linear_call *call) {
+    method way = moq_nvfp4_fp8_find_way(call->spec, call->m, call->variant);
+    return areas_of(call->spec, &way).bytes;
+}
+
+extern "C" moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    method way = moq_nvfp4_fp8_find_way(spec, call->m, call->variant);
+    const variant *v = &VARIANTS[way.index];
+    int blocks = way.shape->blocks;
+    areas w = areas_of(spec, &way);
+    moq_cuda_device device;
+    CUtensorMap tokens, outputs = {};
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    MOQ_TRY(quantize(call, &w, err));
+    gemm_args a = args_of(call, &way, &w, device.shared_per_block);
+    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
+                                spec->in_features, (uint32_t)way.shape->tokens, err));
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
+                                    call->y->stride[0] * 2, CHUNK, err));
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = v->kernel[spec->fast_accum][way.rest > 0],
+                         .grid = dim3((unsigned)(way.workers * blocks)),
+                         .block = dim3((unsigned)v->threads),
+                         .cluster = blocks > 1 ? (unsigned)blocks : 0,
+                         .shared = (size_t)(a.stages * v->stage + v->rest),
+                         .stream = (cudaStream_t)call->stream,
+                         .overlap = true};
+    void *parameters[] = {&tokens, &outputs, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}

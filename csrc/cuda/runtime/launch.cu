@@ -1,0 +1,169 @@
+/* Launching: see launch.h.
+ *
+ * Kernels are launched by the driver, which takes 0.2 us less of the host than by the runtime
+ * (docs/lab.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
+#include "cuda/runtime/launch.h"
+
+#include "cuda/runtime/driver.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+/* More shared memory than 48 KB has to be asked for, kernel by kernel. What a kernel declares
+ * counts, too, up to 16 KB of it here. */
+#define SHARED_WITHOUT_ASKING (32 * 1024)
+/* Places for kernels, more than there are. */
+#define PLACES 1024
+
+moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err) {
+    if (status == cudaSuccess)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_INTERNAL, "%s: %s (%s)", what, cudaGetErrorString(status),
+                    cudaGetErrorName(status));
+}
+
+/* What the environment said when it was first asked; several threads may find out the same. */
+static struct process_facts {
+    int sync, overlap; /* 0 unknown, 1 no, 2 yes */
+} process;
+
+static bool ask_once(int *answer, const char *name, bool otherwise) {
+    int known = __atomic_load_n(answer, __ATOMIC_RELAXED);
+    if (!known) {
+        const char *text = getenv(name);
+        known = 1 + (text && *text ? *text != '0' : otherwise);
+        __atomic_store_n(answer, known, __ATOMIC_RELAXED);
+    }
+    return known == 2;
+}
+
+/* ---- kernels ---- */
+
+typedef struct {
+    const void *kernel; /* written last; NULL for a free place */
+    CUkernel handle;    /* as the driver knows it, whichever the context */
+    uint64_t allowed;   /* a bit for each device where it may have all the shared memory */
+    uint64_t asked;     /* for each where it is known whether its code is recent */
+    uint64_t recent;
+} known_kernel;
+
+static struct kernel_table {
+    pthread_mutex_t lock; /* of those who write a place */
+    known_kernel place[PLACES];
+} table = {PTHREAD_MUTEX_INITIALIZER, {}};
+
+/* Its place, or the free one that it will have. */
+static known_kernel *place_of(const void *kernel) {
+    size_t at = (size_t)((uint64_t)(uintptr_t)kernel * 0x9e3779b97f4a7c15ull >> 54);
+    static_assert(PLACES == 1024, "the hash has ten bits");
+    for (;; at = (at + 1) % PLACES) {
+        const void *found = __atomic_load_n(&table.place[at].kernel, __ATOMIC_ACQUIRE);
+        if (found == kernel || !found)
+            return &table.place[at];
+    }
+}
+
+static cudaError_t learn(const void *kernel) {
+    pthread_mutex_lock(&table.lock);
+    known_kernel *k = place_of(kernel);
+    cudaError_t status = cudaSuccess;
+    if (!k->kernel) { /* else another thread was here first */
+        status = cudaGetKernel(&k->handle, kernel);
+        if (status == cudaSuccess)
+            __atomic_store_n(&k->kernel, kernel, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&table.lock);
+    return status;
+}
+
+/* Dynamic shared memory up to the limit of the current device, once a kernel and device. */
+static cudaError_t allow_shared(known_kernel *k) {
+    cudaFuncAttributes attributes;
+    int device, limit;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status != cudaSuccess)
+        return status;
+    uint64_t bit = 1ull << device; /* there are at most 64: moq_cuda_query_device */
+    if (__atomic_load_n(&k->allowed, __ATOMIC_RELAXED) & bit)
+        return cudaSuccess;
+    if ((status = cudaFuncGetAttributes(&attributes, k->kernel)) != cudaSuccess ||
+        (status = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                         device)) != cudaSuccess ||
+        (status = cudaFuncSetAttribute(k->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       limit - (int)attributes.sharedSizeBytes)) != cudaSuccess)
+        return status;
+    __atomic_fetch_or(&k->allowed, bit, __ATOMIC_RELAXED);
+    return cudaSuccess;
+}
+
+/* Code of before 9.0 runs on later devices too, compiled by the driver from PTX. */
+static bool is_recent(known_kernel *k) {
+    cudaFuncAttributes attributes;
+    int device;
+    if (cudaGetDevice(&device) != cudaSuccess)
+        return false;
+    uint64_t bit = 1ull << device; /* as above */
+    if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
+        if (cudaFuncGetAttributes(&attributes, k->kernel) == cudaSuccess &&
+            attributes.ptxVersion >= 90)
+            __atomic_fetch_or(&k->recent, bit, __ATOMIC_RELAXED);
+        __atomic_fetch_or(&k->asked, bit, __ATOMIC_RELEASE);
+    }
+    return __atomic_load_n(&k->recent, __ATOMIC_RELAXED) & bit;
+}
+
+bool moq_cuda_is_recent(const void *kernel) {
+    if (__atomic_load_n(&place_of(kernel)->kernel, __ATOMIC_ACQUIRE) != kernel &&
+        learn(kernel) != cudaSuccess)
+        return false;
+    return is_recent(place_of(kernel));
+}
+
+/* ---- launches ---- */
+
+moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) {
+    if (!ask_once(&process.sync, "MOQEXT_SYNC", false) || moq_cuda_is_capturing(stream))
+        return MOQ_OK;
+    cudaError_t status = cudaStreamSynchronize(stream);
+    if (status == cudaSuccess)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_INTERNAL,
+                    "%s: %s (%s); it may come from earlier work on this device", what,
+                    cudaGetErrorString(status), cudaGetErrorName(status));
+}
+
+moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) {
+    const moq_driver *driver;
+    CUlaunchAttribute attribute[2];
+    CUlaunchConfig config = {};
+    known_kernel *k = place_of(launch->kernel);
+    MOQ_TRY(moq_cuda_find_driver(&driver, err));
+    config.gridDimX = launch->grid.x;
+    config.gridDimY = launch->grid.y;
+    config.gridDimZ = launch->grid.z;
+    config.blockDimX = launch->block.x;
+    config.blockDimY = launch->block.y;
+    config.blockDimZ = launch->block.z;
+    config.sharedMemBytes = (unsigned)launch->shared;
+    config.hStream = launch->stream;
+    config.attrs = attribute;
+    if (launch->cluster) {
+        attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute[config.numAttrs].value.clusterDim.x = launch->cluster;
+        attribute[config.numAttrs].value.clusterDim.y = 1;
+        attribute[config.numAttrs++].value.clusterDim.z = 1;
+    }
+    if (__atomic_load_n(&k->kernel, __ATOMIC_ACQUIRE) != launch->kernel) {
+        MOQ_TRY(moq_cuda_check(learn(launch->kernel), launch->what, err));
+        k = place_of(launch->kernel);
+    }
+    if (launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true) && is_recent(k)) {
+        attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
+    }
+    if (launch->shared > SHARED_WITHOUT_ASKING)
+        MOQ_TRY(moq_cuda_check(allow_shared(k), launch->what, err));
+    MOQ_TRY(moq_cuda_check_driver(driver->launch(&config, (CUfunction)k->handle, args, NULL),
+                                  launch->what, err));
+    return moq_cuda_settle(launch->stream, launch->what, err);
+}

@@ -1,0 +1,27 @@
+/* Tensor maps: how the bulk tensor copy engine of sm_90 sees a matrix in device memory. */
+#ifndef MOQ_CUDA_RUNTIME_TENSOR_MAP_H
+#define MOQ_CUDA_RUNTIME_TENSOR_MAP_H
+
+#include "core/status.h"
+
+#include <cuda.h>
+#include <stdint.h>
+
+/* A row-major matrix of bytes [rows, columns] as [columns / 128, rows, 128], in boxes of
+ * [box_blocks, box_rows, 128] that arrive in the 128-byte swizzle; what lies outside reads as 0.
+ * The address, `stride` and columns are multiples of 16, 16 and 128. */
+moq_status moq_tensor_map_blocks(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
+                                 int64_t stride, uint32_t box_rows, uint32_t box_blocks,
+                                 moq_err *err);
+
+/* A row-major matrix of bytes [rows, columns] in boxes of [box_rows, 128] that arrive in the
+ * 128-byte swizzle; what lies outside reads as 0. The address and `stride` are multiples of 16. */
+moq_status moq_tensor_map_rows(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
+                               int64_t stride, uint32_t box_rows, moq_err *err);
+
+/* Rows of 8-byte words, an even number, that follow each other, in boxes of [box_rows, box_words]
+ * that arrive row after row; what lies outside reads as 0. The address is a multiple of 16. */
+moq_status moq_tensor_map_words(CUtensorMap *map, const void *data, int64_t rows, int64_t words,
+                                uint32_t box_rows, uint32_t box_words, moq_err *err);
+
+#endif

@@ -1,0 +1,538 @@
+/* NVFP4 weights to the packed layout and back: see cuda_nvfp4_pack.h.
+ *
+ * A warp has RUN units of a slab, one after the other in memory: of each row 128 bytes of codes and
+ * 16 of scales. Packing, lane 16p + 4u + s loads group s of unit u, 8 bytes, of rows 2i + p and
+ * 2i + p + 8 for i = 0..3, so that 16 lanes read a row's line. The four lanes of a unit then
+ * exchange bytes, so that lane s has the codes of its four groups that belong to vector t = s, and
+ * with them makes the whole vector, which goes out as it is. Of scales, lane 2r + h loads the 8 of
+ * row r and units 2h and 2h + 1, parts with one unit to the lane that has row r + 8 or r - 8, and
+ * stores those of both rows. Nothing goes through shared memory but scales for the largest values.
+ *
+ * Unpacking goes by shared memory, where units are a vector further apart than they are in the
+ * result: no bank is met twice.
+ *
+ * Bound by memory: 9/16 byte of a weight in and out, beside about 2.5 operations. What is not
+ * aligned to 8 bytes goes byte by byte.
+ *
+ * Where rows are to be folded, a block has a whole slab, and finds the largest value of each row on
+ * the way: magnitudes of codes are in the order of the codes. */
+#include "cuda/tensor/cuda_nvfp4_pack.h"
+
+#include "core/formats.h"
+#include "core/nvfp4_packed.h"
+#include "cuda/device/load.h"
+#include "cuda/runtime/launch.h"
+
+#include <cuda_fp16.h>
+
+#define WARPS   4 /* of a block */
+#define THREADS (32 * WARPS)
+#define RUN     4
+#define PAIRS   4 /* of rows g and g + 8, of a lane */
+#define VECTORS (MOQ_PACK_BYTES / 16)
+#define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
+
+/* Where a block has a slab: its warps, and how many blocks registers are to be enough for. */
+#define SLAB_WARPS   8
+#define BLOCKS_OF_SM 4
+
+/* A group of rows g and g + 8. */
+typedef struct {
+    uint2 codes[2]; /* the first in the lowest nibble */
+} groups;
+
+template <bool ALIGNED> static __device__ __forceinline__ uint2 load_codes(const uint8_t *from) {
+    if (ALIGNED)
+        return *(const uint2 *)from;
+    uint2 codes = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        codes.x |= (uint32_t)from[i] << 8 * i;
+        codes.y |= (uint32_t)from[4 + i] << 8 * i;
+    }
+    return codes;
+}
+
+template <bool ALIGNED>
+static __device__ __forceinline__ void store_codes(uint8_t *to, const uint2 &codes) {
+    if (ALIGNED)
+        *(uint2 *)to = codes;
+#pragma unroll
+    for (int i = 0; i < 4 && !ALIGNED; i++) {
+        to[i] = (uint8_t)(codes.x >> 8 * i);
+        to[4 + i] = (uint8_t)(codes.y >> 8 * i);
+    }
+}
+
+/* ---- words ---- */
+
+/* Bits of b where the mask has ones, else of a. */
+static __device__ __forceinline__ uint32_t select(uint32_t a, uint32_t b, uint32_t mask) {
+    return (a & ~mask) | (b & mask);
+}
+
+/* The words of all four vectors from a group of two rows, as moq_pack_pair has them; four codes of
+ * a row, in every other nibble, at a time. Where x are the codes of pairs 0 and 1, y those of 2 and
+ * 3: the signs of the four pairs are made neighbours, then magnitudes two by two (six bits in each
+ * byte: one of even, one of odd columns), then both bytes of each half, which are dealt out last.
+ */
+static __device__ __forceinline__ uint4 make_words(const groups &in) {
+    uint32_t x0 = in.codes[0].x, x1 = in.codes[1].x, y0 = in.codes[0].y, y1 = in.codes[1].y;
+    uint32_t signs = select(select(x0, y0 >> 1, 0x44444444u), select(y1 >> 2, x1 >> 3, 0x11111111u),
+                            0x33333333u);
+    uint32_t low_even = select(y0, x1 << 3, 0x38383838u);
+    uint32_t low_odd = select(y0 >> 4, x1 >> 1, 0x38383838u);
+    uint32_t high_even = select(x0, y1 << 3, 0x38383838u);
+    uint32_t high_odd = select(x0 >> 4, y1 >> 1, 0x38383838u);
+    uint32_t a = select(low_even, high_even << 6, 0xc0c0c0c0u);
+    uint32_t b = select(high_even >> 2, signs << 4, 0xf0f0f0f0u);
+    uint32_t c = select(low_odd, high_odd << 6, 0xc0c0c0c0u);
+    uint32_t d = select(high_odd >> 2, signs, 0xf0f0f0f0u);
+    uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
+    return make_uint4(__byte_perm(ab, cd, 0x5410), __byte_perm(ab, cd, 0x7632),
+                      __byte_perm(ab2, cd2, 0x5410), __byte_perm(ab2, cd2, 0x7632));
+}
+
+static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int s) {
+    groups out = {};
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        uint32_t word = *(const uint32_t *)(unit + moq_pack_word_at(g, t, s));
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            out.codes[h].x |= moq_unpack_pair(word, h) << 8 * t;
+            out.codes[h].y |= moq_unpack_pair(word, 2 + h) << 8 * t;
+        }
+    }
+    return out;
+}
+
+/* ---- a lane's share of a run ---- */
+
+/* The warp's units: a slab, its first block, and how many of RUN there are. No memory holds 2^32
+ * units or groups. */
+typedef struct {
+    uint32_t slab, first;
+    int count; /* 0: none */
+} run;
+
+static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
+    uint32_t blocks = (uint32_t)moq_pack_blocks(columns), runs = (blocks + RUN - 1) / RUN;
+    uint32_t index = blockIdx.x * WARPS + threadIdx.x / 32;
+    uint32_t slab = index / runs, first = index % runs * RUN;
+    return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (uint32_t)RUN) : 0};
+}
+
+/* Which codes are a lane's: group s of unit u, of rows g and g + 8 for g = 2i + p. */
+typedef struct {
+    int lane, p, u, s;
+    uint32_t group; /* of the layer; beyond its last one there is nothing */
+} part;
+
+static __device__ __forceinline__ uint32_t groups_of(int64_t columns) {
+    return (uint32_t)(columns / MOQ_NVFP4_GROUP);
+}
+
+static __device__ __forceinline__ part find_part(const run &here) {
+    int lane = threadIdx.x % 32, u = lane / 4 % RUN, s = lane % 4;
+    return {lane, lane / 16, u, s, (here.first + u) * MOQ_PACK_GROUPS + s};
+}
+
+/* What a lane has loaded. */
+typedef struct {
+    groups codes[PAIRS];
+    uint2 scales; /* of row lane / 2, the units from lane % 2 * 2 on, groups from the lowest byte */
+} share;
+
+/* The source of a row, and its first row. */
+typedef struct {
+    int index;
+    int64_t first;
+} place;
+
+static __device__ __forceinline__ place find_place(const moq_nvfp4_pack &p, int64_t row) {
+    place at = {0, 0};
+    while (row - at.first >= p.source[at.index].rows && at.index + 1 < p.source_count)
+        at.first += p.source[at.index++].rows;
+    return at;
+}
+
+static __device__ __forceinline__ float factor_of(const moq_pack_source &source) {
+    return source.factor_at ? moq_load_one(source.factor_at, 0, source.factor_dtype)
+                            : source.factor;
+}
+
+/* The scales of a row for groups `group` to group + 7: all of them are there, or none. */
+static __device__ __forceinline__ uint2 load_eight(const moq_nvfp4_pack &p, const uint8_t *row,
+                                                   uint32_t group) {
+    if (group >= groups_of(p.columns))
+        return make_uint2(0, 0);
+    if (p.group == MOQ_NVFP4_GROUP)
+        return *(const uint2 *)(row + group);
+    uint32_t four = *(const uint32_t *)(row + group / 2);
+    return make_uint2(__byte_perm(four, 0, 0x1100), __byte_perm(four, 0, 0x3322));
+}
+
+/* The same one by one: some may be there. */
+static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const uint8_t *row,
+                                                  uint32_t group) {
+    uint32_t word[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++, group++) {
+        if (group < groups_of(p.columns))
+            word[i / 4] |= (uint32_t)row[p.group == MOQ_NVFP4_GROUP ? group : group / 2]
+                           << i % 4 * 8;
+    }
+    return make_uint2(word[0], word[1]);
+}
+
+/* Loads what is of one source: rows `begin` to end - 1 of the slab, of which row 0 would be the
+ * source's row `shift`. */
+template <bool ALIGNED>
+static __device__ __forceinline__ void
+load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift, int begin, int end,
+          const run &here, const part &mine, share &out) {
+    const uint8_t *codes =
+        source.codes + (shift + mine.p) * source.code_stride + (int64_t)mine.group * 8;
+    int row = mine.lane / 2, last = mine.group < groups_of(p.columns) ? end : 0;
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++, codes += 2 * source.code_stride) {
+        int r = mine.p + 2 * i;
+        if (r >= begin && r < last)
+            out.codes[i % PAIRS].codes[i / PAIRS] = load_codes<ALIGNED>(codes);
+    }
+    bool own = row >= begin && row < end;
+    if (own) {
+        const uint8_t *scales = source.scales + (shift + row) * source.scale_stride;
+        uint32_t group = (here.first + mine.lane % 2 * 2) * MOQ_PACK_GROUPS;
+        out.scales = ALIGNED ? load_eight(p, scales, group) : load_each(p, scales, group);
+    }
+    if (factor_of(source) == 0.0f) {
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; i++) {
+            if (mine.p + 2 * i >= begin && mine.p + 2 * i < end)
+                out.codes[i % PAIRS].codes[i / PAIRS] = make_uint2(0, 0);
+        }
+        if (own)
+            out.scales = make_uint2(0, 0);
+    }
+}
+
+/* All of it. */
+template <bool ALIGNED>
+static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, place at,
+                                                   const run &here, const part &mine) {
+    int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS;
+    share out = {};
+#pragma unroll 1
+    for (; at.index < p.source_count && at.first < row + MOQ_PACK_ROWS;
+         at.first += p.source[at.index++].rows) {
+        const moq_pack_source &source = p.source[at.index];
+        int begin = (int)max(at.first - row, (int64_t)0);
+        int end = (int)min(at.first + source.rows - row, (int64_t)MOQ_PACK_ROWS);
+        load_rows<ALIGNED>(p, source, row - at.first, begin, end, here, mine, out);
+    }
+    return out;
+}
+
+/* Makes minus zeros zeros, and tells of scales that no intact checkpoint holds. */
+static __device__ __forceinline__ void check_scales(const moq_nvfp4_pack &p, share &loaded) {
+    loaded.scales.x &= ~__vcmpeq4(loaded.scales.x, 0x80808080u);
+    loaded.scales.y &= ~__vcmpeq4(loaded.scales.y, 0x80808080u);
+    if (p.found &&
+        (__vcmpgeu4(loaded.scales.x, 0x7f7f7f7fu) | __vcmpgeu4(loaded.scales.y, 0x7f7f7f7fu)))
+        p.found->bad_code = 1;
+}
+
+/* ---- exchanges ---- */
+
+/* Bytes 0 to 3 of a, and those of b, go to the four lanes of a unit: lane t gets byte t of each,
+ * that of lane s into byte s. */
+static __device__ __forceinline__ void transpose(uint32_t &a, uint32_t &b, int s) {
+    bool odd = s & 1, upper = s & 2;
+    uint32_t given = __byte_perm(a, b, odd ? 0x6420 : 0x7531);
+    uint32_t got = __shfl_xor_sync(0xffffffffu, given, 1);
+    uint32_t a2 = __byte_perm(a, got, odd ? 0x3514 : 0x5240); /* of two lanes: t % 2, then + 2 */
+    uint32_t b2 = __byte_perm(b, got, odd ? 0x3716 : 0x7260);
+    given = __byte_perm(a2, b2, upper ? 0x5410 : 0x7632);
+    got = __shfl_xor_sync(0xffffffffu, given, 2);
+    a = __byte_perm(a2, got, upper ? 0x3254 : 0x5410);
+    b = __byte_perm(b2, got, upper ? 0x3276 : 0x7610);
+}
+
+/* The scales of rows g and g + 8 for one unit, in the order of the result. */
+typedef struct {
+    int unit, g;
+    uint2 scales;
+} scale_pair;
+
+/* Lanes of rows r and r + 8 part with a unit each. */
+static __device__ __forceinline__ scale_pair exchange_scales(const part &mine, uint2 scales) {
+    bool lower = mine.p == 0; /* rows 0 to 7 */
+    uint32_t kept = lower ? scales.x : scales.y;
+    uint32_t got = __shfl_xor_sync(0xffffffffu, lower ? scales.y : scales.x, 16);
+    uint32_t low = lower ? kept : got, high = lower ? got : kept;
+    return {mine.lane % 2 * 2 + mine.p, mine.lane / 2 % 8,
+            make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362))};
+}
+
+static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, const run &here,
+                                                   const part &mine, share &in,
+                                                   const scale_pair &scales) {
+    uint8_t *to = p.out + (here.slab * moq_pack_blocks(p.columns) + here.first) * MOQ_PACK_BYTES;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        groups &pair = in.codes[i];
+        transpose(pair.codes[0].x, pair.codes[0].y, mine.s);
+        transpose(pair.codes[1].x, pair.codes[1].y, mine.s);
+        uint4 vector = make_words(pair);
+        int at = moq_pack_word_at(2 * i + mine.p, mine.s, 0);
+        if (mine.u < here.count)
+            *(uint4 *)(to + mine.u * MOQ_PACK_BYTES + at) = vector;
+    }
+    if (scales.unit < here.count)
+        *(uint2 *)(to + scales.unit * MOQ_PACK_BYTES + moq_pack_scale_at(scales.g, 0)) =
+            scales.scales;
+}
+
+/* ---- factors ---- */
+
+/* Whether a warp is to write nothing, since something is wrong that an earlier kernel, or it, has
+ * found; bad factors, of all sources, are told, also to later kernels, and so is a zero that the
+ * host does not know of. */
+static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
+    bool bad = false, zero = false;
+    if (!p.found)
+        return false;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < p.source_count; i += 32) {
+        float factor = factor_of(p.source[i]);
+        bad = bad || !(factor >= 0) || __float_as_uint(factor) == 0x7f800000u;
+        bad = bad || (p.fold_scale && factor > MOQ_FOLDED_MOST); /* the rule MOQ_SCALE_FOLDED */
+        zero = zero || (p.source[i].factor_at && factor == 0.0f);
+    }
+    if (bad)
+        p.found->bad_scale = 1;
+    if (bad && p.unless)
+        p.unless->bad_scale = 1;
+    if (zero)
+        p.found->zero_scale = 1;
+    if (zero && p.unless)
+        p.unless->zero_scale = 1;
+    bool met = moq_has_met(p.unless, p.found); /* in any case: it tells what earlier kernels met */
+    return __any_sync(0xffffffffu, bad || zero) || met;
+}
+
+/* output_scale of a row, and fold_scale where there is one, from its largest value. */
+static __device__ __forceinline__ void write_factor(const moq_nvfp4_pack &p, int64_t row,
+                                                    float largest) {
+    if (row >= p.rows || !p.output_scale)
+        return;
+    p.output_scale[row] = factor_of(p.source[find_place(p, row).index]);
+    if (!p.fold_scale)
+        return;
+    uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
+    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
+    float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
+    p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
+}
+
+/* ---- the largest values ---- */
+
+/* The largest of 16 magnitudes, in the upper bits of one of two halves: of each 16 bits the highest
+ * nibble decides, and every nibble is that once. */
+static __device__ __forceinline__ uint32_t largest_codes(uint2 codes) {
+    uint32_t x = codes.x & 0x77777777u, y = codes.y & 0x77777777u;
+    uint32_t most = __vmaxu2(x, y);
+#pragma unroll
+    for (int i = 4; i < 16; i += 4)
+        most = __vimax3_u16x2(most, x << i, y << i);
+    return most;
+}
+
+static __device__ __forceinline__ __half2 halves(uint32_t bits) {
+    __half2 value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The largest values of rows g and g + 8, times 2^-7: code * scale has 6 bits and is at least
+ * 2^-10, so that nothing is rounded. Both formats are the upper part of a half with another bias.
+ */
+static __device__ __forceinline__ __half2 largest_values(const groups &in, uint32_t scales) {
+    uint32_t low = largest_codes(in.codes[0]), high = largest_codes(in.codes[1]);
+    uint32_t codes = __vmaxu2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+    __half2 code = __hmul2(halves(codes >> 3 & 0x0e000e00u), __float2half2_rn(0x1p14f));
+    __half2 scale = __hmul2(halves(__byte_perm(scales, 0, 0x4140) << 7), __float2half2_rn(0x1p1f));
+    return __hmul2(code, scale);
+}
+
+/* Keeps the largest of each row that the lane has codes of. */
+static __device__ __forceinline__ void keep_largest(const share &in, const part &mine,
+                                                    const uint2 (&scales)[RUN][MOQ_PACK_ROWS / 2],
+                                                    __half2 (&most)[PAIRS]) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const uint16_t *both = (const uint16_t *)&scales[mine.u][2 * i + mine.p];
+        most[i] = __hmax2(most[i], largest_values(in.codes[i], both[mine.s]));
+    }
+}
+
+/* Over the 16 lanes of p: lanes part with half of their rows, then with half of the rest, and end
+ * with rows g and g + 8 for the g that is returned. */
+static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
+    int lane = threadIdx.x % 32, index = 0;
+#pragma unroll
+    for (int half = PAIRS / 2; half > 0; half /= 2) {
+        bool upper = lane & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            __half2 kept = upper ? most[i + half] : most[i];
+            __half2 given = upper ? most[i] : most[i + half];
+            most[i] = __hmax2(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+        index += upper ? half : 0;
+    }
+#pragma unroll
+    for (int i = PAIRS; i < 16; i *= 2)
+        most[0] = __hmax2(most[0], __shfl_xor_sync(0xffffffffu, most[0], i));
+    return 2 * index + lane / 16;
+}
+
+/* ---- the kernels ---- */
+
+template <bool ALIGNED>
+static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ moq_nvfp4_pack p) {
+    run here = find_run(p.rows, p.columns);
+    if (here.count == 0)
+        return;
+    part mine = find_part(here);
+    int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS;
+    share loaded = load_share<ALIGNED>(p, find_place(p, row), here, mine);
+    check_scales(p, loaded);
+    if (is_refused(p))
+        return;
+    store_share(p, here, mine, loaded, exchange_scales(mine, loaded.scales));
+    if (here.first == 0 && mine.lane < MOQ_PACK_ROWS)
+        write_factor(p, row + mine.lane, 0.0f);
+}
+
+/* A block has a slab. */
+template <bool ALIGNED>
+static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
+    pack_and_fold(const __grid_constant__ moq_nvfp4_pack p) {
+    __shared__ uint2 staged[SLAB_WARPS][RUN][MOQ_PACK_ROWS / 2];
+    __shared__ float largest[SLAB_WARPS][MOQ_PACK_ROWS];
+    uint32_t blocks = (uint32_t)moq_pack_blocks(p.columns), warp = threadIdx.x / 32;
+    int64_t row = (int64_t)blockIdx.x * MOQ_PACK_ROWS;
+    place at = find_place(p, row);
+    __half2 most[PAIRS] = {};
+    if (is_refused(p)) /* all warps, or none */
+        return;
+#pragma unroll 1
+    for (uint32_t first = warp * RUN; first < blocks; first += SLAB_WARPS * RUN) {
+        run here = {blockIdx.x, first, (int)min(blocks - first, (uint32_t)RUN)};
+        part mine = find_part(here);
+        share loaded = load_share<ALIGNED>(p, at, here, mine);
+        check_scales(p, loaded);
+        scale_pair scales = exchange_scales(mine, loaded.scales);
+        staged[warp][scales.unit][scales.g] = scales.scales;
+        __syncwarp();
+        keep_largest(loaded, mine, staged[warp], most);
+        __syncwarp();
+        store_share(p, here, mine, loaded, scales);
+    }
+    int g = reduce_largest(most);
+    largest[warp][g] = __low2float(most[0]) * 0x1p7f;
+    largest[warp][g + 8] = __high2float(most[0]) * 0x1p7f;
+    __syncthreads();
+    if (threadIdx.x >= MOQ_PACK_ROWS)
+        return;
+    float all = 0;
+    for (int w = 0; w < SLAB_WARPS; w++)
+        all = fmaxf(all, largest[w][threadIdx.x]);
+    write_factor(p, row + threadIdx.x, all);
+}
+
+template <bool ALIGNED>
+static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
+    __shared__ uint4 staged[WARPS][RUN * APART];
+    uint4 *units = staged[threadIdx.x / 32];
+    run here = find_run(p.rows, p.columns);
+    if (here.count == 0)
+        return;
+    part mine = find_part(here);
+    int64_t unit = here.slab * moq_pack_blocks(p.columns) + here.first;
+    const uint4 *from = (const uint4 *)(p.packed + unit * MOQ_PACK_BYTES);
+    for (int v = mine.lane; v < here.count * VECTORS; v += 32)
+        units[v + v / VECTORS] = from[v];
+    __syncwarp();
+    if (mine.group >= groups_of(p.columns))
+        return;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const uint8_t *from_unit = (const uint8_t *)(units + mine.u * APART);
+        groups out = unstage(from_unit, 2 * i + mine.p, mine.s);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS + 2 * i + mine.p + 8 * h;
+            if (row >= p.rows)
+                continue;
+            uint8_t scale = from_unit[moq_pack_scale_at(2 * i + mine.p + 8 * h, mine.s)];
+            store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + (int64_t)mine.group * 8,
+                                 out.codes[h]);
+            if (p.group == 16)
+                p.scales[row * (p.columns / 16) + mine.group] = scale;
+            else if (mine.group % 2 == 0)
+                p.scales[row * (p.columns / 32) + mine.group / 2] = scale;
+        }
+    }
+}
+
+/* ---- launch ---- */
+
+static moq_status launch(const void *kernel, const char *what, int64_t blocks, int warps,
+                         void *parameter, void *stream, moq_err *err) {
+    moq_launch launch = {.what = what,
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)blocks),
+                         .block = dim3(32 * (unsigned)warps),
+                         .stream = (cudaStream_t)stream};
+    void *args[] = {parameter};
+    return moq_cuda_launch(&launch, args, err);
+}
+
+static int64_t blocks_for(int64_t rows, int64_t columns) {
+    int64_t runs = (moq_pack_blocks(columns) + RUN - 1) / RUN * moq_pack_slabs(rows);
+    return (runs + WARPS - 1) / WARPS;
+}
+
+static bool by(int64_t bytes, const void *pointer, int64_t stride) {
+    return (int64_t)((uintptr_t)pointer % (uintptr_t)bytes) == 0 && stride % bytes == 0;
+}
+
+extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream, moq_err *err) {
+    moq_nvfp4_pack parameter = *p;
+    bool aligned = p->columns % (2 * MOQ_PACK_K) == 0;
+    for (int i = 0; i < p->source_count; i++) {
+        const moq_pack_source *of = &p->source[i];
+        aligned = aligned && by(8, of->codes, of->code_stride) &&
+                  by(p->group == MOQ_NVFP4_GROUP ? 8 : 4, of->scales, of->scale_stride);
+    }
+    if (p->fold_scale)
+        return launch(
+            aligned ? (const void *)pack_and_fold<true> : (const void *)pack_and_fold<false>,
+            "prepare: packing NVFP4", moq_pack_slabs(p->rows), SLAB_WARPS, &parameter, stream, err);
+    return launch(aligned ? (const void *)pack<true> : (const void *)pack<false>,
+                  "prepare: packing NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter,
+                  stream, err);
+}
+
+extern "C" moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *p, void *stream, moq_err *err) {
+    moq_nvfp4_unpack parameter = *p;
+    bool aligned = by(8, p->codes, p->columns / 2);
+    return launch(aligned ? (const void *)unpack<true> : (const void *)unpack<false>,
+                  "unpacking NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter, stream,
+                  err);
+}

@@ -1,0 +1,55 @@
+/* NVFP4 weights to the packed layout (core/nvfp4_packed.h) and back on the device. Callers have
+ * validated shapes. */
+#ifndef MOQ_CUDA_TENSOR_CUDA_NVFP4_PACK_H
+#define MOQ_CUDA_TENSOR_CUDA_NVFP4_PACK_H
+
+#include "core/linear.h"
+#include "cuda/tensor/cuda_prepare.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows of a layer that lie together. */
+typedef struct {
+    const uint8_t *codes; /* [rows, columns / 2] */
+    int64_t code_stride;  /* bytes from row to row */
+    const uint8_t *scales;
+    int64_t scale_stride;
+    int64_t rows;
+    /* weight_scale_2; where it is 0, all of these rows are zeros, whatever their codes. */
+    const void *factor_at; /* where it is on the device, float32 or 16 bits; NULL: */
+    moq_dtype factor_dtype;
+    float factor;
+} moq_pack_source;
+
+typedef struct {
+    int64_t rows, columns; /* of the layer; columns is a multiple of group */
+    int32_t group;         /* 16 or 32 columns have a scale */
+    int32_t source_count;
+    moq_pack_source source[MOQ_MAX_PARTITIONS]; /* their rows follow each other */
+    uint8_t *out;                               /* units, at an address that is a multiple of 16 */
+    float *output_scale; /* [rows]: the factor of the row's source; or NULL */
+    float *fold_scale;   /* [rows], beside output_scale, as moq_linear_folds has both; or NULL */
+    /* Where bad scales of groups, and bad factors, are told; with one of those nothing is written.
+     * NULL: there are none. */
+    moq_findings *found;
+    moq_findings *unless; /* as in moq_code_copy; bad factors are told there, too */
+} moq_nvfp4_pack;
+
+moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);
+
+typedef struct {
+    const uint8_t *packed; /* at an address that is a multiple of 16 */
+    int64_t rows, columns;
+    int32_t group;
+    uint8_t *codes;  /* [rows, columns / 2] */
+    uint8_t *scales; /* [rows, columns / group] */
+} moq_nvfp4_unpack;
+
+moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

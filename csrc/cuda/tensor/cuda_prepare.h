@@ -1,0 +1,93 @@
+/* Weight processing on the device: copies that check what they copy; the device's form of
+ * cpu/cpu_prepare.h. Callers have validated shapes. NVFP4 weights are packed by
+ * cuda/tensor/cuda_nvfp4_pack.h. */
+#ifndef MOQ_CUDA_TENSOR_CUDA_PREPARE_H
+#define MOQ_CUDA_TENSOR_CUDA_PREPARE_H
+
+#include "core/status.h"
+#include "core/tensor.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Which codes no intact checkpoint holds. */
+typedef enum {
+    MOQ_CODES_ANY,        /* none */
+    MOQ_CODES_E4M3,       /* NaN */
+    MOQ_CODES_BLOCK_SCALE /* NaN, and negative but for minus zero */
+} moq_code_rule;
+
+/* What kernels have met: not zero where they have. They only ever write ones, so it does not matter
+ * how many of them do. */
+typedef struct {
+    uint32_t bad_code, bad_scale, zero_scale; /* bad: NaN, or negative, or an infinite scale */
+    uint32_t bad_input_scale;                 /* also zero, or no reciprocal in float32 */
+} moq_findings;
+
+/* A note: findings in the host's memory, all zero, which kernels of any device may write and the
+ * host reads after a wait, without a copy. To be returned when no queued work writes it any more.
+ */
+moq_status moq_cuda_take_note(moq_findings **note, moq_err *err);
+void moq_cuda_return_note(moq_findings *note);
+
+/* Rows of one-byte codes on the device, contiguous each, and what becomes of them. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t stride; /* bytes from row to row */
+    int64_t rows, columns;
+    moq_code_rule rule;
+    uint8_t *out; /* [rows, columns] without gaps, apart from codes or these; NULL: only to check */
+    bool backwards;             /* where the last codes were read a moment ago */
+    moq_findings *found;        /* where a bad code is told */
+    const moq_findings *unless; /* if these are not all zero, nothing is written but they, to
+                                 * `found`; or NULL */
+    uint64_t *bad; /* where the least position of a bad code is kept instead; NULL: nowhere */
+    int64_t first; /* position of the first code, for `bad` */
+} moq_code_copy;
+
+moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err);
+
+/* out[i] = scales[i * step] as float32. */
+typedef struct {
+    const void *scales; /* float32, bfloat16 or float16 */
+    moq_dtype dtype;
+    int64_t count, step;  /* a step of 0: one scale for all */
+    float *out;           /* NULL: they are only looked at */
+    float above;          /* what is not is bad, too, but for zero */
+    uint32_t *bad, *zero; /* of findings: where those are told; NULL: nowhere */
+    moq_findings *found;  /* as above */
+    const moq_findings *unless;
+} moq_scale_copy;
+
+moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err);
+
+/* out[i] = value, `count` times. */
+moq_status moq_cuda_fill_floats(float *out, float value, int64_t count, void *stream, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#ifdef __CUDACC__
+/* Whether a kernel before this one has met something, which is then told to `found`, too. */
+static __device__ __forceinline__ bool moq_has_met(const moq_findings *unless,
+                                                   moq_findings *found) {
+    if (!unless ||
+        !(unless->bad_code | unless->bad_scale | unless->zero_scale | unless->bad_input_scale))
+        return false;
+    if (unless->bad_code)
+        found->bad_code = 1;
+    if (unless->bad_scale)
+        found->bad_scale = 1;
+    if (unless->zero_scale)
+        found->zero_scale = 1;
+    if (unless->bad_input_scale)
+        found->bad_input_scale = 1;
+    return true;
+}
+#endif
+#endif

@@ -1,0 +1,12 @@
+/* Quantization of contiguous 16-bit tensors by one scale that is given, by row, or in groups of
+ * 128: what stands before most products, in kernels as short as can be. */
+#ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_FLAT_H
+#define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_FLAT_H
+
+#include "cuda/tensor/cuda_quantize_rows.h"
+
+/* Whether these kernels do it; the chunks of x are whole and aligned. */
+bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a);
+moq_status moq_quantize_flat(const moq_cuda_quantize *q, const quantize_args *a, moq_err *err);
+
+#endif

@@ -1,0 +1,18 @@
+/* Kernels of RMSNorm, quantized with one scale of all of x or as NVFP4, and the choice among all:
+ * see cuda_quantize_norm.h. */
+#include "cuda/tensor/cuda_quantize_norm.h"
+
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+                            bool wide_weight) {
+    switch (mode) {
+    case MOQ_FIND_AMAX:
+        return norm_kernel<MOQ_FIND_AMAX>(dtype, way, wide_weight);
+    case MOQ_INPUT_E4M3_TENSOR:
+        return norm_kernel<MOQ_INPUT_E4M3_TENSOR>(dtype, way, wide_weight);
+    case MOQ_INPUT_E4M3_TOKEN:
+    case MOQ_INPUT_E4M3_GROUP:
+        return moq_norm_token_kernel(dtype, mode, way, wide_weight);
+    default:
+        return MOQ_GENERAL(dtype, norm_any_rows, MOQ_INPUT_NVFP4);
+    }
+}

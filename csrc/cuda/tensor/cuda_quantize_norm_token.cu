@@ -1,0 +1,10 @@
+/* Kernels of RMSNorm, quantized with a scale for each token or for 128 columns: see
+ * cuda_quantize_norm.h. */
+#include "cuda/tensor/cuda_quantize_norm.h"
+
+const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+                                  bool wide_weight) {
+    return mode == MOQ_INPUT_E4M3_TOKEN
+               ? norm_kernel<MOQ_INPUT_E4M3_TOKEN>(dtype, way, wide_weight)
+               : norm_kernel<MOQ_INPUT_E4M3_GROUP>(dtype, way, wide_weight);
+}
