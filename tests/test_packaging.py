@@ -394,7 +394,7 @@ def test_native_builds_for_the_gpu_that_is_there(sketch, tmp_path, fakes):
     status, output = build(sketch, tmp_path, **(fakes | driver(tmp_path, (9, 0))))
     assert status == 0, output
     assert output.count("moqext: building for this machine alone: Chip (90a)") == 1
-    assert (tmp_path / "temp" / "cuda-90a" / "csrc" / "cuda" / "devices.cu.o").is_file()
+    assert (tmp_path / "temp" / "cuda-90a" / "csrc" / "cuda" / "runtime" / "devices.cu.o").is_file()
 
 
 @needs_compiler

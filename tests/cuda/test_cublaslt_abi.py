@@ -13,7 +13,7 @@ import pytest
 from moqext import _C
 
 ROOT = Path(__file__).resolve().parents[2]
-ABI = (ROOT / "csrc" / "cuda" / "cublaslt_abi.h").read_text()
+ABI = (ROOT / "csrc" / "cuda" / "runtime" / "cublaslt_abi.h").read_text()
 
 # Numbers are equal; a function has as many parameters, and each is a pointer, a float or an integer of
 # equal size; opaque structures give the library at least what 13.0 asks for, and not more than this header.
