@@ -149,6 +149,7 @@ class LinearPlan(Plan):
     def run(
         self, x: Any, params: Mapping[str, Any], bias: Any = None, out: Any = None, stream: Any = None
     ) -> Any: ...
+    def way(self, tokens: int, input_scale: bool = True) -> tuple[str, int, int, int, float]: ...
 
 def linear_plan(
     quant_algo: str,

@@ -136,6 +136,46 @@ def test_choices_are_made_without_cuda():
         assert [header for header in headers if not header.startswith(("core/", "cuda/choice/"))] == []
 
 
+SEARCH = re.compile(  # what compares ways, as csrc/cuda/choice names it
+    r"\bmoq_(?:cuda|cublaslt)\w*_(?:seconds|choose)\b|\bmoq_cuda_\w+_variants\b|\bmoq_\w+_find_\w*way\b"
+)
+
+
+def searches(text):
+    """The names in a file of kernels that find a way again, instead of laying out the one that was found."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return SEARCH.findall(text) + [header for _, header in INCLUDE.findall(text) if header == CHOICES]
+
+
+CHOICES = "cuda/choice/choice.h"
+
+
+def test_searches_are_seen():
+    for name_of_search in (
+        *("moq_cuda_fp8_many_choose", "moq_cuda_nvfp4_few_seconds", "moq_cublaslt_seconds"),
+        *("moq_cuda_nvfp4_some_variants", "moq_nvfp4_fp8_find_way", "moq_cuda_fp8_many_way_seconds"),
+    ):
+        assert searches(f"x = {name_of_search}(spec, m);") == [name_of_search]
+    assert searches(f'#include "{CHOICES}"\n') == [CHOICES]
+    assert searches("way = moq_fp8_many_expand_way(call); moq_cublaslt_variants(call); /* _choose */") == []
+
+
+def test_names_of_searches_are_those_of_the_choice():
+    """Every function that the choice offers to the plan is one that a kernel may not use."""
+    declared = re.findall(r"\bmoq_\w+(?=\()", (CSRC / CHOICES).read_text())
+    assert len(declared) > 20
+    assert [function for function in declared if not SEARCH.fullmatch(function)] == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"], ids=name
+)
+def test_kernels_are_handed_their_way(path):
+    """It was found by the plan, and looked for twice more in each call: for the workspace and for the launch."""
+    if path.name != "absent.c":
+        assert searches(path.read_text()) == []
+
+
 OWN_FILES = [path for path in C_FILES if "third_party" not in path.parts]
 
 

@@ -138,7 +138,8 @@ static PyObject *estimates(PyObject *self, PyObject *tokens) {
         moq_kernel_name named = operation->name(kernel);
         PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
         PyObject *row =
-            name ? Py_BuildValue("(Nid)", name, (int)operation->choose(plan->problem, kernel, m),
+            name ? Py_BuildValue("(Nid)", name,
+                                 (int)operation->choose(plan->problem, kernel, m, 0).variant,
                                  operation->cost(plan->problem, kernel, m))
                  : NULL;
         if (!row || PyList_Append(list, row) < 0)
@@ -197,10 +198,10 @@ static PyObject *describe_timings(const moq_operation *operation, const moq_timi
     PyObject *list = PyList_New(0);
     int status = list ? 0 : -1;
     for (int i = 0; i < count && status == 0; i++) {
-        PyObject *name = name_of(operation->name(timings[i].choice.kernel));
-        status = append(list, name ? Py_BuildValue("(Nid)", name, (int)timings[i].choice.variant,
-                                                   timings[i].seconds)
-                                   : NULL);
+        PyObject *name = name_of(operation->name(timings[i].kernel));
+        status = append(
+            list, name ? Py_BuildValue("(Nid)", name, (int)timings[i].variant, timings[i].seconds)
+                       : NULL);
     }
     return finish(list, status);
 }

@@ -13,6 +13,7 @@
 
 #include "core/algo.h"
 #include "core/tensor.h"
+#include "core/way.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -149,10 +150,15 @@ typedef struct {
     const float *pre_quant_scale;
     const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
-    int32_t variant; /* of a kernel that has several ways to do the same; 0 is its own choice */
+    moq_way way;     /* in which the kernel does it: as chosen for m rows, for its workspace too */
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
     void *workspace; /* of the bytes that the kernel's row of the plan table asks for, or NULL */
 } moq_linear_call;
+
+/* The form of the call's way. */
+static inline uint8_t moq_form_of(const moq_linear_call *call) {
+    return call->input_scale ? call->way.form : call->way.dynamic;
+}
 
 #ifdef __cplusplus
 }

@@ -338,7 +338,13 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_simt_seconds,
      moq_cuda_simt_workspace,
      moq_cuda_simt_linear},
-    {{"cuda", "sm90_fp8_few"}, can_run_fp8_few, moq_cuda_fp8_few_seconds, NULL, moq_cuda_fp8_few},
+    {{"cuda", "sm90_fp8_few"},
+     can_run_fp8_few,
+     moq_cuda_fp8_few_seconds,
+     NULL,
+     moq_cuda_fp8_few,
+     NULL,
+     moq_cuda_fp8_few_choose},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
      moq_cuda_mma_fp8_as_e4m3_seconds,
@@ -355,14 +361,16 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_fp8_many_workspace,
      moq_cuda_fp8_many,
      moq_cuda_fp8_many_variants,
-     moq_cuda_fp8_many_choose},
+     moq_cuda_fp8_many_choose,
+     moq_cuda_fp8_many_way_seconds},
     {{"cuda", "sm90_nvfp4_few"},
      can_run_nvfp4_few,
      moq_cuda_nvfp4_few_seconds,
      NULL,
      moq_cuda_nvfp4_few,
      moq_cuda_nvfp4_few_variants,
-     moq_cuda_nvfp4_few_choose},
+     moq_cuda_nvfp4_few_choose,
+     moq_cuda_nvfp4_few_way_seconds},
     {{"cuda", "sm80_nvfp4"},
      can_run_sm80_nvfp4,
      moq_cuda_mma_nvfp4_seconds,
@@ -374,20 +382,24 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_nvfp4_some_workspace,
      moq_cuda_nvfp4_some,
      moq_cuda_nvfp4_some_variants,
-     moq_cuda_nvfp4_some_choose},
+     moq_cuda_nvfp4_some_choose,
+     moq_cuda_nvfp4_some_way_seconds},
     {{"cuda", "sm90_nvfp4_many"},
      can_run_nvfp4_many,
      moq_cuda_nvfp4_many_seconds,
      moq_cuda_nvfp4_many_workspace,
      moq_cuda_nvfp4_many,
      moq_cuda_nvfp4_many_variants,
-     moq_cuda_nvfp4_many_choose},
+     moq_cuda_nvfp4_many_choose,
+     moq_cuda_nvfp4_many_way_seconds},
     {{"cuda", "sm90_nvfp4_fp8_many"},
      can_run_nvfp4_fp8_many,
      moq_cuda_nvfp4_fp8_many_seconds,
      moq_cuda_nvfp4_fp8_many_workspace,
      moq_cuda_nvfp4_fp8_many,
      moq_cuda_nvfp4_fp8_many_variants,
+     moq_cuda_nvfp4_fp8_many_choose,
+     moq_cuda_nvfp4_fp8_many_way_seconds,
      .folds = true},
     {{"cuda", "sm90_nvfp4_fp8_some"},
      can_run_nvfp4_fp8_some,
@@ -396,6 +408,7 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_nvfp4_fp8_some,
      moq_cuda_nvfp4_fp8_some_variants,
      moq_cuda_nvfp4_fp8_some_choose,
+     moq_cuda_nvfp4_fp8_some_way_seconds,
      .folds = true},
     {{"cuda", "cublaslt"},
      can_run_cublaslt,
@@ -403,13 +416,15 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cublaslt_workspace,
      moq_cublaslt_linear,
      moq_cublaslt_variants,
+     moq_cublaslt_choose,
      .folds = true},
     {{"cuda", "cublaslt_fp4", "not yet run on hardware"},
      can_run_cublaslt_fp4,
      moq_cublaslt_seconds,
      moq_cublaslt_workspace,
      moq_cublaslt_linear,
-     moq_cublaslt_variants},
+     moq_cublaslt_variants,
+     moq_cublaslt_choose},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -417,6 +432,15 @@ _Static_assert(KERNEL_COUNT <= MOQ_MAX_KERNELS, "a plan must hold every kernel o
 
 const moq_linear_kernel *moq_linear_kernel_at(int index) {
     return &KERNELS[index];
+}
+
+double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
+                              bool scaled) {
+    const moq_linear_kernel *kernel = &KERNELS[choice.kernel];
+    const float scale = 1; /* that there is one matters, not which */
+    moq_linear_call call = {
+        .spec = spec, .m = m, .way = choice.way, .input_scale = scaled ? &scale : NULL};
+    return kernel->way_seconds ? kernel->way_seconds(&call) : kernel->cost(spec, m);
 }
 
 /* ---- what the rules of the plan ask of a linear ---- */
@@ -433,8 +457,9 @@ static double cost(const void *problem, int kernel, int64_t m) {
     return KERNELS[kernel].cost(problem, m);
 }
 
-static int32_t choose(const void *problem, int kernel, int64_t m) {
-    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m) : 0;
+static moq_way choose(const void *problem, int kernel, int64_t m, int32_t variant) {
+    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m, variant)
+                                  : moq_way_of(variant, 0, 1);
 }
 
 /* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */

@@ -17,9 +17,10 @@ typedef struct {
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
     /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
     uint64_t (*variants)(const moq_linear_call *call);
-    /* The variant that variant 0 stands for with m rows, where finding it takes a while; or NULL.
-     */
-    int32_t (*choose)(const moq_linear_spec *spec, int64_t m);
+    /* The way of a variant with m rows, found by comparing; NULL where a variant is all of it. */
+    moq_way (*choose)(const moq_linear_spec *spec, int64_t m, int32_t variant);
+    /* Estimated seconds of a call in its way; NULL where they are those of the kernel. */
+    double (*way_seconds)(const moq_linear_call *call);
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
     bool folds; /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
@@ -27,6 +28,11 @@ typedef struct {
 
 /* A linear as the rules of the plan know it; its problems are moq_linear_spec. */
 extern const moq_operation MOQ_LINEAR;
+
+/* Seconds that m rows are expected to take as they were chosen to run, from the way alone;
+ * `scaled`: the layer has an input_scale. */
+double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
+                              bool scaled);
 
 /* A row of the table: 0 to MOQ_LINEAR.kernel_count - 1. */
 const moq_linear_kernel *moq_linear_kernel_at(int index);

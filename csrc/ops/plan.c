@@ -109,7 +109,7 @@ static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
                     plan->forced ? "; unset MOQEXT_KERNEL when the layer is made" : "");
 }
 
-static moq_status find_cheapest(const moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
+static moq_status find_cheapest(const moq_plan *plan, int64_t m, int32_t *kernel, moq_err *err) {
     const moq_operation *operation = plan->operation;
     char reason[MOQ_REASON_SIZE];
     double least = 0;
@@ -125,37 +125,7 @@ static moq_status find_cheapest(const moq_plan *plan, int64_t m, moq_choice *cho
     }
     if (best < 0)
         return refuse_tokens(plan, m, err);
-    *choice = (moq_choice){best, operation->choose(plan->problem, best, m)};
-    return MOQ_OK;
-}
-
-/* ---- choices that are remembered, a word each: m, then the kernel's row, then the variant ---- */
-
-#define ROW_BITS     8
-#define VARIANT_BITS 8
-_Static_assert(MOQ_MAX_KERNELS <= 1 << ROW_BITS, "a word tells every row");
-
-static uint64_t to_word(int64_t m, moq_choice choice) {
-    return ((uint64_t)m << ROW_BITS | (uint64_t)choice.kernel) << VARIANT_BITS |
-           (uint64_t)choice.variant;
-}
-
-static moq_choice from_word(uint64_t word) {
-    return (moq_choice){(int32_t)(word >> VARIANT_BITS & ((1u << ROW_BITS) - 1)),
-                        (int32_t)(word & ((1u << VARIANT_BITS) - 1))};
-}
-
-static moq_status find_remembered(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
-    if (m >> (63 - ROW_BITS - VARIANT_BITS)) /* more tokens than a word holds */
-        return find_cheapest(plan, m, choice, err);
-    _Atomic uint64_t *place = &plan->remembered[m % MOQ_REMEMBERED];
-    uint64_t word = atomic_load_explicit(place, memory_order_relaxed);
-    if (word && word >> (ROW_BITS + VARIANT_BITS) == (uint64_t)m) {
-        *choice = from_word(word);
-        return MOQ_OK;
-    }
-    MOQ_TRY(find_cheapest(plan, m, choice, err));
-    atomic_store_explicit(place, to_word(m, *choice), memory_order_relaxed);
+    *kernel = best;
     return MOQ_OK;
 }
 
@@ -169,12 +139,66 @@ static int find_tuned(const moq_plan *plan, int64_t m) {
     return i;
 }
 
-moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
-    int tuned = plan->tuned_count ? find_tuned(plan, m) : 0;
-    if (tuned == plan->tuned_count)
-        return find_remembered(plan, m < 1 ? 1 : m, choice, err);
-    *choice = plan->tuned[tuned].choice;
+/* What was kept for m tokens, else the cheapest. */
+static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
+    int tuned = find_tuned(plan, m);
+    int32_t variant = 0;
+    if (tuned < plan->tuned_count) {
+        choice->kernel = plan->tuned[tuned].kernel;
+        variant = plan->tuned[tuned].variant;
+    } else {
+        MOQ_TRY(find_cheapest(plan, m, &choice->kernel, err));
+    }
+    choice->way = plan->operation->choose(plan->problem, choice->kernel, m, variant);
     return MOQ_OK;
+}
+
+/* ---- choices that are remembered, a word each: m, the kernel's row, the way ---- */
+
+#define ROW_BITS 8
+#define WAY_BITS 24
+_Static_assert(MOQ_MAX_KERNELS <= 1 << ROW_BITS, "a word tells every row");
+_Static_assert(sizeof(moq_way) * 8 == WAY_BITS, "a word tells all of a way");
+
+static uint64_t to_word(int64_t m, moq_choice choice) {
+    moq_way way = choice.way;
+    return ((uint64_t)m << ROW_BITS | (uint64_t)choice.kernel) << WAY_BITS |
+           (uint64_t)way.variant << 16 | (uint64_t)way.form << 8 | way.dynamic;
+}
+
+static moq_choice from_word(uint64_t word) {
+    moq_way way = {(uint8_t)(word >> 16), (uint8_t)(word >> 8), (uint8_t)word};
+    return (moq_choice){(int32_t)(word >> WAY_BITS & ((1u << ROW_BITS) - 1)), way};
+}
+
+static int64_t tokens_of(uint64_t word) {
+    return (int64_t)(word >> (ROW_BITS + WAY_BITS));
+}
+
+moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
+    if (m < 1) {
+        choice->way = (moq_way){0};
+        return find_cheapest(plan, 1, &choice->kernel, err);
+    }
+    _Atomic uint64_t *place = &plan->remembered[m % MOQ_REMEMBERED];
+    uint64_t word = atomic_load_explicit(place, memory_order_relaxed);
+    if (word && tokens_of(word) == m) {
+        *choice = from_word(word);
+        return MOQ_OK;
+    }
+    MOQ_TRY(choose(plan, m, choice, err));
+    word = to_word(m, *choice);
+    if (tokens_of(word) == m) /* no more tokens than a word holds */
+        atomic_store_explicit(place, word, memory_order_relaxed);
+    return MOQ_OK;
+}
+
+static void forget(moq_plan *plan, int64_t bucket) {
+    for (int i = 0; i < MOQ_REMEMBERED; i++) {
+        uint64_t word = atomic_load_explicit(&plan->remembered[i], memory_order_relaxed);
+        if (moq_token_bucket(tokens_of(word)) == bucket)
+            atomic_store_explicit(&plan->remembered[i], 0, memory_order_relaxed);
+    }
 }
 
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err) {
@@ -208,7 +232,9 @@ moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t 
         return moq_fail(err, MOQ_ERR_VALUE, "tokens: a layer can be tuned for %d numbers",
                         MOQ_MAX_TUNED);
     plan->tuned[i].bucket = moq_token_bucket(m);
-    plan->tuned[i].choice = (moq_choice){plan->kernel[chosen], variant};
+    plan->tuned[i].kernel = plan->kernel[chosen];
+    plan->tuned[i].variant = variant;
     plan->tuned_count += i == plan->tuned_count;
+    forget(plan, plan->tuned[i].bucket);
     return MOQ_OK;
 }

@@ -50,13 +50,14 @@ typedef struct {
     int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */
 } moq_layer;
 
-/* A kernel, by its row in the operation's table, and which of its ways to do a call. */
+/* A kernel, by its row in the operation's table, and the way in which it does calls of a number of
+ * tokens. */
 typedef struct {
     int32_t kernel;
-    int32_t variant;
+    moq_way way;
 } moq_choice;
 
-/* A choice and the seconds that it took: see tune.h. */
+/* A kernel, a variant of it and the seconds that it took: see tune.h. */
 typedef struct moq_timing moq_timing;
 typedef struct moq_plan moq_plan;
 
@@ -69,9 +70,9 @@ typedef struct {
     bool (*can_run)(const void *problem, int kernel, int64_t m, char *reason, size_t size);
     /* Estimated seconds of m tokens that it can run; only the order of kernels matters. */
     double (*cost)(const void *problem, int kernel, int64_t m);
-    /* The variant that the kernel's own choice stands for, where finding it takes a while; else 0,
-     * the kernel's own choice. */
-    int32_t (*choose)(const void *problem, int kernel, int64_t m);
+    /* The way of m > 0 tokens that it can run, in a variant of the kernel; 0 is its own choice. It
+     * may take as long as comparing kernels, so a plan asks once for a number of tokens. */
+    moq_way (*choose)(const void *problem, int kernel, int64_t m, int32_t variant);
     /* What the kernel multiplies. */
     moq_compute (*compute)(const void *problem, int kernel);
     moq_layer (*layer)(const void *problem);
@@ -100,13 +101,15 @@ struct moq_plan {
     uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
     int param_count;                 /* of the prepared form, which every call checks */
     moq_param_spec param[MOQ_MAX_PARAMS];
-    /* What was chosen for m tokens, at m modulo their number: comparing all kernels takes longer
-     * than a call may cost the host. One word each, since several threads may ask; 0 for none. */
+    /* What was chosen for m tokens, at m modulo their number: comparing all kernels, and the ways
+     * of one, takes longer than a call may cost the host. One word each, since several threads may
+     * ask; 0 for none. */
     _Atomic uint64_t remembered[MOQ_REMEMBERED];
     int tuned_count;
     struct {
-        int64_t bucket; /* moq_token_bucket */
-        moq_choice choice;
+        int64_t bucket; /* moq_token_bucket, whose numbers have ways of their own */
+        int32_t kernel;
+        int32_t variant;
     } tuned[MOQ_MAX_TUNED];
 };
 
@@ -115,9 +118,9 @@ struct moq_plan {
 moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
                          moq_plan *plan, moq_err *err);
 
-/* What runs m tokens; 0 are chosen for as 1 is. MOQ_ERR_UNSUPPORTED with the reasons where no
- * kernel of the plan can run as many, as one that MOQEXT_KERNEL names may not. Threads may ask at
- * once. */
+/* What runs m tokens, and in which way; for 0, which nothing runs, the kernel for 1, without a way.
+ * MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as many, as one that
+ * MOQEXT_KERNEL names may not. Threads may ask at once. */
 moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err);
 
 /* What the kernel that moq_plan_pick finds multiplies. */
@@ -131,7 +134,8 @@ bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason)
 bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m);
 
 /* Keeps a choice for all numbers of tokens of m's bucket: a kernel of the plan by its name,
- * "family:name", that can run them. MOQ_ERR_VALUE for others, and where the plan is full. */
+ * "family:name", that can run them. MOQ_ERR_VALUE for others, and where the plan is full. What was
+ * remembered of them is forgotten; no other thread may ask meanwhile. */
 moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t variant,
                          moq_err *err);
 

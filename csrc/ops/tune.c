@@ -21,8 +21,9 @@
 #define WARM 0.1
 
 typedef struct {
-    moq_choice choice;
-    moq_job *job; /* owned */
+    int32_t kernel;
+    int32_t variant; /* 0 is the kernel's choice, whichever way that is */
+    moq_job *job;    /* owned */
     int calls;
     void *graph; /* CUDA: the recorded calls */
     int rounds;
@@ -49,14 +50,17 @@ static moq_status wait_for(const bench *b, moq_err *err) {
 
 /* ---- candidates ---- */
 
-static moq_status add_candidate(bench *b, moq_choice choice, moq_err *err) {
+static moq_status add_candidate(bench *b, const moq_plan *plan, int64_t m, int kernel,
+                                int32_t variant, moq_err *err) {
     candidate *c = &b->candidate[b->count];
-    c->choice = choice;
+    moq_way way = plan->operation->choose(plan->problem, kernel, m, variant);
+    c->kernel = kernel;
+    c->variant = variant;
     c->job = malloc(b->subject->job_size);
     if (!c->job)
         return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
     b->count++;
-    MOQ_TRY(b->subject->open(b->subject->data, choice, c->job, err));
+    MOQ_TRY(b->subject->open(b->subject->data, (moq_choice){kernel, way}, c->job, err));
     c->job->stream = b->memory.stream;
     if (c->job->bytes > b->workspace_bytes)
         b->workspace_bytes = c->job->bytes;
@@ -67,21 +71,21 @@ static void drop_last(bench *b) {
     free(b->candidate[--b->count].job);
 }
 
-static moq_status add_kernel(bench *b, int kernel, moq_err *err) {
-    MOQ_TRY(add_candidate(b, (moq_choice){kernel, 0}, err));
+static moq_status add_kernel(bench *b, const moq_plan *plan, int64_t m, int kernel, moq_err *err) {
+    MOQ_TRY(add_candidate(b, plan, m, kernel, 0, err));
     uint64_t variants = b->subject->variants(b->subject->data, b->candidate[b->count - 1].job);
     if (!(variants & 1)) /* it refuses this very call */
         drop_last(b);
     for (int32_t i = 1; i < MOQ_MAX_VARIANTS; i++)
         if (variants >> i & 1)
-            MOQ_TRY(add_candidate(b, (moq_choice){kernel, i}, err));
+            MOQ_TRY(add_candidate(b, plan, m, kernel, i, err));
     return MOQ_OK;
 }
 
 static moq_status add_candidates(bench *b, const moq_plan *plan, int64_t m, moq_err *err) {
     for (int i = 0; i < plan->count; i++)
         if (moq_plan_can_keep(plan, plan->kernel[i], m))
-            MOQ_TRY(add_kernel(b, plan->kernel[i], err));
+            MOQ_TRY(add_kernel(b, plan, m, plan->kernel[i], err));
     return b->workspace_bytes
                ? moq_tune_allocate(&b->memory, b->workspace_bytes, &b->workspace, err)
                : MOQ_OK;
@@ -224,7 +228,7 @@ static void report(const bench *b, moq_timing *timings, int *count) {
     *count = b->count;
     for (int i = 0; i < b->count; i++) {
         const candidate *c = &b->candidate[i];
-        timings[i] = (moq_timing){c->choice, c->seconds[c->rounds / 2]};
+        timings[i] = (moq_timing){c->kernel, c->variant, c->seconds[c->rounds / 2]};
     }
     qsort(timings, (size_t)b->count, sizeof *timings, compare_timings);
 }

@@ -16,8 +16,9 @@
 #define MOQ_MAX_TIMINGS  (MOQ_MAX_KERNELS * MOQ_MAX_VARIANTS)
 
 struct moq_timing {
-    moq_choice choice;
-    double seconds; /* of a call, the median */
+    int32_t kernel;
+    int32_t variant; /* as it was asked for; 0 is the kernel's own choice */
+    double seconds;  /* of a call, the median */
 };
 
 /* What an operation measures. `data` is its own. */

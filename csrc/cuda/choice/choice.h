@@ -26,12 +26,24 @@ double moq_cuda_nvfp4_fp8_many_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_nvfp4_fp8_some_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t m);
 
-/* The variant that variant 0 of a call of m rows stands for. */
-int32_t moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m);
-int32_t moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m);
+/* The way of a call of m rows in a variant of the kernel: variant 0 is the best of all, which is
+ * also taken where a variant cannot do the call. */
+moq_way moq_cuda_fp8_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_nvfp4_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_way moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+
+/* Seconds of a whole call in its way. */
+double moq_cuda_fp8_many_way_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_few_way_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_some_way_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_many_way_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_many_way_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_some_way_seconds(const moq_linear_call *call);
 
 /* Bit i is set where variant i is worth measuring: bit 0, the choice, always, and the variants that
  * are not expected to take half as long again. */
@@ -41,10 +53,6 @@ uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call);
 uint64_t moq_cuda_nvfp4_many_variants(const moq_linear_call *call);
 uint64_t moq_cuda_nvfp4_fp8_many_variants(const moq_linear_call *call);
 uint64_t moq_cuda_nvfp4_fp8_some_variants(const moq_linear_call *call);
-
-/* Of a product with vectors by cuBLASLt: whether sums of a product with scalars, scaled by a kernel
- * of ours, are expected to be sooner there. Chosen by buckets, as tuning chooses. */
-bool moq_cublaslt_scales_after(const moq_linear_spec *spec, int64_t m);
 
 #ifdef __cplusplus
 }

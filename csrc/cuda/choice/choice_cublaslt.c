@@ -69,7 +69,9 @@ static double finish_seconds(double m, double n, double width) {
     return 3.34e-6 + m * n * (2 * width + 2) / 4e12;
 }
 
-bool moq_cublaslt_scales_after(const moq_linear_spec *spec, int64_t tokens) {
+/* Of a product with vectors: whether sums of a product with scalars, scaled by a kernel of ours,
+ * are expected to be sooner there. Chosen by buckets, as tuning chooses. */
+static bool scales_after(const moq_linear_spec *spec, int64_t tokens) {
     double m = (double)moq_token_bucket(tokens), n = (double)spec->out_features;
     return !moq_cublaslt_has_vectors(spec) ||
            tensor_product_seconds(spec, m) + finish_seconds(m, n, 4) <
@@ -99,7 +101,7 @@ static double call_seconds(const moq_linear_spec *spec, int64_t tokens) {
                (tokens % 4 ? finish_seconds(m, n, 2) : 0);
     /* 96 and 192 tokens take longer than their products should */
     double between = tokens > 64 && tokens < 256 && tokens != 128 ? 1.15 : 1;
-    if (moq_cublaslt_scales_after(spec, tokens))
+    if (scales_after(spec, tokens))
         return between * (quantize + product + finish_seconds(m, n, 4));
     return between * (quantize + vector_product_seconds(spec, m));
 }
@@ -114,4 +116,10 @@ double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t tokens) {
     return moq_linear_folds(spec)
                ? call * (1 + longer) + n * k / moq_memory_rate(&spec->target, 2.3e12)
                : call;
+}
+
+/* The variant is an algorithm of the library; the row, whether sums are scaled after the product.
+ */
+moq_way moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    return moq_way_of(variant, scales_after(spec, m), 1);
 }

@@ -18,23 +18,42 @@ static bool is_small(const moq_linear_spec *spec) {
     return spec->out_features * spec->in_features <= (int64_t)SMALL * spec->target.sm_count;
 }
 
+/* The kernel's shapes: warpgroups that multiply, and tokens. */
+static const struct {
+    int groups, tokens;
+} SHAPES[] = {{2, 2}, {4, 2}, {4, 8}, {4, 16}};
+
 /* One or two tokens of a small layer take half a multiprocessor a block: a call begins while the
  * one before runs, which hides its start. Elsewhere the ring of a whole one, and its warps, are
- * worth more.
- *
- * Two blocks share K where x is long, or would leave the ring little room: they halve what each
- * reads of x, and the room of its codes, for half a microsecond of exchange. */
-moq_fp8_few_way moq_fp8_few_find_way(const moq_linear_spec *spec, int64_t m, bool given) {
+ * worth more. */
+static int shape_for(const moq_linear_spec *spec, int64_t m) {
+    return m > 8 ? 3 : m > FEW ? 2 : is_small(spec) ? 0 : 1;
+}
+
+/* Two blocks share K where x is long, or would leave the ring little room: they halve what each
+ * reads of x, and the room of its codes, for half a microsecond of exchange. `given`: x has one
+ * scale, which is there before. */
+static int ranks_for(const moq_linear_spec *spec, int64_t m, int tokens, bool given) {
     int64_t k = spec->in_features;
     bool ready = spec->input == MOQ_INPUT_E4M3_TENSOR && given;
     int64_t values = m * k * (ready ? 1 : 2);
-    moq_fp8_few_way w = {4, m <= FEW ? 2 : m <= 8 ? 8 : 16, 1, 0};
-    if (w.tokens == 2 && is_small(spec))
-        w.groups = 2;
-    bool long_x = (k > 2048 && values > 32768) || w.tokens * k > 98304;
-    if ((long_x || k > LONG) && (k + MOQ_FP8_FEW_STEP - 1) / MOQ_FP8_FEW_STEP % 2 == 0)
-        w.ranks = 2;
-    return w;
+    bool long_x = (k > 2048 && values > 32768) || tokens * k > 98304;
+    return (long_x || k > LONG) && (k + MOQ_FP8_FEW_STEP - 1) / MOQ_FP8_FEW_STEP % 2 == 0 ? 2 : 1;
+}
+
+moq_way moq_cuda_fp8_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    (void)variant; /* there is one */
+    int shape = shape_for(spec, m), tokens = SHAPES[shape].tokens;
+    moq_way way = {.form = MOQ_FORM(shape, ranks_for(spec, m, tokens, true)),
+                   .dynamic = MOQ_FORM(shape, ranks_for(spec, m, tokens, false))};
+    return way;
+}
+
+moq_fp8_few_way moq_fp8_few_expand_way(const moq_linear_call *call) {
+    uint8_t form = moq_form_of(call);
+    int shape = moq_form_row(form);
+    moq_fp8_few_way way = {SHAPES[shape].groups, SHAPES[shape].tokens, moq_form_blocks(form), 0};
+    return way;
 }
 
 static double norm4(double a, double b) {

@@ -16,8 +16,8 @@ typedef struct {
     int groups, tokens, ranks, clusters;
 } moq_fp8_few_way;
 
-/* `given`: x has one scale, which is there before. */
-moq_fp8_few_way moq_fp8_few_find_way(const moq_linear_spec *spec, int64_t m, bool given);
+/* The call's way; clusters are 0. */
+moq_fp8_few_way moq_fp8_few_expand_way(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

@@ -17,8 +17,7 @@
 static const moq_fp8_many_shape SHAPES[] = {MOQ_FP8_MANY_SHAPES(SHAPE)};
 
 enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
-_Static_assert(SHAPE_COUNT < 64,
-               "tune() measures 64 variants of a kernel, the first is the choice");
+_Static_assert(SHAPE_COUNT <= MOQ_FORM_ROWS, "a way tells every shape");
 
 static bool has_pairs(const moq_fp8_many_shape *v) {
     return v->share == MOQ_SHARE_WEIGHTS || v->share == MOQ_SHARE_TOKENS;
@@ -110,7 +109,7 @@ static double estimate(const moq_linear_spec *spec, const moq_fp8_many_way *way,
     return all;
 }
 
-static moq_fp8_many_way method_of(const moq_linear_spec *spec, int64_t m,
+static moq_fp8_many_way share_out(const moq_linear_spec *spec, int64_t m,
                                   const moq_fp8_many_shape *v, int cluster) {
     moq_fp8_many_way way = {v, (int)(v - SHAPES), cluster, 0, divide_up(m, moq_fp8_many_tokens(v))};
     for (int i = 0; i < spec->partition_count; i++)
@@ -118,23 +117,36 @@ static moq_fp8_many_way method_of(const moq_linear_spec *spec, int64_t m,
     int64_t tiles = way.row_tiles * way.columns;
     int64_t most = moq_clusters_that_fit(&spec->target, cluster);
     way.workers = moq_fp8_many_has_parts(v) || tiles < most ? tiles : most;
-    way.seconds = estimate(spec, &way, m);
-    if (moq_fp8_many_has_parts(v) && /* all tiles at once, and steps for every block */
-        (tiles > most || cluster > divide_up(spec->in_features, MOQ_FP8_MANY_STEP)))
-        way.seconds = INFINITY;
     return way;
 }
 
-static moq_fp8_many_way best_of_shape(const moq_linear_spec *spec, int64_t m,
-                                      const moq_fp8_many_shape *v) {
+/* What the search compares: a shape of tiles and the blocks that share one. */
+typedef struct {
+    int shape, cluster;
+    double seconds;
+} candidate;
+
+static candidate try_shape(const moq_linear_spec *spec, int64_t m, int shape, int cluster) {
+    moq_fp8_many_way way = share_out(spec, m, &SHAPES[shape], cluster);
+    candidate found = {shape, cluster, estimate(spec, &way, m)};
+    if (moq_fp8_many_has_parts(way.shape) && /* all tiles at once, and steps for every block */
+        (way.row_tiles * way.columns > moq_clusters_that_fit(&spec->target, cluster) ||
+         cluster > divide_up(spec->in_features, MOQ_FP8_MANY_STEP)))
+        found.seconds = INFINITY;
+    return found;
+}
+
+static candidate sooner(candidate one, candidate other) {
+    return other.seconds < one.seconds ? other : one;
+}
+
+static candidate best_of_shape(const moq_linear_spec *spec, int64_t m, int shape) {
+    const moq_fp8_many_shape *v = &SHAPES[shape];
     int least = has_pairs(v) || v->share == MOQ_PARTS ? 2 : 1;
     int most = moq_fp8_many_has_parts(v) ? MAX_CLUSTER : least;
-    moq_fp8_many_way best = method_of(spec, m, v, least);
-    for (int cluster = least + 1; cluster <= most; cluster++) {
-        moq_fp8_many_way way = method_of(spec, m, v, cluster);
-        if (way.seconds < best.seconds)
-            best = way;
-    }
+    candidate best = try_shape(spec, m, shape, least);
+    for (int cluster = least + 1; cluster <= most; cluster++)
+        best = sooner(best, try_shape(spec, m, shape, cluster));
     return best;
 }
 
@@ -151,41 +163,52 @@ static bool can_take(const moq_linear_spec *spec, bool given, const moq_fp8_many
     return !v->fused || (spec->input == MOQ_INPUT_E4M3_TENSOR && given);
 }
 
-/* Variant 0 is the choice among the shapes, the others are one shape each; the choice again where
- * that shape cannot do the call. */
-moq_fp8_many_way moq_fp8_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t which,
-                                       bool given) {
-    moq_fp8_many_way best = {.seconds = INFINITY};
+/* The best of a variant, or of all that suit. Variant 0 is the choice among the shapes, the others
+ * are one shape each; the choice again where that shape cannot do the call. */
+static candidate find_best(const moq_linear_spec *spec, int64_t m, int32_t which, bool given) {
+    candidate best = {.cluster = 1, .seconds = INFINITY};
     if (which > 0 && which <= SHAPE_COUNT && can_take(spec, given, &SHAPES[which - 1]))
-        best = best_of_shape(spec, m, &SHAPES[which - 1]);
+        best = best_of_shape(spec, m, which - 1);
     if (best.seconds < INFINITY)
         return best;
-    for (int i = 0; i < SHAPE_COUNT; i++) {
-        if (!suits(&SHAPES[i], m) || !can_take(spec, given, &SHAPES[i]))
-            continue;
-        moq_fp8_many_way way = best_of_shape(spec, m, &SHAPES[i]);
-        if (way.seconds < best.seconds)
-            best = way;
-    }
+    for (int i = 0; i < SHAPE_COUNT; i++)
+        if (suits(&SHAPES[i], m) && can_take(spec, given, &SHAPES[i]))
+            best = sooner(best, best_of_shape(spec, m, i));
     return best;
 }
 
 double moq_cuda_fp8_many_seconds(const moq_linear_spec *spec, int64_t m) {
-    return moq_fp8_many_find_way(spec, m, 0, true).seconds;
+    return find_best(spec, m, 0, true).seconds;
 }
 
-int32_t moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m) {
-    return moq_fp8_many_find_way(spec, m, 0, true).index + 1;
+moq_way moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    candidate best = find_best(spec, m, variant, true);
+    moq_way way = moq_way_of(best.shape + 1, best.shape, best.cluster);
+    if (SHAPES[best.shape].fused) { /* which needs the scale */
+        best = find_best(spec, m, variant, false);
+        way.dynamic = MOQ_FORM(best.shape, best.cluster);
+    }
+    return way;
+}
+
+moq_fp8_many_way moq_fp8_many_expand_way(const moq_linear_call *call) {
+    uint8_t form = moq_form_of(call);
+    return share_out(call->spec, call->m, &SHAPES[moq_form_row(form)], moq_form_blocks(form));
+}
+
+double moq_cuda_fp8_many_way_seconds(const moq_linear_call *call) {
+    moq_fp8_many_way way = moq_fp8_many_expand_way(call);
+    return estimate(call->spec, &way, call->m);
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
 uint64_t moq_cuda_fp8_many_variants(const moq_linear_call *call) {
     bool given = call->input_scale != NULL;
-    double best = moq_fp8_many_find_way(call->spec, call->m, 0, given).seconds;
+    double best = find_best(call->spec, call->m, 0, given).seconds;
     uint64_t some = 1;
     for (int i = 0; i < SHAPE_COUNT; i++)
         if (suits(&SHAPES[i], call->m) && can_take(call->spec, given, &SHAPES[i]) &&
-            best_of_shape(call->spec, call->m, &SHAPES[i]).seconds < 1.5 * best)
+            best_of_shape(call->spec, call->m, i).seconds < 1.5 * best)
             some |= 2ull << i;
     return some;
 }

@@ -56,7 +56,6 @@ typedef struct {
     int index;   /* of the shape */
     int cluster; /* blocks that share */
     int64_t row_tiles, columns, workers;
-    double seconds;
 } moq_fp8_many_way;
 
 static inline bool moq_fp8_many_has_parts(const moq_fp8_many_shape *v) {
@@ -68,10 +67,8 @@ static inline int moq_fp8_many_tokens(const moq_fp8_many_shape *v) {
     return v->tokens * (v->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
 }
 
-/* The way of a variant; `given`: x has one scale, which is there before. Variant 0 is the best
- * among the shapes, the others are one shape each; the best again where a shape cannot do it. */
-moq_fp8_many_way moq_fp8_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant,
-                                       bool given);
+/* The call's way, laid out. */
+moq_fp8_many_way moq_fp8_many_expand_way(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

@@ -204,7 +204,7 @@ static const moq_nvfp4_few_way WAYS[] = {
 };
 
 enum { WAY_COUNT = sizeof WAYS / sizeof *WAYS };
-_Static_assert(WAY_COUNT < 64, "a bit for each, and one for the choice");
+_Static_assert(WAY_COUNT <= MOQ_FORM_ROWS, "a way tells every row");
 
 static bool suits(const moq_nvfp4_few_way *w, const moq_nvfp4_few_share *a) {
     return (w->log_parts >= 3 || a->k <= SHORT) && (a->m <= 8 || (w->warps == 8 && w->slabs == 4));
@@ -244,10 +244,34 @@ double moq_cuda_nvfp4_few_seconds(const moq_linear_spec *spec, int64_t m) {
     return seconds;
 }
 
-int32_t moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m) {
+/* Variant 0 is the best; the best again where a variant cannot do the call. */
+static const moq_nvfp4_few_way *find_best(const moq_linear_spec *spec, int64_t m, int32_t which) {
     moq_nvfp4_few_share args = begin_share(spec, m);
     double seconds;
-    return (int32_t)(way_of(&args, &spec->target, &seconds) - WAYS) + 1;
+    if (which > 0 && which <= WAY_COUNT && suits(&WAYS[which - 1], &args) &&
+        arrange(&args, &WAYS[which - 1], spec->target.sm_count))
+        return &WAYS[which - 1];
+    return way_of(&args, &spec->target, &seconds);
+}
+
+moq_way moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    const moq_nvfp4_few_way *best = find_best(spec, m, variant);
+    int row = (int)(best - WAYS);
+    return moq_way_of(row + 1, row, 1 << best->log_ranks);
+}
+
+const moq_nvfp4_few_way *moq_nvfp4_few_expand_way(const moq_linear_call *call,
+                                                  moq_nvfp4_few_share *share) {
+    const moq_nvfp4_few_way *w = &WAYS[moq_form_row(moq_form_of(call))];
+    *share = begin_share(call->spec, call->m);
+    arrange(share, w, call->spec->target.sm_count);
+    return w;
+}
+
+double moq_cuda_nvfp4_few_way_seconds(const moq_linear_call *call) {
+    moq_nvfp4_few_share share;
+    const moq_nvfp4_few_way *w = moq_nvfp4_few_expand_way(call, &share);
+    return 1e-6 * estimate(&share, w, &call->spec->target);
 }
 
 /* The choice, and the ways that are not expected to take half as long again. */
@@ -260,18 +284,4 @@ uint64_t moq_cuda_nvfp4_few_variants(const moq_linear_call *call) {
         if (seconds_of(&args, &WAYS[i], &call->spec->target) < 1.5 * best)
             some |= 2ull << i;
     return some;
-}
-
-const moq_nvfp4_few_way *moq_nvfp4_few_find_way(const moq_linear_spec *spec, int64_t m,
-                                                int32_t variant, moq_nvfp4_few_share *share) {
-    int which = variant - 1;
-    double seconds;
-    *share = begin_share(spec, m);
-    const moq_nvfp4_few_way *w =
-        which >= 0 && which < WAY_COUNT && suits(&WAYS[which], share) ? &WAYS[which] : NULL;
-    if (w && arrange(share, w, spec->target.sm_count))
-        return w;
-    w = way_of(share, &spec->target, &seconds);
-    arrange(share, w, spec->target.sm_count);
-    return w;
 }

@@ -51,10 +51,9 @@ typedef struct {
     bool share, two;
 } moq_nvfp4_few_way;
 
-/* The way of a variant, and the call shared out. Variant 0 is the best; the best again where a
- * variant cannot do the call. */
-const moq_nvfp4_few_way *moq_nvfp4_few_find_way(const moq_linear_spec *spec, int64_t m,
-                                                int32_t variant, moq_nvfp4_few_share *share);
+/* The call's way, and the call shared out. */
+const moq_nvfp4_few_way *moq_nvfp4_few_expand_way(const moq_linear_call *call,
+                                                  moq_nvfp4_few_share *share);
 
 #ifdef __cplusplus
 }

@@ -14,6 +14,7 @@ static const moq_nvfp4_fp8_shape SHAPES[] = {MOQ_NVFP4_FP8_SHAPES(SHAPE)};
 typedef enum { ROUNDS, EVEN, DIVISIONS } division;
 
 enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES, VARIANT_COUNT = SHAPE_COUNT * DIVISIONS };
+_Static_assert(VARIANT_COUNT <= MOQ_FORM_ROWS, "a way tells every shape and division");
 
 /* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
  * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
@@ -34,50 +35,71 @@ static double estimate(const moq_linear_spec *spec, const moq_nvfp4_fp8_way *way
     return (2.0 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
 }
 
-static moq_nvfp4_fp8_way way_of(const moq_linear_spec *spec, int64_t m,
-                                const moq_nvfp4_fp8_shape *v, division how) {
+/* `index` is of a shape and a division. */
+static moq_nvfp4_fp8_way share_out(const moq_linear_spec *spec, int64_t m, int index) {
+    const moq_nvfp4_fp8_shape *v = &SHAPES[index % SHAPE_COUNT];
     moq_nvfp4_fp8_way way = {v, (int)(v - SHAPES),
                              divide_up(spec->out_features, MOQ_NVFP4_FP8_ROWS),
                              divide_up(m, v->tokens * v->blocks)};
     int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
     int64_t steps = divide_up(spec->in_features, MOQ_NVFP4_FP8_STEP);
     way.workers = tiles < most ? tiles : most;
-    if (how == EVEN) {
+    if ((division)(index / SHAPE_COUNT) == EVEN) {
         even_shares even = share_evenly(tiles, steps, most);
         way.rest = even.tiles;
         way.workers = even.workers;
     }
-    way.seconds = estimate(spec, &way, m);
     return way;
 }
 
-static moq_nvfp4_fp8_way way_at(const moq_linear_spec *spec, int64_t m, int index) {
-    return way_of(spec, m, &SHAPES[index % SHAPE_COUNT], (division)(index / SHAPE_COUNT));
+static double seconds_of(const moq_linear_spec *spec, int64_t m, int index) {
+    moq_nvfp4_fp8_way way = share_out(spec, m, index);
+    return estimate(spec, &way, m);
 }
 
-/* Variant 0 is the choice, the others are a shape and a division each. */
-moq_nvfp4_fp8_way moq_nvfp4_fp8_find_way(const moq_linear_spec *spec, int64_t m, int32_t which) {
-    moq_nvfp4_fp8_way best = {.seconds = INFINITY};
+/* The best of all shapes and divisions. */
+static int find_best(const moq_linear_spec *spec, int64_t m, double *seconds) {
+    int best = 0;
+    *seconds = INFINITY;
     for (int i = 0; i < VARIANT_COUNT; i++) {
-        moq_nvfp4_fp8_way way = way_at(spec, m, i);
-        if (which == i + 1)
-            return way;
-        if (way.seconds < best.seconds)
-            best = way;
+        double t = seconds_of(spec, m, i);
+        if (t < *seconds) {
+            *seconds = t;
+            best = i;
+        }
     }
     return best;
 }
 
 double moq_cuda_nvfp4_fp8_many_seconds(const moq_linear_spec *spec, int64_t m) {
-    return moq_nvfp4_fp8_find_way(spec, m, 0).seconds;
+    double seconds;
+    find_best(spec, m, &seconds);
+    return seconds;
+}
+
+/* Variant 0 is the choice, of which no number is told; the others are a shape and a division each.
+ */
+moq_way moq_cuda_nvfp4_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    double seconds;
+    if (variant > 0 && variant <= VARIANT_COUNT)
+        return moq_way_of(variant, variant - 1, 1);
+    return moq_way_of(0, find_best(spec, m, &seconds), 1);
+}
+
+moq_nvfp4_fp8_way moq_nvfp4_fp8_expand_way(const moq_linear_call *call) {
+    return share_out(call->spec, call->m, moq_form_row(moq_form_of(call)));
+}
+
+double moq_cuda_nvfp4_fp8_many_way_seconds(const moq_linear_call *call) {
+    return seconds_of(call->spec, call->m, moq_form_row(moq_form_of(call)));
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
 uint64_t moq_cuda_nvfp4_fp8_many_variants(const moq_linear_call *call) {
-    double best = moq_nvfp4_fp8_find_way(call->spec, call->m, 0).seconds;
+    double best = moq_cuda_nvfp4_fp8_many_seconds(call->spec, call->m);
     uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
-        if (way_at(call->spec, call->m, i).seconds < 1.5 * best)
+        if (seconds_of(call->spec, call->m, i) < 1.5 * best)
             some |= 2ull << i;
     return some;
 }

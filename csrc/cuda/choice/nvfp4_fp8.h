@@ -34,11 +34,10 @@ typedef struct {
     int index; /* of the shape */
     int64_t row_tiles, columns, workers;
     int64_t rest; /* tiles that are shared evenly */
-    double seconds;
 } moq_nvfp4_fp8_way;
 
-/* The way of a variant. Variant 0 is the best, the others are a shape and a division each. */
-moq_nvfp4_fp8_way moq_nvfp4_fp8_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant);
+/* The call's way, laid out. */
+moq_nvfp4_fp8_way moq_nvfp4_fp8_expand_way(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

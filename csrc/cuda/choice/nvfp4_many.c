@@ -16,6 +16,7 @@ static const moq_nvfp4_many_shape SHAPES[] = {MOQ_NVFP4_MANY_SHAPES(SHAPE)};
 typedef enum { ROUNDS, EVEN, PARTS, DIVISIONS } division;
 
 enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES, VARIANT_COUNT = SHAPE_COUNT * DIVISIONS };
+_Static_assert(VARIANT_COUNT <= MOQ_FORM_ROWS, "a way tells every shape and division");
 
 /* Microseconds that sums of blocks take on their way to each other. */
 static double exchange_of(const moq_nvfp4_many_way *way, division how) {
@@ -52,64 +53,95 @@ static int parts_of(const moq_linear_spec *spec, const moq_nvfp4_many_shape *v, 
     return 0;
 }
 
+/* What the search compares: a shape and a division, by their variant less 1, and the parts of K.
+ */
+typedef struct {
+    int index, parts;
+    double seconds;
+} candidate;
+
+static const moq_nvfp4_many_shape *shape_of(int index) {
+    return &SHAPES[index % SHAPE_COUNT];
+}
+
+static division division_of(int index) {
+    return (division)(index / SHAPE_COUNT);
+}
+
 /* Clusters of two go to neighbours, of which every multiprocessor of an H200 has one. */
-static moq_nvfp4_many_way way_of(const moq_linear_spec *spec, int64_t m,
-                                 const moq_nvfp4_many_shape *v, division how) {
+static moq_nvfp4_many_way share_out(const moq_linear_spec *spec, int64_t m, int index, int parts) {
+    const moq_nvfp4_many_shape *v = shape_of(index);
     moq_nvfp4_many_way way = {v, (int)(v - SHAPES),
                               divide_up(spec->out_features, MOQ_NVFP4_MANY_ROWS * v->blocks),
                               divide_up(m, v->tokens)};
     int64_t tiles = way.row_tiles * way.columns, most = spec->target.sm_count / v->blocks;
     int64_t steps = divide_up(spec->in_features, MOQ_PACK_K);
     way.workers = tiles < most ? tiles : most;
-    if (how == EVEN) {
+    if (division_of(index) == EVEN) {
         even_shares even = share_evenly(tiles, steps, most);
         way.rest = even.tiles;
         way.workers = even.workers;
-    } else if (how == PARTS) {
-        way.parts = parts_of(spec, v, tiles);
+    } else if (division_of(index) == PARTS) {
+        way.parts = parts;
         way.workers = tiles;
     }
-    way.seconds = how == PARTS && way.parts == 0 ? INFINITY : estimate(spec, &way, how);
     return way;
 }
 
-static moq_nvfp4_many_way way_at(const moq_linear_spec *spec, int64_t m, int index) {
-    moq_nvfp4_many_way way =
-        way_of(spec, m, &SHAPES[index % SHAPE_COUNT], (division)(index / SHAPE_COUNT));
-    way.variant = index + 1;
-    return way;
+static candidate try_variant(const moq_linear_spec *spec, int64_t m, int index) {
+    const moq_nvfp4_many_shape *v = shape_of(index);
+    int64_t tiles =
+        divide_up(spec->out_features, MOQ_NVFP4_MANY_ROWS * v->blocks) * divide_up(m, v->tokens);
+    bool divides = division_of(index) == PARTS;
+    candidate found = {index, divides ? parts_of(spec, v, tiles) : 1, INFINITY};
+    if (found.parts) {
+        moq_nvfp4_many_way way = share_out(spec, m, index, found.parts);
+        found.seconds = estimate(spec, &way, division_of(index));
+    }
+    return found;
 }
 
 /* Variant 0 is the choice, the others are a shape and a division each; the choice again where that
  * cannot be. */
-moq_nvfp4_many_way moq_nvfp4_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t which) {
-    moq_nvfp4_many_way best = {.seconds = INFINITY};
+static candidate find_best(const moq_linear_spec *spec, int64_t m, int32_t which) {
+    candidate best = {.parts = 1, .seconds = INFINITY};
     if (which > 0 && which <= VARIANT_COUNT)
-        best = way_at(spec, m, which - 1);
+        best = try_variant(spec, m, which - 1);
     if (best.seconds < INFINITY)
         return best;
     for (int i = 0; i < VARIANT_COUNT; i++) {
-        moq_nvfp4_many_way way = way_at(spec, m, i);
-        if (way.seconds < best.seconds)
-            best = way;
+        candidate other = try_variant(spec, m, i);
+        if (other.seconds < best.seconds)
+            best = other;
     }
     return best;
 }
 
 double moq_cuda_nvfp4_many_seconds(const moq_linear_spec *spec, int64_t m) {
-    return moq_nvfp4_many_find_way(spec, m, 0).seconds;
+    return find_best(spec, m, 0).seconds;
 }
 
-int32_t moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m) {
-    return moq_nvfp4_many_find_way(spec, m, 0).variant;
+moq_way moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    candidate best = find_best(spec, m, variant);
+    return moq_way_of(best.index + 1, best.index, best.parts);
+}
+
+moq_nvfp4_many_way moq_nvfp4_many_expand_way(const moq_linear_call *call) {
+    uint8_t form = moq_form_of(call);
+    return share_out(call->spec, call->m, moq_form_row(form), moq_form_blocks(form));
+}
+
+double moq_cuda_nvfp4_many_way_seconds(const moq_linear_call *call) {
+    moq_nvfp4_many_way way = moq_nvfp4_many_expand_way(call);
+    return estimate(call->spec, &way, division_of(moq_form_row(moq_form_of(call))));
 }
 
 /* The choice, and the shapes that are not expected to take half as long again. */
 uint64_t moq_cuda_nvfp4_many_variants(const moq_linear_call *call) {
-    double best = moq_nvfp4_many_find_way(call->spec, call->m, 0).seconds;
+    double best = find_best(call->spec, call->m, 0).seconds;
     uint64_t some = 1;
     for (int i = 0; i < VARIANT_COUNT; i++)
-        if (way_at(call->spec, call->m, i).seconds < 1.5 * best)
+        if (try_variant(call->spec, call->m, i).seconds < 1.5 * best)
             some |= 2ull << i;
     return some;
 }

@@ -33,13 +33,10 @@ typedef struct {
     int64_t row_tiles, columns, workers;
     int64_t rest; /* tiles that are shared evenly */
     int parts;    /* of K, or 0 */
-    int variant;
-    double seconds;
 } moq_nvfp4_many_way;
 
-/* The way of a variant. Variant 0 is the best, the others are a shape and a division each; the best
- * again where that cannot be. */
-moq_nvfp4_many_way moq_nvfp4_many_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant);
+/* The call's way, laid out. */
+moq_nvfp4_many_way moq_nvfp4_many_expand_way(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

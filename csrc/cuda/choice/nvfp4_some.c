@@ -107,10 +107,11 @@ static double estimate(const family *f, const moq_linear_spec *spec, const moq_n
     return seconds * 1e-6;
 }
 
-static moq_nvfp4_some_way way_of(const family *f, const moq_linear_spec *spec, int64_t m,
-                                 const moq_nvfp4_some_shape *v, int cluster, bool shared) {
+static moq_nvfp4_some_way share_out(const moq_linear_spec *spec, int64_t m,
+                                    const moq_nvfp4_some_shape *v, int index, int cluster,
+                                    bool shared) {
     int pair = v->pair ? 2 : 1;
-    moq_nvfp4_some_way way = {v, (int)(v - f->shapes), cluster,
+    moq_nvfp4_some_way way = {v, index, cluster,
                               divide_up(spec->out_features, 64 * v->row_groups * pair),
                               divide_up(m, v->tokens)};
     int64_t tiles = way.row_tiles * way.columns,
@@ -122,29 +123,56 @@ static moq_nvfp4_some_way way_of(const family *f, const moq_linear_spec *spec, i
         way.rest = even.tiles;
         way.workers = even.workers;
     }
-    bool can = tiles < INT32_MAX / 2 && moq_nvfp4_some_lay_out(v, cluster).stages > 0;
-    if (v->parts && (way.columns > 65535 || way.row_tiles > 65535))
-        can = false;
-    if (cluster > 1 && (tiles > most || cluster > steps)) /* all at once, a step for each */
-        can = false;
-    way.seconds = can ? estimate(f, spec, &way, m) : INFINITY;
     return way;
 }
 
-static moq_nvfp4_some_way sooner(moq_nvfp4_some_way one, moq_nvfp4_some_way other) {
+/* Whether a call can be done so. */
+static bool can_do(const moq_linear_spec *spec, const moq_nvfp4_some_way *way) {
+    const moq_nvfp4_some_shape *v = way->shape;
+    int64_t tiles = way->row_tiles * way->columns,
+            steps = divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
+    int64_t most = moq_clusters_that_fit(&spec->target, way->cluster * (v->pair ? 2 : 1));
+    if (tiles >= INT32_MAX / 2 || moq_nvfp4_some_lay_out(v, way->cluster).stages == 0)
+        return false;
+    if (v->parts && (way->columns > 65535 || way->row_tiles > 65535))
+        return false;
+    /* blocks that share K are there all at once, and have a step each */
+    return way->cluster == 1 || (tiles <= most && way->cluster <= steps);
+}
+
+/* What the search compares: a shape, by its index, and the blocks that share a tile, or the shape
+ * whose tiles are shared evenly. */
+typedef struct {
+    int shape, cluster;
+    bool shared;
+    double seconds;
+} candidate;
+
+static const candidate NONE = {.cluster = 1, .seconds = INFINITY};
+
+static candidate try_shape(const family *f, const moq_linear_spec *spec, int64_t m, int shape,
+                           int cluster, bool shared) {
+    moq_nvfp4_some_way way = share_out(spec, m, &f->shapes[shape], shape, cluster, shared);
+    double seconds = can_do(spec, &way) ? estimate(f, spec, &way, m) : INFINITY;
+    candidate found = {shape, cluster, shared, seconds};
+    return found;
+}
+
+static candidate sooner(candidate one, candidate other) {
     return other.seconds < one.seconds ? other : one;
 }
 
 /* The best way with a shape, whose tiles are all whole or shared. */
-static moq_nvfp4_some_way best_of_shape(const family *f, const moq_linear_spec *spec, int64_t m,
-                                        const moq_nvfp4_some_shape *v, bool shared) {
+static candidate best_of_shape(const family *f, const moq_linear_spec *spec, int64_t m, int shape,
+                               bool shared) {
+    const moq_nvfp4_some_shape *v = &f->shapes[shape];
     if (shared && (v->parts || v->pair))
-        return (moq_nvfp4_some_way){.seconds = INFINITY};
+        return NONE;
     int least = v->parts && v->k_groups == 1 ? 2 : 1;
     int most = v->parts ? MAX_CLUSTER / (v->pair ? 2 : 1) : 1;
-    moq_nvfp4_some_way best = way_of(f, spec, m, v, least, shared);
+    candidate best = try_shape(f, spec, m, shape, least, shared);
     for (int cluster = least + 1; cluster <= most; cluster++)
-        best = sooner(best, way_of(f, spec, m, v, cluster, shared));
+        best = sooner(best, try_shape(f, spec, m, shape, cluster, shared));
     return best;
 }
 
@@ -155,37 +183,51 @@ static bool suits(const family *f, const moq_nvfp4_some_shape *v, int64_t m) {
 }
 
 /* Variants from 1 on: the shapes with whole tiles, then the shapes with shared ones. */
-static moq_nvfp4_some_way way_at(const family *f, const moq_linear_spec *spec, int64_t m,
-                                 int index) {
-    return best_of_shape(f, spec, m, &f->shapes[index % f->count], index >= f->count);
+static candidate best_at(const family *f, const moq_linear_spec *spec, int64_t m, int index) {
+    return best_of_shape(f, spec, m, index % f->count, index >= f->count);
 }
 
 /* Variant 0 is the choice; the choice again where a variant cannot do the call. */
-static moq_nvfp4_some_way way_for(const family *f, const moq_linear_spec *spec, int64_t m,
-                                  int32_t which) {
-    moq_nvfp4_some_way best = {.seconds = INFINITY};
+static candidate find_best(const family *f, const moq_linear_spec *spec, int64_t m, int32_t which) {
+    candidate best = NONE;
     if (which > 0 && which <= 2 * f->count)
-        best = way_at(f, spec, m, which - 1);
+        best = best_at(f, spec, m, which - 1);
     if (best.seconds < INFINITY)
         return best;
     for (int i = 0; i < 2 * f->count; i++)
         if (suits(f, &f->shapes[i % f->count], m))
-            best = sooner(best, way_at(f, spec, m, i));
+            best = sooner(best, best_at(f, spec, m, i));
     return best;
 }
 
-static int32_t choice_of(const family *f, const moq_linear_spec *spec, int64_t m) {
-    moq_nvfp4_some_way way = way_for(f, spec, m, 0);
-    return way.index + (way.rest ? f->count : 0) + 1;
+/* Variant 0 where there is no way. */
+static moq_way choice_of(const family *f, const moq_linear_spec *spec, int64_t m, int32_t which) {
+    candidate best = find_best(f, spec, m, which);
+    int variant = best.shape + (best.shared ? f->count : 0) + 1;
+    return moq_way_of(best.seconds < INFINITY ? variant : 0, best.shape, best.cluster);
+}
+
+static moq_nvfp4_some_way expand(const family *f, const moq_linear_call *call) {
+    uint8_t form = moq_form_of(call);
+    int shape = moq_form_row(form);
+    moq_nvfp4_some_way none = {.cluster = 1};
+    return call->way.variant ? share_out(call->spec, call->m, &f->shapes[shape], shape,
+                                         moq_form_blocks(form), call->way.variant > f->count)
+                             : none;
+}
+
+static double way_seconds(const family *f, const moq_linear_call *call) {
+    moq_nvfp4_some_way way = expand(f, call);
+    return way.shape ? estimate(f, call->spec, &way, call->m) : INFINITY;
 }
 
 /* The choice, and those that are not expected to take half as long again. */
 static uint64_t variants_of(const family *f, const moq_linear_call *call) {
-    double best = way_for(f, call->spec, call->m, 0).seconds;
+    double best = find_best(f, call->spec, call->m, 0).seconds;
     uint64_t some = 1;
     for (int i = 0; i < 2 * f->count; i++)
         if (suits(f, &f->shapes[i % f->count], call->m) &&
-            way_at(f, call->spec, call->m, i).seconds < 1.5 * best)
+            best_at(f, call->spec, call->m, i).seconds < 1.5 * best)
             some |= 2ull << i;
     return some;
 }
@@ -203,8 +245,8 @@ static uint64_t variants_of(const family *f, const moq_linear_call *call) {
      step},
 
 static const moq_nvfp4_some_shape EXACT_SHAPES[] = {MOQ_NVFP4_SOME_SHAPES(EXACT_SHAPE)};
-_Static_assert(2 * sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES < 64,
-               "tune() measures 64 variants of a kernel, the first is the choice");
+_Static_assert(sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES < MOQ_FORM_ROWS,
+               "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
 /* Fitted to 832 times of 16 layers with 16 to 256 tokens on an H200, so that the choice, which
  * costs 0.2 % by them, rather than each time is near (docs/lab.md). */
@@ -229,17 +271,20 @@ static const family EXACT = {EXACT_SHAPES,
                               .own = 0.541,
                               .own_token = 0.0127}};
 
-moq_nvfp4_some_way moq_nvfp4_some_find_way(const moq_linear_spec *spec, int64_t m,
-                                           int32_t variant) {
-    return way_for(&EXACT, spec, m, variant);
+moq_nvfp4_some_way moq_nvfp4_some_expand_way(const moq_linear_call *call) {
+    return expand(&EXACT, call);
 }
 
 double moq_cuda_nvfp4_some_seconds(const moq_linear_spec *spec, int64_t m) {
-    return way_for(&EXACT, spec, m, 0).seconds;
+    return find_best(&EXACT, spec, m, 0).seconds;
 }
 
-int32_t moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m) {
-    return choice_of(&EXACT, spec, m);
+double moq_cuda_nvfp4_some_way_seconds(const moq_linear_call *call) {
+    return way_seconds(&EXACT, call);
+}
+
+moq_way moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    return choice_of(&EXACT, spec, m, variant);
 }
 
 uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call) {
@@ -259,8 +304,8 @@ uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call) {
      step},
 
 static const moq_nvfp4_some_shape FOLDED_SHAPES[] = {MOQ_NVFP4_FP8_SOME_SHAPES(FOLDED_SHAPE)};
-_Static_assert(2 * sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES < 64,
-               "tune() measures 64 variants of a kernel, the first is the choice");
+_Static_assert(sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES < MOQ_FORM_ROWS,
+               "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
 /* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab.md): 4 % off, and
  * the choice costs 0.2 % by them. */
@@ -285,17 +330,20 @@ static const family FOLDED = {FOLDED_SHAPES,
                                .own = 1.68,
                                .own_token = 0.00775}};
 
-moq_nvfp4_some_way moq_nvfp4_fp8_some_find_way(const moq_linear_spec *spec, int64_t m,
-                                               int32_t variant) {
-    return way_for(&FOLDED, spec, m, variant);
+moq_nvfp4_some_way moq_nvfp4_fp8_some_expand_way(const moq_linear_call *call) {
+    return expand(&FOLDED, call);
 }
 
 double moq_cuda_nvfp4_fp8_some_seconds(const moq_linear_spec *spec, int64_t m) {
-    return way_for(&FOLDED, spec, m, 0).seconds;
+    return find_best(&FOLDED, spec, m, 0).seconds;
 }
 
-int32_t moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m) {
-    return choice_of(&FOLDED, spec, m);
+double moq_cuda_nvfp4_fp8_some_way_seconds(const moq_linear_call *call) {
+    return way_seconds(&FOLDED, call);
+}
+
+moq_way moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    return choice_of(&FOLDED, spec, m, variant);
 }
 
 uint64_t moq_cuda_nvfp4_fp8_some_variants(const moq_linear_call *call) {

@@ -100,7 +100,6 @@ typedef struct {
     int cluster;                       /* blocks that share K */
     int64_t row_tiles, columns, workers;
     int64_t rest; /* tiles that are shared evenly */
-    double seconds;
 } moq_nvfp4_some_way;
 
 /* Shared memory of a block: as many stages as fit, and where sums come to or outputs turn around;
@@ -116,11 +115,9 @@ moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int 
 /* Tokens of a tile: as few as give as many tiles, whole eights where there are several. */
 int64_t moq_nvfp4_some_tokens(int64_t m, const moq_nvfp4_some_way *way);
 
-/* The way of a variant. Variant 0 is the best; from 1 on the shapes with whole tiles, then the
- * shapes with shared ones; the best again where a variant cannot do the call. */
-moq_nvfp4_some_way moq_nvfp4_some_find_way(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_nvfp4_some_way moq_nvfp4_fp8_some_find_way(const moq_linear_spec *spec, int64_t m,
-                                               int32_t variant);
+/* The call's way, laid out. */
+moq_nvfp4_some_way moq_nvfp4_some_expand_way(const moq_linear_call *call);
+moq_nvfp4_some_way moq_nvfp4_fp8_some_expand_way(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,8 @@
 /* The linear kernels of the CUDA floor. Each takes a call that was checked, on the device of its
  * spec; what a kernel cannot do is said by its predicate in ops/linear_kernels.c, by the limits of
  * choice/limits.h. Variants of a kernel are shapes of its tiles, or ways to share the work out
- * (choice/choice.h).
+ * (choice/choice.h). Neither a kernel nor its workspace chooses: the call carries the way, which
+ * was found for its number of rows (core/way.h).
  *
  * x and y are matrices [m, K] and [m, N] of contiguous rows; see moq_linear_call. The workspace of
  * a kernel is a number of bytes that the call needs on the device. */

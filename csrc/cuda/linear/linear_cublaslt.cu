@@ -22,7 +22,6 @@
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
 #include "core/swizzle.h"
-#include "cuda/choice/choice.h"
 #include "cuda/choice/choice_cublaslt.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
@@ -58,9 +57,9 @@ static bool has_two_ways(const moq_linear_spec *spec) {
 
 /* Whether sums of a product are scaled by the last kernel. */
 static bool scales_after(const moq_linear_call *call) {
-    bool other = has_two_ways(call->spec) && call->variant >= MOQ_MAX_ALGORITHMS;
+    bool other = has_two_ways(call->spec) && call->way.variant >= MOQ_MAX_ALGORITHMS;
     return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
-           moq_cublaslt_scales_after(call->spec, call->m) != other;
+           (moq_form_row(moq_form_of(call)) != 0) != other;
 }
 
 /* ---- the workspace ---- */
@@ -273,7 +272,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
         p.bias = (const uint8_t *)y.bias + s->begin * (int64_t)moq_dtype_size(y.dtype);
     p.workspace = memory + l->library;
     p.workspace_bytes = (size_t)l->library_bytes;
-    p.variant = call->variant % MOQ_MAX_ALGORITHMS;
+    p.variant = call->way.variant % MOQ_MAX_ALGORITHMS;
     p.stream = call->stream;
     return p;
 }
@@ -460,7 +459,7 @@ static moq_status finish_results(const moq_linear_call *call, const layout *l, m
 /* ---- the call ---- */
 
 static uint32_t variants_from(moq_linear_call call, int32_t first) {
-    call.variant = first;
+    call.way.variant = (uint8_t)first;
     layout l = lay_out(&call);
     segment s = segment_at(call.spec, 0);
     moq_matmul p = product(&call, &l, &s);

@@ -712,7 +712,7 @@ extern "C" moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err
     args.partitions = moq_partitions_of(spec);
     while (1 << args.log_rows < args.m)
         args.log_rows++;
-    way w = moq_fp8_few_find_way(spec, call->m, call->input_scale != NULL);
+    way w = moq_fp8_few_expand_way(call);
     size_t shared = lay_out(&args, &w, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",

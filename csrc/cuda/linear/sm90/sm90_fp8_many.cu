@@ -157,10 +157,6 @@ static const variant VARIANTS[] = {MOQ_FP8_MANY_SHAPES(VARIANT)};
 typedef moq_fp8_many_way method;
 typedef moq_fp8_many_shape shape;
 
-static method method_of_call(const moq_linear_call *call) {
-    return moq_fp8_many_find_way(call->spec, call->m, call->variant, call->input_scale != NULL);
-}
-
 /* ---- launch ---- */
 
 /* What a call works in, as offsets; codes are first. Both codes and scales are for `tokens` tokens,
@@ -301,12 +297,12 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
 }
 
 extern "C" int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call) {
-    method way = method_of_call(call);
+    method way = moq_fp8_many_expand_way(call);
     return areas_of(call, &way).bytes;
 }
 
 extern "C" moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err) {
-    method way = method_of_call(call);
+    method way = moq_fp8_many_expand_way(call);
     areas w = areas_of(call, &way);
     if (!way.shape->fused)
         MOQ_TRY(quantize(call, &w, err));

@@ -438,7 +438,7 @@ extern "C" moq_status moq_cuda_nvfp4_few(const moq_linear_call *call, moq_err *e
     moq_cuda_device device;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     moq_nvfp4_few_share share;
-    const way *w = moq_nvfp4_few_find_way(spec, call->m, call->variant, &share);
+    const way *w = moq_nvfp4_few_expand_way(call, &share);
     decode_args args = {};
     memcpy(&args, &share, sizeof share);
     args.weight = call->weight;

@@ -274,13 +274,13 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
 }
 
 extern "C" int64_t moq_cuda_nvfp4_fp8_many_workspace(const moq_linear_call *call) {
-    method way = moq_nvfp4_fp8_find_way(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_expand_way(call);
     return areas_of(call->spec, &way).bytes;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = moq_nvfp4_fp8_find_way(spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_expand_way(call);
     const variant *v = &VARIANTS[way.index];
     int blocks = way.shape->blocks;
     areas w = areas_of(spec, &way);

@@ -231,14 +231,14 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
 }
 
 extern "C" int64_t moq_cuda_nvfp4_fp8_some_workspace(const moq_linear_call *call) {
-    method way = moq_nvfp4_fp8_some_find_way(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_fp8_some_expand_way(call);
     return way.shape ? areas_of(call, &way).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_some(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = moq_nvfp4_fp8_some_find_way(spec, call->m, call->variant);
-    if (!way.shape || way.seconds == INFINITY)
+    method way = moq_nvfp4_fp8_some_expand_way(call);
+    if (!way.shape)
         return refuse(call, err);
     areas w = areas_of(call, &way);
     MOQ_TRY(quantize(call, &w, err));

@@ -214,7 +214,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
 }
 
 extern "C" int64_t moq_cuda_nvfp4_many_workspace(const moq_linear_call *call) {
-    method way = moq_nvfp4_many_find_way(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_many_expand_way(call);
     if (!way.rest && !way.parts)
         return 0;
     return flag_bytes(&way) + blocks_of(&way) * way.shape->tokens * ROWS * 4;
@@ -222,7 +222,7 @@ extern "C" int64_t moq_cuda_nvfp4_many_workspace(const moq_linear_call *call) {
 
 extern "C" moq_status moq_cuda_nvfp4_many(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = moq_nvfp4_many_find_way(spec, call->m, call->variant);
+    method way = moq_nvfp4_many_expand_way(call);
     const moq_nvfp4_many_shape *s = way.shape;
     const variant *v = &VARIANTS[way.index];
     moq_cuda_device device;

@@ -54,14 +54,14 @@ static variant variant_of(void) {
 static const variant VARIANTS[] = {MOQ_NVFP4_SOME_SHAPES(VARIANT)};
 
 extern "C" int64_t moq_cuda_nvfp4_some_workspace(const moq_linear_call *call) {
-    method way = moq_nvfp4_some_find_way(call->spec, call->m, call->variant);
+    method way = moq_nvfp4_some_expand_way(call);
     return way.shape ? room_of_sums(&way).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_some(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method way = moq_nvfp4_some_find_way(spec, call->m, call->variant);
-    if (!way.shape || way.seconds == INFINITY)
+    method way = moq_nvfp4_some_expand_way(call);
+    if (!way.shape)
         return refuse(call, err);
     layout l = moq_nvfp4_some_lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l, call->workspace);
