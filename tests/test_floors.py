@@ -171,7 +171,7 @@ def test_names_of_searches_are_those_of_the_choice():
     "path", [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"], ids=name
 )
 def test_kernels_are_handed_their_way(path):
-    """It was found by the plan, and looked for twice more in each call: for the workspace and for the launch."""
+    """Found by the plan, it was looked for twice more in each call: for the workspace, and for the launch."""
     if path.name != "absent.c":
         assert searches(path.read_text()) == []
 

@@ -13,8 +13,10 @@ from .cases import (
     assert_writes_only_its_result,
     force,
     of_unit_gain,
+    poisoned,
     to_cuda,
     to_numpy,
+    torch,
 )
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +63,24 @@ def test_many_tiles(rng, variant):
     y = layer(x)
     assert not y.isnan().any()
     assert_close(to_numpy(y)[some], case.expected(reference.as_float32(x[some])), "bfloat16")
+
+
+def test_a_way_that_is_kept_after_calls_brings_its_workspace(rng):
+    """Whole tiles take none; tiles that are shared evenly have a sum for each block."""
+    case = random_case(rng, "NVFP4", 1296, [424])
+    layer = OnDevice(case, "bfloat16")
+    rows = random_x(rng, (300, 1296), "bfloat16")
+    x, out = to_cuda(rows, "bfloat16"), poisoned(300, 424, dtype="bfloat16")
+    expected = case.expected(reference.as_float32(rows))
+    sum_of_a_block = 256 * 128 * 4
+    for whole, variant in ((True, 1), (False, 5), (True, 1), (False, 5)):
+        layer.method._plan.keep(300, NAME, variant)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert_close(to_numpy(layer(x, out=out.fill_(float("nan")))), expected, "bfloat16")
+        taken = torch.cuda.max_memory_allocated() - before
+        assert (taken < sum_of_a_block) if whole else (taken >= 100 * sum_of_a_block)
 
 
 def test_nothing_around_the_result_is_written(rng, variant):

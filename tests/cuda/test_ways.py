@@ -1,4 +1,4 @@
-"""The way of a call: found once by csrc/cuda/choice, kept by the plan, laid out by arithmetic from 24 bits."""
+"""The way of a call: found once by csrc/cuda/choice, kept by the plan, laid out by arithmetic alone."""
 
 import math
 
@@ -46,7 +46,9 @@ def test_every_variant_is_a_way_of_its_own_or_the_choice(kind, rows, columns):
                 ways[variant] = plan.way(tokens)
             assert ways[0][4] == least
             for variant, way in ways.items():
-                assert way[0] == kernel and 1 <= way[3] <= 8 and 0 < way[4] < math.inf
+                assert way[0] == kernel
+                assert 1 <= way[3] <= 8
+                assert 0 < way[4] < math.inf
                 if kernel.removeprefix("cuda:") in TOLD:
                     assert way[1] == variant or way == ways[0], (tokens, variant)
                     assert ways[way[1]] == way, (tokens, variant)  # its number names it
