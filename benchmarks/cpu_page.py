@@ -1,4 +1,6 @@
-"""Writes the tables of docs/cpu.md, and plots, from benchmarks/results/linear_cpu.*.json and ggml_cpu.*.json.
+"""Writes the tables of docs/results/cpu-linears.md, and plots.
+
+They are made from benchmarks/results/linear_cpu.*.json and ggml_cpu.*.json.
 
 python -m benchmarks.cpu_page
 """
@@ -16,8 +18,8 @@ from moqext.bench_plot import roofline
 from moqext.cli.bench import limits, title
 from moqext.cli.text import duration
 
-DOCS = record.RESULTS.parent.parent / "docs"
-PAGE = DOCS / "cpu.md"
+PAGES = record.RESULTS.parent.parent / "docs" / "results"
+PAGE = PAGES / "cpu-linears.md"
 BEGIN, END = "<!-- results: python -m benchmarks.cpu_page -->", "<!-- end of results -->"
 
 PEER_BEGIN, PEER_END = "<!-- llama.cpp: python -m benchmarks.cpu_page -->", "<!-- end of llama.cpp -->"
@@ -44,7 +46,7 @@ def render(page: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, str
     sections = []
     for name, result in results.items():
         about = title(result["environment"], result)
-        plot = f"cpu.{name}.svg"
+        plot = f"{PAGE.stem}.{name}.svg"
         files[plot] = roofline(result["rows"], about)
         sections += [
             f"### {about}",
@@ -134,8 +136,8 @@ def read_results(benchmark: str, folder: Path = record.RESULTS) -> dict[str, dic
 def main() -> None:
     """Writes the page and the plots."""
     for name, text in page_files().items():
-        (DOCS / name).write_text(text, encoding="utf-8")
-        print(f"written: docs/{name}")
+        (PAGES / name).write_text(text, encoding="utf-8")
+        print(f"written: docs/results/{name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Writes the tables of docs/cuda.md, and a plot for each, from benchmarks/results/linear_cuda.*.json.
+"""Writes the tables of docs/results/cuda-fp8.md, and a plot for each chip.
+
+They are made from benchmarks/results/linear_cuda.*.json.
 
 python -m benchmarks.cuda_page
 """
@@ -16,8 +18,8 @@ from moqext.bench import PEER
 from moqext.bench_plot import roofline
 from moqext.cli.text import duration
 
-DOCS = record.RESULTS.parent.parent / "docs"
-PAGE = DOCS / "cuda.md"
+PAGES = record.RESULTS.parent.parent / "docs" / "results"
+PAGE = PAGES / "cuda-fp8.md"
 BEGIN, END = "<!-- results: python -m benchmarks.cuda_page -->", "<!-- end of results -->"
 
 RANGES = ((1, 16), (17, 64), (65, 1023), (1024, 1 << 20))
@@ -56,7 +58,7 @@ def render(
     Args:
         page: The page as it is; what stands between the markers is replaced.
         results: By the name of the chip, what benchmarks.linear wrote.
-        layout: The page's; that of docs/cuda.md without one.
+        layout: The page's; that of docs/results/cuda-fp8.md without one.
     """
     layout = layout or CUDA
     head, rest = page.split(layout.begin)
@@ -182,7 +184,7 @@ def sustained(rows: Sequence[Row]) -> str:
     if not body:
         return ""
     head = ["N × K", "algorithm", "peer", "M", "burst", "sustained", "Tflop/s", "MHz", "W"]
-    return f"Bursts, and after a second of the same:\n\n{lines(head, body, 3)}"
+    return f"Bursts, and after a second of such calls without a pause:\n\n{lines(head, body, 3)}"
 
 
 def row_key(row: Row) -> tuple[Any, ...]:
@@ -261,8 +263,8 @@ def read_results(files: str = CUDA.files, folder: Path = record.RESULTS) -> dict
 def write(layout: Layout) -> None:
     """Writes the page and the plots."""
     for name, text in render(layout.path.read_text(), read_results(layout.files), layout).items():
-        (DOCS / name).write_text(text, encoding="utf-8")
-        print(f"written: docs/{name}")
+        (PAGES / name).write_text(text, encoding="utf-8")
+        print(f"written: docs/results/{name}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """NVFP4 on the CPU: llama.cpp's product of matrices beside moqext's linear and torch's bfloat16.
 
 ggml, the library that multiplies in llama.cpp, is loaded from a folder with its shared libraries;
-docs/lab.md says how to build them. Its weight is quantized by its own function from normal data. Before
-anything is measured, a product of it is compared with one in float64. It takes turns with the others as
-`moqext bench` has it: one process, as many threads, copies of the weight.
+docs/lab/measuring.md says how to build them. The weight is quantized by ggml's own function from normal
+data. Before anything is measured, ggml's product is compared with one in float64. The three libraries take
+turns as in `moqext bench`: one process, as many threads, copies of the weight.
 
     python -m benchmarks.ggml_cpu --lib FOLDER [--threads T] [--seconds S] [--output FILE]
 
-What the figures do not say is in docs/cpu.md: activations are rounded to 8 bits by one and not by the other.
+What the figures do not say is in docs/results/cpu-linears.md: ggml rounds activations to 8 bits, moqext
+does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the CUDA linears have to reach, and whether they did: the logic of docs/cuda.md and docs/nvfp4.md.
+"""What the CUDA linears have to reach, and whether they did.
+
+The tables of docs/results/cuda-fp8.md and cuda-nvfp4.md show it.
 
 The least time of a few tokens is a start and the floor at nearly the full rate of memory; beyond, no peer of
 the same run may be faster. Published figures come from benchmarks/published_h200.json.

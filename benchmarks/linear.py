@@ -12,9 +12,10 @@ benchmarks/layers.py the data, benchmarks/peers the peers. Quantizing the activa
 
 The second one measures moqext without dependent launch; merged with the first it is a column beside it.
 
-`python -m benchmarks.cuda_page` makes the tables of docs/cuda.md from benchmarks/results/linear_cuda.*.json,
-`benchmarks.nvfp4_page` those of docs/nvfp4.md from nvfp4_cuda.*.json, the results of `--nvfp4`: NVFP4 weights
-as they are and multiplied as e4m3, beside them moqext's FP8 by token.
+`python -m benchmarks.cuda_page` makes the tables of docs/results/cuda-fp8.md from results that are kept as
+benchmarks/results/linear_cuda.*.json. `python -m benchmarks.nvfp4_page` makes docs/results/cuda-nvfp4.md from
+nvfp4_cuda.*.json, the results of `--nvfp4`: NVFP4 weights as they are and multiplied as e4m3, beside them
+moqext's FP8 by token.
 """
 
 from __future__ import annotations

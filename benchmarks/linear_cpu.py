@@ -1,7 +1,7 @@
 """The linears of an 8-billion-weight model on the CPU, beside torch's: what `moqext bench` measures.
 
 Writes the result named after the processor, from which `python -m benchmarks.cpu_page` makes the table and
-the plot of docs/cpu.md. Under four minutes on 16 processors.
+the plot of docs/results/cpu-linears.md. Under four minutes on 16 processors.
 
     python -m benchmarks.linear_cpu [--threads T] [--seconds S] [--output FILE]
 """

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/nvfp4.md, and a plot for each, from benchmarks/results/nvfp4_cuda.*.json.
+"""Writes the tables of docs/results/cuda-nvfp4.md, and a plot for each chip.
 
-The README gets some of the cells of the first chip.
+They are made from benchmarks/results/nvfp4_cuda.*.json. The README gets some of the cells of the first chip.
 
 python -m benchmarks.nvfp4_page
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.cpu_page import fill
-from benchmarks.cuda_page import DOCS, PLOTTED, Layout, lines, missed, read_results, write
+from benchmarks.cuda_page import PAGES, PLOTTED, Layout, lines, missed, read_results, write
 from benchmarks.goals import Cell, cells, goals, read_published
 from benchmarks.layers import NVFP4 as EXACT
 from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
@@ -19,7 +19,7 @@ from moqext import _C
 from moqext.bench_plot import times
 from moqext.cli.text import duration
 
-README = DOCS.parent / "README.md"
+README = PAGES.parent.parent / "README.md"
 HEADLINE = ("<!-- nvfp4: python -m benchmarks.nvfp4_page -->", "<!-- end of nvfp4 -->")
 HEADLINE_TOKENS = (1, 16, 64, 256, 4096)
 
@@ -80,7 +80,7 @@ def headline(result: Mapping[str, Any]) -> str:
             body.append([f"{shape[0]} × {shape[1]}", str(tokens), *texts])
     head = ["N × K", "M", "NVFP4, exact", "NVFP4, as FP8", "torch, bfloat16", "published"]
     gpu = result["environment"]["gpu"]
-    where = "([docs/nvfp4.md](docs/nvfp4.md))"
+    where = "([docs/results/cuda-nvfp4.md](docs/results/cuda-nvfp4.md))"
     about = f'NVFP4 on an {gpu}, a call with M tokens, bold what `compute="auto"` takes {where}:'
     return f"{about}\n\n{lines(head, body)}"
 
@@ -94,7 +94,7 @@ def write_headline() -> None:
 
 
 NVFP4 = Layout(
-    DOCS / "nvfp4.md",
+    PAGES / "cuda-nvfp4.md",
     "<!-- results: python -m benchmarks.nvfp4_page -->",
     "nvfp4_cuda",
     ("Seconds of a call", times),

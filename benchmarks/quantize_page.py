@@ -1,4 +1,4 @@
-"""Writes the tables of quantization and weight processing in docs/cuda.md, from benchmarks/results.
+"""Writes the tables of quantization and weight processing in docs/results, from benchmarks/results.
 
 python -m benchmarks.quantize_page
 """
@@ -6,14 +6,13 @@ python -m benchmarks.quantize_page
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import record
 from benchmarks.cpu_page import fill
 
-PAGE = record.RESULTS.parent.parent / "docs" / "cuda.md"
+PAGES = record.RESULTS.parent.parent / "docs" / "results"
 QUANTIZE = ("<!-- quantization: python -m benchmarks.quantize_page -->", "<!-- end of quantization -->")
 PREPARE = ("<!-- preparation: python -m benchmarks.quantize_page -->", "<!-- end of preparation -->")
 FEW = 64
@@ -23,7 +22,7 @@ KINDS = {
     "plain": "`quantize`",
     "silu_and_mul": "`silu_and_mul_quantize`",
     "rms_norm": "`rms_norm_quantize`",
-    "add_rms_norm": "the same with a residual",
+    "add_rms_norm": "`rms_norm_quantize` with a residual",
 }
 Row = Mapping[str, Any]
 
@@ -79,21 +78,27 @@ def preparation(result: Mapping[str, Any]) -> str:
     return about(result) + "\n\n" + "\n".join(lines)
 
 
-def render(page: str, quantize: Mapping[str, Any] | None, prepare: Mapping[str, Any] | None) -> str:
-    """The page with its tables; those of a result that there is not stay as they are."""
-    page = fill(page, *QUANTIZE, [quantization(quantize)]) if quantize else page
-    return fill(page, *PREPARE, [preparation(prepare)]) if prepare else page
+TABLES: Mapping[str, tuple[str, tuple[str, str], Callable[[Mapping[str, Any]], str]]] = {
+    "cuda-quantization.md": ("quantize_cuda.h200.json", QUANTIZE, quantization),
+    "cuda-preparation.md": ("prepare_cuda.h200.json", PREPARE, preparation),
+}
+"""Page -> the result it is made from, the markers of its tables, and what makes them."""
 
 
-def read(path: Path) -> Mapping[str, Any] | None:
-    """A result, None where there is none."""
-    return json.loads(path.read_text()) if path.exists() else None
+def page_files() -> dict[str, str]:
+    """File name -> text of each page, from the page and its result as they are."""
+    files = {}
+    for name, (result, markers, tables) in TABLES.items():
+        made = tables(json.loads((record.RESULTS / result).read_text()))
+        files[name] = fill((PAGES / name).read_text(encoding="utf-8"), *markers, [made])
+    return files
 
 
 def main() -> None:
-    """Writes the page."""
-    results = [read(record.RESULTS / f"{name}_cuda.h200.json") for name in ("quantize", "prepare")]
-    PAGE.write_text(render(PAGE.read_text(), *results))
+    """Writes the pages."""
+    for name, text in page_files().items():
+        (PAGES / name).write_text(text, encoding="utf-8")
+        print(f"written: docs/results/{name}")
 
 
 if __name__ == "__main__":

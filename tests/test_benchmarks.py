@@ -45,7 +45,7 @@ def test_exclusion(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that writes docs/cpu.md."""
+    """The module that writes docs/results/cpu-linears.md."""
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module("benchmarks.cpu_page")
 
@@ -54,8 +54,8 @@ def test_the_page_of_the_cpu_is_what_its_results_make(cpu_page: Any) -> None:
     """Else: python -m benchmarks.cpu_page."""
     files = cpu_page.page_files()
     for name, text in files.items():
-        assert (ROOT / "docs" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs").glob("cpu.*")} == set(files)
+        assert (ROOT / "docs" / "results" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs" / "results").glob("cpu-linears.*")} == set(files)
 
 
 def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
@@ -74,15 +74,15 @@ def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
     result |= {"bytes_per_second": 2e11, "flop_per_second": 1e12}
     page = f"Before.\n{cpu_page.BEGIN}\nold\n{cpu_page.END}\nAfter.\n"
     files = cpu_page.render(page, {"chip": result})
-    lines = files["cpu.md"].splitlines()
+    lines = files["cpu-linears.md"].splitlines()
     assert (lines[0], lines[-1]) == ("Before.", "After.")
     assert "old" not in lines
     assert "### Chip, amx, 16 threads" in lines
     assert "| 64 × 32 | 1 | 6.00 µs, 17% | 2.00 µs, 50%, **3.00×** |" in lines
     assert "| `NVFP4` | 1 | 2.8 | 3.00 to 3.00 | met |" in lines
     assert "| `NVFP4` | 16 | 1.5 | 1.20 to 1.20 | missed |" in lines
-    assert ElementTree.fromstring(files["cpu.chip.svg"]).tag.endswith("svg")
-    again = cpu_page.render(files["cpu.md"], {"chip": result})
+    assert ElementTree.fromstring(files["cpu-linears.chip.svg"]).tag.endswith("svg")
+    again = cpu_page.render(files["cpu-linears.md"], {"chip": result})
     assert again == files
     page = f"Before.\n{cpu_page.PEER_BEGIN}{cpu_page.PEER_END}\n"
     result |= {"ggml": {"version": "1.2", "features": ["avx2", "avx512"]}}

@@ -470,7 +470,7 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
     }
     text = f"Before.\n{page.BEGIN}\nold\n{page.END}\nAfter.\n"
     files = page.render(text, {"chip": result})
-    lines = files["cuda.md"].splitlines()
+    lines = files["cuda-fp8.md"].splitlines()
     assert (lines[0], lines[-1]) == ("Before.", "After.")
     assert "old" not in lines
     assert "### Chip" in lines
@@ -488,16 +488,16 @@ def test_tables_and_plot_of_a_result(page: Any) -> None:
         line.startswith("| 4096 × 4096 | `FP8` | moqext | 8192 | 2.00 ms | 3.00 ms |") for line in lines
     )
     assert "| `FP8` | moqext | given | 3.00 |" in lines
-    assert ElementTree.fromstring(files["cuda.chip.svg"]).tag.endswith("svg")
-    assert page.render(files["cuda.md"], {"chip": result}) == files
+    assert ElementTree.fromstring(files["cuda-fp8.chip.svg"]).tag.endswith("svg")
+    assert page.render(files["cuda-fp8.md"], {"chip": result}) == files
 
 
 def test_the_page_of_cuda_is_what_its_results_make(page: Any) -> None:
     """Else: python -m benchmarks.cuda_page."""
     files = page.render(page.PAGE.read_text(), page.read_results())
     for name, text in files.items():
-        assert (ROOT / "docs" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs").glob("cuda.*")} == set(files)
+        assert (ROOT / "docs" / "results" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-fp8.*")} == set(files)
 
 
 def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,7 @@ def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) ->
     ]
     text = f"Before.\n{own.begin}\nold\n{page.END}\nAfter.\n"
     files = page.render(text, {"chip": record(rows)}, own)
-    lines = files["nvfp4.md"].splitlines()
+    lines = files["cuda-nvfp4.md"].splitlines()
     exact = (
         "| 4096 × 4096 | 1 | **5.00 µs** | 80% | decode | 6.00 µs | 12.0 µs | 2.40 | 10.0 µs Triton | 2.00"
     )
@@ -522,9 +522,9 @@ def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) ->
     fp8 = "| 4096 × 4096 | 1 | **7.00 µs** | 57% | one |  | 12.0 µs | 1.71 | 8.00 µs | 1.14 |"
     assert any(line.startswith(fp8) for line in lines)
     assert "#### `FP8_PER_CHANNEL_PER_TOKEN`" not in lines
-    assert ElementTree.fromstring(files["nvfp4.chip.svg"]).tag.endswith("svg")
-    assert "10 µs" in files["nvfp4.chip.svg"]
-    assert page.render(files["nvfp4.md"], {"chip": record(rows)}, own) == files
+    assert ElementTree.fromstring(files["cuda-nvfp4.chip.svg"]).tag.endswith("svg")
+    assert "10 µs" in files["cuda-nvfp4.chip.svg"]
+    assert page.render(files["cuda-nvfp4.md"], {"chip": record(rows)}, own) == files
 
 
 def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,8 +532,8 @@ def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pyte
     own = load("nvfp4_page", monkeypatch).NVFP4
     files = page.render(own.path.read_text(), page.read_results(own.files), own)
     for name, text in files.items():
-        assert (ROOT / "docs" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs").glob("nvfp4.*")} == set(files)
+        assert (ROOT / "docs" / "results" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-nvfp4.*")} == set(files)
 
 
 def test_the_readme_has_the_times_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,19 +574,21 @@ def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPa
         "of_copy": 0.5,
     }
     prepared |= {"seconds_into_out": 2e-4, "of_copy_into_out": 0.25}
-    text = "\n".join(["Before.", *page.QUANTIZE, "Between.", *page.PREPARE, "After."])
-    made = page.render(text, facts | {"rows": rows}, facts | {"rows": [prepared]})
-    assert "| `quantize` | token | 1.10 (2.00) | 25.0, 96% |" in made
-    assert '| NVFP4 for `compute="fp8"` | 8 × 16, 4 × 32 | 100 µs | 50% | 200 µs | 25% |' in made
-    assert page.render(made, facts | {"rows": rows}, facts | {"rows": [prepared]}) == made
-    assert page.render(made, None, None) == made
+    quantized = page.quantization(facts | {"rows": rows})
+    assert "| `quantize` | token | 1.10 (2.00) | 25.0, 96% |" in quantized
+    assert '| NVFP4 for `compute="fp8"` | 8 × 16, 4 × 32 | 100 µs | 50% | 200 µs | 25% |' in page.preparation(
+        facts | {"rows": [prepared]}
+    )
 
 
-def test_the_tables_of_quantization_are_what_their_results_make(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_of_quantization_and_preparation_are_what_their_results_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else: python -m benchmarks.quantize_page."""
-    page = load("quantize_page", monkeypatch)
-    results = [page.read(page.record.RESULTS / f"{name}_cuda.h200.json") for name in ("quantize", "prepare")]
-    assert page.render(page.PAGE.read_text(), *results) == page.PAGE.read_text()
+    files = load("quantize_page", monkeypatch).page_files()
+    assert files.keys() == {"cuda-quantization.md", "cuda-preparation.md"}
+    for name, text in files.items():
+        assert (ROOT / "docs" / "results" / name).read_text() == text, name
 
 
 # ---- choices ----

@@ -192,15 +192,16 @@ def test_file_names_are_unique():
 
 @pytest.mark.parametrize(
     "path",
-    [*OWN_FILES, *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
+    [*OWN_FILES, *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
     ids=name,
 )
 def test_files_that_are_named_exist(path):
     known = {file.name for file in [*C_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
     known |= FOREIGN
     text = INCLUDE.sub("", path.read_text())
-    named = re.findall(r"[\w/]+\.(?:cuh|cu|md|c|h)\b", text)
+    named = re.findall(r"[\w/-]+\.(?:cuh|cu|md|c|h)\b", text)
     assert {file.split("/")[-1] for file in named} - known == set()
+    assert [file for file in named if file.startswith("docs/") and not (ROOT / file).is_file()] == []
 
 
 @pytest.mark.parametrize("path", OWN_FILES, ids=name)

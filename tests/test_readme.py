@@ -69,13 +69,32 @@ def test_table_is_true(algo, data):
             assert checkpoint.load(name, compute=compute).out_features == checkpoint.layer(name).shape[0]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+
+
+def anchors(page):
+    """What a link may name after "#": the headings of a page, lower case, with hyphens between words."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_files_exist(page):
-    """Relative links lead somewhere, and so do the paths in backticks that begin at a folder of the tree."""
+    """Links lead to files and headings that exist, and so do paths in backticks below folders of the tree."""
     text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert ((ROOT / page).parent / target).exists(), target
-    for path in re.findall(r"`((?:csrc|moqext|tests|docs|python|examples)/[\w./]*)`", text):
+    for target, anchor in LINK.findall(text):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+    for path in re.findall(r"`((?:csrc|moqext|tests|docs|python|examples|benchmarks)/[\w./-]*)`", text):
         assert (ROOT / path).exists() or path.startswith("tests/data/exports/"), path
+
+
+def test_every_page_is_in_an_index():
+    """The README leads to docs, docs/lab and docs/results, and the README of each to every page beside it."""
+    for folder in (ROOT / "docs", ROOT / "docs" / "lab", ROOT / "docs" / "results"):
+        linked = {target for target, _ in LINK.findall((folder / "README.md").read_text())}
+        assert {path.name for path in folder.glob("*.md")} - {"README.md"} <= linked
+        assert f"{folder.relative_to(ROOT)}/README.md" in README

@@ -12,7 +12,7 @@
 
 /* Values of a piece; even, so that a byte of two columns is in one. */
 #define PIECE 512
-/* Values that a member of a team gets at least, and what one takes, roughly (docs/lab.md). */
+/* Values that a member of a team gets at least, and what one takes, roughly (docs/lab/cpu.md). */
 #define THREAD_SHARE 8192
 #define NANOSECONDS  2.0
 

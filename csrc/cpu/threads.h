@@ -9,8 +9,8 @@
  * OMP_WAIT_POLICY=passive lets them sleep at once.
  *
  * A call inside a parallel region of the same runtime has one thread. Calls from several threads
- * have a team each, as OpenMP has it; taking turns was tried and is slower (docs/lab.md). After a
- * fork the child runs on one thread if the process had an OpenMP runtime: libgomp's team does not
+ * have a team each, as OpenMP has it; taking turns was tried and is slower (docs/lab/cpu.md). After
+ * a fork the child runs on one thread if the process had an OpenMP runtime: libgomp's team does not
  * survive it, and the child would wait for it for ever. */
 #ifndef MOQ_CPU_THREADS_H
 #define MOQ_CPU_THREADS_H

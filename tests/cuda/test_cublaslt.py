@@ -134,7 +134,7 @@ def test_partitions_that_share_an_input_scale(rng, monkeypatch, dtype, given):
 
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_fast_accumulation_is_less_exact(rng, monkeypatch, algo):
-    """By about as much as docs/cuda.md says."""
+    """Sums stay in the tensor cores' 14 bits: other outputs, within 1 % of exact ones."""
     case = random_case(rng, algo, 8192, [256])
     layer = Layer(monkeypatch, case, "bfloat16", fast_accum=True)
     x = random_x(rng, (512, 8192), "bfloat16")

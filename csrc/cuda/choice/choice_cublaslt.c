@@ -3,7 +3,7 @@
  *
  * Fitted to an H200 with cuBLASLt 13.1 over sixteen layers with 1 to 512 tokens together with the
  * estimates of our kernels, so that the choice loses least; beyond that the fit before, over 64 to
- * 8192 tokens, is what it was kept near to (docs/lab.md). With one scale of x
+ * 8192 tokens, is what it was kept near to (docs/lab/cublaslt.md). With one scale of x
  * and one of W the library splits K and fills the chip. With vectors it works in tiles of 128 x
  * 128, which take as long as K is however few there are; with blocks it splits K where tiles fill
  * less than half of the chip. */

@@ -42,8 +42,8 @@ typedef struct {
 /* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted with the
  * other kernels' estimates to what tune() measured of sixteen layers with 1 to 512 tokens on an
  * H200, so that the choice loses least: 0.4 % beside the best of all shapes and kernels, 1.2 % with
- * the estimates before (docs/lab.md). That of more tokens again to 867 times of sixteen layers
- * with 64 to 512, since outputs are written as 16 bits. */
+ * the estimates before (docs/lab/choice.md). That of more tokens again to 867 times of sixteen
+ * layers with 64 to 512, since outputs are written as 16 bits. */
 static const rates FUSED = {
     1.19e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.41e12, 4.5e12, 104, 1.3e-10, 7.88e-9, 5.7e-9, 8};
 static const rates FEW = {1.39e-6,

@@ -24,7 +24,8 @@ typedef enum {
 
 /* Tiles whose steps all workers share evenly (sm90_nvfp4_shares.h): those of the last two rounds,
  * and who has a step of them. Where that idles a sixteenth of them at most, a tile has workers of
- * its own: none has steps of two tiles, whose sums it would hand over and take (docs/lab.md). */
+ * its own: none has steps of two tiles, whose sums it would hand over and take
+ * (docs/lab/nvfp4-some.md). */
 typedef struct {
     int64_t tiles, workers;
 } even_shares;

@@ -129,10 +129,10 @@ static costs costs_of(const moq_nvfp4_few_way *w) {
     return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
 }
 
-/* Microseconds of a call, fitted to 1179 times of up to 8 tokens on an H200 (docs/lab.md), 5 % off
- * in the mean where the way is near the best; the choice costs 0.6 %. Products, W from memory and
- * the warp that adds up go on beside each other; before them the start and x, after them the ends
- * of rounds. Two tiles of tokens take up to half as long again. */
+/* Microseconds of a call, fitted to 1179 times of up to 8 tokens on an H200
+ * (docs/lab/nvfp4-few.md), 5 % off in the mean where the way is near the best; the choice costs 0.6
+ * %. Products, W from memory and the warp that adds up go on beside each other; before them the
+ * start and x, after them the ends of rounds. Two tiles of tokens take up to half as long again. */
 static double estimate(const moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w,
                        const moq_target *target) {
     costs c = costs_of(w);

@@ -18,7 +18,8 @@ _Static_assert(VARIANT_COUNT <= MOQ_FORM_ROWS, "a way tells every shape and divi
 
 /* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
  * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
- * loses (docs/lab.md). The more multiprocessors multiply, and the longer, the lower is the clock.
+ * loses (docs/lab/nvfp4-fp8.md). The more multiprocessors multiply, and the longer, the lower is
+ * the clock.
  */
 static double estimate(const moq_linear_spec *spec, const moq_nvfp4_fp8_way *way, int64_t m) {
     const moq_nvfp4_fp8_shape *v = way->shape;

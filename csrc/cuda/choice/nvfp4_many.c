@@ -27,7 +27,7 @@ static double exchange_of(const moq_nvfp4_many_way *way, division how) {
 }
 
 /* Fitted to 561 times of 16 layers with 128 to 2048 tokens on an H200, 6 % root mean square
- * (docs/lab.md). The more multiprocessors multiply the lower is the clock. */
+ * (docs/lab/nvfp4-many.md). The more multiprocessors multiply the lower is the clock. */
 static double estimate(const moq_linear_spec *spec, const moq_nvfp4_many_way *way, division how) {
     const moq_nvfp4_many_shape *v = way->shape;
     double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;

@@ -249,7 +249,7 @@ _Static_assert(sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES < MOQ_FORM_ROWS,
                "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
 /* Fitted to 832 times of 16 layers with 16 to 256 tokens on an H200, so that the choice, which
- * costs 0.2 % by them, rather than each time is near (docs/lab.md). */
+ * costs 0.2 % by them, rather than each time is near (docs/lab/nvfp4-some.md). */
 static const family EXACT = {EXACT_SHAPES,
                              sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES,
                              16,
@@ -307,8 +307,8 @@ static const moq_nvfp4_some_shape FOLDED_SHAPES[] = {MOQ_NVFP4_FP8_SOME_SHAPES(F
 _Static_assert(sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES < MOQ_FORM_ROWS,
                "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
-/* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab.md): 4 % off, and
- * the choice costs 0.2 % by them. */
+/* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab/nvfp4-fp8.md): 4 %
+ * off, and the choice costs 0.2 % by them. */
 static const family FOLDED = {FOLDED_SHAPES,
                               sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES,
                               32,

@@ -13,7 +13,7 @@
  *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing;
  * - NVFP4: block scales of 16 columns in swizzled order, those of W prepared so for each partition,
  *   and the product of both second-level scales as alpha, which a kernel finds on the device, for
- *   each partition its own. This has not yet run on hardware.
+ *   each partition its own. Where this ran: docs/results/README.md.
  *
  * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
  * multiples of 16. Whatever else a caller has, and a number of tokens that was rounded up, goes
@@ -123,7 +123,8 @@ static moq_cuda_quantize quantization(const moq_linear_call *call, const layout 
     q.workspace = memory + l->quantize;
     q.stream = call->stream;
     q.next_is_busy = l->folds;
-    q.in_turn = true; /* programmatic edges around the library's kernels cost 0.5 us: docs/lab.md */
+    /* Programmatic edges around the kernels of the library cost 0.5 us: docs/lab/cublaslt.md. */
+    q.in_turn = true;
     return q;
 }
 

@@ -289,8 +289,9 @@ template <class TILING> static constexpr shape shape_of(int registers) {
              (const void *)mma_nvfp4_linear<TILING, MOQ_NVFP4_F16>}};
 }
 
-/* By their tokens, the last for many of them: of some twenty the fastest on an H200 (docs/lab.md).
- * At most 96 KiB of shared memory: what every chip has but for 8.0 and 9.0 is 99. */
+/* By their tokens, the last for many of them: of some twenty the fastest on an H200
+ * (docs/lab/any-chip.md). At most 96 KiB of shared memory: what every chip has but for 8.0 and 9.0
+ * is 99. */
 static const shape SHAPES[] = {
     shape_of<tiling<8, 64, 1, 4, 2, 4, 5>>(3), shape_of<tiling<16, 64, 1, 4, 2, 4, 5>>(3),
     shape_of<tiling<32, 128, 1, 4, 2, 2, 4>>(2), shape_of<tiling<64, 64, 1, 2, 2, 2, 4>>(2),

@@ -1,7 +1,7 @@
 /* Launching: see launch.h.
  *
  * Kernels are launched by the driver, which takes 0.2 us less of the host than by the runtime
- * (docs/lab.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
+ * (docs/lab/host-path.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
 #include "cuda/runtime/launch.h"
 
 #include "cuda/runtime/driver.h"

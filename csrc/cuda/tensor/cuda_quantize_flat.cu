@@ -6,8 +6,8 @@
  *
  * With few tokens it is the way to the first load that counts, and a kernel that runs once between
  * two others finds neither its code nor its parameters in a cache: the kernels of
- * cuda_quantize_rows.h, which know rows of every kind, take 0.3 to 0.5 us more (docs/lab.md). With
- * many, memory bounds it.
+ * cuda_quantize_rows.h, which know rows of every kind, take 0.3 to 0.5 us more
+ * (docs/lab/cublaslt.md). With many, memory bounds it.
  *
  * 8 threads have a group. The 16 groups of a block are those of a row, or of 4 rows where the
  * scales of a group's rows are neighbours, so that a block writes neighbours. */

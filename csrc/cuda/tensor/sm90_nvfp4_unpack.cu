@@ -6,7 +6,7 @@
  * them. A warp has four units, 16 rows of 256 columns; four lanes exchange words, so that each
  * stores 16 codes of a row at once.
  *
- * What bounds it: memory, which it reads and writes at 3.9 TB/s (H200, docs/lab.md). */
+ * What bounds it: memory, which it reads and writes at 3.9 TB/s (H200, docs/lab/nvfp4-fp8.md). */
 #include "core/nvfp4_packed.h"
 #include "cuda/device/load.h"
 #include "cuda/device/nvfp4_fold.h"

@@ -56,7 +56,7 @@ struct tile {
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
     /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them
-     * (docs/lab.md). Pairs have to wait for each other. */
+     * (docs/lab/fp8-many.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
     /* Of outputs. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;

@@ -36,7 +36,7 @@
  * decoder: there warps share stages, a producer fills them, and x is quantized ahead of the
  * products.
  *
- * Measured (H200, in a graph): see docs/lab.md. */
+ * Measured (H200, in a graph): see docs/lab/nvfp4-few.md. */
 #include "cuda/choice/nvfp4_few.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_few.h"

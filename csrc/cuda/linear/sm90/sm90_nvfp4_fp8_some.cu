@@ -8,8 +8,8 @@
  * products (sm90_nvfp4_some_tile.h): a ring of steps of 128 columns, K divided among the blocks of
  * a cluster and the warpgroups with the same rows, or the steps of tiles among all blocks.
  *
- * What bounds it (H200, docs/lab.md): folding, 140 cycles of a scheduler for 16 rows by 64 columns,
- * half of them conversions to e4m3, and twice that while the tensor cores are busy. */
+ * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding, 140 cycles of a scheduler for 16 rows by
+ * 64 columns, half of them conversions to e4m3, and twice that while the tensor cores are busy. */
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/linear/sm90/sm90_nvfp4_some_launch.h"
 #include "cuda/tensor/cuda_quantize.h"

@@ -58,15 +58,16 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
-    /* Of e4m3: threads that fold, twice as many where they are faster (docs/lab.md), and registers
-     * of theirs and of those who multiply. */
+    /* Of e4m3: threads that fold, twice as many where they are faster (docs/lab/nvfp4-fp8.md), and
+     * registers of theirs and of those who multiply. */
     static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
     static constexpr int folders = twice ? 256 : 128;
     static constexpr bool full = T == 256 && !fast; /* of sums */
     static constexpr int registers = twice ? 144 : full ? 224 : 216;
     static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
     /* Chunks of outputs that a warpgroup has room for: all of a tile, but where a block alone has
-     * 256 tokens, whose stages leave less, two are faster than four or six (docs/lab.md). */
+     * 256 tokens, whose stages leave less, two are faster than four or six (docs/lab/nvfp4-fp8.md).
+     */
     static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
     /* Parts of the tokens that are multiplied one after the other, and promoted sums of one. */
     static constexpr int parts = T == 256 || (T == 128 && twice) ? 2 : 1, sums = T / 2 / parts;
