@@ -44,18 +44,18 @@ class Choice(NamedTuple):
 
     @property
     def chosen(self) -> Timing:
-        """That of the choice; variant 0 is how the kernel runs unless it is tuned."""
+        """The timing of the chosen kernel in variant 0, as it runs unless it is tuned."""
         return next(t for t in self.timings if (t.kernel, t.variant) == (self.kernel, 0))
 
     @property
     def loss(self) -> float:
-        """How much longer than the fastest, of kernels as they run unless tuned: 0.1 is a tenth."""
+        """How much longer the choice takes than the fastest kernel in variant 0: 0.1 is a tenth."""
         untuned = min(t.seconds for t in self.timings if t.variant == 0)
         return self.chosen.seconds / untuned - 1
 
     @property
     def loss_of_all(self) -> float:
-        """The same, of all variants."""
+        """How much longer the choice takes than the fastest variant of every kernel: 0.1 is a tenth."""
         return self.chosen.seconds / self.timings[0].seconds - 1
 
 
@@ -126,7 +126,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=(*layers.ALGOS, *layers.NVFP4_ALGOS),
         default=layers.ALGOS,
-        help="default: those of FP8",
+        help="default: the algorithms of FP8",
     )
     parser.add_argument("--shapes", nargs="+", type=layers.shape_of, metavar="NxK", default=layers.SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="M", help="rows of x")

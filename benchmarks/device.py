@@ -45,15 +45,15 @@ PRODUCT = 8192
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one call, in seconds.
+    """Times of one call, in seconds.
 
     Attributes:
         seconds: Median.
         best_seconds: The fastest replay.
         worst_seconds: The slowest replay.
-        calls: In a graph.
-        clock_mhz: Of the multiprocessors right after the replays, None where it was not measured.
-        watts: Of the whole card, None where it was not measured.
+        calls: Calls in a graph.
+        clock_mhz: Clock of the multiprocessors right after the replays, None where it was not measured.
+        watts: Power of the whole card, None where it was not measured.
     """
 
     seconds: float
@@ -143,11 +143,11 @@ class Graph:
         return begin, end
 
     def seconds(self, events: tuple[Any, Any]) -> float:
-        """Of a call, from the events of a replay that has ended."""
+        """Seconds of a call, from the events of a replay that has ended."""
         return float(events[0].elapsed_time(events[1])) * 1e-3 / self.calls
 
     def replay_seconds(self, replays: int) -> list[float]:
-        """Of a call, for each of some replays in a row."""
+        """Seconds of a call, for each of some replays in a row."""
         self._torch.cuda._sleep(SPIN // 4)
         events = [self.queue() for _ in range(replays)]
         self._torch.cuda.synchronize()

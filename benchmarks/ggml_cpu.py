@@ -185,7 +185,7 @@ def contestant(
 def check(
     ggml: Ggml, weight: int, data: np.ndarray, values: np.ndarray, rng: np.random.Generator, threads: int
 ) -> None:
-    """That its numbers are near those it was made from, and its product near that of its numbers."""
+    """Checks that the weight is near the values it was made from, and ggml's product near the weight's."""
     rows, columns = values.shape
     numbers = decode(data, rows, columns)
     x = rng.standard_normal((3, columns), np.float32)

@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one copy with its scales."""
+        """Bytes of one copy of the weight with its scales."""
         tensors = (self.codes[0], self.weight_scale, self.second_scale)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 

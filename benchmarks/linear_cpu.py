@@ -30,7 +30,7 @@ GOALS = {  # (algorithm begins with, tokens) -> times as fast as torch's bfloat1
 
 
 def goal(algo: str, tokens: int) -> float | None:
-    """Of an algorithm; W4A16_NVFP4 has the kernels and the goals of NVFP4."""
+    """How many times as fast as torch an algorithm has to be; W4A16_NVFP4 has the goals of NVFP4."""
     return GOALS.get(("FP8" if algo.startswith("FP8") else algo.removeprefix("W4A16_"), tokens))
 
 

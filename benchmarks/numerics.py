@@ -1,8 +1,8 @@
 """What each way to multiply costs in accuracy.
 
 `python -m benchmarks.numerics` prints the table of docs/numerics.md. Everything is computed by
-`moqext.reference` in float64, so the figures are those of the arithmetic, of any kernel and chip, but for the
-rounding of the output.
+`moqext.reference` in float64, so the figures hold for any kernel and chip, but for the rounding of
+the output.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def apart(a, b):
 
 
 def errors(weights, kind, rng, rows=ROWS, columns=COLUMNS, tokens=TOKENS):
-    """Of each way the relative error to the layer that is not quantized, and to exact NVFP4."""
+    """Relative errors of each way to multiply: to the layer that is not quantized, and to exact NVFP4."""
     w = (WEIGHTS[weights](rng, (rows, columns)) * 0.02).astype(np.float32)
     x = activations(kind, rng, (tokens, columns))
     outputs = {}

@@ -45,7 +45,7 @@ def meaning(torch: Any, codes: Any, scale: Any, second: Any) -> Any:
 
 
 def folded_meaning(torch: Any, codes: Any, scale: Any, second: Any) -> Any:
-    """The same with the scales of groups folded into e4m3 weights, a power of two a row beside them."""
+    """What weights mean in float64 whose scales of groups are folded into e4m3, with a power of two a row."""
     exact = values(torch, codes, scale)
     fraction, exponent = torch.frexp(exact.abs().amax(1) / E4M3_MAX)
     factor = torch.where(fraction > 0, torch.exp2((exponent - (fraction == 0.5).int()).float()), 1.0)

@@ -34,7 +34,7 @@ def algorithm(algo: str, measured: Sequence[Cell]) -> str:
 
 
 def line(cell: Cell) -> list[str]:
-    """A cell's texts; those of moqext are empty where it was not measured."""
+    """The texts of a cell; the columns of moqext are empty where it was not measured."""
     (shape, tokens, algo), own = cell.key, cell.own
     texts = [f"{shape[0]} × {shape[1]}", str(tokens), "", "", ""]
     if own:

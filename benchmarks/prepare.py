@@ -1,7 +1,7 @@
 """Weight processing on a CUDA device against the speed of copying.
 
-Bytes are those of the checkpoint's tensors and of the prepared ones, each counted once, as they are for the
-copy (torch's, of the largest weight). Times are those of a caller, from an idle device to an idle device:
+Bytes of the checkpoint's tensors and of the prepared tensors are counted once each, and so are the bytes of
+the copy (torch's, of the largest weight). Times are a caller's, from an idle device to an idle device:
 `prepare`, which returns when its work is done, with all that it checks and allocates, and the copy with the
 wait for it.
 
@@ -76,7 +76,10 @@ def tensors(torch: Any, algo: str, rows: int, columns: int) -> dict[str, Any]:
 def measure(
     torch: Any, algo: str, compute: str, shapes: Sequence[tuple[int, int]], copy: float
 ) -> dict[str, Any]:
-    """Linears one after the other, into new tensors and into those of an earlier call; `copy` in bytes/s."""
+    """Prepares linears one after the other, into new tensors and into the tensors of an earlier call.
+
+    `copy` is in bytes a second.
+    """
     methods = [
         LinearMethod(algo, columns, [rows], device="cuda:0", compute=compute) for rows, columns in shapes
     ]

@@ -31,7 +31,7 @@ IDLE = 0.1
 EPS = 1e-6
 LEAST_AGREEMENT = 0.9
 BYTES = {"plain": 3, "silu_and_mul": 5, "rms_norm": 3, "add_rms_norm": 7}
-"""Of a value: bfloat16 in, one code out; a residual is read and written."""
+"""Bytes a value: bfloat16 in, one code out; a residual is read and written."""
 
 SCHEMES = {
     "static": "fp8_tensor",

@@ -1,10 +1,10 @@
 """Quantization of activations, and dequantization of weights, on the CPU against the speed of copying.
 
-Bytes are those of the input and of the outputs, each counted once, as they are for the copy (numpy.copyto by
+Bytes of the input and of the outputs are counted once each, as for the copy (numpy.copyto by
 as many threads), so that 100 % is a quantization that costs what moving its bytes costs. Buffers take turns,
 so that data come from memory, and so do schemes and copies: each turn is a pause, in which the threads of the
 one before go to sleep, a call that wakes its own, and calls that count. The best run is what the code costs,
-the median what this machine made of it: where other programs use the processors, compare the best ones only.
+the median what this machine made of it: where other programs use the processors, compare the best runs only.
 
     python -m benchmarks.quantize_cpu [--json FILE] [--rounds N] [--threads N]
 """

@@ -204,7 +204,7 @@ def measure(
 
 
 def check(shapes: Sequence[tuple[int, int]], algos: Sequence[str]) -> None:
-    """That every algorithm runs on every shape.
+    """Checks that every algorithm runs on every shape.
 
     Raises:
         UnsupportedQuantization, ValueError: as `LinearMethod`.
@@ -393,7 +393,7 @@ def _best(run: Callable[[], object], calls: int) -> float:
 
 @contextmanager
 def _threads(threads: int, torch: Any) -> Iterator[None]:
-    """As many threads for both, and what they had before afterwards."""
+    """Gives moqext and torch as many threads, and afterwards the numbers that each had before."""
     own, theirs = _C.num_threads(), torch.get_num_threads() if torch else 0
     try:
         _C.set_num_threads(threads)

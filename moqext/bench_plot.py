@@ -38,7 +38,7 @@ def roofline(rows: Sequence[_Row], title: str) -> str:
 
 
 def times(rows: Sequence[_Row], title: str) -> str:
-    """The same of seconds."""
+    """The plot of seconds a call over tokens, as SVG: a panel for each shape."""
     return _draw(rows, title, _Scale(lambda row, seconds: float(row[seconds]), "time", _time))
 
 
@@ -98,7 +98,7 @@ def _place(left: float, tokens: Sequence[int], low: int, high: int, count: int, 
 def _axes(
     left: float, tokens: Sequence[int], low: int, high: int, title: str, scale: _Scale | None
 ) -> list[str]:
-    """Those of a panel; the first one's have the names of the scale."""
+    """The axes of a panel; those of the first panel have the names of the scale."""
     width, height = _PANEL
     parts = [
         f'<rect x="{left}" y="{_TOP}" width="{width}" height="{height}" stroke="#999999"/>',

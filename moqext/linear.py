@@ -257,7 +257,7 @@ class LinearMethod:
     def compute_for(self, tokens: int) -> str:
         """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes.
 
-        Arguments and errors are those of `backend_for`.
+        Takes the arguments of `backend_for`, and raises its errors.
         """
         return self._plan.compute_for(tokens)
 

@@ -123,7 +123,8 @@ def quantize(
             finite; None finds it from x. One on a CUDA device is used unseen: its value is not checked.
         group_size: "fp8_group": g, default 128; the last group of a row may be shorter.
         out: contiguous tensor for the codes, of their dtype or raw uint8.
-        scale_out: the same for the scales (the block scales of NVFP4); not where `scale` is the result.
+        scale_out: contiguous tensor for the scales (the block scales of NVFP4), of their dtype or, where
+            they have one byte, raw uint8; not where `scale` is the result.
         format: dtype of a raw x, e.g. "float16".
         stream: CUDA: a handle or an object with `__cuda_stream__`; None is the current stream of the
             framework of x.
@@ -291,7 +292,7 @@ def dequantize(
         weight: codes as stored, any strides.
         quant_algo: its name, in any spelling a configuration may have.
         weight_scale: scales as stored; a number stands for one float32 element.
-        weight_scale_2: second-level scale, where the format has one; likewise.
+        weight_scale_2: second-level scale, where the format has one; a number stands for one float32 element.
         group_size: checked against the shapes; for FP8_PB_WO the edge of a tile (default 128).
         dtype: "float32", "bfloat16" or "float16".
         out: contiguous tensor of the result's shape and dtype (or raw uint16).

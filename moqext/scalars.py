@@ -25,5 +25,5 @@ def as_tensor(value: Any) -> Any:
 
 
 def as_tensors(value: Any) -> Any:
-    """The same, also for each element of a list or tuple."""
+    """A number, or each number of a list or tuple, as `as_tensor` has it; others unchanged."""
     return [as_tensor(item) for item in value] if isinstance(value, (list, tuple)) else as_tensor(value)

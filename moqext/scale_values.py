@@ -28,8 +28,8 @@ _NVFP4_MAX = ALGORITHMS["NVFP4"].input_max
 def _markers(input_max: float) -> dict[str, float]:
     """Activation scales that exporters write without a calibration.
 
-    They are those of amax 0.5 for experts that no token reached, of amax 6 for an NVFP4 input that was always
-    zero, and 1.0 for a constant or absent amax.
+    The scale of amax 0.5 is written for experts that no token reached, that of amax 6 for an NVFP4 input that
+    was always zero, and 1.0 for a constant or absent amax.
     """
     amaxes = (0.5, 6.0) if input_max == _NVFP4_MAX else (0.5,)
     return {f"{amax:g}/{input_max:g}": amax / input_max for amax in amaxes} | {"1.0": 1.0}

@@ -41,7 +41,7 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As in `F8_E4M3`."""
+        """Name of the data type in safetensors headers, such as `F8_E4M3`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

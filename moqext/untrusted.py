@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from moqext.errors import CheckpointError
 
 HEAD_BYTES = 256
-"""Of the beginning of a file: enough for `foreign_content`."""
+"""Bytes at the beginning of a file that `foreign_content` needs."""
 
 # How files begin that stand where another one should, and what to do. Compared in lower case, after spaces.
 _FOREIGN = (

@@ -71,7 +71,7 @@ class Weight(NamedTuple):
         return prod(self.record.shape)
 
     def errors(self) -> list[str]:
-        """What forbids using it, code and message; each part of stacked experts has those of the whole."""
+        """Errors that forbid using the weight; a part of stacked experts has the errors of the whole."""
         problems = self.record.problems if isinstance(self.record, LayerRecord) else self.layer.problems
         about = (self.name, self.layer.name)
         return [f"{p.code}: {p.message}" for p in problems if p.severity == "error" and p.layer in about]

@@ -109,7 +109,7 @@ def make_extreme(
 
 
 def as_dtype(x: Any, dtype: str) -> Any:
-    """As the boundary takes it; what float16 does not hold becomes its largest number."""
+    """x as the boundary takes it; what float16 does not hold becomes its largest number."""
     if dtype == "bfloat16":
         return reference.encode(np.clip(x, -3.38e38, 3.38e38), dtype)
     return x if dtype == "float32" else np.clip(x, -65504, 65504).astype(dtype)

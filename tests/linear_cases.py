@@ -180,7 +180,7 @@ def assert_right(y, expected, magnitude, dtype):
 
 
 def assert_within_core_sums(y, expected, magnitude, dtype):
-    """The same for sums of FP8 tensor cores: all at their worst, all but one in a thousand as usual."""
+    """Outputs of FP8 tensor cores are within the worst sums, all but one in a thousand within the usual."""
     assert_within_rounding(y, expected, magnitude, dtype, FP8_CORE_WORST)
     difference = np.abs(reference.as_float32(y).astype(np.float64) - expected)
     beyond = difference > rounding_bound(expected, magnitude, dtype, FP8_CORE_SUMS)

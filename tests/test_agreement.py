@@ -31,7 +31,7 @@ def write(path: Any, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
 
 
 def stored(role: str, value: np.ndarray, algo: str) -> tuple[str, np.ndarray]:
-    """As an exporter writes it."""
+    """A tensor as an exporter writes it: data type and array."""
     if role == "weight":
         return ("U8" if "NVFP4" in algo else "F8_E4M3"), value
     return ("F8_E4M3" if value.dtype == np.uint8 else "F32"), value
@@ -239,7 +239,7 @@ def test_linears_with_embed_in_their_name_run(rng, tmp_path, algo, name):
     "name", ["model.embed_tokens", "wte", "word_embeddings", "embeddings.position_embedding"]
 )
 def test_tables_are_read_by_row(rng, tmp_path, name):
-    """They are dequantized, and refused as linears by kind; with an activation scale a name means nothing."""
+    """Tables are dequantized, and refused as linears by kind; beside an activation scale no name counts."""
     tensors = layer(rng, "W4A16_NVFP4")
     write(tmp_path / "model.safetensors", {f"{name}.{role}": value for role, value in tensors.items()})
     with Checkpoint(tmp_path) as checkpoint:

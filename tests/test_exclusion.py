@@ -346,7 +346,7 @@ def test_trailing_wildcards_are_split():
 @pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
 @pytest.mark.parametrize("everything", ["*", "**", "***"])
 def test_a_star_alone_still_excludes_everything_when_it_is_expanded(everything, semantics):
-    """It became "" and ".*", which exclude nothing."""
+    """A lone star became "" and ".*", which exclude nothing."""
     split = config(everything).expand_trailing_wildcards()
     for module in ("lm_head", "model.layers.0.mlp.up_proj", "x.qkv_proj"):
         assert split.is_excluded(module, PACKED, semantics=semantics)

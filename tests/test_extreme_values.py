@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_every_kernel_gives_what_the_reference_gives(rng, monkeypatch, name, algo, compute, tokens):
-    """Also: one 3.3e38 makes no other output NaN, and no sum overflows where its product does not."""
+    """One 3.3e38 makes no other output NaN, and no sum overflows where its product does not."""
     case, values = make_extreme(rng, name, algo, int(rng.choice(tokens)), 144, [24, 9])
     for dtype in LIMITS:
         x = as_dtype(values, dtype)
@@ -63,7 +63,7 @@ def test_threads_that_flush_subnormal_numbers_give_the_same_bits(rng, name, algo
 @pytest.mark.parametrize("scale", TOO_SMALL)
 @pytest.mark.parametrize("algo, compute", [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp4")])
 def test_an_input_scale_without_a_reciprocal_is_refused(rng, algo, compute, scale):
-    """It made NaN of zeros: 0 times the reciprocal, which is infinite."""
+    """Such a scale made NaN of zeros: 0 times the reciprocal, which is infinite."""
     case = random_case(rng, algo, 64, [8, 8])
     case.parts[1]["input_scale"] = np.array(np.float32(scale))
     with pytest.raises(ValueError, match=r"^input_scale: expected a value above 2.93874e-39, .* at index 1$"):

@@ -247,7 +247,7 @@ def test_fp8_noise_of_nvfp4_is_bounded(rng):
 
 
 def test_result_does_not_depend_on_the_other_rows(rng):
-    """As many rows, but others: a row with a scale of its own keeps its result to the bit."""
+    """A row with a scale of its own keeps its result to the bit when the other rows, as many, change."""
     case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 1100, [40])
     method = case.method(dtype="bfloat16")
     params = method.prepare(case.listed())

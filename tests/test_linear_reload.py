@@ -109,7 +109,7 @@ def test_a_reload_into_tensors_that_are_not_of_the_layer_is_refused(rng, extra):
 
 
 def test_a_required_tensor_given_as_none_is_not_lost(rng):
-    """It was made anew, filled and thrown away."""
+    """A tensor given as None was made anew, filled and thrown away."""
     case = case_of(rng, "FP8")
     method = case.method()
     params = method.prepare(case.listed())

@@ -47,7 +47,7 @@ def test_fused_qkv_equals_the_three_layers(data, rng, case, dtype):
 
 @pytest.mark.parametrize("unequal", [False, True])
 def test_fused_layers_calibrated_together_say_so(data, monkeypatch, unequal):
-    """So that CUDA multiplies them at once."""
+    """One input scale for all, so that CUDA multiplies the fused layers at once."""
     with Checkpoint(data / "checkpoints" / "qwen3moe_fp8") as checkpoint:
         names = [f"model.layers.0.mlp.experts.3.{half}_proj" for half in ("gate", "up")]
         read, given = checkpoint.tensor, np.float32([0.5, 0.25 if unequal else 0.5])

@@ -142,7 +142,7 @@ def test_configurations_of_long_entries_are_linear():
 
 @pytest.mark.parametrize("offset", range(4))
 def test_messages_are_never_cut_inside_a_character(offset):
-    """They ended in half a character, shown as a backslash and digits."""
+    """Messages ended in half a character, shown as a backslash and digits."""
     name = "x" * offset + "é€😀" * 300
     found = []
     for make in (
@@ -173,7 +173,7 @@ def test_messages_are_never_cut_inside_a_character(offset):
 
 
 def test_numbers_sort_by_value_and_before_words():
-    """As the list of the parts did, which took 2,000 tuples for a name of 2,000 dots."""
+    """The order of the lists of parts, which took 2,000 tuples for a name of 2,000 dots."""
 
     def by_parts(name):
         return [(0, int(part), "") if is_number(part) else (1, 0, part) for part in name.split(".")]

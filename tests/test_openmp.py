@@ -201,7 +201,7 @@ print(moqext._C.openmp())
 
 
 def test_a_call_inside_a_parallel_region_has_one_thread(renamed):
-    """Also where regions inside regions are allowed."""
+    """One thread, where regions inside regions are allowed, too."""
     path = renamed("libgomp-7.so")
     code = """
 library = ctypes.CDLL(sys.argv[1])

@@ -82,7 +82,7 @@ print(tasks() - before)
 
 
 def test_results_do_not_depend_on_who_claims_what():
-    """Also with more threads than there are lanes, and than processors."""
+    """Results hold with more threads than there are lanes, and than processors."""
     code = """
 call = layer(2100, 512, 40)
 moqext.set_num_threads(1)

@@ -35,7 +35,7 @@ print(told)
 
 
 def read(kind, directory):
-    """Megabytes beyond those of the modules, seconds, and what was told."""
+    """Megabytes beyond what the modules take, seconds, and what was told."""
     done = subprocess.run(
         [sys.executable, "-c", READ, kind, str(directory)],
         capture_output=True,

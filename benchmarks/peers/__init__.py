@@ -63,7 +63,7 @@ def all_peers() -> list[Peer]:
 
 
 def select(peers: Sequence[Peer], names: Sequence[str]) -> list[Peer]:
-    """Those whose name contains one of `names`; all without names.
+    """The peers whose name contains one of `names`; all without names.
 
     Raises:
         ValueError: A name that nobody has.

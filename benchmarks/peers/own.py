@@ -70,7 +70,7 @@ def forced(kernel: str) -> list[Own]:
 
 
 def usual(environment: Mapping[str, str]) -> list[Own]:
-    """As the plan chooses, one for each algorithm, and one with less exact sums where there is a choice."""
+    """moqext as its plan chooses, for each algorithm, and with less exact sums where there is a choice."""
     if environment.get("MOQEXT_PDL") == "0":
         return [Own(WITHOUT_PDL, algo) for algo in (*ALGOS, *NVFP4_ALGOS)]
     fast = [Own(f"{NAME}, fast", algo, fast_accum=True) for algo in ALGOS if algo != "FP8_PB_WO"]

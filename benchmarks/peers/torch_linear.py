@@ -101,7 +101,7 @@ class ScaledProduct:
 
 
 def weight_scale(layer: Layer) -> Any:
-    """As `_scaled_mm` wants it: one, [1, N], or blocks by columns, the columns padded to four."""
+    """Scales as `_scaled_mm` wants them: one, [1, N], or blocks by columns, the columns padded to four."""
     if layer.quant_algo == "FP8":
         return layer.weight_scale
     if layer.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN":
@@ -129,7 +129,7 @@ def quantization(layer: Layer, x: Any, rows: int, pdl: bool = False) -> Callable
 
 
 def compiled_quantization(layer: Layer, x: Any, rows: int) -> Callable[[], tuple[Any, Any]]:
-    """The same by `torch.compile`; the first call takes seconds."""
+    """The quantization of x by `torch.compile`; the first call takes seconds."""
     torch = layer.torch
 
     def formulas(values: Any) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ int moq_arg_check_device(moq_device device, const moq_arg *arg);
  * dtype where `dtype` is MOQ_DT_NONE. */
 int moq_arg_take_on(moq_state *state, moq_device device, PyObject *object, const char *name,
                     moq_dtype dtype, bool host, moq_arg *arg);
-/* The same for prepared parameters: moq_arg_take_kept. */
+/* A prepared parameter of a layer on `device`, taken by moq_arg_take_kept. */
 int moq_arg_take_kept_on(moq_state *state, moq_device device, PyObject *object, const char *name,
                          moq_dtype dtype, moq_arg *arg);
 

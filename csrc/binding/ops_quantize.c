@@ -254,7 +254,7 @@ static int take_eps(PyObject *object, float *eps) {
     return 0;
 }
 
-/* weight and residual; raw 16-bit ones are what x is. */
+/* Takes weight and residual; raw 16-bit tensors are read as the dtype of x. */
 static int take_norm(moq_state *state, PyObject *const *v, activation_args *in, moq_activation *a) {
     const moq_tensor *residual;
     bool wide;

@@ -34,7 +34,7 @@ typedef struct {
     PyObject *object; /* strong: what the caller passed */
     PyObject *keeper; /* strong or NULL: a capsule that keeps the memory for the call */
     PyObject *adopt;  /* strong or NULL: makes the caller's kind of tensor of a filled result */
-    struct DLManagedTensorVersioned *managed; /* owned or NULL: the same for the exchange API */
+    struct DLManagedTensorVersioned *managed; /* owned or NULL: memory of the exchange API */
     const struct DLPackExchangeAPI *exchange; /* of the producer, NULL where it has none */
     moq_dtype stored; /* dtype as the producer declares it, before a format was applied */
 } moq_arg;
@@ -47,8 +47,8 @@ void moq_tensor_clear(moq_state *state);
 /* An input: memory that holds the values as they are. Refuses arrays with a mask and tensors that
  * their library negates when it reads them. On failure *out is empty and needs no release. */
 int moq_arg_take(moq_state *state, PyObject *object, const char *name, moq_arg *out);
-/* The same for prepared parameters, which every call takes again: whether a library negates the
- * tensor lazily (70 ns in torch) is asked only where its layout is that of such a view. */
+/* An input that is a prepared parameter, which every call takes again: whether a library negates
+ * the tensor lazily (70 ns in torch) is asked only where its layout is that of a negated view. */
 int moq_arg_take_kept(moq_state *state, PyObject *object, const char *name, moq_arg *out);
 /* An input that may be absent: then *out is empty and *view NULL. */
 int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, moq_arg *out,
@@ -63,11 +63,11 @@ void moq_arg_release(moq_arg *arg);
  * (uint8/int8 for one byte, uint16/int16 for two). TypeError names both dtypes. */
 int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype);
 
-/* BufferError naming both when the bytes from the first to the last element of `out` meet those of
- * `in`. Views that interleave without sharing an element count as overlapping. */
+/* BufferError naming `out` and `in` where they share bytes between their first and last elements.
+ * Views that interleave without sharing an element count as overlapping. */
 int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in);
 
-/* The same for two outputs. */
+/* BufferError naming two outputs whose memory overlaps. */
 int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other);
 
 /* A new uninitialised row-major tensor of the producer and device of `like`. Its dtype is `dtype`

@@ -50,7 +50,7 @@ static field find(const moq_draft *draft, const char *key) {
     return found;
 }
 
-/* The same, with null read as absent. */
+/* The field that find() finds, absent where its value is null. */
 static field find_present(const moq_draft *draft, const char *key) {
     field found = find(draft, key);
     if (found.value && found.value->kind == MOQ_NULL)

@@ -3,7 +3,7 @@
 
 struct moq_exclusion {
     moq_name_table *written; /* entries as they stand */
-    moq_name_table *aligned; /* entries without prefix, for names without theirs */
+    moq_name_table *aligned; /* entries without their prefix, for names without a prefix */
     moq_textmap containers;  /* expert container above an entry, with and without prefix */
 };
 

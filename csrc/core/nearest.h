@@ -13,12 +13,12 @@
 typedef struct {
     char typed[MOQ_NEAREST_SIZE];
     int size;         /* 0: nothing, or more than a name has */
-    int distance;     /* of what is nearest */
-    const char *name; /* which is that, or NULL: none, or two as near as each other */
+    int distance;     /* of the nearest spelling to what was typed */
+    const char *name; /* the name with that spelling; NULL: none, or two names as near */
 } moq_nearest;
 
 void moq_nearest_begin(moq_nearest *nearest, moq_text typed);
-/* A name that may have been meant, and what to call it; the same for its other spellings. */
+/* Tries a spelling that may have been meant; `name` is what it is called, one for all spellings. */
 void moq_nearest_try(moq_nearest *nearest, const char *spelling, const char *name);
 /* "; did you mean NVFP4?", or "". */
 const char *moq_nearest_hint(const moq_nearest *nearest, char *buffer, size_t size);

@@ -37,7 +37,7 @@
 #define MOQ_PACK_INLINE static inline
 #endif
 
-/* Of a layer of `rows` rows and `columns` columns. */
+/* Slabs of a layer of `rows` rows, and blocks of one of `columns` columns. */
 MOQ_PACK_INLINE int64_t moq_pack_slabs(int64_t rows) {
     return (rows + MOQ_PACK_SLABS * MOQ_PACK_ROWS - 1) / (MOQ_PACK_SLABS * MOQ_PACK_ROWS) *
            MOQ_PACK_SLABS;
@@ -52,7 +52,7 @@ MOQ_PACK_INLINE int moq_pack_word_at(int g, int t, int s) {
     return 16 * (4 * g + (t ^ g >> 1)) + 4 * s;
 }
 
-/* The same to the block scale of row r = 0..15 of the slab and group s. */
+/* Bytes from the beginning of a unit to the block scale of row r = 0..15 and group s. */
 MOQ_PACK_INLINE int moq_pack_scale_at(int r, int s) {
     return MOQ_PACK_SCALES + 8 * (r & 7) + 2 * s + (r >> 3);
 }
@@ -80,7 +80,7 @@ MOQ_PACK_INLINE uint32_t moq_pack_halves(uint32_t codes, int pair) {
            (signs & 0x00010001u << moq_pack_sign(pair));
 }
 
-/* The same of a byte of the checkpoint, the even column in its low nibble. */
+/* The codes of a byte of the checkpoint, in its low nibble the even column's, as bits of a word. */
 MOQ_PACK_INLINE uint32_t moq_pack_pair(uint32_t codes, int pair) {
     return moq_pack_halves(codes | codes << 12, pair);
 }

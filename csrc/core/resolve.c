@@ -95,8 +95,9 @@ static void hash_prefixes(const moq_textmap *map, moq_text name, size_t from, ui
     }
 }
 
-/* The entry of the nearest module above this one. Each module above is looked up by a hash that one
- * pass over the name has found, so that names of very many parts take no longer than others. */
+/* The entry of the nearest module above the module `name`. Each module above is looked up by a hash
+ * that one pass over the name has found, so that names of very many parts take no longer than
+ * others. */
 static const moq_layer_entry *find_container(const moq_resolver *resolver, moq_text name) {
     uint64_t written[MOQ_NAME_MAX], aligned[MOQ_NAME_MAX];
     size_t hashed = SIZE_MAX; /* where the names begin that `aligned` is of */

@@ -23,7 +23,7 @@ moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count,
 
 typedef enum {
     MOQ_SCALE_MAY_BE_ZERO,
-    MOQ_SCALE_FOLDED, /* likewise, and at most MOQ_FOLDED_MOST */
+    MOQ_SCALE_FOLDED, /* may be zero, and is at most MOQ_FOLDED_MOST */
     MOQ_SCALE_DIVISOR /* above MOQ_DIVISOR_ABOVE */
 } moq_scale_rule;
 

@@ -40,7 +40,7 @@ typedef struct {
 /* Fills *err (which may be NULL) and returns `kind`, so that a failure is one return statement. */
 moq_status moq_fail(moq_err *err, moq_status kind, const char *format, ...) MOQ_PRINTF(3, 4);
 
-/* The same for MOQ_ERR_CONFIG, with the JSON path of the offending field. */
+/* Fills *err for a configuration, with the JSON path of the offending field: MOQ_ERR_CONFIG. */
 moq_status moq_fail_config(moq_err *err, const char *path, const char *format, ...)
     MOQ_PRINTF(3, 4);
 

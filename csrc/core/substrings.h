@@ -13,7 +13,7 @@
 /* Which lengths a set of texts has. */
 typedef struct {
     uint64_t bits[MOQ_NAME_MAX / 64 + 1];
-    size_t longest; /* of those up to MOQ_NAME_MAX; longer ones are left out */
+    size_t longest; /* of the lengths up to MOQ_NAME_MAX; longer texts are left out */
 } moq_lengths;
 
 void moq_lengths_add(moq_lengths *lengths, size_t length);

@@ -77,7 +77,7 @@ struct moq_member {
 
 /* The member `key`, or NULL when there is none or `object` is no object (NULL included). */
 const moq_value *moq_value_member(const moq_value *object, const char *key);
-/* The same, with an explicit null read as absent. */
+/* The member `key`, or NULL when it is absent or null. */
 const moq_value *moq_value_present(const moq_value *object, const char *key);
 /* Writes what a value is, short enough for a message: 'text', 3, null, "a list of 4". */
 const char *moq_value_describe(const moq_value *value, char *buffer, size_t size);

@@ -10,7 +10,7 @@
 #include "core/tensor.h"
 
 typedef struct {
-    /* As moq_decode_row and moq_encode_row. */
+    /* What moq_decode_row and moq_encode_row of core/formats.h do. */
     void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
     void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
     /* out = values * a * b, the exact product of numbers with at most 53 bits in all, rounded once;
@@ -19,16 +19,16 @@ typedef struct {
     void (*scale)(const float *restrict values, const float *restrict a, const float *restrict b,
                   int64_t n, bool odd, float *restrict out);
 
-    /* The others read F32, BF16 or F16. */
+    /* The functions from here on read F32, BF16 or F16. */
 
-    /* Of each `group` values, the last group as long as it is, the largest magnitude; the one NaN
-     * 0x7fc00000 when a value is a NaN. */
+    /* amax = the largest magnitude of each `group` values, of what is left in the last group; the
+     * NaN 0x7fc00000 where one of the values is a NaN. */
     void (*amax)(moq_dtype dtype, const void *src, int64_t n, int64_t group, float *amax);
-    /* codes = e4m3(x * factor), factor >= 0; all 0x7f when it is a NaN. */
+    /* codes = e4m3(x * factor), factor >= 0; all 0x7f when the factor is a NaN. */
     void (*multiply_e4m3)(moq_dtype dtype, const void *src, int64_t n, float factor,
                           uint8_t *codes);
     /* codes = e4m3(x / scale) with a scale for each group, which is infinite or, but for rounding,
-     * at least amax / 448 and positive; all 0x7f when it is a NaN. */
+     * at least amax / 448 and positive; codes under a scale that is a NaN are 0x7f. */
     void (*divide_e4m3)(moq_dtype dtype, const void *src, int64_t n, int64_t group,
                         const float *scales, uint8_t *codes);
     /* See moq_quantize_row_nvfp4. */
@@ -39,7 +39,7 @@ typedef struct {
 /* The table of the level that moq_cpu_isa() names. */
 const moq_row_kernels *moq_cpu_row_kernels(void);
 
-/* The levels; the vector ones do their last few values by way of the portable one. */
+/* Tables by level; vector kernels do the last few values of a row by the portable kernels. */
 extern const moq_row_kernels moq_row_kernels_portable, moq_row_kernels_avx2, moq_row_kernels_avx512;
 
 #endif

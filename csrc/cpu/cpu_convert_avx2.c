@@ -45,7 +45,7 @@ static inline vec_i order_bytes(vec_i v) {
     return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-/* The same for two vectors and words. */
+/* In-lane packing of two vectors to words leaves 8-byte pieces of a and b side by side. */
 static inline vec_i order_words(vec_i v) {
     return _mm256_permute4x64_epi64(v, 0xd8);
 }

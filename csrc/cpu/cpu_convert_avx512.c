@@ -46,7 +46,7 @@ static inline vec_i order_bytes(vec_i v) {
     return _mm512_permutexvar_epi32(order, v);
 }
 
-/* The same for two vectors and words. */
+/* In-lane packing of two vectors to words leaves 8-byte pieces of a and b side by side. */
 static inline vec_i order_words(vec_i v) {
     return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), v);
 }

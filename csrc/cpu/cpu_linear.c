@@ -35,7 +35,7 @@ enum { STRIP_M = 32, STRIP = 8 };
 
 /* Rows of the weight a thread takes at least: below, starting it costs more than it does. */
 enum { ROWS_PER_THREAD = 32 };
-/* The same for values of x. */
+/* Values of x that a thread takes at least while the panel is laid out. */
 enum { VALUES_PER_THREAD = 2048 };
 /* What a value of x takes until it is in the panel, roughly. */
 #define NANOSECONDS_OF_X 1.0
@@ -461,7 +461,7 @@ static double factor_of(const pass *p, const tile_place *place, int64_t r) {
     return (scale ? (double)scale[place->n + r] : place->power) * p->unit;
 }
 
-/* The same in float64, for factors whose products float32 does not hold. */
+/* Outputs of a tile in float64, for factors whose products float32 does not hold. */
 static void store_wide(const pass *p, const tile_place *place, const moq_store *s) {
     const moq_row_kernels *convert = moq_cpu_row_kernels();
     float out[LARGE_ROWS];
@@ -474,8 +474,8 @@ static void store_wide(const pass *p, const tile_place *place, const moq_store *
     }
 }
 
-/* Whether float32 holds the factors of rows, which lie within these limits, and their products with
- * those of all tokens, as normal numbers. */
+/* Whether float32 holds factors of rows from `least` to `most`, and their products with the factors
+ * of all tokens, as normal numbers. */
 static bool holds_factors(const pass *p, double least, double most) {
     const double lowest = (double)FLT_MIN, highest = (double)FLT_MAX;
     return p->held && least >= lowest && most <= highest && least * p->least >= lowest &&
@@ -495,7 +495,8 @@ static bool are_ordinary(const float *scale, int64_t n) {
     return others == 0;
 }
 
-/* The same for the output scales of rows [begin, end); zeros have no part in it. */
+/* Whether float32 holds the output scales of rows [begin, end), zeros left out, and their products
+ * with the factors of all tokens, as normal numbers. */
 static bool holds_rows(const pass *p, int64_t begin, int64_t end) {
     const float *scale = p->call->output_scale;
     float least = FLT_MAX, most = 0;

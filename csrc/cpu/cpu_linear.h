@@ -25,7 +25,7 @@ typedef struct {
     const void *weight;
     int64_t weight_stride;
     int64_t rows;
-    const void *panel; /* all of it */
+    const void *panel; /* from its first column on */
     int64_t panel_stride;
     int64_t panel_rows; /* m, padded */
     int64_t first;
@@ -139,9 +139,10 @@ typedef struct {
     int64_t arrange_from; /* with fewer rows of x, rows are the panel */
     bool fetches;         /* multiply asks for the codes of the next tile while it multiplies */
     void (*multiply)(const moq_tile *tile);
-    /* The same in e4m3 blocks; NULL: tiles have 128 columns, whose sums go through add_scaled. */
+    /* Multiplies a tile of e4m3 codes with block scales; NULL: tiles have 128 columns, whose sums
+     * go through add_scaled. */
     void (*multiply_blocks)(const moq_tile *tile, const moq_tile_scales *scales);
-    /* NULL: the portable ones. */
+    /* NULL: the portable functions of cpu_linear.c. */
     void (*add_scaled)(const moq_scaled *scaled);
     void (*store)(const moq_store *store);
     /* For up to `few` rows of x, instead of decoding and multiplying; or NULL. */

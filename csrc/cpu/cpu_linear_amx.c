@@ -115,7 +115,8 @@ INLINE void multiply_columns(const operands *o, int64_t depth, bool fresh, const
 
 enum { BLOCK_DEPTHS = 128 / DEPTH, PART_STRIDE = 2 * TILE };
 
-/* The products of 128 columns, whose scales are applied while the next ones are made. */
+/* The products of 128 columns, whose scales are applied while the products of the next 128 columns
+ * are made. */
 typedef struct {
     const float *part; /* [32, PART_STRIDE] */
     __m512 scale[2];

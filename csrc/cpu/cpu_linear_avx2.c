@@ -204,7 +204,7 @@ INLINE void add_columns(__m256 *acc, const uint8_t *codes, int64_t count, const 
         acc[j] = _mm256_add_ps(acc[j], second[j]);
 }
 
-/* The same with the block's scales, whose columns are those of a visit. */
+/* `count` times 32 columns of a visit, times the block's scale where the layout has blocks. */
 INLINE void add_block(__m256 *acc, const moq_few *job, const uint8_t *codes, int64_t count,
                       int64_t k, const int m) {
     const float *x = (const float *)job->panel + k;
@@ -242,7 +242,7 @@ INLINE void visit(__m256 *sums, const moq_few *job, int64_t r, int64_t k, const 
         sums[j] = acc[j];
 }
 
-/* The columns from k on, which are fewer than those of a visit. */
+/* The columns from k on, fewer than a visit has. */
 INLINE void visit_last(__m256 *sums, const moq_few *job, int64_t r, int64_t k, const bool e2m1,
                        const int m) {
     uint8_t codes[VISIT] = {0}, scales[16] = {0};

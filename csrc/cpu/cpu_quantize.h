@@ -42,7 +42,7 @@ void moq_quantize_row_nvfp4(const float *x, int64_t n, float scale_2, uint8_t *p
                             uint8_t *block_scales);
 
 /* Whole tensors x [..., K] of 16 or 32-bit floats with any strides; outputs are contiguous. Large
- * ones run on all threads. */
+ * tensors are quantized by all threads. */
 void moq_cpu_quantize_fp8_tensor(const moq_tensor *x, float scale, uint8_t *codes);
 void moq_cpu_quantize_fp8_token(const moq_tensor *x, uint8_t *codes, float *scales);
 void moq_cpu_quantize_fp8_group(const moq_tensor *x, int64_t group, uint8_t *codes, float *scales);

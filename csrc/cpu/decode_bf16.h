@@ -170,7 +170,7 @@ static inline void split_even_odd(__m512i a, __m512i b, uint16_t *out) {
     _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi16(a, odd, b));
 }
 
-/* The same for each 16 of a vector. */
+/* Words of each 16 of a vector: those with an even index, then those with an odd one. */
 static inline __m512i split_sixteens(__m512i a) {
     const __m512i order =
         _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 30, 28, 26, 24, 22, 20, 18, 16, 15, 13, 11,

@@ -49,7 +49,7 @@ typedef struct {
  * slowest kernel, and so much that looking costs nothing. */
 #define MOQ_PACE ((int64_t)1 << 22)
 
-/* To be asked after so much work; true: return. */
+/* Whether the call is to end, asked after each `work` values or products; true: return. */
 static inline bool moq_stops(moq_pace *pace, int64_t work) {
     pace->done += work;
     if (__builtin_expect(pace->done < MOQ_PACE, 1))

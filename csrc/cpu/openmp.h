@@ -16,7 +16,7 @@ typedef struct {
     /* member(data) on each thread of a team of `threads`, the caller among them; flags are 0. */
     void (*parallel)(void (*member)(void *), void *data, unsigned threads, unsigned flags);
     int (*num_threads)(void); /* of the team, asked by a member */
-    int (*thread_num)(void);  /* the member's number in it */
+    int (*thread_num)(void);  /* the member's number in its team */
     int (*in_parallel)(void); /* whether the caller is a member of a team */
     int (*max_threads)(void); /* of the caller's next team */
     int (*num_procs)(void);   /* processors that the caller may use */

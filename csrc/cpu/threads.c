@@ -84,7 +84,7 @@ typedef struct {
 
 static _Thread_local account own_account;
 
-/* Gains beyond it are forgotten: less than a time slice of the scheduler's, so that one loss of a
+/* Credit beyond this is forgotten: less than a time slice of the scheduler's, so that one loss of a
  * slice among large gains does not count, and the second does. */
 #define MOST_CREDIT ((int64_t)2 * 1000 * 1000)
 /* Rest for a loss, so that finding out again costs 5 % of the time; and how long at most, since the

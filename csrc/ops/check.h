@@ -7,11 +7,11 @@
 
 /* True when the tensor holds `dtype`: declared so, or as raw integers of its width. */
 bool moq_holds(const moq_tensor *t, moq_dtype dtype);
-/* Memory of that device, and a size that can be counted. */
+/* MOQ_OK for memory of `device` with a size that can be counted. */
 moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device device, moq_err *err);
-/* The same for host memory. */
+/* MOQ_OK for memory of the host with a size that can be counted. */
 moq_status moq_check_host(const moq_tensor *t, const char *name, moq_err *err);
-/* Memory of the host, or of a device that can be used, and a size that can be counted. */
+/* MOQ_OK for memory of the host or of a usable device, with a size that can be counted. */
 moq_status moq_check_usable(const moq_tensor *t, const char *name, moq_err *err);
 /* `dtype`, or raw integers of its width, wherever they are. */
 moq_status moq_check_holds(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err);

@@ -37,8 +37,8 @@ moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
                              const moq_tensor *scale, int64_t group_size, moq_quantize_plan *plan,
                              moq_err *err);
 
-/* The same for the values of an activation, whose residual_out is not looked at yet. Groups are of
- * 128. */
+/* Checks an activation, whose values are quantized in groups of 128, and resolves the shapes of the
+ * results. Its residual_out is checked when the plan is run. */
 moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation *activation,
                                const moq_tensor *scale, moq_quantize_plan *plan, moq_err *err);
 

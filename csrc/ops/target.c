@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Multiprocessors of a chip that is not here: those of an H100 or H200. */
+/* Multiprocessors assumed of a chip that is not here: as many as an H100 or H200 has. */
 #define USUAL_SM_COUNT 132
 
 /* Code of 9.0a runs on 9.0 alone; that of 10.0f and of 8.0 also on later minor versions; PTX, which

@@ -19,7 +19,7 @@ SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
 
 MAX_SIZE = 1 << 20
-"""Of a feature dimension or of tokens: beyond, a layer fits in no memory."""
+"""Largest feature dimension, and largest number of tokens: beyond, a layer fits in no memory."""
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 """Projections of a model of 8 billion weights."""

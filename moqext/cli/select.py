@@ -22,7 +22,7 @@ def select(layers: Iterable[LayerRecord], glob: str | None) -> Iterator[LayerRec
 
 
 def no_match(glob: str, names: Collection[str], plain: Collection[str] = ()) -> str:
-    """That nothing quantized matches a glob, and why or what does.
+    """A message that nothing quantized matches a glob, and why, or what else matches it.
 
     Args:
         glob: as given.

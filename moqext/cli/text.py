@@ -76,7 +76,7 @@ def printable(line: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """As in "1 layer" and "2 layers"."""
+    """A count with its noun: "1 layer", "2 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 

@@ -28,7 +28,7 @@ from moqext.reference.weights import scalar
 
 # Smallest dynamic scale per token, as vLLM's kernels have it; it keeps a row of zeros from dividing by zero.
 TOKEN_SCALE_FLOOR = np.float32(1.0 / (448.0 * 512.0))
-# Smallest amax of a 1 x 128 group, likewise.
+# Smallest amax of a 1 x 128 group, as vLLM's kernels have it; zeros keep a scale above zero.
 GROUP_AMAX_FLOOR = np.float32(1e-10)
 # An `input_scale` is greater: float32 does not hold the reciprocal of this one, 2^128.
 DIVISOR_ABOVE = np.float32(2.0**-128)

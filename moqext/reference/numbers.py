@@ -33,7 +33,7 @@ class Format(NamedTuple):
 
     @property
     def ceiling(self) -> int:
-        """Magnitude code that overflow gives: the storage formats, those of a byte, saturate."""
+        """Magnitude code of what overflows: formats of a byte saturate, wider formats have infinities."""
         return self.largest if self.carrier is np.uint8 else self.largest + 1
 
     @property

@@ -118,7 +118,7 @@ def _fp8_blocks(values: F32, amax: float | None) -> dict[str, Array]:
 
 
 def _nvfp4(values: F32, second: np.float32, group_size: int) -> dict[str, Array]:
-    """Both products with the second-level scale are rounded to float32 before the divisions."""
+    """Codes and block scales; products with `second` are rounded to float32 before the divisions."""
     groups = _groups(values, group_size)
     ratio = np.abs(groups).max(axis=-1) / (np.float32(E2M1_MAX) * second)
     ratio = np.where(ratio == 0, np.float32(1.0), np.clip(ratio, 2.0**-9, E4M3_MAX))

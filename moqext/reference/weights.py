@@ -6,7 +6,7 @@ where the algorithm smooths (pre_quant_scale) or splits off a low-rank part (lor
 
     effective = (stored + lora_b @ lora_a) * pre_quant_scale        y = effective @ x + bias
 
-Formulas are those of NVIDIA Model-Optimizer's exports; docs/formats.md lists them format by format.
+The formulas of NVIDIA Model-Optimizer's exports; docs/formats.md lists them format by format.
 """
 
 from collections.abc import Callable, Mapping
@@ -188,7 +188,7 @@ DEQUANTIZERS: dict[str, Callable[[Params, int | None], F64]] = {
 def weight64(
     params: Params, quant_algo: str, *, effective: bool = False, group_size: int | None = None
 ) -> F64:
-    """As `dequantize`, before its one rounding."""
+    """The weight in float64, which `dequantize` rounds once."""
     if quant_algo not in DEQUANTIZERS:
         raise ValueError(f"quant_algo: expected one of {', '.join(DEQUANTIZERS)}, got {quant_algo!r}")
     weight = DEQUANTIZERS[quant_algo](params, group_size)

@@ -439,7 +439,7 @@ def test_parameters_of_another_layer(algo: str, rng: np.random.Generator) -> Non
 
 @pytest.mark.parametrize("algo", LAYERS)
 def test_prepare_into_tensors_that_are_too_small(algo: str, rng: np.random.Generator) -> None:
-    """It once wrote beyond them."""
+    """prepare once wrote beyond tensors that are too small."""
     operation = OPERATIONS[f"prepare {algo}"](rng)
     for name, array in operation.arguments["out"].items():
         memory = array.copy()

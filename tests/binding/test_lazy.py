@@ -46,7 +46,7 @@ def assert_refused(name: str, slot: Slot, tensor: Any, error: type, message: str
 def test_negated_torch_tensors_are_refused_in_every_place(
     torch: Any, name: str, slot: Slot, rng: np.random.Generator
 ) -> None:
-    """They were read with the wrong sign."""
+    """Negated tensors were read with the wrong sign."""
     if slot[0] == "params" and not name.startswith("prepare"):
         pytest.skip("prepared parameters, of a layout that nothing negated has: see the next tests")
     tensor = lambda array: torch._neg_view(torch.from_numpy(array))  # noqa: E731

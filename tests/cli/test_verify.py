@@ -392,7 +392,7 @@ def test_what_is_only_read_is_compared_with_the_reference(data, capsys, monkeypa
     "algo", ["W4A16_AWQ", "W8A16", "MXFP8", "MXFP4", "NVFP4_SVD", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"]
 )
 def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, algo):
-    """So many rows at a time, whatever the packing; the pieces are of the same weight."""
+    """A large weight is read in pieces of some rows, whatever its packing."""
     monkeypatch.setattr("moqext.verify.ROWS_AT_ONCE", 128)
     weight = rng.standard_normal((320, 128)).astype(np.float32)
     params = reference.quantize_weight(weight, algo)

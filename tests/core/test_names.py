@@ -76,7 +76,7 @@ def test_what_the_reader_takes_for_ordinary_linears_is_no_container(container):
 
 
 def test_stacked_projections_below_moe_make_it_a_container():
-    """The reader gathered those of Step 3.5 under it, and the configuration said that it is not quantized."""
+    """The reader gathered Step 3.5's projections under `moe`, which the configuration called unquantized."""
     name = "model.layers.3.moe"
     config = mixed(**{f"{name}.{part}": "NVFP4" for part in ("gate_proj", "up_proj", "down_proj")})
     assert config.layer_algo(name) == config.layer_algo("language_model.layers.3.moe") == "NVFP4"

@@ -73,7 +73,7 @@ def inputs(rng, shape):
 
 
 def as_dtypes(x):
-    """The same numbers in the three input types."""
+    """The numbers of x in the three input types."""
     yield "f32", x
     yield "bf16", (x.view(np.uint32) >> 16).astype(np.uint16)
     with np.errstate(over="ignore"):

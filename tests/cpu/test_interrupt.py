@@ -112,7 +112,7 @@ check()
 
 
 def hear_interrupts():
-    """As what a terminal starts does; what a shell starts in the background does not, nor do its children."""
+    """Lets SIGINT end the process; what a shell starts in the background, and its children, ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -153,7 +153,7 @@ def test_ctrl_c_in_a_benchmark_is_one_line_and_130():
 
 
 def test_handlers_that_return_leave_the_result_alone():
-    """They run in the middle of the call, and make calls of their own, with its threads and memory."""
+    """Handlers run in the middle of a call, and make calls of their own with its threads and memory."""
     done = run(
         """
 moqext.set_num_threads(2)

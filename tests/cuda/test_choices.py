@@ -95,7 +95,7 @@ def test_a_weight_takes_longer_to_read_on_a_chip_with_slower_memory(kernel, abou
 
 
 def test_products_take_as_long_on_an_h100():
-    """Its tensor cores are those of an H200: thousands of tokens differ by the reading of the weight."""
+    """An H100 has the tensor cores of an H200: thousands of tokens differ by the reading of the weight."""
     h200, h100 = (estimates(chip, 8192)["cuda:cublaslt"] for chip in ("H200 SXM", "H100 SXM"))
     assert h200 <= h100 < 1.02 * h200
 

@@ -57,7 +57,7 @@ def test_it_is_smoothed_first(rng):
 
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
 def test_one_copy_is_prepared_for_both(rng, algo):
-    """Exact tensors are those of "auto" but for fold_scale, and those of "fp8" are the same."""
+    """Tensors prepared for "fp8" are those for "auto"; those for "exact" have no fold_scale."""
     case = random_case(rng, algo, 1040, [70, 300])
     auto = OnDevice(case, "bfloat16", "auto").params
     for compute in COMPUTES:

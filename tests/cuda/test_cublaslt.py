@@ -90,7 +90,7 @@ def test_matches_the_reference(rng, monkeypatch, algo):
 @pytest.mark.parametrize("rows", [[16], [48, 16, 80], [128, 256, 16], [144, 128]])
 @pytest.mark.parametrize("algo", ALGOS)
 def test_partitions_keep_their_scales(rng, monkeypatch, algo, rows):
-    """Those of FP8 each have an input scale; those of FP8_PB_WO that are no whole blocks begin one."""
+    """Partitions of FP8 each have an input scale; a partition of FP8_PB_WO begins a block, whole or not."""
     layer = Layer(monkeypatch, random_case(rng, algo, 384, rows), "bfloat16")
     x = random_x(rng, (50, 384), "bfloat16")
     layer.check(layer.run(x), x)
@@ -118,7 +118,7 @@ def test_scale_of_the_whole_tensor_found_from_it(rng, monkeypatch, algo):
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partitions_that_share_an_input_scale(rng, monkeypatch, dtype, given):
-    """They are multiplied at once, with a scale of the weight each; both ways of scaling are right."""
+    """Such partitions are one product, with a weight scale each; both ways of scaling are right."""
     case = random_case(rng, "FP8", 1024, [512, 40, 8], input_scale=given)
     for part in case.parts[1:] if given else ():
         part["input_scale"] = case.parts[0]["input_scale"]

@@ -114,7 +114,7 @@ def room(name):
     ],
 )
 def test_the_library_takes_the_room_that_is_declared(function, structure, arguments):
-    """It says yes, and writes nothing behind what it was given."""
+    """The library says yes, and writes nothing behind the room it was given."""
     library, size = ctypes.CDLL(_C.cublaslt()[0]), room(structure)
     memory = (ctypes.c_uint8 * (size + 256))(*[0xA5] * (size + 256))
     assert getattr(library, function)(memory, ctypes.c_size_t(size), *arguments) == 0

@@ -263,7 +263,7 @@ def test_every_kernel_that_can_run_here(rng, monkeypatch, algo, compute):
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
 @pytest.mark.parametrize("tokens", [1, 12, 40, 200])
 def test_a_bias_made_by_the_kernel_before(rng, algo, tokens):
-    """That one lets the next begin before it has ended; a bias is not among what is read ahead of time."""
+    """A kernel lets the next one begin before it has ended; a bias is not read ahead of time."""
     first = OnDevice(random_case(rng, algo, 4096, [1024]), "bfloat16")
     second = OnDevice(random_case(rng, algo, 1024, [1024]), "bfloat16")
     rows = [to_cuda(random_x(rng, (1, 4096), "bfloat16"), "bfloat16") for _ in range(2)]

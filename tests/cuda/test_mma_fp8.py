@@ -61,7 +61,7 @@ def test_random_shapes(rng, kernel, algo):
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_large_tiles(rng, kernel, algo):
-    """As many as the chip has multiprocessors and more, so that the tiles of 128 x 128 are taken."""
+    """More tiles than the chip has multiprocessors, so that tiles of 128 x 128 are taken."""
     case = random_case(rng, algo, 528, [1000, 130, 2300])
     check(case, OnDevice(case, dtypes_of(kernel)[-1]), 1100, rng)
 

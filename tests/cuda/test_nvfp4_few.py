@@ -61,7 +61,7 @@ def test_columns_of_all_lengths(rng):
 @pytest.mark.parametrize("tokens", [1, 4, 6, 8, 13])
 @pytest.mark.parametrize("shape", [(1040, [700]), (4096, [2200]), (7168, [300]), (512, [9001])])
 def test_every_way(rng, shape, tokens):
-    """Also those that are not the choice; one that a call does not suit is the choice."""
+    """Ways that are not the choice are right, too; for a way that does not suit the call, the choice runs."""
     columns, rows = shape
     case = random_case(rng, "NVFP4", columns, rows)
     layer = OnDevice(case, "bfloat16")

@@ -155,7 +155,7 @@ def test_calls_that_follow_each_other_in_a_graph(rng):
 
 @pytest.mark.parametrize("variant", SHARED)
 def test_shares_that_follow_each_other_in_a_graph(rng, variant):
-    """They leave sums in a workspace that is the same in all calls."""
+    """Shares leave sums in one workspace, which all calls of the graph use."""
     layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16")
     for tokens in (11, 64, 128):
         layer.method._plan.keep(tokens, NAME, variant)

@@ -23,7 +23,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 
 
 def kernels(case: Any, dtype: str, compute: str) -> list[str]:
-    """Those that can run the layer, and "" for the plan's own choice."""
+    """Kernels that can run the layer, and "" for the plan's own choice."""
     found = OnDevice(case, dtype, compute).method._plan.explain()
     return [name for name, reason in found if reason is None] + [""]
 

@@ -52,7 +52,7 @@ def test_a_kernel_for_every_number_of_rows(algo):
 
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"])
 def test_a_remembered_choice_is_the_choice(algo):
-    """Also where another number of rows had the same place before, and for more than a place can tell."""
+    """Where another number of rows had the place before, too, and for more rows than a place can tell."""
 
     def plan():
         return _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", capability="9.0")

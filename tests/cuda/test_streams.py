@@ -208,7 +208,7 @@ def test_a_workspace_that_nobody_keeps_cannot_be_captured(layer, x):
 
 
 def test_cupy(layer, x):
-    """It tells no current stream: the work goes to the default stream, which is also CuPy's."""
+    """CuPy tells no current stream: the work goes to the default stream, which is also CuPy's."""
     cupy = pytest.importorskip("cupy")
     y = layer(x)
     bits = cupy.from_dlpack(x.view(torch.uint16))

@@ -194,7 +194,7 @@ def test_tensors_of_both_devices_are_refused(rng):
 @needs_two
 @pytest.mark.parametrize("kernel", ["", "cuda:sm90_fp8_many", "cuda:cublaslt"])
 def test_a_thread_for_each_device(rng, monkeypatch, kernel):
-    """Both at once, and a third that goes to and fro; none has a current device when it begins."""
+    """Two threads at once, and a third on both devices in turn; none has a current device when it begins."""
     if kernel:
         force(monkeypatch, kernel)
     pair = Pair(rng, "FP8_PER_CHANNEL_PER_TOKEN")
@@ -270,7 +270,7 @@ def test_a_process_of_the_second_device_alone(kernel, tokens):
 
 
 def test_a_device_that_is_not_there():
-    """It is refused by name."""
+    """A device that is not there is refused by name."""
     if torch.cuda.device_count() > 1:
         pytest.skip("two devices")
     with pytest.raises(ValueError, match="cuda:1"):

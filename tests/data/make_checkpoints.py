@@ -92,7 +92,7 @@ def llama_small():
 
 
 def llama_two():
-    """The same with two layers."""
+    """Two layers, sizes that are multiples of 32."""
     return llama("llama_two", 64, 96, 2, heads=4)
 
 
