@@ -66,7 +66,7 @@ def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
 @pytest.mark.parametrize("tokens", [1, 4, 9])
 def test_infinities_and_nan_in_x(rng, monkeypatch, algo, tokens, kernel):
-    """Infinities and NaN make what float64 makes of them, zero weights included, and leave other rows alone."""
+    """Infinities and NaN give what float64 gives, zero weights included, and leave other rows alone."""
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
     case = random_case(rng, algo, 304, [40, 7])
     for part in case.parts:

@@ -278,7 +278,7 @@ def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes)
 
 @needs_compiler
 def test_flavours_of_a_build_keep_their_objects(sketch, tmp_path, fakes):
-    """Each is compiled once, however often builds change between them; what they share only by the first."""
+    """Each flavour is compiled once, however often builds take turns; shared objects by the first alone."""
     flavours = [
         {},
         {"MOQEXT_CUDA": "0"},

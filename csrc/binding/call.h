@@ -37,7 +37,7 @@ typedef struct {
 
 void moq_call_open(moq_call *call, moq_state *state, const moq_plan *plan, PyObject *out,
                    PyObject *stream);
-/* Gives back what was taken to be read. */
+/* Releases the tensors that were taken to be read. */
 void moq_call_release(moq_call *call);
 
 /* x, of the layer's dtype, on its device, that needs no gradient: results carry no history. */

@@ -9,7 +9,7 @@
 #include <limits.h>
 #include <string.h>
 
-/* For messages, by DLDataTypeCode. */
+/* Names of types for messages, by DLDataTypeCode. */
 static const char *const CODE_NAME[] = {
     "int",
     "uint",
@@ -31,7 +31,7 @@ static const char *const CODE_NAME[] = {
     "float4_e2m1fn",
 };
 
-/* For messages, by DLDeviceType. */
+/* Names of devices for messages, by DLDeviceType. */
 static const char *const DEVICE_NAME[] = {
     [kDLCPU] = "CPU",
     [kDLCUDA] = "CUDA",

@@ -86,7 +86,7 @@ static PyObject *kernels(PyObject *module, PyObject *unused) {
     return list;
 }
 
-/* Texts of others may have any bytes. */
+/* Texts of the driver and of libraries may have any bytes. */
 static void append_text(void *list, const char *text) {
     if (*(PyObject **)list)
         append(list, PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace"));

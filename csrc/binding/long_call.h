@@ -21,7 +21,7 @@ typedef struct {
     moq_watch watch;
 } moq_long_call;
 
-/* `call` stays where it is until the end. */
+/* `call` must stay where it is in memory until the end. */
 void moq_long_call_begin(moq_long_call *call);
 /* The status of the work, or that it was stopped. */
 moq_status moq_long_call_end(moq_long_call *call, moq_status status, moq_err *err);

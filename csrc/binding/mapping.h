@@ -8,7 +8,7 @@
 /* The keys under which mappings hold the tensors of a layer. */
 extern const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT];
 
-/* -1 with an exception that names the argument where it is no mapping. */
+/* -1 with an exception that names the argument where the argument is no mapping. */
 int moq_check_mapping(PyObject *object, const char *name);
 /* mapping[keyword], a new reference, since a mapping may make its values as they are asked for;
  * NULL without an exception when it is not there. */

@@ -26,7 +26,7 @@ static int append(PyObject *list, PyObject *row) {
     return status;
 }
 
-/* The list, or NULL where filling it failed. */
+/* Returns the list, or NULL where filling the list failed. */
 static PyObject *finish(PyObject *list, int status) {
     if (status < 0)
         Py_CLEAR(list);
@@ -192,7 +192,7 @@ static PyObject *notes(PyObject *self, PyObject *unused) {
 
 /* ---- tuning ---- */
 
-/* One (kernel, variant, seconds) each, the fastest first. */
+/* A list of (kernel, variant, seconds), the fastest first. */
 static PyObject *describe_timings(const moq_operation *operation, const moq_timing *timings,
                                   int count) {
     PyObject *list = PyList_New(0);

@@ -126,7 +126,7 @@ static moq_status report_absent_kv(merger *m, const moq_draft *by, moq_err *err)
     return MOQ_OK;
 }
 
-/* A name of `b` that `a` lacks; SIZE_MAX when there is none. */
+/* Index of a name of `b` that `a` lacks; SIZE_MAX when there is none. */
 static moq_status find_missing(moq_arena *arena, const moq_draft *a, const moq_draft *b,
                                size_t *out, moq_err *err) {
     moq_textmap map;

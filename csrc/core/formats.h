@@ -36,9 +36,9 @@ extern "C" {
 /* Exact: every value of every format is a float. */
 float moq_e4m3_decode(uint8_t code);
 float moq_e5m2_decode(uint8_t code);
-/* Only the low nibble counts. */
+/* E2M1; only the low nibble of the code counts. */
 float moq_e2m1_decode(uint8_t nibble);
-/* 2^(code - 127); 255 is NaN. */
+/* E8M0: 2^(code - 127); 255 is NaN. */
 float moq_e8m0_decode(uint8_t code);
 float moq_bf16_decode(uint16_t code);
 float moq_fp16_decode(uint16_t code);

@@ -28,7 +28,7 @@ typedef struct {
     uint64_t starts[65536 / 64]; /* pairs of bytes some text begins with */
 } moq_substrings;
 
-/* Room for `expected` texts. */
+/* A set with room for `expected` texts. */
 moq_status moq_substrings_setup(moq_substrings *set, moq_arena *arena, size_t expected,
                                 moq_err *err);
 /* Files a text that is not empty; returns the value that is now stored for it. */

@@ -84,7 +84,7 @@ INLINE code_words make_words(vec_i code_a, vec_i code_b, int offset, vec_f a, ve
                         V(packs_epi32)(BITS(a), BITS(b))};
 }
 
-/* Magnitudes of at most 448. */
+/* Codes of magnitudes of at most 448. */
 INLINE code_words e4m3_words_in_range(vec_f a, vec_f b) {
     vec_i code_a = narrow(magnitude_of(a), 3, 7), code_b = narrow(magnitude_of(b), 3, 7);
     return make_words(code_a, code_b, CODE_OFFSET(3, 7), a, b);
@@ -99,7 +99,7 @@ INLINE code_words e4m3_words(vec_f a, vec_f b) {
     return make_words(e4m3_saturated(a), e4m3_saturated(b), CODE_OFFSET(3, 7), a, b);
 }
 
-/* Magnitudes below 2^100; codes above 7 are left to pack_nibbles. */
+/* Codes of magnitudes below 2^100; codes above 7 are left to pack_nibbles. */
 INLINE code_words e2m1_words(vec_f a, vec_f b) {
     vec_i code_a = narrow(magnitude_of(a), 1, 1), code_b = narrow(magnitude_of(b), 1, 1);
     return make_words(code_a, code_b, CODE_OFFSET(1, 1), a, b);

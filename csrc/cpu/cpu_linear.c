@@ -98,7 +98,7 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
     return found;
 }
 
-/* A row as it is, for e2m1 weights. */
+/* Lays out a row of x as it is, for e2m1 weights. */
 static void convert_row(const pass *p, const row_memory *r, void *out) {
     memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
     p->tiles->convert(r->row, p->padded, p->few ? MOQ_ORDER_FEW : MOQ_ORDER_E2M1, out);
@@ -120,7 +120,7 @@ static double take_power(float *values, int64_t n, int exponent) {
     return power;
 }
 
-/* A row that is not quantized. */
+/* Lays out a row of x that is not quantized. */
 static double decode_as_is(const pass *p, const row_memory *r, void *out) {
     const float highest = ldexpf(1, HIGHEST_AS_IS), lowest = ldexpf(1, LOWEST_AS_IS);
     float amax;

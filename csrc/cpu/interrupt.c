@@ -11,7 +11,7 @@
  * five milliseconds, so it is not put more often than a person can tell. */
 #define INTERVAL ((int64_t)50 * 1000 * 1000)
 
-/* What this thread works under. */
+/* The call on whose behalf this thread works. */
 static _Thread_local moq_watch *current;
 static _Thread_local bool owned; /* it was opened by this thread, which puts the question */
 

@@ -7,7 +7,7 @@ from moqext.errors import CheckpointError
 
 
 def open_checkpoint(directory: str) -> Checkpoint:
-    """The checkpoint in a directory that is one.
+    """The checkpoint in a directory, where it is a checkpoint.
 
     Raises:
         CheckpointError: it has no file of a checkpoint, or one that cannot be read.

@@ -196,7 +196,7 @@ def test_long_calls_are_not_repeated(rng, monkeypatch):
 
 
 def test_speed_of_products_is_sought_where_it_is_highest():
-    """Many processors need large matrices: here the speed doubles with the size, and is found at the last."""
+    """Many processors need large matrices: where speed doubles with size, the largest matrix has it."""
     sizes = []
 
     def quick(size):

@@ -96,7 +96,7 @@ def assert_a_graph_replays(layer: OnDevice, x: Any) -> None:
 
 
 def assert_calls_follow_each_other(layer: OnDevice, x: Any, bias: bool = False) -> None:
-    """In a graph: each reads what the one before wrote, as x or as bias too, and begins before it ends."""
+    """Calls in a graph: each reads what the call before wrote, as x or bias, and begins before that ends."""
 
     def call(x: Any, **out: Any) -> Any:
         return layer(x, bias=x[0] if bias else None, **out)

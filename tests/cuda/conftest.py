@@ -9,7 +9,7 @@ from moqext import _C
 
 @pytest.fixture(autouse=True)
 def cuda_device(request: pytest.FixtureRequest) -> None:
-    """Skips a test marked `gpu` where there is no CUDA device, with the reason; begins with the first."""
+    """Skips a test marked `gpu` where there is no CUDA device, with the reason; begins on the first one."""
     if request.node.get_closest_marker("gpu"):
         try:
             _C.cuda_devices()

@@ -99,7 +99,7 @@ def test_hostile_values_as_on_the_cpu(rng, kernel, algo):
 
 @pytest.mark.slow
 def test_every_code_of_both_operands(rng, kernel):
-    """x holds each of the 256 codes in turn, so does W; NaN reaches its own row and column alone."""
+    """x and W hold each of the 256 codes in turn; NaN reaches its own row and column alone."""
     codes = np.arange(256, dtype=np.uint8)
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
     case = random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", 256, [256])

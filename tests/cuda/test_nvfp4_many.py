@@ -93,7 +93,7 @@ def test_nothing_around_the_result_is_written(rng, variant):
 
 
 def test_calls_that_follow_each_other_in_a_graph(rng, variant):
-    """Each reads what the one before wrote, and begins before that has ended; they share a workspace."""
+    """Each call reads what the call before wrote, and begins before that ends; calls share a workspace."""
     layer = OnDevice(of_unit_gain(random_case(rng, "NVFP4", 2048, [2048])), "bfloat16")
     for tokens in (64, 300):
         layer.method._plan.keep(tokens, NAME, variant)
