@@ -163,3 +163,22 @@ def linear_plan(
     fast_accum: bool = False,
     one_input_scale: bool = False,
 ) -> LinearPlan: ...
+
+@final
+class WeightPlan:
+    def checkpoint_params(self) -> list[tuple[str, tuple[int, ...], str, str, bool]]: ...
+    def prepared_params(self) -> list[tuple[str, tuple[int, ...], str, str, bool]]: ...
+    def prepare(
+        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]: ...
+
+def weight_plan(
+    quant_algo: str,
+    in_features: int,
+    out_partitions: Sequence[int],
+    group_size: int | None = None,
+    device: str | None = None,
+    compute: str | None = None,
+    experts: int | None = None,
+    one_input_scale: bool = False,
+) -> WeightPlan: ...

@@ -21,6 +21,7 @@ __all__ = [
     "linear",
     "pack_fp4",
     "pack_nvfp4",
+    "prepare_experts",
     "quantize",
     "requantize_to_max",
     "rms_norm_quantize",
@@ -437,10 +438,11 @@ def pack_nvfp4(weight: Any, weight_scale: Any, *, out: Any = None) -> Any:
     else; kernels need scales that are neither negative nor NaN, which `LinearMethod.prepare` checks.
 
     Args:
-        weight: [N, K / 2], two codes to a byte, K a multiple of 16.
-        weight_scale: [N, K / 16] or [N, K / 32], one byte each. Rows of both are contiguous.
-        out: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576]; on a CUDA device its address is a
-            multiple of 16.
+        weight: [N, K / 2] or [E, N, K / 2], two codes to a byte, K a multiple of 16.
+        weight_scale: [N, K / 16] or [N, K / 32], one byte each, or [E, ...] of these. Rows of both are
+            contiguous, rows and experts any distance apart.
+        out: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576], or [E, ...] of these; on a CUDA device
+            its address is a multiple of 16.
 
     Returns:
         `out`, or a new tensor.
@@ -460,11 +462,11 @@ def unpack_nvfp4(
     """NVFP4 codes and block scales as a checkpoint has them: the inverse of `pack_nvfp4`, minus zeros apart.
 
     Args:
-        packed: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576].
-        shape: (N, K) of the layer.
+        packed: contiguous uint8 [4 * ceil(N / 64), ceil(K / 64), 576], or [E, ...] of these.
+        shape: (N, K) of the layer, or (E, N, K).
         group_size: columns of a block scale, 16 or 32.
-        out: contiguous [N, K / 2] for the codes.
-        scale_out: contiguous [N, K / group_size] for the scales.
+        out: contiguous [N, K / 2], or [E, N, K / 2], for the codes.
+        scale_out: contiguous [N, K / group_size], or [E, ...] of these, for the scales.
 
     Returns:
         `out` and `scale_out`, or new tensors.
@@ -561,3 +563,75 @@ def linear(
 
 
 _linear_method = lru_cache(maxsize=256)(make_method)
+
+
+def prepare_experts(
+    params: Mapping[str, Any],
+    quant_algo: str,
+    in_features: int,
+    out_partitions: Sequence[int],
+    *,
+    group_size: int | None = None,
+    compute: str = "exact",
+    one_input_scale: bool = False,
+    out: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any]:
+    """Weight processing of a stack of experts: all of them at once, each as `LinearMethod.prepare` does one.
+
+    Expert e of a result is, bit by bit, what `LinearMethod(quant_algo, K, out_partitions).prepare` makes of
+    expert e of `params`; scales that differ between experts, or between gate and up, stay exact.
+
+    | tensor | shape | |
+    |---|---|---|
+    | weight | [E, N, K], or fp4 [E, N, K/2] | E4M3, or uint8 with two codes a byte |
+    | weight_scale | FP8 [E] or [E, P], per channel [E, N], 128 x 128 [E, Nt, Kt] | float |
+    | weight_scale | NVFP4 [E, N, K/g] | E4M3 |
+    | weight_scale_2, input_scale | [E] or [E, P] | float |
+    | pre_quant_scale | [E, K], or [K] for all experts | float |
+
+    N is the sum of the P partitions, [2I] as [I, I] for gate and up; Nt counts blocks of each partition by
+    itself. Each tensor may also be a list of one stack per partition ([E, I, K] for gate and for up). A scale of
+    partitions that is one value serves all experts. Experts may be any distance apart in memory; what belongs
+    to one expert is laid out as for `LinearMethod`.
+
+    Args:
+        params: the tensors by name, all codes on one device; where results go.
+        quant_algo: as for `LinearMethod`, like the next five.
+        in_features: K.
+        out_partitions: rows of the P layers fused in each expert.
+        group_size: columns that share a block scale, None for the algorithm's own.
+        compute: "exact", "fp8", "fp4" or "auto".
+        one_input_scale: all partitions of an expert have the same `input_scale`, which is checked.
+        out: tensors of an earlier call to overwrite, as for `LinearMethod.prepare`.
+
+    Returns:
+        A new dict of tensors of the weight's own framework, or `out`: those of `LinearMethod.prepared_params`
+        with the experts as first dimension, contiguous. A scale of one value an expert is a vector [E].
+
+    Raises:
+        UnsupportedQuantization, ValueError, TypeError, BufferError: as `LinearMethod` and its `prepare`; what
+            is wrong in one expert is named with it, "experts.3: weight_scale: ...". Nothing of `out` was
+            written then.
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
+    if params.get("weight") is None:
+        raise ValueError('params: "weight" is missing')
+    weight = params["weight"]
+    about = _C.describe_tensor(weight[0] if isinstance(weight, (list, tuple)) and weight else weight)
+    if not about["shape"] or not about["shape"][0]:
+        raise ValueError(f"weight: expected experts, rows and columns, got shape {about['shape']}")
+    plan = _weight_plan(
+        quant_algo,
+        in_features,
+        tuple(out_partitions),
+        group_size,
+        about["device"],
+        compute,
+        about["shape"][0],
+        one_input_scale,
+    )
+    return plan.prepare({name: as_tensors(value) for name, value in params.items()}, out)
+
+
+_weight_plan = lru_cache(maxsize=256)(_C.weight_plan)

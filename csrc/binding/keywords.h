@@ -11,6 +11,7 @@
     X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(eps)                                                                                         \
+    X(experts)                                                                                     \
     X(fast_accum)                                                                                  \
     X(fnmatch)                                                                                     \
     X(fold_scale)                                                                                  \

@@ -65,21 +65,28 @@ int moq_mapping_find_stranger(PyObject *mapping, const char *const *names, int c
     return size < 0 ? -1 : *key != NULL;
 }
 
-int moq_mapping_refuse_strangers(const moq_plan *plan, PyObject *mapping, const char *name) {
+int moq_mapping_refuse_others(const moq_param_spec *params, int count, const char *text,
+                              PyObject *mapping, const char *name) {
     const char *names[MOQ_MAX_PARAMS];
-    char text[160], all[160] = "";
+    char all[160] = "";
     PyObject *key;
-    for (int i = 0; i < plan->param_count; i++) {
+    for (int i = 0; i < count; i++) {
         size_t used = strlen(all);
-        names[i] = plan->param[i].name;
+        names[i] = params[i].name;
         snprintf(all + used, sizeof all - used, "%s%s", used ? ", " : "", names[i]);
     }
-    int found = moq_mapping_find_stranger(mapping, names, plan->param_count, &key);
+    int found = moq_mapping_find_stranger(mapping, names, count, &key);
     if (found > 0)
         PyErr_Format(PyExc_ValueError, "%s: %R is no prepared parameter of %s, which has %s", name,
-                     key, plan->operation->text(plan->problem, text, sizeof text), all);
+                     key, text, all);
     Py_XDECREF(key);
     return found == 0 ? 0 : -1;
+}
+
+int moq_mapping_refuse_strangers(const moq_plan *plan, PyObject *mapping, const char *name) {
+    char text[160];
+    plan->operation->text(plan->problem, text, sizeof text);
+    return moq_mapping_refuse_others(plan->param, plan->param_count, text, mapping, name);
 }
 
 /* Reads a taken tensor as the layer does, or releases it with an exception. */

@@ -197,7 +197,7 @@ static PyObject *take_result(moq_state *state, PyObject *given, const char *name
 
 /* Runs unpack_nvfp4 into (out, scale_out). */
 static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, const moq_arg *packed,
-                                  const int64_t *shape, int64_t group_size) {
+                                  int32_t ndim, const int64_t *shape, int64_t group_size) {
     moq_arg weight = {0}, scale = {0};
     PyObject *codes = NULL, *scales = NULL;
     moq_tensor expected, expected_scale;
@@ -205,8 +205,8 @@ static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, cons
     moq_err err;
     void *stream;
     int failed = -1;
-    if (moq_describe_unpack_nvfp4(&packed->view, shape, group_size, &expected, &expected_scale,
-                                  &err) != MOQ_OK)
+    if (moq_describe_unpack_nvfp4(&packed->view, ndim, shape, group_size, &expected,
+                                  &expected_scale, &err) != MOQ_OK)
         return moq_raise(state, &err);
     if (moq_stream_take(NULL, packed, &stream) < 0)
         return NULL;
@@ -216,7 +216,7 @@ static PyObject *run_unpack_nvfp4(moq_state *state, PyObject *const *given, cons
     if (scales) {
         moq_long_call call;
         moq_long_call_begin(&call);
-        status = moq_run_unpack_nvfp4(&packed->view, shape, group_size, stream, &weight.view,
+        status = moq_run_unpack_nvfp4(&packed->view, ndim, shape, group_size, stream, &weight.view,
                                       &scale.view, &err);
         status = moq_long_call_end(&call, status, &err);
         failed = status == MOQ_OK ? 0 : -1;
@@ -232,19 +232,19 @@ static PyObject *unpack_nvfp4(PyObject *module, PyObject *const *args, Py_ssize_
         "unpack_nvfp4", 3, 2, 5, {KW_packed, KW_shape, KW_group_size, KW_out, KW_scale_out}};
     moq_state *state = moq_module_state(module);
     PyObject *values[5], *result = NULL;
-    int64_t shape[2], group_size = MOQ_NVFP4_GROUP;
+    int64_t shape[3], group_size = MOQ_NVFP4_GROUP;
     moq_arg packed;
     if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
         return NULL;
-    Py_ssize_t count = take_extents(values[1], "shape", 2, shape);
-    if (count >= 0 && count != 2)
+    Py_ssize_t count = take_extents(values[1], "shape", 3, shape);
+    if (count >= 0 && count < 2)
         PyErr_Format(PyExc_ValueError, "shape: expected rows and columns, got %R", values[1]);
-    if (count != 2 || (!moq_arg_absent(values[2]) &&
-                       moq_arg_int(values[2], "group_size", 1, INT32_MAX, &group_size) < 0))
+    if (count < 2 || (!moq_arg_absent(values[2]) &&
+                      moq_arg_int(values[2], "group_size", 1, INT32_MAX, &group_size) < 0))
         return NULL;
     if (moq_arg_take(state, values[0], "packed", &packed) < 0)
         return NULL;
-    result = run_unpack_nvfp4(state, values + 3, &packed, shape, group_size);
+    result = run_unpack_nvfp4(state, values + 3, &packed, (int32_t)count, shape, group_size);
     moq_arg_release(&packed);
     return result;
 }

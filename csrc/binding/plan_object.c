@@ -55,7 +55,7 @@ static PyObject *describe_param(const moq_param_spec *p) {
                  : NULL;
 }
 
-static PyObject *describe_params(const moq_param_spec *params, int count) {
+PyObject *moq_describe_params(const moq_param_spec *params, int count) {
     PyObject *list = PyList_New(0);
     int status = list ? 0 : -1;
     for (int i = 0; i < count && status == 0; i++)
@@ -67,12 +67,12 @@ static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
     const moq_plan *plan = plan_of(self);
     moq_param_spec params[MOQ_MAX_PARAMS];
     (void)unused;
-    return describe_params(params, plan->operation->checkpoint_params(plan->problem, params));
+    return moq_describe_params(params, plan->operation->checkpoint_params(plan->problem, params));
 }
 
 static PyObject *prepared_params(PyObject *self, PyObject *unused) {
     (void)unused;
-    return describe_params(plan_of(self)->param, plan_of(self)->param_count);
+    return moq_describe_params(plan_of(self)->param, plan_of(self)->param_count);
 }
 
 static PyObject *quant_algo(PyObject *self, void *unused) {

@@ -19,6 +19,9 @@ static inline moq_state *moq_plan_state(PyObject *self) {
  * since the plan points to it, and then planned; NULL with an exception. */
 PyObject *moq_plan_object_new(PyTypeObject *type);
 
+/* Parameters as a list of (name, shape, dtype, role, required). */
+PyObject *moq_describe_params(const moq_param_spec *params, int count);
+
 /* The names of an operation's kernels, "family:name", appended to a list. */
 int moq_append_kernels(const moq_operation *operation, PyObject *list);
 

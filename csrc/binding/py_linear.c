@@ -3,34 +3,23 @@
  * The object holds a spec and a plan and no tensor; weights live in dicts of ordinary tensors that
  * the caller owns. moqext.LinearMethod is its documented face. What it does beside linears alone
  * (choices, tuning, descriptions) is in plan_object.c, the path of its call in call.c. */
-#include "binding/py_linear.h"
 #include "binding/args.h"
 #include "binding/call.h"
+#include "binding/plan_object.h"
 #include "binding/py_cublaslt.h"
+#include "binding/py_weight.h"
+#include "ops/linear_call.h"
 #include "ops/target.h"
 
 #include <stdlib.h>
 
-/* ---- construction ---- */
+typedef struct {
+    moq_plan_object base; /* its plan points to the spec */
+    moq_linear_spec spec;
+    int64_t *partitions; /* what the spec points to */
+} linear_object;
 
-static int parse_partitions(PyObject *value, int64_t *partitions) {
-    Py_ssize_t count = PySequence_Check(value) ? PySequence_Size(value) : -1;
-    if (count < 1 || count > MOQ_MAX_PARTITIONS) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError,
-                     "out_partitions: expected a sequence of 1 to %d sizes, got %R",
-                     MOQ_MAX_PARTITIONS, value);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PySequence_GetItem(value, i);
-        int bad = !item || moq_arg_int(item, "out_partitions", 1, INT32_MAX, &partitions[i]) < 0;
-        Py_XDECREF(item);
-        if (bad)
-            return -1;
-    }
-    return (int)count;
-}
+/* ---- construction ---- */
 
 static const moq_signature LINEAR_PLAN = {"linear_plan",
                                           10,
@@ -73,9 +62,10 @@ static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *
     return -1;
 }
 
-/* Reads the arguments of linear_plan() into the spec. */
-static int resolve(moq_state *state, PyObject **v, moq_linear_spec *spec) {
-    int64_t in_features, partitions[MOQ_MAX_PARTITIONS], group = 0;
+/* Reads the arguments of linear_plan(). */
+static int resolve(moq_state *state, PyObject **v, linear_object *self) {
+    moq_linear_spec *spec = &self->spec;
+    int64_t in_features, group = 0;
     moq_device device;
     moq_err err;
     const char *algo = moq_arg_text(v[0], "quant_algo");
@@ -83,13 +73,13 @@ static int resolve(moq_state *state, PyObject **v, moq_linear_spec *spec) {
     const char *compute = dtype ? moq_arg_text(v[6], "compute") : NULL;
     if (!compute || moq_arg_int(v[1], "in_features", 1, INT32_MAX, &in_features) < 0)
         return -1;
-    int count = parse_partitions(v[2], partitions);
+    int count = moq_take_partitions(v[2], &self->partitions);
     if (count < 0 || moq_arg_device(v[5], "device", &device) < 0)
         return -1;
     if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
         return -1;
-    if (moq_linear_resolve(algo, compute, dtype, device, in_features, partitions, count, group,
-                           spec, &err) != MOQ_OK) {
+    if (moq_linear_resolve(algo, compute, dtype, device, in_features, self->partitions, count,
+                           group, spec, &err) != MOQ_OK) {
         moq_raise(state, &err);
         return -1;
     }
@@ -104,8 +94,8 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
     PyObject *object = moq_plan_object_new(state->linear_plan_type);
-    moq_linear_object *self = (moq_linear_object *)object;
-    if (self && resolve(state, v, &self->spec) < 0)
+    linear_object *self = (linear_object *)object;
+    if (self && resolve(state, v, self) < 0)
         Py_CLEAR(object);
     if (object && moq_plan_make(&MOQ_LINEAR, &self->spec, getenv("MOQEXT_KERNEL"), &self->base.plan,
                                 &err) != MOQ_OK) {
@@ -201,9 +191,26 @@ static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, 
 
 /* ---- the type ---- */
 
+static PyObject *prepare(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    const moq_linear_spec *spec = &((linear_object *)self)->spec;
+    char text[160];
+    moq_linear_text(spec, text, sizeof text);
+    return moq_weight_prepare_call(moq_plan_state(self), &spec->matrix, text, values, nargs,
+                                   kwnames);
+}
+
+static void deallocate(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free(((linear_object *)self)->partitions);
+    release(self);
+    Py_DECREF(type);
+}
+
 static PyMethodDef LINEAR_METHODS[] = {
-    {"prepare", (PyCFunction)(void (*)(void))moq_linear_object_prepare,
-     METH_FASTCALL | METH_KEYWORDS, "prepare(params, out=None) -> dict of prepared tensors"},
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
+     "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, bias=None, out=None, stream=None) -> y"},
     {"way", (PyCFunction)(void (*)(void))way, METH_FASTCALL | METH_KEYWORDS,
@@ -214,13 +221,14 @@ static PyMethodDef LINEAR_METHODS[] = {
 
 static PyType_Slot LINEAR_SLOTS[] = {
     {Py_tp_doc, "A linear layer, resolved and planned; made by linear_plan()."},
+    {Py_tp_dealloc, (void *)deallocate},
     {Py_tp_methods, LINEAR_METHODS},
     {0, NULL},
 };
 
 static PyType_Spec LINEAR_TYPE = {
     .name = "moqext._C.LinearPlan",
-    .basicsize = sizeof(moq_linear_object),
+    .basicsize = sizeof(linear_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = LINEAR_SLOTS,
 };

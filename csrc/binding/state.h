@@ -18,6 +18,7 @@ typedef struct {
     PyObject *config_type;          /* moqext._C.Config */
     PyTypeObject *plan_type;        /* moqext._C.Plan */
     PyTypeObject *linear_plan_type; /* moqext._C.LinearPlan */
+    PyTypeObject *weight_plan_type; /* moqext._C.WeightPlan */
     PyObject *keyword[KW_COUNT];    /* interned names */
     moq_boundary *boundary;         /* what the tensor boundary remembers: binding/boundary.h */
 } moq_state;
@@ -42,5 +43,6 @@ int moq_add_plan(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
 int moq_add_tables(PyObject *module, moq_state *state);
 int moq_add_transfer(PyObject *module, moq_state *state);
+int moq_add_weight(PyObject *module, moq_state *state);
 
 #endif

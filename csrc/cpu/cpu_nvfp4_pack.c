@@ -14,6 +14,10 @@
 #define NANOSECONDS  1.0 /* of a value, roughly */
 #define UNIT_VALUES  (MOQ_PACK_ROWS * MOQ_PACK_K)
 
+static int64_t count_units(const moq_nvfp4_rows *p) { /* of a matrix */
+    return moq_pack_slabs(p->rows) * moq_pack_blocks(p->columns);
+}
+
 /* A group of 16 columns of a unit: where its codes and its scale are in the layer. */
 typedef struct {
     uint8_t *codes, *scale;
@@ -22,13 +26,15 @@ typedef struct {
 
 /* False beyond the last row or column. */
 static bool find_group(const moq_nvfp4_rows *p, int64_t unit, int index, group_place *at) {
-    int64_t blocks = moq_pack_blocks(p->columns);
+    int64_t blocks = moq_pack_blocks(p->columns), units = count_units(p);
+    int64_t expert = unit / units;
+    unit %= units;
     at->r = index / MOQ_PACK_GROUPS;
     at->s = index % MOQ_PACK_GROUPS;
     int64_t row = unit / blocks * MOQ_PACK_ROWS + at->r;
     int64_t column = unit % blocks * MOQ_PACK_K + 16 * at->s;
-    at->codes = p->codes + row * p->code_stride + column / 2;
-    at->scale = p->scales + row * p->scale_stride + column / p->group;
+    at->codes = p->codes + expert * p->code_step + row * p->code_stride + column / 2;
+    at->scale = p->scales + expert * p->scale_step + row * p->scale_stride + column / p->group;
     return row < p->rows && column < p->columns;
 }
 
@@ -80,12 +86,8 @@ static void unpack_units(void *context, int64_t begin, int64_t end) {
     }
 }
 
-static int64_t count_units(const moq_nvfp4_rows *p) {
-    return moq_pack_slabs(p->rows) * moq_pack_blocks(p->columns);
-}
-
 static moq_shares share_units(const moq_nvfp4_rows *p) {
-    int64_t units = count_units(p);
+    int64_t units = p->experts * count_units(p);
     return (moq_shares){.count = units,
                         .grain = THREAD_UNITS,
                         .nanoseconds = NANOSECONDS * UNIT_VALUES * (double)units};

@@ -5,13 +5,16 @@
 #include <stdint.h>
 
 /* Codes [rows, columns / 2] and block scales [rows, columns / group], each row contiguous; strides
- * are bytes from row to row. columns is a multiple of group, which is 16 or 32. */
+ * are bytes from row to row, steps from expert to expert of a stack. columns is a multiple of
+ * group, which is 16 or 32. */
 typedef struct {
-    int64_t rows, columns;
+    int64_t experts;       /* matrices of a stack, or 1 */
+    int64_t rows, columns; /* of a matrix */
     int32_t group;
     uint8_t *codes, *scales;
     int64_t code_stride, scale_stride;
-    uint8_t *packed; /* units */
+    int64_t code_step, scale_step;
+    uint8_t *packed; /* units of all experts */
 } moq_nvfp4_rows;
 
 void moq_cpu_pack_nvfp4(const moq_nvfp4_rows *rows);

@@ -1,5 +1,5 @@
-/* The linear operation: weight processing and the call, validated and planned, still without
- * Python. Everything is checked before the first byte is written. */
+/* The call of a linear: validated and planned, still without Python. Everything is checked before
+ * the first byte is written. */
 #ifndef MOQ_OPS_LINEAR_CALL_H
 #define MOQ_OPS_LINEAR_CALL_H
 
@@ -8,42 +8,6 @@
 #include "ops/linear_kernels.h"
 #include "ops/params.h"
 #include "ops/plan.h"
-
-/* ---- weight processing ---- */
-
-/* A tensor of the checkpoint: absent (count 0), one tensor for the whole layer (count 1), or one
- * per partition. */
-typedef struct {
-    int32_t count;
-    const moq_tensor *part; /* [count] */
-} moq_source;
-
-typedef struct {
-    moq_source weight;
-    moq_source weight_scale;
-    moq_source weight_scale_2;
-    moq_source input_scale;
-    moq_source pre_quant_scale;
-} moq_linear_sources;
-
-/* How weights are processed: `fresh` outputs, which nobody else has seen, may have been written
- * when it fails, others are not. On CUDA the work goes to `stream`, which is waited for (so not
- * within a capture). `workspace` has the bytes that moq_prepare_workspace asks for, on the device.
- */
-typedef struct {
-    bool fresh;
-    void *stream;
-    void *workspace;
-} moq_prepare_way;
-
-int64_t moq_prepare_workspace(const moq_linear_spec *spec, bool fresh);
-
-/* Turns checkpoint tensors into prepared ones. On CUDA, codes are on the layer's device, scales of
- * any other kind there or on the host. */
-moq_status moq_linear_prepare(const moq_linear_spec *spec, const moq_linear_sources *sources,
-                              moq_prepare_way way, moq_params *params, moq_err *err);
-
-/* ---- the call ---- */
 
 /* A call and the kernel that is to run it. Points into itself: not to be copied. */
 typedef struct {

@@ -4,18 +4,19 @@
 
 #include "core/tensor.h"
 
-/* weight e2m1 [N, K / 2] and scale e4m3 [N, K / 16] or [N, K / 32], contiguous rows -> units. */
+/* weight e2m1 [N, K / 2] and scale e4m3 [N, K / 16] or [N, K / 32], contiguous rows -> units. With
+ * [E, ...] of both, each expert after the one before. */
 moq_status moq_describe_pack_nvfp4(const moq_tensor *weight, const moq_tensor *scale,
                                    moq_tensor *expected, moq_err *err);
 moq_status moq_run_pack_nvfp4(const moq_tensor *weight, const moq_tensor *scale, void *stream,
                               const moq_tensor *out, moq_err *err);
 
-/* The inverse, for a layer of shape[0] x shape[1]. */
-moq_status moq_describe_unpack_nvfp4(const moq_tensor *packed, const int64_t *shape,
+/* The inverse, for a layer of shape [N, K], or [E, N, K] where ndim is 3. */
+moq_status moq_describe_unpack_nvfp4(const moq_tensor *packed, int32_t ndim, const int64_t *shape,
                                      int64_t group_size, moq_tensor *weight, moq_tensor *scale,
                                      moq_err *err);
-moq_status moq_run_unpack_nvfp4(const moq_tensor *packed, const int64_t *shape, int64_t group_size,
-                                void *stream, const moq_tensor *weight, const moq_tensor *scale,
-                                moq_err *err);
+moq_status moq_run_unpack_nvfp4(const moq_tensor *packed, int32_t ndim, const int64_t *shape,
+                                int64_t group_size, void *stream, const moq_tensor *weight,
+                                const moq_tensor *scale, moq_err *err);
 
 #endif

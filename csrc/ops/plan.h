@@ -13,7 +13,7 @@
  *   linear_call       the operation linear: a call checked and launched by the three above
  *   linear_kernels    its table of kernels, each with a predicate and an estimate
  *   linear_tune       what timing a linear takes: random x, copies of the weight
- *   linear_prepare    its weight processing
+ *   weight_prepare    the weight processing of every operation
  *
  * The rules. A kernel can run a problem with a number of tokens, or says in words why not; whether
  * it can depends on the description alone, so that choices are tested on a machine without the

@@ -7,6 +7,7 @@
 
 #include "core/formats.h"
 #include "ops/linear_call.h"
+#include "ops/weight_prepare.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -26,6 +27,7 @@ typedef struct {
 
 typedef struct {
     moq_linear_spec spec;
+    int64_t partition[MOQ_MAX_PARTITIONS + 1]; /* what the spec points to */
     source_set weight, weight_scale, weight_scale_2, input_scale, pre_quant_scale;
     bool spoiled; /* a tensor is not what the layer asks for */
 } layer;
@@ -37,7 +39,7 @@ static int64_t draw_size(fuzz_input *in, int64_t usual) {
     return kind < 128 ? fuzz_range(in, 1, usual) / 16 * 16 : fuzz_range(in, 1, usual);
 }
 
-static moq_status resolve(fuzz_input *in, moq_linear_spec *spec, moq_err *err) {
+static moq_status resolve(fuzz_input *in, layer *l, moq_err *err) {
     static const char *const ALGOS[] = {"FP8",
                                         "NVFP4",
                                         "W4A16_NVFP4",
@@ -59,16 +61,15 @@ static moq_status resolve(fuzz_input *in, moq_linear_spec *spec, moq_err *err) {
     static const char *const DTYPES[] = {"float32", "bfloat16", "float16", "float32",
                                          "bf16",    "e4m3",     "float32", "x"};
     static const int64_t GROUPS[] = {0, 0, 0, 16, 32, 128, -1, 64};
-    int64_t partition[MOQ_MAX_PARTITIONS + 1];
     const char *algo = ALGOS[fuzz_range(in, 0, 15)];
     const char *compute = COMPUTES[fuzz_range(in, 0, 7)], *dtype = DTYPES[fuzz_range(in, 0, 7)];
     const int64_t k = draw_size(in, 300), group = GROUPS[fuzz_range(in, 0, 7)];
     const int shape = (int)fuzz_range(in, 0, 255);
     const int32_t count = shape < 4 ? (int32_t)(65 * (shape & 1)) : shape % PART_MAX + 1;
     for (int32_t i = 0; i < count; i++)
-        partition[i] = count > PART_MAX ? 1 : draw_size(in, 140);
-    return moq_linear_resolve(algo, compute, dtype, (moq_device){MOQ_CPU, 0}, k, partition, count,
-                              group, spec, err);
+        l->partition[i] = count > PART_MAX ? 1 : draw_size(in, 140);
+    return moq_linear_resolve(algo, compute, dtype, (moq_device){MOQ_CPU, 0}, k, l->partition,
+                              count, group, &l->spec, err);
 }
 
 /* Element i, in row-major memory, to one a checkpoint may hold: a scale of at most 2, which for a
@@ -122,7 +123,7 @@ static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, so
             tame(t, i, want);
         out->view[p] = *t;
     }
-    out->source = (moq_source){count, out->view};
+    out->source = (moq_source){.count = count, .part = out->view};
 }
 
 static void free_source(source_set *s) {
@@ -130,7 +131,7 @@ static void free_source(source_set *s) {
         fuzz_free(&s->part[p]);
 }
 
-static void make_sources(fuzz_input *in, layer *l, moq_linear_sources *sources) {
+static void make_sources(fuzz_input *in, layer *l, moq_weight_sources *sources) {
     moq_param_spec want[MOQ_MAX_PARAMS];
     const int count = moq_linear_checkpoint_params(&l->spec, want);
     for (int i = 0; i < count; i++) {
@@ -143,7 +144,7 @@ static void make_sources(fuzz_input *in, layer *l, moq_linear_sources *sources) 
             make_source(in, l, &want[i], s);
     }
     *sources =
-        (moq_linear_sources){l->weight.source, l->weight_scale.source, l->weight_scale_2.source,
+        (moq_weight_sources){l->weight.source, l->weight_scale.source, l->weight_scale_2.source,
                              l->input_scale.source, l->pre_quant_scale.source};
 }
 
@@ -361,7 +362,7 @@ static void run(fuzz_input *in, const layer *l, const moq_params *params) {
 
 static void prepare_and_run(fuzz_input *in, layer *l) {
     moq_param_spec want[MOQ_MAX_PARAMS];
-    moq_linear_sources sources;
+    moq_weight_sources sources;
     moq_params params;
     fuzz_tensor prepared[MOQ_MAX_PARAMS] = {{.memory = NULL}};
     moq_err err;
@@ -378,7 +379,7 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
         params.of[want[i].id] = prepared[i].view;
     }
     const moq_prepare_way way = {.fresh = false};
-    const moq_status status = moq_linear_prepare(&l->spec, &sources, way, &params, &err);
+    const moq_status status = moq_weight_prepare(&l->spec.matrix, &sources, way, &params, &err);
     if (status == MOQ_OK) {
         run(in, l, &params);
     } else {
@@ -413,7 +414,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_input in = {data, size};
     layer *l = calloc(1, sizeof *l);
     moq_err err;
-    const moq_status status = resolve(&in, &l->spec, &err);
+    const moq_status status = resolve(&in, l, &err);
     if (status != MOQ_OK) {
         fuzz_check_error(status, &err);
     } else {

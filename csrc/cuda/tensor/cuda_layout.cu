@@ -189,6 +189,7 @@ typedef struct {
     matrices plain;
     uint8_t *tiles;
     int64_t tile_rows, tile_columns; /* tiles of a matrix */
+    int64_t gap;                     /* bytes between the tiles of two matrices */
     int64_t groups;                  /* of TILES tiles in a row of them */
     bool aligned;                    /* tiles: to 16 bytes */
     bool whole;                      /* four bytes of a row are a word, and rows consist of words */
@@ -206,8 +207,8 @@ static __device__ __forceinline__ tile_part part_of(const tile_args *a) {
     int64_t across = block % a->groups * TILES + threadIdx.x % TILES;
     int64_t down = block / a->groups; /* of all matrices */
     int64_t tile = down * a->tile_columns + across;
-    tile_part part = {a->tiles + tile * MOQ_SWIZZLE_BYTES + m * 16, down / a->tile_rows,
-                      down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4,
+    tile_part part = {a->tiles + tile * MOQ_SWIZZLE_BYTES + m * 16 + down / a->tile_rows * a->gap,
+                      down / a->tile_rows, down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4,
                       across < a->tile_columns};
     return part;
 }
@@ -270,8 +271,9 @@ static __global__ void __launch_bounds__(THREADS) unswizzle(tile_args a) {
         store_four(&a, &p, p.row + i * 32, word[i]);
 }
 
+/* A span of 0: tiles of matrices without gaps. */
 static moq_status move_tiles(const char *what, const void *kernel, const moq_tensor *plain,
-                             uint8_t *tiles, void *stream, moq_err *err) {
+                             uint8_t *tiles, int64_t span, void *stream, moq_err *err) {
     int last = plain->ndim - 1;
     int64_t count = plain->ndim == 3 ? plain->shape[0] : 1;
     tile_args a = {
@@ -283,7 +285,9 @@ static moq_status move_tiles(const char *what, const void *kernel, const moq_ten
     a.tile_rows = moq_swizzle_down(a.plain.rows);
     a.tile_columns = moq_swizzle_across(a.plain.columns);
     a.groups = (a.tile_columns + TILES - 1) / TILES;
-    a.aligned = (uintptr_t)tiles % 16 == 0;
+    if (span)
+        a.gap = span - a.tile_rows * a.tile_columns * MOQ_SWIZZLE_BYTES;
+    a.aligned = (uintptr_t)tiles % 16 == 0; /* a tile has a multiple of 16 bytes */
     a.whole = (uintptr_t)a.plain.data % 4 == 0 && a.plain.columns % 4 == 0 && a.plain.step == 1 &&
               a.plain.row_step % 4 == 0 && a.plain.matrix_step % 4 == 0;
     if (count * a.tile_rows * a.groups == 0)
@@ -299,11 +303,16 @@ static moq_status move_tiles(const char *what, const void *kernel, const moq_ten
 
 extern "C" moq_status moq_cuda_swizzle(const moq_tensor *scale, uint8_t *out, void *stream,
                                        moq_err *err) {
-    return move_tiles("swizzle_block_scales", (const void *)swizzle, scale, out, stream, err);
+    return moq_cuda_swizzle_apart(scale, out, 0, stream, err);
+}
+
+extern "C" moq_status moq_cuda_swizzle_apart(const moq_tensor *scale, uint8_t *out, int64_t span,
+                                             void *stream, moq_err *err) {
+    return move_tiles("swizzle_block_scales", (const void *)swizzle, scale, out, span, stream, err);
 }
 
 extern "C" moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *stream,
                                          moq_err *err) {
-    return move_tiles("unswizzle_block_scales", (const void *)unswizzle, out, swizzled, stream,
+    return move_tiles("unswizzle_block_scales", (const void *)unswizzle, out, swizzled, 0, stream,
                       err);
 }

@@ -25,6 +25,10 @@ moq_status moq_cuda_translate(const moq_tensor *codes, const moq_code_table *tab
 /* One-byte scales [M, K] or [B, M, K] of any strides to tiles of 128 x 4 padded with zeros, and
  * back to the row-major matrices `out`; `swizzled` is only read. */
 moq_status moq_cuda_swizzle(const moq_tensor *scale, uint8_t *out, void *stream, moq_err *err);
+/* The tiles of each matrix begin `span` bytes, a multiple of 16, after the ones of the matrix
+ * before. */
+moq_status moq_cuda_swizzle_apart(const moq_tensor *scale, uint8_t *out, int64_t span, void *stream,
+                                  moq_err *err);
 moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzled, void *stream, moq_err *err);
 
 #ifdef __cplusplus

@@ -36,6 +36,13 @@
 #define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
 
+/* What a kernel is given: the sources come with it, so that nothing has to be on the device before.
+ * The second dimension of its grid goes over the experts of a stack. */
+typedef struct {
+    moq_nvfp4_pack of;
+    moq_pack_source source[MOQ_MAX_PARTITIONS];
+} pack_args;
+
 /* A group of rows g and g + 8. */
 typedef struct {
     uint2 codes[2]; /* the first in the lowest nibble */
@@ -151,37 +158,40 @@ typedef struct {
     int64_t first;
 } place;
 
-static __device__ __forceinline__ place find_place(const moq_nvfp4_pack &p, int64_t row) {
+static __device__ __forceinline__ place find_place(const pack_args &p, int64_t row) {
     place at = {0, 0};
-    while (row - at.first >= p.source[at.index].rows && at.index + 1 < p.source_count)
+    while (row - at.first >= p.source[at.index].rows && at.index + 1 < p.of.source_count)
         at.first += p.source[at.index++].rows;
     return at;
 }
 
-static __device__ __forceinline__ float factor_of(const moq_pack_source &source) {
-    return source.factor_at ? moq_load_one(source.factor_at, 0, source.factor_dtype)
-                            : source.factor;
+/* weight_scale_2 of a source for the block's expert. */
+static __device__ __forceinline__ float factor_of(const pack_args &p,
+                                                  const moq_pack_source &source) {
+    return source.factor_at
+               ? moq_load_one(source.factor_at, blockIdx.y * p.of.factor_step, source.factor_dtype)
+               : source.factor;
 }
 
 /* The scales of a row for groups `group` to group + 7: all of them are there, or none. */
-static __device__ __forceinline__ uint2 load_eight(const moq_nvfp4_pack &p, const uint8_t *row,
+static __device__ __forceinline__ uint2 load_eight(const pack_args &p, const uint8_t *row,
                                                    uint32_t group) {
-    if (group >= groups_of(p.columns))
+    if (group >= groups_of(p.of.columns))
         return make_uint2(0, 0);
-    if (p.group == MOQ_NVFP4_GROUP)
+    if (p.of.group == MOQ_NVFP4_GROUP)
         return *(const uint2 *)(row + group);
     uint32_t four = *(const uint32_t *)(row + group / 2);
     return make_uint2(__byte_perm(four, 0, 0x1100), __byte_perm(four, 0, 0x3322));
 }
 
 /* The same one by one: some may be there. */
-static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const uint8_t *row,
+static __device__ __forceinline__ uint2 load_each(const pack_args &p, const uint8_t *row,
                                                   uint32_t group) {
     uint32_t word[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8; i++, group++) {
-        if (group < groups_of(p.columns))
-            word[i / 4] |= (uint32_t)row[p.group == MOQ_NVFP4_GROUP ? group : group / 2]
+        if (group < groups_of(p.of.columns))
+            word[i / 4] |= (uint32_t)row[p.of.group == MOQ_NVFP4_GROUP ? group : group / 2]
                            << i % 4 * 8;
     }
     return make_uint2(word[0], word[1]);
@@ -190,12 +200,12 @@ static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const
 /* Loads what is of one source: rows `begin` to end - 1 of the slab, of which row 0 would be the
  * source's row `shift`. */
 template <bool ALIGNED>
-static __device__ __forceinline__ void
-load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift, int begin, int end,
-          const run &here, const part &mine, share &out) {
-    const uint8_t *codes =
-        source.codes + (shift + mine.p) * source.code_stride + (int64_t)mine.group * 8;
-    int row = mine.lane / 2, last = mine.group < groups_of(p.columns) ? end : 0;
+static __device__ __forceinline__ void load_rows(const pack_args &p, const moq_pack_source &source,
+                                                 int64_t shift, int begin, int end, const run &here,
+                                                 const part &mine, share &out) {
+    const uint8_t *codes = source.codes + blockIdx.y * source.code_step +
+                           (shift + mine.p) * source.code_stride + (int64_t)mine.group * 8;
+    int row = mine.lane / 2, last = mine.group < groups_of(p.of.columns) ? end : 0;
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++, codes += 2 * source.code_stride) {
         int r = mine.p + 2 * i;
@@ -204,11 +214,12 @@ load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift,
     }
     bool own = row >= begin && row < end;
     if (own) {
-        const uint8_t *scales = source.scales + (shift + row) * source.scale_stride;
+        const uint8_t *scales =
+            source.scales + blockIdx.y * source.scale_step + (shift + row) * source.scale_stride;
         uint32_t group = (here.first + mine.lane % 2 * 2) * MOQ_PACK_GROUPS;
         out.scales = ALIGNED ? load_eight(p, scales, group) : load_each(p, scales, group);
     }
-    if (factor_of(source) == 0.0f) {
+    if (factor_of(p, source) == 0.0f) {
 #pragma unroll
         for (int i = 0; i < 2 * PAIRS; i++) {
             if (mine.p + 2 * i >= begin && mine.p + 2 * i < end)
@@ -221,12 +232,12 @@ load_rows(const moq_nvfp4_pack &p, const moq_pack_source &source, int64_t shift,
 
 /* All of it. */
 template <bool ALIGNED>
-static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, place at,
-                                                   const run &here, const part &mine) {
+static __device__ __forceinline__ share load_share(const pack_args &p, place at, const run &here,
+                                                   const part &mine) {
     int64_t row = (int64_t)here.slab * MOQ_PACK_ROWS;
     share out = {};
 #pragma unroll 1
-    for (; at.index < p.source_count && at.first < row + MOQ_PACK_ROWS;
+    for (; at.index < p.of.source_count && at.first < row + MOQ_PACK_ROWS;
          at.first += p.source[at.index++].rows) {
         const moq_pack_source &source = p.source[at.index];
         int begin = (int)max(at.first - row, (int64_t)0);
@@ -237,12 +248,12 @@ static __device__ __forceinline__ share load_share(const moq_nvfp4_pack &p, plac
 }
 
 /* Makes minus zeros zeros, and tells of scales that no intact checkpoint holds. */
-static __device__ __forceinline__ void check_scales(const moq_nvfp4_pack &p, share &loaded) {
+static __device__ __forceinline__ void check_scales(const pack_args &p, share &loaded) {
     loaded.scales.x &= ~__vcmpeq4(loaded.scales.x, 0x80808080u);
     loaded.scales.y &= ~__vcmpeq4(loaded.scales.y, 0x80808080u);
-    if (p.found &&
+    if (p.of.found &&
         (__vcmpgeu4(loaded.scales.x, 0x7f7f7f7fu) | __vcmpgeu4(loaded.scales.y, 0x7f7f7f7fu)))
-        p.found->bad_code = 1;
+        p.of.found->bad_code = 1;
 }
 
 /* ---- exchanges ---- */
@@ -277,10 +288,11 @@ static __device__ __forceinline__ scale_pair exchange_scales(const part &mine, u
             make_uint2(__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362))};
 }
 
-static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, const run &here,
+static __device__ __forceinline__ void store_share(const pack_args &p, const run &here,
                                                    const part &mine, share &in,
                                                    const scale_pair &scales) {
-    uint8_t *to = p.out + (here.slab * moq_pack_blocks(p.columns) + here.first) * MOQ_PACK_BYTES;
+    int64_t slab = blockIdx.y * moq_pack_slabs(p.of.rows) + here.slab;
+    uint8_t *to = p.of.out + (slab * moq_pack_blocks(p.of.columns) + here.first) * MOQ_PACK_BYTES;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         groups &pair = in.codes[i];
@@ -299,43 +311,45 @@ static __device__ __forceinline__ void store_share(const moq_nvfp4_pack &p, cons
 /* ---- factors ---- */
 
 /* Whether a warp is to write nothing, since something is wrong that an earlier kernel, or it, has
- * found; bad factors, of all sources, are told, also to later kernels, and so is a zero that the
- * host does not know of. */
-static __device__ __forceinline__ bool is_refused(const moq_nvfp4_pack &p) {
+ * found; bad factors, of all sources, are told where nobody looked before, also to later kernels,
+ * and so is a zero that the host does not know of. */
+static __device__ __forceinline__ bool is_refused(const pack_args &p) {
     bool bad = false, zero = false;
-    if (!p.found)
+    if (!p.of.found)
         return false;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < p.source_count; i += 32) {
-        float factor = factor_of(p.source[i]);
+    for (int i = threadIdx.x % 32; i < p.of.source_count && !p.of.checked; i += 32) {
+        float factor = factor_of(p, p.source[i]);
         bad = bad || !(factor >= 0) || __float_as_uint(factor) == 0x7f800000u;
-        bad = bad || (p.fold_scale && factor > MOQ_FOLDED_MOST); /* the rule MOQ_SCALE_FOLDED */
+        bad = bad || (p.of.fold_scale && factor > MOQ_FOLDED_MOST); /* the rule MOQ_SCALE_FOLDED */
         zero = zero || (p.source[i].factor_at && factor == 0.0f);
     }
     if (bad)
-        p.found->bad_scale = 1;
-    if (bad && p.unless)
-        p.unless->bad_scale = 1;
+        p.of.found->bad_scale = 1;
+    if (bad && p.of.unless)
+        p.of.unless->bad_scale = 1;
     if (zero)
-        p.found->zero_scale = 1;
-    if (zero && p.unless)
-        p.unless->zero_scale = 1;
-    bool met = moq_has_met(p.unless, p.found); /* in any case: it tells what earlier kernels met */
+        p.of.found->zero_scale = 1;
+    if (zero && p.of.unless)
+        p.of.unless->zero_scale = 1;
+    bool met =
+        moq_has_met(p.of.unless, p.of.found); /* in any case: it tells what earlier kernels met */
     return __any_sync(0xffffffffu, bad || zero) || met;
 }
 
 /* output_scale of a row, and fold_scale where there is one, from its largest value. */
-static __device__ __forceinline__ void write_factor(const moq_nvfp4_pack &p, int64_t row,
+static __device__ __forceinline__ void write_factor(const pack_args &p, int64_t row,
                                                     float largest) {
-    if (row >= p.rows || !p.output_scale)
+    if (row >= p.of.rows || !p.of.output_scale)
         return;
-    p.output_scale[row] = factor_of(p.source[find_place(p, row).index]);
-    if (!p.fold_scale)
+    int64_t at = blockIdx.y * p.of.rows + row;
+    p.of.output_scale[at] = factor_of(p, p.source[find_place(p, row).index]);
+    if (!p.of.fold_scale)
         return;
     uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
     uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
     float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
-    p.fold_scale[row] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
+    p.of.fold_scale[at] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
 }
 
 /* ---- the largest values ---- */
@@ -403,8 +417,8 @@ static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
 /* ---- the kernels ---- */
 
 template <bool ALIGNED>
-static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ moq_nvfp4_pack p) {
-    run here = find_run(p.rows, p.columns);
+static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ pack_args p) {
+    run here = find_run(p.of.rows, p.of.columns);
     if (here.count == 0)
         return;
     part mine = find_part(here);
@@ -421,10 +435,10 @@ static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ m
 /* A block has a slab. */
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
-    pack_and_fold(const __grid_constant__ moq_nvfp4_pack p) {
+    pack_and_fold(const __grid_constant__ pack_args p) {
     __shared__ uint2 staged[SLAB_WARPS][RUN][MOQ_PACK_ROWS / 2];
     __shared__ float largest[SLAB_WARPS][MOQ_PACK_ROWS];
-    uint32_t blocks = (uint32_t)moq_pack_blocks(p.columns), warp = threadIdx.x / 32;
+    uint32_t blocks = (uint32_t)moq_pack_blocks(p.of.columns), warp = threadIdx.x / 32;
     int64_t row = (int64_t)blockIdx.x * MOQ_PACK_ROWS;
     place at = find_place(p, row);
     __half2 most[PAIRS] = {};
@@ -463,7 +477,8 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
     if (here.count == 0)
         return;
     part mine = find_part(here);
-    int64_t unit = here.slab * moq_pack_blocks(p.columns) + here.first;
+    int64_t slab = blockIdx.y * moq_pack_slabs(p.rows) + here.slab;
+    int64_t unit = slab * moq_pack_blocks(p.columns) + here.first;
     const uint4 *from = (const uint4 *)(p.packed + unit * MOQ_PACK_BYTES);
     for (int v = mine.lane; v < here.count * VECTORS; v += 32)
         units[v + v / VECTORS] = from[v];
@@ -480,6 +495,7 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
             if (row >= p.rows)
                 continue;
             uint8_t scale = from_unit[moq_pack_scale_at(2 * i + mine.p + 8 * h, mine.s)];
+            row += blockIdx.y * p.rows;
             store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + (int64_t)mine.group * 8,
                                  out.codes[h]);
             if (p.group == 16)
@@ -492,11 +508,11 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
 
 /* ---- launch ---- */
 
-static moq_status launch(const void *kernel, const char *what, int64_t blocks, int warps,
-                         void *parameter, void *stream, moq_err *err) {
+static moq_status launch(const void *kernel, const char *what, int64_t blocks, int64_t experts,
+                         int warps, void *parameter, void *stream, moq_err *err) {
     moq_launch launch = {.what = what,
                          .kernel = kernel,
-                         .grid = dim3((unsigned)blocks),
+                         .grid = dim3((unsigned)blocks, (unsigned)experts),
                          .block = dim3(32 * (unsigned)warps),
                          .stream = (cudaStream_t)stream};
     void *args[] = {parameter};
@@ -513,26 +529,31 @@ static bool by(int64_t bytes, const void *pointer, int64_t stride) {
 }
 
 extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream, moq_err *err) {
-    moq_nvfp4_pack parameter = *p;
+    pack_args parameter;
     bool aligned = p->columns % (2 * MOQ_PACK_K) == 0;
+    parameter.of = *p;
+    memcpy(parameter.source, p->source, (size_t)p->source_count * sizeof *p->source);
     for (int i = 0; i < p->source_count; i++) {
         const moq_pack_source *of = &p->source[i];
+        int64_t word = p->group == MOQ_NVFP4_GROUP ? 8 : 4;
         aligned = aligned && by(8, of->codes, of->code_stride) &&
-                  by(p->group == MOQ_NVFP4_GROUP ? 8 : 4, of->scales, of->scale_stride);
+                  by(word, of->scales, of->scale_stride) && of->code_step % 8 == 0 &&
+                  of->scale_step % word == 0;
     }
     if (p->fold_scale)
-        return launch(
-            aligned ? (const void *)pack_and_fold<true> : (const void *)pack_and_fold<false>,
-            "prepare: packing NVFP4", moq_pack_slabs(p->rows), SLAB_WARPS, &parameter, stream, err);
+        return launch(aligned ? (const void *)pack_and_fold<true>
+                              : (const void *)pack_and_fold<false>,
+                      "prepare: packing NVFP4", moq_pack_slabs(p->rows), p->experts, SLAB_WARPS,
+                      &parameter, stream, err);
     return launch(aligned ? (const void *)pack<true> : (const void *)pack<false>,
-                  "prepare: packing NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter,
-                  stream, err);
+                  "prepare: packing NVFP4", blocks_for(p->rows, p->columns), p->experts, WARPS,
+                  &parameter, stream, err);
 }
 
 extern "C" moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *p, void *stream, moq_err *err) {
     moq_nvfp4_unpack parameter = *p;
     bool aligned = by(8, p->codes, p->columns / 2);
     return launch(aligned ? (const void *)unpack<true> : (const void *)unpack<false>,
-                  "unpacking NVFP4", blocks_for(p->rows, p->columns), WARPS, &parameter, stream,
-                  err);
+                  "unpacking NVFP4", blocks_for(p->rows, p->columns), p->experts, WARPS, &parameter,
+                  stream, err);
 }

@@ -3,19 +3,20 @@
 #ifndef MOQ_CUDA_TENSOR_CUDA_NVFP4_PACK_H
 #define MOQ_CUDA_TENSOR_CUDA_NVFP4_PACK_H
 
-#include "core/linear.h"
+#include "core/weight.h"
 #include "cuda/tensor/cuda_prepare.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Rows of a layer that lie together. */
+/* Rows of a matrix that lie together, and where those of the next expert's matrix are. */
 typedef struct {
     const uint8_t *codes; /* [rows, columns / 2] */
     int64_t code_stride;  /* bytes from row to row */
+    int64_t code_step;    /* and from expert to expert */
     const uint8_t *scales;
-    int64_t scale_stride;
+    int64_t scale_stride, scale_step;
     int64_t rows;
     /* weight_scale_2; where it is 0, all of these rows are zeros, whatever their codes. */
     const void *factor_at; /* where it is on the device, float32 or 16 bits; NULL: */
@@ -24,13 +25,16 @@ typedef struct {
 } moq_pack_source;
 
 typedef struct {
-    int64_t rows, columns; /* of the layer; columns is a multiple of group */
-    int32_t group;         /* 16 or 32 columns have a scale */
-    int32_t source_count;
-    moq_pack_source source[MOQ_MAX_PARTITIONS]; /* their rows follow each other */
-    uint8_t *out;                               /* units, at an address that is a multiple of 16 */
-    float *output_scale; /* [rows]: the factor of the row's source; or NULL */
-    float *fold_scale;   /* [rows], beside output_scale, as moq_linear_folds has both; or NULL */
+    int64_t experts;               /* matrices of a stack, or 1 */
+    int64_t rows, columns;         /* of a matrix; columns is a multiple of group */
+    int32_t group;                 /* 16 or 32 columns have a scale */
+    int32_t source_count;          /* at most MOQ_MAX_PARTITIONS */
+    const moq_pack_source *source; /* [source_count] on the host: their rows follow each other */
+    int64_t factor_step;           /* values of factor_at from expert to expert */
+    bool checked;                  /* the factors have been looked at, and what they are is told */
+    uint8_t *out;        /* units of all experts, at an address that is a multiple of 16 */
+    float *output_scale; /* [experts, rows]: the factor of the row's source; or NULL */
+    float *fold_scale;   /* likewise beside output_scale, as moq_weight_folds has both; or NULL */
     /* Where bad scales of groups, and bad factors, are told; with one of those nothing is written.
      * NULL: there are none. */
     moq_findings *found;
@@ -41,10 +45,11 @@ moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err
 
 typedef struct {
     const uint8_t *packed; /* at an address that is a multiple of 16 */
-    int64_t rows, columns;
+    int64_t experts;       /* matrices of a stack, or 1 */
+    int64_t rows, columns; /* of a matrix */
     int32_t group;
-    uint8_t *codes;  /* [rows, columns / 2] */
-    uint8_t *scales; /* [rows, columns / group] */
+    uint8_t *codes;  /* [experts, rows, columns / 2] */
+    uint8_t *scales; /* [experts, rows, columns / group] */
 } moq_nvfp4_unpack;
 
 moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, moq_err *err);

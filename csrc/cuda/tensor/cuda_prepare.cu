@@ -1,7 +1,8 @@
 /* Weight processing on the device: see cuda_prepare.h.
  *
  * Codes: out[row, column] = codes[row, column]; told is whether the rule forbids one, or which is
- * the first. Bound by memory: a thread moves 16 bytes and looks at
+ * the first. The second dimension of a grid goes over the experts of a stack.
+ * Bound by memory: a thread moves 16 bytes and looks at
  * them in between, or only looks at four times as many. Rows without gaps are one long row, so that
  * only its end is uneven. What is not aligned to 16 bytes goes byte by byte. A copy of what was
  * just looked at begins at its end, which the cache still has. */
@@ -59,10 +60,11 @@ static __device__ __forceinline__ void set_zero(uint4 &piece) {
 template <typename Piece, int PIECES>
 static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, unsigned chunks) {
     unsigned block = c.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    unsigned expert = c.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
     unsigned row = block / chunks, chunk = block % chunks;
     int64_t pieces = c.columns / (int64_t)sizeof(Piece);
     int64_t begin = (int64_t)chunk * THREADS * PIECES + threadIdx.x;
-    const Piece *from = (const Piece *)(c.codes + row * c.stride);
+    const Piece *from = (const Piece *)(c.codes + expert * c.step + row * c.stride);
     Piece piece[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -75,11 +77,11 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, un
         int at = first_bad(piece[i], c.rule);
         int64_t column = (begin + i * THREADS) * (int64_t)sizeof(Piece) + at;
         if (at >= 0)
-            tell_bad(c, c.first + row * c.columns + column);
+            tell_bad(c, c.first + expert * c.span + row * c.columns + column);
     }
     if (!c.out || moq_has_met(c.unless, c.found))
         return;
-    Piece *to = (Piece *)(c.out + row * c.columns);
+    Piece *to = (Piece *)(c.out + expert * c.span + row * c.columns);
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         if (begin + i * THREADS < pieces)
@@ -98,8 +100,9 @@ extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *strea
         c.rows = 1;
         c.stride = 0;
     }
+    bool steps_wide = c.experts == 1 || (c.step % 16 == 0 && c.span % 16 == 0);
     bool wide = c.columns % 16 == 0 && c.stride % 16 == 0 && is_aligned(c.codes, 16) &&
-                is_aligned(c.out, 16);
+                is_aligned(c.out, 16) && steps_wide;
     int64_t per_block = THREADS * (c.out ? 1 : LOOKED_AT) * (wide ? 16 : 1);
     unsigned chunks = (unsigned)((c.columns + per_block - 1) / per_block);
     const void *copying =
@@ -108,7 +111,7 @@ extern "C" moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *strea
                                : (const void *)copy_codes<uint8_t, LOOKED_AT>;
     moq_launch launch = {.what = "prepare: copying codes",
                          .kernel = c.out ? copying : looking,
-                         .grid = dim3(chunks * (unsigned)c.rows),
+                         .grid = dim3(chunks * (unsigned)c.rows, (unsigned)c.experts),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream};
     void *args[] = {&c, &chunks};
@@ -137,25 +140,27 @@ static __global__ void __launch_bounds__(THREADS) copy_scales(moq_scale_copy c) 
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= c.count)
         return;
-    float scale = moq_load_one(c.scales, i * c.step, c.dtype);
-    bool below = scale != 0 && scale <= c.above;
-    if (c.bad && (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u || below))
+    const char *scales = (const char *)c.scales + blockIdx.y * c.from_step;
+    float scale = moq_load_one(scales, i * c.step, c.dtype);
+    bool beyond = (scale != 0 && scale <= c.above) || (c.most > 0 && scale > c.most);
+    if (c.bad && (!(scale >= 0) || __float_as_uint(scale) == 0x7f800000u || beyond))
         *c.bad = 1;
     if (c.zero && scale == 0)
         *c.zero = 1;
     if (c.out && !moq_has_met(c.unless, c.found))
-        c.out[i] = scale;
+        c.out[blockIdx.y * c.out_step + i] = scale;
 }
 
 extern "C" moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *stream, moq_err *err) {
     moq_scale_copy c = *copy;
     if (!c.out && c.step == 0)
         c.count = 1;
-    moq_launch launch = {.what = "prepare: scales",
-                         .kernel = (const void *)copy_scales,
-                         .grid = dim3((unsigned)((c.count + THREADS - 1) / THREADS)),
-                         .block = dim3(THREADS),
-                         .stream = (cudaStream_t)stream};
+    moq_launch launch = {
+        .what = "prepare: scales",
+        .kernel = (const void *)copy_scales,
+        .grid = dim3((unsigned)((c.count + THREADS - 1) / THREADS), (unsigned)c.experts),
+        .block = dim3(THREADS),
+        .stream = (cudaStream_t)stream};
     void *args[] = {&c};
     return moq_cuda_launch(&launch, args, err);
 }

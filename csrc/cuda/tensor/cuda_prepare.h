@@ -34,11 +34,15 @@ typedef struct {
 moq_status moq_cuda_take_note(moq_findings **note, moq_err *err);
 void moq_cuda_return_note(moq_findings *note);
 
-/* Rows of one-byte codes on the device, contiguous each, and what becomes of them. */
+/* Rows of one-byte codes on the device, contiguous each, and what becomes of them: of one matrix,
+ * or of a part of each matrix of a stack. */
 typedef struct {
     const uint8_t *codes;
     int64_t stride; /* bytes from row to row */
     int64_t rows, columns;
+    int64_t experts; /* matrices of the stack, or 1 */
+    int64_t step;    /* bytes from an expert's codes to those of the next one */
+    int64_t span;    /* codes of a whole matrix: from expert to expert in `out` and in positions */
     moq_code_rule rule;
     uint8_t *out; /* [rows, columns] without gaps, apart from codes or these; NULL: only to check */
     bool backwards;             /* where the last codes were read a moment ago */
@@ -51,13 +55,17 @@ typedef struct {
 
 moq_status moq_cuda_copy_codes(const moq_code_copy *copy, void *stream, moq_err *err);
 
-/* out[i] = scales[i * step] as float32. */
+/* out[i] = scales[i * step] as float32, for each of the experts. */
 typedef struct {
     const void *scales; /* float32, bfloat16 or float16 */
     moq_dtype dtype;
     int64_t count, step;  /* a step of 0: one scale for all */
+    int64_t experts;      /* matrices of a stack, or 1 */
+    int64_t from_step;    /* bytes from an expert's scales to those of the next one */
     float *out;           /* NULL: they are only looked at */
+    int64_t out_step;     /* floats from expert to expert */
     float above;          /* what is not is bad, too, but for zero */
+    float most;           /* what is more is bad, too; 0: nothing is */
     uint32_t *bad, *zero; /* of findings: where those are told; NULL: nowhere */
     moq_findings *found;  /* as above */
     const moq_findings *unless;

@@ -1,11 +1,12 @@
-/* `_C.LinearPlan.prepare`: the tensors of a checkpoint's layer to those that its kernels read, into
- * new tensors or given ones. */
+/* prepare() of `_C.LinearPlan` and `_C.WeightPlan`: the tensors of a checkpoint to those that
+ * kernels read, into new tensors or given ones. */
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/long_call.h"
 #include "binding/mapping.h"
-#include "binding/py_linear.h"
+#include "binding/py_weight.h"
 #include "binding/stream.h"
+#include "ops/weight_prepare.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,11 +22,13 @@ enum {
 
 typedef struct {
     int count;
-    moq_arg arg[MOQ_MAX_PARTITIONS];
-    moq_tensor view[MOQ_MAX_PARTITIONS];
+    moq_arg *arg;     /* [partitions] */
+    moq_tensor *view; /* of the matrix, or of the first expert */
+    int64_t *step;    /* to the next expert */
 } source_args;
 
 typedef struct {
+    const char *text; /* what messages call the layer */
     source_args source[SOURCES];
     int out_count;
     char out_label[MOQ_MAX_PARAMS][32]; /* out["weight"], for messages */
@@ -39,52 +42,81 @@ static const moq_keyword SOURCE_KEYWORD[SOURCES] = {KW_weight, KW_weight_scale, 
 static const char *const SOURCE_NAME[SOURCES] = {"weight", "weight_scale", "weight_scale_2",
                                                  "input_scale", "pre_quant_scale"};
 
+static const moq_param SOURCE_PARAM[SOURCES] = {MOQ_PARAM_WEIGHT, MOQ_PARAM_WEIGHT_SCALE,
+                                                MOQ_PARAM_WEIGHT_SCALE_2, MOQ_PARAM_INPUT_SCALE,
+                                                MOQ_PARAM_PRE_QUANT_SCALE};
+
 static void release_prepare(prepare_args *p) {
     for (int s = 0; s < SOURCES; s++) {
         for (int i = 0; i < p->source[s].count; i++)
             moq_arg_release(&p->source[s].arg[i]);
     }
-    free(p);
+    free(p->source[0].arg);
+    free(p->source[0].view);
+    free(p->source[0].step);
 }
 
-static moq_dtype source_dtype(const moq_linear_spec *spec, int which) {
-    bool e2m1 = spec->checkpoint == MOQ_WEIGHT_E2M1;
+/* Room for as many tensors of each source as there are partitions. */
+static int open_prepare(const moq_weight *w, prepare_args *p) {
+    size_t parts = (size_t)w->partition_count;
+    moq_arg *arg = malloc(SOURCES * parts * sizeof *arg);
+    moq_tensor *view = malloc(SOURCES * parts * sizeof *view);
+    int64_t *step = malloc(SOURCES * parts * sizeof *step);
+    for (size_t s = 0; s < SOURCES; s++)
+        p->source[s] = (source_args){0, arg + s * parts, view + s * parts, step + s * parts};
+    p->out_count = 0;
+    if (arg && view && step)
+        return 0;
+    p->source[0] = (source_args){0, arg, view, step};
+    release_prepare(p);
+    PyErr_NoMemory();
+    return -1;
+}
+
+static moq_dtype source_dtype(const moq_weight *w, int which) {
+    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
     if (which == SOURCE_WEIGHT)
         return e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
     return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
 }
 
-static int take_part(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+static int take_part(moq_state *state, const moq_weight *w, PyObject *object, int which,
                      source_args *source) {
     moq_arg *arg = &source->arg[source->count];
-    moq_dtype dtype = source_dtype(spec, which);
-    if (moq_arg_take_on(state, spec->device, object, SOURCE_NAME[which], dtype,
-                        dtype == MOQ_DT_NONE, arg) < 0)
+    moq_err err;
+    moq_dtype dtype = source_dtype(w, which);
+    if (moq_arg_take_on(state, w->device, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE,
+                        arg) < 0)
         return -1;
     /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
     if (arg->view.dtype == MOQ_DT_U16)
         arg->view.dtype = MOQ_DT_BF16;
     if (arg->view.dtype == MOQ_DT_U8 && dtype == MOQ_DT_NONE && which == SOURCE_SCALE &&
-        spec->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
+        w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
         arg->view.dtype = MOQ_DT_E8M0;
-    source->view[source->count++] = arg->view;
-    return 0;
+    int at = source->count++;
+    source->view[at] = arg->view;
+    if (!w->experts || moq_stack_open(w, SOURCE_PARAM[which], SOURCE_NAME[which], &source->view[at],
+                                      &source->step[at], &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
 }
 
 /* A tensor, or a list or tuple of one tensor per partition. */
-static int take_source(moq_state *state, const moq_linear_spec *spec, PyObject *object, int which,
+static int take_source(moq_state *state, const moq_weight *w, PyObject *object, int which,
                        source_args *source) {
     if (!PyList_Check(object) && !PyTuple_Check(object))
-        return take_part(state, spec, object, which, source);
+        return take_part(state, w, object, which, source);
     Py_ssize_t count = PySequence_Size(object);
-    if (count != spec->partition_count) {
+    if (count != w->partition_count) {
         PyErr_Format(PyExc_ValueError, "%s: expected %d tensors, one a partition, got %zd",
-                     SOURCE_NAME[which], (int)spec->partition_count, count);
+                     SOURCE_NAME[which], (int)w->partition_count, count);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PySequence_GetItem(object, i);
-        int status = item ? take_part(state, spec, item, which, source) : -1;
+        int status = item ? take_part(state, w, item, which, source) : -1;
         Py_XDECREF(item);
         if (status < 0)
             return -1;
@@ -92,36 +124,35 @@ static int take_source(moq_state *state, const moq_linear_spec *spec, PyObject *
     return 0;
 }
 
-static bool has_source(const moq_linear_spec *spec, int which) {
+static bool has_source(const moq_weight *w, int which) {
     if (which == SOURCE_SCALE_2)
-        return spec->checkpoint == MOQ_WEIGHT_E2M1;
-    return which != SOURCE_PRE_QUANT_SCALE || spec->pre_quant_scale;
+        return w->checkpoint == MOQ_WEIGHT_E2M1;
+    return which != SOURCE_PRE_QUANT_SCALE || w->pre_quant_scale;
 }
 
 /* Names that mean something for this layer; every other one belongs to another kind of layer. */
-static int check_names(const moq_linear_spec *spec, PyObject *params) {
+static int check_names(const moq_weight *w, PyObject *params) {
     const char *names[SOURCES];
     int count = 0;
     PyObject *key;
     for (int s = 0; s < SOURCES; s++) {
-        if (has_source(spec, s))
+        if (has_source(w, s))
             names[count++] = SOURCE_NAME[s];
     }
     int found = moq_mapping_find_stranger(params, names, count, &key);
     if (found > 0)
         PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
-                     spec->algo);
+                     w->algo);
     Py_XDECREF(key);
     return found == 0 ? 0 : -1;
 }
 
-static int take_sources(moq_state *state, const moq_linear_spec *spec, PyObject *params,
-                        prepare_args *p) {
-    if (moq_check_mapping(params, "params") < 0 || check_names(spec, params) < 0)
+static int take_sources(moq_state *state, const moq_weight *w, PyObject *params, prepare_args *p) {
+    if (moq_check_mapping(params, "params") < 0 || check_names(w, params) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++) {
         PyObject *object = moq_mapping_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
-        int status = !moq_arg_absent(object) ? take_source(state, spec, object, s, &p->source[s])
+        int status = !moq_arg_absent(object) ? take_source(state, w, object, s, &p->source[s])
                      : PyErr_Occurred()      ? -1
                                              : 0;
         Py_XDECREF(object);
@@ -151,20 +182,20 @@ static const moq_arg *model_for(const prepare_args *p, moq_param id) {
 }
 
 /* A result that holds what one tensor of the checkpoint does and may take its very place. */
-static bool is_in_place(const moq_linear_spec *spec, moq_param id, const moq_tensor *out,
+static bool is_in_place(const moq_weight *w, moq_param id, const moq_tensor *out,
                         const prepare_args *p, int s) {
-    const moq_tensor *in = p->source[s].view;
-    bool all = spec->weight == spec->checkpoint;
+    const moq_tensor *in = &p->source[s].arg[0].view;
+    bool all = w->weight == w->checkpoint;
     bool same =
         s == SOURCE_WEIGHT
-            ? id == MOQ_PARAM_WEIGHT && (all || spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+            ? id == MOQ_PARAM_WEIGHT && (all || w->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
             : s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && all && in->dtype == out->dtype;
     return same && p->source[s].count == 1 && in->data == out->data &&
            moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
 }
 
 /* The output opened last shares memory with no other one, and with no source but in its place. */
-static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prepare_args *p) {
+static int refuse_overlaps(const moq_weight *w, moq_param id, const prepare_args *p) {
     const moq_arg *out = &p->out[p->out_count - 1];
     for (const moq_arg *other = p->out; other < out; other++) {
         if (moq_arg_refuse_both_written(out, other) < 0)
@@ -172,7 +203,7 @@ static int refuse_overlaps(const moq_linear_spec *spec, moq_param id, const prep
     }
     for (int s = 0; s < SOURCES; s++) {
         for (int i = 0; i < p->source[s].count; i++) {
-            if (!is_in_place(spec, id, &out->view, p, s) &&
+            if (!is_in_place(w, id, &out->view, p, s) &&
                 moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
                 return -1;
         }
@@ -196,7 +227,7 @@ static int make_output(moq_state *state, const moq_param_spec *wanted, prepare_a
 }
 
 /* The tensor of the mapping `out`. */
-static int take_output(moq_state *state, const moq_linear_spec *spec, PyObject *given,
+static int take_output(moq_state *state, const moq_weight *w, PyObject *given,
                        const moq_param_spec *wanted, prepare_args *p) {
     moq_arg *arg = &p->out[p->out_count];
     char *label = p->out_label[p->out_count];
@@ -204,9 +235,9 @@ static int take_output(moq_state *state, const moq_linear_spec *spec, PyObject *
     if (moq_arg_take_output(state, given, label, arg) < 0)
         return -1;
     add_output(p, wanted, Py_NewRef(given));
-    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_arg_check_device(spec->device, arg) < 0)
+    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_arg_check_device(w->device, arg) < 0)
         return -1;
-    return refuse_overlaps(spec, wanted->id, p);
+    return refuse_overlaps(w, wanted->id, p);
 }
 
 /* `out` has what the sources fill and nothing else: what stayed there would be an earlier
@@ -224,7 +255,7 @@ static int refuse_output(const moq_param_spec *param, bool wanted) {
 }
 
 /* A tensor that prepare may write, as the mapping `out` has it. */
-static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *out,
+static int open_given(moq_state *state, const moq_weight *w, PyObject *out,
                       const moq_param_spec *param, prepare_args *p) {
     PyObject *given = moq_mapping_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[param->id]]);
     bool wanted = is_wanted(p, param);
@@ -234,21 +265,23 @@ static int open_given(moq_state *state, const moq_linear_spec *spec, PyObject *o
     if (wanted == moq_arg_absent(given))
         status = refuse_output(param, wanted);
     else if (wanted)
-        status = take_output(state, spec, given, param, p);
+        status = take_output(state, w, given, param, p);
     Py_XDECREF(given);
     return status;
 }
 
-static int open_outputs(moq_state *state, const moq_linear_object *self, PyObject *out,
-                        prepare_args *p, moq_params *params) {
+static int open_outputs(moq_state *state, const moq_weight *w, PyObject *out, prepare_args *p,
+                        moq_params *params) {
+    moq_param_spec wanted[MOQ_MAX_PARAMS];
+    int count = moq_weight_prepared_params(w, wanted);
     bool fresh = moq_arg_absent(out);
     if (!fresh && (moq_check_mapping(out, "out") < 0 ||
-                   moq_mapping_refuse_strangers(&self->base.plan, out, "out") < 0))
+                   moq_mapping_refuse_others(wanted, count, p->text, out, "out") < 0))
         return -1;
-    for (int i = 0; i < self->base.plan.param_count; i++) {
-        const moq_param_spec *param = &self->base.plan.param[i];
+    for (int i = 0; i < count; i++) {
+        const moq_param_spec *param = &wanted[i];
         int before = p->out_count;
-        if (!fresh ? open_given(state, &self->spec, out, param, p) < 0
+        if (!fresh ? open_given(state, w, out, param, p) < 0
                    : is_wanted(p, param) && make_output(state, param, p) < 0)
             return -1;
         if (p->out_count > before)
@@ -258,18 +291,18 @@ static int open_outputs(moq_state *state, const moq_linear_object *self, PyObjec
 }
 
 /* Device memory to process weights in. */
-static int take_prepare_memory(moq_state *state, const moq_linear_spec *spec, bool fresh,
+static int take_prepare_memory(moq_state *state, const moq_weight *w, bool fresh,
                                const moq_arg *weight, moq_arg *out) {
-    int64_t bytes = moq_prepare_workspace(spec, fresh);
+    int64_t bytes = moq_prepare_workspace(w, fresh);
     if (bytes == 0 || weight->exchange)
         return moq_arg_take_memory(state, weight, bytes, out);
     *out = (moq_arg){.name = "workspace"};
-    out->object = moq_owned_new(state, MOQ_DT_U8, spec->device, 1, &bytes, &out->view);
+    out->object = moq_owned_new(state, MOQ_DT_U8, w->device, 1, &bytes, &out->view);
     return out->object ? 0 : -1;
 }
 
-static int prepare_values(moq_state *state, const moq_linear_spec *spec, const prepare_args *p,
-                          bool fresh, moq_params *params) {
+static int prepare_values(moq_state *state, const moq_weight *w, const prepare_args *p, bool fresh,
+                          moq_params *params) {
     moq_source source[SOURCES];
     moq_status status;
     moq_err err;
@@ -278,8 +311,10 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
     if (moq_stream_take(NULL, weight, &way.stream) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++)
-        source[s] = (moq_source){p->source[s].count, p->source[s].view};
-    moq_linear_sources sources = {
+        source[s] = (moq_source){.count = p->source[s].count,
+                                 .part = p->source[s].view,
+                                 .step = w->experts ? p->source[s].step : NULL};
+    moq_weight_sources sources = {
         .weight = source[SOURCE_WEIGHT],
         .weight_scale = source[SOURCE_SCALE],
         .weight_scale_2 = source[SOURCE_SCALE_2],
@@ -287,12 +322,12 @@ static int prepare_values(moq_state *state, const moq_linear_spec *spec, const p
         .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
     };
     moq_arg workspace;
-    if (take_prepare_memory(state, spec, fresh, weight, &workspace) < 0)
+    if (take_prepare_memory(state, w, fresh, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
     moq_long_call call;
     moq_long_call_begin(&call);
-    status = moq_linear_prepare(spec, &sources, way, params, &err);
+    status = moq_weight_prepare(w, &sources, way, params, &err);
     status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
     if (status == MOQ_OK)
@@ -314,31 +349,25 @@ static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p,
     return result;
 }
 
-static PyObject *prepare_with(moq_state *state, moq_linear_object *self, PyObject *sources,
+static PyObject *prepare_with(moq_state *state, const moq_weight *w, PyObject *sources,
                               PyObject *out, prepare_args *p) {
     moq_params params = {0};
     int status = -1;
-    if (take_sources(state, &self->spec, sources, p) == 0 &&
-        open_outputs(state, self, out, p, &params) == 0)
-        status = prepare_values(state, &self->spec, p, moq_arg_absent(out), &params);
+    if (take_sources(state, w, sources, p) == 0 && open_outputs(state, w, out, p, &params) == 0)
+        status = prepare_values(state, w, p, moq_arg_absent(out), &params);
     return close_outputs(state, out, p, status);
 }
 
 static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
 
-PyObject *moq_linear_object_prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                                    PyObject *kwnames) {
-    moq_state *state = moq_plan_state(self);
+PyObject *moq_weight_prepare_call(moq_state *state, const moq_weight *w, const char *text,
+                                  PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     PyObject *v[2];
-    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
+    prepare_args p;
+    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0 || open_prepare(w, &p) < 0)
         return NULL;
-    prepare_args *p = malloc(sizeof *p); /* 100 KB, of which little is used */
-    if (!p)
-        return PyErr_NoMemory();
-    for (int s = 0; s < SOURCES; s++)
-        p->source[s].count = 0;
-    p->out_count = 0;
-    PyObject *result = prepare_with(state, (moq_linear_object *)self, v[0], v[1], p);
-    release_prepare(p);
+    p.text = text;
+    PyObject *result = prepare_with(state, w, v[0], v[1], &p);
+    release_prepare(&p);
     return result;
 }

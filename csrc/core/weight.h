@@ -1,0 +1,149 @@
+/* A quantized weight, independent of what it is multiplied with: a matrix [N, K], or a stack of
+ * matrices [E, N, K], one for each expert.
+ *
+ * Several layers fused along rows ("partitions": q, k, v; gate and up of an expert) keep their own
+ * scales: a factor per output row carries every scale that is constant along K, so that nothing is
+ * requantized to a common one.
+ *
+ * A weight is resolved once from names and sizes; it tells which tensors the checkpoint holds and
+ * which ones the prepared form holds. Those of a stack have the experts as their first dimension,
+ * and in the prepared form without gaps, so that an expert of the prepared stack is, byte by byte,
+ * what its matrix alone would be. */
+#ifndef MOQ_CORE_WEIGHT_H
+#define MOQ_CORE_WEIGHT_H
+
+#include "core/algo.h"
+#include "core/tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_MAX_PARTITIONS 64
+#define MOQ_MAX_PARAMS     5
+/* Kernels of weight processing have an expert for each step of a grid's second dimension. */
+#define MOQ_MAX_EXPERTS 65535
+
+typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4, MOQ_COMPUTE_AUTO } moq_compute;
+
+typedef enum {
+    MOQ_WEIGHT_E4M3_ROW,     /* e4m3 [N, K]; one factor per row */
+    MOQ_WEIGHT_E4M3_BLOCK,   /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
+    MOQ_WEIGHT_E2M1,         /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+    MOQ_WEIGHT_E2M1_PACKED,  /* the same codes and scales as core/nvfp4_packed.h has them */
+    MOQ_WEIGHT_E2M1_SWIZZLED /* the same codes; scales of each partition as core/swizzle.h has them
+                              */
+} moq_weight_layout;
+
+/* The members of a weight; those of a problem that has one weight, too (core/linear.h), so that
+ * kernels find all about their problem in one place. */
+#define MOQ_WEIGHT_FACTS                                                                           \
+    const char *algo; /* canonical name, static storage */                                         \
+    moq_compute compute;                                                                           \
+    moq_device device;                                                                             \
+    moq_weight_layout checkpoint; /* as the checkpoint stores the weight */                        \
+    moq_weight_layout weight;     /* as the kernel gets it */                                      \
+    moq_input_mode input;         /* what becomes of the activations */                            \
+    bool per_row_scale;           /* the checkpoint's weight_scale has one value per row */        \
+    bool one_input_scale;         /* the partitions have the same */                               \
+    bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
+    bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
+    int32_t group_size;           /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */     \
+    int32_t experts;              /* of a stack; 0 for a matrix */                                 \
+    int64_t in_features;          /* K */                                                          \
+    int64_t out_features;         /* N: sum of the partitions */                                   \
+    int32_t partition_count;                                                                       \
+    const int64_t *partition; /* rows of each; the memory is that of whoever resolved it */
+
+typedef struct {
+    MOQ_WEIGHT_FACTS
+} moq_weight;
+
+/* The tensors that belong to a weight, in the checkpoint or prepared. */
+typedef enum {
+    MOQ_PARAM_WEIGHT,
+    MOQ_PARAM_WEIGHT_SCALE,
+    MOQ_PARAM_WEIGHT_SCALE_2,
+    MOQ_PARAM_OUTPUT_SCALE,
+    MOQ_PARAM_FOLD_SCALE,
+    MOQ_PARAM_INPUT_SCALE,
+    MOQ_PARAM_PRE_QUANT_SCALE,
+    MOQ_PARAM_COUNT
+} moq_param;
+
+typedef struct {
+    moq_param id;
+    const char *name;
+    const char *role; /* "codes", "scale", "factor" */
+    moq_dtype dtype;
+    int32_t ndim;
+    int64_t shape[4];
+    bool required;
+} moq_param_spec;
+
+/* What a weight is resolved from. Any spelling of an algorithm will do. */
+typedef struct {
+    const char *algo;
+    const char *compute;
+    moq_device device;
+    int32_t experts; /* 0 for a matrix */
+    int64_t in_features;
+    const int64_t *partitions; /* has to live as long as the weight */
+    int32_t partition_count;
+    int64_t group_size; /* 0: the algorithm's own */
+} moq_weight_names;
+
+/* MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that has no linear method,
+ * MOQ_ERR_VALUE for an unknown one or sizes no checkpoint can hold. */
+moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight, moq_err *err);
+
+/* Promises that all partitions (of an expert) have the same input_scale: MOQ_ERR_UNSUPPORTED where
+ * there is none. */
+moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err);
+
+/* How many matrices there are: 1 that is no stack, or the experts. */
+static inline int64_t moq_weight_matrices(const moq_weight *weight) {
+    return weight->experts ? weight->experts : 1;
+}
+
+/* Rows of 128 x 128 block scales of one partition. */
+int64_t moq_weight_partition_blocks(const moq_weight *weight, int32_t partition);
+/* Those of a matrix: every partition starts a new row of blocks. */
+int64_t moq_weight_block_rows(const moq_weight *weight);
+/* Columns of the scale that runs along K: ceil(K / group_size). */
+int64_t moq_weight_scale_columns(const moq_weight *weight);
+
+/* Whether kernels fold block scales into e4m3 codes as they read them: with v[k] = e2m1[k] *
+ * scale[k / group] of row n, the weight is e4m3(v[k] * fold_scale[n]). fold_scale is the power of
+ * two that brings the row's largest |v| above 224 and no further than 448 (moq_cpu_fold_e2m1_row
+ * returns 1 / fold_scale), and outputs are scaled by output_scale / fold_scale. The product scale *
+ * fold_scale of a group whose codes are all zero may be large, up to 448 * 2^18: it must not become
+ * an infinity before it meets the codes. */
+bool moq_weight_folds(const moq_weight *weight);
+
+/* Whether each call may be done as compute "exact" or as "fp8" has it, whichever kernel is expected
+ * to be faster: compute "auto" where there are both. They read the same prepared tensors but for
+ * fold_scale, which exact ones do not. `input` is then that of "fp8"; exact kernels take x as it
+ * is. Elsewhere "auto" is "exact". */
+bool moq_weight_has_choice(const moq_weight *weight);
+
+/* The tensors of the checkpoint for this weight, and those of its prepared form; returns the count,
+ * at most MOQ_MAX_PARAMS. */
+int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *params);
+int moq_weight_prepared_params(const moq_weight *weight, moq_param_spec *params);
+
+/* Begins the message of a failure that lies in one matrix of a stack with the expert,
+ * "experts.3: weight_scale: ...", or "experts: ..." where the failure is one of all. Returns the
+ * status. */
+#define MOQ_EVERY_EXPERT (-1)
+moq_status moq_weight_name_expert(const moq_weight *weight, int64_t expert, moq_status status,
+                                  moq_err *err);
+
+/* "NVFP4 8 x 4096x14336, compute exact on cuda:0", for messages. */
+const char *moq_weight_text(const moq_weight *weight, char *buffer, size_t size);
+const char *moq_compute_name(moq_compute compute);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
