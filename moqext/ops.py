@@ -590,9 +590,9 @@ def prepare_experts(
     | pre_quant_scale | [E, K], or [K] for all experts | float |
 
     N is the sum of the P partitions, [2I] as [I, I] for gate and up; Nt counts blocks of each partition by
-    itself. Each tensor may also be a list of one stack per partition ([E, I, K] for gate and for up). A scale of
-    partitions that is one value serves all experts. Experts may be any distance apart in memory; what belongs
-    to one expert is laid out as for `LinearMethod`.
+    itself. Each tensor may also be a list of one stack per partition ([E, I, K] for gate and for up). One
+    value of a scale of partitions serves all experts. Experts may be any distance apart in memory; what
+    belongs to one expert is laid out as for `LinearMethod`.
 
     Args:
         params: the tensors by name, all codes on one device; where results go.

@@ -1,4 +1,4 @@
-"""Weight processing of stacks of experts on the CPU: the bits and the refusals of one expert after the other."""
+"""Weight processing of stacks of experts on the CPU: bits and refusals of one expert after the other."""
 
 from typing import Any
 

@@ -35,11 +35,15 @@
 /* Where a block has a slab: its warps, and how many blocks registers are to be enough for. */
 #define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
+/* And where blocks have runs: 48 registers a thread, which the aligned kernel needs no more than.
+ */
+#define BLOCKS_OF_COPY 10
 
 /* What a kernel is given: the sources come with it, so that nothing has to be on the device before.
  * The second dimension of its grid goes over the experts of a stack. */
 typedef struct {
     moq_nvfp4_pack of;
+    int64_t out_step; /* bytes of units from expert to expert */
     moq_pack_source source[MOQ_MAX_PARTITIONS];
 } pack_args;
 
@@ -169,7 +173,8 @@ static __device__ __forceinline__ place find_place(const pack_args &p, int64_t r
 static __device__ __forceinline__ float factor_of(const pack_args &p,
                                                   const moq_pack_source &source) {
     return source.factor_at
-               ? moq_load_one(source.factor_at, blockIdx.y * p.of.factor_step, source.factor_dtype)
+               ? moq_load_one(source.factor_at, (int)(blockIdx.y * (uint32_t)p.of.factor_step),
+                              source.factor_dtype)
                : source.factor;
 }
 
@@ -291,8 +296,8 @@ static __device__ __forceinline__ scale_pair exchange_scales(const part &mine, u
 static __device__ __forceinline__ void store_share(const pack_args &p, const run &here,
                                                    const part &mine, share &in,
                                                    const scale_pair &scales) {
-    int64_t slab = blockIdx.y * moq_pack_slabs(p.of.rows) + here.slab;
-    uint8_t *to = p.of.out + (slab * moq_pack_blocks(p.of.columns) + here.first) * MOQ_PACK_BYTES;
+    uint8_t *to = p.of.out + blockIdx.y * p.out_step +
+                  (here.slab * moq_pack_blocks(p.of.columns) + here.first) * MOQ_PACK_BYTES;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
         groups &pair = in.codes[i];
@@ -417,7 +422,8 @@ static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
 /* ---- the kernels ---- */
 
 template <bool ALIGNED>
-static __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ pack_args p) {
+static __global__ void __launch_bounds__(THREADS, ALIGNED ? BLOCKS_OF_COPY : 1)
+    pack(const __grid_constant__ pack_args p) {
     run here = find_run(p.of.rows, p.of.columns);
     if (here.count == 0)
         return;
@@ -532,6 +538,7 @@ extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream,
     pack_args parameter;
     bool aligned = p->columns % (2 * MOQ_PACK_K) == 0;
     parameter.of = *p;
+    parameter.out_step = moq_pack_slabs(p->rows) * moq_pack_blocks(p->columns) * MOQ_PACK_BYTES;
     memcpy(parameter.source, p->source, (size_t)p->source_count * sizeof *p->source);
     for (int i = 0; i < p->source_count; i++) {
         const moq_pack_source *of = &p->source[i];

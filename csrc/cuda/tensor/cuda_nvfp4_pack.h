@@ -30,7 +30,7 @@ typedef struct {
     int32_t group;                 /* 16 or 32 columns have a scale */
     int32_t source_count;          /* at most MOQ_MAX_PARTITIONS */
     const moq_pack_source *source; /* [source_count] on the host: their rows follow each other */
-    int64_t factor_step;           /* values of factor_at from expert to expert */
+    int32_t factor_step;           /* values of factor_at from expert to expert */
     bool checked;                  /* the factors have been looked at, and what they are is told */
     uint8_t *out;        /* units of all experts, at an address that is a multiple of 16 */
     float *output_scale; /* [experts, rows]: the factor of the row's source; or NULL */
