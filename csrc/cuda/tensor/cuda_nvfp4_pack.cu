@@ -35,13 +35,13 @@
 /* Where a block has a slab: its warps, and how many blocks registers are to be enough for. */
 #define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
-/* And where blocks have runs: 48 registers a thread, which the aligned kernel needs no more than.
- */
+/* And where blocks have runs, for the aligned kernel: 48 registers a thread, without spills. Where
+ * loads are byte by byte, two blocks less. */
 #define BLOCKS_OF_COPY 10
 
-/* What a kernel is given: the sources come with it, so that nothing has to be on the device before.
- * The second dimension of its grid goes over the experts of a stack. */
-typedef struct {
+    /* What a kernel is given: the sources come with it, so that nothing has to be on the device
+     * before. The second dimension of its grid goes over the experts of a stack. */
+    typedef struct {
     moq_nvfp4_pack of;
     int64_t out_step; /* bytes of units from expert to expert */
     moq_pack_source source[MOQ_MAX_PARTITIONS];
@@ -422,7 +422,7 @@ static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
 /* ---- the kernels ---- */
 
 template <bool ALIGNED>
-static __global__ void __launch_bounds__(THREADS, ALIGNED ? BLOCKS_OF_COPY : 1)
+static __global__ void __launch_bounds__(THREADS, ALIGNED ? BLOCKS_OF_COPY : BLOCKS_OF_COPY - 2)
     pack(const __grid_constant__ pack_args p) {
     run here = find_run(p.of.rows, p.of.columns);
     if (here.count == 0)
