@@ -273,11 +273,12 @@ class LinearMethod:
         """
         reasons, notes = dict(self._plan.explain(tokens)), dict(self._plan.notes())
         chosen = self._chosen(1 if tokens is None else tokens)
+        width = max(map(len, reasons))
         lines = []
         for name, reason in reasons.items():
             verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
             note = f" ({notes[name]})" if name in notes else ""
-            lines.append(f"{name:20} {verdict}{note}")
+            lines.append(f"{name:{width}} {verdict}{note}")
         return "\n".join(lines)
 
     def _chosen(self, tokens: int) -> str | None:
