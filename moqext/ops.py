@@ -634,4 +634,5 @@ def prepare_experts(
     return plan.prepare({name: as_tensors(value) for name, value in params.items()}, out)
 
 
-_weight_plan = lru_cache(maxsize=256)(_C.weight_plan)
+# typed: in_features 64.0 is no 64, which it equals
+_weight_plan = lru_cache(maxsize=256, typed=True)(_C.weight_plan)

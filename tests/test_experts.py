@@ -312,3 +312,19 @@ def test_a_case_of_one_partition_is_a_stack_of_vectors(rng: Any) -> None:
     result = prepared(stack, stack.fused(), "exact")
     assert result["input_scale"].shape == (3,)
     assert result["output_scale"].shape == (3, 8)
+
+
+def test_arguments_of_another_kind(rng: Any) -> None:
+    stack = random_stack(rng, "NVFP4", 64, [16, 16], 2)
+    right = {"quant_algo": "NVFP4", "in_features": 64, "out_partitions": [16, 16]}
+    for name, values in {
+        "quant_algo": (None, 3, b"NVFP4", "NVFP5", "", "NVFP4\0"),
+        "in_features": (None, 0, -64, 64.0, "64", True, 2**31, 2**70),
+        "out_partitions": (None, 3, "16", [], [16, 0], [-1, 33], [1.5], [None], [16] * 65, [[16], [16]]),
+        "group_size": ("16", 1.5, True, 0, -1, 2**70, 17),
+        "compute": (3, "int8", ""),
+        "out": ([], 3, "weight"),
+    }.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError)):
+                ops.prepare_experts(stack.fused(), **{**right, name: value})

@@ -89,13 +89,10 @@ static PyObject *weight_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     PyObject *v[8];
     if (moq_args_parse(state, &WEIGHT_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
-    weight_object *self = PyObject_New(weight_object, state->weight_plan_type);
-    if (!self)
-        return NULL;
-    self->partitions = NULL;
-    if (resolve(state, v, self) < 0)
+    PyObject *self = moq_plan_object_new(state->weight_plan_type);
+    if (self && resolve(state, v, (weight_object *)self) < 0)
         Py_CLEAR(self);
-    return (PyObject *)self;
+    return self;
 }
 
 /* ---- the type ---- */

@@ -451,6 +451,50 @@ static moq_status read_expert(const moq_weight *w, const moq_weight_sources *sou
     return MOQ_OK;
 }
 
+/* ---- scales of a stack on the device that are wanted on the host ---- */
+
+/* Whether those of all experts lie one after the other on the device: one copy brings them. */
+static bool comes_at_once(const moq_weight *w, const moq_source *source) {
+    bool all = w->experts > 1 && source->count > 0;
+    for (int32_t p = 0; all && p < source->count; p++) {
+        const moq_tensor *t = &source->part[p];
+        int64_t bytes = moq_tensor_numel(t) * (int64_t)moq_dtype_size(t->dtype);
+        all = t->device.kind == MOQ_CUDA && bytes > 0 && moq_tensor_is_contiguous(t) &&
+              moq_source_step(source, p) == bytes;
+    }
+    return all;
+}
+
+/* Frees what bring_source made. */
+static void leave_source(moq_source *source, const moq_source *given) {
+    for (int32_t p = 0; source->part != given->part && p < source->count; p++)
+        free(source->part[p].data);
+    if (source->part != given->part)
+        free((moq_tensor *)(uintptr_t)source->part);
+}
+
+/* The source as it is, or where it comes at once, on the host. */
+static moq_status bring_source(const moq_weight *w, const moq_source *given, void *stream,
+                               moq_source *source, moq_err *err) {
+    *source = *given;
+    if (!comes_at_once(w, given))
+        return MOQ_OK;
+    moq_tensor *part = calloc((size_t)given->count, sizeof *part);
+    if (!part)
+        return no_memory(err);
+    source->part = part;
+    for (int32_t p = 0; p < given->count; p++) {
+        size_t bytes = (size_t)(moq_source_step(given, p) * w->experts);
+        part[p] = given->part[p];
+        part[p].device = (moq_device){MOQ_CPU, 0};
+        part[p].data = malloc(bytes);
+        if (!part[p].data)
+            return no_memory(err);
+        MOQ_TRY(moq_cuda_download(part[p].data, given->part[p].data, bytes, stream, err));
+    }
+    return MOQ_OK;
+}
+
 static moq_status read_experts(const moq_weight *w, const moq_weight_sources *sources,
                                const moq_prepare_scales *scales, void *stream, moq_err *err) {
     float *others = advance(scales->smooth, moq_weight_matrices(w), w->in_features);
@@ -464,6 +508,29 @@ static moq_status read_experts(const moq_weight *w, const moq_weight_sources *so
     return MOQ_OK;
 }
 
+/* The scales that do not stay where they are, those of a stack brought from the device in one copy.
+ */
+static moq_status read_brought(const moq_weight *w, const moq_weight_sources *sources,
+                               const moq_prepare_scales *scales, void *stream, moq_err *err) {
+    moq_weight_sources home = *sources;
+    const moq_source *given = weight_scales(w, sources);
+    moq_source *weight =
+        w->checkpoint == MOQ_WEIGHT_E2M1 ? &home.weight_scale_2 : &home.weight_scale;
+    moq_status status = MOQ_OK;
+    if (!scales->on_device)
+        status = bring_source(w, given, stream, weight, err);
+    if (status == MOQ_OK && !scales->input_on_device)
+        status = bring_source(w, &sources->input_scale, stream, &home.input_scale, err);
+    if (status == MOQ_OK && scales->smooth)
+        status = bring_source(w, &sources->pre_quant_scale, stream, &home.pre_quant_scale, err);
+    if (status == MOQ_OK)
+        status = read_experts(w, &home, scales, stream, err);
+    leave_source(weight, given);
+    leave_source(&home.input_scale, &sources->input_scale);
+    leave_source(&home.pre_quant_scale, &sources->pre_quant_scale);
+    return status;
+}
+
 static moq_status check_sources(const moq_weight *w, const moq_weight_sources *sources,
                                 moq_prepare_scales *scales, void *stream, moq_err *err) {
     moq_status status = check_shapes(w, sources, err);
@@ -474,7 +541,7 @@ static moq_status check_sources(const moq_weight *w, const moq_weight_sources *s
     MOQ_TRY(allocate_scales(w, scales, err));
     if (!w->pre_quant_scale || sources->pre_quant_scale.count == 0)
         scales->smooth = NULL;
-    status = read_experts(w, sources, scales, stream, err);
+    status = read_brought(w, sources, scales, stream, err);
     if (status != MOQ_OK) /* if several are wrong, the first is named */
         MOQ_TRY(moq_prepare_bad_scale(w, sources, scales, stream, err));
     if (scales->input_on_device || !uses_input_scale(w, sources))

@@ -39,9 +39,9 @@
  * loads are byte by byte, two blocks less. */
 #define BLOCKS_OF_COPY 10
 
-    /* What a kernel is given: the sources come with it, so that nothing has to be on the device
-     * before. The second dimension of its grid goes over the experts of a stack. */
-    typedef struct {
+/* What a kernel is given: the sources come with it, so that nothing has to be on the device
+ * before. The second dimension of its grid goes over the experts of a stack. */
+typedef struct {
     moq_nvfp4_pack of;
     int64_t out_step; /* bytes of units from expert to expert */
     moq_pack_source source[MOQ_MAX_PARTITIONS];
