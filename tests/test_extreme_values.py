@@ -16,7 +16,7 @@ FOLDED = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("tokens", [(1, 4), (5, 40)])
+@pytest.mark.parametrize("tokens", [(1, 4), (5, 20, 40)])
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_every_kernel_gives_what_the_reference_gives(rng, monkeypatch, name, algo, compute, tokens):

@@ -32,7 +32,7 @@ def test_every_kernel_this_cpu_can_run(rng, monkeypatch, algo, compute, kernel):
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
     columns = 1232 if algo.endswith("NVFP4") else 1205
     case = random_case(rng, algo, columns, [130, 31])
-    for tokens in (1, 3, 5, 9, 33, 260):
+    for tokens in (1, 3, 5, 9, 16, 22, 33, 260, 262):
         x = random_x(rng, (tokens, columns), "bfloat16")
         values = reference.as_float32(x)
         y = run(case, x, "bfloat16", compute)
@@ -43,8 +43,8 @@ def test_every_kernel_this_cpu_can_run(rng, monkeypatch, algo, compute, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("algo", ALGOS)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 11, 16, 27])
+def test_few_and_some_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
     """Any K, below and around what a kernel takes at a time; x with gaps between its rows and values.
 
     23 outputs are too few for the limits of a row: each sum may cancel to a small part of what was summed."""
@@ -64,7 +64,7 @@ def test_a_few_rows_of_x(rng, monkeypatch, algo, tokens, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
-@pytest.mark.parametrize("tokens", [1, 4, 9])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 21])
 def test_infinities_and_nan_in_x(rng, monkeypatch, algo, tokens, kernel):
     """Infinities and NaN give what float64 gives, zero weights included, and leave other rows alone."""
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
@@ -87,7 +87,7 @@ def test_infinities_and_nan_in_x(rng, monkeypatch, algo, tokens, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("algo", ALGOS)
-@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("tokens", [1, 4, 14, 28, 40])
 def test_the_number_of_threads_changes_nothing(rng, monkeypatch, algo, tokens, kernel):
     monkeypatch.setenv("MOQEXT_KERNEL", kernel)
     case = random_case(rng, algo, 256, [200, 300])

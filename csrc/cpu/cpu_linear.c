@@ -49,6 +49,10 @@ enum { ARRANGED_COLUMNS = 16384 };
  * of 128 columns, for x and the weight each: codes below 2^9 are between them. */
 enum { HIGHEST_AS_IS = 80, LOWEST_AS_IS = -60, HIGHEST_SCALE = 20 };
 
+/* How rows of x meet the weight: codes multiplied without being stored decoded, by the kernel's
+ * multiply_few or multiply_some, or tiles decoded for all. */
+typedef enum { FEW, SOME, MANY } regime;
+
 typedef struct {
     const moq_linear_tiles *tiles;
     const moq_linear_call *call;
@@ -69,16 +73,23 @@ typedef struct {
     double unit;         /* the power of two that panel and weight leave out together */
     float *group_scales; /* [groups of 128, rows], or NULL */
     int64_t groups;
-    int64_t start;      /* first row of the weight in this pass */
-    int64_t strip;      /* tiles that share the panel's columns in the cache */
-    bool together;      /* rows are arranged by the thread that decodes them */
-    bool few;           /* codes are multiplied without being decoded first */
+    int64_t start; /* first row of the weight in this pass */
+    int64_t strip; /* tiles that share the panel's columns in the cache */
+    bool together; /* rows are arranged by the thread that decodes them */
+    regime regime;
+    bool arranges;      /* what is multiplied is `arranged` */
     int failed;         /* a thread had no memory */
     double nanoseconds; /* of the call, on one thread */
 } pass;
 
 static int64_t round_up(int64_t value, int64_t step) {
     return (value + step - 1) / step * step;
+}
+
+static regime regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec, int64_t m) {
+    if (spec->input == MOQ_INPUT_NVFP4)
+        return MANY;
+    return m <= tiles->few ? FEW : m <= tiles->some ? SOME : MANY;
 }
 
 /* ---- the panel ---- */
@@ -101,7 +112,9 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
 /* Lays out a row of x as it is, for e2m1 weights. */
 static void convert_row(const pass *p, const row_memory *r, void *out) {
     memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
-    p->tiles->convert(r->row, p->padded, p->few ? MOQ_ORDER_FEW : MOQ_ORDER_E2M1, out);
+    static const moq_order ORDER[] = {
+        [FEW] = MOQ_ORDER_FEW, [SOME] = MOQ_ORDER_SOME, [MANY] = MOQ_ORDER_E2M1};
+    p->tiles->convert(r->row, p->padded, ORDER[p->regime], out);
 }
 
 /* Divides n values by the power of two that brings the largest finite one to an exponent, and
@@ -195,11 +208,12 @@ static double unit_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec
 
 /* Rows [begin, end) and columns [first, last) of the panel, some columns after the other. */
 static void arrange(const pass *p, int64_t begin, int64_t end, int64_t first, int64_t last) {
+    moq_arrange *lay_out = p->regime == SOME ? p->tiles->arrange_some : p->tiles->arrange;
     moq_pace pace = {0};
     for (int64_t k = first; k < last && !moq_stops(&pace, (end - begin) * ARRANGED_COLUMNS);
          k += ARRANGED_COLUMNS)
-        p->tiles->arrange(&p->arranging, begin, end, k,
-                          last - k < ARRANGED_COLUMNS ? last : k + ARRANGED_COLUMNS);
+        lay_out(&p->arranging, begin, end, k,
+                last - k < ARRANGED_COLUMNS ? last : k + ARRANGED_COLUMNS);
 }
 
 static void load_rows(void *context, int64_t begin, int64_t end) {
@@ -251,14 +265,13 @@ static void load_panel(pass *p) {
                                    .columns = p->tile_columns,
                                    .panel = p->panel};
     /* Where every thread gets rows enough, it arranges what it has decoded. */
-    bool arranges = p->panel == p->arranged && tiles->arrange;
-    p->together = arranges && p->rows >= moq_num_threads() * tiles->arrange_rows;
+    p->together = p->arranges && p->rows >= moq_num_threads() * tiles->arrange_rows;
     moq_shares rows = {.count = p->rows,
                        .grain =
                            p->together ? tiles->arrange_rows : 1 + VALUES_PER_THREAD / p->padded,
                        .nanoseconds = p->nanoseconds};
     moq_parallel_for(&rows, load_rows, p);
-    if (arranges && !p->together) {
+    if (p->arranges && !p->together) {
         moq_shares columns = {.count = p->padded / MOQ_TILE_STEP,
                               .grain = 1 + VALUES_PER_THREAD / (p->rows * MOQ_TILE_STEP),
                               .nanoseconds = p->nanoseconds};
@@ -390,7 +403,7 @@ static void sum_columns(const pass *p, const tile_memory *memory, const tile_pla
                      .sums = apart ? memory->part : memory->sums,
                      .sums_stride = memory->stride,
                      .fresh = apart || first == 0,
-                     .arranged = p->panel == p->arranged && p->tiles->arrange};
+                     .arranged = p->arranges};
     find_next(p, place, first, k, &tile);
     decode_tile(p, place, first, k, &tile, memory->weight);
     if (blocks && !apart) {
@@ -431,7 +444,7 @@ static void sum_few(const pass *p, const tile_memory *memory, const tile_place *
                    .column_scales = p->group_scales,
                    .column_stride = p->rows,
                    .panel = p->panel,
-                   .panel_stride = p->padded,
+                   .panel_stride = p->regime == SOME ? p->arranging.panel_rows : p->padded,
                    .m = p->rows,
                    .sums = memory->sums,
                    .sums_stride = memory->stride};
@@ -441,7 +454,10 @@ static void sum_few(const pass *p, const tile_memory *memory, const tile_place *
     } else if (p->group_scales) {
         job.block_scales = memory->block;
     }
-    p->tiles->multiply_few(&job);
+    if (p->regime == SOME)
+        p->tiles->multiply_some(&job);
+    else
+        p->tiles->multiply_few(&job);
 }
 
 static void store_portable(const moq_store *s) {
@@ -596,7 +612,7 @@ static bool take_tile_memory(const pass *p, tile_memory *memory) {
     memory->weight = moq_take_scratch(MOQ_SCRATCH_TILE, bytes);
     if (!memory->weight)
         return false;
-    if (!p->few)
+    if (p->regime == MANY)
         memset(memory->weight, 0, weight); /* rows of padding are multiplied, too */
     memory->part = (float *)(memory->weight + weight);
     memory->sums = memory->part + rows * memory->stride;
@@ -626,10 +642,10 @@ static void multiply_rows(void *context, int64_t begin, int64_t end) {
             tile_memory own = memory_of(p, &memory, count);
             place_tile(p, &own, n, last, &places[count]);
         }
-        if (p->few)
-            sum_few(p, &memory, &places[0]);
-        else
+        if (p->regime == MANY)
             sum_strip(p, &memory, places, count, &pace);
+        else
+            sum_few(p, &memory, &places[0]);
         for (int64_t i = 0; i < count; i++) {
             tile_memory own = memory_of(p, &memory, i);
             double power = places[i].power * p->unit;
@@ -687,10 +703,11 @@ static moq_status run_panels(pass *p, moq_err *err) {
         for (int64_t i = 0; i < p->rows; i++)
             p->y[i] = (char *)p->call->y->data + (size_t)moq_row_offset(p->call->y, p->first + i) *
                                                      moq_dtype_size(p->call->y->dtype);
-        p->strip = p->rows > STRIP_M ? STRIP : 1;
-        p->few = p->rows <= p->tiles->few && p->call->spec->input != MOQ_INPUT_NVFP4;
-        bool arranges = !p->few && p->rows >= p->tiles->arrange_from;
-        p->panel = arranges ? p->arranged : p->decoded;
+        p->regime = regime_of(p->tiles, p->call->spec, p->rows);
+        p->strip = p->regime == MANY && p->rows > STRIP_M ? STRIP : 1;
+        p->arranges = p->regime == SOME ||
+                      (p->regime == MANY && p->tiles->arrange && p->rows >= p->tiles->arrange_from);
+        p->panel = p->arranges ? p->arranged : p->decoded;
         status = run_panel(p, dynamic, err);
     }
     return status;
@@ -719,6 +736,11 @@ static moq_status allocate_panel(pass *p, moq_err *err) {
     return MOQ_OK;
 }
 
+static int64_t rows_of_tiles(const moq_linear_tiles *tiles, const moq_linear_call *call) {
+    bool small = call->m <= SMALL_M && regime_of(tiles, call->spec, call->m) != SOME;
+    return small ? SMALL_ROWS : LARGE_ROWS;
+}
+
 static int64_t columns_of_tiles(const moq_linear_tiles *tiles, const moq_linear_call *call) {
     if (call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK && !tiles->multiply_blocks)
         return MOQ_FP8_BLOCK;
@@ -733,9 +755,17 @@ double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_sp
     const moq_linear_speed *speed = &tiles->speed;
     double weights = (double)spec->in_features * (double)spec->out_features;
     double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
-    bool few = m <= tiles->few && spec->input != MOQ_INPUT_NVFP4;
-    double rows = (double)(few || m < tiles->arrange_from ? m : round_up(m, tiles->pad_rows));
-    return weights * ((few ? speed->few : speed->decode) * panels + speed->product * rows);
+    int64_t padded = round_up(m, tiles->pad_rows);
+    switch (regime_of(tiles, spec, m)) {
+    case FEW:
+        return weights * (speed->few + speed->product * (double)m);
+    case SOME:
+        return weights *
+               (speed->some * (double)(padded / tiles->pad_rows) + speed->product * (double)m);
+    default:
+        return weights * (speed->decode * panels +
+                          speed->product * (double)(m < tiles->arrange_from ? m : padded));
+    }
 }
 
 moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *call,
@@ -745,7 +775,7 @@ moq_status moq_cpu_linear(const moq_linear_tiles *tiles, const moq_linear_call *
               .call = call,
               .k = k,
               .padded = round_up(k, MOQ_TILE_STEP),
-              .tile_rows = call->m <= SMALL_M ? SMALL_ROWS : LARGE_ROWS,
+              .tile_rows = rows_of_tiles(tiles, call),
               .tile_columns = columns_of_tiles(tiles, call),
               .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK,
               .unit = unit_of(tiles, call->spec),

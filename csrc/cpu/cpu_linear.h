@@ -51,6 +51,10 @@ typedef struct {
     void *panel;
 } moq_arranging;
 
+/* Lays out rows [begin, end) and columns [first, last) of x as a panel. */
+typedef void moq_arrange(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
+                         int64_t last);
+
 /* Scales of a tile in e4m3 blocks: x[group * stride + m] * weight[group], for each 128 columns. */
 typedef struct {
     const float *x;
@@ -71,9 +75,9 @@ typedef struct {
     const float *column_scales; /* blocks: of x, [groups of 128, column_stride] */
     int64_t column_stride;
     const void *panel;
-    int64_t panel_stride;
+    int64_t panel_stride; /* of a panel that is arranged: its rows, padded */
     int64_t m;
-    float *sums;
+    float *sums; /* also past the last row and m, where multiply_some comes in steps of 16 */
     int64_t sums_stride;
 } moq_few;
 
@@ -105,7 +109,8 @@ typedef struct {
 typedef enum {
     MOQ_ORDER_E4M3, /* of decode_e4m3 */
     MOQ_ORDER_E2M1, /* of decode_e2m1 */
-    MOQ_ORDER_FEW   /* of multiply_few on e2m1 */
+    MOQ_ORDER_FEW,  /* of multiply_few on e2m1 */
+    MOQ_ORDER_SOME  /* of multiply_some on e2m1 */
 } moq_order;
 
 /* Estimated seconds of one core for each weight, from instruction counts at 3 GHz and 3 a cycle, or
@@ -113,6 +118,7 @@ typedef enum {
 typedef struct {
     double decode;  /* once a panel */
     double few;     /* instead, where a few rows need no tiles */
+    double some;    /* instead, once for every 16 rows, where multiply_some takes them */
     double product; /* with each row of x */
 } moq_linear_speed;
 
@@ -131,10 +137,8 @@ typedef struct {
                         void *out);
     /* Activations that are not quantized, in the same unit and order. */
     void (*convert)(const float *row, int64_t padded, moq_order order, void *out);
-    /* Lays out rows [begin, end) and columns [first, last) as a panel, from a multiple of
-     * arrange_rows on; NULL: rows are the panel. */
-    void (*arrange)(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
-                    int64_t last);
+    /* From a multiple of arrange_rows on; NULL: rows are the panel. */
+    moq_arrange *arrange;
     int64_t arrange_rows;
     int64_t arrange_from; /* with fewer rows of x, rows are the panel */
     bool fetches;         /* multiply asks for the codes of the next tile while it multiplies */
@@ -148,6 +152,10 @@ typedef struct {
     /* For up to `few` rows of x, instead of decoding and multiplying; or NULL. */
     void (*multiply_few)(const moq_few *job);
     int64_t few;
+    /* Likewise for more than those and up to `some`, on a panel that arrange_some laid out. */
+    void (*multiply_some)(const moq_few *job);
+    moq_arrange *arrange_some;
+    int64_t some;
     moq_linear_speed speed;
 } moq_linear_tiles;
 

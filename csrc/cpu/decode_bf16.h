@@ -75,6 +75,13 @@ static inline __m512 scales_of(const uint8_t *scales, __mmask16 mask) {
     return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7));
 }
 
+/* The 16 values of e2m1, twice: the low four bits of a word index it. */
+static inline __m512i e2m1_table(void) {
+    return _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00,
+        (short)0xbf80, (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
+}
+
 /* 16 bytes, of two groups: 32 words that hold a code each in the order of the columns, in their low
  * four bits. */
 static inline __m512i spread_nibbles(__m128i bytes) {
@@ -178,6 +185,14 @@ static inline __m512i split_sixteens(__m512i a) {
     return _mm512_permutexvar_epi16(order, a);
 }
 
+/* Of each 8 of a vector: 0 and 4, 1 and 5, 2 and 6, 3 and 7. */
+static inline __m512i split_eights(__m512i a) {
+    const __m512i order =
+        _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14,
+                         10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+    return _mm512_permutexvar_epi16(order, a);
+}
+
 /* A row of x, `padded` values (a multiple of 64) that bfloat16 holds exactly. */
 static void convert(const float *row, int64_t padded, moq_order order, void *out) {
     uint16_t *values = out;
@@ -188,6 +203,9 @@ static void convert(const float *row, int64_t padded, moq_order order, void *out
                                                  _mm512_loadu_ps(row + i + 32));
         if (order == MOQ_ORDER_FEW) {
             split_even_odd(a, b, values + i);
+        } else if (order == MOQ_ORDER_SOME) {
+            _mm512_storeu_si512(values + i, split_eights(a));
+            _mm512_storeu_si512(values + i + 32, split_eights(b));
         } else if (order == MOQ_ORDER_E2M1) {
             _mm512_storeu_si512(values + i, split_sixteens(a));
             _mm512_storeu_si512(values + i + 32, split_sixteens(b));
