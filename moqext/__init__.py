@@ -60,3 +60,8 @@ __all__ = [
     "ops",
     "set_num_threads",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public: the names above and the modules that users import."""
+    return sorted([*__all__, "reference"])

@@ -21,6 +21,7 @@ from moqext.load import Layer, load_layers
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import block_scale_bytes
+from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
 from moqext.untrusted import directory_fault, open_file, parse_object
 
@@ -185,9 +186,9 @@ class Checkpoint:
         self,
         layers: str | LayerRecord | Iterable[str | LayerRecord],
         *,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        compute: str = "exact",
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
     ) -> Layer:
         """A linear made ready to run, or several fused along their rows: `y = layer(x)`.
 
@@ -195,8 +196,9 @@ class Checkpoint:
 
         Args:
             layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
-            device: "cpu" or "cuda:N".
-            dtype: of x and y: "bfloat16", "float16" or "float32".
+            device: "cpu" or "cuda:N", or a framework's own object, as `torch.device("cuda", 0)`.
+            dtype: of x and y: "bfloat16", "float16" or "float32", or a framework's own object, as
+                `torch.bfloat16`.
             compute: "exact" or "auto", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
 
         Raises:

@@ -6,11 +6,15 @@ Three steps, on plain tensors that the framework owns: the method says which ten
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from moqext import _C
 from moqext.scalars import as_tensors
+from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
 from moqext.variables import check_variables
+
+Tensor = TypeVar("Tensor")
+"""A tensor of any framework: results are of the kind of x."""
 
 
 class ParamSpec(NamedTuple):
@@ -60,8 +64,9 @@ class LinearMethod:
             keeps its own scales; none is requantized.
         group_size: Columns that share a block scale; None for the algorithm's own (16 for NVFP4, 32 for
             W4A8_NVFP4_FP8, 128 for FP8_PB_WO). All of NVFP4 take 16 and 32.
-        dtype: Of x and y: "bfloat16", "float16" or "float32".
-        device: "cpu" or "cuda:N".
+        dtype: Of x and y: "bfloat16", "float16" or "float32", or a framework's own object (`torch.bfloat16`,
+            `numpy.float32`).
+        device: "cpu" or "cuda:N", or a framework's own object (`torch.device("cuda", 0)`).
         compute: What is multiplied, see below.
         fast_accum: Sum FP8 products on CUDA as the tensor cores do, with about 14 bits, instead of in float32
             every 128 columns. Only cuBLASLt's kernels for FP8 and FP8_PER_CHANNEL_PER_TOKEN make use of it.
@@ -109,9 +114,9 @@ class LinearMethod:
         out_partitions: Sequence[int],
         *,
         group_size: int | None = None,
-        dtype: str = "bfloat16",
-        device: str = "cpu",
-        compute: str = "exact",
+        dtype: Dtype = "bfloat16",
+        device: Device = "cpu",
+        compute: Compute = "exact",
         fast_accum: bool = False,
         one_input_scale: bool = False,
     ) -> None:
@@ -121,8 +126,8 @@ class LinearMethod:
             in_features,
             out_partitions,
             group_size,
-            dtype,
-            device,
+            dtype_name(dtype),
+            device_name(device),
             compute,
             fast_accum=fast_accum,
             one_input_scale=one_input_scale,
@@ -133,7 +138,7 @@ class LinearMethod:
         self.group_size = self._plan.group_size
         self.dtype = self._plan.dtype
         self.device = self._plan.device
-        self.compute = compute
+        self.compute: Compute = compute
         self.fast_accum = bool(fast_accum)
         self.one_input_scale = bool(one_input_scale)
 
@@ -185,12 +190,12 @@ class LinearMethod:
 
     def __call__(
         self,
-        x: Any,
+        x: Tensor,
         params: Mapping[str, Any],
         bias: Any = None,
         out: Any = None,
         stream: Any = None,
-    ) -> Any:
+    ) -> Tensor:
         """Multiplies.
 
         Args:
@@ -209,7 +214,7 @@ class LinearMethod:
             ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
             RuntimeError: x asks for a gradient, which this operation does not have.
         """
-        return self._plan.run(x, params, bias, out, stream)
+        return self._plan.run(x, params, bias, out, stream)  # type: ignore[no-any-return]
 
     def tune(self, tokens: Sequence[int], params: Mapping[str, Any]) -> list[Timing]:
         """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.
@@ -306,9 +311,9 @@ def make_method(
     in_features: int,
     out_partitions: tuple[int, ...],
     group_size: int | None,
-    dtype: str,
-    device: str,
-    compute: str,
+    dtype: Dtype,
+    device: Device,
+    compute: Compute,
     fast_accum: bool = False,
     one_input_scale: bool = False,
 ) -> LinearMethod:

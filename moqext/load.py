@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
-from moqext.linear import LinearMethod
+from moqext.linear import LinearMethod, Tensor
 from moqext.ops import to_device
 from moqext.records import LayerRecord, Projection
 from moqext.reference import as_float32
+from moqext.spelling import Compute, Device, Dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,7 @@ class Layer:
         self.params = params
         self.bias = bias
 
-    def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+    def __call__(self, x: Tensor, out: Any = None, stream: Any = None) -> Tensor:
         """Multiplies x [..., in_features]; see `LinearMethod.__call__`."""
         return self.method(x, self.params, self.bias, out, stream)
 
@@ -86,9 +87,9 @@ def load_layers(
     checkpoint: "Checkpoint",
     parts: Sequence[LayerRecord | Projection],
     *,
-    device: str,
-    dtype: str,
-    compute: str,
+    device: Device,
+    dtype: Dtype,
+    compute: Compute,
 ) -> Layer:
     """Prepares one linear, or several fused along rows; see `Checkpoint.load`."""
     records = [_as_linear(checkpoint, part) for part in parts]

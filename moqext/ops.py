@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
-from moqext.linear import make_method
+from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
+from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
 
 __all__ = [
     "decode",
@@ -261,7 +262,7 @@ def dequantize(
     weight_scale: Any = None,
     weight_scale_2: Any = None,
     group_size: int | None = None,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     out: Any = None,
 ) -> Any:
     """The weight that stored codes and scales stand for: the exact product, rounded once to `dtype`.
@@ -313,7 +314,7 @@ def dequantize(
         weight_scale=as_tensor(weight_scale),
         weight_scale_2=as_tensor(weight_scale_2),
         group_size=group_size,
-        dtype=dtype,
+        dtype=dtype_name(dtype),
         out=out,
     )
 
@@ -480,7 +481,7 @@ def unpack_nvfp4(
     return _C.unpack_nvfp4(packed, shape, group_size, out=out, scale_out=scale_out)
 
 
-def to_device(x: Any, device: str = "cuda:0") -> Any:
+def to_device(x: Any, device: Device = "cuda:0") -> Any:
     """A tensor of the host copied to a CUDA device, without any framework.
 
     Args:
@@ -498,7 +499,7 @@ def to_device(x: Any, device: str = "cuda:0") -> Any:
         MemoryError: not enough is free on the device.
         RuntimeError: there is no CUDA device, or this build has no CUDA.
     """
-    return _C.to_device(x, device)
+    return _C.to_device(x, device_name(device))
 
 
 def to_host(x: Any) -> Any:
@@ -517,17 +518,17 @@ def to_host(x: Any) -> Any:
 
 
 def linear(
-    x: Any,
+    x: Tensor,
     params: Mapping[str, Any],
     quant_algo: str,
     out_partitions: Sequence[int],
     *,
     group_size: int | None = None,
-    compute: str = "exact",
+    compute: Compute = "exact",
     bias: Any = None,
     out: Any = None,
     stream: Any = None,
-) -> Any:
+) -> Tensor:
     """A linear layer on prepared parameters, without keeping a `LinearMethod`.
 
     The method is found again by its description, so a call costs little more than one of the method.

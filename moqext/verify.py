@@ -27,6 +27,7 @@ from moqext.naming import parse_tensor_name
 from moqext.ops import to_device, to_host
 from moqext.records import LayerRecord, Projection
 from moqext.reference.weights import DEQUANTIZERS
+from moqext.spelling import Compute, DtypeName
 
 LIMITS = {"bfloat16": (2.5e-3, 1e-2), "float16": (2.5e-3, 1e-2), "float32": (1e-5, 1e-5)}
 """dtype -> (relative Frobenius error, largest error of an element against the largest of its row). One step
@@ -169,8 +170,8 @@ def verify_layer(
     *,
     tokens: int = 16,
     device: str = "cpu",
-    dtype: str = "bfloat16",
-    compute: str = "exact",
+    dtype: DtypeName = "bfloat16",
+    compute: Compute = "exact",
 ) -> Row:
     """Loads, runs and compares one layer; reads it where it cannot be run.
 
