@@ -28,7 +28,7 @@ class DeviceObject(Protocol):
 
     @property
     def type(self) -> str:
-        """ "cpu" or "cuda"."""
+        """The kind, as "cpu" or "cuda"."""
 
 
 Dtype = DtypeName | DtypeObject | type[Any]
@@ -48,7 +48,7 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def device_name(device: Any) -> Any:
-    """The name of a device object: "cuda:0" for `torch.device("cuda", 0)`. What is none is returned as it came.
+    """The name of a device object: "cuda:0" for `torch.device("cuda", 0)`. What is none comes back as it is.
 
     A device of JAX is counted as the process sees it, as CUDA counts.
     """

@@ -1,0 +1,12 @@
+"""moqext in PyTorch: quantized linears as modules, a custom op, and a way into any model.
+
+    model = moqext_torch.replace_linears(model, "DIR", load=True)
+
+docs/torch.md has the whole of it.
+"""
+
+from moqext_torch.exchange import as_torch, prepared_tensors
+from moqext_torch.quant_linear import QuantLinear
+from moqext_torch.replace import replace_linears
+
+__all__ = ["QuantLinear", "as_torch", "prepared_tensors", "replace_linears"]

@@ -1,0 +1,65 @@
+"""Tensors of moqext and of checkpoints as tensors of torch, sharing their memory."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from moqext import Checkpoint, Layer
+
+STORED = {  # dtypes of safetensors files
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4, but its modules and files know the bytes
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float4_e2m1fn_x2": torch.uint8,
+    "uint8": torch.uint8,
+}
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def as_torch(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of moqext as one of torch, without a copy.
+
+    Args:
+        tensor: an array of NumPy, those of ml_dtypes among them, or anything with `__dlpack__`, as the memory
+            of moqext's own that a layer on a CUDA device has.
+        dtype: what the bytes are, where the array's own type cannot say so (uint8 for FP8, uint16 for
+            bfloat16); of the same width. None keeps the type.
+
+    Raises:
+        TypeError: torch has no such dtype, or it is of another width.
+    """
+    if not isinstance(tensor, np.ndarray):
+        shared = torch.from_dlpack(tensor)
+    elif tensor.dtype.isbuiltin != 1:  # a type of ml_dtypes
+        dtype = dtype or getattr(torch, tensor.dtype.name, None)
+        if dtype is None:
+            raise TypeError(f"torch has no dtype {tensor.dtype.name}")
+        shared = torch.from_numpy(tensor.view(_INTEGERS[tensor.itemsize]))
+    else:
+        shared = torch.from_numpy(tensor)
+    if dtype is None or shared.dtype == dtype:
+        return shared
+    if shared.element_size() != dtype.itemsize:
+        raise TypeError(
+            f"dtype: expected one of {shared.element_size()} bytes for {shared.dtype}, got {dtype}"
+        )
+    return shared.view(dtype)
+
+
+def stored_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor of a checkpoint, in the dtype that its file gives it."""
+    return as_torch(checkpoint.tensor(name), STORED.get(checkpoint.tensors[name].dtype))
+
+
+def prepared_tensors(layer: Layer) -> dict[str, torch.Tensor]:
+    """The prepared parameters of a layer from `Checkpoint.load` as tensors of torch that share its memory."""
+    specs = layer.method.prepared_params
+    return {role: as_torch(tensor, NAMED[specs[role].dtype]) for role, tensor in layer.params.items()}

@@ -1,0 +1,125 @@
+"""`torch.ops.moqext.linear`: the call of a linear as an operation that torch.compile and torch.export see.
+
+The operation takes the prepared tensors of `LinearMethod.prepare` one by one, because a graph holds tensors
+and plain values only, and finds the method again by its description. In eager mode the way through torch's
+dispatcher costs more than a small layer does; `QuantLinear` calls the method itself then.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from moqext import LinearMethod
+
+ROLES = ("weight", "weight_scale", "output_scale", "input_scale", "pre_quant_scale", "fold_scale")
+"""Every prepared tensor that a linear may have, in the order of the operation's arguments."""
+
+NO_GRADIENT = (
+    "moqext layers have no gradient: call them under torch.no_grad() or torch.inference_mode(), or pass "
+    "x.detach()"
+)
+
+torch.library.define(
+    "moqext::linear",
+    "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
+    "Tensor? pre_quant_scale, Tensor? fold_scale, Tensor? bias, str quant_algo, int[] out_partitions, "
+    "int? group_size, str compute, bool one_input_scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@cache
+def find_method(
+    quant_algo: str,
+    in_features: int,
+    out_partitions: tuple[int, ...],
+    group_size: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    compute: Any,
+    one_input_scale: bool,
+) -> LinearMethod:
+    """The one method of a description: layers and the operation share it, and what was tuned in it."""
+    return LinearMethod(
+        quant_algo,
+        in_features,
+        out_partitions,
+        group_size=group_size,
+        dtype=dtype,
+        device=device,
+        compute=compute,
+        one_input_scale=one_input_scale,
+    )
+
+
+@torch.library.impl("moqext::linear", ("cpu", "cuda"))
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    pre_quant_scale: torch.Tensor | None,
+    fold_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    quant_algo: str,
+    out_partitions: list[int],
+    group_size: int | None,
+    compute: str,
+    one_input_scale: bool,
+) -> torch.Tensor:
+    if x.dim() == 0:
+        raise ValueError("x: expected at least one dimension, got shape []")
+    tensors = (weight, weight_scale, output_scale, input_scale, pre_quant_scale, fold_scale)
+    params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
+    partitions = tuple(out_partitions)
+    method = find_method(
+        quant_algo, x.shape[-1], partitions, group_size, x.dtype, x.device, compute, one_input_scale
+    )
+    return method(x.detach() if x.requires_grad else x, params, bias)
+
+
+@torch.library.register_fake("moqext::linear")
+def _shape(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    out_partitions = rest[len(ROLES) + 1]  # after the other prepared tensors, bias and quant_algo
+    return x.new_empty((*x.shape[:-1], sum(out_partitions)))
+
+
+@torch.library.impl("moqext::linear", "Autograd")
+def _without_gradient(*args: Any) -> torch.Tensor:
+    if wants_gradient(*args):
+        raise RuntimeError(NO_GRADIENT)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.moqext.linear.default(*args)
+
+
+def wants_gradient(*args: Any) -> bool:
+    """Whether a gradient of a result would be asked for, backward or forward (`torch.func.jvp`)."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_traced = torch._C._get_tracing_state
+
+
+def is_plain_call(x: torch.Tensor) -> bool:
+    """Whether nothing watches operations, so that a call may go around torch's dispatcher.
+
+    Fake, functional, distributed and traced tensors are subclasses; a dispatch mode, a transform of
+    torch.func (vmap, jvp), forward differentiation and torch.jit.trace see ordinary ones.
+    """
+    return (
+        (type(x) is torch.Tensor or type(x) is torch.nn.Parameter)
+        and not _dispatch_modes()
+        and _transforms() is None
+        and _traced() is None
+        and forward_ad._current_level < 0
+    )
