@@ -24,6 +24,7 @@ from moqext import ops
 from moqext._C import ConfigError, UnsupportedQuantization, num_threads, set_num_threads
 from moqext.checkpoint import Checkpoint
 from moqext.config import Conflict, LayerQuant, QuantConfig, detect
+from moqext.convert import Conversion
 from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
 from moqext.linear import LinearMethod, ParamSpec, Timing
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Conflict",
+    "Conversion",
     "KVCacheMethod",
     "KVRecord",
     "KVScales",

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from moqext.completeness import find_missing_layers, layer_count
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
+from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
+from moqext.convert.plan import Experts
 from moqext.dequantize import dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.layers import find_layers
@@ -66,12 +68,16 @@ class Checkpoint:
         Raises:
             CheckpointError: config.json cannot be parsed.
         """
-        named = self._model_config.get("architectures")
+        named = self.model_config.get("architectures")
         return tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
 
     @cached_property
-    def _model_config(self) -> dict[str, Any]:
-        """What config.json holds; nothing when there is no such file."""
+    def model_config(self) -> dict[str, Any]:
+        """What config.json holds; nothing when there is no such file.
+
+        Raises:
+            CheckpointError: it cannot be parsed.
+        """
         path = self.directory / "config.json"
         if not path.is_file():
             return {}
@@ -140,7 +146,7 @@ class Checkpoint:
     def file_problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd in the files, what is missing among them first of all."""
         names = self.files.named.keys() | self.tensors.keys()
-        return (*self.files.problems, *find_missing_layers(names, layer_count(self._model_config)))
+        return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
 
     def findings(self, *, block_scales: bool | None = None) -> Findings:
         """Layers, cache scales and problems together.
@@ -214,6 +220,50 @@ class Checkpoint:
         if not records:
             raise ValueError("layers: expected at least one name, got none")
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
+
+    def convert(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        to: str = "bf16",
+        experts: Experts = "auto",
+        overwrite: bool = False,
+        max_shard_size: int = MAX_SHARD_SIZE,
+        progress: Progress | None = None,
+    ) -> Conversion:
+        """Writes the model without quantization: safetensors that Transformers and others load.
+
+        Weights are dequantized, rounded once from float32 to the nearest even, and multiplied with their
+        `pre_quant_scale` and low-rank pair where they have one. Plain tensors of 16 bits get the same type,
+        wider ones stay. Scales and everything of the KV cache are left out; other files are copied, and
+        config.json says nothing of quantization any more. Memory holds a piece of a tensor at a time; the
+        files are renamed into place when all are whole.
+
+        Args:
+            out: the directory to write to, made if it is not there.
+            to: "bf16", "fp16" or "fp32".
+            experts: "source": as they are stored here; "stacked" or "unstacked": in one tensor for all
+                experts, or in tensors of their own, named as Transformers does; "auto": as Transformers
+                loads this model.
+            overwrite: whether a checkpoint that is in `out` may be replaced; other files there stay.
+            max_shard_size: bytes of tensors in one file.
+            progress: called as progress(bytes written, bytes in all, name of the tensor).
+
+        Raises:
+            CheckpointError: a problem of severity "error", nothing to convert, codes that stand for no
+                number, values too large for the type, experts that cannot be stacked, or an `out` that is
+                not empty, is no directory, or lies in this one. Nothing is left in `out` then.
+            OSError: it cannot be written.
+        """
+        return convert_checkpoint(
+            self,
+            out,
+            to=to,
+            experts=experts,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
 
     def close(self) -> None:
         """Closes the files; arrays that were handed out stay valid."""

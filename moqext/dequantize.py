@@ -24,7 +24,7 @@ SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
 
 def dequantize_layer(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> NDArray[np.float32]:
     """float32 [out, in] or [experts, out, in]; see `Checkpoint.dequantize`."""
-    _refuse_without_weight(checkpoint, record)
+    refuse_without_weight(checkpoint, record)
     weight = record.tensors["weight"]
     scales: dict[str, Any] = {
         role: checkpoint.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
@@ -49,7 +49,7 @@ def _problems_of(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> 
     return [problem for group in groups for problem in group.problems if problem.layer == record.name]
 
 
-def _refuse_without_weight(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> None:
+def refuse_without_weight(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> None:
     """Refuses a group of experts, and tensors that can be read in more than one way or in none."""
     wrong = next(
         (problem for problem in _problems_of(checkpoint, record) if problem.code in WRONG_WEIGHTS), None

@@ -125,11 +125,29 @@ class TensorFiles:
         if info is None:
             raise self._absent(name)
         array: NDArray[Any] = np.empty(info.shape, array_dtype(info))
-        if info.nbytes:
-            try:
-                self._shard(info.file).read_into(array.reshape(-1).view(np.uint8).data, info.begin)
-            except CheckpointError as error:
-                raise CheckpointError(error.reason, file=info.file, tensor=name) from error
+        self._read(info, 0, array)
+        return array
+
+    def rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """The part [begin, end) of a tensor along its first axis; types and errors as `tensor`."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise self._absent(name)
+        if not info.shape or not 0 <= begin <= end <= info.shape[0]:
+            raise ValueError(f"rows: expected a part of {list(info.shape)}, got [{begin}, {end})")
+        array: NDArray[Any] = np.empty((end - begin, *info.shape[1:]), array_dtype(info))
+        self._read(info, begin * (info.nbytes // max(info.shape[0], 1)), array)
+        return array
+
+    def raw(self, name: str, begin: int, end: int) -> NDArray[np.uint8]:
+        """Bytes [begin, end) of a tensor of any type; errors as `tensor`."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise self._absent(name)
+        if not 0 <= begin <= end <= info.nbytes:
+            raise ValueError(f"raw: expected a part of {info.nbytes} bytes, got [{begin}, {end})")
+        array = np.empty(end - begin, np.uint8)
+        self._read(info, begin, array)
         return array
 
     def close(self) -> None:
@@ -282,6 +300,15 @@ class TensorFiles:
         if path in self._identities:
             return CheckpointError("the index says it is in this file, it is not", file=path, tensor=name)
         return CheckpointError("the index says it is in this file, which is missing", file=path, tensor=name)
+
+    def _read(self, info: TensorInfo, offset: int, array: NDArray[Any]) -> None:
+        """Fills the array with the bytes of a tensor from `offset` on."""
+        if not array.size:
+            return
+        try:
+            self._shard(info.file).read_into(array.reshape(-1).view(np.uint8).data, info.begin + offset)
+        except CheckpointError as error:
+            raise CheckpointError(error.reason, file=info.file, tensor=info.name) from error
 
     def _shard(self, path: Path) -> Shard:
         """The file, open; kept so for the next tensors."""

@@ -12,6 +12,7 @@ from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import open_checkpoint, text
 from moqext.cli.plain import plain_tensors
+from moqext.cli.progress import draw
 from moqext.cli.select import no_match
 from moqext.cli.verify_report import Report
 from moqext.errors import CheckpointError
@@ -153,10 +154,9 @@ def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
     try:
         for done, row in enumerate(rows, 1):
             width = max(10, min(40, shutil.get_terminal_size().columns - 50))
-            filled = width * done // total
-            bar = "#" * filled + "." * (width - filled)
+            bar = draw(done, total, width)
             name = text.shorten(text.printable(row.layer), 30)
-            print(f"\r\x1b[K[{bar}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{bar} {done}/{total} {name}", end="", file=sys.stderr, flush=True)
             yield row
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,65 @@
+"""How far a long command is, on stderr: a bar with the time left on a terminal, else a line now and then."""
+
+import shutil
+import sys
+import time
+
+from moqext.cli import text
+
+LINES_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+DRAWN_EVERY = 0.1
+"""Seconds between two drawings of the bar."""
+
+
+class Progress:
+    """Called with what is done, what there is to do, both in bytes, and the name of what is being done."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._begin: float | None = None
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """Tells it, if it is time to."""
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = now
+            self._next = now if self._terminal else now + LINES_EVERY
+        if self._quiet or now < self._next:
+            return
+        seconds = now - self._begin
+        left = seconds / max(done, 1) * (total - done)
+        rate = f"{text.size(int(done / max(seconds, 1e-9)))}/s"
+        if self._terminal:
+            self._next = now + DRAWN_EVERY
+            told = f" {100 * done // max(total, 1)} %, {rate}, {clock(left)} left "
+            width = shutil.get_terminal_size().columns
+            bar = draw(done, total, max(10, min(40, width - len(told) - 32)))
+            room = width - len(bar) - len(told) - 1
+            shown = text.shorten(text.printable(name), room) if room > 8 else ""
+            print(f"\r\x1b[K{bar}{told}{shown}", end="", file=sys.stderr, flush=True)
+        else:
+            self._next = now + LINES_EVERY
+            line = f"{text.size(done)} of {text.size(total)}, {rate}, {clock(left)} left"
+            print(line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Wipes the bar."""
+        if self._terminal and not self._quiet:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def draw(done: int, total: int, width: int) -> str:
+    """A bar of so many columns between its brackets."""
+    filled = width * done // max(total, 1)
+    return f"[{'#' * filled}{'.' * (width - filled)}]"
+
+
+def clock(seconds: float) -> str:
+    """Whole seconds as 0:05, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

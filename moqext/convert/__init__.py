@@ -1,0 +1,146 @@
+"""A checkpoint written again with plain weights: `Checkpoint.convert`.
+
+Every tensor of the result is known from the headers of the source, so the files are planned first: which
+tensor goes where, its type and shape. Then the weights pass through memory in pieces of a few megabytes. All
+files get a temporary folder in the target directory and are renamed out of it at the end, the configuration
+last: what was interrupted does not look like a checkpoint.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from moqext.convert.files import INDEX_FILE, Staging, copy_others, plain_config
+from moqext.convert.jobs import Job
+from moqext.convert.plan import Experts, make_plan, split
+from moqext.convert.writer import TensorWriter
+from moqext.errors import CheckpointError
+from moqext.matrices import FLOAT_DTYPES
+from moqext.problems import Problem
+
+if TYPE_CHECKING:
+    from moqext.checkpoint import Checkpoint
+
+TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Names of the targets -> the type as the format spells it."""
+
+MAX_SHARD_SIZE = 5_000_000_000
+"""Bytes of tensors in one file, unless what belongs together has more."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with bytes written, bytes in all, and the name of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was written.
+
+    Attributes:
+        directory: where.
+        files: names of the safetensors files.
+        tensors: number of tensors.
+        dequantized: number of weights that were codes in the source.
+        bytes_read, bytes_written: of tensors.
+        seconds: wall time of reading, converting and writing them.
+        notes: what was left out, in sentences.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    tensors: int
+    dequantized: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def convert_checkpoint(
+    checkpoint: "Checkpoint",
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    experts: Experts,
+    overwrite: bool,
+    max_shard_size: int,
+    progress: Progress | None,
+) -> Conversion:
+    """See `Checkpoint.convert`."""
+    if to not in TARGETS:
+        raise ValueError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
+    if experts not in get_args(Experts):
+        raise ValueError(f"experts: expected one of {', '.join(get_args(Experts))}, got {experts!r}")
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
+    refuse_errors(checkpoint)
+    dtype = TARGETS[to]
+    plan = make_plan(checkpoint, dtype, experts)
+    with Staging(checkpoint.directory, out, overwrite=overwrite) as staging:
+        begin = time.perf_counter()
+        files = _write(split(plan.jobs, max_shard_size), staging, progress)
+        seconds = time.perf_counter() - begin
+        left_out = copy_others(checkpoint.directory, staging)
+        config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
+        if config:
+            staging.write_json("config.json", config)
+        staging.publish()
+    notes = [*plan.notes, f"files not copied: {', '.join(left_out)}"] if left_out else plan.notes
+    return Conversion(
+        directory=os.fspath(out),
+        files=tuple(files),
+        tensors=sum(len(job.tensors) for job in plan.jobs),
+        dequantized=plan.dequantized,
+        bytes_read=sum(job.reads for job in plan.jobs),
+        bytes_written=sum(job.nbytes for job in plan.jobs),
+        seconds=seconds,
+        notes=tuple(notes),
+    )
+
+
+def refuse_errors(checkpoint: "Checkpoint") -> None:
+    """Refuses a checkpoint without weights, or with a problem under which they are not what they were.
+
+    Raises:
+        CheckpointError: so it is; the message has the first problem of severity error.
+    """
+    if not checkpoint.files.has_weights:
+        raise CheckpointError("nothing to convert: no safetensors files", file=checkpoint.directory)
+    findings = checkpoint.findings(block_scales=True)
+    problems = (*checkpoint.file_problems, *findings.all_problems())
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        others = f" (and {len(errors) - 1} more; `inspect --problems` lists them)" if len(errors) > 1 else ""
+        message = f"cannot be converted: {_sentence(errors[0])}{others}"
+        raise CheckpointError(message, file=checkpoint.directory)
+
+
+def _sentence(problem: Problem) -> str:
+    where = problem.layer or problem.tensor
+    return f"{where}: {problem.code}: {problem.message}" if where else f"{problem.code}: {problem.message}"
+
+
+def _write(shards: Sequence[Sequence[Job]], staging: Staging, progress: Progress | None) -> list[str]:
+    """Writes the files and, for several, the index; returns the names of the files."""
+    total = sum(job.nbytes for jobs in shards for job in jobs)
+    done = 0
+    files = []
+    places: dict[str, str] = {}
+    for number, jobs in enumerate(shards, 1):
+        file = (
+            f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        )
+        files.append(file)
+        specs = [spec for job in jobs for spec in job.tensors]
+        places.update((spec.name, file) for spec in specs)
+        with TensorWriter(staging.folder / file, specs, {"format": "pt"}) as writer:
+            for job in jobs:
+                for name, values in job.produce():
+                    done += writer.append(name, values)
+                    if progress is not None:
+                        progress(done, total, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        staging.write_json(INDEX_FILE, index)
+    return files
