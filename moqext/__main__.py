@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import moqext
-from moqext.cli import bench, convert, info, inspect, text, verify
+from moqext.cli import bench, compare, convert, info, inspect, text, verify
 
-COMMANDS = (inspect, verify, convert, bench, info)
+COMMANDS = (inspect, verify, compare, convert, bench, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,9 +6,10 @@ and operations on the right, where it is level; in times it is the other way rou
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
+
+from moqext.svg import label, points
 
 _PANEL = (300, 260)
 _LEFT, _TOP, _GAP, _BOTTOM = 62, 62, 34, 76
@@ -51,7 +52,7 @@ def _draw(rows: Sequence[_Row], title: str, scale: _Scale) -> str:
     low = math.floor(math.log10(min(reached + roofs)))
     high = max(math.ceil(math.log10(max(reached + roofs))), low + 1)
     width = _LEFT + len(shapes) * (_PANEL[0] + _GAP)
-    parts = [_text(_LEFT, 24, title, size=15, weight="bold")]
+    parts = [label(_LEFT, 24, title, size=15, weight="bold")]
     colours = dict(zip(algos, _colours(algos), strict=True))
     for number, shape in enumerate(shapes):
         left = _LEFT + number * (_PANEL[0] + _GAP)
@@ -65,10 +66,10 @@ def _draw(rows: Sequence[_Row], title: str, scale: _Scale) -> str:
                 return _place(left, tokens, low, high, row["tokens"], scale.value(row, seconds))
 
             colour = colours[algo]
-            roof = _points(place(row, "floor_seconds") for row in own)
+            roof = points(place(row, "floor_seconds") for row in own)
             line = [place(row, "seconds") for row in own]
             parts.append(f'<polyline points="{roof}" stroke="{colour}" stroke-dasharray="4 3"/>')
-            parts.append(f'<polyline points="{_points(line)}" stroke="{colour}" stroke-width="2"/>')
+            parts.append(f'<polyline points="{points(line)}" stroke="{colour}" stroke-width="2"/>')
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in line]
     legend, lines = _legend(colours, width)
     height = _TOP + _PANEL[1] + _BOTTOM + 18 * lines
@@ -102,20 +103,20 @@ def _axes(
     width, height = _PANEL
     parts = [
         f'<rect x="{left}" y="{_TOP}" width="{width}" height="{height}" stroke="#999999"/>',
-        _text(left + width / 2, _TOP - 8, title, anchor="middle"),
-        _text(left + width / 2, _TOP + height + 36, "tokens", anchor="middle"),
+        label(left + width / 2, _TOP - 8, title, anchor="middle"),
+        label(left + width / 2, _TOP + height + 36, "tokens", anchor="middle"),
     ]
     for power in range(low, high + 1):
         y = _TOP + height * (high - power) / (high - low)
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#dddddd"/>')
         if scale:
-            parts.append(_text(left - 6, y + 4, scale.name(power), anchor="end"))
+            parts.append(label(left - 6, y + 4, scale.name(power), anchor="end"))
     for count in tokens:
         x, _ = _place(left, tokens, low, high, count, 10.0**low)
         parts.append(f'<path d="M{x:.1f} {_TOP + height}v4" stroke="#999999"/>')
-        parts.append(_text(x, _TOP + height + 18, str(count), anchor="middle"))
+        parts.append(label(x, _TOP + height + 18, str(count), anchor="middle"))
     if scale:
-        parts.append(_text(left, _TOP - 8, scale.unit, anchor="middle"))
+        parts.append(label(left, _TOP - 8, scale.unit, anchor="middle"))
     return parts
 
 
@@ -124,13 +125,13 @@ def _legend(colours: Mapping[str, str], width: float) -> tuple[list[str], int]:
     parts = []
     column, beside = 250, max(1, int((width - _LEFT) // 250))
     labels = [(algo if algo != "bfloat16" else "torch, bfloat16", colour) for algo, colour in colours.items()]
-    for number, (label, colour) in enumerate(labels):
+    for number, (name, colour) in enumerate(labels):
         x = _LEFT + column * (number % beside)
         y = _TOP + _PANEL[1] + 62 + 18 * (number // beside)
         parts.append(f'<path d="M{x} {y - 4}h22" stroke="{colour}" stroke-width="2"/>')
-        parts.append(_text(x + 28, y, label))
+        parts.append(label(x + 28, y, name))
     y = _TOP + _PANEL[1] + 62 + 18 * -(-len(labels) // beside)
-    parts.append(_text(_LEFT, y, "dashed: the least time that bytes and operations allow", colour="#666666"))
+    parts.append(label(_LEFT, y, "dashed: the least time that bytes and operations allow", colour="#666666"))
     return parts, -(-len(labels) // beside)
 
 
@@ -144,21 +145,3 @@ def _time(power: int) -> str:
     names = {-9: "ns", -6: "µs", -3: "ms", 0: "s"}
     whole = power - power % 3
     return f"{10 ** (power - whole)} {names[whole]}" if whole in names else f"1e{power} s"
-
-
-def _points(points: Iterable[_Point]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "start",
-    size: int = 12,
-    weight: str = "normal",
-    colour: str = "#222222",
-) -> str:
-    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{colour}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

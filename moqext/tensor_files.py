@@ -84,8 +84,8 @@ class TensorFiles:
     written to since it was opened here is refused by name.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Reads the index and the headers.
+    def __init__(self, directory: str | os.PathLike[str], *, single: Path | None = None) -> None:
+        """Reads the index and the headers, or the header of the one file `single`.
 
         Raises:
             CheckpointError: the directory is none, or a file in it is malformed.
@@ -98,7 +98,7 @@ class TensorFiles:
         self._lock = Lock()
         self._open: OrderedDict[Path, Shard] | None = OrderedDict()
 
-        headers = self._read_headers()
+        headers = self._read_headers() if single is None else {single: read_header(single)}
         self._identities = {path: header.identity for path, header in headers.items()}
         self.files = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))

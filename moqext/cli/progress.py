@@ -14,10 +14,14 @@ DRAWN_EVERY = 0.1
 
 
 class Progress:
-    """Called with what is done, what there is to do, both in bytes, and the name of what is being done."""
+    """Called with what is done, what there is to do, and the name of what is being done.
 
-    def __init__(self, *, quiet: bool) -> None:
+    Both are numbers of bytes, or of whatever else `what` says.
+    """
+
+    def __init__(self, *, quiet: bool, what: str = "") -> None:
         self._quiet = quiet
+        self._what = what
         self._terminal = sys.stderr.isatty()
         self._begin: float | None = None
         self._next = 0.0
@@ -32,7 +36,7 @@ class Progress:
             return
         seconds = now - self._begin
         left = seconds / max(done, 1) * (total - done)
-        rate = f"{text.size(int(done / max(seconds, 1e-9)))}/s"
+        rate = f"{self._amount(int(done / max(seconds, 1e-9)))}/s"
         if self._terminal:
             self._next = now + DRAWN_EVERY
             told = f" {100 * done // max(total, 1)} %, {rate}, {clock(left)} left "
@@ -43,8 +47,13 @@ class Progress:
             print(f"\r\x1b[K{bar}{told}{shown}", end="", file=sys.stderr, flush=True)
         else:
             self._next = now + LINES_EVERY
-            line = f"{text.size(done)} of {text.size(total)}, {rate}, {clock(left)} left"
+            line = f"{self._amount(done)} of {self._amount(total)}, {rate}, {clock(left)} left"
             print(line, file=sys.stderr, flush=True)
+
+    def _amount(self, count: int) -> str:
+        if not self._what:
+            return text.size(count)
+        return f"{count / 1e6:,.0f} million {self._what}"
 
     def end(self) -> None:
         """Wipes the bar."""

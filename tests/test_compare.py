@@ -1,0 +1,194 @@
+"""`compare`: errors as NumPy has them, and layers that find each other whatever they are called."""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moqext
+from moqext import matrices
+from moqext.__main__ import main
+from moqext.compare import compare, open_side
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+EXPORTS = Path(__file__).parent / "data" / "exports"
+CASES = json.loads((EXPORTS / "versions.json").read_text())["cases"]
+
+
+def originals(case):
+    return EXPORTS / f"{CASES[case]['model']}_bf16.safetensors"
+
+
+def save(directory, tensors):
+    directory.mkdir(exist_ok=True)
+    safetensors.save_file(
+        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "model.safetensors"
+    )
+    return directory
+
+
+def sides(tmp_path, first, second):
+    return compare(open_side(save(tmp_path / "a", first)), open_side(save(tmp_path / "b", second)))
+
+
+def matrix(rng, *shape):
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def check(row, ours, theirs):
+    delta = ours.astype(float) - theirs.astype(float)
+    relative = np.linalg.norm(delta) / np.linalg.norm(theirs.astype(float))
+    assert row.relative_error == pytest.approx(relative, rel=1e-5)
+    assert row.sqnr_db == pytest.approx(-20 * math.log10(relative), abs=1e-4)
+    assert row.max_error == pytest.approx(np.abs(delta).max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_every_layer_of_an_export_finds_its_original(case, monkeypatch):
+    monkeypatch.setattr(matrices, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr("moqext.compare.PIECE_BYTES", 4 << 10)
+    with open_side(EXPORTS / case) as ours, open_side(originals(case)) as theirs:
+        result = compare(ours, theirs)
+        assert result.only_first == result.misshapen == result.only_second == ()
+        quantized = list(matrices.quantized_matrices(ours))
+        assert len(result.layers) == len(quantized)
+        assert [row.relative_error for row in result.layers] == sorted(
+            (row.relative_error for row in result.layers), reverse=True
+        )
+        worst = {"FP8": 0.04, "MXFP8": 0.04, "FP8_PER_CHANNEL_PER_TOKEN": 0.04, "FP8_PB_WO": 0.2}
+        for row in result.layers:
+            assert 0 <= row.relative_error < worst.get(row.formats[0], 0.2), row
+            assert row.formats[1] == "BF16"
+        by_name = {row.layer: row for row in result.layers}
+        for item in quantized:
+            if len(item.shape) == 2 and by_name[item.name].relative_error:
+                theirs_now = theirs.tensor(f"{by_name[item.name].other}.weight").astype(np.float32)
+                check(by_name[item.name], ours.dequantize(item.record), theirs_now)
+
+
+def test_a_checkpoint_equals_itself(data):
+    with open_side(data / "exports/mixed_three") as ours:
+        result = compare(ours, ours)
+    assert {(row.relative_error, row.sqnr_db, row.max_error) for row in result.layers} == {
+        (0.0, math.inf, 0.0)
+    }
+    assert (result.only_first, result.only_second, result.misshapen) == ((), (), ())
+
+
+def test_single_experts_against_a_stack_in_memory(data, tmp_path, rng):
+    """One side has w1, w3 and w2 of each expert, the other gate_up_proj [E, 2I, H] under another container."""
+    shapes = {"w1": (48, 64), "w3": (48, 64), "w2": (64, 48)}
+    parts = {(e, p): matrix(rng, *shapes[p]) for e in range(3) for p in shapes}
+    container = "model.layers.0.block_sparse_moe.experts"
+    ours = {f"{container}.{e}.{p}.weight": value for (e, p), value in parts.items()}
+    noise = 0.01 * matrix(rng, 3, 96, 64)
+    both = np.stack([np.concatenate([parts[e, "w1"], parts[e, "w3"]]) for e in range(3)])
+    down = np.stack([parts[e, "w2"] for e in range(3)])
+    prefix = "model.language_model.layers.0.mlp.experts"
+    result = sides(tmp_path, ours, {f"{prefix}.gate_up_proj": both + noise, f"{prefix}.down_proj": down})
+    assert (result.only_first, result.only_second, result.equal) == ((), (), 3)
+    assert len(result.layers) == 6
+    for row in result.layers:
+        expert, part = int(row.layer.split(".")[-2]), row.layer[-2:]
+        half = slice(48) if part == "w1" else slice(48, None)
+        check(row, parts[expert, part], (both + noise)[expert, half])
+        assert row.other == f"{prefix}.gate_up_proj[{expert}].{'gate' if part == 'w1' else 'up'}"
+
+
+def test_a_stack_that_lies_the_other_way_round(tmp_path, rng):
+    stack, noise = matrix(rng, 2, 48, 64), 0.01 * matrix(rng, 2, 48, 64)
+    ours = {f"layers.0.mlp.experts.{e}.down_proj.weight": stack[e] for e in range(2)}
+    theirs = {"layers.0.mlp.experts.down_proj": (stack + noise).swapaxes(1, 2)}
+    result = sides(tmp_path, ours, theirs)
+    for row in result.layers:
+        expert = int(row.layer.split(".")[4])
+        check(row, stack[expert], (stack + noise)[expert])
+    assert len(result.layers) == 2
+
+
+def test_fused_linears_against_their_parts(tmp_path, rng):
+    q, k, v = matrix(rng, 64, 32), matrix(rng, 16, 32), matrix(rng, 16, 32)
+    ours = {"model.layers.0.self_attn.qkv_proj.weight": np.concatenate([q, k, v + 1])}
+    parts = zip("qkv", (q, k, v), strict=True)
+    theirs = {f"layers.0.self_attn.{name}_proj.weight": value for name, value in parts}
+    result = sides(tmp_path, ours, theirs)
+    assert result.equal == 2
+    assert [row.layer for row in result.layers] == ["model.layers.0.self_attn.qkv_proj[80:96]"]
+    check(result.layers[0], v + 1, v)
+    assert result.only_first == result.only_second == ()
+
+
+def test_what_has_no_counterpart_is_listed(tmp_path, rng):
+    ours = {"a.weight": matrix(rng, 4, 4), "b.weight": matrix(rng, 4, 4), "norm.weight": matrix(rng, 4)}
+    theirs = {"a.weight": ours["a.weight"], "b.weight": matrix(rng, 4, 8), "c.weight": matrix(rng, 2, 2)}
+    result = sides(tmp_path, ours, theirs)
+    assert result.only_first == ("norm",)
+    assert result.only_second == ("c",)
+    assert result.misshapen == (("b", (4, 4), (4, 8)),)
+    assert result.equal == 1
+
+
+def test_not_a_number_is_the_worst_and_no_number_in_json(tmp_path, rng, capsys):
+    value = matrix(rng, 8, 8)
+    broken = value.copy()
+    broken[2, 3] = np.nan
+    a = save(tmp_path / "a", {"x.weight": broken, "y.weight": value + 1})
+    b = save(tmp_path / "b", {"x.weight": value, "y.weight": value})
+    assert main(["compare", str(a), str(b / "model.safetensors"), "--json", "--max-error", "1e9"]) == 1
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert (rows[0]["layer"], rows[0]["relative_error"]) == ("x", None)
+
+
+# The command
+
+
+def test_status_and_limits(data, capsys):
+    arguments = ["compare", str(data / "exports/w4a16_nvfp4"), str(originals("w4a16_nvfp4"))]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "W4A16_NVFP4 / BF16" in text
+    assert "plain tensors that are equal: 5" in text
+    assert main([*arguments, "--max-error", "0.05"]) == 1
+    assert main(["compare", str(data / "exports/fp8_kvcast"), str(originals("gpt_oss_fp8"))]) == 1
+    assert "only in" in capsys.readouterr().out
+
+
+def test_nothing_in_common_is_status_2(tmp_path, rng, capsys):
+    a, b = (save(tmp_path / name, {f"{name}.weight": matrix(rng, 2, 2)}) for name in "ab")
+    assert main(["compare", str(a), str(b)]) == 2
+    assert "nothing in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--plot", "x.png"], ["--max-error", "-1"], ["--max-error", "nan"]])
+def test_wrong_options(option, data):
+    with pytest.raises(SystemExit):
+        main(["compare", str(data), str(data), *option])
+
+
+def test_plot_has_a_dot_for_every_layer(data, tmp_path):
+    file = tmp_path / "errors.svg"
+    assert (
+        main(
+            ["compare", str(data / "exports/mixed_three"), str(originals("mixed_three")), "--plot", str(file)]
+        )
+        == 0
+    )
+    root = ET.parse(file).getroot()
+    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    formats = {"FP8 / BF16", "W4A16_NVFP4 / BF16", "FP8_PB_WO / BF16"}
+    texts = {node.text for node in root.findall("{http://www.w3.org/2000/svg}text")}
+    assert texts >= formats | {"relative error"}
+    assert len(circles) == 14 + len(formats)
+
+
+def test_a_file_beside_a_foreign_configuration_is_read_alone(data):
+    with open_side(originals("fp8_kvcast")) as side:
+        assert side.config is None
+        assert side.architectures == ()
+        assert len(side.files.files) == 1
+        assert isinstance(side, moqext.Checkpoint)
