@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+namespace moq {
+
 /* ---- activations ---- */
 
 typedef struct {
@@ -319,5 +321,7 @@ static inline int64_t moq_tile_count(const moq_linear_spec *spec, int rows) {
         tiles += (spec->partition[i] + rows - 1) / rows;
     return tiles;
 }
+
+} // namespace moq
 
 #endif

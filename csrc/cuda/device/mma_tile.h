@@ -6,6 +6,8 @@
 
 #include "cuda/device/ptx.h"
 
+namespace moq {
+
 #define MMA_ROW   128 /* bytes of a row of a step in shared memory */
 #define MMA_PANEL 8   /* tiles of rows of x that meet the same rows of W one after the other */
 
@@ -97,5 +99,7 @@ static __device__ __forceinline__ void add_shares(float *sum, float *memory, int
     for (int i = 0; i < (SHARES - 1) * COUNT; i++)
         sum[i % COUNT] = __fadd_rn(sum[i % COUNT], memory[i * THREADS + thread]);
 }
+
+} // namespace moq
 
 #endif

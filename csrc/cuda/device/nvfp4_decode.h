@@ -29,6 +29,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+namespace moq {
+
 #define MOQ_NVFP4_FACTOR 128.0f
 
 /* What activations are made of. */
@@ -113,5 +115,7 @@ static __device__ __forceinline__ void moq_nvfp4_fragment(uint32_t word, uint32_
     for (int i = 0; i < 4; i++)
         a[i] = moq_nvfp4_multiply<TYPE>(a[i], moq_nvfp4_twice(scales, i % 2));
 }
+
+} // namespace moq
 
 #endif

@@ -13,6 +13,8 @@
 #include <cuda_fp16.h>
 #include <string.h>
 
+namespace moq {
+
 /* What codes of e4m3 are multiplied by: the row's power of two, or 16 if that is more, as the least
  * product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already. */
 static __device__ __forceinline__ float moq_used_fold(float fold) {
@@ -88,5 +90,7 @@ static __device__ __forceinline__ uint32_t moq_pack_folds(float upper, float low
     memcpy(&word, &pair, 4);
     return word;
 }
+
+} // namespace moq
 
 #endif

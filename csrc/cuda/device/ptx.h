@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+namespace moq {
+
 static __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
@@ -586,5 +588,7 @@ template <int count> static __device__ __forceinline__ void stay_here(float (&d)
 template <int pending> static __device__ __forceinline__ void wgmma_wait(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
+
+} // namespace moq
 
 #endif

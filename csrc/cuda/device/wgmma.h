@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+namespace moq {
+
 static __device__ __forceinline__ void wgmma_e4m3(float (&d)[4], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n"
                  ".reg .pred p;\n"
@@ -157,5 +159,7 @@ WGMMA_E4M3_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_E4M3_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69)
 
 #undef WGMMA_E4M3_OF_REGISTERS
+
+} // namespace moq
 
 #endif

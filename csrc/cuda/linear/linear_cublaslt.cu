@@ -31,6 +31,8 @@
 #include "cuda/tensor/cuda_quantize.h"
 #include "cuda/tensor/nvfp4_unpack.h"
 
+namespace moq::cublaslt {
+
 #define WHAT  "linear by cuBLASLt"
 #define ALPHA 16 /* bytes from one to the next */
 /* What the library is given, as NVIDIA recommends for the generation. */
@@ -519,3 +521,5 @@ extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *
         MOQ_TRY(run_segment(call, &l, i, err));
     return l.direct ? MOQ_OK : finish_results(call, &l, err);
 }
+
+} // namespace moq::cublaslt

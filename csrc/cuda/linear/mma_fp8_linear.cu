@@ -36,6 +36,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize.h"
 
+namespace moq::mma_fp8 {
+
 #define STEP  MMA_ROW  /* columns, a byte each */
 #define SLICE 32       /* columns that registers of one load hold */
 #define UNIT  65536.0f /* what fp16 codes of x and W leave out: 2^8 each */
@@ -365,3 +367,5 @@ extern "C" moq_status moq_cuda_mma_fp8_as_f16(const moq_linear_call *call, moq_e
 extern "C" moq_status moq_cuda_mma_fp8_as_e4m3(const moq_linear_call *call, moq_err *err) {
     return run(call, true, err);
 }
+
+} // namespace moq::mma_fp8

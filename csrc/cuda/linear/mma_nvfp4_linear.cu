@@ -31,6 +31,8 @@
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/runtime/launch.h"
 
+namespace moq::mma_nvfp4 {
+
 #define LANES      32
 #define VECTOR     16                                   /* bytes of a copy */
 #define UNIT_PARTS (MOQ_PACK_BYTES / VECTOR)            /* copies of a unit */
@@ -385,3 +387,5 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     return launch(call, (const void *)add_parts, dim3(wide, (unsigned)call->m), ADD_THREADS, 0,
                   &args, err);
 }
+
+} // namespace moq::mma_nvfp4

@@ -28,6 +28,8 @@
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/runtime/launch.h"
 
+namespace moq::simt {
+
 #define WARPS     8
 #define THREADS   (32 * WARPS)
 #define TOKENS    WARPS /* rows of x of a block: a warp quantizes one */
@@ -481,3 +483,5 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::simt

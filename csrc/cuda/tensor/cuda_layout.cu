@@ -12,6 +12,8 @@
 #include "core/swizzle.h"
 #include "cuda/runtime/launch.h"
 
+namespace moq::layouts {
+
 #define THREADS 256
 #define TILES   8 /* of a block, next to each other in a row */
 
@@ -316,3 +318,5 @@ extern "C" moq_status moq_cuda_unswizzle(const moq_tensor *out, uint8_t *swizzle
     return move_tiles("unswizzle_block_scales", (const void *)unswizzle, out, swizzled, 0, stream,
                       err);
 }
+
+} // namespace moq::layouts

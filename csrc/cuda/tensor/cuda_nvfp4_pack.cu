@@ -25,6 +25,8 @@
 
 #include <cuda_fp16.h>
 
+namespace moq::packing {
+
 #define WARPS   4 /* of a block */
 #define THREADS (32 * WARPS)
 #define RUN     4
@@ -564,3 +566,5 @@ extern "C" moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *p, void *str
                   "unpacking NVFP4", blocks_for(p->rows, p->columns), p->experts, WARPS, &parameter,
                   stream, err);
 }
+
+} // namespace moq::packing

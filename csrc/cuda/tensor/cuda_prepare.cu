@@ -13,6 +13,8 @@
 
 #include <pthread.h>
 
+namespace moq::preparation {
+
 #define THREADS   256
 #define LOOKED_AT 4 /* pieces of a thread that only looks at them */
 
@@ -215,3 +217,5 @@ extern "C" void moq_cuda_return_note(moq_findings *note) {
     pthread_cond_signal(&notebook.returned);
     pthread_mutex_unlock(&notebook.lock);
 }
+
+} // namespace moq::preparation

@@ -6,6 +6,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize_flat.h"
 
+namespace moq::quantization {
+
 #define MAX_BLOCKS 0x7fffffff
 /* Partial maxima of a tensor: enough blocks for every multiprocessor, few enough for one warp. */
 #define MAX_PARTS 1024
@@ -331,3 +333,5 @@ extern "C" moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err
         MOQ_TRY(find_amax(q, &a, &source, err));
     return launch(q, &a, &source, q->mode, err);
 }
+
+} // namespace moq::quantization

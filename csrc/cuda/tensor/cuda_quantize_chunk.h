@@ -10,6 +10,8 @@
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 
+namespace moq::quantization {
+
 /* Rows of a tensor as kernels read them. */
 typedef struct {
     const void *data;
@@ -245,5 +247,7 @@ static __device__ __forceinline__ void divide(float (&value)[N], const divisor &
     for (int i = 0; i < N; i++)
         value[i] = __fmaf_rn(value[i], d.high, __fmul_rn(value[i], d.low));
 }
+
+} // namespace moq::quantization
 
 #endif

@@ -15,6 +15,8 @@
 
 #include "cuda/runtime/launch.h"
 
+namespace moq::quantization {
+
 #define THREADS 256
 #define N       16 /* values of a thread */
 /* Values up to which a thread has half as many: an H200 has threads for four times as many. */
@@ -267,3 +269,5 @@ moq_status moq_quantize_flat(const moq_cuda_quantize *q, const quantize_args *a,
            : q->mode == MOQ_INPUT_E4M3_TOKEN ? launch_tokens(q, a, &launch, err)
                                              : launch_given(q, a, &launch, err);
 }
+
+} // namespace moq::quantization

@@ -2,6 +2,8 @@
  * see cuda_quantize_norm.h. */
 #include "cuda/tensor/cuda_quantize_norm.h"
 
+namespace moq::quantization {
+
 const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
                             bool wide_weight) {
     switch (mode) {
@@ -16,3 +18,5 @@ const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way wa
         return MOQ_GENERAL(dtype, norm_any_rows, MOQ_INPUT_NVFP4);
     }
 }
+
+} // namespace moq::quantization

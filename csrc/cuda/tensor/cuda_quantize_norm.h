@@ -16,6 +16,8 @@
 
 #include "cuda/tensor/cuda_quantize_rows.h"
 
+namespace moq::quantization {
+
 /* Of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
 const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
                                   bool wide_weight);
@@ -310,5 +312,7 @@ static const void *norm_kernel(moq_dtype dtype, moq_row_way way, bool wide_weigh
     return wide_weight ? whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F32>(way)
                        : whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F16>(way);
 }
+
+} // namespace moq::quantization
 
 #endif

@@ -20,6 +20,8 @@
 #include "cuda/tensor/cuda_quantize.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
 
+namespace moq::quantization {
+
 /* Instead of codes, the largest magnitude of each block: the first of two kernels for one scale. */
 #define MOQ_FIND_AMAX MOQ_INPUT_AS_IS
 
@@ -546,5 +548,7 @@ static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_way w
         return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, SOURCE);
     }
 }
+
+} // namespace moq::quantization
 
 #endif

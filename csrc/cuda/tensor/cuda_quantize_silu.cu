@@ -4,6 +4,8 @@
  * those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does it. */
 #include "cuda/tensor/cuda_quantize_rows.h"
 
+namespace moq::quantization {
+
 /* 1 / d, rounded, for d from 1 to 2^120. */
 static __device__ __forceinline__ float reciprocal(float d) {
     float r = reciprocal_near(d);
@@ -43,3 +45,5 @@ const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way wa
         return MOQ_INSTANCE(dtype, MOQ_16X1, quantize_tokens, silu_source);
     return kernel_of<silu_source>(dtype, mode, way);
 }
+
+} // namespace moq::quantization

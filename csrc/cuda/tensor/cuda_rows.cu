@@ -8,6 +8,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_rows.h"
 
+namespace moq::copied_rows {
+
 #define THREADS 256
 #define SPAN    1024 /* columns */
 #define MAX_Y   65535
@@ -89,3 +91,5 @@ extern "C" moq_status moq_cuda_scatter_rows(const moq_tensor *rows, const moq_te
                                             void *stream, moq_err *err) {
     return copy(tensor, rows, false, stream, err);
 }
+
+} // namespace moq::copied_rows

@@ -11,6 +11,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_rows.h"
 
+namespace moq::smoothing {
+
 #define THREADS 128
 #define PIECE   8 /* values of a thread */
 #define SPAN    (THREADS * PIECE)
@@ -123,3 +125,5 @@ extern "C" moq_status moq_cuda_smooth_rows(const moq_tensor *x, const float *sca
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::smoothing

@@ -14,6 +14,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/nvfp4_unpack.h"
 
+namespace moq::unpacking {
+
 #define WARPS 8
 #define UNITS 4 /* of a warp */
 
@@ -102,3 +104,5 @@ extern "C" moq_status moq_cuda_nvfp4_unpack(const moq_cuda_unpack *u, moq_err *e
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::unpacking

@@ -37,6 +37,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
+namespace moq::fp8_few {
+
 #define STAGE       (TILE * STEP)
 #define MAX_STAGE   28
 #define BARRIERS    (2 * MAX_STAGE + 3)
@@ -726,3 +728,5 @@ extern "C" moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err
     void *parameters[] = {&map, &args};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::fp8_few

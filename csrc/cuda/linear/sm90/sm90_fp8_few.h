@@ -10,6 +10,8 @@
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 
+namespace moq::fp8_few {
+
 #define UNIT       8                /* rows that clusters share N by */
 #define TILE       16               /* rows of W */
 #define STEP       MOQ_FP8_FEW_STEP /* columns of W that a product takes */
@@ -318,5 +320,7 @@ static __device__ __forceinline__ void quantize_pass(const decode_args *a, const
         load_pieces<S>(&r, p);
     }
 }
+
+} // namespace moq::fp8_few
 
 #endif

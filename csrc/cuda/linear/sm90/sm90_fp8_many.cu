@@ -9,7 +9,7 @@
  *   is divided among the blocks of a cluster, and where that is not enough among their warpgroups,
  *   since a layer has but 16 to 64 tiles for 132 multiprocessors. W is constant, so the ring is
  *   filled with it before X is complete (dependent launch). Where one scale is given x may be
- *   quantized here instead, by two more warpgroups (sm90_gemm_quantize.h).
+ *   quantized here instead, by two more warpgroups (sm90_fp8_many_quantize.h).
  * - Many tokens: the tokens give the rows, 256 to a tile, so that scales of groups are one number a
  *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
@@ -19,13 +19,15 @@
  * cache delivers, 7 to 8 TB/s, and the tensor cores. */
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_fp8_many_products.h"
+#include "cuda/linear/sm90/sm90_fp8_many_quantize.h"
+#include "cuda/linear/sm90/sm90_fp8_many_tile.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
-#include "cuda/linear/sm90/sm90_gemm_products.h"
-#include "cuda/linear/sm90/sm90_gemm_quantize.h"
-#include "cuda/linear/sm90/sm90_gemm_tile.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 #include "cuda/tensor/cuda_quantize.h"
+
+namespace moq::fp8_many {
 
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
 
@@ -308,3 +310,5 @@ extern "C" moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *er
         MOQ_TRY(quantize(call, &w, err));
     return multiply_codes(call, &way, &w, err);
 }
+
+} // namespace moq::fp8_many

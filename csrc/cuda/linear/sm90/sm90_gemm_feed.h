@@ -1,6 +1,6 @@
 /* The barriers and the threads that copy of the GEMMs of Hopper whose weights and tokens have
- * barriers of their own: sm90_gemm_tile.h and sm90_nvfp4_some_tile.h end with it. Of them it takes
- * gemm_args, pipes and feed, the next step to copy if there are `more`, which begin_feed and
+ * barriers of their own: sm90_fp8_many_tile.h and sm90_nvfp4_some_tile.h end with it. Of them it
+ * takes gemm_args, pipes and feed, the next step to copy if there are `more`, which begin_feed and
  * next_feed tell, and copy_weights and copy_tokens of a step. Warps before the thread S::copier
  * multiply, or bring tokens themselves. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H

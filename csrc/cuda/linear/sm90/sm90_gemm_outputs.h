@@ -12,6 +12,8 @@
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 
+namespace moq::gemm {
+
 /* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
 typedef struct {
     int row, end, partition, token, last;
@@ -357,5 +359,7 @@ bring_together(const typename S::args *a, uint8_t *shared, board<S> *b, const me
         carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
     }
 }
+
+} // namespace moq::gemm
 
 #endif

@@ -45,6 +45,8 @@
 
 #include <string.h>
 
+namespace moq::nvfp4_few {
+
 static_assert(sizeof(barriers) <= MOQ_NVFP4_FEW_DECLARED, "more is declared");
 
 /* ---- sums and outputs ---- */
@@ -462,3 +464,5 @@ extern "C" moq_status moq_cuda_nvfp4_few(const moq_linear_call *call, moq_err *e
     void *parameters[] = {&tokens, &args};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::nvfp4_few

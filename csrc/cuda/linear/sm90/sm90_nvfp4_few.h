@@ -11,6 +11,8 @@
 
 #include <stddef.h>
 
+namespace moq::nvfp4_few {
+
 #define STAGES      MOQ_NVFP4_FEW_STAGES
 #define STAGE_UNITS MOQ_NVFP4_FEW_STAGE_UNITS
 #define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
@@ -428,5 +430,7 @@ static __device__ __forceinline__ void multiply_slabs(const decode_args *a, cons
     }
     multiply_stage<S, COUNT>(a, p, stage, done, blocks, sum);
 }
+
+} // namespace moq::nvfp4_few
 
 #endif

@@ -8,6 +8,10 @@
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
 
+namespace moq::nvfp4_fp8_many {
+
+using namespace nvfp4_many;
+
 #define UNIT_BYTES 1024 /* of the operand that a unit becomes */
 
 /* Barriers of the stages of the ring that is multiplied from, each with tokens and operands: tokens
@@ -219,5 +223,7 @@ static __device__ __forceinline__
     stay_here(sum);
     release<S>(t, &before);
 }
+
+} // namespace moq::nvfp4_fp8_many
 
 #endif

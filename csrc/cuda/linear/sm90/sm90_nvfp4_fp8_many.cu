@@ -21,6 +21,8 @@
 #include "cuda/runtime/tensor_map.h"
 #include "cuda/tensor/cuda_quantize.h"
 
+namespace moq::nvfp4_fp8_many {
+
 #define STEP          128
 #define COPIERS       128
 #define PACKED_STAGES 3
@@ -305,3 +307,5 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_e
     void *parameters[] = {&tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::nvfp4_fp8_many

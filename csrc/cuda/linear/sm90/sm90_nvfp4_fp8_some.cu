@@ -14,6 +14,10 @@
 #include "cuda/linear/sm90/sm90_nvfp4_some_launch.h"
 #include "cuda/tensor/cuda_quantize.h"
 
+namespace moq::nvfp4_fp8_some {
+
+using namespace nvfp4_some;
+
 /* A block's tile, as those of exact products (sm90_nvfp4_some_tile.h): 64 rows of W for each of
  * ROW_GROUPS, by T tokens; of K_GROUPS warpgroups, one or two, with the same rows each takes every
  * so many steps. PARTS: the blocks of a cluster share K too. */
@@ -188,12 +192,13 @@ struct folded_products {
 
 template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant variant_of(void) {
     typedef folded_tile<T, ROW_GROUPS, K_GROUPS, PARTS> shape;
-    const void *whole = (const void *)nvfp4_some<shape, folded_products, false>, *shared = NULL;
+    const void *whole = (const void *)nvfp4_some::nvfp4_some<shape, folded_products, false>,
+               *shared = NULL;
     if constexpr (!PARTS)
-        shared = (const void *)nvfp4_some<shape, folded_products, true>;
+        shared = (const void *)nvfp4_some::nvfp4_some<shape, folded_products, true>;
     static_assert(shape::stage == MOQ_NVFP4_SOME_STAGE(T, ROW_GROUPS, 1),
                   "as the choice counts it");
-    return {shape::threads, {{whole, shared}, {whole, shared}}};
+    return {shape::threads, {whole, shared}};
 }
 
 #define VARIANT(tokens, row_groups, k_groups, parts, step)                                         \
@@ -250,3 +255,5 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_some(const moq_linear_call *call, moq_e
     return launch_tiles(call, &way, l, VARIANTS, &a, call->workspace, spec->in_features,
                         spec->in_features, err);
 }
+
+} // namespace moq::nvfp4_fp8_some

@@ -20,6 +20,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
+namespace moq::nvfp4_many {
+
 #define THREADS      384
 #define UNIT_WORDS   (MOQ_PACK_BYTES / 8)
 #define BAND_TOKENS  2048 /* tokens that are done together, for the sake of L2 */
@@ -250,3 +252,5 @@ extern "C" moq_status moq_cuda_nvfp4_many(const moq_linear_call *call, moq_err *
     void *parameters[] = {&weights, &tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::nvfp4_many

@@ -10,6 +10,8 @@
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
 
+namespace moq::nvfp4_many {
+
 #define TOGETHER 2 /* chunks that leave at a time */
 
 typedef struct {
@@ -113,5 +115,7 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const way
                 store_box_2d(way->map, row * 2, at->token + i * CHUNK, room + i * TURN_BYTES);
     }
 }
+
+} // namespace moq::nvfp4_many
 
 #endif

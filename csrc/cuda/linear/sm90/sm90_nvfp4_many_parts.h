@@ -11,6 +11,8 @@
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
 
+namespace moq::nvfp4_many {
+
 template <class S>
 static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block, int group) {
     return a->handed + (int64_t)(block * 2 + group) * (S::T / 8 * 128) + threadIdx.x % 128;
@@ -112,5 +114,7 @@ static __device__ __forceinline__ void add_earlier(const gemm_args *a, const cou
     for (int i = 1; i <= others; i++)
         add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum, {0, S::T / CHUNK});
 }
+
+} // namespace moq::nvfp4_many
 
 #endif

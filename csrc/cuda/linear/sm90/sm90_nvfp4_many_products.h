@@ -7,6 +7,8 @@
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
 
+namespace moq::nvfp4_many {
+
 /* What a thread multiplies. */
 typedef struct {
     uint32_t full, empty;
@@ -96,5 +98,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_p
     stay_here(sum);
     release<S>(t, &before);
 }
+
+} // namespace moq::nvfp4_many
 
 #endif

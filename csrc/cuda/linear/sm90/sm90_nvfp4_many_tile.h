@@ -14,6 +14,8 @@
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
 
+namespace moq::nvfp4_many {
+
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
 #define ROWS       128
 #define SLABS      (ROWS / MOQ_PACK_ROWS)
@@ -208,5 +210,7 @@ static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool
 typedef struct {
     int first, end;
 } chunks;
+
+} // namespace moq::nvfp4_many
 
 #endif

@@ -10,48 +10,19 @@
  * sm90_gemm_outputs.h has it. Where rounds of tiles do not come out even, blocks share the steps of
  * the last ones (sm90_nvfp4_shares.h). Sums are added in the same order always.
  *
- * What bounds it (H200, docs/lab/nvfp4-some.md): 91 instructions of a warp for 16 rows by 64
- * columns, of which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor
- * cores, which share the register file with the decoding; what the second-level cache delivers, of
- * x too, which every tile of rows reads again. */
+ * What bounds it (H200, docs/lab.md): 91 instructions of a warp for 16 rows by 64 columns, of
+ * which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor cores, which
+ * share the register file with the decoding; what the second-level cache delivers, of x too, which
+ * every tile of rows reads again. */
+#include "cuda/linear/sm90/sm90_nvfp4_some_exact.h"
 #include "cuda/linear/sm90/sm90_nvfp4_some_launch.h"
 
-struct exact_products {
-    typedef struct {
-    } rows;
-    static __device__ __forceinline__ rows fetch(const gemm_args *, int) {
-        return {};
-    }
-    template <class S>
-    static __device__ __forceinline__ void complete(const gemm_args *, const place *, int,
-                                                    edges<S> *) {
-    }
-    template <class S>
-    static __device__ __forceinline__ void multiply(const taps *t, rows, int steps, spot *s,
-                                                    float (&sum)[S::T / 2]) {
-        ::multiply<S>(t, steps, s, sum);
-    }
-};
-
-/* ---- shapes ---- */
-
-template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR>
-static variant variant_of(void) {
-    typedef tile<MOQ_NVFP4_BF16, T, ROW_GROUPS, K_GROUPS, PARTS, PAIR> bf16;
-    typedef tile<MOQ_NVFP4_F16, T, ROW_GROUPS, K_GROUPS, PARTS, PAIR> f16;
-    constexpr bool SHARED = !PARTS && !PAIR;
-    static_assert(bf16::stage == MOQ_NVFP4_SOME_STAGE(T, ROW_GROUPS, 2), "as the choice counts it");
-    return {bf16::threads,
-            {{(const void *)nvfp4_some<bf16, exact_products, false>,
-              SHARED ? (const void *)nvfp4_some<bf16, exact_products, SHARED> : NULL},
-             {(const void *)nvfp4_some<f16, exact_products, false>,
-              SHARED ? (const void *)nvfp4_some<f16, exact_products, SHARED> : NULL}}};
-}
+namespace moq::nvfp4_some {
 
 #define VARIANT(tokens, row_groups, k_groups, parts, pair, step)                                   \
-    variant_of<tokens, row_groups, k_groups, parts, pair>(),
+    variant_of<MOQ_NVFP4_BF16, tokens, row_groups, k_groups, parts, pair>(),
 
-static const variant VARIANTS[] = {MOQ_NVFP4_SOME_SHAPES(VARIANT)};
+static const variant BFLOAT16_VARIANTS[] = {MOQ_NVFP4_SOME_SHAPES(VARIANT)};
 
 extern "C" int64_t moq_cuda_nvfp4_some_workspace(const moq_linear_call *call) {
     method way = moq_nvfp4_some_expand_way(call);
@@ -65,6 +36,9 @@ extern "C" moq_status moq_cuda_nvfp4_some(const moq_linear_call *call, moq_err *
         return refuse(call, err);
     layout l = moq_nvfp4_some_lay_out(way.shape, way.cluster);
     gemm_args a = begin_args(call, &way, l, call->workspace);
-    return launch_tiles(call, &way, l, VARIANTS, &a, call->x->data, spec->in_features * 2,
+    const variant *variants = spec->dtype == MOQ_DT_F16 ? float16_variants() : BFLOAT16_VARIANTS;
+    return launch_tiles(call, &way, l, variants, &a, call->x->data, spec->in_features * 2,
                         call->x->stride[0] * 2, err);
 }
+
+} // namespace moq::nvfp4_some

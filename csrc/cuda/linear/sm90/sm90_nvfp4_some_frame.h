@@ -10,6 +10,8 @@
 
 #include "cuda/linear/sm90/sm90_nvfp4_some_tile.h"
 
+namespace moq::nvfp4_some {
+
 /* A number that is one in a warp, as the compiler does not see: it would pass what products take
  * from a ring whose place depends on it through two registers, a fifth of the instructions. */
 static __device__ __forceinline__ int same_in_warp(int number) {
@@ -170,5 +172,13 @@ static __global__ void __launch_bounds__(S::threads, 1)
         cluster_sync(); /* the other block may still copy to this one */
     }
 }
+
+/* What a launch needs to know of a shape of tiles. */
+typedef struct {
+    int threads;
+    const void *kernel[2]; /* for whole tiles, for shared ones or NULL */
+} variant;
+
+} // namespace moq::nvfp4_some
 
 #endif

@@ -9,16 +9,12 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
+namespace moq::nvfp4_some {
+
 static_assert(BARRIERS == MOQ_NVFP4_SOME_BARRIERS, "as the choice counts them");
 
 typedef moq_nvfp4_some_way method;
 typedef moq_nvfp4_some_layout layout;
-
-/* What a launch needs to know of a shape of tiles. */
-typedef struct {
-    int threads;
-    const void *kernel[2][2]; /* of bfloat16, of float16; for whole tiles, shared ones or NULL */
-} variant;
 
 /* Weights on their way at once at the start of a block, so that x is not queued behind all. */
 #define FLIGHT_BYTES 49152
@@ -88,7 +84,7 @@ static moq_status launch_tiles(const moq_linear_call *call, const method *way, l
     int blocks = way->cluster * (v->pair ? 2 : 1); /* of a cluster */
     moq_launch launch = {
         .what = "NVFP4 linear",
-        .kernel = variants[way->index].kernel[spec->dtype == MOQ_DT_F16][way->rest > 0],
+        .kernel = variants[way->index].kernel[way->rest > 0],
         .grid = v->parts ? dim3((unsigned)blocks, (unsigned)way->row_tiles, (unsigned)way->columns)
                          : dim3((unsigned)(way->workers * blocks)),
         .block = dim3((unsigned)variants[way->index].threads),
@@ -99,5 +95,7 @@ static moq_status launch_tiles(const moq_linear_call *call, const method *way, l
     void *parameters[] = {&weights, &tokens, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+} // namespace moq::nvfp4_some
 
 #endif

@@ -19,6 +19,10 @@
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
 
+namespace moq::nvfp4_some {
+
+using namespace gemm;
+
 #define STEP       MOQ_NVFP4_SOME_STEP
 #define UNIT       MOQ_PACK_BYTES
 #define MAX_STAGES MOQ_NVFP4_SOME_STAGES
@@ -353,5 +357,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
     stay_here(sum);
     release<S>(t, &before);
 }
+
+} // namespace moq::nvfp4_some
 
 #endif

@@ -4,13 +4,17 @@
  * One of the two operands gives the 64 rows of wgmma, the other its columns: W the rows where there
  * are few tokens, so that a tile may have few of them; tokens the rows where there are many, so
  * that a row has one scale a step. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_TILE_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_TILE_H
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_TILE_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_TILE_H
 
 #include "cuda/choice/fp8_many.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
+
+namespace moq::fp8_many {
+
+using namespace gemm;
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply */
 #define QUANTIZERS 256 /* threads that quantize x, where that is done here */
@@ -212,5 +216,7 @@ static __device__ __forceinline__ bool more(const feed *f) {
 }
 
 #include "cuda/linear/sm90/sm90_gemm_feed.h"
+
+} // namespace moq::fp8_many
 
 #endif

@@ -1,11 +1,13 @@
 /* Products of the FP8 GEMM of Hopper: a warpgroup multiplies 64 rows by all columns of a step at a
  * time and adds that to float32 sums, since FP8 wgmma keeps about 14 bits of its own. Scales of
  * blocks and groups are applied there. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_PRODUCTS_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_PRODUCTS_H
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_PRODUCTS_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_PRODUCTS_H
 
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/sm90/sm90_gemm_tile.h"
+#include "cuda/linear/sm90/sm90_fp8_many_tile.h"
+
+namespace moq::fp8_many {
 
 /* What a warpgroup takes steps from. */
 typedef struct {
@@ -225,5 +227,7 @@ static __device__ __forceinline__ void multiply(const taps *t, block_scales<S> *
     else
         multiply_in_one_set<S>(t, block, first, steps, slot, sum);
 }
+
+} // namespace moq::fp8_many
 
 #endif

@@ -5,11 +5,16 @@
  * A unit is 128 columns of four tokens, those of a step; a warp has the same tokens in every step.
  * A lane has 16 columns of one token, eight from 8 * (lane % 8) on and eight that are 64 further,
  * so that eight lanes read lines of 128 bytes. Its tokens are such that codes go to all banks. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_QUANTIZE_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_QUANTIZE_H
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_QUANTIZE_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_QUANTIZE_H
 
-#include "cuda/linear/sm90/sm90_gemm_tile.h"
+#include "cuda/linear/sm90/sm90_fp8_many_tile.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
+
+namespace moq::fp8_many {
+
+using quantization::chunk;
+using quantization::widen;
 
 /* Where a lane's codes go. */
 typedef struct {
@@ -148,5 +153,7 @@ template <class S> static __device__ __forceinline__ void quantize_x(const gemm_
     else
         quantize_part<S, MOQ_DT_F16>(a, s);
 }
+
+} // namespace moq::fp8_many
 
 #endif
