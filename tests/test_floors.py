@@ -176,6 +176,98 @@ def test_kernels_are_handed_their_way(path):
         assert searches(path.read_text()) == []
 
 
+KERNEL_FILES = [  # what nvcc alone compiles of kernels; their other headers are C, with names of moq_
+    path
+    for path in CUDA_FILES
+    if room_of(path.relative_to(CSRC)) in {"device", "tensor", "linear"}
+    and not (path.suffix == ".h" and "__cplusplus" in path.read_text())
+]
+
+
+def statements(text, space=""):
+    """(namespace, statement) of a C++ file, bodies left out: `struct a {}`, `static void f(int x) {}`."""
+    if not space:
+        text = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", "", text, flags=re.DOTALL)
+        text = re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", "", text, flags=re.MULTILINE)
+    head, depth, body = "", 0, ""
+    for part in re.findall(r"[{};]|[^{};]+", text):
+        depth -= part == "}"
+        if depth:
+            body += part
+        elif part == "}":
+            inner = re.search(r"\bnamespace ([\w:]+)\s*$", head)
+            if inner:
+                yield from statements(body, f"{space}::{inner[1]}".strip(":"))
+            head += "{}"
+        elif part not in "{;":
+            head += part
+        depth += part == "{"
+        body = body if depth else ""
+        is_function = re.search(r"\)\s*(?:\[[^\]]*\]\s*)?\{\}$", head)
+        if not depth and (part == ";" or (part == "}" and (is_function or inner))):
+            yield space, " ".join(head.split())
+            head = ""
+
+
+def names_with_linkage(text):
+    """(namespace, name) of what a C++ file defines for all files: types, and templates, even static.
+
+    Two files that define one name of a namespace differently make a program that means nothing, and no
+    compiler says so. Declarations and specializations are of what is defined elsewhere.
+    """
+    for space, statement in statements(text):
+        own = re.sub(r"__\w+__\(.*?\)\)? ", "", statement)
+        is_template = own.startswith("template")
+        own = re.sub(r"^template <.*?> (?=(static|struct|using|const|__)\b|__)", "", own)
+        found = re.search(r"^(?:struct|class|union|enum) (\w+) ?\{\}$|^using (\w+) =", own)
+        found = found or re.search(r"^typedef\b.*?(\w+)(?:\[\w+\])?$", own)
+        if is_template and own.endswith("{}"):
+            found = found or re.search(r"^[^(]*?(?:\(&)?(?<!::)(?<!\w)(\w+)\((?!\))?", own)
+        if found:
+            yield space, next(name for name in found.groups() if name)
+
+
+def test_the_names_of_kernels_are_seen():
+    text = """
+    #define A typedef struct { int x; } no;
+    struct bare { int x; };
+    namespace moq::a {
+    typedef struct { int x; } pair; /* struct no { }; */
+    typedef enum { ONE } kind;
+    template <int N> struct chunk { int y; void go() { if (N) { } } };
+    template <> struct chunk<1> { };
+    template <class S> static float (&half(S x))[2] { return x.half; }
+    template <class S> static void add(S (&sum)[2], int x) { for (;;) { } }
+    template <class S> static __global__ void __launch_bounds__(f(1), 1) run(S s) { }
+    static int plain(int x) { return x; }
+    struct later;
+    typedef kind other;
+    }
+    """
+    assert set(names_with_linkage(text)) == {("", "bare")} | {
+        ("moq::a", name) for name in ("pair", "kind", "chunk", "half", "add", "run", "other")
+    }
+
+
+def test_the_names_of_kernels_stand_in_namespaces_once():
+    places = {}
+    for path in KERNEL_FILES:
+        for where in set(names_with_linkage(path.read_text())):
+            places.setdefault(where, []).append(name(path))
+    assert [where for where in places if not where[0].startswith("moq")] == []
+    assert {where: files for where, files in places.items() if len(files) > 1} == {}
+    assert len(places) > 300
+
+
+def test_includes_stand_before_all_else():
+    """An include in the middle of a file lets the header take names of it, and not say what it needs."""
+    for path in CUDA_FILES:
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        before = text[: text.rindex("#include")] if "#include" in text else ""
+        code = [line for line in before.splitlines() if line and not re.match(r"#|extern \"C\" \{", line)]
+        assert code == [], name(path)
+
+
 OWN_FILES = [path for path in C_FILES if "third_party" not in path.parts]
 
 

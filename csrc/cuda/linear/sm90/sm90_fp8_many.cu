@@ -22,7 +22,9 @@
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
 #include "cuda/linear/sm90/sm90_fp8_many_quantize.h"
 #include "cuda/linear/sm90/sm90_fp8_many_tile.h"
+#include "cuda/linear/sm90/sm90_gemm_feed.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 #include "cuda/tensor/cuda_quantize.h"
@@ -56,17 +58,17 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
     int row = group / S::k_groups * (64 * S::WAVES);
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     ring_place slot = {0, 0};
-    for (cursor c = start<S>(a); c.left > 0; c.left -= c.end - c.first, c.tile += c.stride) {
-        place at = place_of<S>(a, c.tile, rank);
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        place at = place_of<S>(a, w.number, rank);
         float sum[S::WAVES][S::T / 2] = {};
-        block_scales<S> block = find_blocks<S>(a, &at, group, c.first);
+        block_scales<S> block = find_blocks<S>(a, &at, group, w.first);
         edges<S> edge = {};
         fetch_early<S>(a, &at, row, &edge);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
         fetch_late<S>(a, &at, row, &edge);
-        multiply<S>(t, &block, c.first, c.end, group, &slot, sum);
+        multiply<S>(t, &block, w.first, w.end, group, &slot, sum);
         if constexpr (S::parts) {
             bring_together<S>(a, shared, b + group, meet, &edge, &at, sum[0]);
             return;

@@ -39,12 +39,12 @@ template <class S, int DT> struct units {
 };
 
 template <class S>
-static __device__ __forceinline__ share<S> share_of(const gemm_args *a, const cursor *c) {
+static __device__ __forceinline__ share<S> share_of(const gemm_args *a, const work *w) {
     int lane = threadIdx.x % 32, warp = (threadIdx.x - CONSUMERS) / 32;
     share<S> x;
     x.token = warp / 2 * 8 + warp % 2 * 2 + lane / 8 % 2 * 4 + lane / 16;
-    x.end = min(a->k, c->end * STEP);
-    int first = place_of<S>(a, c->tile, 0).token + x.token;
+    x.end = min(a->k, w->end * STEP);
+    int first = place_of<S>(a, w->number, 0).token + x.token;
 #pragma unroll
     for (int u = 0; u < x.UNITS; u++) {
         int m = first + 32 * u;
@@ -104,21 +104,21 @@ static __device__ __forceinline__ void put_codes(const sink *s, const share<S> *
  * together: one is a chain of dependent instructions. */
 template <class S, int DT>
 static __device__ __forceinline__ void quantize_part(const gemm_args *a, const sink *s) {
-    cursor c = start<S>(a);
-    share<S> x = share_of<S>(a, &c);
+    work w = start<S>(a);
+    share<S> x = share_of<S>(a, &w);
     units<S, DT> unit;
     constexpr int TOGETHER = x.UNITS == 1 ? 4 : 1;
     ring_place slot = {0, 0};
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < unit.STEPS; i++)
-        load_step<S, DT>(&x, c.first + i, unit.of[i]);
-    for (int first = c.first; first < c.end; first += unit.STEPS) {
+        load_step<S, DT>(&x, w.first + i, unit.of[i]);
+    for (int first = w.first; first < w.end; first += unit.STEPS) {
 #pragma unroll
         for (int i = 0; i < unit.STEPS; i += TOGETHER) {
             uint4 code[TOGETHER][x.UNITS];
             uint32_t arrival = 0;
-            int left = c.end - first - i;
+            int left = w.end - first - i;
             if (left <= 0)
                 break;
 #pragma unroll

@@ -10,7 +10,9 @@
 #include "cuda/choice/fp8_many.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/sm90_gemm_feed.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
 
 namespace moq::fp8_many {
 
@@ -19,7 +21,6 @@ using namespace gemm;
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply */
 #define QUANTIZERS 256 /* threads that quantize x, where that is done here */
 #define STEP       128
-#define MAX_STAGES 24
 
 typedef struct {
     int m, n, k;
@@ -45,11 +46,16 @@ typedef struct {
     moq_partitions partitions;
 } gemm_args;
 
+struct operand_copies;
+
 /* A block's tile: 128 * WAVES rows of the first operand (half of that for MOQ_FINE_PARTS) by T of
  * the other. FUSED: x is quantized here. */
 template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, bool GROUPS, bool FUSED>
 struct tile {
     typedef gemm_args args;
+    typedef partition_tiles tiles;
+    typedef operand_copies copies;
+    static constexpr bool even_shares = false, staggered = false;
     static constexpr int T = T_, WAVES = WAVES_, consumers = CONSUMERS;
     static constexpr bool groups = GROUPS, tokens_first = FIRST == MOQ_TOKENS_FIRST, fused = FUSED;
     static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
@@ -85,137 +91,43 @@ struct tile {
     static constexpr bool own_room = parts && T < 128;
 };
 
-/* ---- the order of work ---- */
+/* ---- copies of a step ---- */
 
-/* What a block does: of each of its tiles the steps from `first` on, `left` steps in all. Where K
- * is divided the grid is [tokens][rows of W][parts], which takes no division to find out. */
-typedef struct {
-    int tile, stride, first, end, step, left;
-} cursor;
-
-template <class S> static __device__ __forceinline__ cursor start(const gemm_args *a) {
-    if (S::parts) {
-        int rank = (int)blockIdx.x;
-        int first = rank * a->part_steps + min(rank, a->more_parts);
-        int steps = a->part_steps + (rank < a->more_parts);
-        return {(int)blockIdx.y, 0, first, first + steps, first, steps};
-    }
-    int blocks = S::pair ? 2 : 1;
-    int worker = blockIdx.x / blocks, workers = gridDim.x / blocks;
-    int tiles = (a->row_tiles * a->columns - worker + workers - 1) / workers;
-    return {worker, workers, 0, a->steps, 0, tiles * a->steps};
-}
-
-template <class S> static __device__ place place_of(const gemm_args *a, int tile, int rank) {
-    constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
-    constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
-    place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
-    int row_tile = tile, begin = 0;
-    if (!S::parts) {
-        int band = tile / (a->row_tiles * a->band), within = tile % (a->row_tiles * a->band);
-        int width = min(a->band, a->columns - band * a->band);
-        row_tile = within / width;
-        p.token = (band * a->band + within % width) * TOKENS;
-    }
-    for (;; p.partition++) {
-        p.end = a->partitions.end[p.partition];
-        int tiles = (p.end - begin + ROWS - 1) / ROWS;
-        if (row_tile < tiles)
-            break;
-        row_tile -= tiles;
-        begin = p.end;
-    }
-    p.row = begin + row_tile * ROWS;
-    if (S::share_weights)
-        p.token += rank * S::tokens;
-    if (S::share_tokens)
-        p.row += rank * S::weight_rows;
-    return p;
-}
-
-/* ---- the producers: one thread copies weights, one the codes of x ---- */
-
-/* Barriers of the stages: weights are there, codes of x are there, both may be replaced. */
-typedef struct {
-    uint32_t weights, tokens, empty;
-} gates;
-
-/* Where operands come from and go to. */
-typedef struct {
-    const CUtensorMap *weights, *tokens;
-    uint32_t ring, scales;
-    gates gate;
-    uint64_t weight_policy, token_policy;
-    int rank;
-} pipes;
-
-/* The next step to copy. What a step costs here limits the whole kernel. */
-typedef struct {
-    cursor at;
-    place where;
-    ring_place slot;
-    int copied;
-} feed;
-
-template <class S>
-static __device__ __forceinline__ feed begin_feed(const gemm_args *a, const pipes *p) {
-    feed f = {start<S>(a)};
-    f.where = place_of<S>(a, f.at.tile, p->rank);
-    return f;
-}
-
-template <class S>
-static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *p, feed *f) {
-    advance(&f->slot, a->stages);
-    f->copied++;
-    f->at.left--;
-    if (++f->at.step == f->at.end) {
-        f->at.step = f->at.first;
-        f->at.tile += f->at.stride;
-        if (f->at.left > 0)
-            f->where = place_of<S>(a, f->at.tile, p->rank);
-    }
-}
-
-template <class S>
-static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
-    uint32_t bar = p->gate.weights + 8u * f->slot.index;
-    mbarrier_expect(bar, S::weight_rows * STEP);
-    if (S::share_weights) {
-        int half = p->rank * (S::weight_rows / 2);
-        copy_box_2d_to(to + half * STEP, p->weights, f->at.step * STEP, f->where.row + half, bar,
-                       p->weight_policy, 3);
-    } else {
-        copy_box_2d(to, p->weights, f->at.step * STEP, f->where.row, bar, p->weight_policy);
-    }
-}
-
-template <class S>
-static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
+struct operand_copies {
+    template <class S>
+    static __device__ __forceinline__ void weights(const gemm_args *, const pipes *p,
                                                    const feed *f) {
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
-    uint32_t bar = p->gate.tokens + 8u * f->slot.index;
-    mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
-    if (S::share_tokens) {
-        int half = p->rank * (S::tokens / 2);
-        copy_box_2d_to(to + half * STEP, p->tokens, f->at.step * STEP, f->where.token + half, bar,
-                       p->token_policy, 3);
-    } else {
-        copy_box_2d(to, p->tokens, f->at.step * STEP, f->where.token, bar, p->token_policy);
+        uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
+        uint32_t bar = p->gate.weights + 8u * f->slot.index;
+        mbarrier_expect(bar, S::weight_rows * STEP);
+        if (S::share_weights) {
+            int half = p->rank * (S::weight_rows / 2);
+            copy_box_2d_to(to + half * STEP, p->weights, f->step * STEP, f->where.row + half, bar,
+                           p->weight_policy, 3);
+        } else {
+            copy_box_2d(to, p->weights, f->step * STEP, f->where.row, bar, p->weight_policy);
+        }
     }
-    if (S::groups)
-        copy_bytes(p->scales + (uint32_t)f->slot.index * (S::tokens * 4),
-                   a->x_scale + f->at.step * a->x_scale_stride + f->where.token, S::tokens * 4,
-                   bar);
-}
 
-/* Whether there is one. */
-static __device__ __forceinline__ bool more(const feed *f) {
-    return f->at.left > 0;
-}
-
-#include "cuda/linear/sm90/sm90_gemm_feed.h"
+    template <class S>
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const pipes *p,
+                                                  const feed *f) {
+        uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
+        uint32_t bar = p->gate.tokens + 8u * f->slot.index;
+        mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
+        if (S::share_tokens) {
+            int half = p->rank * (S::tokens / 2);
+            copy_box_2d_to(to + half * STEP, p->tokens, f->step * STEP, f->where.token + half, bar,
+                           p->token_policy, 3);
+        } else {
+            copy_box_2d(to, p->tokens, f->step * STEP, f->where.token, bar, p->token_policy);
+        }
+        if (S::groups)
+            copy_bytes(p->scales + (uint32_t)f->slot.index * (S::tokens * 4),
+                       a->x_scale + f->step * a->x_scale_stride + f->where.token, S::tokens * 4,
+                       bar);
+    }
+};
 
 } // namespace moq::fp8_many
 

@@ -1,12 +1,80 @@
-/* The barriers and the threads that copy of the GEMMs of Hopper whose weights and tokens have
- * barriers of their own: sm90_fp8_many_tile.h and sm90_nvfp4_some_tile.h end with it. Of them it
- * takes gemm_args, pipes and feed, the next step to copy if there are `more`, which begin_feed and
- * next_feed tell, and copy_weights and copy_tokens of a step. Warps before the thread S::copier
- * multiply, or bring tokens themselves. */
+/* Copies of the GEMMs of Hopper whose weights and tokens have barriers of their own: the barriers
+ * of the ring, and the two threads that fill it, one with weights and one with tokens. Warps before
+ * the thread S::copier multiply, or bring tokens themselves.
+ *
+ * What a copy of a step is, is a class of the shape S of a tile: S::copies::weights<S>(args, ring,
+ * step) and S::copies::tokens<S> likewise. What they cost a step limits the whole kernel. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
 
-#define BARRIERS (3 * MAX_STAGES + 2)
+#include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
+
+namespace moq::gemm {
+
+#define MAX_STAGES 24
+#define BARRIERS   (3 * MAX_STAGES + 2)
+
+/* Barriers of the stages: weights are there, tokens are there, both may be replaced. */
+typedef struct {
+    uint32_t weights, tokens, empty;
+} gates;
+
+/* Where operands come from and go to. */
+typedef struct {
+    const CUtensorMap *weights, *tokens;
+    uint32_t ring, scales; /* in shared memory; of tokens by groups */
+    gates gate;
+    uint64_t weight_policy, token_policy;
+    int rank; /* in a pair of blocks */
+} pipes;
+
+/* The next step to copy. */
+typedef struct {
+    work at;
+    place where;
+    int step, left; /* of the tile */
+    ring_place slot;
+    int copied;
+} feed;
+
+/* Whether there is one. */
+static __device__ __forceinline__ bool more(const feed *f) {
+    return has_steps(&f->at);
+}
+
+template <class S>
+static __device__ __forceinline__ void begin_tile(const typename S::args *a, feed *f) {
+    f->left = f->at.end - f->at.first;
+    f->step = f->at.first;
+    if (S::staggered)
+        f->step = first_step(&f->at, S::parts ? f->at.number : f->at.number / a->columns);
+}
+
+template <class S>
+static __device__ __forceinline__ feed begin_feed(const typename S::args *a, const pipes *p) {
+    work at = start<S>(a);
+    feed f = {at, place_of<S>(a, at.number, p->rank)};
+    begin_tile<S>(a, &f);
+    return f;
+}
+
+template <class S>
+static __device__ __forceinline__ void next_feed(const typename S::args *a, const pipes *p,
+                                                 feed *f) {
+    advance(&f->slot, a->stages);
+    f->copied++;
+    if (++f->step == f->at.end && S::staggered)
+        f->step = f->at.first;
+    if (S::staggered ? --f->left > 0 : f->step < f->at.end)
+        return;
+    next_tile<S>(a, &f->at);
+    if (!more(f))
+        return;
+    f->where = place_of<S>(a, f->at.number, p->rank);
+    begin_tile<S>(a, f);
+}
 
 static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
     mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
@@ -14,12 +82,13 @@ static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed 
 
 /* Copies the first weights as soon as their own barriers are there. */
 template <class S>
-static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipes *p, feed *f) {
+static __device__ __forceinline__ void copy_first(const typename S::args *a, const pipes *p,
+                                                  feed *f) {
     for (int i = 0; i < S::first_copies; i++)
         mbarrier_init(p->gate.weights + 8u * i, 1);
     mbarrier_init_fence();
     for (int i = 0; i < S::first_copies && more(f); i++) {
-        copy_weights<S>(p, f);
+        S::copies::template weights<S>(a, p, f);
         next_feed<S>(a, p, f);
     }
 }
@@ -27,7 +96,7 @@ static __device__ __forceinline__ void copy_first(const gemm_args *a, const pipe
 /* Makes the barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The
  * blocks of a cluster know of each other's. */
 template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p,
+static __device__ __forceinline__ void set_up(const typename S::args *a, const pipes *p,
                                               const meeting *meet, feed *f) {
     constexpr int WARPS = S::copier / 32;
     int warp = threadIdx.x / 32;
@@ -66,26 +135,29 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const pipes *p
 /* Copies the others. They do not depend on the kernel before; no more of them are on their way than
  * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
 template <class S>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipes *p, feed f) {
+static __device__ __forceinline__ void produce_weights(const typename S::args *a, const pipes *p,
+                                                       feed f) {
     while (more(&f)) {
         if (f.copied >= a->stages)
             wait_for_room(p, &f);
         else if (f.copied >= a->flight)
             mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
-        copy_weights<S>(p, &f);
+        S::copies::template weights<S>(a, p, &f);
         next_feed<S>(a, p, &f);
     }
 }
 
 template <class S>
-static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipes *p) {
+static __device__ __forceinline__ void produce_tokens(const typename S::args *a, const pipes *p) {
     feed f = begin_feed<S>(a, p);
     wait_for_predecessor();
     while (more(&f)) {
         wait_for_room(p, &f);
-        copy_tokens<S>(a, p, &f);
+        S::copies::template tokens<S>(a, p, &f);
         next_feed<S>(a, p, &f);
     }
 }
+
+} // namespace moq::gemm
 
 #endif

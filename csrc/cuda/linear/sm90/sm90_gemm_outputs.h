@@ -11,13 +11,9 @@
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
 
 namespace moq::gemm {
-
-/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
-typedef struct {
-    int row, end, partition, token, last;
-} place;
 
 /* ---- factors and biases: a thread has those of its rows of the product; those of columns pass
  * through shared memory ---- */

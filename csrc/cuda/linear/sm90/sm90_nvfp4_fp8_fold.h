@@ -66,15 +66,15 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
     int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     ring_place from = {0, 0}, to = {0, 0};
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        int slab = place_of<S>(a, c.index, packed->rank).row / MOQ_PACK_ROWS +
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int slab = place_of<S>(a, w.number, packed->rank).row / MOQ_PACK_ROWS +
                    (S::share_weights ? packed->rank * S::slabs : 0) + warp * f.UNITS / S::units;
         uint32_t folds[f.SLABS_OF];
 #pragma unroll
         for (int i = 0; i < f.SLABS_OF; i++)
             folds[i] = fetch_folds(a, slab + i);
 #pragma unroll 1
-        for (int step = c.first; step < c.end; step++) {
+        for (int step = w.first; step < w.end; step++) {
             mbarrier_wait(packed->full + 8u * from.index, from.parity);
             mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
             fold_stage<S>(&f, folds, from.index, to.index);
@@ -170,7 +170,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_p
         issue<S>(t, slot, 0, 0, &even, 0, c);
         take<S>(t, slot, 1, &odd);
         issue<S>(t, slot, 1, 0, &odd, 1, c);
-        if (S::parts == 2) {
+        if (S::parts_of_tokens == 2) {
             promote<S>(sum, 0, c);
             issue<S>(t, slot, 0, 1, &even, 0, c);
             issue<S>(t, slot, 1, 1, &odd, 1, c);
@@ -180,7 +180,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_p
             wgmma_wait<1>();
             take<S>(t, &next, 0, &even);
         }
-        promote<S>(sum, S::parts - 1, c);
+        promote<S>(sum, S::parts_of_tokens - 1, c);
         release<S>(t, slot);
         stay_here(sum);
         *slot = next;

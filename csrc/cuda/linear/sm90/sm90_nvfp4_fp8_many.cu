@@ -35,14 +35,14 @@ template <class S>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
     int lane = threadIdx.x % 32;
     ring_place slot = {0, 0};
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        int row = place_of<S>(a, c.index, p->rank).row;
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int row = place_of<S>(a, w.number, p->rank).row;
         int slab = row / MOQ_PACK_ROWS + (S::share_weights ? p->rank * S::slabs : 0);
         int slabs = max(0, min(S::slabs, a->slabs - slab));
         const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
-        int step = first_step(&c, row);
+        int step = first_step(&w, row / ROWS);
 #pragma unroll 1
-        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
             int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
             uint32_t full = p->full + 8u * slot.index;
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
@@ -64,11 +64,11 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
     uint64_t keep = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        place at = place_of<S>(a, c.index, p->rank);
-        int step = first_step(&c, at.row);
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        place at = place_of<S>(a, w.number, p->rank);
+        int step = first_step(&w, at.row / ROWS);
 #pragma unroll 1
-        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
             uint32_t full = p->full + 8u * slot.index;
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
             mbarrier_expect(full, S::token_bytes);
@@ -87,21 +87,21 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
                                                const way_out *way, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        place at = place_of<S>(a, c.index, rank);
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!DIVIDED || c.end == a->steps) /* the outputs are this block's */
+        if (!DIVIDED || w.end == a->steps) /* the outputs are this block's */
             fetch_board<S>(a, b, &at, group);
         if constexpr (S::fast)
-            multiply_fast<S>(t, c.end - c.first, &slot, sum);
+            multiply_fast<S>(t, w.end - w.first, &slot, sum);
         else
-            multiply<S>(t, c.end - c.first, &slot, sum);
-        if (DIVIDED && c.end < a->steps) {
+            multiply<S>(t, w.end - w.first, &slot, sum);
+        if (DIVIDED && w.end < a->steps) {
             leave<S>(a, group, sum);
             continue;
         }
-        if (DIVIDED && c.first > 0)
-            add_earlier<S>(a, &c, group, sum);
+        if (DIVIDED && w.first > 0)
+            add_earlier<S>(a, &w, group, sum);
         write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }

@@ -23,6 +23,13 @@ using namespace nvfp4_some;
  * so many steps. PARTS: the blocks of a cluster share K too. */
 template <int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct folded_tile {
     typedef gemm_args args;
+    typedef layer_tiles<false> tiles;
+    typedef operand_copies copies;
+    static constexpr bool even_shares = true, staggered = true;
+    static constexpr bool share_tokens = false, share_weights = false;
+    static __device__ __forceinline__ int tile_tokens(const gemm_args *a) {
+        return a->tokens;
+    }
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static constexpr bool parts = PARTS, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;

@@ -34,10 +34,10 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
     ring_place slot = {0, 0};
     uint64_t policy = a->columns == 1 ? policy_evict_first() : policy_evict_normal();
     prefetch_map(map);
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        int slab = place_of<S>(a, c.index, p->rank).row / MOQ_PACK_ROWS;
-        int step = first_step_of<S>(a, &c);
-        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int slab = place_of<S>(a, w.number, p->rank).row / MOQ_PACK_ROWS;
+        int step = first_step_of<S>(a, &w);
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
             uint32_t full = p->full + 8u * slot.index;
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
             mbarrier_expect(full, S::weight_bytes);
@@ -55,12 +55,12 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
                                                const way_out *way, int group, int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        place at = place_of<S>(a, c.index, rank);
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!DIVIDED || a->parts > 1 || c.end == a->steps) /* the outputs are this block's */
+        if (!DIVIDED || a->parts > 1 || w.end == a->steps) /* the outputs are this block's */
             fetch_board<S>(a, b, &at, group);
-        multiply<S>(t, c.end - c.first, &slot, sum);
+        multiply<S>(t, w.end - w.first, &slot, sum);
         if constexpr (!DIVIDED) {
             write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
             continue;
@@ -69,12 +69,12 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             write_boxes<S>(a, way, b, &at, group, sum, add_parts<S>(a, group, sum));
             return;
         }
-        if (c.end < a->steps) {
+        if (w.end < a->steps) {
             leave<S>(a, group, sum);
             continue;
         }
-        if (c.first > 0)
-            add_earlier<S>(a, &c, group, sum);
+        if (w.first > 0)
+            add_earlier<S>(a, &w, group, sum);
         write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }

@@ -93,8 +93,8 @@ static __device__ __forceinline__ void leave(const gemm_args *a, int group,
 
 /* What that warp does. */
 template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        if (c.end == a->steps)
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        if (w.end == a->steps)
             continue;
         barrier_sync(4 + group, 128 + 32);
         if (threadIdx.x % 32 == 0)
@@ -105,9 +105,9 @@ template <class S> static __device__ __forceinline__ void announce(const gemm_ar
 /* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
  * to the first. */
 template <class S>
-static __device__ __forceinline__ void add_earlier(const gemm_args *a, const course *c, int group,
+static __device__ __forceinline__ void add_earlier(const gemm_args *a, const work *w, int group,
                                                    float (&sum)[S::T / 2]) {
-    int blocks = S::pair ? 2 : 1, others = earlier_ones(a, c, (int)blockIdx.x / blocks);
+    int blocks = S::pair ? 2 : 1, others = earlier_ones(a, w, (int)blockIdx.x / blocks);
     for (int i = threadIdx.x % 128; i < others; i += 128)
         await_sums(flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group));
     barrier_sync(2 + group, 128);

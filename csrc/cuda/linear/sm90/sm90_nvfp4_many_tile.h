@@ -13,8 +13,11 @@
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
 
 namespace moq::nvfp4_many {
+
+using namespace gemm;
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply, 64 rows each */
 #define ROWS       128
@@ -51,8 +54,14 @@ typedef struct {
 /* A pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums of e4m3 stay in
  * the tensor cores. */
 template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
+    typedef gemm_args args;
+    typedef layer_tiles<true> tiles;
+    static constexpr bool parts = false, even_shares = true;
     static constexpr operand_type type = TYPE;
-    static constexpr int T = T_;
+    static constexpr int T = T_, weight_rows = ROWS;
+    static __device__ __forceinline__ int tile_tokens(const gemm_args *) {
+        return T;
+    }
     static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS, pair = SHARE != MOQ_ALONE;
     static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
     static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
@@ -72,7 +81,8 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
      */
     static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
     /* Parts of the tokens that are multiplied one after the other, and promoted sums of one. */
-    static constexpr int parts = T == 256 || (T == 128 && twice) ? 2 : 1, sums = T / 2 / parts;
+    static constexpr int parts_of_tokens = T == 256 || (T == 128 && twice) ? 2 : 1;
+    static constexpr int sums = T / 2 / parts_of_tokens;
 };
 
 /* What rows and tokens of a tile bring to its outputs, of a warpgroup. */
@@ -95,49 +105,23 @@ static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
 
 /* ---- the order of work ---- */
 
-typedef struct {
-    int row, token;
-} place;
-
-template <class S>
-static __device__ __forceinline__ place place_of(const gemm_args *a, int index, int rank) {
-    int band = index / (a->row_tiles * a->band), within = index % (a->row_tiles * a->band);
-    int width = min(a->band, a->columns - band * a->band);
-    int row = within / width, column = band * a->band + within % width;
-    if (S::share_tokens)
-        row = 2 * row + rank;
-    if (S::share_weights)
-        column = 2 * column + rank;
-    return {row * ROWS, column * S::T};
-}
-
-#include "cuda/linear/sm90/sm90_nvfp4_shares.h"
-
-template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
+/* What a block begins with. The blocks of a cluster may have parts of K of a tile here, which is
+ * not known when the kernel is compiled. */
+template <class S> static __device__ __forceinline__ work begin(const gemm_args *a) {
     int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
     if (a->parts > 1) {
         int tile = (int)blockIdx.x / (blocks * a->parts), part = (int)rank_in_cluster() / blocks;
         return {tile, tiles, tile + 1, a->steps * part / a->parts,
                 a->steps * (part + 1) / a->parts};
     }
-    return course_of(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->rest);
+    return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->rest);
 }
 
-/* The step of a tile that a block copies first, and the one after another. Rows of tiles begin with
- * different ones, and go on with the first after the last: all read the same tokens, which would
- * come from a few lines of the second-level cache at a time. */
-static __device__ __forceinline__ int first_step(const course *c, int row) {
-    return c->first + row / ROWS % (c->end - c->first);
-}
-
-static __device__ __forceinline__ int step_after(const course *c, int step) {
-    return step + 1 == c->end ? c->first : step + 1;
-}
-
-/* The first where that is so for few tokens only, the same of both blocks of a pair. */
+/* The step of a tile that a block copies first: only with few tokens do tiles of other rows begin
+ * with other ones. Both blocks of a pair have the same. */
 template <class S>
-static __device__ __forceinline__ int first_step_of(const gemm_args *a, const course *c) {
-    return a->apart ? first_step(c, place_of<S>(a, c->index, 0).row) : c->first;
+static __device__ __forceinline__ int first_step_of(const gemm_args *a, const work *w) {
+    return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
 }
 
 /* ---- the producers ---- */
@@ -156,10 +140,10 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
     uint64_t keep = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
-    for (course c = start<S>(a); c.end > c.first; next_tile(a, &c)) {
-        int token = place_of<S>(a, c.index, p->rank).token;
-        int step = first_step_of<S>(a, &c);
-        for (int left = c.end - c.first; left > 0; left--, step = step_after(&c, step)) {
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int token = place_of<S>(a, w.number, p->rank).token;
+        int step = first_step_of<S>(a, &w);
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
             uint32_t full = p->full + 8u * slot.index;
             uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
             mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);

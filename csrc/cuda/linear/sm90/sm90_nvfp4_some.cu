@@ -8,7 +8,7 @@
  * (dependent launch). Where a layer has fewer tiles than the chip multiprocessors, K is divided
  * among the blocks of a cluster and the warpgroups with the same rows; sums come together as
  * sm90_gemm_outputs.h has it. Where rounds of tiles do not come out even, blocks share the steps of
- * the last ones (sm90_nvfp4_shares.h). Sums are added in the same order always.
+ * the last ones (sm90_schedule.h). Sums are added in the same order always.
  *
  * What bounds it (H200, docs/lab.md): 91 instructions of a warp for 16 rows by 64 columns, of
  * which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor cores, which

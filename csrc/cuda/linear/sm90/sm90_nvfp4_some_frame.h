@@ -46,11 +46,11 @@ static __device__ __forceinline__ void leave(const gemm_args *a, const float (&s
 /* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
  * to the first. */
 template <class S>
-static __device__ __forceinline__ void add_earlier(const gemm_args *a, const course *c,
+static __device__ __forceinline__ void add_earlier(const gemm_args *a, const work *w,
                                                    float (&sum)[S::T / 2]) {
     constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights at once, of so many */
     constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks */
-    int block = (int)blockIdx.x, others = same_in_warp(earlier_ones(a, c, block));
+    int block = (int)blockIdx.x, others = same_in_warp(earlier_ones(a, w, block));
     for (int i = threadIdx.x % 32; i < others; i += 32)
         await_sums(flag_of(a, block - i - 1, S::consumers / 32));
     __syncwarp();
@@ -84,17 +84,17 @@ static __device__ __forceinline__ void add_earlier(const gemm_args *a, const cou
 
 template <class S, class P, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board<S> *b, const meeting *meet) {
+                                               board<S> *b, const meeting *meet, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     int row = group / S::k_groups * 64;
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     spot step = {};
-    for (course c = start<S>(a);; next_tile(a, &c)) {
-        int end = same_in_warp(c.end), steps = end - same_in_warp(c.first);
+    for (work w = start<S>(a);; next_tile<S>(a, &w)) {
+        int end = same_in_warp(w.end), steps = end - same_in_warp(w.first);
         if (steps == 0)
             return;
-        place at = place_of<S>(a, c.index);
+        place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
         edges<S> edge = {};
         typename P::rows own = P::fetch(a, at.row + row);
@@ -119,7 +119,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
             continue;
         }
         if (DIVIDED && steps < a->steps)
-            add_earlier<S>(a, &c, sum);
+            add_earlier<S>(a, &w, sum);
         if (S::token_factors)
             post_columns<S>(&edge, b + group);
         write_columns<S>(a, b + group, turn, &at, row, &edge.row[0], sum);
@@ -139,7 +139,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
     gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
-    pipes p = {&weights, &tokens, ring, gate, args.columns == 1 ? once : keep, keep};
+    int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
+    pipes p = {&weights, &tokens, ring, 0, gate, args.columns == 1 ? once : keep, keep, rank};
     feed f = {};
     launch_dependents();
     set_up<S>(&args, &p, &meet, &f);
@@ -158,7 +159,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
                   (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P, DIVIDED>(&args, &t, smem, edge, &meet);
+        consume<S, P, DIVIDED>(&args, &t, smem, edge, &meet, rank);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();

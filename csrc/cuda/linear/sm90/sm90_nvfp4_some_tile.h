@@ -17,15 +17,17 @@
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
+#include "cuda/linear/sm90/sm90_gemm_feed.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/sm90_schedule.h"
 
 namespace moq::nvfp4_some {
 
 using namespace gemm;
 
-#define STEP       MOQ_NVFP4_SOME_STEP
-#define UNIT       MOQ_PACK_BYTES
-#define MAX_STAGES MOQ_NVFP4_SOME_STAGES
+#define STEP MOQ_NVFP4_SOME_STEP
+#define UNIT MOQ_PACK_BYTES
+static_assert(MAX_STAGES == MOQ_NVFP4_SOME_STAGES, "as the choice counts them");
 
 typedef struct {
     int m, n;
@@ -53,12 +55,21 @@ typedef struct {
     uint64_t *ready; /* whether they are there, of each warp */
 } gemm_args;
 
+struct operand_copies;
+
 /* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
  * same rows each takes every so many steps. PARTS: the blocks of a cluster share K too. PAIR: two
  * blocks, of the next rows each, copy half of the tokens each to both. */
 template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR>
 struct tile {
     typedef gemm_args args;
+    typedef layer_tiles<false> tiles;
+    typedef operand_copies copies;
+    static constexpr bool even_shares = true, staggered = true;
+    static constexpr bool share_tokens = PAIR, share_weights = false;
+    static __device__ __forceinline__ int tile_tokens(const gemm_args *a) {
+        return a->tokens;
+    }
     static constexpr moq_nvfp4_type type = TYPE;
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static_assert(!PARTS || !PAIR, "the blocks of a cluster share K or tokens");
@@ -92,119 +103,37 @@ struct tile {
     static constexpr float unit = MOQ_NVFP4_FACTOR;
 };
 
-/* ---- the order of work ---- */
+/* ---- copies of a step: in a stage tokens are first ---- */
 
-#include "cuda/linear/sm90/sm90_nvfp4_shares.h"
-
-/* Where K is divided the grid is [tokens][rows of W][parts]. */
-template <class S> static __device__ __forceinline__ course start(const gemm_args *a) {
-    int tiles = a->row_tiles * a->columns;
-    if (S::parts) {
-        int rank = (int)rank_in_cluster(), tile = (int)blockIdx.y;
-        int first = rank * a->part_steps + min(rank, a->more_parts);
-        return {tile, tiles, tile + 1, first, first + a->part_steps + (rank < a->more_parts)};
-    }
-    int blocks = S::pair ? 2 : 1;
-    return course_of(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->rest);
-}
-
-/* Tiles of the same rows follow each other, so that their weights are in the L2. */
-template <class S> static __device__ __forceinline__ place place_of(const gemm_args *a, int tile) {
-    int column = S::parts ? (int)blockIdx.z : tile % a->columns;
-    int row = S::parts ? tile : tile / a->columns;
-    int token = column * a->tokens;
-    if (S::pair)
-        row = 2 * row + (int)rank_in_cluster() % 2;
-    return {row * S::weight_rows, a->n, 0, token, min(token + a->tokens, a->m)};
-}
-
-/* ---- the producers: one thread copies weights, one tokens ---- */
-
-/* Barriers of the stages: weights are there, tokens are there, both may be replaced. */
-typedef struct {
-    uint32_t weights, tokens, empty;
-} gates;
-
-/* Where operands come from and go to: in a stage tokens are first. */
-typedef struct {
-    const CUtensorMap *weights, *tokens;
-    uint32_t ring;
-    gates gate;
-    uint64_t weight_policy, token_policy;
-} pipes;
-
-/* The next step to copy. */
-typedef struct {
-    course at;
-    place where;
-    int step, left; /* of the tile */
-    ring_place slot;
-    int copied;
-} feed;
-
-/* Whether there is one. */
-static __device__ __forceinline__ bool more(const feed *f) {
-    return f->at.end > f->at.first;
-}
-
-/* Tiles of other rows begin with other steps, and go on with the first after the last: all read the
- * same tokens, which would come from a few lines of the second-level cache at a time. */
-template <class S> static __device__ __forceinline__ void begin_tile(const gemm_args *a, feed *f) {
-    int row = S::parts ? f->at.index : f->at.index / a->columns;
-    f->left = f->at.end - f->at.first;
-    f->step = f->at.first + row % f->left;
-}
-
-template <class S>
-static __device__ __forceinline__ feed begin_feed(const gemm_args *a, const pipes *) {
-    course at = start<S>(a);
-    feed f = {at, place_of<S>(a, at.index)};
-    begin_tile<S>(a, &f);
-    return f;
-}
-
-template <class S>
-static __device__ __forceinline__ void next_feed(const gemm_args *a, const pipes *, feed *f) {
-    advance(&f->slot, a->stages);
-    f->copied++;
-    if (++f->step == f->at.end)
-        f->step = f->at.first;
-    if (--f->left > 0)
-        return;
-    next_tile(a, &f->at);
-    if (!more(f))
-        return;
-    f->where = place_of<S>(a, f->at.index);
-    begin_tile<S>(a, f);
-}
-
-template <class S>
-static __device__ __forceinline__ void copy_weights(const pipes *p, const feed *f) {
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
-    uint32_t bar = p->gate.weights + 8u * f->slot.index;
-    mbarrier_expect(bar, S::weight_bytes);
-    copy_box_2d(to, p->weights, f->step * (2 * UNIT / 8), f->where.row / 16, bar, p->weight_policy);
-}
-
-template <class S>
-static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const pipes *p,
+struct operand_copies {
+    template <class S>
+    static __device__ __forceinline__ void weights(const gemm_args *, const pipes *p,
                                                    const feed *f) {
-    uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
-    uint32_t bar = p->gate.tokens + 8u * f->slot.index;
-    mbarrier_expect(bar, a->box * (STEP * S::token_size) * (S::pair ? 2 : 1));
-#pragma unroll
-    for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
-        int column = (S::token_size * f->step + box) * STEP, rank = (int)rank_in_cluster();
-        if constexpr (S::pair) /* this block and its neighbour */
-            copy_box_2d_to(to + rank % 2 * a->box * STEP, p->tokens, column,
-                           f->where.token + rank % 2 * a->box, bar, p->token_policy,
-                           (uint16_t)(3 << (rank & ~1)));
-        else
-            copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
+        uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
+        uint32_t bar = p->gate.weights + 8u * f->slot.index;
+        mbarrier_expect(bar, S::weight_bytes);
+        copy_box_2d(to, p->weights, f->step * (2 * UNIT / 8), f->where.row / 16, bar,
+                    p->weight_policy);
     }
-}
 
-#include "cuda/linear/sm90/sm90_gemm_feed.h"
+    template <class S>
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const pipes *p,
+                                                  const feed *f) {
+        uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
+        uint32_t bar = p->gate.tokens + 8u * f->slot.index;
+        mbarrier_expect(bar, a->box * (STEP * S::token_size) * (S::pair ? 2 : 1));
+#pragma unroll
+        for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
+            int column = (S::token_size * f->step + box) * STEP, rank = (int)rank_in_cluster();
+            if constexpr (S::pair) /* this block and its neighbour */
+                copy_box_2d_to(to + rank % 2 * a->box * STEP, p->tokens, column,
+                               f->where.token + rank % 2 * a->box, bar, p->token_policy,
+                               (uint16_t)(3 << (rank & ~1)));
+            else
+                copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
+        }
+    }
+};
 
 /* ---- products ---- */
 

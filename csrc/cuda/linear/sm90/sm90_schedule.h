@@ -1,0 +1,242 @@
+/* The order of work of the GEMMs of Hopper: which tiles a block makes, one after the other, which
+ * steps of K it has of each, and where a tile lies.
+ *
+ * A worker is a block, or a pair or a cluster of blocks with tiles of their own. A tile has a
+ * number, and what the number means is a class of the shape S, S::tiles: here the tiles of one
+ * layer, whose partitions may have tiles of their own; the tiles of a list of matrices would be
+ * another such class. S also says
+ *
+ *   args                          the kernel's arguments: m, n, steps, row_tiles, columns, and what
+ *                                 the functions below take of them
+ *   weight_rows                   rows of W in a block's tile
+ *   tile_tokens(args)             and tokens in it
+ *   parts                         whether the blocks of a cluster share K of a tile; the grid is
+ *                                 then [tokens][rows of W][parts], which takes no division
+ *   pair                          whether two blocks have neighbouring tiles
+ *   share_tokens, share_weights   which operand the two blocks of a pair have in common
+ *   even_shares                   whether all workers share the steps of the last tiles evenly
+ *   staggered                     whether tiles of other rows begin with other steps
+ *
+ * What bounds it: a block finds its tile before its first copy, and the copying thread the next one
+ * between two steps, so divisions are few. */
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
+
+#include "cuda/choice/grid.h"
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+
+namespace moq::gemm {
+
+/* ---- tiles ---- */
+
+/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
+typedef struct {
+    int row, end, partition, token, last;
+} place;
+
+/* A tile by its row and its column, tiles along the tokens being columns. */
+typedef struct {
+    int row, column;
+} tile_index;
+
+/* Tiles of the same rows follow each other, so that their weights are in the L2. */
+static __device__ __forceinline__ tile_index tile_of_rows(int number, int columns) {
+    return {number / columns, number % columns};
+}
+
+/* All rows of a band of columns follow each other, so that its tokens are in the L2. */
+static __device__ __forceinline__ tile_index tile_of_bands(int number, int rows, int columns,
+                                                           int band) {
+    int before = number / (rows * band), within = number % (rows * band);
+    tile_index tile = tile_of_rows(within, min(band, columns - before * band));
+    return {tile.row, before * band + tile.column};
+}
+
+/* Tiles of a layer whose partitions do not matter. BANDS: in bands of a->band columns. */
+template <bool BANDS> struct layer_tiles {
+    template <class S>
+    static __device__ __forceinline__ place find(const typename S::args *a, int number, int rank) {
+        int tokens = S::tile_tokens(a);
+        tile_index tile = {number, (int)blockIdx.z};
+        if constexpr (!S::parts && BANDS)
+            tile = tile_of_bands(number, a->row_tiles, a->columns, a->band);
+        else if constexpr (!S::parts)
+            tile = tile_of_rows(number, a->columns);
+        if (S::share_tokens)
+            tile.row = 2 * tile.row + rank;
+        if (S::share_weights)
+            tile.column = 2 * tile.column + rank;
+        int token = tile.column * tokens;
+        return {tile.row * S::weight_rows, a->n, 0, token,
+                BANDS ? a->m : min(token + tokens, a->m)};
+    }
+};
+
+/* Tiles that never cross from one partition of a layer to the next, in bands of columns. */
+struct partition_tiles {
+    template <class S>
+    static __device__ __forceinline__ place find(const typename S::args *a, int number, int rank) {
+        constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
+        constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
+        place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
+        int row_tile = number, begin = 0;
+        if (!S::parts) {
+            tile_index tile = tile_of_bands(number, a->row_tiles, a->columns, a->band);
+            row_tile = tile.row;
+            p.token = tile.column * TOKENS;
+        }
+        for (;; p.partition++) {
+            p.end = a->partitions.end[p.partition];
+            int tiles = (p.end - begin + ROWS - 1) / ROWS;
+            if (row_tile < tiles)
+                break;
+            row_tile -= tiles;
+            begin = p.end;
+        }
+        p.row = begin + row_tile * ROWS;
+        if (S::share_weights)
+            p.token += rank * S::tokens;
+        if (S::share_tokens)
+            p.row += rank * S::weight_rows;
+        return p;
+    }
+};
+
+/* Where the tile of block `rank` of a pair is. */
+template <class S>
+static __device__ __forceinline__ place place_of(const typename S::args *a, int number, int rank) {
+    return S::tiles::template find<S>(a, number, rank);
+}
+
+/* ---- the work of a block ---- */
+
+/* The tiles of a block, one after the other, and which steps of them it has: all of those up to
+ * `count`, which go round, then an even share of the steps of the rest, from `low` to `high`.
+ * Shared tiles are done from the last to the first: a block begins with the first steps of a tile
+ * that a later one ends, so that whoever waits for sums waits for an earlier block. No steps from
+ * `first` to `end` are left when all is done. */
+typedef struct {
+    int number, stride, count;
+    int first, end, low, high;
+} work;
+
+static __device__ __forceinline__ bool has_steps(const work *w) {
+    return w->end > w->first;
+}
+
+/* The first of the shared steps that a worker has. */
+template <class A> static __device__ __forceinline__ int first_share(const A *a, int worker) {
+    const step_shares *s = &a->shares;
+    int group = worker * s->inverse >> 16;
+    return worker * s->least + group * s->more + min(worker - group * s->group, s->more);
+}
+
+template <class A> static __device__ __forceinline__ void take_share(const A *a, work *w) {
+    int tile = (w->high - 1) / a->steps;
+    if (w->high <= w->low) {
+        w->first = w->end = 0;
+        return;
+    }
+    w->number = w->count + tile;
+    w->first = max(w->low - tile * a->steps, 0);
+    w->end = w->high - tile * a->steps;
+    w->high -= w->end - w->first;
+}
+
+/* What a block has after its whole tiles. */
+template <class S>
+static __device__ __forceinline__ void take_rest(const typename S::args *a, work *w) {
+    if constexpr (S::even_shares)
+        take_share(a, w);
+    else
+        w->first = w->end = 0;
+}
+
+template <class S>
+static __device__ __forceinline__ void next_tile(const typename S::args *a, work *w) {
+    if constexpr (S::parts) {
+        w->first = w->end = 0;
+    } else {
+        w->number += w->stride;
+        if (w->number >= w->count)
+            take_rest<S>(a, w);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ int first_rest(const typename S::args *a, int worker) {
+    if constexpr (S::even_shares)
+        return first_share(a, worker);
+    return 0;
+}
+
+/* The work of one of `workers`, who take `whole` tiles in turn and share the rest. */
+template <class S>
+static __device__ __forceinline__ work work_of(const typename S::args *a, int worker, int workers,
+                                               int whole) {
+    work w = {worker,
+              workers,
+              whole,
+              0,
+              a->steps,
+              first_rest<S>(a, worker),
+              first_rest<S>(a, worker + 1)};
+    if (w.number >= w.count)
+        take_rest<S>(a, &w);
+    return w;
+}
+
+/* Part `rank` of K of a tile, as even as can be: the first `more_parts` have a step more. */
+template <class A> static __device__ __forceinline__ work part_of(const A *a, int tile, int rank) {
+    int first = rank * a->part_steps + min(rank, a->more_parts);
+    return {tile, 0, 0, first, first + a->part_steps + (rank < a->more_parts)};
+}
+
+/* What a block begins with. */
+template <class S> static __device__ __forceinline__ work start(const typename S::args *a) {
+    int tiles = a->row_tiles * a->columns, blocks = S::pair ? 2 : 1;
+    if constexpr (S::parts)
+        return part_of(a, (int)blockIdx.y, (int)rank_in_cluster());
+    if constexpr (S::even_shares)
+        tiles -= a->rest;
+    return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles);
+}
+
+/* How many workers before it have steps of a worker's tile. */
+template <class A>
+static __device__ __forceinline__ int earlier_ones(const A *a, const work *w, int worker) {
+    int begin = (w->number - w->count) * a->steps, others = 0;
+    for (int low = w->low; low > begin;)
+        low = first_share(a, worker - ++others);
+    return others;
+}
+
+/* ---- the order of steps. Tiles of other rows begin with other steps, and go on with the first
+ * after the last: all read the same tokens, which would come from a few lines of the second-level
+ * cache at a time ---- */
+
+static __device__ __forceinline__ int first_step(const work *w, int row_tile) {
+    return w->first + row_tile % (w->end - w->first);
+}
+
+static __device__ __forceinline__ int step_after(const work *w, int step) {
+    return step + 1 == w->end ? w->first : step + 1;
+}
+
+/* ---- sums of shared tiles in memory ---- */
+
+/* Says that a block's sums are there. The memory was anyone's before and is not cleared, since
+ * other data are these 64 bits by chance alone. Whoever has seen them takes them away, so that no
+ * later call finds them. */
+#define READY 0x6d6f7165787473a7ull
+
+static __device__ __forceinline__ void await_sums(uint64_t *flag) {
+    while (load_acquire(flag) != READY)
+        ;
+    *flag = 0;
+}
+
+} // namespace moq::gemm
+
+#endif
