@@ -10,8 +10,8 @@ Environment:
   MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone;
                            "native": for the GPUs of this machine, and without one no CUDA
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
-  MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer
-  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
+  MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
+  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower; the checks too
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
   MOQEXT_VERBOSE=1         shows the command of every compiler
   MAX_JOBS                 compilers at a time; default: the number of cores
@@ -356,7 +356,8 @@ class BuildExt(build_ext):
 
     def c_unit(self, ext, source, macros):
         """The part of the host compiler: the command that Python itself was configured with, then ours."""
-        flavour = ["c", *(name for name in ("werror", "sanitize") if flag(f"MOQEXT_{name.upper()}"))]
+        flags = ("werror", "sanitize", "racecheck")
+        flavour = ["c", *(name for name in flags if flag(f"MOQEXT_{name.upper()}"))]
         target = self.target("-".join(flavour), source)
         floor = source.parts[1]
         include, numpy = ["-Icsrc"], None
@@ -394,7 +395,8 @@ class BuildExt(build_ext):
     def cuda_unit(self, toolkit, source, archs):
         """The part of nvcc: device code for every arch, and the launchers' host code."""
         archs_here = archs_of(source, archs)
-        flavour = ["cuda", archs_here.replace(";", "_"), *(["racecheck"] if flag("MOQEXT_RACECHECK") else [])]
+        checks = [name for name in ("racecheck", "sanitize") if flag(f"MOQEXT_{name.upper()}")]
+        flavour = ["cuda", archs_here.replace(";", "_"), *checks]
         target = self.target("-".join(flavour), source)
         include = [f"-I{path}" for path in ("csrc", *toolkit.include)]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
@@ -405,6 +407,7 @@ class BuildExt(build_ext):
             "--compress-mode=size",
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "devices.cu" else []),
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
+            *(["-DMOQ_CHECKED"] if flag("MOQEXT_RACECHECK") or flag("MOQEXT_SANITIZE") else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
         command = [str(toolkit.nvcc), *include, *gencode(archs_here), *options, *host, *output]
@@ -452,6 +455,8 @@ def extension():
         *WARNINGS,
     ]
     link_args = ["-Wl,--exclude-libs,ALL"]
+    if flag("MOQEXT_SANITIZE") or flag("MOQEXT_RACECHECK"):
+        compile_args.append("-DMOQ_CHECKED")
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):

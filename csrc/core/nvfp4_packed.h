@@ -22,6 +22,7 @@
 #ifndef MOQ_CORE_NVFP4_PACKED_H
 #define MOQ_CORE_NVFP4_PACKED_H
 
+#include <assert.h>
 #include <stdint.h>
 
 #define MOQ_PACK_K      64  /* columns of a block */
@@ -30,6 +31,12 @@
 #define MOQ_PACK_GROUPS 4   /* groups of 16 columns in a block */
 #define MOQ_PACK_SCALES 512 /* where the scales begin in a unit */
 #define MOQ_PACK_BYTES  576 /* of a unit */
+
+static_assert(MOQ_PACK_K == 16 * MOQ_PACK_GROUPS && MOQ_PACK_ROWS == 16, "of m16k16 operands");
+static_assert(MOQ_PACK_SCALES == MOQ_PACK_ROWS * MOQ_PACK_K / 2, "codes of four bits come first");
+static_assert(MOQ_PACK_BYTES == MOQ_PACK_SCALES + MOQ_PACK_ROWS * MOQ_PACK_GROUPS,
+              "scales of a byte follow, and nothing else");
+static_assert(MOQ_PACK_BYTES % 16 == 0, "units follow each other at multiples of a vector");
 
 #ifdef __CUDACC__
 #define MOQ_PACK_INLINE static __host__ __device__ __forceinline__

@@ -4,11 +4,15 @@
 #ifndef MOQ_CORE_SWIZZLE_H
 #define MOQ_CORE_SWIZZLE_H
 
+#include <assert.h>
 #include <stdint.h>
 
 #define MOQ_SWIZZLE_ROWS    128
 #define MOQ_SWIZZLE_COLUMNS 4
 #define MOQ_SWIZZLE_BYTES   (MOQ_SWIZZLE_ROWS * MOQ_SWIZZLE_COLUMNS) /* of a tile */
+
+static_assert(MOQ_SWIZZLE_ROWS == 4 * 32 && MOQ_SWIZZLE_BYTES == 32 * 16,
+              "16 bytes of every 32nd row follow each other");
 
 #ifdef __CUDACC__
 #define MOQ_SWIZZLE_INLINE static __host__ __device__ __forceinline__

@@ -1,6 +1,8 @@
 /* The rules by which a kernel is chosen: see plan.h. */
 #include "ops/plan.h"
 
+#include "core/invariant.h"
+
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -162,6 +164,7 @@ _Static_assert(sizeof(moq_way) * 8 == WAY_BITS, "a word tells all of a way");
 
 static uint64_t to_word(int64_t m, moq_choice choice) {
     moq_way way = choice.way;
+    MOQ_ASSERT(choice.kernel >= 0 && choice.kernel < 1 << ROW_BITS);
     return ((uint64_t)m << ROW_BITS | (uint64_t)choice.kernel) << WAY_BITS |
            (uint64_t)way.variant << 16 | (uint64_t)way.form << 8 | way.dynamic;
 }

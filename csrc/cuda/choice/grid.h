@@ -2,6 +2,8 @@
 #ifndef MOQ_CUDA_CHOICE_GRID_H
 #define MOQ_CUDA_CHOICE_GRID_H
 
+#include "core/invariant.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -51,6 +53,8 @@ static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t worker
     int64_t group = own ? workers / tiles : workers, all = own ? steps : tiles * steps;
     step_shares shares = {(int)(all / group), (int)(all % group), (int)group,
                           (int)divide_up(65536, group)};
+    MOQ_ASSERT(tiles * steps <= INT32_MAX); /* kernels count shared steps in 32 bits */
+    MOQ_ASSERT(workers < 256 && shares.more < shares.group);
     return shares;
 }
 

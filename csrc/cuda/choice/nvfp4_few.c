@@ -1,6 +1,7 @@
-/* The choice among ways to do the NVFP4 linear for a few tokens on Hopper: see nvfp4_decode.h. */
+/* The choice among ways to do the NVFP4 linear for a few tokens on Hopper: see nvfp4_few.h. */
 #include "cuda/choice/nvfp4_few.h"
 
+#include "core/invariant.h"
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice.h"
 
@@ -45,8 +46,11 @@ static void share_out(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w, int sm
     a->slabs = slabs / a->clusters;
     a->more_slabs = slabs % a->clusters;
     a->slab_bytes = blocks * (int64_t)MOQ_PACK_BYTES;
+    MOQ_ASSERT(parts * a->blocks + a->more_blocks == blocks && a->more_blocks < parts);
+    MOQ_ASSERT(a->clusters * a->slabs + a->more_slabs == slabs && a->more_slabs < a->clusters);
     int most = most_blocks(a);
     a->turn = quotient_up(most, quotient_up(most, MOQ_NVFP4_FEW_STAGE_UNITS / w->slabs));
+    MOQ_ASSERT(a->turn * w->slabs <= MOQ_NVFP4_FEW_STAGE_UNITS);
     a->x_pitch = most * MOQ_NVFP4_FEW_X_BLOCK + 16;
 }
 
@@ -78,6 +82,12 @@ static void lay_out(moq_nvfp4_few_share *a, const moq_nvfp4_few_way *w, int room
     a->parked_turn = alias ? 0 : w->warps * parked;
     a->inbox_at = a->x_at + x + (alias ? 0 : 2 * a->parked_turn);
     a->shared = a->inbox_at + boxes;
+    MOQ_ASSERT(!a->stages || a->shared <= room);
+    MOQ_ASSERT(a->stages <= MOQ_NVFP4_FEW_STAGES / w->warps);
+    MOQ_ASSERT(a->warp_bytes % MOQ_NVFP4_FEW_X_BLOCK == 0); /* pieces of x turn by the line */
+    MOQ_ASSERT(a->x_at % 16 == 0 && a->x_pitch % 16 == 0);
+    MOQ_ASSERT(a->parked_at % 8 == 0 && a->parked_turn % 8 == 0 && a->inbox_at % 8 == 0);
+    MOQ_ASSERT(!a->stages || !alias || a->parked_bytes >= parked);
 }
 
 /* Dynamic bytes of a block that has a multiprocessor of compute capability 9.0 to itself, and of

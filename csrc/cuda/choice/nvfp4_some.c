@@ -1,6 +1,7 @@
 /* The choice among ways to do the NVFP4 GEMMs of Hopper: see nvfp4_some.h. */
 #include "cuda/choice/nvfp4_some.h"
 
+#include "core/invariant.h"
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice.h"
 
@@ -51,6 +52,10 @@ moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int 
         l.stages = 0;
     if (!v->parts)
         l.turn = l.stages * v->stage;
+    MOQ_ASSERT(v->stage % 1024 == 0); /* swizzled operands */
+    MOQ_ASSERT(l.turn % 16 == 0 && l.turn_step % 16 == 0 && l.behind % 16 == 0);
+    MOQ_ASSERT(!l.stages || l.stages * v->stage <= most);
+    MOQ_ASSERT(!l.stages || l.turn + turned <= l.stages * v->stage + l.behind);
     return l;
 }
 

@@ -21,6 +21,7 @@
  *
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
+#include "core/invariant.h"
 #include "core/swizzle.h"
 #include "cuda/choice/choice_cublaslt.h"
 #include "cuda/device/load.h"
@@ -176,6 +177,8 @@ static layout lay_out(const moq_linear_call *call) {
         &l, l.direct ? 0 : l.rows * spec->out_features * (int64_t)moq_dtype_size(l.sums_dtype));
     l.library_bytes = spec->target.capability >= 90 ? MEMORY_HOPPER : MEMORY_EARLIER;
     l.library = take(&l, l.library_bytes);
+    MOQ_ASSERT((l.codes | l.x_scale | l.w_codes | l.w_scale | l.sums | l.library) % 256 == 0);
+    MOQ_ASSERT(l.library + l.library_bytes <= l.end);
     return l;
 }
 

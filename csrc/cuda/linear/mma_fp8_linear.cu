@@ -29,6 +29,7 @@
  * which a warp of 64 x 32 needs 24 for 16 products. Where this
  * kernel ran: docs/results/README.md. */
 #include "core/formats.h"
+#include "core/invariant.h"
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
 #include "cuda/device/ptx.h"
@@ -300,6 +301,7 @@ static layout lay_out(const moq_linear_call *call) {
     l.scales = take(&l, call->m * (groups ? moq_linear_scale_columns(spec) : 1) * 4);
     moq_cuda_quantize q = quantization(call, &l);
     l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
+    MOQ_ASSERT((l.codes | l.scales | l.quantize) % 256 == 0 && l.quantize <= l.end);
     return l;
 }
 

@@ -23,6 +23,7 @@
  * does for 2.5. Many tokens are bound by the tensor cores as mma.sync feeds them: a warp has 128
  * products for each 110 instructions that decode 32 rows of a block, and reaches 365 TFLOP/s there.
  */
+#include "core/invariant.h"
 #include "core/nvfp4_packed.h"
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
@@ -374,6 +375,7 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     const shape *s = shape_for(call);
     int splits = splits_for(call, s);
     int64_t tiles = tiles_of(call, s);
+    MOQ_ASSERT(s->shared <= 96 << 10 && splits >= 1 && splits <= MAX_SPLITS);
     nvfp4_args args = args_of(call, s, splits);
     moq_nvfp4_type type = call->x->dtype == MOQ_DT_F16 ? MOQ_NVFP4_F16 : MOQ_NVFP4_BF16;
     if (tiles > INT32_MAX)

@@ -4,6 +4,7 @@
  * (docs/lab/host-path.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
 #include "cuda/runtime/launch.h"
 
+#include "core/invariant.h"
 #include "cuda/runtime/driver.h"
 
 #include <pthread.h>
@@ -137,6 +138,9 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
     CUlaunchAttribute attribute[2];
     CUlaunchConfig config = {};
     known_kernel *k = place_of(launch->kernel);
+    MOQ_ASSERT(launch->grid.x && launch->grid.y && launch->grid.z);
+    MOQ_ASSERT(launch->grid.y <= 65535 && launch->grid.z <= 65535);
+    MOQ_ASSERT(!launch->cluster || launch->grid.x % launch->cluster == 0);
     MOQ_TRY(moq_cuda_find_driver(&driver, err));
     config.gridDimX = launch->grid.x;
     config.gridDimY = launch->grid.y;

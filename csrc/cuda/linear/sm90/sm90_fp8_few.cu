@@ -27,7 +27,8 @@
  * - x must fit beside the ring. Where it does not, K is done in passes, with the sums kept
  *   meanwhile.
  *
- * Measured (H200, in a graph): see docs/lab/fp8-few.md. */
+ * Measured (H200, in a graph): see docs/lab.md. */
+#include "core/invariant.h"
 #include "cuda/choice/fp8_few.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
@@ -675,8 +676,14 @@ static size_t lay_out(decode_args *a, way *w, bool by_groups, const moq_cuda_dev
         a->scales_at = a->inbox_at + boxes;
         a->blocks_at = a->scales_at + (int)scales;
         a->kept_at = a->blocks_at + (int)blocks;
-        if (a->stages >= LEAST_STAGES || a->pass_steps == 1)
-            return (size_t)(a->codes_at + rest);
+        if (a->stages < LEAST_STAGES && a->pass_steps > 1)
+            continue;
+        MOQ_ASSERT(a->stages >= w->groups && a->stages % w->groups == 0); /* each has one owner */
+        MOQ_ASSERT(a->codes_at % 1024 == 0 && a->parked_at % 8 == 0);     /* swizzled; float2 */
+        MOQ_ASSERT(a->inbox_at % 8 == 0 && a->blocks_at % 8 == 0 && a->kept_at % 8 == 0);
+        MOQ_ASSERT(a->codes_at + rest <= most && a->kept_at + kept == a->codes_at + rest);
+        MOQ_ASSERT(a->m <= MAX_TOKENS && a->ranks <= MAX_RANKS);
+        return (size_t)(a->codes_at + rest);
     }
 }
 

@@ -14,9 +14,10 @@
  *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
  *
- * What bounds it (H200, docs/lab/fp8-many.md): up to 64 tokens the weights, from 0.6 us after a
- * block's start, and a microsecond for sums of parts and the end; with more what the second-level
- * cache delivers, 7 to 8 TB/s, and the tensor cores. */
+ * What bounds it (H200, docs/lab.md): up to 64 tokens the weights, from 0.6 us after a block's
+ * start, and a microsecond for sums of parts and the end; with more what the second-level cache
+ * delivers, 7 to 8 TB/s, and the tensor cores. */
+#include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
@@ -265,6 +266,10 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     a->flight = (fits ? 32768 : 49152) / (s->weight_rows * STEP);
     a->turn = moq_fp8_many_has_parts(s) ? turn : a->stages * stage;
     a->room = rest ? a->stages * stage : 0;
+    MOQ_ASSERT(a->stages >= (s->share == MOQ_FINE_PARTS ? 4 : 2) && a->flight > 0);
+    MOQ_ASSERT(a->room % 16 == 0 && a->turn % 16 == 0 && a->turn_step % 16 == 0);
+    MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums come to where the ring was */
+    MOQ_ASSERT(a->stages * stage + rest <= limit);
     return (size_t)(a->stages * stage + rest);
 }
 

@@ -8,9 +8,10 @@
  *
  * Where tiles do not come out even, blocks share K (sm90_nvfp4_many_parts.h).
  *
- * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding 128 x 128 weights takes a warpgroup about
- * as long as their products with 256 tokens take the tensor cores, so pairs of blocks have the same
- * weights where there are tokens enough, and each folds half of them for both. */
+ * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
+ * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
+ * where there are tokens enough, and each folds half of them for both. */
+#include "core/invariant.h"
 #include "cuda/choice/nvfp4_fp8.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_fp8_fold.h"
@@ -272,6 +273,9 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .output_scale = call->output_scale,
                    .fold_scale = call->fold_scale,
                    .x_scale = (const float *)((uint8_t *)call->workspace + w->scales)};
+    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(way->row_tiles * way->columns <= INT32_MAX);
+    MOQ_ASSERT(w->scales % 16 == 0 && w->flags % 8 == 0 && w->sums % 16 == 0);
     return a;
 }
 

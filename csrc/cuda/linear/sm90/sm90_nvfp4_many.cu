@@ -8,9 +8,10 @@
  * (sm90_nvfp4_many_outputs.h). Where tiles do not come out even, blocks share K
  * (sm90_nvfp4_many_parts.h).
  *
- * What bounds it (H200, docs/lab/nvfp4-many.md): the tensor cores and the power they take. A step
- * of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh
- * of what can be issued meanwhile. */
+ * What bounds it (H200, docs/lab.md): the tensor cores and the power they take. A step of 256
+ * tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh of what
+ * can be issued meanwhile. */
+#include "core/invariant.h"
 #include "cuda/choice/nvfp4_many.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_many_outputs.h"
@@ -208,6 +209,8 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .parts = way->parts,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
+    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(way->row_tiles * way->columns <= INT32_MAX);
     if (way->rest || way->parts) {
         a.ready = (uint64_t *)call->workspace;
         a.handed = (float4 *)((char *)call->workspace + flag_bytes(way));

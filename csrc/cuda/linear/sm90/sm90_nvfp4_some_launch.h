@@ -3,6 +3,7 @@
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_SOME_LAUNCH_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_SOME_LAUNCH_H
 
+#include "core/invariant.h"
 #include "cuda/choice/nvfp4_some.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_some_frame.h"
@@ -60,6 +61,8 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
                    .shares = shares_of(way->rest, steps, way->workers),
                    .handed = (float4 *)((uint8_t *)room + room_of_sums(way).flags),
                    .ready = (uint64_t *)room};
+    MOQ_ASSERT(l.stages > 0 && a.tokens <= way->shape->tokens);
+    MOQ_ASSERT(way->row_tiles * way->columns <= INT32_MAX);
     return a;
 }
 
