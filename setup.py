@@ -11,7 +11,7 @@ Environment:
                            "native": for the GPUs of this machine, and without one no CUDA
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
-  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower; the checks too
+  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower; these checks
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
   MOQEXT_VERBOSE=1         shows the command of every compiler
   MAX_JOBS                 compilers at a time; default: the number of cores

@@ -1,7 +1,7 @@
 /* The chips that estimates of seconds know, in one table.
  *
  * Estimates are fitted to times of one chip, the first of the table. Whatever of an estimate is a
- * rate of the chip is multiplied by how much more, or less, the target has of it than that one. A
+ * rate of the chip is multiplied by how much more, or less, the target has of it than that chip. A
  * chip that is not in the table counts as the first, with its own number of multiprocessors. */
 #ifndef MOQ_CUDA_CHOICE_CHIP_H
 #define MOQ_CUDA_CHOICE_CHIP_H

@@ -62,7 +62,7 @@ static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t worker
  * of them of a warpgroup as outputs. */
 #define TURNED_AT_ONCE(tokens) ((tokens) < 64 ? (tokens) : 64)
 #define EIGHT_BYTES            (8 * 128)
-#define BOARD_BYTES            2304 /* factors and biases of all warpgroups of a block, at most */
+#define COLUMN_TERMS_BYTES     2304 /* factors and biases of all warpgroups of a block, at most */
 
 /* What parts of K take in shared memory: float4 of a warpgroup's share of sums, bytes of all shares
  * of a block, bytes of the outputs of a warpgroup. */

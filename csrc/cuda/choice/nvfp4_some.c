@@ -44,7 +44,8 @@ moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int 
         turned = groups * l.turn_step;
     }
     int scales = v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_SOME_SCALES);
-    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_SOME_BARRIERS * 8 - BOARD_BYTES - scales - l.behind;
+    int most =
+        BLOCK_SHARED - 1024 - MOQ_NVFP4_SOME_BARRIERS * 8 - COLUMN_TERMS_BYTES - scales - l.behind;
     l.stages = most / v->stage < MOQ_NVFP4_SOME_STAGES ? most / v->stage : MOQ_NVFP4_SOME_STAGES;
     l.stages -= l.stages % v->k_groups;
     if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||

@@ -1,5 +1,5 @@
-/* What kernels of linears share on the device: rows of activations 16 values at a time, their FP8
- * codes and scales, outputs with their bias, and the partitions of a layer.
+/* What kernels share on the device, of linears and on tensors: rows of activations 16 values at a
+ * time, their FP8 codes and scales, outputs with their bias, and the partitions of a layer.
  *
  * The arithmetic is that of cpu/cpu_quantize.h, operation for operation, so that codes and scales
  * are the same bits on both. */
@@ -81,7 +81,7 @@ template <int N> static __device__ __forceinline__ uint32_t moq_amax_bits(const 
     return most;
 }
 
-/* The same of a chunk as it is stored, `wide` for float32; 16-bit values two at a time. */
+/* moq_amax_bits of a chunk as it is stored, `wide` for float32; 16-bit values two at a time. */
 static __device__ __forceinline__ uint32_t moq_chunk_amax_bits(const moq_chunk *chunk, bool wide,
                                                                moq_dtype dtype) {
     uint32_t most = 0;

@@ -21,7 +21,7 @@ static __device__ __forceinline__ float moq_used_fold(float fold) {
     return fminf(fold, 16.0f);
 }
 
-/* What outputs of those codes are multiplied by: 1 / that, which is exact. */
+/* What outputs of codes of a row are multiplied by: the reciprocal of the power of two, exact. */
 static __device__ __forceinline__ float moq_unfold(float fold) {
     return __frcp_rn(moq_used_fold(fold));
 }
@@ -66,7 +66,7 @@ static __device__ __forceinline__ uint2 moq_fold_scales(uint32_t bytes, uint32_t
         moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u, moq_nvfp4_twice(folds, true))};
 }
 
-/* The codes of a unit, whose scales are as above: of group s, those of row g in
+/* The codes of a unit, whose scales are those of moq_fold_scales: of group s, those of row g in
  * a[s / 2][s % 2 * 2] and of row g + 8 behind, columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group.
  */
 static __device__ __forceinline__ void moq_fold_codes(uint4 codes, uint4 scales,
@@ -83,7 +83,7 @@ static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, 
     moq_fold_codes(codes, make_uint4(low.x, low.y, high.x, high.y), a);
 }
 
-/* The powers of two of the two rows of a lane, as above. */
+/* The powers of two of the two rows of a lane, as moq_fold_scales takes them. */
 static __device__ __forceinline__ uint32_t moq_pack_folds(float upper, float lower) {
     __half2 pair = __floats2half2_rn(256.0f * moq_used_fold(upper), 256.0f * moq_used_fold(lower));
     uint32_t word;

@@ -14,7 +14,8 @@ static __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* The same, kept in a register from here on rather than made again wherever it is used. */
+/* A shared address that is kept in a register from here on rather than made again wherever it is
+ * used. */
 static __device__ __forceinline__ uint32_t fixed_shared_address(const void *pointer) {
     uint32_t address;
     asm volatile("{\n"
@@ -197,7 +198,7 @@ template <int count> static __device__ __forceinline__ void fewer_registers(void
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-/* The same of a matrix. */
+/* Copies the box of a matrix at (c0, c1), as copy_box_3d. */
 static __device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMap *map, int c0,
                                                    int c1, uint32_t barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -206,8 +207,8 @@ static __device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* The same to the blocks of the cluster that `mask` has a bit for, at the same place in each, and
- * counted at the same barrier of each. */
+/* Copies a box to the blocks of the cluster that `mask` has a bit for, at the same place in each,
+ * and counts its bytes at the same barrier of each. */
 static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, uint32_t barrier, uint64_t policy,
                                                       uint16_t mask) {
@@ -241,7 +242,7 @@ static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from,
                  : "memory");
 }
 
-/* The same of bytes that are read once. */
+/* copy_bytes with a policy, for bytes that are read once. */
 static __device__ __forceinline__ void
 copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -250,8 +251,8 @@ copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                  : "memory");
 }
 
-/* The same to the blocks of the cluster that `mask` has a bit for, at the same place in each, and
- * counted at the same barrier of each. */
+/* Copies bytes to the blocks of the cluster that `mask` has a bit for, at the same place in each,
+ * and counts them at the same barrier of each. */
 static __device__ __forceinline__ void copy_bytes_to(uint32_t to, const void *from, uint32_t bytes,
                                                      uint32_t barrier, uint16_t mask) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -281,8 +282,8 @@ static __device__ __forceinline__ void cluster_sync(void) {
                      : "memory");
 }
 
-/* The same in two parts: who has waited knows that all others run and have their barriers, and no
- * more. */
+/* cluster_sync in two parts: a thread that has waited knows that all blocks run and have their
+ * barriers, and no more. */
 static __device__ __forceinline__ void cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -401,7 +402,7 @@ static __device__ __forceinline__ void warp_releases(uint32_t barrier, uint32_t 
     }
 }
 
-/* The same, told to the first `blocks` blocks of the cluster. */
+/* warp_releases, told to the first `blocks` blocks of the cluster. */
 static __device__ __forceinline__ void warp_releases_all(uint32_t barrier, uint32_t blocks) {
     uint32_t lane = threadIdx.x % 32;
     warp_meets();
@@ -480,7 +481,7 @@ static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
         : "memory");
 }
 
-/* The same of two. */
+/* store_matrices_turned of two matrices. */
 static __device__ __forceinline__ void store_two_matrices_turned(uint32_t column, uint32_t first,
                                                                  uint32_t second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column),
@@ -508,7 +509,7 @@ static __device__ __forceinline__ void copy_async_16(uint32_t to, const void *fr
                  : "memory");
 }
 
-/* The same of 4 bytes. */
+/* copy_async_16 of 4 bytes. */
 static __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");

@@ -4,7 +4,7 @@
  * W is e4m3 [N, K], e2m1 [N, K / 2] with swizzled block scales, or units of core/nvfp4_packed.h,
  * whose scales are folded into e4m3 where the layer asks for it; X are rows of x, quantized here as
  * the layer prescribes (cpu/cpu_quantize.h has the formulas), or as they are. It is what runs where
- * no kernel of a chip does, and what those are compared with on the device.
+ * no kernel of a chip does, and what kernels of chips are compared with on the device.
  *
  * - A block has TOKENS rows of x and ROWS rows of W for each of its warps. It goes through K in
  *   steps of 512 columns, of which a lane has 16: a block scale of NVFP4 belongs to one lane, and
@@ -268,7 +268,8 @@ static __device__ __forceinline__ weights load_weights(const simt_args *a, int64
     return w;
 }
 
-/* Without the unit of the format, which sums get at the end. Folding needs none. */
+/* The values of codes without the unit of their format, which sums get at the end; folded weights
+ * have none. */
 template <int WEIGHT>
 static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE_K]) {
     if (WEIGHT == E4M3_ROW || WEIGHT == E4M3_BLOCK) {
@@ -390,7 +391,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- launch ---- */
 
-/* Where there is a choice it is exact. */
+/* How x is read: a layer that leaves the choice to the library is computed exactly. */
 static moq_input_mode input_of(const moq_linear_spec *spec) {
     return moq_linear_has_choice(spec) ? MOQ_INPUT_AS_IS : spec->input;
 }

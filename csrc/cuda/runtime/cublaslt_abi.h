@@ -125,7 +125,7 @@ typedef struct {
       (moq_cublaslt_matrix * matrix, size_t size, int32_t type, uint64_t rows, uint64_t columns,   \
        int64_t stride))
 
-/* Those of an open library. */
+/* The functions of an open library. */
 typedef struct {
 #define MOQ_CUBLASLT_MEMBER(name, result, parameters) result(*name) parameters;
     MOQ_CUBLASLT_FUNCTIONS(MOQ_CUBLASLT_MEMBER)

@@ -103,7 +103,7 @@ static bool is_recent(known_kernel *k) {
     int device;
     if (cudaGetDevice(&device) != cudaSuccess)
         return false;
-    uint64_t bit = 1ull << device; /* as above */
+    uint64_t bit = 1ull << device; /* as in allow_shared */
     if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
         if (cudaFuncGetAttributes(&attributes, k->kernel) == cudaSuccess &&
             attributes.ptxVersion >= 90)

@@ -67,7 +67,7 @@ typedef struct {
     float above;          /* what is not is bad, too, but for zero */
     float most;           /* what is more is bad, too; 0: nothing is */
     uint32_t *bad, *zero; /* of findings: where those are told; NULL: nowhere */
-    moq_findings *found;  /* as above */
+    moq_findings *found;  /* as in moq_code_copy */
     const moq_findings *unless;
 } moq_scale_copy;
 

@@ -219,7 +219,7 @@ template <int DT> static __device__ __forceinline__ float group_scale(float amax
     return part_of_amax<DT>(moq_at_least(amax, 1e-10f));
 }
 
-/* Of a scale of the two above. */
+/* How to divide by a scale of token_scale or group_scale. */
 template <int DT> static __device__ __forceinline__ divisor divide_by(float scale) {
     divisor d = {scale, 0.0f, 0.0f};
     if (DT == MOQ_DT_F32)

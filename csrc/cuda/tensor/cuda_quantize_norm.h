@@ -18,7 +18,7 @@
 
 namespace moq::quantization {
 
-/* Of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
+/* The kernels of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
 const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
                                   bool wide_weight);
 

@@ -331,8 +331,8 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
     store_codes<N, WAY>(a, row, column, code, a->k - column);
 }
 
-/* The chunks of a thread, those that there are. `by` as above but for E4M3_GROUP, whose scales are
- * found here: all lanes of a warp call this. */
+/* Quantizes the chunks of a thread that there are. `by` as in emit but for E4M3_GROUP, whose scales
+ * are found here: all lanes of a warp call this. */
 template <int DT, int WAY, int MODE, int N, int KEPT, class PLACE>
 static __device__ __forceinline__ void emit_chunks(const quantize_args *a, int64_t row, PLACE first,
                                                    PLACE step, PLACE chunks,

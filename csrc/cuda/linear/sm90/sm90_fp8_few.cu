@@ -54,7 +54,7 @@ static_assert(8 * BARRIERS + 4 * MAX_TOKENS * (2 + MAX_RANKS) <= DECLARED, "more
 
 /* ---- the producer ---- */
 
-/* Where the producer is. */
+/* How far the producer is. */
 typedef struct {
     const CUtensorMap *map;
     ring_place place, landed; /* the next stage, and the one that is waited for */
@@ -135,8 +135,8 @@ static __device__ __forceinline__ void add_meant(float (&sum)[2 * S::pairs_of_la
     }
 }
 
-/* The same under block scales: `x` points to those of the tokens in the step, `w` are those of W in
- * the warp's two slices. */
+/* Adds what is meant of a step under block scales: `x` points to the scales of the tokens in the
+ * step, `w` are the scales of W in the warp's two slices. */
 template <class S>
 static __device__ __forceinline__ void add_scaled(float (&sum)[2 * S::pairs_of_lane],
                                                   const product<S> &c, bool odd, const float *x,
@@ -364,7 +364,7 @@ typedef struct {
     int row, token;       /* of the half's 8, the first */
 } output_place;
 
-template <class S> static __device__ __forceinline__ output_place place_of(int index) {
+template <class S> static __device__ __forceinline__ output_place output_place_of(int index) {
     constexpr int lanes = S::tokens == 2 ? 1 : 4; /* that share a row */
     output_place o = {index / (2 * S::pairs), index / S::pairs % 2, index % S::pairs};
     o.row = o.pair % (8 * lanes) / lanes;
@@ -375,7 +375,7 @@ template <class S> static __device__ __forceinline__ output_place place_of(int i
 /* Adds up what the warps have of a thread's outputs, where the round has its tile. */
 template <class S>
 static __device__ __forceinline__ float2 gather_sums(const float2 *parked, int tiles) {
-    output_place o = place_of<S>(threadIdx.x);
+    output_place o = output_place_of<S>(threadIdx.x);
     float2 sum = {0, 0};
     if (o.tile >= tiles)
         return sum;
@@ -399,7 +399,7 @@ typedef struct {
 template <class S>
 static __device__ __forceinline__ output_terms terms_of(const decode_args *a, segment s, int row) {
     int share = S::consumers >> a->log_ranks;
-    output_place o = place_of<S>(rank_of(a) * share + threadIdx.x);
+    output_place o = output_place_of<S>(rank_of(a) * share + threadIdx.x);
     output_terms t;
     t.token = o.token;
     t.n = row + o.tile * TILE + o.half * UNIT + o.row;

@@ -81,7 +81,7 @@ typedef struct {
     int begin, end, partition;
 } segment;
 
-/* Those of this cluster, from the partition of the first on. */
+/* The rows of this cluster; their partition is found by first_segment. */
 static __device__ __forceinline__ segment cluster_rows(const decode_args *a) {
     int index = (int)blockIdx.x >> a->log_ranks;
     int first = index * a->units + min(index, a->more_units);
@@ -114,7 +114,7 @@ static __device__ __forceinline__ int first_column(const decode_args *a, int pas
 template <class S> struct x_share {
     int chunks, pieces, shift; /* of a row */
     int turns;                 /* of a warp */
-    /* Of the warp's pieces in turn: the token, and where its first column is. */
+    /* The token of each of the warp's pieces in turn, and where its first column is. */
     int token[S::tokens_of_warp];
     const uint16_t *row[S::tokens_of_warp];
 };

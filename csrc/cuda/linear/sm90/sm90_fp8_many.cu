@@ -36,8 +36,8 @@ namespace moq::fp8_many {
 
 /* The block scales of the rows of a warpgroup, held from step `first` on. */
 template <class S>
-static __device__ __forceinline__ block_scales<S> find_blocks(const gemm_args *a, const place *at,
-                                                              int group, int first) {
+static __device__ __forceinline__ block_scales<S>
+find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
     block_scales<S> block = {};
     block.steps = a->steps;
 #pragma unroll
@@ -52,38 +52,39 @@ static __device__ __forceinline__ block_scales<S> find_blocks(const gemm_args *a
 }
 
 template <class S>
-static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board<S> *b, const meeting *meet, int rank) {
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
+                                               uint8_t *shared, column_terms<S> *b,
+                                               const cluster_barriers *meet, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     int row = group / S::k_groups * (64 * S::WAVES);
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     ring_place slot = {0, 0};
     for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        place at = place_of<S>(a, w.number, rank);
+        tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::WAVES][S::T / 2] = {};
         block_scales<S> block = find_blocks<S>(a, &at, group, w.first);
-        edges<S> edge = {};
-        fetch_early<S>(a, &at, row, &edge);
+        tile_terms<S> terms = {};
+        fetch_early<S>(a, &at, row, &terms);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        fetch_late<S>(a, &at, row, &edge);
+        fetch_late<S>(a, &at, row, &terms);
         multiply<S>(t, &block, w.first, w.end, group, &slot, sum);
         if constexpr (S::parts) {
-            bring_together<S>(a, shared, b + group, meet, &edge, &at, sum[0]);
+            bring_together<S>(a, shared, b + group, meet, &terms, &at, sum[0]);
             return;
         }
         if (S::tokens_first || S::token_factors)
-            post_columns<S>(&edge, b + group);
+            post_columns<S>(&terms, b + group);
         if (S::tokens_first)
             barrier_sync(2 + group, 128);
 #pragma unroll
         for (int i = 0; i < S::WAVES; i++)
             if constexpr (S::tokens_first)
-                write_rows<S>(a, b + group, &at, row + 64 * i, &edge.row[i], sum[i]);
+                write_rows<S>(a, b + group, &at, row + 64 * i, &terms.row[i], sum[i]);
             else
-                write_columns<S>(a, b + group, turn, &at, row + 64 * i, &edge.row[i], sum[i]);
+                write_columns<S>(a, b + group, turn, &at, row + 64 * i, &terms.row[i], sum[i]);
         if (S::tokens_first)
             barrier_sync(2 + group, 128); /* what was posted has been read */
     }
@@ -95,29 +96,31 @@ static __global__ void __launch_bounds__(S::threads, 1)
              const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
-    __shared__ board<S> edge[CONSUMERS / 128];
-    static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
+    __shared__ column_terms<S> terms[CONSUMERS / 128];
+    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "what lay_out counts on");
     uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
-    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
-    meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
+    stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     int rank = S::pair ? (int)rank_in_cluster() : 0;
     int scales = args.stages * S::stage; /* of tokens, behind the ring */
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
-    pipes p = {&weights, &tokens, ring, ring + scales, gate, args.few ? once : keep, keep, rank};
-    feed f = {};
+    producer_ring p = {&weights, &tokens, ring, ring + scales, barriers, args.few ? once : keep,
+                       keep,     rank};
+    next_copy f = {};
     launch_dependents();
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < CONSUMERS) {
         if (S::uneven)
             more_registers<S::registers>();
         uint32_t row = S::by_steps ? 0 : threadIdx.x / 128 * 64 * S::WAVES;
-        taps t = {gate, wgmma_operand(ring + row * STEP), wgmma_operand(ring + S::rows * STEP),
-                  (const float *)(smem + scales), args.stages};
+        consumer_ring t = {barriers, wgmma_operand(ring + row * STEP),
+                           wgmma_operand(ring + S::rows * STEP), (const float *)(smem + scales),
+                           args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S>(&args, &t, smem, edge, &meet, rank);
+        consume<S>(&args, &t, smem, terms, &meet, rank);
     } else if (threadIdx.x < S::copier) {
-        sink s = {ring + S::token_at, gate, 0.0f};
+        sink s = {ring + S::token_at, barriers, 0.0f};
         if (S::fused && S::uneven)
             fewer_registers<S::quantizer_registers>();
         if constexpr (S::fused)
@@ -256,7 +259,7 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         a->turn_step = TURNED_AT_ONCE(s->tokens) * 128;
         rest = 2 * a->turn_step;
     }
-    int most = limit - 1024 - BARRIERS * 8 - BOARD_BYTES - rest;
+    int most = limit - 1024 - BARRIERS * 8 - COLUMN_TERMS_BYTES - rest;
     a->stages = most / stage;
     if (a->stages > MAX_STAGES)
         a->stages = MAX_STAGES;

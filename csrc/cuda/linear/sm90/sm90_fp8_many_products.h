@@ -1,6 +1,6 @@
-/* Products of the FP8 GEMM of Hopper: a warpgroup multiplies 64 rows by all columns of a step at a
- * time and adds that to float32 sums, since FP8 wgmma keeps about 14 bits of its own. Scales of
- * blocks and groups are applied there. */
+/* Products of the FP8 linear for many tokens on Hopper (sm90_fp8_many.cu): a warpgroup multiplies
+ * 64 rows by all columns of a step at a time and adds that to float32 sums, since FP8 wgmma keeps
+ * about 14 bits of its own. Scales of blocks and groups are applied there. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_PRODUCTS_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_PRODUCTS_H
 
@@ -11,21 +11,21 @@ namespace moq::fp8_many {
 
 /* What a warpgroup takes steps from. */
 typedef struct {
-    gates gate;
+    stage_barriers barriers;
     uint64_t left, right; /* operands in the first stage: its own rows, all columns */
     const float *scales;  /* of tokens, in the first stage */
     int stages;
-} taps;
+} consumer_ring;
 
 /* Waits for a step's operands. */
-static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
-    mbarrier_wait(t->gate.weights + 8u * slot->index, slot->parity);
-    mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
+static __device__ __forceinline__ void await(const consumer_ring *t, const ring_place *slot) {
+    mbarrier_wait(t->barriers.weights + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->barriers.tokens + 8u * slot->index, slot->parity);
 }
 
 template <class S>
-static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int wave,
-                                             float (&c)[S::T / 2]) {
+static __device__ __forceinline__ void issue(const consumer_ring *t, const ring_place *slot,
+                                             int wave, float (&c)[S::T / 2]) {
     uint32_t at = (uint32_t)(slot->index * (S::stage / 16));
     wgmma_fence();
 #pragma unroll
@@ -35,8 +35,8 @@ static __device__ __forceinline__ void issue(const taps *t, const ring_place *sl
 }
 
 template <class S>
-static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
-    warp_releases<S::pair>(t->gate.empty + 8u * slot->index);
+static __device__ __forceinline__ void release(const consumer_ring *t, const ring_place *slot) {
+    warp_releases<S::pair>(t->barriers.empty + 8u * slot->index);
 }
 
 /* To the next step of this warpgroup. */
@@ -98,7 +98,7 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const flo
     }
 }
 
-/* The same where tokens are rows, and a thread has two of them. */
+/* promote where tokens are rows: a thread has two of them. */
 template <class S>
 static __device__ __forceinline__ void
 promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, float lower) {
@@ -113,7 +113,7 @@ promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, fl
  * this one is added to the sums. */
 template <class S, int H>
 static __device__ __forceinline__ void
-continue_products(const taps *t, block_scales<S> *block, int step, ring_place *slot,
+continue_products(const consumer_ring *t, block_scales<S> *block, int step, ring_place *slot,
                   ring_place *next, float (&c)[S::T / 2], float (&other)[S::T / 2],
                   float (&sum)[S::WAVES][S::T / 2]) {
     const int wave = S::WAVES == 1 ? 0 : H;
@@ -135,9 +135,9 @@ continue_products(const taps *t, block_scales<S> *block, int step, ring_place *s
 }
 
 template <class S, int H>
-static __device__ __forceinline__ void end_products(const taps *t, block_scales<S> *block, int step,
-                                                    ring_place *slot, float (&c)[S::T / 2],
-                                                    float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void
+end_products(const consumer_ring *t, block_scales<S> *block, int step, ring_place *slot,
+             float (&c)[S::T / 2], float (&sum)[S::WAVES][S::T / 2]) {
     const int wave = S::WAVES == 1 ? 0 : H;
     float w = weight_scale<S>(block, wave, step);
     wgmma_wait<0>();
@@ -149,9 +149,9 @@ static __device__ __forceinline__ void end_products(const taps *t, block_scales<
 }
 
 template <class S>
-static __device__ __forceinline__ void multiply_in_two_sets(const taps *t, block_scales<S> *block,
-                                                            int first, int steps, ring_place *slot,
-                                                            float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void
+multiply_in_two_sets(const consumer_ring *t, block_scales<S> *block, int first, int steps,
+                     ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
     float even[S::T / 2], odd[S::T / 2];
     ring_place next = *slot;
     await(t, slot);
@@ -175,9 +175,9 @@ static __device__ __forceinline__ void multiply_in_two_sets(const taps *t, block
 /* ---- one set: the other warpgroup has the tensor cores meanwhile ---- */
 
 template <class S>
-static __device__ __forceinline__ void multiply_in_one_set(const taps *t, block_scales<S> *block,
-                                                           int first, int steps, ring_place *slot,
-                                                           float (&sum)[S::WAVES][S::T / 2]) {
+static __device__ __forceinline__ void
+multiply_in_one_set(const consumer_ring *t, block_scales<S> *block, int first, int steps,
+                    ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
     int row = threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
     for (int step = first; step < first + steps; step++, advance(slot, t->stages)) {
         const float *scales = t->scales + slot->index * S::tokens;
@@ -212,8 +212,8 @@ static __device__ __forceinline__ void multiply_in_one_set(const taps *t, block_
 
 /* Sums of the steps of a tile from `first` to `end`, or every other of them for `group`. */
 template <class S>
-static __device__ __forceinline__ void multiply(const taps *t, block_scales<S> *block, int first,
-                                                int end, int group, ring_place *slot,
+static __device__ __forceinline__ void multiply(const consumer_ring *t, block_scales<S> *block,
+                                                int first, int end, int group, ring_place *slot,
                                                 float (&sum)[S::WAVES][S::T / 2]) {
     if (S::by_steps) { /* the ring has an even number of stages, so that each has one owner */
         slot->index = group;

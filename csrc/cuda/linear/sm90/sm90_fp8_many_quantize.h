@@ -16,16 +16,16 @@ namespace moq::fp8_many {
 using quantization::chunk;
 using quantization::widen;
 
-/* Where a lane's codes go. */
+/* Where a lane's codes go, and what its values are multiplied by. */
 typedef struct {
     uint32_t codes; /* in the first stage */
-    gates gate;
+    stage_barriers barriers;
     float inverse; /* of the scale */
 } sink;
 
 /* A warp's share of x: the rows of a lane's tokens, NULL beyond the last, and the end of its
  * columns. */
-template <class S> struct share {
+template <class S> struct x_share {
     static constexpr int UNITS = S::tokens / 32; /* of a step */
     const uint16_t *row[UNITS];
     int token, end; /* the first; others are 32 further */
@@ -39,9 +39,9 @@ template <class S, int DT> struct units {
 };
 
 template <class S>
-static __device__ __forceinline__ share<S> share_of(const gemm_args *a, const work *w) {
+static __device__ __forceinline__ x_share<S> share_of(const gemm_args *a, const work *w) {
     int lane = threadIdx.x % 32, warp = (threadIdx.x - CONSUMERS) / 32;
-    share<S> x;
+    x_share<S> x;
     x.token = warp / 2 * 8 + warp % 2 * 2 + lane / 8 % 2 * 4 + lane / 16;
     x.end = min(a->k, w->end * STEP);
     int first = place_of<S>(a, w->number, 0).token + x.token;
@@ -55,7 +55,7 @@ static __device__ __forceinline__ share<S> share_of(const gemm_args *a, const wo
 
 /* The lane's columns of the units of a step; zeros beyond x. */
 template <class S, int DT>
-static __device__ __forceinline__ void load_step(const share<S> *x, int step,
+static __device__ __forceinline__ void load_step(const x_share<S> *x, int step,
                                                  chunk<DT, 16> (&unit)[S::tokens / 32]) {
     int column = step * STEP + threadIdx.x % 8 * 8;
 #pragma unroll
@@ -88,7 +88,7 @@ static __device__ __forceinline__ void make_codes(const sink *s,
 }
 
 template <class S>
-static __device__ __forceinline__ void put_codes(const sink *s, const share<S> *x, int index,
+static __device__ __forceinline__ void put_codes(const sink *s, const x_share<S> *x, int index,
                                                  const uint4 (&code)[S::tokens / 32]) {
 #pragma unroll
     for (int u = 0; u < S::tokens / 32; u++) {
@@ -105,7 +105,7 @@ static __device__ __forceinline__ void put_codes(const sink *s, const share<S> *
 template <class S, int DT>
 static __device__ __forceinline__ void quantize_part(const gemm_args *a, const sink *s) {
     work w = start<S>(a);
-    share<S> x = share_of<S>(a, &w);
+    x_share<S> x = share_of<S>(a, &w);
     units<S, DT> unit;
     constexpr int TOGETHER = x.UNITS == 1 ? 4 : 1;
     ring_place slot = {0, 0};
@@ -128,10 +128,10 @@ static __device__ __forceinline__ void quantize_part(const gemm_args *a, const s
             for (int j = 0; j < TOGETHER; j++) {
                 if (j >= left)
                     break;
-                mbarrier_wait(s->gate.empty + 8u * slot.index, slot.parity ^ 1);
+                mbarrier_wait(s->barriers.empty + 8u * slot.index, slot.parity ^ 1);
                 put_codes<S>(s, &x, slot.index, code[j]);
                 if (threadIdx.x % 32 == j)
-                    arrival = s->gate.tokens + 8u * slot.index;
+                    arrival = s->barriers.tokens + 8u * slot.index;
                 advance(&slot, a->stages);
             }
             fence_async_proxy();
@@ -145,7 +145,7 @@ static __device__ __forceinline__ void quantize_part(const gemm_args *a, const s
     }
 }
 
-/* The same of bfloat16 or float16. */
+/* Quantizes this block's part of x, of bfloat16 or float16. */
 template <class S> static __device__ __forceinline__ void quantize_x(const gemm_args *a, sink *s) {
     s->inverse = __frcp_rn(a->x_scale[0]); /* it belongs to the weights: no one is waited for */
     if (a->x.dtype == MOQ_DT_BF16)

@@ -1,4 +1,5 @@
-/* Tiles of the FP8 GEMM of Hopper: which a block makes, and how their operands come to it.
+/* Tiles of the FP8 linear for many tokens on Hopper (sm90_fp8_many.cu), and copies of their
+ * operands.
  *
  * A tile is some rows of W by some tokens; a step is 128 columns of both, in the 128-byte swizzle.
  * One of the two operands gives the 64 rows of wgmma, the other its columns: W the rows where there
@@ -26,7 +27,7 @@ typedef struct {
     int m, n, k;
     int steps;     /* of 128 columns */
     int row_tiles; /* along W, of a block or pair of blocks */
-    int columns;   /* along the tokens, likewise */
+    int columns;   /* tiles along the tokens, of a block or pair of blocks */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
     int flight;     /* of them whose weights are on their way at once, to begin with */
@@ -68,7 +69,7 @@ struct tile {
     /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them
      * (docs/lab/fp8-many.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
-    /* Of outputs. */
+    /* Which factors outputs have. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
     static constexpr float unit = 1.0f;
     static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
@@ -95,10 +96,10 @@ struct tile {
 
 struct operand_copies {
     template <class S>
-    static __device__ __forceinline__ void weights(const gemm_args *, const pipes *p,
-                                                   const feed *f) {
+    static __device__ __forceinline__ void weights(const gemm_args *, const producer_ring *p,
+                                                   const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
-        uint32_t bar = p->gate.weights + 8u * f->slot.index;
+        uint32_t bar = p->barriers.weights + 8u * f->slot.index;
         mbarrier_expect(bar, S::weight_rows * STEP);
         if (S::share_weights) {
             int half = p->rank * (S::weight_rows / 2);
@@ -110,10 +111,10 @@ struct operand_copies {
     }
 
     template <class S>
-    static __device__ __forceinline__ void tokens(const gemm_args *a, const pipes *p,
-                                                  const feed *f) {
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const producer_ring *p,
+                                                  const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
-        uint32_t bar = p->gate.tokens + 8u * f->slot.index;
+        uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
         mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
         if (S::share_tokens) {
             int half = p->rank * (S::tokens / 2);

@@ -3,7 +3,8 @@
  * the thread S::copier multiply, or bring tokens themselves.
  *
  * What a copy of a step is, is a class of the shape S of a tile: S::copies::weights<S>(args, ring,
- * step) and S::copies::tokens<S> likewise. What they cost a step limits the whole kernel. */
+ * step) and S::copies::tokens<S>(args, ring, step). What bounds a kernel is what a step costs the
+ * copying thread, where tiles are small. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
 
@@ -19,33 +20,33 @@ namespace moq::gemm {
 /* Barriers of the stages: weights are there, tokens are there, both may be replaced. */
 typedef struct {
     uint32_t weights, tokens, empty;
-} gates;
+} stage_barriers;
 
 /* Where operands come from and go to. */
 typedef struct {
     const CUtensorMap *weights, *tokens;
     uint32_t ring, scales; /* in shared memory; of tokens by groups */
-    gates gate;
+    stage_barriers barriers;
     uint64_t weight_policy, token_policy;
     int rank; /* in a pair of blocks */
-} pipes;
+} producer_ring;
 
 /* The next step to copy. */
 typedef struct {
     work at;
-    place where;
+    tile_place where;
     int step, left; /* of the tile */
     ring_place slot;
     int copied;
-} feed;
+} next_copy;
 
-/* Whether there is one. */
-static __device__ __forceinline__ bool more(const feed *f) {
+/* Whether there is a step to copy. */
+static __device__ __forceinline__ bool more(const next_copy *f) {
     return has_steps(&f->at);
 }
 
 template <class S>
-static __device__ __forceinline__ void begin_tile(const typename S::args *a, feed *f) {
+static __device__ __forceinline__ void begin_tile(const typename S::args *a, next_copy *f) {
     f->left = f->at.end - f->at.first;
     f->step = f->at.first;
     if (S::staggered)
@@ -53,16 +54,17 @@ static __device__ __forceinline__ void begin_tile(const typename S::args *a, fee
 }
 
 template <class S>
-static __device__ __forceinline__ feed begin_feed(const typename S::args *a, const pipes *p) {
+static __device__ __forceinline__ next_copy begin_copies(const typename S::args *a,
+                                                         const producer_ring *p) {
     work at = start<S>(a);
-    feed f = {at, place_of<S>(a, at.number, p->rank)};
+    next_copy f = {at, place_of<S>(a, at.number, p->rank)};
     begin_tile<S>(a, &f);
     return f;
 }
 
 template <class S>
-static __device__ __forceinline__ void next_feed(const typename S::args *a, const pipes *p,
-                                                 feed *f) {
+static __device__ __forceinline__ void advance_copy(const typename S::args *a,
+                                                    const producer_ring *p, next_copy *f) {
     advance(&f->slot, a->stages);
     f->copied++;
     if (++f->step == f->at.end && S::staggered)
@@ -76,33 +78,33 @@ static __device__ __forceinline__ void next_feed(const typename S::args *a, cons
     begin_tile<S>(a, f);
 }
 
-static __device__ __forceinline__ void wait_for_room(const pipes *p, const feed *f) {
-    mbarrier_wait(p->gate.empty + 8u * f->slot.index, f->slot.parity ^ 1);
+static __device__ __forceinline__ void wait_for_room(const producer_ring *p, const next_copy *f) {
+    mbarrier_wait(p->barriers.empty + 8u * f->slot.index, f->slot.parity ^ 1);
 }
 
 /* Copies the first weights as soon as their own barriers are there. */
 template <class S>
-static __device__ __forceinline__ void copy_first(const typename S::args *a, const pipes *p,
-                                                  feed *f) {
+static __device__ __forceinline__ void copy_first(const typename S::args *a, const producer_ring *p,
+                                                  next_copy *f) {
     for (int i = 0; i < S::first_copies; i++)
-        mbarrier_init(p->gate.weights + 8u * i, 1);
+        mbarrier_init(p->barriers.weights + 8u * i, 1);
     mbarrier_init_fence();
     for (int i = 0; i < S::first_copies && more(f); i++) {
         S::copies::template weights<S>(a, p, f);
-        next_feed<S>(a, p, f);
+        advance_copy<S>(a, p, f);
     }
 }
 
 /* Makes the barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The
  * blocks of a cluster know of each other's. */
 template <class S>
-static __device__ __forceinline__ void set_up(const typename S::args *a, const pipes *p,
-                                              const meeting *meet, feed *f) {
+static __device__ __forceinline__ void set_up(const typename S::args *a, const producer_ring *p,
+                                              const cluster_barriers *meet, next_copy *f) {
     constexpr int WARPS = S::copier / 32;
     int warp = threadIdx.x / 32;
     if (threadIdx.x == S::copier) {
         prefetch_map(p->weights);
-        *f = begin_feed<S>(a, p);
+        *f = begin_copies<S>(a, p);
         copy_first<S>(a, p, f);
     } else if (threadIdx.x == S::copier + 32) {
         prefetch_map(p->tokens);
@@ -113,11 +115,11 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
         }
 #pragma unroll 1
         for (int i = warp + S::first_copies; i < a->stages; i += WARPS)
-            mbarrier_init(p->gate.weights + 8u * i, 1); /* the first are the copying thread's */
+            mbarrier_init(p->barriers.weights + 8u * i, 1); /* the first are the copying thread's */
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += WARPS) {
-            mbarrier_init(p->gate.tokens + 8u * i, S::token_arrivals);
-            mbarrier_init(p->gate.empty + 8u * i,
+            mbarrier_init(p->barriers.tokens + 8u * i, S::token_arrivals);
+            mbarrier_init(p->barriers.empty + 8u * i,
                           S::row_groups * (S::pair ? 8 : 4) * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
@@ -132,29 +134,31 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
         cluster_arrive(); /* for whoever waits to send sums here */
 }
 
-/* Copies the others. They do not depend on the kernel before; no more of them are on their way than
- * keep the memory busy, until the ring was full once, so that x is not queued behind them. */
+/* Copies the weights of all steps after copy_first's. They do not depend on the kernel before; no
+ * more of them are on their way than keep the memory busy, until the ring was full once, so that x
+ * is not queued behind them. */
 template <class S>
-static __device__ __forceinline__ void produce_weights(const typename S::args *a, const pipes *p,
-                                                       feed f) {
+static __device__ __forceinline__ void produce_weights(const typename S::args *a,
+                                                       const producer_ring *p, next_copy f) {
     while (more(&f)) {
         if (f.copied >= a->stages)
             wait_for_room(p, &f);
         else if (f.copied >= a->flight)
-            mbarrier_wait(p->gate.weights + 8u * (f.copied - a->flight), 0);
+            mbarrier_wait(p->barriers.weights + 8u * (f.copied - a->flight), 0);
         S::copies::template weights<S>(a, p, &f);
-        next_feed<S>(a, p, &f);
+        advance_copy<S>(a, p, &f);
     }
 }
 
 template <class S>
-static __device__ __forceinline__ void produce_tokens(const typename S::args *a, const pipes *p) {
-    feed f = begin_feed<S>(a, p);
+static __device__ __forceinline__ void produce_tokens(const typename S::args *a,
+                                                      const producer_ring *p) {
+    next_copy f = begin_copies<S>(a, p);
     wait_for_predecessor();
     while (more(&f)) {
         wait_for_room(p, &f);
         S::copies::template tokens<S>(a, p, &f);
-        next_feed<S>(a, p, &f);
+        advance_copy<S>(a, p, &f);
     }
 }
 

@@ -18,19 +18,19 @@ namespace moq::gemm {
 /* ---- factors and biases: a thread has those of its rows of the product; those of columns pass
  * through shared memory ---- */
 
-/* Of two rows, 8 apart, or two columns, 128 apart; as they are in memory, so that nothing waits for
- * them before the products. */
+/* Factors and biases of two rows, 8 apart, or of two columns, 128 apart; as they are in memory, so
+ * that nothing waits for them before the products. */
 typedef struct {
     float factor[2], bias[2];
-} edge;
+} terms;
 
-template <class S> struct edges {
+template <class S> struct tile_terms {
     static constexpr int COLUMNS = (S::T + 127) / 128; /* of a thread */
-    edge row[S::WAVES], column;
+    terms row[S::WAVES], column;
 };
 
-/* Of the columns, of a warpgroup; read two at a time. */
-template <class S> struct __align__(8) board {
+/* Factors and biases of the columns, in shared memory for a warpgroup; read two at a time. */
+template <class S> struct __align__(8) column_terms {
     float factor[S::T], bias[S::tokens_first ? S::T : 1];
 };
 
@@ -40,8 +40,8 @@ static __device__ __forceinline__ int row_of_thread(void) {
 }
 
 template <class S, int COUNT, int APART>
-static __device__ __forceinline__ void fetch_factors(const typename S::args *a, const place *at,
-                                                     int own, edge *e) {
+static __device__ __forceinline__ void fetch_factors(const typename S::args *a,
+                                                     const tile_place *at, int own, terms *e) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         if (at->row + own + APART * i < at->end)
@@ -49,8 +49,8 @@ static __device__ __forceinline__ void fetch_factors(const typename S::args *a, 
 }
 
 template <class S, int COUNT, int APART>
-static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const place *at,
-                                                    int own, edge *e) {
+static __device__ __forceinline__ void fetch_biases(const typename S::args *a, const tile_place *at,
+                                                    int own, terms *e) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         if (at->row + own + APART * i < at->end)
@@ -58,8 +58,8 @@ static __device__ __forceinline__ void fetch_biases(const typename S::args *a, c
 }
 
 template <class S, int COUNT, int APART>
-static __device__ __forceinline__ void fetch_scales(const typename S::args *a, const place *at,
-                                                    int token, edge *e) {
+static __device__ __forceinline__ void fetch_scales(const typename S::args *a, const tile_place *at,
+                                                    int token, terms *e) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int m = at->token + token + APART * i;
@@ -70,8 +70,8 @@ static __device__ __forceinline__ void fetch_scales(const typename S::args *a, c
 
 /* What is there before the kernel's predecessor has ended; `row` is a warpgroup's first. */
 template <class S>
-static __device__ __forceinline__ void fetch_early(const typename S::args *a, const place *at,
-                                                   int row, edges<S> *e) {
+static __device__ __forceinline__ void fetch_early(const typename S::args *a, const tile_place *at,
+                                                   int row, tile_terms<S> *e) {
     if constexpr (S::row_factors && S::tokens_first) {
         fetch_factors<S, e->COLUMNS, 128>(a, at, threadIdx.x % 128, &e->column);
     } else if constexpr (S::row_factors) {
@@ -81,10 +81,10 @@ static __device__ __forceinline__ void fetch_early(const typename S::args *a, co
     }
 }
 
-/* And after. */
+/* What is there when the kernel's predecessor has ended. */
 template <class S>
-static __device__ __forceinline__ void fetch_late(const typename S::args *a, const place *at,
-                                                  int row, edges<S> *e) {
+static __device__ __forceinline__ void fetch_late(const typename S::args *a, const tile_place *at,
+                                                  int row, tile_terms<S> *e) {
     int column = threadIdx.x % 128;
     if constexpr (S::tokens_first)
         fetch_biases<S, e->COLUMNS, 128>(a, at, column, &e->column);
@@ -102,7 +102,7 @@ static __device__ __forceinline__ void fetch_late(const typename S::args *a, con
 
 /* Before a barrier of the warpgroup. */
 template <class S>
-static __device__ __forceinline__ void post_columns(const edges<S> *e, board<S> *b) {
+static __device__ __forceinline__ void post_columns(const tile_terms<S> *e, column_terms<S> *b) {
 #pragma unroll
     for (int i = 0; i < e->COLUMNS; i++) {
         int column = threadIdx.x % 128 + 128 * i;
@@ -147,7 +147,7 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
  * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */
 template <class S>
 static __device__ __forceinline__ void park_eight(const typename S::args *a, uint32_t room,
-                                                  const edge *e, const float *column, float4 sum) {
+                                                  const terms *e, const float *column, float4 sum) {
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     float2 own = {1.0f, 1.0f};
     if (S::token_factors)
@@ -165,7 +165,8 @@ static __device__ __forceinline__ void park_eight(const typename S::args *a, uin
  * from `row` on. */
 template <class S>
 static __device__ __forceinline__ void carry_out(const typename S::args *a, uint32_t room,
-                                                 const place *at, int row, int first, int count) {
+                                                 const tile_place *at, int row, int first,
+                                                 int count) {
     int thread = threadIdx.x % 128, n = at->row + row + thread % 8 * 8;
     int end = min(count, at->last - at->token - first);
     if (n >= at->end)
@@ -178,9 +179,9 @@ static __device__ __forceinline__ void carry_out(const typename S::args *a, uint
 
 /* Writes 64 rows, the tile's from `row` on. */
 template <class S>
-static __device__ __forceinline__ void write_columns(const typename S::args *a, const board<S> *b,
-                                                     uint32_t room, const place *at, int row,
-                                                     const edge *e, const float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void
+write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room,
+              const tile_place *at, int row, const terms *e, const float (&sum)[S::T / 2]) {
     constexpr int AT_ONCE = TURNED_AT_ONCE(S::T);
     int group = threadIdx.x / 128;
 #pragma unroll
@@ -201,9 +202,9 @@ static __device__ __forceinline__ void write_columns(const typename S::args *a, 
 
 /* Writes 64 tokens, the tile's from `row` on. */
 template <class S>
-static __device__ __forceinline__ void write_rows(const typename S::args *a, const board<S> *b,
-                                                  const place *at, int row, const edge *e,
-                                                  const float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void
+write_rows(const typename S::args *a, const column_terms<S> *b, const tile_place *at, int row,
+           const terms *e, const float (&sum)[S::T / 2]) {
     int lane = threadIdx.x % 32, m = at->token + row + row_of_thread();
 #pragma unroll
     for (int j = 0; j < S::T / 8; j += 4) {
@@ -231,9 +232,9 @@ static __device__ __forceinline__ void write_rows(const typename S::args *a, con
 /* Writes what a thread has the sums of: two rows of W from `own` on, of two tokens from `token` on,
  * 8 apart. */
 template <class S>
-static __device__ __forceinline__ void write_four(const typename S::args *a, const board<S> *b,
-                                                  const place *at, int token, int own,
-                                                  const edge *e, float4 sum) {
+static __device__ __forceinline__ void write_four(const typename S::args *a,
+                                                  const column_terms<S> *b, const tile_place *at,
+                                                  int token, int own, const terms *e, float4 sum) {
     int n = at->row + own;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -261,14 +262,14 @@ static __device__ __forceinline__ void write_four(const typename S::args *a, con
  * with their rings. */
 typedef struct {
     uint32_t posted, ready;
-} meeting;
+} cluster_barriers;
 
 /* The part that adds up the j-th eight columns of the product. */
 template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
     return j * parts / (S::T / 8);
 }
 
-/* Those of a part. */
+/* The columns that a part adds up, in eights. */
 typedef struct {
     int first, count;
 } eights;
@@ -300,8 +301,9 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
  * be where the ring was: all are done with it. */
 template <class S>
 static __device__ __forceinline__ void
-bring_together(const typename S::args *a, uint8_t *shared, board<S> *b, const meeting *meet,
-               const edges<S> *e, const place *at, const float (&sum)[S::T / 2]) {
+bring_together(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
+               const cluster_barriers *meet, const tile_terms<S> *e, const tile_place *at,
+               const float (&sum)[S::T / 2]) {
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
     int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;

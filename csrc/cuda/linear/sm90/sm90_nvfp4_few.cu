@@ -33,7 +33,7 @@
  *   timing. How K is split depends on the number of tokens, so the bits of a row may, too.
  *
  * The FP8 kernel for a few tokens (sm90_fp8_few.cu) has the same parts, but weights that need no
- * decoder: there warps share stages, a producer fills them, and x is quantized ahead of the
+ * decoder: its warps share stages, a producer fills them, and x is quantized ahead of the
  * products.
  *
  * Measured (H200, in a graph): see docs/lab/nvfp4-few.md. */
@@ -137,13 +137,13 @@ typedef struct {
     bool owned;     /* the row is this block's */
     int pair, step; /* of tokens: the thread's first, and from one to the next */
     int box_size;   /* from rank to rank */
-} meeting;
+} sum_places;
 
 template <class S>
-static __device__ __forceinline__ meeting meeting_of(const decode_args *a, uint32_t smem,
-                                                     uint32_t posted, int group, int round,
-                                                     int slabs, int row) {
-    meeting m = {};
+static __device__ __forceinline__ sum_places sum_places_of(const decode_args *a, uint32_t smem,
+                                                           uint32_t posted, int group, int round,
+                                                           int slabs, int row) {
+    sum_places m = {};
     m.step = 1;
     m.parked = smem + (uint32_t)(a->parked_at + (round & 1) * a->parked_turn +
                                  (group << a->log_parts) * a->parked_bytes + row * 8);
@@ -189,8 +189,8 @@ static __device__ __forceinline__ void store_pair(const decode_args *a, const ou
 /* Brings the sums of a row together, of every `step`th pair, and writes them or sends them to the
  * block that does. */
 template <class S>
-static __device__ __forceinline__ void gather_row(const decode_args *a, const meeting *m, int slabs,
-                                                  const output_row *o) {
+static __device__ __forceinline__ void gather_row(const decode_args *a, const sum_places *m,
+                                                  int slabs, const output_row *o) {
     int pairs = (a->m + 1) / 2;
     if (o->row >= slabs * MOQ_PACK_ROWS)
         return;
@@ -206,8 +206,8 @@ static __device__ __forceinline__ void gather_row(const decode_args *a, const me
 
 /* Writes what has come of a row of this block's. */
 template <class S>
-static __device__ __forceinline__ void write_row(const decode_args *a, const meeting *m, int slabs,
-                                                 const output_row *o) {
+static __device__ __forceinline__ void write_row(const decode_args *a, const sum_places *m,
+                                                 int slabs, const output_row *o) {
     int pairs = (a->m + 1) / 2;
     if (!m->owned || o->row >= slabs * MOQ_PACK_ROWS)
         return;
@@ -240,11 +240,11 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint3
             continue;
         int slab = first_of(&s, round), slabs = slabs_of(&s, round);
         output_row o[ROWS];
-        meeting m[ROWS];
+        sum_places m[ROWS];
 #pragma unroll
         for (int j = 0; j < ROWS; j++) {
             o[j] = output_of(a, slab, slabs, lane + 32 * j);
-            m[j] = meeting_of<S>(a, smem, posted, group, round, slabs, lane + 32 * j);
+            m[j] = sum_places_of<S>(a, smem, posted, group, round, slabs, lane + 32 * j);
             fetch_bias(a, &o[j]);
         }
         if (a->log_ranks && lane == 0)
@@ -260,10 +260,10 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint3
     }
 }
 
-/* Those of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
+/* Sums of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
  * the round before has to be done. */
 template <class S>
-static __device__ __forceinline__ void finish_last(const decode_args *a, const meeting *m,
+static __device__ __forceinline__ void finish_last(const decode_args *a, const sum_places *m,
                                                    barriers *bar, const share *s, int group,
                                                    const output_row *o) {
     int last = s->rounds - 1, slabs = slabs_of(s, last);
@@ -296,7 +296,8 @@ static __device__ __forceinline__ void init_barriers(const decode_args *a, barri
 template <class S>
 static __device__ __forceinline__ void
 multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint32_t smem, barriers *bar,
-                const ring *r, const share *s, const piece_of_x *piece, cursor *next, int warp) {
+                const ring *r, const share *s, const piece_of_x *piece, next_stage *next,
+                int warp) {
     int group = warp >> a->log_parts, pairs = (a->m + 1) / 2;
     uint32_t parked_bar = shared_address(bar->parked[group]);
     uint32_t free_bar = shared_address(bar->free[group]);
@@ -319,7 +320,7 @@ multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint32_t smem, 
                 fetch_weights<S>(a, s, r, next, place.index);
                 if (!a->x_stays)
                     fetch_columns<S>(a, tokens, s, r, piece, next->done, place.index);
-                advance_cursor(a, s, next);
+                advance_stage(a, s, next);
             }
             advance(&place, a->stages);
         }
@@ -367,11 +368,11 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     share s = {};
     if (!adds)
         s = share_of<S>(a, part, group);
-    cursor next = start_of(a, &s, lane);
+    next_stage next = start_of(a, &s, lane);
     int fresh = 0; /* stages */
     for (; fresh < a->stages && is_meant(&s, &next); fresh++) {
         fetch_weights<S>(a, &s, &r, &next, fresh);
-        advance_cursor(a, &s, &next);
+        advance_stage(a, &s, &next);
     }
     piece_of_x piece = piece_of(a, &s, &r);
     tokens_of_x all = all_of(a, &s, &r);
@@ -379,7 +380,8 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     int last = s.rounds - 1;
     int slabs = s.rounds ? slabs_of(&s, last) : 0;
     output_row out = output_of(a, first_of(&s, last), slabs, index % S::rows);
-    meeting meets = meeting_of<S>(a, smem, shared_address(bar.posted), group, last, slabs, out.row);
+    sum_places meets =
+        sum_places_of<S>(a, smem, shared_address(bar.posted), group, last, slabs, out.row);
     meets.pair = index / S::rows;
     meets.step = threads / S::rows;
     find_now(meets.parked);

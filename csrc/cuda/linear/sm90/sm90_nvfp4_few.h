@@ -1,5 +1,5 @@
-/* Parts of the NVFP4 linear for a few tokens on Hopper (sm90_nvfp4_few.cu): how work is shared
- * out, the rings of the warps, and products. */
+/* Parts of the NVFP4 linear for a few tokens on Hopper (sm90_nvfp4_few.cu, whose head says what is
+ * computed and what bounds it): how work is shared out, the rings of the warps, and products. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_FEW_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_FEW_H
 
@@ -54,7 +54,7 @@ typedef struct {
 
 /* ---- who does what ---- */
 
-/* Of the blocks that share K. */
+/* The place of a block among the blocks that share K. */
 static __device__ __forceinline__ int rank_of(const decode_args *a) {
     return (int)blockIdx.x & ((1 << a->log_ranks) - 1);
 }
@@ -109,14 +109,15 @@ typedef struct {
 typedef struct {
     int round, done; /* blocks of K before it */
     const uint8_t *from;
-} cursor;
+} next_stage;
 
-static __device__ __forceinline__ cursor start_of(const decode_args *a, const share *s, int lane) {
+static __device__ __forceinline__ next_stage start_of(const decode_args *a, const share *s,
+                                                      int lane) {
     return {0, 0, a->weight + (s->slab + lane) * a->slab_bytes + s->begin * MOQ_PACK_BYTES};
 }
 
-static __device__ __forceinline__ void advance_cursor(const decode_args *a, const share *s,
-                                                      cursor *c) {
+static __device__ __forceinline__ void advance_stage(const decode_args *a, const share *s,
+                                                     next_stage *c) {
     c->done += a->turn;
     c->from += a->turn * MOQ_PACK_BYTES;
     if (c->done >= s->count) {
@@ -126,14 +127,14 @@ static __device__ __forceinline__ void advance_cursor(const decode_args *a, cons
     }
 }
 
-static __device__ __forceinline__ bool is_meant(const share *s, const cursor *c) {
+static __device__ __forceinline__ bool is_meant(const share *s, const next_stage *c) {
     return c->round < s->rounds && s->count > 0;
 }
 
 /* A lane for each slab: one lane for all takes longer than their products. */
 template <class S>
-static __device__ __forceinline__ void fetch_weights(const decode_args *a, const share *s,
-                                                     const ring *r, const cursor *c, int stage) {
+static __device__ __forceinline__ void
+fetch_weights(const decode_args *a, const share *s, const ring *r, const next_stage *c, int stage) {
     uint32_t bytes = (uint32_t)(min(a->turn, s->count - c->done) * MOQ_PACK_BYTES);
     uint32_t to = r->stages + (uint32_t)(stage * WEIGHTS), bar = r->full + 8u * stage;
     int slabs = slabs_of(s, c->round);
@@ -201,7 +202,8 @@ static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const 
     copy_async_arrive(bar);
 }
 
-/* The same in boxes of all tokens by 64 columns, which come later but take a warp less time. */
+/* Columns of x in boxes of all tokens by 64 columns, which come later than fetch_tokens has them
+ * but take a warp less time. */
 template <class S>
 static __device__ __forceinline__ void fetch_boxes(const ring *r, const CUtensorMap *tokens,
                                                    int first, int blocks, uint32_t to,
@@ -284,7 +286,7 @@ static __device__ __forceinline__ void fetch_fresh(const decode_args *a, const p
     }
 }
 
-/* That of a stage which is filled again. */
+/* The tokens' part of a stage that is filled again. */
 template <class S>
 static __device__ __forceinline__ void
 fetch_columns(const decode_args *a, const CUtensorMap *tokens, const share *s, const ring *r,
@@ -417,7 +419,7 @@ static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane
     }
 }
 
-/* The same with code of its own for every number of slabs. */
+/* multiply_stage with code of its own for every number of slabs. */
 template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_slabs(const decode_args *a, const lane_places<S> &p,
                                                       int stage, int done, int blocks, int slabs,

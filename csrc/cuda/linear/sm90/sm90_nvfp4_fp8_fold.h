@@ -1,6 +1,7 @@
-/* Operands of e4m3 from packed NVFP4 weights, for the NVFP4 GEMM of Hopper with FP8 products: one
- * or two warpgroups fold block scales into codes and write them to shared memory, where two others
- * take them to registers and multiply. What the codes are: nvfp4_fold.h. */
+/* Operands of e4m3 from packed NVFP4 weights, for the linear of many tokens with FP8 products on
+ * Hopper (sm90_nvfp4_fp8_many.cu): one or two warpgroups fold block scales into codes and write
+ * them to shared memory, where two others take them to registers and multiply. What the codes are:
+ * nvfp4_fold.h. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_FP8_FOLD_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_FP8_FOLD_H
 
@@ -18,7 +19,7 @@ using namespace nvfp4_many;
  * are there, operands are there, both may be replaced. */
 typedef struct {
     uint32_t tokens, operands, empty;
-} gates;
+} stage_barriers;
 
 /* The powers of two of rows g and g + 8 of a slab. */
 static __device__ __forceinline__ uint32_t fetch_folds(const gemm_args *a, int slab) {
@@ -59,10 +60,10 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
     }
 }
 
-/* Folds all that comes. */
+/* Folds the weights of all steps of a block. */
 template <class S>
-static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pipe *packed,
-                                                    const gates *gate, folder<S> f) {
+static __device__ __forceinline__ void fold_weights(const gemm_args *a, const producer_ring *packed,
+                                                    const stage_barriers *barriers, folder<S> f) {
     int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     ring_place from = {0, 0}, to = {0, 0};
@@ -76,13 +77,13 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
 #pragma unroll 1
         for (int step = w.first; step < w.end; step++) {
             mbarrier_wait(packed->full + 8u * from.index, from.parity);
-            mbarrier_wait(gate->empty + 8u * to.index, to.parity ^ 1);
+            mbarrier_wait(barriers->empty + 8u * to.index, to.parity ^ 1);
             fold_stage<S>(&f, folds, from.index, to.index);
             warp_releases<false>(packed->empty + 8u * from.index);
             if (lane == 0)
-                mbarrier_expect(gate->operands + 8u * to.index, sent);
+                mbarrier_expect(barriers->operands + 8u * to.index, sent);
             else if (WARP_ARRIVALS > 1)
-                mbarrier_arrive(gate->operands + 8u * to.index);
+                mbarrier_arrive(barriers->operands + 8u * to.index);
             advance(&from, packed->stages);
             advance(&to, a->stages);
         }
@@ -93,30 +94,30 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const pi
 
 /* What a thread multiplies: its operand and all tokens, in the first stage. */
 typedef struct {
-    gates gate;
+    stage_barriers barriers;
     uint32_t operands;
     uint64_t x;
     int stages;
-} taps;
+} consumer_ring;
 
 /* An operand of a unit. */
 typedef struct {
     uint32_t part[2][4];
 } operand_unit;
 
-static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
-    mbarrier_wait(t->gate.operands + 8u * slot->index, slot->parity);
-    mbarrier_wait(t->gate.tokens + 8u * slot->index, slot->parity);
+static __device__ __forceinline__ void await(const consumer_ring *t, const ring_place *slot) {
+    mbarrier_wait(t->barriers.operands + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->barriers.tokens + 8u * slot->index, slot->parity);
 }
 
 template <class S>
-static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
-    warp_releases<S::pair>(t->gate.empty + 8u * slot->index);
+static __device__ __forceinline__ void release(const consumer_ring *t, const ring_place *slot) {
+    warp_releases<S::pair>(t->barriers.empty + 8u * slot->index);
 }
 
 template <class S>
-static __device__ __forceinline__ void take(const taps *t, const ring_place *slot, int unit,
-                                            operand_unit *o) {
+static __device__ __forceinline__ void take(const consumer_ring *t, const ring_place *slot,
+                                            int unit, operand_unit *o) {
     uint32_t at = (uint32_t)(slot->index * (SLABS * S::units * UNIT_BYTES) + unit * UNIT_BYTES);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -130,8 +131,8 @@ static __device__ __forceinline__ void take(const taps *t, const ring_place *slo
 
 /* c = or += products of a unit with a part of the tokens, as many as c has. */
 template <class S, int SUMS>
-static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot, int unit,
-                                             int part, const operand_unit *o, int add,
+static __device__ __forceinline__ void issue(const consumer_ring *t, const ring_place *slot,
+                                             int unit, int part, const operand_unit *o, int add,
                                              float (&c)[SUMS]) {
     uint64_t x =
         t->x + (uint32_t)(slot->index * (S::token_bytes / 16) + part * (SUMS * 16) + unit * 4);
@@ -157,7 +158,7 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
  * float32 sums while the other warpgroup has the tensor cores. The operand of a step's first unit
  * is in `even` when it begins. */
 template <class S>
-static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
+static __device__ __forceinline__ void multiply(const consumer_ring *t, int steps, ring_place *slot,
                                                 float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     float c[S::sums];
@@ -192,10 +193,10 @@ template <class S>
 static __device__ __forceinline__ float (&half_of(float (&sum)[S::T / 2], int half))
     [S::T / 4] { return *(float (*)[S::T / 4])(sum + half * (S::T / 4)); }
 
-/* The same, where sums stay in the tensor cores. */
+/* multiply where sums stay in the tensor cores. */
 template <class S>
-static __device__ __forceinline__
-    void multiply_fast(const taps *t, int steps, ring_place *slot, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void multiply_fast(const consumer_ring *t, int steps,
+                                                     ring_place *slot, float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     ring_place before = *slot;
     await(t, slot);

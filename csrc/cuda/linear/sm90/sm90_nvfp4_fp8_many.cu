@@ -33,7 +33,7 @@ namespace moq::nvfp4_fp8_many {
 /* ---- the producers: one warp copies weights, a thread x ---- */
 
 template <class S>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const pipe *p) {
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const producer_ring *p) {
     int lane = threadIdx.x % 32;
     ring_place slot = {0, 0};
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
@@ -59,14 +59,14 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
 }
 
 template <class S>
-static __device__ __forceinline__ void produce_codes(const gemm_args *a, const pipe *p,
+static __device__ __forceinline__ void produce_codes(const gemm_args *a, const producer_ring *p,
                                                      const CUtensorMap *map) {
     ring_place slot = {0, 0};
     uint64_t keep = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        place at = place_of<S>(a, w.number, p->rank);
+        tile_place at = place_of<S>(a, w.number, p->rank);
         int step = first_step(&w, at.row / ROWS);
 #pragma unroll 1
         for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
@@ -84,15 +84,16 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
 
 /* DIVIDED: blocks share K of some tiles. */
 template <class S, bool DIVIDED>
-static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
-                                               const way_out *way, int group, int rank) {
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
+                                               tile_scales<S> *b, const way_out *way, int group,
+                                               int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        place at = place_of<S>(a, w.number, rank);
+        tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
         if (!DIVIDED || w.end == a->steps) /* the outputs are this block's */
-            fetch_board<S>(a, b, &at, group);
+            fetch_tile_scales<S>(a, b, &at, group);
         if constexpr (S::fast)
             multiply_fast<S>(t, w.end - w.first, &slot, sum);
         else
@@ -108,12 +109,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
 }
 
 template <class S>
-static __device__ __forceinline__ void set_up(const gates *gate, const pipe *packed, int stages) {
+static __device__ __forceinline__ void set_up(const stage_barriers *barriers,
+                                              const producer_ring *packed, int stages) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; i++) {
-            mbarrier_init(gate->tokens + 8u * i, 1);
-            mbarrier_init(gate->operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
-            mbarrier_init(gate->empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
+            mbarrier_init(barriers->tokens + 8u * i, 1);
+            mbarrier_init(barriers->operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
+            mbarrier_init(barriers->empty + 8u * i,
+                          CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
         }
         for (int i = 0; i < packed->stages; i++) {
             mbarrier_init(packed->full + 8u * i, 1);
@@ -134,23 +137,23 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
               const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
-    __shared__ __align__(16) board<S> boards[2];
+    __shared__ __align__(16) tile_scales<S> boards[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t operands = x + args.stages * S::token_bytes;
     uint32_t room = operands + args.stages * OPERAND_BYTES; /* for outputs on their way */
     uint32_t weights = room + 2 * S::rooms * TURN_BYTES;
     uint32_t behind = first + 24 * MAX_STAGES;
     int rank = S::pair ? (int)rank_in_cluster() : 0;
-    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
-    pipe packed = {behind, behind + 8 * PACKED_STAGES, weights, PACKED_STAGES, rank};
+    stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    producer_ring packed = {behind, behind + 8 * PACKED_STAGES, weights, PACKED_STAGES, rank};
     launch_dependents();
-    set_up<S>(&gate, &packed, args.stages);
+    set_up<S>(&barriers, &packed, args.stages);
     if (threadIdx.x < CONSUMERS) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
-        taps t = {gate, operands + own, wgmma_operand(x), args.stages};
+        consumer_ring t = {barriers, operands + own, wgmma_operand(x), args.stages};
         way_out way = {&outputs, room + group * S::rooms * TURN_BYTES};
         consume<S, DIVIDED>(&args, &t, &boards[group], &way, group, rank);
         if (threadIdx.x % 128 == 0)
@@ -163,11 +166,11 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
         f.operands =
             operands + (unit + (S::share_weights ? rank * S::slabs * S::units : 0)) * UNIT_BYTES;
         f.other = S::share_weights ? address_in(rank ^ 1, f.operands) : 0;
-        f.posted = S::share_weights ? address_in(rank ^ 1, gate.operands) : 0;
-        fold_weights<S>(&args, &packed, &gate, f);
+        f.posted = S::share_weights ? address_in(rank ^ 1, barriers.operands) : 0;
+        fold_weights<S>(&args, &packed, &barriers, f);
     } else {
         fewer_registers<24>();
-        pipe of_tokens = {gate.tokens, gate.empty, x, args.stages, rank};
+        producer_ring of_tokens = {barriers.tokens, barriers.empty, x, args.stages, rank};
         if (threadIdx.x < CONSUMERS + S::folders + 32)
             produce_weights<S>(&args, &packed);
         else if (threadIdx.x == CONSUMERS + S::folders + 32)
@@ -198,7 +201,7 @@ template <int T, moq_sharing SHARE> static variant variant_of(void) {
     return {CONSUMERS + exact::folders + COPIERS,
             exact::token_bytes + OPERAND_BYTES,
             PACKED_STAGES * exact::weight_bytes + 2 * exact::rooms * TURN_BYTES,
-            2 * (int)sizeof(board<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
+            2 * (int)sizeof(tile_scales<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
             {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
              {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
 }

@@ -63,7 +63,8 @@ typedef struct {
 } operand_unit;
 
 /* Makes the scales of a step. */
-static __device__ __forceinline__ void make_folded_scales(const taps *t, const spot *s,
+static __device__ __forceinline__ void make_folded_scales(const consumer_ring *t,
+                                                          const stage_place *s,
                                                           const scale_places *p, uint32_t folds) {
     uint32_t four = load_shared_word(t->scales + s->at);
     store_shared_pair(p->made + s->scales, moq_fold_scales(four, folds));
@@ -75,8 +76,9 @@ typedef struct {
     uint4 codes, scales;
 } packed_unit;
 
-static __device__ __forceinline__ packed_unit load_unit(const taps *t, const spot *s,
-                                                        const scale_places *p, int unit) {
+static __device__ __forceinline__ packed_unit load_unit(const consumer_ring *t,
+                                                        const stage_place *s, const scale_places *p,
+                                                        int unit) {
     return {load_shared(t->codes + s->at + (uint32_t)unit * UNIT),
             load_shared(p->needed + s->scales + (uint32_t)unit * (SCALES / 2))};
 }
@@ -87,8 +89,8 @@ static __device__ __forceinline__ void fold(const packed_unit *u, operand_unit *
 
 /* c = or += products of a unit with a part of the tokens, as many as c has. */
 template <class S>
-static __device__ __forceinline__ void multiply_unit(const taps *t, const spot *s, int unit,
-                                                     int part, const operand_unit *o,
+static __device__ __forceinline__ void multiply_unit(const consumer_ring *t, const stage_place *s,
+                                                     int unit, int part, const operand_unit *o,
                                                      float (&c)[S::sums]) {
     uint64_t x = t->tokens + s->at / 16 + (uint32_t)(part * (S::sums * 2 * STEP / 16) + unit * 4);
     wgmma_fence();
@@ -118,15 +120,16 @@ static __device__ __forceinline__ void promote(float (&c)[S::sums], int part,
  * is folded. The tensor cores keep about 14 bits of their sums, which are added to float32 ones
  * every step; of 256 tokens by halves. */
 template <class S>
-static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t folds, int steps,
-                                                       spot *s, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void multiply_folded(const consumer_ring *t, uint32_t folds,
+                                                       int steps, stage_place *s,
+                                                       float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     packed_unit first, second;
     float c[S::sums];
-    scale_places p = find_scales(t);
+    scale_places p = find_scale_places(t);
     if (steps <= 0)
         return;
-    mbarrier_wait(t->gate.weights + s->gate, s->parity);
+    mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
     make_folded_scales(t, s, &p, folds);
     first = load_unit(t, s, &p, 0);
     if (S::ahead)
@@ -134,12 +137,12 @@ static __device__ __forceinline__ void multiply_folded(const taps *t, uint32_t f
     fold(&first, &even);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
-        spot now = *s;
-        mbarrier_wait(t->gate.tokens + now.gate, now.parity);
+        stage_place now = *s;
+        mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
         multiply_unit<S>(t, &now, 0, 0, &even, c);
         advance_own<S>(s, t->stages);
         if (left > 1) {
-            mbarrier_wait(t->gate.weights + s->gate, s->parity);
+            mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             make_folded_scales(t, s, &p, folds);
             if (S::ahead)
                 first = load_unit(t, s, &p, 0);
@@ -180,8 +183,8 @@ struct folded_products {
     }
     /* The power of two that codes were multiplied by. */
     template <class S>
-    static __device__ __forceinline__ void complete(const gemm_args *a, const place *at, int row,
-                                                    edges<S> *e) {
+    static __device__ __forceinline__ void complete(const gemm_args *a, const tile_place *at,
+                                                    int row, tile_terms<S> *e) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int n = min(at->row + row + row_of_thread() + 8 * i, a->n - 1);
@@ -189,8 +192,8 @@ struct folded_products {
         }
     }
     template <class S>
-    static __device__ __forceinline__ void multiply(const taps *t, rows folds, int steps, spot *s,
-                                                    float (&sum)[S::T / 2]) {
+    static __device__ __forceinline__ void multiply(const consumer_ring *t, rows folds, int steps,
+                                                    stage_place *s, float (&sum)[S::T / 2]) {
         multiply_folded<S>(t, folds, steps, s, sum);
     }
 };

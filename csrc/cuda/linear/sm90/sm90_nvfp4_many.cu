@@ -30,7 +30,7 @@ namespace moq::nvfp4_many {
 
 /* Copies weights, a box of a unit of each slab a step; beyond the layer are zeros. */
 template <class S>
-static __device__ __forceinline__ void produce_units(const gemm_args *a, const pipe *p,
+static __device__ __forceinline__ void produce_units(const gemm_args *a, const producer_ring *p,
                                                      const CUtensorMap *map) {
     ring_place slot = {0, 0};
     uint64_t policy = a->columns == 1 ? policy_evict_first() : policy_evict_normal();
@@ -52,15 +52,16 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
 /* DIVIDED: blocks share K of some tiles. Where all tiles are whole the code without that is 2 %
  * faster in layers of short K. */
 template <class S, bool DIVIDED>
-static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, board<S> *b,
-                                               const way_out *way, int group, int rank) {
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
+                                               tile_scales<S> *b, const way_out *way, int group,
+                                               int rank) {
     ring_place slot = {0, 0};
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        place at = place_of<S>(a, w.number, rank);
+        tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
         if (!DIVIDED || a->parts > 1 || w.end == a->steps) /* the outputs are this block's */
-            fetch_board<S>(a, b, &at, group);
+            fetch_tile_scales<S>(a, b, &at, group);
         multiply<S>(t, w.end - w.first, &slot, sum);
         if constexpr (!DIVIDED) {
             write_boxes<S>(a, way, b, &at, group, sum, {0, S::T / CHUNK});
@@ -88,7 +89,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
                const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
-    __shared__ __align__(16) board<S> boards[2];
+    __shared__ __align__(16) tile_scales<S> boards[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t room = x + args.stages * S::token_bytes; /* for outputs on their way */
     uint32_t units = room + 2 * S::T * 128;
@@ -116,20 +117,20 @@ static __global__ void __launch_bounds__(THREADS, 1)
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = units + threadIdx.x / 32 * MOQ_PACK_BYTES;
         int lane = threadIdx.x % 32;
-        taps t = {full,
-                  empty,
-                  wgmma_operand(x),
-                  own + moq_pack_word_at(lane / 4, lane % 4, 0),
-                  own + moq_pack_scale_at(lane / 4, 0),
-                  args.stages};
+        consumer_ring t = {full,
+                           empty,
+                           wgmma_operand(x),
+                           own + moq_pack_word_at(lane / 4, lane % 4, 0),
+                           own + moq_pack_scale_at(lane / 4, 0),
+                           args.stages};
         way_out way = {&outputs, room + group * S::T * 128};
         consume<S, DIVIDED>(&args, &t, &boards[group], &way, group, rank);
         if (threadIdx.x % 128 == 0)
             store_boxes_wait();
     } else {
         fewer_registers<40>();
-        pipe of_weights = {full, empty, units, args.stages, rank};
-        pipe of_tokens = {full, empty, x, args.stages, rank};
+        producer_ring of_weights = {full, empty, units, args.stages, rank};
+        producer_ring of_tokens = {full, empty, x, args.stages, rank};
         if (threadIdx.x == CONSUMERS)
             produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
@@ -157,7 +158,7 @@ template <int T, moq_sharing SHARE> static variant variant_of(void) {
     typedef tile<AS_F16, T, SHARE, false> f16;
     return {bf16::token_bytes,
             bf16::weight_bytes,
-            2 * (int)sizeof(board<bf16>),
+            2 * (int)sizeof(tile_scales<bf16>),
             {{(const void *)nvfp4_many<bf16, false>, (const void *)nvfp4_many<bf16, true>},
              {(const void *)nvfp4_many<f16, false>, (const void *)nvfp4_many<f16, true>}}};
 }

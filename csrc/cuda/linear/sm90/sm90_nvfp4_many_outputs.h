@@ -1,6 +1,6 @@
-/* Outputs of the NVFP4 kernels of Hopper for many tokens. Those of a tile wait in shared memory,
- * and the copy engine takes them out under the products of the next one: all blocks have outputs at
- * about the same time, so that the L2 bounds how fast they leave (docs/lab/nvfp4-many.md).
+/* Outputs of the NVFP4 kernels of Hopper for many tokens. Outputs of a tile wait in shared
+ * memory, and the copy engine takes them out under the products of the next one: all blocks have
+ * outputs at about the same time, so that the L2 bounds how fast they leave (docs/lab.md).
  *
  * A warpgroup has 64 rows of a tile, a chunk of tokens after the other, 128 bytes a token in the
  * 128-byte swizzle. */
@@ -25,7 +25,8 @@ static bool in_boxes(const moq_tensor *y) {
 }
 
 /* What a row's sums are scaled by. */
-template <class S> static __device__ __forceinline__ float factor_of(const board<S> *b, int row) {
+template <class S>
+static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int row) {
     if (!S::quantized)
         return b->factor[row] * MOQ_NVFP4_FACTOR;
     return b->factor[row] * moq_unfold(b->fold[row]);
@@ -60,8 +61,8 @@ static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room, c
 }
 
 /* Writes parked chunks of a tile where y's addresses forbid the copy engine. */
-static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room, const place *at,
-                                                 int row, chunks part) {
+static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room,
+                                                 const tile_place *at, int row, chunks part) {
     int thread = threadIdx.x % 128, n = row + thread % 8 * 8;
     int end = min(part.end * CHUNK, a->m - at->token);
 #pragma unroll 1
@@ -76,8 +77,8 @@ static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t ro
  * store_boxes_wait() before the block ends. */
 template <class S>
 static __device__ __forceinline__ void write_boxes(const gemm_args *a, const way_out *way,
-                                                   const board<S> *b, const place *at, int group,
-                                                   const float *sum, chunks part) {
+                                                   const tile_scales<S> *b, const tile_place *at,
+                                                   int group, const float *sum, chunks part) {
     int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     int row = at->row + group * 64, own = warp * 16 + lane / 4;
     float factor[2], bias[2];

@@ -1,11 +1,10 @@
 /* Sums of a tile of the NVFP4 GEMM of Hopper for many tokens whose K several blocks share, brought
- * together by way of the L2. From block to block of a cluster takes them as long
- * (docs/lab/nvfp4-many.md).
+ * together by way of the L2. Sent from block to block of a cluster they take as long (docs/lab.md).
  *
  * Two ways. The blocks of a cluster have a part each: every one hands over what it does not own and
  * adds to some of the tokens what the others have. Or shares of the work are even, so that a block
- * may have the first steps of a tile and another the last: that one adds it all. Sums are [blocks]
- * [warpgroups][eights of tokens][threads], always added in the same order. */
+ * may have the first steps of a tile and another the last, which adds all of the tile's sums. Sums
+ * are [blocks] [warpgroups][eights of tokens][threads], always added in the same order. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MANY_PARTS_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MANY_PARTS_H
 
@@ -91,7 +90,7 @@ static __device__ __forceinline__ void leave(const gemm_args *a, int group,
     barrier_arrive(4 + group, 128 + 32);
 }
 
-/* What that warp does. */
+/* The warp that announces a block's sums. */
 template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         if (w.end == a->steps)

@@ -15,25 +15,25 @@ typedef struct {
     uint64_t x;             /* operand in the first stage */
     uint32_t codes, scales; /* of its lane, in the first stage */
     int stages;
-} taps;
+} consumer_ring;
 
 /* A unit's operand of a thread, 4 registers for each group of 16 columns. */
 typedef struct {
     uint32_t group[MOQ_PACK_GROUPS][4];
 } operand_unit;
 
-static __device__ __forceinline__ void await(const taps *t, const ring_place *slot) {
+static __device__ __forceinline__ void await(const consumer_ring *t, const ring_place *slot) {
     mbarrier_wait(t->full + 8u * slot->index, slot->parity);
 }
 
 template <class S>
-static __device__ __forceinline__ void release(const taps *t, const ring_place *slot) {
+static __device__ __forceinline__ void release(const consumer_ring *t, const ring_place *slot) {
     warp_releases<S::pair>(t->empty + 8u * slot->index, S::pair ? rank_in_cluster() & ~1u : 0);
 }
 
 /* Waits for a stage and makes the operand of its unit. */
 template <class S>
-static __device__ __forceinline__ void decode(const taps *t, const ring_place *slot,
+static __device__ __forceinline__ void decode(const consumer_ring *t, const ring_place *slot,
                                               operand_unit *o) {
     constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
     uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
@@ -48,7 +48,7 @@ static __device__ __forceinline__ void decode(const taps *t, const ring_place *s
 
 /* Adds the products of a stage's unit. */
 template <class S>
-static __device__ __forceinline__ void issue(const taps *t, const ring_place *slot,
+static __device__ __forceinline__ void issue(const consumer_ring *t, const ring_place *slot,
                                              const operand_unit *o, float (&sum)[S::T / 2]) {
     uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16));
     wgmma_fence();
@@ -64,8 +64,8 @@ static __device__ __forceinline__ void issue(const taps *t, const ring_place *sl
 
 /* Queues the products of a stage behind those of the one before, whose end it waits for. */
 template <class S>
-static __device__ __forceinline__ void follow(const taps *t, ring_place *slot, ring_place *before,
-                                              bool first, const operand_unit *o,
+static __device__ __forceinline__ void follow(const consumer_ring *t, ring_place *slot,
+                                              ring_place *before, bool first, const operand_unit *o,
                                               float (&sum)[S::T / 2]) {
     issue<S>(t, slot, o, sum);
     if (!first) {
@@ -78,7 +78,7 @@ static __device__ __forceinline__ void follow(const taps *t, ring_place *slot, r
 
 /* Adds the products of a tile's steps. */
 template <class S>
-static __device__ __forceinline__ void multiply(const taps *t, int steps, ring_place *slot,
+static __device__ __forceinline__ void multiply(const consumer_ring *t, int steps, ring_place *slot,
                                                 float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     ring_place before = *slot;

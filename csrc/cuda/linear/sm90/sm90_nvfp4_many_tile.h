@@ -1,5 +1,5 @@
-/* Tiles of the NVFP4 GEMM of Hopper for many tokens: which a block makes, how operands come to it,
- * and how its outputs leave.
+/* Tiles of the NVFP4 linears for many tokens on Hopper, exact (sm90_nvfp4_many.cu) and with FP8
+ * products (sm90_nvfp4_fp8_many.cu): which a block makes, and how tokens and scales come to it.
  *
  * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_packed.h) become
  * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of
@@ -69,8 +69,8 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
-    /* Of e4m3: threads that fold, twice as many where they are faster (docs/lab/nvfp4-fp8.md), and
-     * registers of theirs and of those who multiply. */
+    /* Threads that fold weights into e4m3, twice as many where that is faster (docs/lab.md), and
+     * the registers of threads that multiply and that fold. */
     static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
     static constexpr int folders = twice ? 256 : 128;
     static constexpr bool full = T == 256 && !fast; /* of sums */
@@ -86,7 +86,7 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
 };
 
 /* What rows and tokens of a tile bring to its outputs, of a warpgroup. */
-template <class S> struct board {
+template <class S> struct tile_scales {
     float factor[64], fold[64];
     float x[S::quantized ? S::T : 2];
 };
@@ -126,15 +126,15 @@ static __device__ __forceinline__ int first_step_of(const gemm_args *a, const wo
 
 /* ---- the producers ---- */
 
-/* What one of them fills. */
+/* The ring that a producer fills. */
 typedef struct {
     uint32_t full, empty; /* barriers of the stages */
     uint32_t to;          /* the ring */
     int stages, rank;
-} pipe;
+} producer_ring;
 
 template <class S>
-static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const pipe *p,
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const producer_ring *p,
                                                       const CUtensorMap *map) {
     ring_place slot = {0, 0};
     uint64_t keep = policy_evict_normal();
@@ -164,8 +164,8 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
 
 /* Asks for what a tile's rows and tokens bring, which arrives by copy_async_wait. */
 template <class S>
-static __device__ __forceinline__ void fetch_board(const gemm_args *a, board<S> *b, const place *at,
-                                                   int group) {
+static __device__ __forceinline__ void fetch_tile_scales(const gemm_args *a, tile_scales<S> *b,
+                                                         const tile_place *at, int group) {
     int thread = threadIdx.x % 128, n = at->row + group * 64 + thread % 64;
     int row = n < a->n ? n : 0, bytes = n < a->n ? 4 : 0;
     if (thread < 64)
@@ -190,7 +190,7 @@ static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool
             to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
 }
 
-/* Of a tile's tokens, CHUNK each. */
+/* Some of the chunks of a tile's tokens. */
 typedef struct {
     int first, end;
 } chunks;

@@ -19,12 +19,12 @@ struct exact_products {
         return {};
     }
     template <class S>
-    static __device__ __forceinline__ void complete(const gemm_args *, const place *, int,
-                                                    edges<S> *) {
+    static __device__ __forceinline__ void complete(const gemm_args *, const tile_place *, int,
+                                                    tile_terms<S> *) {
     }
     template <class S>
-    static __device__ __forceinline__ void multiply(const taps *t, rows, int steps, spot *s,
-                                                    float (&sum)[S::T / 2]) {
+    static __device__ __forceinline__ void multiply(const consumer_ring *t, rows, int steps,
+                                                    stage_place *s, float (&sum)[S::T / 2]) {
         nvfp4_some::multiply<S>(t, steps, s, sum);
     }
 };

@@ -1,5 +1,5 @@
-/* A block of the NVFP4 GEMM of Hopper, exact or with FP8 products: its barriers, who copies, and
- * what becomes of sums.
+/* A block of the NVFP4 linears for some tokens on Hopper, exact or with FP8 products: its barriers,
+ * who copies, and what becomes of sums.
  *
  * Products are a class P of the caller: P::rows is what they have of a thread's rows, P::fetch
  * brings it, P::multiply adds steps to the sums (as `multiply` of sm90_nvfp4_some_tile.h),
@@ -83,35 +83,36 @@ static __device__ __forceinline__ void add_earlier(const gemm_args *a, const wor
 /* ---- the kernel. DIVIDED: blocks share K of some tiles ---- */
 
 template <class S, class P, bool DIVIDED>
-static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t, uint8_t *shared,
-                                               board<S> *b, const meeting *meet, int rank) {
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
+                                               uint8_t *shared, column_terms<S> *b,
+                                               const cluster_barriers *meet, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     int row = group / S::k_groups * 64;
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
-    spot step = {};
+    stage_place step = {};
     for (work w = start<S>(a);; next_tile<S>(a, &w)) {
         int end = same_in_warp(w.end), steps = end - same_in_warp(w.first);
         if (steps == 0)
             return;
-        place at = place_of<S>(a, w.number, rank);
+        tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        edges<S> edge = {};
+        tile_terms<S> terms = {};
         typename P::rows own = P::fetch(a, at.row + row);
-        fetch_early<S>(a, &at, row, &edge);
-        P::template complete<S>(a, &at, row, &edge);
+        fetch_early<S>(a, &at, row, &terms);
+        P::template complete<S>(a, &at, row, &terms);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && !S::pair && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        fetch_late<S>(a, &at, row, &edge);
+        fetch_late<S>(a, &at, row, &terms);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
             P::template multiply<S>(t, own, (steps + S::k_groups - 1) / S::k_groups, &step, sum);
         } else {
-            spot second = {S::stage, 8};
+            stage_place second = {S::stage, 8};
             P::template multiply<S>(t, own, steps / S::k_groups, &second, sum);
         }
         if constexpr (S::parts) {
-            bring_together<S>(a, shared, b + group, meet, &edge, &at, sum);
+            bring_together<S>(a, shared, b + group, meet, &terms, &at, sum);
             return;
         }
         if (DIVIDED && end < a->steps) {
@@ -121,8 +122,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const taps *t
         if (DIVIDED && steps < a->steps)
             add_earlier<S>(a, &w, sum);
         if (S::token_factors)
-            post_columns<S>(&edge, b + group);
-        write_columns<S>(a, b + group, turn, &at, row, &edge.row[0], sum);
+            post_columns<S>(&terms, b + group);
+        write_columns<S>(a, b + group, turn, &at, row, &terms.row[0], sum);
     }
 }
 
@@ -132,16 +133,17 @@ static __global__ void __launch_bounds__(S::threads, 1)
                const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
-    __shared__ board<S> edge[S::consumers / 128];
+    __shared__ column_terms<S> terms[S::consumers / 128];
     __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
-    static_assert(sizeof edge <= BOARD_BYTES, "what lay_out counts on");
+    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "what lay_out counts on");
     uint32_t first = fixed_shared_address(barrier), ring = fixed_shared_address(smem);
-    gates gate = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
-    meeting meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
+    stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
     int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
-    pipes p = {&weights, &tokens, ring, 0, gate, args.columns == 1 ? once : keep, keep, rank};
-    feed f = {};
+    producer_ring p = {&weights, &tokens, ring, 0, barriers, args.columns == 1 ? once : keep,
+                       keep,     rank};
+    next_copy f = {};
     launch_dependents();
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < S::consumers) {
@@ -151,15 +153,15 @@ static __global__ void __launch_bounds__(S::threads, 1)
         int lane = threadIdx.x % 32;
         uint32_t unit = ring + (uint32_t)(S::token_bytes + slab * (2 * UNIT));
         uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
-        taps t = {gate,
-                  kept(unit + 16 * (lane ^ (lane >> 3))),
-                  kept(unit + MOQ_PACK_SCALES + lane / 16 * UNIT + lane % 16 * 4),
-                  room,
-                  wgmma_operand(ring),
-                  (uint32_t)args.stages};
+        consumer_ring t = {barriers,
+                           kept(unit + 16 * (lane ^ (lane >> 3))),
+                           kept(unit + MOQ_PACK_SCALES + lane / 16 * UNIT + lane % 16 * 4),
+                           room,
+                           wgmma_operand(ring),
+                           (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P, DIVIDED>(&args, &t, smem, edge, &meet, rank);
+        consume<S, P, DIVIDED>(&args, &t, smem, terms, &meet, rank);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();

@@ -34,7 +34,7 @@ static sums_room room_of_sums(const method *way) {
     return {flags, flags + way->workers * groups * 64 * v->tokens * 4};
 }
 
-/* Of a call whose sums, if it hands over some, go to `room`. */
+/* The arguments of a call whose sums, if it hands over some, go to `room`. */
 static gemm_args begin_args(const moq_linear_call *call, const method *way, layout l, void *room) {
     const moq_linear_spec *spec = call->spec;
     int flight = FLIGHT_BYTES / (way->shape->row_groups * 64 * 72);

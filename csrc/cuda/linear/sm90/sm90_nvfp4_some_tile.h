@@ -1,4 +1,5 @@
-/* Tiles of the NVFP4 GEMM of Hopper, how their operands come to them, and their products.
+/* Tiles of the NVFP4 linears for some tokens on Hopper, exact (sm90_nvfp4_some.cu) and with FP8
+ * products (sm90_nvfp4_fp8_some.cu): copies of their operands, and exact products.
  *
  * A tile is some rows of W by some tokens; a step is 128 columns of both. W is in the packed layout
  * (core/nvfp4_packed.h): a matrix of bytes with a row for each 16 rows of W and 576 bytes for each
@@ -94,11 +95,11 @@ struct tile {
     static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 4 / ROW_GROUPS;
     /* Both sets are decoded before the first tokens are there: 1 % where products take long. */
     static constexpr bool early = T == 128;
-    static_assert(K_GROUPS <= 2, "those of other steps have code of their own");
+    static_assert(K_GROUPS <= 2, "warpgroups of other steps have code of their own");
     static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
     /* Sums of other blocks have room beside the ring, rather than where it was. */
     static constexpr bool own_room = T < 128;
-    /* Of outputs. */
+    /* Which factors outputs have. */
     static constexpr bool tokens_first = false, row_factors = true, token_factors = false;
     static constexpr float unit = MOQ_NVFP4_FACTOR;
 };
@@ -107,20 +108,20 @@ struct tile {
 
 struct operand_copies {
     template <class S>
-    static __device__ __forceinline__ void weights(const gemm_args *, const pipes *p,
-                                                   const feed *f) {
+    static __device__ __forceinline__ void weights(const gemm_args *, const producer_ring *p,
+                                                   const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
-        uint32_t bar = p->gate.weights + 8u * f->slot.index;
+        uint32_t bar = p->barriers.weights + 8u * f->slot.index;
         mbarrier_expect(bar, S::weight_bytes);
         copy_box_2d(to, p->weights, f->step * (2 * UNIT / 8), f->where.row / 16, bar,
                     p->weight_policy);
     }
 
     template <class S>
-    static __device__ __forceinline__ void tokens(const gemm_args *a, const pipes *p,
-                                                  const feed *f) {
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const producer_ring *p,
+                                                  const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
-        uint32_t bar = p->gate.tokens + 8u * f->slot.index;
+        uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
         mbarrier_expect(bar, a->box * (STEP * S::token_size) * (S::pair ? 2 : 1));
 #pragma unroll
         for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
@@ -139,12 +140,12 @@ struct operand_copies {
 
 /* What a warp takes steps from, in the first stage. */
 typedef struct {
-    gates gate;
+    stage_barriers barriers;
     uint32_t codes, scales; /* of this lane */
     uint32_t room;          /* of this warp: scales as operands, of two steps */
     uint64_t tokens;        /* the operand */
     uint32_t stages;
-} taps;
+} consumer_ring;
 
 /* Bytes of a warp's scales of a step as products need them: of 16 rows and 8 groups, [units][g]
  * [groups of the unit, rows g and g + 8]. Four lanes need the same: each makes a quarter. */
@@ -154,17 +155,18 @@ typedef struct {
  * parity of the phase in which it is used next. The compiler has to see that all threads have the
  * same, or every product takes its operand through two registers. */
 typedef struct {
-    uint32_t at, gate, parity, scales;
-} spot;
+    uint32_t at, barriers, parity, scales;
+} stage_place;
 
 /* To the next step of this warpgroup. */
-template <class S> static __device__ __forceinline__ void advance_own(spot *s, uint32_t stages) {
+template <class S>
+static __device__ __forceinline__ void advance_own(stage_place *s, uint32_t stages) {
     s->at += S::k_groups * S::stage;
-    s->gate += S::k_groups * 8;
+    s->barriers += S::k_groups * 8;
     s->scales ^= SCALES;
-    if (s->gate >= stages * 8) {
+    if (s->barriers >= stages * 8) {
         s->at -= stages * S::stage;
-        s->gate -= stages * 8;
+        s->barriers -= stages * 8;
         s->parity ^= 1;
     }
 }
@@ -180,14 +182,14 @@ typedef struct {
     uint32_t made, needed;
 } scale_places;
 
-static __device__ __forceinline__ scale_places find_scales(const taps *t) {
+static __device__ __forceinline__ scale_places find_scale_places(const consumer_ring *t) {
     uint32_t lane = threadIdx.x % 32;
     return {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
 }
 
 /* Makes the scales of a step. */
 template <class S>
-static __device__ __forceinline__ void make_scales(const taps *t, const spot *s,
+static __device__ __forceinline__ void make_scales(const consumer_ring *t, const stage_place *s,
                                                    const scale_places *p) {
     uint32_t four = load_shared_word(t->scales + s->at);
     store_shared_pair(p->made + s->scales, {moq_nvfp4_scales<S::type>(four, false),
@@ -195,10 +197,10 @@ static __device__ __forceinline__ void make_scales(const taps *t, const spot *s,
     __syncwarp();
 }
 
-/* Those of a piece of a step. */
+/* Decodes a piece of a step. */
 template <class S>
-static __device__ __forceinline__ void decode(const taps *t, const spot *s, const scale_places *p,
-                                              int piece, fragments<S> *f) {
+static __device__ __forceinline__ void decode(const consumer_ring *t, const stage_place *s,
+                                              const scale_places *p, int piece, fragments<S> *f) {
     int first = piece * S::depth; /* of the products of the step, four to a unit */
     uint32_t from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
     uint32_t scales_from = p->needed + s->scales + first / 4 * (SCALES / 2) + first % 4 * 4;
@@ -216,8 +218,9 @@ static __device__ __forceinline__ void decode(const taps *t, const spot *s, cons
 }
 
 template <class S>
-static __device__ __forceinline__ void issue(const taps *t, const spot *s, int piece,
-                                             const fragments<S> *f, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void issue(const consumer_ring *t, const stage_place *s,
+                                             int piece, const fragments<S> *f,
+                                             float (&sum)[S::T / 2]) {
     int first = piece * S::depth;
     uint64_t right =
         t->tokens + s->at / 16 + (uint32_t)(first / 4 * (S::T * STEP / 16) + first % 4 * 2);
@@ -239,28 +242,29 @@ template <class S> static __device__ __forceinline__ void give_up(fragments<S> *
         asm volatile("" : "+r"(f->a[i / 4][i % 4])::"memory");
 }
 
-template <class S> static __device__ __forceinline__ void release(const taps *t, const spot *s) {
-    warp_releases<S::pair>(t->gate.empty + s->gate, S::pair ? rank_in_cluster() & ~1u : 0);
+template <class S>
+static __device__ __forceinline__ void release(const consumer_ring *t, const stage_place *s) {
+    warp_releases<S::pair>(t->barriers.empty + s->barriers, S::pair ? rank_in_cluster() & ~1u : 0);
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums: while a piece is multiplied the
  * next is decoded. */
 template <class S>
-static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *s,
+static __device__ __forceinline__ void multiply(const consumer_ring *t, int steps, stage_place *s,
                                                 float (&sum)[S::T / 2]) {
     fragments<S> set[2] = {};
-    spot before = *s;
-    scale_places p = find_scales(t);
+    stage_place before = *s;
+    scale_places p = find_scale_places(t);
     if (steps <= 0)
         return;
-    mbarrier_wait(t->gate.weights + s->gate, s->parity);
+    mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
     make_scales<S>(t, s, &p);
     decode<S>(t, s, &p, 0, &set[0]);
     if (S::early)
         decode<S>(t, s, &p, 1, &set[1]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
-        mbarrier_wait(t->gate.tokens + s->gate, s->parity);
+        mbarrier_wait(t->barriers.tokens + s->barriers, s->parity);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
@@ -276,7 +280,7 @@ static __device__ __forceinline__ void multiply(const taps *t, int steps, spot *
         before = *s;
         advance_own<S>(s, t->stages);
         if (left > 1) {
-            mbarrier_wait(t->gate.weights + s->gate, s->parity);
+            mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             make_scales<S>(t, s, &p);
             decode<S>(t, s, &p, 0, &set[0]);
         }

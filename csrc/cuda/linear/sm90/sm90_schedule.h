@@ -33,7 +33,7 @@ namespace moq::gemm {
 /* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
 typedef struct {
     int row, end, partition, token, last;
-} place;
+} tile_place;
 
 /* A tile by its row and its column, tiles along the tokens being columns. */
 typedef struct {
@@ -56,7 +56,8 @@ static __device__ __forceinline__ tile_index tile_of_bands(int number, int rows,
 /* Tiles of a layer whose partitions do not matter. BANDS: in bands of a->band columns. */
 template <bool BANDS> struct layer_tiles {
     template <class S>
-    static __device__ __forceinline__ place find(const typename S::args *a, int number, int rank) {
+    static __device__ __forceinline__ tile_place find(const typename S::args *a, int number,
+                                                      int rank) {
         int tokens = S::tile_tokens(a);
         tile_index tile = {number, (int)blockIdx.z};
         if constexpr (!S::parts && BANDS)
@@ -76,10 +77,11 @@ template <bool BANDS> struct layer_tiles {
 /* Tiles that never cross from one partition of a layer to the next, in bands of columns. */
 struct partition_tiles {
     template <class S>
-    static __device__ __forceinline__ place find(const typename S::args *a, int number, int rank) {
+    static __device__ __forceinline__ tile_place find(const typename S::args *a, int number,
+                                                      int rank) {
         constexpr int ROWS = S::weight_rows * (S::share_tokens ? 2 : 1);
         constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
-        place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
+        tile_place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
         int row_tile = number, begin = 0;
         if (!S::parts) {
             tile_index tile = tile_of_bands(number, a->row_tiles, a->columns, a->band);
@@ -105,7 +107,8 @@ struct partition_tiles {
 
 /* Where the tile of block `rank` of a pair is. */
 template <class S>
-static __device__ __forceinline__ place place_of(const typename S::args *a, int number, int rank) {
+static __device__ __forceinline__ tile_place place_of(const typename S::args *a, int number,
+                                                      int rank) {
     return S::tiles::template find<S>(a, number, rank);
 }
 
