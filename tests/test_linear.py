@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Mapping
 
 import numpy as np

@@ -192,7 +192,7 @@ static __device__ __forceinline__ uint2 load_eight(const pack_args &p, const uin
 }
 
 /* Loads a row's codes one by one: some may be there. */
-static __device__ __forceinline__ uint2 load_each(const moq_nvfp4_pack &p, const uint8_t *row,
+static __device__ __forceinline__ uint2 load_each(const pack_args &p, const uint8_t *row,
                                                   uint32_t group) {
     uint32_t word[2] = {0, 0};
 #pragma unroll
