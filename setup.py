@@ -11,7 +11,7 @@ Environment:
                            "native": for the GPUs of this machine, and without one no CUDA
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
-  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower; these checks
+  MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
   MOQEXT_VERBOSE=1         shows the command of every compiler
   MAX_JOBS                 compilers at a time; default: the number of cores
@@ -356,8 +356,7 @@ class BuildExt(build_ext):
 
     def c_unit(self, ext, source, macros):
         """The part of the host compiler: the command that Python itself was configured with, then ours."""
-        flags = ("werror", "sanitize", "racecheck")
-        flavour = ["c", *(name for name in flags if flag(f"MOQEXT_{name.upper()}"))]
+        flavour = ["c", *(name for name in ("werror", "sanitize") if flag(f"MOQEXT_{name.upper()}"))]
         target = self.target("-".join(flavour), source)
         floor = source.parts[1]
         include, numpy = ["-Icsrc"], None
@@ -407,7 +406,7 @@ class BuildExt(build_ext):
             "--compress-mode=size",
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "devices.cu" else []),
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
-            *(["-DMOQ_CHECKED"] if flag("MOQEXT_RACECHECK") or flag("MOQEXT_SANITIZE") else []),
+            *(["-DMOQ_CHECKED"] if flag("MOQEXT_SANITIZE") else []),
         ]
         output = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
         command = [str(toolkit.nvcc), *include, *gencode(archs_here), *options, *host, *output]
@@ -455,8 +454,6 @@ def extension():
         *WARNINGS,
     ]
     link_args = ["-Wl,--exclude-libs,ALL"]
-    if flag("MOQEXT_SANITIZE") or flag("MOQEXT_RACECHECK"):
-        compile_args.append("-DMOQ_CHECKED")
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):
@@ -465,7 +462,7 @@ def extension():
             "-fno-sanitize-recover=undefined",
             "-fno-omit-frame-pointer",
         ]
-        compile_args += ["-O1", "-g", *sanitize]
+        compile_args += ["-O1", "-g", "-DMOQ_CHECKED", *sanitize]
         link_args += sanitize
     sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).rglob("*.c"))]
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -1,7 +1,7 @@
 /* Invariants of the library: what holds whatever a caller passes, since it was checked before or
  * follows from the code. Builds with sanitizers check them (MOQ_CHECKED, which setup.py defines for
- * MOQEXT_SANITIZE=1 and MOQEXT_RACECHECK=1) and end the process with one line where one is broken;
- * in other builds a check is no code. */
+ * MOQEXT_SANITIZE=1) and end the process with one line where one is broken; in other builds a check
+ * is no code. */
 #ifndef MOQ_CORE_INVARIANT_H
 #define MOQ_CORE_INVARIANT_H
 
