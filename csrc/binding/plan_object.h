@@ -15,8 +15,8 @@ static inline moq_state *moq_plan_state(PyObject *self) {
     return (moq_state *)PyType_GetModuleState(Py_TYPE(self));
 }
 
-/* An object of a type of the module, all zero. The problem of a plan is to be filled in place, since
- * the plan points to it, and then planned; NULL with an exception. */
+/* An object of a type of the module, all zero. The problem of a plan is to be filled in place,
+ * since the plan points to it, and then planned; NULL with an exception. */
 PyObject *moq_plan_object_new(PyTypeObject *type);
 
 /* Parameters as a list of (name, shape, dtype, role, required). */

@@ -2,6 +2,7 @@
 #include "core/weight.h"
 
 #include "core/formats.h"
+#include "core/invariant.h"
 #include "core/nvfp4_packed.h"
 #include "core/swizzle.h"
 
@@ -262,6 +263,7 @@ static int stack_params(const moq_weight *weight, moq_param_spec *params, int co
         p->shape[0] = weight->experts;
         p->ndim += single ? 0 : 1;
     }
+    MOQ_ASSERT(count <= MOQ_MAX_PARAMS);
     return count;
 }
 

@@ -14,9 +14,9 @@
  *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
  *
- * What bounds it (H200, docs/lab.md): up to 64 tokens the weights, from 0.6 us after a block's
- * start, and a microsecond for sums of parts and the end; with more what the second-level cache
- * delivers, 7 to 8 TB/s, and the tensor cores. */
+ * What bounds it (H200, docs/lab/fp8-many.md): up to 64 tokens the weights, from 0.6 us after a
+ * block's start, and a microsecond for sums of parts and the end; with more what the second-level
+ * cache delivers, 7 to 8 TB/s, and the tensor cores. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"

@@ -8,9 +8,9 @@
  *
  * Where tiles do not come out even, blocks share K (sm90_nvfp4_many_parts.h).
  *
- * What bounds it (H200, docs/lab.md): folding 128 x 128 weights takes a warpgroup about as long as
- * their products with 256 tokens take the tensor cores, so pairs of blocks have the same weights
- * where there are tokens enough, and each folds half of them for both. */
+ * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding 128 x 128 weights takes a warpgroup about
+ * as long as their products with 256 tokens take the tensor cores, so pairs of blocks have the same
+ * weights where there are tokens enough, and each folds half of them for both. */
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_fp8.h"
 #include "cuda/linear/cuda_linear.h"

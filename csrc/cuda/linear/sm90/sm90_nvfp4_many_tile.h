@@ -69,8 +69,8 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
-    /* Threads that fold weights into e4m3, twice as many where that is faster (docs/lab.md), and
-     * the registers of threads that multiply and that fold. */
+    /* Threads that fold weights into e4m3, twice as many where that is faster
+     * (docs/lab/nvfp4-fp8.md), and the registers of threads that multiply and that fold. */
     static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
     static constexpr int folders = twice ? 256 : 128;
     static constexpr bool full = T == 256 && !fast; /* of sums */
