@@ -20,9 +20,9 @@ from .cases import (
 pytestmark = pytest.mark.gpu
 
 NAME = "cuda:sm90_nvfp4_some"
-SHARED = (32, 33, 34, 39, 40, 41, 47, 48, 49, 55, 56, 57)
+SHARED = (30, 36, 43, 44, 50, 51, 52)
 """Variants whose blocks share the steps of tiles, of 16, 32, 64 and 128 tokens."""
-VARIANTS = (*range(32), *SHARED)
+VARIANTS = (*range(29), *SHARED)
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +178,6 @@ def test_shares_of_all_lengths(rng, variant):
 def test_shares_on_three_streams(rng):
     layer = OnDevice(random_case(rng, "NVFP4", 4096, [10240]), "bfloat16")
     x = to_cuda(random_x(rng, (40, 4096), "bfloat16"), "bfloat16")
-    for variant in SHARED[3:]:
+    for variant in SHARED[1:]:
         layer.method._plan.keep(40, NAME, variant)
         assert_streams_do_not_wait(layer, x)

@@ -61,7 +61,7 @@ moq_nvfp4_some_layout moq_nvfp4_some_lay_out(const moq_nvfp4_some_shape *v, int 
 }
 
 int64_t moq_nvfp4_some_tokens(int64_t m, const moq_nvfp4_some_way *way) {
-    int64_t unit = way->shape->pair ? 16 : way->columns == 1 ? 1 : 8;
+    int64_t unit = way->columns == 1 ? 1 : 8;
     return divide_up(divide_up(m, way->columns), unit) * unit;
 }
 
@@ -89,7 +89,7 @@ static double estimate(const family *f, const moq_linear_spec *spec, const moq_n
                        int64_t m) {
     const moq_nvfp4_some_shape *v = way->shape;
     const costs *c = &f->cost;
-    double n = (double)spec->out_features, k = (double)spec->in_features, pair = v->pair ? 2 : 1;
+    double n = (double)spec->out_features, k = (double)spec->in_features;
     double x = (double)m * k * 1e-6,
            steps = (double)divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
     double tokens = fmax(f->least, (double)moq_nvfp4_some_tokens(m, way));
@@ -98,13 +98,13 @@ static double estimate(const family *f, const moq_linear_spec *spec, const moq_n
     double exchange = way->rest ? exchange_of(c, way, tokens) : 0;
     if (!way->rest)
         turns = ceil(turns);
-    double blocks = (double)way->workers * way->cluster * pair;
-    double share = v->row_groups * 64 * 72 + v->token_step * tokens / pair;
+    double blocks = (double)way->workers * way->cluster;
+    double share = v->row_groups * 64 * 72 + v->token_step * tokens;
     double products = turns * steps / way->cluster / v->k_groups * v->step;
     if (v->tokens >= 128) /* they lower the clock */
         products *= 1 + c->heat * fmin(1, products / 100);
     double far = 1 + c->far * fmax(0, 2 * x - 1.5);
-    double copies = tiles * pair * steps * share * far * 1e-6 / c->cache;
+    double copies = tiles * steps * share * far * 1e-6 / c->cache;
     double memory =
         n * k * 0.5625e-6 / moq_memory_rate(&spec->target, c->memory) / fmin(1, blocks / 80);
     double seconds =
@@ -116,13 +116,11 @@ static double estimate(const family *f, const moq_linear_spec *spec, const moq_n
 static moq_nvfp4_some_way share_out(const moq_linear_spec *spec, int64_t m,
                                     const moq_nvfp4_some_shape *v, int index, int cluster,
                                     bool shared) {
-    int pair = v->pair ? 2 : 1;
-    moq_nvfp4_some_way way = {v, index, cluster,
-                              divide_up(spec->out_features, 64 * v->row_groups * pair),
+    moq_nvfp4_some_way way = {v, index, cluster, divide_up(spec->out_features, 64 * v->row_groups),
                               divide_up(m, v->tokens)};
     int64_t tiles = way.row_tiles * way.columns,
             steps = divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
-    int64_t most = moq_clusters_that_fit(&spec->target, cluster * pair);
+    int64_t most = moq_clusters_that_fit(&spec->target, cluster);
     way.workers = tiles < most ? tiles : most;
     if (shared) {
         even_shares even = share_evenly(tiles, steps, most);
@@ -137,7 +135,7 @@ static bool can_do(const moq_linear_spec *spec, const moq_nvfp4_some_way *way) {
     const moq_nvfp4_some_shape *v = way->shape;
     int64_t tiles = way->row_tiles * way->columns,
             steps = divide_up(spec->in_features, MOQ_NVFP4_SOME_STEP);
-    int64_t most = moq_clusters_that_fit(&spec->target, way->cluster * (v->pair ? 2 : 1));
+    int64_t most = moq_clusters_that_fit(&spec->target, way->cluster);
     if (tiles >= INT32_MAX / 2 || moq_nvfp4_some_lay_out(v, way->cluster).stages == 0)
         return false;
     if (v->parts && (way->columns > 65535 || way->row_tiles > 65535))
@@ -172,10 +170,10 @@ static candidate sooner(candidate one, candidate other) {
 static candidate best_of_shape(const family *f, const moq_linear_spec *spec, int64_t m, int shape,
                                bool shared) {
     const moq_nvfp4_some_shape *v = &f->shapes[shape];
-    if (shared && (v->parts || v->pair))
+    if (shared && !v->shared)
         return NONE;
     int least = v->parts && v->k_groups == 1 ? 2 : 1;
-    int most = v->parts ? MAX_CLUSTER / (v->pair ? 2 : 1) : 1;
+    int most = v->parts ? MAX_CLUSTER : 1;
     candidate best = try_shape(f, spec, m, shape, least, shared);
     for (int cluster = least + 1; cluster <= most; cluster++)
         best = sooner(best, try_shape(f, spec, m, shape, cluster, shared));
@@ -240,12 +238,12 @@ static uint64_t variants_of(const family *f, const moq_linear_call *call) {
 
 /* ---- exact products ---- */
 
-#define EXACT_SHAPE(tokens, row_groups, k_groups, parts, pair, step)                               \
+#define EXACT_SHAPE(tokens, row_groups, k_groups, parts, shared, step)                             \
     {tokens,                                                                                       \
      row_groups,                                                                                   \
      k_groups,                                                                                     \
      parts,                                                                                        \
-     pair,                                                                                         \
+     shared,                                                                                       \
      MOQ_NVFP4_SOME_STAGE(tokens, row_groups, 2),                                                  \
      MOQ_NVFP4_SOME_STEP * 2,                                                                      \
      step},
@@ -299,12 +297,12 @@ uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call) {
 
 /* ---- FP8 products ---- */
 
-#define FOLDED_SHAPE(tokens, row_groups, k_groups, parts, step)                                    \
+#define FOLDED_SHAPE(tokens, row_groups, k_groups, parts, shared, step)                            \
     {tokens,                                                                                       \
      row_groups,                                                                                   \
      k_groups,                                                                                     \
      parts,                                                                                        \
-     false,                                                                                        \
+     shared,                                                                                       \
      MOQ_NVFP4_SOME_STAGE(tokens, row_groups, 1),                                                  \
      MOQ_NVFP4_SOME_STEP,                                                                          \
      step},

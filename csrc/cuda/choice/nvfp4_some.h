@@ -24,73 +24,70 @@ extern "C" {
      1024 * 1024)
 
 /* The shapes of tiles of exact products: X(tokens, warpgroups with rows of their own, warpgroups
- * with the same rows, whether the blocks of a cluster share K, whether two blocks share the tokens,
- * microseconds of a step). */
+ * with the same rows, whether the blocks of a cluster share K, whether blocks may share the steps
+ * of the last tiles evenly, microseconds of a step). Shapes that neither the recorded choices nor
+ * tune() preferred anywhere are not here (docs/lab/choice.md). */
 #define MOQ_NVFP4_SOME_SHAPES(X)                                                                   \
-    X(16, 2, 1, false, false, 0.380)                                                               \
     X(16, 3, 1, false, false, 0.460)                                                               \
-    X(16, 4, 1, false, false, 0.532)                                                               \
+    X(16, 4, 1, false, true, 0.532)                                                                \
     X(16, 2, 1, true, false, 0.399)                                                                \
     X(16, 3, 1, true, false, 0.473)                                                                \
     X(16, 2, 2, true, false, 0.574)                                                                \
     X(16, 1, 2, true, false, 0.443)                                                                \
     X(32, 2, 1, false, false, 0.399)                                                               \
-    X(32, 4, 1, false, false, 0.559)                                                               \
+    X(32, 4, 1, false, true, 0.559)                                                                \
     X(32, 3, 1, false, false, 0.497)                                                               \
-    X(32, 2, 1, true, false, 0.403)                                                                \
     X(32, 3, 1, true, false, 0.509)                                                                \
     X(32, 4, 1, true, false, 0.578)                                                                \
     X(32, 2, 2, true, false, 0.621)                                                                \
     X(32, 1, 2, true, false, 0.405)                                                                \
     X(64, 2, 1, false, false, 0.497)                                                               \
-    X(64, 4, 1, false, false, 0.842)                                                               \
-    X(64, 3, 1, false, false, 0.658)                                                               \
+    X(64, 4, 1, false, true, 0.842)                                                                \
+    X(64, 3, 1, false, true, 0.658)                                                                \
     X(64, 2, 1, true, false, 0.475)                                                                \
     X(64, 3, 1, true, false, 0.586)                                                                \
     X(64, 4, 1, true, false, 0.751)                                                                \
     X(64, 2, 2, true, false, 0.780)                                                                \
     X(64, 1, 2, true, false, 0.534)                                                                \
-    X(128, 2, 1, false, false, 0.663)                                                              \
-    X(128, 4, 1, false, false, 1.290)                                                              \
-    X(128, 3, 1, false, false, 1.001)                                                              \
+    X(128, 2, 1, false, true, 0.663)                                                               \
+    X(128, 4, 1, false, true, 1.290)                                                               \
+    X(128, 3, 1, false, true, 1.001)                                                               \
     X(128, 2, 1, true, false, 0.605)                                                               \
     X(128, 3, 1, true, false, 0.980)                                                               \
     X(128, 4, 1, true, false, 1.262)                                                               \
-    X(128, 2, 2, true, false, 1.248)                                                               \
-    X(128, 2, 1, false, true, 0.763)
+    X(128, 2, 2, true, false, 1.248)
 
-/* The same of FP8 products; no two blocks share the tokens. */
+/* The shapes of tiles of FP8 products, told by the same numbers. */
 #define MOQ_NVFP4_FP8_SOME_SHAPES(X)                                                               \
-    X(32, 2, 1, false, 0.429)                                                                      \
-    X(32, 3, 1, false, 0.557)                                                                      \
-    X(32, 4, 1, false, 0.685)                                                                      \
-    X(32, 2, 1, true, 0.455)                                                                       \
-    X(32, 3, 1, true, 0.535)                                                                       \
-    X(32, 1, 2, true, 0.454)                                                                       \
-    X(32, 2, 2, true, 0.704)                                                                       \
-    X(64, 2, 1, false, 0.469)                                                                      \
-    X(64, 3, 1, false, 0.682)                                                                      \
-    X(64, 4, 1, false, 0.888)                                                                      \
-    X(64, 2, 1, true, 0.493)                                                                       \
-    X(64, 3, 1, true, 0.658)                                                                       \
-    X(64, 1, 2, true, 0.497)                                                                       \
-    X(64, 2, 2, true, 0.845)                                                                       \
-    X(128, 2, 1, false, 0.613)                                                                     \
-    X(128, 3, 1, false, 0.945)                                                                     \
-    X(128, 2, 1, true, 0.612)                                                                      \
-    X(128, 3, 1, true, 0.970)                                                                      \
-    X(128, 1, 2, true, 0.612)                                                                      \
-    X(256, 2, 1, false, 0.962)                                                                     \
-    X(256, 2, 1, true, 0.934)                                                                      \
-    X(256, 1, 2, true, 1.168)
+    X(32, 2, 1, false, true, 0.429)                                                                \
+    X(32, 3, 1, false, true, 0.557)                                                                \
+    X(32, 4, 1, false, true, 0.685)                                                                \
+    X(32, 2, 1, true, false, 0.455)                                                                \
+    X(32, 3, 1, true, false, 0.535)                                                                \
+    X(32, 1, 2, true, false, 0.454)                                                                \
+    X(32, 2, 2, true, false, 0.704)                                                                \
+    X(64, 2, 1, false, true, 0.469)                                                                \
+    X(64, 3, 1, false, true, 0.682)                                                                \
+    X(64, 4, 1, false, true, 0.888)                                                                \
+    X(64, 2, 1, true, false, 0.493)                                                                \
+    X(64, 3, 1, true, false, 0.658)                                                                \
+    X(64, 1, 2, true, false, 0.497)                                                                \
+    X(64, 2, 2, true, false, 0.845)                                                                \
+    X(128, 2, 1, false, true, 0.613)                                                               \
+    X(128, 3, 1, false, true, 0.945)                                                               \
+    X(128, 2, 1, true, false, 0.612)                                                               \
+    X(128, 3, 1, true, false, 0.970)                                                               \
+    X(128, 1, 2, true, false, 0.612)                                                               \
+    X(256, 2, 1, false, true, 0.962)                                                               \
+    X(256, 2, 1, true, false, 0.934)
 
 /* A shape of tiles. */
 typedef struct {
     int tokens, row_groups, k_groups;
-    bool parts, pair;
-    int stage;      /* bytes of a step */
-    int token_step; /* bytes of a token in a step */
-    double step;    /* microseconds, fitted */
+    bool parts, shared; /* blocks of a cluster share K; of the last tiles, steps */
+    int stage;          /* bytes of a step */
+    int token_step;     /* bytes of a token in a step */
+    double step;        /* microseconds, fitted */
 } moq_nvfp4_some_shape;
 
 /* How a call is done: a shape of tiles and how many there are. */

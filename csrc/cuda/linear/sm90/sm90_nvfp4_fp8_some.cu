@@ -200,19 +200,20 @@ struct folded_products {
 
 /* ---- shapes ---- */
 
-template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS> static variant variant_of(void) {
+template <int T, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool SHARED>
+static variant variant_of(void) {
     typedef folded_tile<T, ROW_GROUPS, K_GROUPS, PARTS> shape;
     const void *whole = (const void *)nvfp4_some::nvfp4_some<shape, folded_products, false>,
                *shared = NULL;
-    if constexpr (!PARTS)
+    if constexpr (SHARED)
         shared = (const void *)nvfp4_some::nvfp4_some<shape, folded_products, true>;
     static_assert(shape::stage == MOQ_NVFP4_SOME_STAGE(T, ROW_GROUPS, 1),
                   "as the choice counts it");
     return {shape::threads, {whole, shared}};
 }
 
-#define VARIANT(tokens, row_groups, k_groups, parts, step)                                         \
-    variant_of<tokens, row_groups, k_groups, parts>(),
+#define VARIANT(tokens, row_groups, k_groups, parts, shared, step)                                 \
+    variant_of<tokens, row_groups, k_groups, parts, shared>(),
 
 static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SOME_SHAPES(VARIANT)};
 

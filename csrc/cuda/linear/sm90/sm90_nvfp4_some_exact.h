@@ -31,10 +31,9 @@ struct exact_products {
 
 /* ---- shapes ---- */
 
-template <moq_nvfp4_type TYPE, int T, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR>
+template <moq_nvfp4_type TYPE, int T, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool SHARED>
 static variant variant_of(void) {
-    typedef tile<TYPE, T, ROW_GROUPS, K_GROUPS, PARTS, PAIR> shape;
-    constexpr bool SHARED = !PARTS && !PAIR;
+    typedef tile<TYPE, T, ROW_GROUPS, K_GROUPS, PARTS> shape;
     static_assert(shape::stage == MOQ_NVFP4_SOME_STAGE(T, ROW_GROUPS, 2),
                   "as the choice counts it");
     return {shape::threads,

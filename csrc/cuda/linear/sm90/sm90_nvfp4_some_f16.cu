@@ -4,8 +4,8 @@
 
 namespace moq::nvfp4_some {
 
-#define VARIANT(tokens, row_groups, k_groups, parts, pair, step)                                   \
-    variant_of<MOQ_NVFP4_F16, tokens, row_groups, k_groups, parts, pair>(),
+#define VARIANT(tokens, row_groups, k_groups, parts, shared, step)                                 \
+    variant_of<MOQ_NVFP4_F16, tokens, row_groups, k_groups, parts, shared>(),
 
 static const variant FLOAT16_VARIANTS[] = {MOQ_NVFP4_SOME_SHAPES(VARIANT)};
 

@@ -85,7 +85,7 @@ static __device__ __forceinline__ void add_earlier(const gemm_args *a, const wor
 template <class S, class P, bool DIVIDED>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
                                                uint8_t *shared, column_terms<S> *b,
-                                               const cluster_barriers *meet, int rank) {
+                                               const cluster_barriers *meet) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     int row = group / S::k_groups * 64;
@@ -95,14 +95,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         int end = same_in_warp(w.end), steps = end - same_in_warp(w.first);
         if (steps == 0)
             return;
-        tile_place at = place_of<S>(a, w.number, rank);
+        tile_place at = place_of<S>(a, w.number, 0);
         float sum[S::T / 2] = {};
         tile_terms<S> terms = {};
         typename P::rows own = P::fetch(a, at.row + row);
         fetch_early<S>(a, &at, row, &terms);
         P::template complete<S>(a, &at, row, &terms);
         wait_for_predecessor(); /* at once from the second tile on */
-        if (S::parts && !S::pair && blocks_in_cluster() > 1)
+        if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
         fetch_late<S>(a, &at, row, &terms);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
@@ -140,9 +140,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
-    int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     producer_ring p = {&weights, &tokens, ring, 0, barriers, args.columns == 1 ? once : keep,
-                       keep,     rank};
+                       keep,     0};
     next_copy f = {};
     launch_dependents();
     set_up<S>(&args, &p, &meet, &f);
@@ -161,7 +160,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
                            (uint32_t)args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P, DIVIDED>(&args, &t, smem, terms, &meet, rank);
+        consume<S, P, DIVIDED>(&args, &t, smem, terms, &meet);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();
@@ -169,10 +168,6 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_weights<S>(&args, &p, f);
         else if (threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
-    }
-    if (S::pair) {
-        __syncwarp();
-        cluster_sync(); /* the other block may still copy to this one */
     }
 }
 

@@ -46,7 +46,6 @@ static gemm_args begin_args(const moq_linear_call *call, const method *way, layo
                    .row_tiles = (int)way->row_tiles,
                    .columns = (int)way->columns,
                    .tokens = (int)moq_nvfp4_some_tokens(call->m, way),
-                   .box = (int)moq_nvfp4_some_tokens(call->m, way) / (way->shape->pair ? 2 : 1),
                    .stages = l.stages,
                    .flight = flight > 1 ? flight : 1,
                    .part_steps = (int)(steps / way->cluster),
@@ -83,8 +82,8 @@ static moq_status launch_tiles(const moq_linear_call *call, const method *way, l
     MOQ_TRY(moq_tensor_map_words(&weights, call->weight, moq_pack_slabs(spec->out_features),
                                  moq_pack_blocks(spec->in_features) * (MOQ_PACK_BYTES / 8),
                                  (uint32_t)v->row_groups * 4, 2 * MOQ_PACK_BYTES / 8, err));
-    MOQ_TRY(moq_tensor_map_rows(&tokens, x, call->m, width, stride, (uint32_t)a.box, err));
-    int blocks = way->cluster * (v->pair ? 2 : 1); /* of a cluster */
+    MOQ_TRY(moq_tensor_map_rows(&tokens, x, call->m, width, stride, (uint32_t)a.tokens, err));
+    int blocks = way->cluster;
     moq_launch launch = {
         .what = "NVFP4 linear",
         .kernel = variants[way->index].kernel[way->rest > 0],

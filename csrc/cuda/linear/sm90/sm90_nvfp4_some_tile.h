@@ -36,7 +36,6 @@ typedef struct {
     int row_tiles; /* along W */
     int columns;   /* along the tokens */
     int tokens;    /* of a tile, at most T */
-    int box;       /* of those, how many are copied at once */
     int stages;
     int flight;     /* of them whose weights are on their way at once, to begin with */
     int part_steps; /* of a block, where K is divided, */
@@ -59,22 +58,19 @@ typedef struct {
 struct operand_copies;
 
 /* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
- * same rows each takes every so many steps. PARTS: the blocks of a cluster share K too. PAIR: two
- * blocks, of the next rows each, copy half of the tokens each to both. */
-template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS, bool PAIR>
-struct tile {
+ * same rows each takes every so many steps. PARTS: the blocks of a cluster share K too. */
+template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool PARTS> struct tile {
     typedef gemm_args args;
     typedef layer_tiles<false> tiles;
     typedef operand_copies copies;
     static constexpr bool even_shares = true, staggered = true;
-    static constexpr bool share_tokens = PAIR, share_weights = false;
+    static constexpr bool share_tokens = false, share_weights = false;
     static __device__ __forceinline__ int tile_tokens(const gemm_args *a) {
         return a->tokens;
     }
     static constexpr moq_nvfp4_type type = TYPE;
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
-    static_assert(!PARTS || !PAIR, "the blocks of a cluster share K or tokens");
-    static constexpr bool parts = PARTS, pair = PAIR;
+    static constexpr bool parts = PARTS, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of those who multiply and of those who copy, where not all have the same. */
     static constexpr bool uneven = T * ROW_GROUPS * K_GROUPS >= 384;
@@ -122,16 +118,11 @@ struct operand_copies {
                                                   const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage);
         uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
-        mbarrier_expect(bar, a->box * (STEP * S::token_size) * (S::pair ? 2 : 1));
+        mbarrier_expect(bar, a->tokens * (STEP * S::token_size));
 #pragma unroll
         for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
-            int column = (S::token_size * f->step + box) * STEP, rank = (int)rank_in_cluster();
-            if constexpr (S::pair) /* this block and its neighbour */
-                copy_box_2d_to(to + rank % 2 * a->box * STEP, p->tokens, column,
-                               f->where.token + rank % 2 * a->box, bar, p->token_policy,
-                               (uint16_t)(3 << (rank & ~1)));
-            else
-                copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
+            int column = (S::token_size * f->step + box) * STEP;
+            copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
         }
     }
 };
@@ -244,7 +235,7 @@ template <class S> static __device__ __forceinline__ void give_up(fragments<S> *
 
 template <class S>
 static __device__ __forceinline__ void release(const consumer_ring *t, const stage_place *s) {
-    warp_releases<S::pair>(t->barriers.empty + s->barriers, S::pair ? rank_in_cluster() & ~1u : 0);
+    warp_releases<false>(t->barriers.empty + s->barriers, 0);
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums: while a piece is multiplied the
