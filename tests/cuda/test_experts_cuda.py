@@ -247,7 +247,7 @@ def test_a_factor_that_folding_does_not_take_is_named(rng: Any) -> None:
 
 
 def test_preparing_a_stack_needs_no_memory_but_its_result(rng: Any) -> None:
-    experts, rows, columns = 16, 1536, 2048
+    experts, rows, columns = 16, 3072, 2048  # one expert is more than the MiB that is allowed for below
     weight = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(0, 0x7F, (experts, rows, columns // 16), dtype=torch.uint8, device="cuda")
     factor = torch.rand((experts, 2), device="cuda") + 0.5
@@ -258,7 +258,8 @@ def test_preparing_a_stack_needs_no_memory_but_its_result(rng: Any) -> None:
         before = torch.cuda.memory_allocated()
         result = ops.prepare_experts(params, "W4A16_NVFP4", columns, [rows // 2] * 2, compute=compute)
         held = sum(value.nbytes for value in result.values())
-        assert torch.cuda.max_memory_allocated() - before <= held + 4096
+        # torch hands out a block of its cache whole where no more than a MiB of it would be left
+        assert torch.cuda.max_memory_allocated() - before <= held + (1 << 20) + 4096
         alone = LinearMethod("W4A16_NVFP4", columns, [rows // 2] * 2, device="cuda:0", compute=compute)
         last = alone.prepare({name: value[-1] for name, value in params.items()})
         assert all(torch.equal(result[name][-1], last[name]) for name in last)
