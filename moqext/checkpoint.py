@@ -22,13 +22,10 @@ from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
-from moqext.scale_values import block_scale_bytes
+from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
 from moqext.untrusted import directory_fault, open_file, parse_object
-
-BLOCK_SCALES_READ = 256 << 20
-"""Bytes of block scales that are read without being asked to."""
 
 
 class Checkpoint:

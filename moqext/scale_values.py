@@ -74,6 +74,10 @@ FEW = 65536
 """Scales of up to so many values are always read: single ones, one per row, one per expert and row."""
 
 
+BLOCK_SCALES_READ = 256 << 20
+"""Bytes of block scales that are read without being asked to."""
+
+
 def block_scale_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of all the scales of more than `FEW` values, the block scales of large layers."""
     large = (

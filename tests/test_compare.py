@@ -81,7 +81,7 @@ def test_a_checkpoint_equals_itself(data):
 
 
 def test_single_experts_against_a_stack_in_memory(data, tmp_path, rng):
-    """One side has w1, w3 and w2 of each expert, the other gate_up_proj [E, 2I, H] under another container."""
+    """One side has w1, w3 and w2 of each expert, the other gate_up_proj [E, 2I, H] elsewhere."""
     shapes = {"w1": (48, 64), "w3": (48, 64), "w2": (64, 48)}
     parts = {(e, p): matrix(rng, *shapes[p]) for e in range(3) for p in shapes}
     container = "model.layers.0.block_sparse_moe.experts"
