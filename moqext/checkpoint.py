@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpo
 from moqext.convert.plan import Experts
 from moqext.dequantize import dequantize_layer
 from moqext.errors import CheckpointError
+from moqext.hub import fetch, fetch_headers, hub_name, is_installed
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
 from moqext.problems import Problem
@@ -36,24 +38,39 @@ class Checkpoint:
     closes it.
 
     Attributes:
-        directory: the directory.
+        name: what was opened, as given.
+        directory: the directory; for a model of the Hub where its files are.
+        headers_only: whether only headers are there.
         config: the quantization configuration, from all files that state one; None when none does. Then the
             tensors alone tell what is quantized, and a problem says so.
         files: the safetensors files in the directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Opens the directory.
+    def __init__(self, directory: str | os.PathLike[str], *, headers_only: bool = False) -> None:
+        """Opens the directory, or fetches a model of the Hugging Face Hub first.
+
+        Args:
+            directory: a directory; or, where huggingface_hub is installed, `org/name` or `org/name@revision`.
+            headers_only: fetches of a model of the Hub only what `layers()` and `problems` need, the JSON
+                files and the headers of the others. Values of scales are not judged then, and no tensor can
+                be read.
 
         Raises:
             CheckpointError: there is no such directory, it cannot be read, or a safetensors file in it is
                 malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
+        self.name = os.fspath(directory)
+        self._stand_in: TemporaryDirectory[str] | None = None
+        if (model := hub_name(directory)) is not None and is_installed():
+            if headers_only:
+                self._stand_in = fetch_headers(model)
+            directory = self._stand_in.name if self._stand_in else fetch(model)
         if (fault := directory_fault(directory)) is not None:
             raise CheckpointError(fault, file=directory or None)
         self.directory = Path(directory)
-        self.files = TensorFiles(self.directory)
+        self.headers_only = self._stand_in is not None
+        self.files = TensorFiles(self.directory, headers_only=self.headers_only)
         documents = list(config_documents(self.directory))
         self.config: QuantConfig | None = QuantConfig(documents) if documents else None
         self._findings: dict[bool, Findings] = {}
@@ -159,7 +176,7 @@ class Checkpoint:
             self._findings[block_scales] = find_layers(
                 self.tensors,
                 self.config,
-                self.tensor,
+                None if self.headers_only else self.tensor,
                 architectures=self.architectures,
                 block_scales=block_scales,
             )
@@ -265,6 +282,8 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files; arrays that were handed out stay valid."""
         self.files.close()
+        if self._stand_in is not None:
+            self._stand_in.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -38,6 +38,9 @@ class SingleFile(Checkpoint):
     """One safetensors file, whatever lies beside it; there is no configuration."""
 
     def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.headers_only = False
+        self._stand_in = None
         self.directory = path
         self.files = TensorFiles(path.parent, single=path)
         self.config = None

@@ -158,6 +158,9 @@ class QuantConfig:
         then that of text_config or llm_config), hf_quant_config.json, quant_cfg.json (the layer list of
         exports before 0.27). What a later one says otherwise is in `conflicts`.
 
+        `directory` may be a model of the Hugging Face Hub, `org/name` or `org/name@revision`, where
+        huggingface_hub is installed; only these files are fetched.
+
         Raises ConfigError as `from_dict` does, with the file's name in the message; also for a file that
         cannot be read or is no JSON, a name given twice in one object, or a directory without any
         quantization configuration.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from moqext._C import ConfigError
 from moqext.errors import CheckpointError
+from moqext.hub import fetch, hub_name, is_installed
 from moqext.untrusted import RepeatedKeys, directory_fault, open_file, parse_object
 
 # File name, JSON path of the document in it, document.
@@ -28,6 +29,11 @@ def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
     Nothing, where no file says anything. Raises ConfigError for what is no directory, for a file that cannot
     be read or is no JSON object, and for a name given twice in an object that counts.
     """
+    if (model := hub_name(directory)) is not None and is_installed():
+        try:
+            directory = fetch(model, configuration_only=True)
+        except CheckpointError as error:
+            raise fail(os.fspath(directory), "$", error.reason) from error
     if (fault := directory_fault(directory)) is not None:
         raise fail(os.fspath(directory) or "directory", "$", fault)
     root = Path(directory)

@@ -84,8 +84,12 @@ class TensorFiles:
     written to since it was opened here is refused by name.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, single: Path | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], *, single: Path | None = None, headers_only: bool = False
+    ) -> None:
         """Reads the index and the headers, or the header of the one file `single`.
+
+        With `headers_only` the files have nothing but headers, and asking for a tensor raises.
 
         Raises:
             CheckpointError: the directory is none, or a file in it is malformed.
@@ -93,6 +97,7 @@ class TensorFiles:
         self.directory = Path(directory)
         self.index: Path | None = None
         self.named: Mapping[str, Path] = MappingProxyType({})
+        self._headers_only = headers_only
         self._problems: list[Problem] = []
         self._unreadable: dict[Path, CheckpointError] = {}
         self._lock = Lock()
@@ -305,6 +310,9 @@ class TensorFiles:
         """Fills the array with the bytes of a tensor from `offset` on."""
         if not array.size:
             return
+        if self._headers_only:
+            message = "only its header was fetched; open the checkpoint without headers_only"
+            raise CheckpointError(message, file=info.file, tensor=info.name)
         try:
             self._shard(info.file).read_into(array.reshape(-1).view(np.uint8).data, info.begin + offset)
         except CheckpointError as error:

@@ -32,8 +32,11 @@ _FOREIGN = (
 )
 _ZIP = b"PK\x03\x04"
 
-# Names that the Hugging Face Hub allows: an owner and a model.
-_HUB_NAME = re.compile(r"(?:https?:/+huggingface\.co/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
+# Names that the Hugging Face Hub allows: an owner and a model; behind @ a branch, tag or commit.
+HUB_NAME = re.compile(
+    r"(?:https?:/+huggingface\.co/)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?:@(?P<revision>[\w./-]+?))?/?"
+)
 # A value takes up to 200 bytes once it is parsed, and as little as three in the text (`[],`), so values are
 # counted before they are parsed. Every value but the first of its container follows a comma, and every
 # container has a bracket. Genuine documents are far from the limit: a tensor of a header takes 130 bytes with
@@ -79,11 +82,12 @@ def directory_fault(directory: str | os.PathLike[str]) -> str | None:
         return None
     if os.path.exists(path):
         return f"not a directory but a file; give the directory that it lies in, {path.parent}"
-    hub = _HUB_NAME.fullmatch(name)
+    hub = HUB_NAME.fullmatch(name)
     if hub and not os.path.exists(name.split("/")[0]):
         return (
-            f"no such directory; it looks like a model of the Hugging Face Hub: `hf download {hub[1]} "
-            "--local-dir DIR` (or huggingface-cli download), then give DIR"
+            "no such directory; it looks like a model of the Hugging Face Hub: `hf download "
+            f"{hub['repo']} --local-dir DIR` (or huggingface-cli download), then give DIR; or "
+            "`pip install moqext[hub]`, with which the name does"
         )
     if name.startswith("~"):
         return "no such directory; ~ is not expanded here"

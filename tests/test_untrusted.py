@@ -81,6 +81,7 @@ def test_a_long_header_that_begins_like_an_archive_is_a_header(tmp_path):
     ],
 )
 def test_what_is_no_directory_says_what_to_give(tmp_path, monkeypatch, name, says):
+    monkeypatch.setattr("moqext.hub.find_spec", lambda name: None)  # huggingface_hub is not installed
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "file").touch()
     monkeypatch.chdir(tmp_path)

@@ -6,14 +6,16 @@ from moqext.checkpoint import Checkpoint
 from moqext.errors import CheckpointError
 
 
-def open_checkpoint(directory: str) -> Checkpoint:
-    """The checkpoint in a directory, where it is a checkpoint.
+def open_checkpoint(directory: str, *, headers_only: bool = False) -> Checkpoint:
+    """The checkpoint in a directory that is one, or of a model of the Hub.
+
+    With `headers_only` no more than headers is fetched of the latter.
 
     Raises:
         CheckpointError: it has no file of a checkpoint, or one that cannot be read.
         ConfigError: its quantization configuration cannot be understood.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, headers_only=headers_only)
     if checkpoint.config is None and not checkpoint.files.has_weights:
         message = "no checkpoint: neither a quantization configuration nor safetensors files"
         raise CheckpointError(message + _snapshots(checkpoint.directory), file=checkpoint.directory)

@@ -37,7 +37,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
         "written; nothing is left there then.",
     )
-    parser.add_argument("directory", help="a ModelOpt checkpoint")
+    parser.add_argument(
+        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
+    )
     parser.add_argument("out", help="directory to write to")
     parser.add_argument("--to", choices=TARGETS, default="bf16", help="type of the weights (bf16)")
     parser.add_argument(

@@ -38,7 +38,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "problems. A directory with only the JSON files will do: then it prints what the configuration says. "
         "Exit status: 0, 1 with --strict or --fail-on and such a problem, 2 for an unreadable directory.",
     )
-    parser.add_argument("directory", help="a ModelOpt checkpoint")
+    parser.add_argument(
+        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
+    )
     parser.add_argument("--layers", metavar="GLOB", help="list each layer whose name matches; * crosses dots")
     parser.add_argument("--problems", action="store_true", help="list every problem, not only the first ones")
     fail = parser.add_mutually_exclusive_group()
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    with open_checkpoint(args.directory) as checkpoint:
+    with open_checkpoint(args.directory, headers_only=not args.deep) as checkpoint:
         findings = checkpoint.findings(block_scales=True if args.deep else None)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.html is not None:
@@ -83,7 +85,7 @@ def as_data(
     config = checkpoint.config
     return {
         "schema": SCHEMA,
-        "directory": str(checkpoint.directory),
+        "directory": checkpoint.name,
         "architectures": list(checkpoint.architectures),
         "config": None
         if config is None
@@ -217,6 +219,10 @@ def as_text(
         names = [linear.name for layer in findings.layers for linear in layer.linears()]
         lines += ["", *plain.as_text(rest, names, columns)]
     lines += ["", *_kv_lines(checkpoint, findings)]
+    if checkpoint.headers_only:
+        lines += text.wrap(
+            "Only headers were fetched: values of scales are not judged; --deep fetches all.", columns
+        )
     if not problems:
         return [*lines, "Problems: none"]
     worst = worst_severity(list(problems))
@@ -235,7 +241,7 @@ def _header(checkpoint: Checkpoint, columns: int | None) -> list[str]:
         facts.append(f"{text.plural(len(files.files), 'file')}, {text.plural(len(files), 'tensor')}, {total}")
     else:
         facts.append("no weights")
-    lines = text.wrap(str(checkpoint.directory), columns)
+    lines = text.wrap(checkpoint.name, columns)
     lines += text.wrap(" · ".join(fact for fact in facts if fact), columns, indent=2)
     if config is None:
         return [*lines, "  no quantization configuration"]

@@ -50,7 +50,7 @@ def page(checkpoint: Checkpoint, findings: Findings, problems: Sequence[Problem]
         problems: all of them.
         deep: whether to read all block scales, however large.
     """
-    name = checkpoint.directory.resolve().name
+    name = checkpoint.name if checkpoint.headers_only else checkpoint.directory.resolve().name
     style, script = ((ASSETS / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
     body = [
         _head(checkpoint, name),
@@ -236,6 +236,8 @@ def _where(problem: Problem) -> str:
 
 def _distributions(checkpoint: Checkpoint, findings: Findings, *, deep: bool) -> str:
     """A histogram of each kind of scale in each format, and of the cache's."""
+    if checkpoint.headers_only:
+        return ""
     large = deep or block_scale_bytes(checkpoint.tensors) <= BLOCK_SCALES_READ
     histograms: dict[tuple[str, str], Histogram] = {}
     unread = 0

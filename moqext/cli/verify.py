@@ -41,7 +41,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "used as stored, or the checkpoint has a problem of severity error, 2 wrong arguments, no checkpoint "
         "that can be read, or nothing quantized in it that matches.",
     )
-    parser.add_argument("directory", help="a ModelOpt checkpoint")
+    parser.add_argument(
+        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
+    )
     parser.add_argument(
         "--device",
         type=_device,

@@ -226,6 +226,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
     ],
 )
 def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, monkeypatch, command, name, says):
+    monkeypatch.setattr("moqext.hub.find_spec", lambda name: None)  # huggingface_hub is not installed
     monkeypatch.chdir(tmp_path)
     for directory in ("model", "cache/snapshots/f00d", "pointers", "page"):
         Path(directory).mkdir(parents=True)
