@@ -283,6 +283,94 @@ def test_a_lost_expert_is_refused(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+# FP8
+
+
+def fp8_matrices(directory):
+    """Values of every weight of a conversion to FP8 by its own codes and scales, with NumPy."""
+    for matrix in quantized_matrices(directory):
+        codes = directory.tensor(matrix.tensor).astype(np.float32)
+        scale = directory.tensor(matrix.record.tensors["weight_scale"])
+        assert scale.dtype == np.float32
+        assert scale.shape == codes.shape[:1]
+        yield matrix, codes, scale, codes * scale.reshape(-1, *[1] * (codes.ndim - 1))
+
+
+@pytest.mark.parametrize("directory", GENUINE, ids=name_of)
+def test_fp8_is_what_the_formula_says(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(matrices, "PIECE_BYTES", 8 << 10)
+    source = moqext.Checkpoint(directory)
+    result = source.convert(tmp_path / "out", to="fp8")
+    converted = moqext.Checkpoint(tmp_path / "out")
+    errors = {error.layer: error for error in result.errors}
+    tables = {layer.name for layer in source.layers() if layer.kind == "embedding"}
+    before = {m.tensor: m for m in quantized_matrices(source) if m.name not in tables}
+    after = list(fp8_matrices(converted))
+    assert {matrix.tensor for matrix, *_ in after} == before.keys()
+    for matrix, codes, scale, values in after:
+        old = before[matrix.tensor]
+        weight = meant(source, old)
+        if matrix.name not in errors:
+            assert old.quant_algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+            assert same_bits(source.tensor(old.tensor), codes.astype(ml_dtypes.float8_e4m3fn))
+            assert same_bits(values.astype(np.float32), weight.astype(np.float32))
+            continue
+        flat = np.ascontiguousarray(weight, np.float32).reshape(len(weight), -1)
+        expected = np.abs(flat).max(1) / np.float32(448)
+        expected[expected == 0] = 1
+        assert same_bits(scale, expected)
+        assert same_bits(
+            codes,
+            (flat / expected[:, None])
+            .astype(ml_dtypes.float8_e4m3fn)
+            .astype(np.float32)
+            .reshape(codes.shape),
+        )
+        norm = np.linalg.norm(weight.astype(float))
+        relative = np.linalg.norm(values - weight.astype(float)) / norm if norm else 0
+        assert errors[matrix.name].relative_error == pytest.approx(relative, rel=1e-4, abs=1e-12)
+        assert errors[matrix.name].relative_error < 0.04
+    assert [e.relative_error for e in result.errors] == sorted(
+        (e.relative_error for e in result.errors), reverse=True
+    )
+
+
+@pytest.mark.parametrize("directory", GENUINE, ids=name_of)
+def test_fp8_reads_without_a_problem_and_excludes_what_stays(directory, tmp_path):
+    source = moqext.Checkpoint(directory)
+    source.convert(tmp_path / "out", to="fp8")
+    converted = moqext.Checkpoint(tmp_path / "out")
+    found = {p.code for p in converted.problems}
+    assert found <= {p.code for p in source.problems} | {"kv_scales_absent"}
+    assert not found & {"config_conflict", "algo_conflict", "unlisted_but_quantized", "stored_unquantized"}
+    assert {layer.quant_algo for layer in converted.layers()} == {"FP8_PER_CHANNEL_PER_TOKEN"}
+    assert converted.config.quant_algo == "FP8_PER_CHANNEL_PER_TOKEN"
+    kv = source.config.kv_cache_quant_algo
+    assert converted.config.kv_cache_quant_algo == (kv if kv == "FP8" else None)
+    assert len(converted.kv_scales()) == (len(source.kv_scales()) if kv == "FP8" else 0)
+    for layer in converted.layers():
+        assert not converted.config.is_excluded(layer.name)
+    for name, info in converted.tensors.items():
+        if name.endswith(".weight") and len(info.shape) == 2 and info.dtype != "F8_E4M3":
+            assert converted.config.is_excluded(name.removesuffix(".weight")), name
+    inline = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    own = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
+    assert inline["quant_method"] == "modelopt"
+    assert inline["ignore"] == own["quantization"]["exclude_modules"]
+    assert inline["producer"] == own["producer"]
+
+
+def test_fp8_runs(data, tmp_path, rng):
+    moqext.Checkpoint(data / "checkpoints/llama_nvfp4_kvfp8").convert(tmp_path / "out", to="fp8")
+    layer = moqext.Checkpoint(tmp_path / "out").load("model.layers.0.mlp.up_proj", dtype="float32")
+    weight = moqext.Checkpoint(data / "checkpoints/llama_nvfp4_kvfp8").dequantize(
+        "model.layers.0.mlp.up_proj"
+    )
+    x = rng.standard_normal((4, weight.shape[1]), dtype=np.float32)
+    expected = x @ weight.T
+    assert np.linalg.norm(layer(x) - expected) < 0.06 * np.linalg.norm(expected)
+
+
 # Refusals, and that nothing is left
 
 
@@ -379,7 +467,10 @@ def test_other_files_come_along_and_other_weights_do_not(data, tmp_path):
     assert result.notes[-1] == "files not copied: modelopt_state.pth"
 
 
-@pytest.mark.parametrize("argument", [{"to": "int8"}, {"experts": "both"}, {"max_shard_size": 0}])
+WRONG = [{"to": "int8"}, {"experts": "both"}, {"max_shard_size": 0}, {"experts": "stacked", "to": "fp8"}]
+
+
+@pytest.mark.parametrize("argument", WRONG)
 def test_wrong_arguments(argument, data, tmp_path):
     with pytest.raises(ValueError, match=next(iter(argument))):
         moqext.Checkpoint(data / "exports/fp8_kvcast").convert(tmp_path / "out", **argument)

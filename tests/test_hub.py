@@ -117,7 +117,7 @@ def server():
 
 @pytest.fixture
 def run(server, tmp_path):
-    """Runs the program, or code, with that hub in another process: the library reads its endpoint at import."""
+    """Runs the program, or code, with that hub in a process that reads its endpoint at import."""
 
     def call(*arguments):
         command = [sys.executable, "-m", "moqext", *map(str, arguments)]

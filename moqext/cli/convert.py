@@ -1,8 +1,9 @@
-"""`python -m moqext convert`: a checkpoint written again without quantization."""
+"""`python -m moqext convert`: a checkpoint written again without quantization, or in FP8."""
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from dataclasses import asdict
 from typing import get_args
@@ -14,6 +15,9 @@ from moqext.convert.plan import Experts
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
+
+WORST = 3
+"""Weights that are named with their errors."""
 
 _UNITS = {
     "": 1,
@@ -31,7 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declares the subcommand."""
     parser = subparsers.add_parser(
         "convert",
-        help="write a checkpoint again without quantization",
+        help="write a checkpoint again without quantization, or in FP8",
         description="Writes the model with plain weights, as Transformers and others load it: safetensors, "
         "config.json without quantization, and all other files. Exit status: 0, 2 for wrong arguments, a "
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
@@ -41,7 +45,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
     )
     parser.add_argument("out", help="directory to write to")
-    parser.add_argument("--to", choices=TARGETS, default="bf16", help="type of the weights (bf16)")
+    parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        default="bf16",
+        help="type of the weights (bf16); fp8: a scale for each row",
+    )
     parser.add_argument(
         "--experts",
         choices=get_args(Experts),
@@ -77,24 +86,39 @@ def run(args: argparse.Namespace) -> int:
         json.dump({"schema": SCHEMA, "source": args.directory, "to": args.to, **asdict(result)}, sys.stdout)
         print()
     elif not args.quiet:
-        text.show(line for sentence in report(result) for line in text.wrap(sentence, text.width()))
+        text.show(line for sentence in report(result, args.to) for line in text.wrap(sentence, text.width()))
     return 0
 
 
-def report(result: Conversion) -> list[str]:
+def report(result: Conversion, to: str) -> list[str]:
     """What was written, in sentences."""
     speed = text.size(int((result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)))
+    done = "converted" if to == "fp8" else "dequantized"
     counts = [
         text.plural(len(result.files), "file"),
         text.plural(result.tensors, "tensor"),
         text.size(result.bytes_written),
-        f"{text.plural(result.dequantized, 'weight')} dequantized",
+        f"{text.plural(result.dequantized, 'weight')} {done}",
     ]
     return [
         f"{result.directory}: {', '.join(counts)}",
         f"{text.size(result.bytes_read)} read and {text.size(result.bytes_written)} written in "
         f"{text.duration(result.seconds)}, {speed}/s together",
         *result.notes,
+        *_errors(result),
+    ]
+
+
+def _errors(result: Conversion) -> list[str]:
+    """What requantizing cost, and where most."""
+    if not result.errors:
+        return []
+    relative = [error.relative_error for error in result.errors]
+    worst = ", ".join(f"{error.layer} {error.relative_error:.2e}" for error in result.errors[:WORST])
+    return [
+        f"{text.plural(len(relative), 'weight')} requantized: relative error "
+        f"{statistics.median(relative):.2e} in the median; largest difference "
+        f"{max(error.max_error for error in result.errors):.2e} of the largest weight; worst: {worst}"
     ]
 
 

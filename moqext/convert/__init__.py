@@ -1,4 +1,4 @@
-"""A checkpoint written again with plain weights: `Checkpoint.convert`.
+"""A checkpoint written again with plain weights, or in another format: `Checkpoint.convert`.
 
 Every tensor of the result is known from the headers of the source, so the files are planned first: which
 tensor goes where, its type and shape. Then the weights pass through memory in pieces of a few megabytes. All
@@ -10,11 +10,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from moqext.convert.files import INDEX_FILE, Staging, copy_others, plain_config
+from moqext.convert.files import INDEX_FILE, Staging, config_dtype, copy_others, plain_config
+from moqext.convert.fp8 import LayerError, Requantizer, configurations
 from moqext.convert.jobs import Job
-from moqext.convert.plan import Experts, make_plan, split
+from moqext.convert.plan import Experts, Plan, make_plan, split
 from moqext.convert.writer import TensorWriter
 from moqext.errors import CheckpointError
 from moqext.matrices import FLOAT_DTYPES
@@ -23,14 +24,18 @@ from moqext.problems import Problem
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
 
-TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Names of the targets -> the type as the format spells it."""
+TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
+"""Names of the targets -> the type of the weights as the format spells it."""
 
 MAX_SHARD_SIZE = 5_000_000_000
 """Bytes of tensors in one file, unless what belongs together has more."""
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes written, bytes in all, and the name of the tensor."""
+
+
+_Planned = tuple[Plan, dict[str, dict[str, Any]], list[LayerError]]
+"""A plan, the JSON documents beside the tensors, and a list for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,11 @@ class Conversion:
         directory: where.
         files: names of the safetensors files.
         tensors: number of tensors.
-        dequantized: number of weights that were codes in the source.
+        dequantized: number of weights that were codes in the source, whatever they are now.
         bytes_read, bytes_written: of tensors.
         seconds: wall time of reading, converting and writing them.
         notes: what was left out, in sentences.
+        errors: what requantizing to FP8 changed, by weight, the worst first; empty for plain types.
     """
 
     directory: str
@@ -55,6 +61,7 @@ class Conversion:
     bytes_written: int
     seconds: float
     notes: tuple[str, ...]
+    errors: tuple[LayerError, ...] = ()
 
 
 def convert_checkpoint(
@@ -72,19 +79,19 @@ def convert_checkpoint(
         raise ValueError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
     if experts not in get_args(Experts):
         raise ValueError(f"experts: expected one of {', '.join(get_args(Experts))}, got {experts!r}")
+    if to == "fp8" and experts not in ("auto", "source"):
+        raise ValueError(f'experts: expected "auto" or "source" with to="fp8", got {experts!r}')
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     refuse_errors(checkpoint)
-    dtype = TARGETS[to]
-    plan = make_plan(checkpoint, dtype, experts)
+    plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     with Staging(checkpoint.directory, out, overwrite=overwrite) as staging:
         begin = time.perf_counter()
         files = _write(split(plan.jobs, max_shard_size), staging, progress)
         seconds = time.perf_counter() - begin
         left_out = copy_others(checkpoint.directory, staging)
-        config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
-        if config:
-            staging.write_json("config.json", config)
+        for name, document in documents.items():
+            staging.write_json(name, document)
         staging.publish()
     notes = [*plan.notes, f"files not copied: {', '.join(left_out)}"] if left_out else plan.notes
     return Conversion(
@@ -96,7 +103,38 @@ def convert_checkpoint(
         bytes_written=sum(job.nbytes for job in plan.jobs),
         seconds=seconds,
         notes=tuple(notes),
+        errors=tuple(sorted(errors, key=lambda error: -error.relative_error)),
     )
+
+
+def _plan_plain(checkpoint: "Checkpoint", to: str, experts: Experts) -> _Planned:
+    dtype = TARGETS[to]
+    config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
+    return make_plan(checkpoint, dtype, experts), {"config.json": config} if config else {}, []
+
+
+def _plan_fp8(checkpoint: "Checkpoint") -> _Planned:
+    """The errors are there when the jobs are done."""
+    algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
+    algo = algo if algo == "FP8" else None
+    model_dtype = config_dtype(checkpoint.model_config)
+    dtype = next((name for name, known in FLOAT_DTYPES.items() if known == model_dtype), "BF16")
+    requantizer = Requantizer()
+    plan = make_plan(checkpoint, dtype, "source", requantizer.job, keep_cache=algo is not None)
+    quantized, plain = [], list(requantizer.plain)
+    for job in plan.jobs:
+        spec = job.tensors[0]
+        module = spec.name.removesuffix(".weight")
+        if spec.dtype == "F8_E4M3":
+            quantized.append(module)
+        elif len(spec.shape) in (2, 3) and spec.name.endswith(".weight"):
+            plain.append(module)
+    inline, own = configurations(checkpoint, quantized, plain, algo)
+    documents = {"hf_quant_config.json": own}
+    if checkpoint.model_config:
+        config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
+        documents["config.json"] = config | {"quantization_config": inline}
+    return plan, documents, requantizer.errors
 
 
 def refuse_errors(checkpoint: "Checkpoint") -> None:

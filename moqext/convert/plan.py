@@ -39,25 +39,32 @@ def make_plan(
     checkpoint: "Checkpoint",
     dtype: str,
     experts: Experts,
-    quantized_job: Callable[[Matrix, str], Job] = matrix_job,
+    quantized_job: Callable[[Matrix, str], Job] | None = None,
+    *,
+    keep_cache: bool = False,
 ) -> Plan:
-    """What is to be written: quantized weights by `quantized_job`, plain tensors, and no scales.
+    """What is to be written: weights that were codes, plain tensors, and no scales of the source.
 
     Args:
         checkpoint: the source.
         dtype: "BF16", "F16" or "F32".
         experts: how experts are stored; see `Checkpoint.convert`.
-        quantized_job: makes the job of a weight that is codes in the source.
+        quantized_job: makes the job of a weight that is codes in the source; then plain tensors keep their
+            types. None dequantizes.
+        keep_cache: whether the scales of the KV cache are kept.
 
     Raises:
         CheckpointError: codes that belong to no layer, or experts that cannot be stacked or unstacked.
     """
-    kept, notes = sort_plain(checkpoint)
+    kept, notes = sort_plain(checkpoint, keep_cache=keep_cache)
     model_type = checkpoint.model_config.get("model_type")
     names = {info.name: MISSPELT.get((model_type, info.name), info.name) for info in kept}
     notes += [f"{old} is written as {new}" for old, new in names.items() if old != new]
     model_dtype = config_dtype(checkpoint.model_config)
-    types = {info.name: _plain_dtype(info, dtype, model_dtype) for info in kept}
+    types = {info.name: info.dtype for info in kept}
+    if quantized_job is None:
+        quantized_job = matrix_job
+        types = {info.name: _plain_dtype(info, dtype, model_dtype) for info in kept}
     quantized = {matrix.tensor: matrix for matrix in quantized_matrices(checkpoint)}
     if experts == "auto":
         experts = "stacked" if model_type in STACKED_MODELS else "source"
@@ -86,7 +93,7 @@ def _plain_dtype(info: TensorInfo, dtype: str, model_dtype: str | None) -> str:
     return dtype if of_model else info.dtype
 
 
-def sort_plain(checkpoint: "Checkpoint") -> tuple[list[TensorInfo], list[str]]:
+def sort_plain(checkpoint: "Checkpoint", *, keep_cache: bool = False) -> tuple[list[TensorInfo], list[str]]:
     """The tensors that are kept beside the quantized weights, and notes about what is left out.
 
     Raises:
@@ -104,7 +111,10 @@ def sort_plain(checkpoint: "Checkpoint") -> tuple[list[TensorInfo], list[str]]:
         named = parse_tensor_name(name)
         role = owned.get(name) or (named.role if named else None)
         if role in KV_ROLES:
-            cache.append(name)
+            if keep_cache:
+                kept.append(info)
+            else:
+                cache.append(name)
         elif role == "leftover":
             leftover.append(name)
         elif name in owned or (named is not None and named.module in modules and role != "bias"):
