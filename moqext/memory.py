@@ -9,8 +9,7 @@ not counted.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_ELEMENT_BYTES = {"FP8": 1.0, "INT8": 1.0, "NVFP4": 0.5625, "NVFP4_AFFINE": 0.5625}
-"""Bytes of an element by the algorithm of the cache; NVFP4 has a byte of scale for 16 codes of half one."""
+from moqext.algorithms import ALGORITHMS
 
 _PLAIN_BYTES = 2.0
 """Of an element of a cache that is not quantized: 16 bits."""
@@ -47,7 +46,7 @@ def cache_parts(config: Mapping[str, Any], algo: str | None) -> tuple[CachePart,
     values = _token_values(text)
     if layers is None or values is None:
         return ()
-    size = values * _ELEMENT_BYTES.get(algo or "", _PLAIN_BYTES)
+    size = values * _element_bytes(algo)
     full, sliding = _layers(text, layers)
     window = _number(text, "sliding_window")
     if window is None:
@@ -59,6 +58,17 @@ def cache_parts(config: Mapping[str, Any], algo: str | None) -> tuple[CachePart,
 def cache_bytes(parts: Sequence[CachePart], tokens: int) -> float:
     """Bytes of the cache of one sequence of so many tokens."""
     return sum(part.layers * part.token_bytes * min(tokens, part.window or tokens) for part in parts)
+
+
+def _element_bytes(algo: str | None) -> float:
+    """Bytes of an element, with its share of a block's scale, which has one byte."""
+    if algo is None:
+        return _PLAIN_BYTES
+    facts = ALGORITHMS.get(algo.removesuffix("_AFFINE"))
+    if facts is None:
+        return 1.0  # INT8, the one format of a cache that no weight is called by
+    codes = 0.5 if facts.codes == "e2m1" else 1.0
+    return codes + 1 / facts.group_size if facts.group_size else codes
 
 
 def _token_values(config: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,9 @@ from moqext.memory import CachePart, cache_bytes, cache_parts
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
 
-@pytest.mark.parametrize("algo, size", [(None, 4096), ("FP8", 2048), ("NVFP4", 1152)])
+@pytest.mark.parametrize(
+    "algo, size", [(None, 4096), ("FP8", 2048), ("INT8", 2048), ("NVFP4", 1152), ("NVFP4_AFFINE", 1152)]
+)
 def test_grouped_queries(algo, size):
     parts = cache_parts(LLAMA_8B, algo)
     assert parts == (CachePart(32, size, None),)
