@@ -271,6 +271,46 @@ def test_auto_stacks_where_transformers_wants_it(data, tmp_path):
     assert "model.layers.0.mlp.experts.gate_up_proj" in moqext.Checkpoint(tmp_path / "out").tensors
 
 
+def tiny_qwen3_vl_moe(transformers):
+    text = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 1}
+    text |= {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    text |= {"num_experts": 2, "num_experts_per_tok": 1}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def tiny_granite_moe(transformers):
+    config = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    config |= {"num_experts_per_tok": 1, "tie_word_embeddings": False}
+    return transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**config))
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3_vl_moe, tiny_granite_moe])
+def test_transformers_loads_single_experts_that_auto_stacked(make, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model = make(transformers).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved/model.safetensors"
+    single = {}
+    for name, value in safetensors.load_file(path).items():  # Granite's names for stacks are its own
+        name = name.replace(".input_linear.weight", ".experts.gate_up_proj")
+        single[name.replace(".output_linear.weight", ".experts.down_proj")] = value
+    safetensors.save_file(single, path)
+    moqext.Checkpoint(tmp_path / "saved").convert(tmp_path / "single", experts="unstacked")
+    moqext.Checkpoint(tmp_path / "single").convert(tmp_path / "out")
+    load = type(model).from_pretrained
+    _, told = load(tmp_path / "single", dtype=torch.bfloat16, output_loading_info=True)
+    assert told["missing_keys"]
+    loaded, told = load(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
+    assert {kind: keys for kind, keys in told.items() if keys} == {}
+    for (name, value), other in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
 def test_a_lost_expert_is_refused(data, tmp_path):
     moqext.Checkpoint(data / "exports/mixtral_nvfp4").convert(tmp_path / "plain")
     lost = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
@@ -280,6 +320,16 @@ def test_a_lost_expert_is_refused(data, tmp_path):
     safetensors.save_file(tensors, path)
     with pytest.raises(moqext.CheckpointError, match=r"experts\.1|expert 1 lacks"):
         moqext.Checkpoint(tmp_path / "plain").convert(tmp_path / "out", experts="stacked")
+    assert not (tmp_path / "out").exists()
+
+
+def test_biases_of_single_experts_are_refused_not_left_over(rng, tmp_path):
+    names = [f"model.layers.0.mlp.experts.{e}.{p}_proj" for e in (0, 1) for p in ("up", "down")]
+    tensors = {f"{name}.weight": rng.standard_normal((32, 32)).astype(ml_dtypes.bfloat16) for name in names}
+    tensors[f"{names[0]}.bias"] = np.zeros(32, ml_dtypes.bfloat16)
+    source = moqext.Checkpoint(write(tmp_path / "in", tensors))
+    with pytest.raises(moqext.CheckpointError, match=r"experts\.0\.up_proj\.bias.*biases of single experts"):
+        source.convert(tmp_path / "out", experts="stacked")
     assert not (tmp_path / "out").exists()
 
 

@@ -37,12 +37,12 @@ def stacked_jobs(checkpoint: "Checkpoint", matrices: Mapping[str, Matrix], dtype
     """
     containers: dict[str, dict[str, dict[int, Matrix]]] = defaultdict(lambda: defaultdict(dict))
     for matrix in matrices.values():
-        expert = parse_expert_name(matrix.name)
+        expert = parse_expert_name(matrix.name.removesuffix(".bias"))
         role = PROJECTIONS.get(expert.projection) if expert else None
         if expert is None or role is None:
             continue
         if len(matrix.shape) != 2:
-            _refuse(checkpoint, matrix.tensor, "an expert's bias cannot be stacked")
+            _refuse(checkpoint, matrix.tensor, "biases of single experts have no name in a stack")
         containers[expert.container][role][expert.expert] = matrix
     for container, roles in containers.items():
         count = max(len(experts) for experts in roles.values())

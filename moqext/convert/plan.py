@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 Experts = Literal["auto", "source", "stacked", "unstacked"]
 
-STACKED_MODELS = frozenset(("qwen3_vl_moe", "qwen3_vl_moe_text"))
+STACKED_MODELS = frozenset(
+    ("qwen3_vl_moe", "qwen3_vl_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
+)
 """Model types whose exports store experts one by one, and of which Transformers loads stacked ones only."""
 
 
