@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from collections.abc import Mapping
 
 import numpy as np

@@ -114,7 +114,7 @@ class QuantLinear(torch.nn.Module):
         wanted = [names] if isinstance(names, (str, LayerRecord)) else list(names)
         records = [checkpoint.layer(item) if isinstance(item, str) else item for item in wanted]
         layer = cls.empty_like(records, compute=compute, dtype=dtype, device="meta")
-        tensors = _read(checkpoint, records)
+        tensors = _read(checkpoint, records, [*layer._specs, "bias"])
         try:
             layer._take(layer._check({role: tensor.to(device) for role, tensor in tensors.items()}))
             layer.prepare()
@@ -344,8 +344,9 @@ class QuantLinear(torch.nn.Module):
     def stored_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint that the layer has, by name; made again where they were freed.
 
-        Equal bit for bit to what was loaded, except that a block scale of minus zero, packed for CUDA, has
-        lost its sign. Scales that were float16 or bfloat16 are float32.
+        Equal bit for bit to what was loaded but for what means zero: preparing makes codes under a scale of
+        zero zeros, and packing for CUDA takes the sign from a block scale of minus zero. Scales that were
+        float16 or bfloat16 are float32.
 
         Raises:
             RuntimeError: NVFP4 prepared with compute="fp8" on the CPU: the codes are folded for good.
@@ -542,10 +543,14 @@ def _arguments(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _read(checkpoint: Checkpoint, records: Sequence[LayerRecord]) -> dict[str, torch.Tensor]:
-    """The tensors of linears, fused along their rows."""
+def _read(
+    checkpoint: Checkpoint, records: Sequence[LayerRecord], roles: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors of linears that their format uses, fused along their rows."""
     fused = {}
-    for role in {role: None for record in records for role in record.tensors}:
+    for role in roles:
+        if not any(role in record.tensors for record in records):
+            continue
         parts = []
         for record in records:
             if role in record.tensors:

@@ -1,7 +1,7 @@
 """replace_linears: a model's linears become those of a quantized checkpoint."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ def _replace(
     rename: Callable[[str], str],
 ) -> torch.nn.Module:
     refuse_problems(checkpoint)
-    places = find_places(model, checkpoint, rename)
+    places = find_places(model, checkpoint.layers(), rename)
     linears, tables = {}, {}
     for name, (module, record) in places.items():
         where = device or ("cpu" if module.weight.is_meta else module.weight.device)
@@ -106,16 +106,21 @@ def refuse_problems(checkpoint: Checkpoint) -> None:
 
 
 def find_places(
-    model: torch.nn.Module, checkpoint: Checkpoint, rename: Callable[[str], str]
+    model: torch.nn.Module, layers: Iterable[LayerRecord], rename: Callable[[str], str]
 ) -> dict[str, _Place]:
-    """The modules that the checkpoint holds quantized, by their names in the model.
+    """The modules that a checkpoint holds quantized, by their names in the model.
+
+    Args:
+        model: as for `replace_linears`, like `rename`.
+        layers: of the checkpoint.
+        rename: from a name in the model to one in the checkpoint.
 
     Raises:
         UnsupportedQuantization, ValueError: as `replace_linears`.
     """
     modules = {rename(name): (name, module) for name, module in model.named_modules()}
     places, wrong = {}, []
-    for layer in checkpoint.layers():
+    for layer in layers:
         for record in layer.linears():
             name, module = modules.get(record.name, ("", None))
             if module is None or not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):

@@ -1,5 +1,7 @@
 """The examples of the framework packages run and print what their heads promise."""
 
+import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -20,3 +22,29 @@ def test_torch_linear(data, capsys, monkeypatch, checkpoint):
     text = run(monkeypatch, capsys, "torch_linear.py", data / "checkpoints" / checkpoint)
     assert text.count("QuantLinear(") == 3
     assert text.endswith("compiled equals eager: True\n")
+
+
+def test_transformers_generate(data, capsys, monkeypatch):
+    pytest.importorskip("torch", minversion="2.10")
+    pytest.importorskip("transformers", minversion="5.16")
+    text = run(monkeypatch, capsys, "transformers_generate.py", data / "checkpoints" / "llama_nvfp4_kvfp8")
+    tokens = ast.literal_eval(text)
+    assert tokens[:8] == list(range(1, 9))
+    assert 8 < len(tokens) <= 32
+
+
+@pytest.mark.parametrize("page", ["torch.md", "transformers.md"])
+def test_snippets_of_the_pages_run(data, page):
+    """Every Python block of a page, on a genuine checkpoint."""
+    pytest.importorskip("torch", minversion="2.10")
+    transformers = pytest.importorskip("transformers", minversion="5.16")
+    directory = data / "checkpoints" / "llama_nvfp4_kvfp8"
+    config = transformers.AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    names = {"model": transformers.AutoModelForCausalLM.from_config(config)}
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace('"DIR"', repr(str(directory))), names)
+    layer = names["model"].model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "QuantLinear"

@@ -9,52 +9,13 @@ import pytest
 
 import moqext
 
-from ..linear_cases import LIMITS, random_case, smoothed
+from ..linear_cases import LIMITS
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
 from moqext_torch import QuantLinear, as_torch, prepared_tensors  # noqa: E402
 
-ALGOS = (
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "FP8_PB_WO",
-    "NVFP4",
-    "NVFP4_AWQ",
-    "W4A16_NVFP4",
-    "W4A8_NVFP4_FP8",
-)
-FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def case_of(rng, algo, rows=(40,), columns=128):
-    case = random_case(rng, algo, columns, rows)
-    return smoothed(rng, case) if algo == "NVFP4_AWQ" else case
-
-
-def tensors_of(case):
-    """The tensors of a case as torch has them, in the dtypes of a checkpoint."""
-    found = {}
-    for role, array in case.fused().items():
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if role == ("weight_scale" if "NVFP4" in case.algo else "weight"):
-            tensor = tensor.view(torch.float8_e4m3fn)
-        if role == "pre_quant_scale":
-            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        found[role] = tensor.clone()
-    return found
-
-
-def filled(case, bias=None, **options):
-    """A layer that has loaded the case from a state dict."""
-    layer = QuantLinear(case.in_features, case.out_partitions, case.algo, bias=bias is not None, **options)
-    extra = {} if bias is None else {"bias": bias}
-    layer.load_state_dict(tensors_of(case) | extra)
-    return layer
-
-
-def random_x(rng, case, *shape, dtype=torch.bfloat16):
-    return torch.from_numpy(rng.standard_normal((*shape, case.in_features), dtype=np.float32)).to(dtype)
+from .torch_cases import ALGOS, FLOATS, case_of, filled, random_x, tensors_of  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

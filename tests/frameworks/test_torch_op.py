@@ -5,7 +5,9 @@ import copy
 import numpy as np
 import pytest
 
-from .test_quant_linear import ALGOS, case_of, filled, random_x, torch
+torch = pytest.importorskip("torch", minversion="2.10")
+
+from .torch_cases import ALGOS, case_of, filled, random_x  # noqa: E402
 
 fw = torch.autograd.forward_ad
 

@@ -1,0 +1,95 @@
+"""Directories that AutoModel does not know for ModelOpt's: the configuration is put together first."""
+
+import json
+import os
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
+
+from moqext import ConfigError
+from moqext_transformers.quantizer import METHOD
+
+
+def load_config(directory: str | os.PathLike[str], *, compute: str = "exact", **kwargs: Any) -> Any:
+    """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
+
+    It is in config.json, with `quant_method` or, from older exporters, without, or in hf_quant_config.json
+    alone, which Transformers does not read.
+
+    Args:
+        directory: of the checkpoint, or its name on the hub.
+        compute: as for `moqext_torch.QuantLinear`.
+        kwargs: for `AutoConfig.from_pretrained`.
+
+    Returns:
+        A configuration for `from_pretrained(directory, config=...)`.
+
+    Raises:
+        ConfigError: no file says that ModelOpt quantized it, or one says that another tool did.
+    """
+    config = AutoConfig.from_pretrained(directory, **kwargs)
+    holder, found = config, getattr(config, "quantization_config", None)
+    if found is None and (text := config.get_text_config(decoder=True)) is not config:
+        holder, found = text, getattr(text, "quantization_config", None)
+    if found is None:
+        holder, found = config, _own_file(directory, kwargs)
+    if found is None:
+        raise ConfigError(
+            f"{directory}: neither config.json nor hf_quant_config.json says how it is quantized"
+        )
+    fields = dict(found)
+    method = fields.pop("quant_method", "modelopt")
+    if method not in ("modelopt", METHOD):
+        raise ConfigError(f"{directory}: quantized by {method!r}, not by ModelOpt")
+    if holder is not config:
+        del holder.quantization_config
+    config.quantization_config = fields | {"quant_method": METHOD, "compute": compute}
+    return config
+
+
+def _own_file(directory: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """hf_quant_config.json, or None where there is none."""
+    of_files = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    options = {name: kwargs[name] for name in of_files if name in kwargs}
+    path = cached_file(
+        os.fspath(directory), "hf_quant_config.json", _raise_exceptions_for_missing_entries=False, **options
+    )
+    if path is None:
+        return None
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def from_pretrained(
+    directory: str | os.PathLike[str],
+    *,
+    compute: str = "exact",
+    auto_class: Any = AutoModelForCausalLM,
+    config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A model of a ModelOpt checkpoint, whichever file tells that it is one, with a choice of `compute`.
+
+    Args:
+        directory: of the checkpoint, or its name on the hub.
+        compute: as for `moqext_torch.QuantLinear`.
+        auto_class: what makes the model, as `AutoModel`.
+        config: what `load_config` returned; None calls it.
+        kwargs: for `from_pretrained` of the class.
+
+    Raises:
+        ConfigError: as `load_config`.
+        CheckpointError: a problem of severity "error" stands against the checkpoint.
+        UnsupportedQuantization: an algorithm that does not run, or experts.
+        ValueError: model and checkpoint do not fit.
+    """
+    if config is None:
+        config = load_config(directory, compute=compute, **_for_config(kwargs))
+    return auto_class.from_pretrained(directory, config=config, **kwargs)
+
+
+def _for_config(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options that tell where files are."""
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    return {name: kwargs[name] for name in (*names, "trust_remote_code") if name in kwargs}

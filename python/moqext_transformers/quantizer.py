@@ -1,0 +1,283 @@
+"""The quantizer that Transformers asks for checkpoints of `quant_method: "modelopt"`.
+
+Before weights are loaded the model lies on the meta device: problems of the checkpoint are raised, and what
+it holds quantized becomes `QuantLinear`s, whose empty tensors have the dtypes and shapes of the file and are
+loaded like any other. Afterwards the layers are prepared where they lie.
+
+Hooks that had other names before Transformers 5.23 need none here: the base class's are right for both.
+"""
+
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moqext import Checkpoint, CheckpointError, LayerRecord, UnsupportedQuantization
+from moqext_torch import QuantLinear
+from moqext_torch.exchange import STORED, stored_tensor
+from moqext_torch.quant_linear import DTYPES
+from moqext_torch.replace import find_places, refuse_problems
+
+logger = logging.get_logger(__name__)
+
+
+def _free_name() -> str:
+    """The name that configurations are registered under: that of their files, unless Transformers has it."""
+    taken = AUTO_QUANTIZATION_CONFIG_MAPPING.keys() | AUTO_QUANTIZER_MAPPING.keys()
+    if "modelopt" not in taken:
+        return "modelopt"
+    warnings.warn(
+        "Transformers has a reader for quant_method 'modelopt' already, which its from_pretrained goes on "
+        "using; moqext_transformers.from_pretrained loads with moqext",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return "moqext"
+
+
+METHOD = _free_name()
+
+
+@register_quantization_config(METHOD)
+class ModelOptConfig(QuantizationConfigMixin):
+    """What config.json says of a ModelOpt checkpoint, kept for saving; moqext reads the files itself.
+
+    Args:
+        compute: as for `moqext_torch.QuantLinear`; it is no part of what is saved.
+        fields: everything else.
+    """
+
+    def __init__(self, compute: str = "exact", **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self.quant_method = METHOD
+        self.compute = compute
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        fields = {name: value for name, value in super().to_dict().items() if name != "compute"}
+        return fields | {"quant_method": "modelopt"}
+
+
+@register_quantizer(METHOD)
+class ModelOptQuantizer(HfQuantizer):
+    """Loads and saves dense models with moqext's linears; see docs/transformers.md."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: ModelOptConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._renamed: dict[str, str] = {}  # tensors that the checkpoint has under another producer's names
+        self._tables: dict[str, torch.Tensor] = {}  # dequantized embeddings, by module
+        self._dequantized = False
+        self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
+        self.kv_scales: dict[str, dict[str, float]] = {}
+        self.kv_cache_quant_algo: str | None = None
+
+    # ------------------------------------------------------------------------------------------- loading
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses offloading to disk before anything is read."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map: moqext's prepared weights cannot be offloaded to disk")
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Refuses what activations cannot have. Exporters write the dtype of codes as the model's, too."""
+        if dtype is not None and dtype.itemsize == 1:
+            return torch.bfloat16
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
+        return dtype
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+    ) -> Any:
+        if not checkpoint_files:
+            raise ValueError(
+                f"{type(model).__name__}: moqext needs the checkpoint's files, and was given a state dict; "
+                "moqext_torch.replace_linears takes any model"
+            )
+        with Checkpoint(Path(checkpoint_files[0]).parent) as checkpoint:
+            refuse_problems(checkpoint)
+            _refuse_experts(checkpoint)
+            _report_warnings(checkpoint)
+            rename = _renaming(model, checkpoint)
+            records = _records_of(model, checkpoint, rename)
+            places = find_places(model, records, rename)
+            linears = {
+                name: self._empty(checkpoint, name, place.record, place.module.weight.dtype)
+                for name, place in places.items()
+                if place.record.kind == "linear"
+            }
+            for name, place in places.items():
+                if place.record.kind == "embedding":
+                    self._tables[name] = torch.from_numpy(checkpoint.dequantize(place.record))
+                    self._dequantized = True
+            ignored = {
+                tensor
+                for place in places.values()
+                for role, tensor in place.record.tensors.items()
+                if role != "weight"
+                and (place.record.kind == "embedding" or _is_unused(linears, place.record, role))
+            }
+            ignored |= self._read_cache_scales(checkpoint)
+        for name, linear in linears.items():
+            model.set_submodule(name, linear)
+        _untie(model, linears)
+        patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+        patterns |= {f"{re.escape(tensor)}$" for tensor in ignored}
+        model._keys_to_ignore_on_load_unexpected = patterns
+        return model
+
+    def _empty(
+        self, checkpoint: Checkpoint, name: str, record: LayerRecord, dtype: torch.dtype
+    ) -> QuantLinear:
+        """A layer on meta, its tensors shaped as in the file: scalars have many shapes."""
+        linear = QuantLinear.empty_like(
+            [record], compute=self.quantization_config.compute, dtype=dtype, device="meta"
+        )
+        for role, tensor in record.tensors.items():
+            held = getattr(linear, role, None)
+            if held is None:
+                continue  # a scale that the format does not use
+            info = checkpoint.tensors[tensor]
+            if tuple(held.shape) != tuple(info.shape):
+                linear.register_buffer(role, held.new_empty(info.shape))
+            if role == "bias":
+                linear.bias = torch.nn.Parameter(held.to(STORED[info.dtype]), requires_grad=False)
+            if tensor != f"{record.name}.{role}":
+                self._renamed[tensor] = f"{name}.{role}"
+        return linear
+
+    def _read_cache_scales(self, checkpoint: Checkpoint) -> set[str]:
+        """Keeps the scales of a quantized cache, and says once that they are there."""
+        config = checkpoint.config
+        self.kv_cache_quant_algo = config.kv_cache_quant_algo if config is not None else None
+        for record in checkpoint.kv_scales():
+            self.kv_scales[record.name] = dict(record.values)
+            self._kv |= {tensor: stored_tensor(checkpoint, tensor) for tensor in record.tensors.values()}
+        if self.kv_cache_quant_algo is not None:
+            use = (
+                "generate(past_key_values=moqext_transformers.kv_cache(model)) uses it"
+                if self.kv_cache_quant_algo == "FP8"
+                else "it is not used"
+            )
+            logger.warning_once(
+                f"The checkpoint is meant for a key/value cache in {self.kv_cache_quant_algo}: {use}; the "
+                "caches of Transformers keep the dtype of the model."
+            )
+        return set(self._kv)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """Adds the names of tensors that another producer called differently."""
+        from transformers.core_model_loading import WeightRenaming
+
+        renamed = [WeightRenaming(re.escape(old), new) for old, new in self._renamed.items()]
+        return [*weight_conversions, *renamed]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear):
+                if module.weight.is_meta:
+                    raise ValueError(
+                        f"{name}: moqext's weights cannot be offloaded; let device_map name devices"
+                    )
+                try:
+                    module.prepare()
+                except (ValueError, TypeError) as error:
+                    raise CheckpointError(f"{name}: {error}") from error
+            elif name in self._tables:
+                module.weight.requires_grad_(False).copy_(self._tables.pop(name))
+        return model
+
+    # -------------------------------------------------------------------------------------------- saving
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether `save_pretrained` can write what was loaded."""
+        if self._dequantized:
+            logger.warning("The quantized embedding was dequantized: the checkpoint cannot be written again.")
+        return not self._dequantized
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The checkpoint's tensors, cache scales included."""
+        return {**model.state_dict(), **self._kv}, {}
+
+    @property
+    def is_trainable(self) -> bool:
+        """There are no gradients."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """The layers are one operation each for torch.compile."""
+        return True
+
+
+def _refuse_experts(checkpoint: Checkpoint) -> None:
+    """Mixtures of experts are read by moqext, and do not run in Transformers yet."""
+    experts = [layer for layer in checkpoint.layers() if layer.kind == "moe"]
+    if experts:
+        raise UnsupportedQuantization(
+            f"{experts[0].name}: {experts[0].shape[0]} experts ({experts[0].quant_algo}); mixtures of "
+            "experts do not run in Transformers yet"
+        )
+
+
+def _report_warnings(checkpoint: Checkpoint) -> None:
+    """One line for all problems of severity "warning"."""
+    found = Counter(problem.code for problem in checkpoint.problems if problem.severity == "warning")
+    if found:
+        counts = ", ".join(f"{code} ({count})" for code, count in found.items())
+        logger.warning(f"{checkpoint.directory}: {counts}; `python -m moqext inspect` shows them all")
+
+
+def _renaming(model: Any, checkpoint: Checkpoint) -> Any:
+    """From a name in the model to the one in the checkpoint: one of the two may be without a head."""
+    prefix = f"{model.base_model_prefix}."
+    stored = {tensor.rpartition(".")[0] for tensor in checkpoint.tensors}
+
+    def rename(name: str) -> str:
+        for candidate in (name, prefix + name, name.removeprefix(prefix)):
+            if candidate in stored:
+                return candidate
+        return name
+
+    return rename
+
+
+def _records_of(model: Any, checkpoint: Checkpoint, rename: Any) -> list[LayerRecord]:
+    """The quantized layers that this model is to have: not those of a head that it lacks."""
+    records = list(checkpoint.layers())
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    records = [
+        record
+        for record in records
+        if not any(pattern.search(tensor) for tensor in record.tensors.values() for pattern in ignored)
+    ]
+    if model.base_model is not model:  # it has a head
+        return records
+    prefix = f"{model.base_model_prefix}."
+    with_prefix = [record for record in records if record.name.startswith(prefix)]
+    return with_prefix or records
+
+
+def _is_unused(linears: dict[str, QuantLinear], record: LayerRecord, role: str) -> bool:
+    """Whether a format has no use for a tensor, as FP8_PB_WO for an activation scale."""
+    linear = next((each for each in linears.values() if each.quant_algo == record.quant_algo), None)
+    return linear is not None and role != "bias" and role not in linear.method.checkpoint_params
+
+
+def _untie(model: Any, linears: dict[str, QuantLinear]) -> None:
+    """A quantized head has a weight of its own, whatever the configuration says."""
+    tied = [key for key in model.all_tied_weights_keys if key.removesuffix(".weight") in linears]
+    for key in tied:
+        model.all_tied_weights_keys.pop(key)
+    if tied:
+        for config in (model.config, model.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False
