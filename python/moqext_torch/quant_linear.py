@@ -12,9 +12,18 @@ from typing import Any, Self
 
 import torch
 
-from moqext import Checkpoint, CheckpointError, LayerRecord, LinearMethod, ParamSpec, UnsupportedQuantization
+from moqext import (
+    Checkpoint,
+    CheckpointError,
+    LayerRecord,
+    LinearMethod,
+    ParamSpec,
+    Projection,
+    UnsupportedQuantization,
+)
 from moqext.algorithms import ALGORITHMS
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
+from moqext.spelling import Compute
 from moqext_torch.exchange import NAMED, stored_tensor
 from moqext_torch.op import NO_GRADIENT, ROLES, find_method, is_plain_call
 
@@ -46,6 +55,11 @@ class QuantLinear(torch.nn.Module):
         UnsupportedQuantization, ValueError: as `LinearMethod`.
     """
 
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    weight_scale: torch.Tensor | None
+    prepared_bias: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,
@@ -54,7 +68,7 @@ class QuantLinear(torch.nn.Module):
         *,
         bias: bool = False,
         group_size: int | None = None,
-        compute: str = "exact",
+        compute: Compute = "exact",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         optional: Iterable[str] = (),
@@ -77,7 +91,7 @@ class QuantLinear(torch.nn.Module):
         self._prepared: dict[str, torch.Tensor] = {}
         self._call: tuple[LinearMethod, dict[str, torch.Tensor], torch.Tensor | None] | None = None
         for role in (*ROLES[1:], "bias"):
-            self._place(f"prepared_{role}", None)
+            self._put(f"prepared_{role}", None)
         specs, wanted = about.checkpoint_params, set(optional)
         if unknown := wanted - specs.keys():
             raise ValueError(f"optional: {self.quant_algo} has no {', '.join(sorted(unknown))}")
@@ -95,7 +109,7 @@ class QuantLinear(torch.nn.Module):
         checkpoint: Checkpoint,
         names: str | LayerRecord | Sequence[str | LayerRecord],
         *,
-        compute: str = "exact",
+        compute: Compute = "exact",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -240,7 +254,7 @@ class QuantLinear(torch.nn.Module):
         if not self.is_prepared:
             if self.weight.device.type == "meta":
                 raise RuntimeError("QuantLinear: load the checkpoint's tensors first; the layer is on meta")
-            self._prepare(self._check(self._stored()))
+            self._prepare(self._check(self.stored_tensors()))
         return self
 
     @torch.inference_mode(False)
@@ -297,9 +311,9 @@ class QuantLinear(torch.nn.Module):
             self._put(role, prepared.get(role) if freed else given.get(role))
         for role in ROLES[1:]:
             freed = role in specs and specs[role].dtype != "float32"
-            self._place(f"prepared_{role}", None if freed else prepared.get(role), persistent=False)
+            self._put(f"prepared_{role}", None if freed else prepared.get(role))
         fits = self.bias is None or self.bias.dtype in (self.dtype, torch.float32)
-        self._place("prepared_bias", None if fits else self.bias.detach().float(), persistent=False)
+        self._put("prepared_bias", None if fits else self.bias.detach().float())
         self.is_prepared = True
         self._gather()
 
@@ -315,29 +329,26 @@ class QuantLinear(torch.nn.Module):
         self._prepared = prepared
         self._call = (self.method, prepared, bias)
 
-    def _put(self, role: str, tensor: torch.Tensor | None) -> None:
-        """Makes a tensor of the checkpoint this module's: weight and bias are parameters, scales buffers.
+    def _put(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Makes a tensor this module's: weight and bias are parameters, all others buffers.
 
-        One of that shape and dtype is overwritten in place, for graphs and references that hold it.
+        One of that shape and dtype is overwritten in place, for graphs and references that hold it. None is
+        no buffer, which torch.export would miscount.
         """
-        held = getattr(self, role, None)
+        held = getattr(self, name, None)
         if tensor is not None and held is not None and _alike(held, tensor):
             held.requires_grad_(False)
             if held.data_ptr() != tensor.data_ptr():
                 held.copy_(tensor)
-        elif tensor is not None and role in ("weight", "bias"):
-            self._place(role, torch.nn.Parameter(tensor, requires_grad=False))
-        else:
-            self._place(role, tensor)
-
-    def _place(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """A parameter, a buffer or None under a name. None is no buffer: torch.export would miscount."""
+            return
         if name in self._parameters or name in self._buffers or name in self.__dict__:
             delattr(self, name)
-        if tensor is None or isinstance(tensor, torch.nn.Parameter):
-            setattr(self, name, tensor)
+        if tensor is None:
+            setattr(self, name, None)
+        elif name in ("weight", "bias"):
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         else:
-            self.register_buffer(name, tensor, persistent=persistent)
+            self.register_buffer(name, tensor, persistent=not name.startswith("prepared_"))
 
     # ------------------------------------------------------------------------ the checkpoint's tensors
 
@@ -351,18 +362,6 @@ class QuantLinear(torch.nn.Module):
         Raises:
             RuntimeError: NVFP4 prepared with compute="fp8" on the CPU: the codes are folded for good.
         """
-        return self._stored()
-
-    @property
-    def _specs(self) -> dict[str, ParamSpec]:
-        return self.method.checkpoint_params
-
-    def _stored_as_they_are(self) -> dict[str, torch.Tensor]:
-        """What stands under the names of the checkpoint, prepared or not."""
-        roles = [*self._specs, "bias"]
-        return {role: getattr(self, role).detach() for role in roles if getattr(self, role) is not None}
-
-    def _stored(self) -> dict[str, torch.Tensor]:
         stored = self._stored_as_they_are()
         if not self.is_prepared or self._specs["weight_scale"].dtype == "float32":
             return stored
@@ -381,11 +380,20 @@ class QuantLinear(torch.nn.Module):
             )
         return stored
 
+    @property
+    def _specs(self) -> dict[str, ParamSpec]:
+        return self.method.checkpoint_params
+
+    def _stored_as_they_are(self) -> dict[str, torch.Tensor]:
+        """What stands under the names of the checkpoint, prepared or not."""
+        roles = [*self._specs, "bias"]
+        return {role: getattr(self, role).detach() for role in roles if getattr(self, role) is not None}
+
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes these, checked before, the checkpoint's tensors, not prepared."""
         self.is_prepared, self._prepared, self._call, self._method = False, {}, None, None
         for role in (*ROLES[1:], "bias"):
-            self._place(f"prepared_{role}", None)
+            self._put(f"prepared_{role}", None)
         for role in [*self._specs, "bias"]:
             self._put(role, tensors.get(role))
 
@@ -429,7 +437,7 @@ class QuantLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.is_prepared:
-            destination.update({prefix + role: tensor for role, tensor in self._stored().items()})
+            destination.update({prefix + role: tensor for role, tensor in self.stored_tensors().items()})
         else:
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -456,7 +464,7 @@ class QuantLinear(torch.nn.Module):
         device = next(iter(given.values())).device if self.weight.is_meta else self.weight.device
         copy = not local_metadata.get("assign_to_params_buffers", False)
         try:
-            rest = {} if given.keys() >= set(held) else self._stored()
+            rest = {} if given.keys() >= set(held) else self.stored_tensors()
             tensors = self._check(
                 rest | {role: tensor.to(device, copy=copy) for role, tensor in given.items()}
             )
@@ -483,7 +491,7 @@ class QuantLinear(torch.nn.Module):
             for tensor in (*self._stored_as_they_are().values(), *self._prepared.values()):
                 fn(_carrier(tensor))  # in place, as share_memory() is
             return self
-        tensors = {role: fn(_carrier(t)).view(t.dtype) for role, t in self._stored().items()}
+        tensors = {role: fn(_carrier(t)).view(t.dtype) for role, t in self.stored_tensors().items()}
         again = self.is_prepared and like.device.type != "meta"
         self.dtype = like.dtype
         self._take(tensors)
@@ -522,16 +530,16 @@ class QuantLinear(torch.nn.Module):
         )
 
 
-def refuse_unfit(record: LayerRecord) -> None:
+def refuse_unfit(record: LayerRecord | Projection) -> None:
     """Raises where a record is no linear, or an error stands against it."""
-    errors = [problem for problem in record.problems if problem.severity == "error"]
-    if errors:
-        text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
-        raise CheckpointError(f"{record.name}: {text}", tensor=errors[0].tensor)
     if not isinstance(record, LayerRecord) or record.kind != "linear":
         raise UnsupportedQuantization(
             f"{record.name}: {record.quant_algo} of shape {list(record.shape)} is no linear"
         )
+    errors = [problem for problem in record.problems if problem.severity == "error"]
+    if errors:
+        text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
+        raise CheckpointError(f"{record.name}: {text}", tensor=errors[0].tensor)
 
 
 def _arguments(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, CheckpointError, LayerRecord, UnsupportedQuantization
+from moqext.spelling import Compute
 from moqext_torch.exchange import stored_tensor
 from moqext_torch.quant_linear import DTYPES, QuantLinear, refuse_unfit
 
@@ -25,7 +26,7 @@ def replace_linears(
     model: torch.nn.Module,
     checkpoint: Checkpoint | str | os.PathLike[str],
     *,
-    compute: str = "exact",
+    compute: Compute = "exact",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     load: bool = False,
@@ -65,7 +66,7 @@ def replace_linears(
 def _replace(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
-    compute: str,
+    compute: Compute,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     load: bool,

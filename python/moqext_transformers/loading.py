@@ -8,10 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from moqext import ConfigError
+from moqext.spelling import Compute
 from moqext_transformers.quantizer import METHOD
 
 
-def load_config(directory: str | os.PathLike[str], *, compute: str = "exact", **kwargs: Any) -> Any:
+def load_config(directory: str | os.PathLike[str], *, compute: Compute = "exact", **kwargs: Any) -> Any:
     """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
 
     It is in config.json, with `quant_method` or, from older exporters, without, or in hf_quant_config.json
@@ -64,7 +65,7 @@ def _own_file(directory: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict
 def from_pretrained(
     directory: str | os.PathLike[str],
     *,
-    compute: str = "exact",
+    compute: Compute = "exact",
     auto_class: Any = AutoModelForCausalLM,
     config: Any = None,
     **kwargs: Any,

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moqext import Checkpoint, CheckpointError, LayerRecord, UnsupportedQuantization
+from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
 from moqext_torch.quant_linear import DTYPES
@@ -54,7 +55,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         fields: everything else.
     """
 
-    def __init__(self, compute: str = "exact", **fields: Any) -> None:
+    def __init__(self, compute: Compute = "exact", **fields: Any) -> None:
         self.__dict__.update(fields)
         self.quant_method = METHOD
         self.compute = compute

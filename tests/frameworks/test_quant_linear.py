@@ -96,6 +96,30 @@ def test_a_load_after_prepare_prepares_in_place(rng, algo):
     assert all(state[role].equal(t) for role, t in tensors_of(second).items() if role != "pre_quant_scale")
 
 
+def test_a_bias_of_another_dtype_is_loaded_in_place_too(rng):
+    """The float32 copy that the kernel reads kept the bias of the earlier checkpoint's place."""
+    case = case_of(rng, "NVFP4")
+    bias = torch.ones(40, dtype=torch.bfloat16)
+    layer, x = filled(case, bias, dtype=torch.float16), random_x(rng, case, 2, dtype=torch.float16)
+    first = layer(x)
+    held = layer.prepared_bias
+    layer.load_state_dict(tensors_of(case) | {"bias": bias + 7})
+    assert layer.prepared_bias is held
+    assert held.eq(8).all()
+    assert layer(x).equal(filled(case, bias + 7, dtype=torch.float16)(x))
+    assert not layer(x).equal(first)
+
+
+def test_layers_made_in_inference_mode(rng):
+    case, other = case_of(rng, "FP8"), case_of(rng, "FP8")
+    with torch.inference_mode():
+        layer, x = filled(case, torch.ones(40)), random_x(rng, case, 2)
+        y = layer(x)
+    layer.load_state_dict(tensors_of(other) | {"bias": torch.zeros(40)})
+    assert layer(x.clone()).equal(filled(other, torch.zeros(40))(x.clone()))
+    assert not layer(x.clone()).equal(y)
+
+
 def test_an_activation_scale_may_come_and_go(rng):
     """One that the new checkpoint lacks must not stay in use."""
     with_scale = case_of(rng, "FP8")
@@ -259,6 +283,14 @@ def test_layers_that_cannot_be_one(data):
     ckpt = moqext.Checkpoint(data / "exports" / "mxfp8")
     with pytest.raises(moqext.UnsupportedQuantization, match=r"layers.0.self_attn.o_proj: .*MXFP8"):
         QuantLinear.from_checkpoint(ckpt, "model.layers.0.self_attn.o_proj")
+
+
+def test_what_is_no_linear_is_refused_by_name(data):
+    with moqext.Checkpoint(data / "exports" / "llama4_nvfp4") as ckpt:
+        experts = next(layer for layer in ckpt.layers() if layer.kind == "moe")
+        for name in (experts.name, experts.projections[0].name):
+            with pytest.raises(moqext.UnsupportedQuantization, match=f"{name}: .*is no linear"):
+                QuantLinear.from_checkpoint(ckpt, name)
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
@@ -190,6 +189,6 @@ def test_graphs_moves_and_states_on_a_device(rng, algo, compute):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert compiled(x).equal(layer(x))
     if compute != "fp8":
-        back = layer.cpu()
-        expected = filled(second, torch.zeros(192))(x.cpu())
-        np.testing.assert_allclose(back(x.cpu()).float(), expected.float(), rtol=0.02, atol=1e-2)
+        expected = layer(x).cpu().float()
+        found = layer.cpu()(x.cpu()).float()
+        assert (found - expected).norm() <= 2 * 2.5e-3 * expected.norm()
