@@ -1,6 +1,6 @@
 /* New tensors of the caller's own kind: NumPy arrays, tensors of a framework with the DLPack
  * exchange API, and for libraries that can only import, memory of ours that they adopt when it is
- * filled. See moq_arg_new_like and moq_arg_finish in tensor.h. */
+ * filled. See moq_arg_new_like and moq_arg_finish in py_tensor.h. */
 #include "binding/boundary.h"
 
 #include <stdio.h>

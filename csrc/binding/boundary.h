@@ -1,10 +1,11 @@
-/* What the files of the tensor boundary share; users of the boundary need only tensor.h.
+/* What the files of the tensor boundary share; users of the boundary need only
+ * py_tensor.h.
  *
  *   producer.c      what a type offers, remembered per type
  *   numpy_tensor.c  NumPy arrays: read by their struct, made through the C API, ml_dtypes
  *   dlpack.c        DLTensors of every origin checked and turned into views
  *   owned.c         memory of our own behind an object with __dlpack__
- *   tensor.c        the interface: which way in, outputs, reinterpretation
+ *   py_tensor.c     the interface: which way in, outputs, reinterpretation
  *   allocate.c      new tensors of the caller's kind */
 #ifndef MOQ_BINDING_BOUNDARY_H
 #define MOQ_BINDING_BOUNDARY_H

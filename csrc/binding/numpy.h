@@ -1,4 +1,4 @@
-/* NumPy's C API, imported once by tensor.c and shared by the other files of the binding. */
+/* NumPy's C API, imported once by py_tensor.c and shared by the other files of the binding. */
 #ifndef MOQ_BINDING_NUMPY_H
 #define MOQ_BINDING_NUMPY_H
 

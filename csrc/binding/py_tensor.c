@@ -1,4 +1,4 @@
-/* The tensor boundary: see tensor.h. Which way in a type offers decides once (producer.c); after
+/* The tensor boundary: see py_tensor.h. Which way in a type offers decides once (producer.c); after
  * that a NumPy array costs a few nanoseconds and a torch tensor one call of its exchange API. */
 #include "binding/boundary.h"
 #include "binding/numpy.h"

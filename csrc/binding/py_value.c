@@ -1,4 +1,4 @@
-/* Python mappings into document trees: see value.h. */
+/* Python mappings into document trees: see py_value.h. */
 #include "binding/py_value.h"
 
 #include <string.h>
