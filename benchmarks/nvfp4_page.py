@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.cpu_page import fill
-from benchmarks.cuda_page import PAGES, PLOTTED, Layout, lines, missed, read_results, write
+from benchmarks.cuda_page import PAGES, Layout, lines, missed, read_results, write
 from benchmarks.goals import Cell, cells, goals, read_published
 from benchmarks.layers import NVFP4 as EXACT
 from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
@@ -21,6 +21,7 @@ from moqext.cli.text import duration
 
 README = PAGES.parent.parent / "README.md"
 HEADLINE = ("<!-- nvfp4: python -m benchmarks.nvfp4_page -->", "<!-- end of nvfp4 -->")
+HEADLINE_SHAPE = (8192, 8192)
 HEADLINE_TOKENS = (1, 16, 64, 256, 4096)
 
 
@@ -62,27 +63,27 @@ def auto_folds(shape: tuple[int, int], tokens: int) -> bool:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """The README's table, of the shapes that are plotted."""
+    """The README's table: one layer."""
     found = {cell.key: cell for cell in cells(result["rows"], read_published())}
     body = []
-    for shape in PLOTTED:
-        for tokens in HEADLINE_TOKENS:
-            exact, as_fp8 = (found.get((shape, tokens, algo)) for algo in (EXACT, NVFP4_FP8))
-            if not (exact and exact.own):
-                continue
-            seconds = [exact.own["seconds"], as_fp8.own["seconds"] if as_fp8 and as_fp8.own else None]
-            seconds.append(exact.bfloat16["seconds"] if exact.bfloat16 else None)
-            texts = [duration(value) if value else "" for value in seconds]
-            taken = 1 if auto_folds(shape, tokens) else 0
-            texts[taken] = f"**{texts[taken]}**"
-            other = exact.published
-            texts.append(f"{duration(other.seconds)} {other.peer}" if other else "")
-            body.append([f"{shape[0]} × {shape[1]}", str(tokens), *texts])
-    head = ["N × K", "M", "NVFP4, exact", "NVFP4, as FP8", "torch, bfloat16", "published"]
-    gpu = result["environment"]["gpu"]
-    where = "([docs/results/cuda-nvfp4.md](docs/results/cuda-nvfp4.md))"
-    about = f'NVFP4 on an {gpu}, a call with M tokens, bold what `compute="auto"` takes {where}:'
-    return f"{about}\n\n{lines(head, body)}"
+    for tokens in HEADLINE_TOKENS:
+        exact, as_fp8 = (found.get((HEADLINE_SHAPE, tokens, algo)) for algo in (EXACT, NVFP4_FP8))
+        if not (exact and exact.own):
+            continue
+        seconds = [exact.own["seconds"], as_fp8.own["seconds"] if as_fp8 and as_fp8.own else None]
+        seconds.append(exact.bfloat16["seconds"] if exact.bfloat16 else None)
+        texts = [duration(value) if value else "" for value in seconds]
+        taken = 1 if auto_folds(HEADLINE_SHAPE, tokens) else 0
+        texts[taken] = f"**{texts[taken]}**"
+        other = exact.published
+        texts.append(f"{duration(other.seconds)} {other.peer}" if other else "")
+        body.append([str(tokens), *texts])
+    head = ["tokens", "NVFP4, exact", "NVFP4, as FP8", "torch, bfloat16", "published"]
+    shape, environment = " × ".join(map(str, HEADLINE_SHAPE)), result["environment"]
+    where = f"on an {environment['gpu']}, {environment['date'][:10]}"
+    page = "[docs/results/cuda-nvfp4.md](docs/results/cuda-nvfp4.md)"
+    about = f'A layer of {shape} in NVFP4, measured {where} ({page}); bold is what `compute="auto"` takes:'
+    return f"{about}\n\n{lines(head, body, 0)}"
 
 
 def write_headline() -> None:

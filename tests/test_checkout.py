@@ -11,7 +11,7 @@ import pytest
 from moqext import _C
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+START = (ROOT / "docs" / "start.md").read_text()
 MADE = Path(sys.prefix) == ROOT / ".venv"  # these tests run in the environment that make has made
 made = pytest.mark.skipif(not MADE, reason="runs in another environment than make's .venv")
 
@@ -39,11 +39,8 @@ def test_the_prompt_imports_the_checkout():
 
 
 @made
-def test_the_readme_example_runs_in_the_checkout(tmp_path):
-    """But for torch, which is not the demo's to install."""
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    code = code.replace("import torch\n", "").replace("qkv(torch.from_numpy(x)).shape", "qkv(x).shape")
-    assert "torch." not in code
+def test_the_first_program_runs_in_the_checkout():
+    code = re.search(r"```python\n(.*?)```", START, re.DOTALL)[1]
     assert run("-c", code).startswith("NVFP4 cache: FP8")
 
 

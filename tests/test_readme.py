@@ -1,12 +1,15 @@
-"""The README does what it says: its example runs, its table is what the code can do."""
+"""What the README and the pages say is so: formats are what the code can do, links lead somewhere.
+
+That their snippets run: test_snippets.py.
+"""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 import moqext
+from moqext.algorithms import ALGORITHMS, LINEARS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,8 +30,9 @@ EXPORTS = {  # one genuine checkpoint of each algorithm that there is one of
 
 
 def table():
-    """Algorithm -> (read, CPU, CUDA) of the README's table."""
-    section = README.split("## Algorithms")[1].split("\n## ")[0]
+    """Algorithm -> (read, CPU, CUDA) of the table in docs/formats.md."""
+    page = (ROOT / "docs" / "formats.md").read_text()
+    section = page.split("## What is read, and what runs")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     cells = {
         name: [cell.strip() for cell in row[1:]] for row in rows for name in re.findall(r"`(\w+)`", row[0])
@@ -36,20 +40,27 @@ def table():
     return {name: row for name, row in cells.items() if name != "MIXED_PRECISION"}
 
 
-def test_example_runs(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("torch")
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
-    (tmp_path / "example.py").write_text(code)
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(str(tmp_path / "example.py"))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "NVFP4 cache: FP8"
-    assert lines[-1].count("(4, 256)") + lines[-1].count("torch.Size([4, 256])") == 2
+def test_the_readme_names_every_algorithm():
+    """First those that run, then those that are read."""
+    runs, read = re.search(r"## Formats\n(.*?) run on\n?(.*?)are read,", README, re.DOTALL).groups()
+    assert set(re.findall(r"`(\w+)`", runs)) == set(LINEARS)
+    assert set(re.findall(r"`(\w+)`", read)) == ALGORITHMS.keys() - set(LINEARS) - {"MIXED_PRECISION"}
+
+
+def test_the_first_screen_leads_to_what_a_reader_needs():
+    """What, why, how to try it and what runs, in a page that is read in minutes."""
+    assert len(README.splitlines()) <= 150
+    heads = re.findall(r"^## (.*)$", README, re.MULTILINE)
+    assert heads == ["Why", "What is in a checkpoint", "Formats", "Speed", "Try it"]
+    links = {target for target, _ in LINK.findall(README)}
+    assert {"docs/install.md", "docs/start.md", "docs/README.md", "examples/README.md"} <= links
+    assert len(re.findall(r"!\[[^\]]+\]\(docs/results/[\w.-]+\.svg\)", README)) == 1
 
 
 def test_table_names_known_algorithms():
-    assert table().keys() >= EXPORTS.keys()
+    """Every algorithm, besides names that one of them has in configurations."""
+    assert table().keys() >= ALGORITHMS.keys() - {"MIXED_PRECISION"}
+    assert ALGORITHMS.keys() >= EXPORTS.keys()
 
 
 @pytest.mark.parametrize("algo", EXPORTS)
@@ -69,7 +80,10 @@ def test_table_is_true(algo, data):
             assert checkpoint.load(name, compute=compute).out_features == checkpoint.layer(name).shape[0]
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "examples/README.md", "python/README.md"),
+    *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 
 
