@@ -444,13 +444,15 @@ def numpy_headers():
 
 def extension():
     """Describes `moqext._C`; the CUDA part is added when the build knows whether there is nvcc."""
-    # Nobody reads the flags of floating-point exceptions; keeping them right keeps loops from vectors.
+    # Nobody reads the flags of floating-point exceptions or what sqrt writes to errno; keeping them right
+    # keeps loops from vectors.
     compile_args = [
         "-std=c11",
         "-O3",
         "-fvisibility=hidden",
         "-ffp-contract=off",
         "-fno-trapping-math",
+        "-fno-math-errno",
         *WARNINGS,
     ]
     link_args = ["-Wl,--exclude-libs,ALL"]
