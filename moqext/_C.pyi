@@ -86,6 +86,19 @@ def unpack_nvfp4(
     out: Any = None,
     scale_out: Any = None,
 ) -> tuple[Any, Any]: ...
+def route(
+    router_logits: Any,
+    top_k: int,
+    scoring: str,
+    *,
+    renormalize: bool = False,
+    num_groups: int = 1,
+    topk_groups: int | None = None,
+    correction_bias: Any = None,
+    routed_scaling_factor: float = 1.0,
+    out: tuple[Any, Any] | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]: ...
 def requantize_to_max(
     weight: Any, weight_scale: Any, partitions: Sequence[int], *, out: Any = None
 ) -> tuple[Any, Any]: ...

@@ -29,6 +29,7 @@ from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
 from moqext.linear import LinearMethod, ParamSpec, Timing
 from moqext.load import Layer
+from moqext.ops import route
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
 from moqext.variables import check_variables
@@ -60,6 +61,7 @@ __all__ = [
     "detect",
     "num_threads",
     "ops",
+    "route",
     "set_num_threads",
 ]
 

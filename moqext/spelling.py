@@ -11,6 +11,9 @@ import numpy as np
 Compute = Literal["exact", "auto", "fp8", "fp4"]
 """What a linear multiplies; see `LinearMethod`."""
 
+Scoring = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
+"""What a router makes of logits; see `moqext.route`."""
+
 DtypeName = Literal["bfloat16", "float16", "float32"]
 """The data types of x and y."""
 

@@ -8,6 +8,7 @@
     X(capability)                                                                                  \
     X(codes)                                                                                       \
     X(compute)                                                                                     \
+    X(correction_bias)                                                                             \
     X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(eps)                                                                                         \
@@ -22,6 +23,7 @@
     X(kernel)                                                                                      \
     X(module)                                                                                      \
     X(name)                                                                                        \
+    X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
@@ -33,18 +35,24 @@
     X(pattern)                                                                                     \
     X(pre_quant_scale)                                                                             \
     X(quant_algo)                                                                                  \
+    X(renormalize)                                                                                 \
     X(requires_grad)                                                                               \
     X(residual)                                                                                    \
     X(residual_out)                                                                                \
+    X(routed_scaling_factor)                                                                       \
+    X(router_logits)                                                                               \
     X(scale)                                                                                       \
     X(scale_out)                                                                                   \
     X(scheme)                                                                                      \
+    X(scoring)                                                                                     \
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
     X(tokens)                                                                                      \
+    X(top_k)                                                                                       \
+    X(topk_groups)                                                                                 \
     X(variant)                                                                                     \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \

@@ -18,6 +18,7 @@ from moqext.reference.linear import linear
 from moqext.reference.numbers import as_float32, decode, encode, round_to
 from moqext.reference.packed import pack_nvfp4, unpack_nvfp4
 from moqext.reference.producer import quantize_weight
+from moqext.reference.routing import route
 from moqext.reference.weights import dequantize, fold_nvfp4
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "round_to",
+    "route",
     "silu_and_mul",
     "unpack_nvfp4",
 ]

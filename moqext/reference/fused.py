@@ -25,7 +25,7 @@ def _to_odd(a: F64, b: F64) -> F64:
     return np.where((error != 0) & even, (total.view(np.int64) + towards).view(np.float64), total)
 
 
-def _fma(a: F32, b: np.float32 | F32, c: np.float32 | F32) -> F32:
+def fma(a: F32, b: np.float32 | F32, c: np.float32 | F32) -> F32:
     """`a * b + c`, rounded once: the product of two float32 is exact in float64."""
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     return _to_odd(product, np.broadcast_to(np.asarray(c, np.float64), product.shape)).astype(np.float32)
@@ -41,10 +41,10 @@ def _silu(gate: F32) -> F32:
     h = np.minimum(g, np.float32(20))  # 1 + exp(-20) is 1
     h = np.where(np.isnan(h), np.float32(0), h)
     n = np.rint(h.astype(np.float64) * np.float64(MINUS_LOG2E)).astype(np.float32)
-    f = _fma(h, MINUS_LOG2E, -n)
+    f = fma(h, MINUS_LOG2E, -n)
     p = np.broadcast_to(EXP2[0], f.shape).astype(np.float32)
     for c in EXP2[1:]:
-        p = _fma(p, f, c)
+        p = fma(p, f, c)
     e = np.ldexp(p, n.astype(np.int32))
     return np.asarray(g * (np.float32(1) / (np.float32(1) + e)), np.float32)
 
@@ -76,7 +76,7 @@ def _sum_of_squares(z: F32) -> F32:
     runs = runs.reshape(*z.shape[:-1], runs.shape[-1] // 16384, 2048, 8)
     sums: F32 = np.zeros(runs.shape[:-1], np.float32)
     for run in np.moveaxis(runs, -1, 0):
-        sums = _fma(run, run, sums)
+        sums = fma(run, run, sums)
     while sums.shape[-1] > 1:
         sums = sums[..., ::2] + sums[..., 1::2]
     total: Array = np.zeros(z.shape[:-1], np.float32)

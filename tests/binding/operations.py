@@ -189,6 +189,23 @@ def unpack_nvfp4(rng: np.random.Generator) -> Operation:
     return Operation(call, arguments, ("out", "scale_out"))
 
 
+def route(rng: np.random.Generator) -> Operation:
+    return Operation(
+        lambda a: ops.route(
+            a["router_logits"],
+            2,
+            scoring="sigmoid",
+            correction_bias=a["correction_bias"],
+            out=(a["out"]["0"], a["out"]["1"]),
+        ),
+        {
+            "router_logits": floats(rng, 3, 8),
+            "correction_bias": floats(rng, 8),
+            "out": {"0": poison(3, 2, dtype=np.float32), "1": poison(3, 2, dtype=np.int32)},
+        },
+    )
+
+
 LAYERS = {"FP8": (32, [3, 2]), "FP8_PB_WO": (130, [3, 2]), "NVFP4": (32, [3, 2])}
 """Algorithm -> in_features, out_partitions."""
 
@@ -257,6 +274,7 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "unpack_fp4": unpack,
     "pack_nvfp4": pack_nvfp4,
     "unpack_nvfp4": unpack_nvfp4,
+    "route": route,
     **{f"prepare {algo}": prepare(algo) for algo in LAYERS},
     **{f"linear {algo}": linear(algo) for algo in LAYERS},
     "ops.linear": linear_function,
@@ -268,7 +286,11 @@ SLOTS = [(name, slot) for name, make in OPERATIONS.items() for slot in make(np.r
 
 # --- the same arrays lent by foreign producers
 
-DLPACK_DTYPE = {np.dtype(np.float32): (2, 32, 1), np.dtype(np.uint8): (1, 8, 1)}
+DLPACK_DTYPE = {
+    np.dtype(np.float32): (2, 32, 1),
+    np.dtype(np.uint8): (1, 8, 1),
+    np.dtype(np.int32): (0, 32, 1),
+}
 
 
 def lend(array: np.ndarray, legacy: bool = False, **lies: Any) -> Lender:

@@ -354,6 +354,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "unpack_fp4": {"packed": TENSOR.view(np.uint8)},
     "pack_nvfp4": {"weight": TENSOR.view(np.uint8)[:, :8], "weight_scale": TENSOR.view(np.uint8)[:, :1]},
     "unpack_nvfp4": {"packed": np.zeros((4, 1, 576), np.uint8), "shape": (3, 32)},
+    "route": {"router_logits": TENSOR, "top_k": 2, "scoring": "softmax"},
 }
 
 
@@ -389,6 +390,8 @@ def test_options_of_another_kind(name: str) -> None:
     wrong = {
         "format": (None, 3, b"e4m3", "e9m9", "e4m3\0", "\ud800", TENSOR),
         "scheme": (None, 3, b"nvfp4", "fp9", "", "\ud800"),
+        "scoring": (None, 3, b"softmax", "softmin", "", "\ud800", TENSOR),
+        "top_k": (None, "2", 1.5, True, 0, -1, 17, 2**70, TENSOR),
         "quant_algo": (None, 3, b"FP8", "FP9", "", "\ud800", "FP8\0"),
         "partitions": (None, 3, "16", [15], [16, 1], [-1, 17], [2**70], [1.5], [None], [16] * 10**5, []),
         "shape": (None, 3, "33", (3,), (3, 3, 3, 3), (-1, 3), (2**70, 3), (1.5, 3), (2**62, 4), [None, 3]),

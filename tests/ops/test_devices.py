@@ -35,6 +35,10 @@ CALLS = {
     "weight_scale ": lambda: ops.requantize_to_max(
         np.zeros((2, 16), np.uint8), remote((2,), FLOAT32), [1, 1]
     ),
+    "router_logits": lambda: ops.route(remote((2, 8), FLOAT32), 2, scoring="softmax"),
+    "correction_bias": lambda: ops.route(
+        np.zeros((2, 8), np.float32), 2, scoring="sigmoid", correction_bias=remote((8,), FLOAT32)
+    ),
 }
 
 
