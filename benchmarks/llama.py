@@ -57,6 +57,9 @@ INPUT_AMAX = {"qkv": 8.0, "o": 8.0, "gate_up": 8.0, "down": 64.0}
 SPREAD = 0.02
 """Standard deviation of weights, usual for a model that begins to be trained."""
 
+REST = 1_000_000
+"""The first seed of what is no linear of a layer."""
+
 BF16, FP8, NVFP4 = "bfloat16", "FP8", "NVFP4"
 WAYS = ((BF16, "exact"), (FP8, "exact"), (NVFP4, "exact"), (NVFP4, "auto"))
 FORMS = ("modules", "fused", "fused+pdl")
@@ -113,9 +116,8 @@ class MeantLinear(nn.Linear):
 class Weights:
     """The weights of a model's linears: the same numbers at every call, made on the device when asked for."""
 
-    def __init__(self, config: transformers.LlamaConfig, device: str) -> None:
+    def __init__(self, device: str) -> None:
         self.device = device
-        self._layers = config.num_hidden_layers
 
     def normal(self, seed: int, *shape: int) -> Tensor:
         """bfloat16."""
@@ -131,12 +133,12 @@ class Weights:
     def fill_rest(self, model: Any) -> None:
         """Embedding, head and norms."""
         model.model.embed_tokens.weight.data = (
-            self.normal(-1, *model.model.embed_tokens.weight.shape) / SPREAD
+            self.normal(REST, *model.model.embed_tokens.weight.shape) / SPREAD
         )
-        model.lm_head.weight.data = self.normal(-2, *model.lm_head.weight.shape)
+        model.lm_head.weight.data = self.normal(REST + 1, *model.lm_head.weight.shape)
         norms = [module for name, module in model.named_modules() if name.endswith("norm")]
         for number, norm in enumerate(norms):
-            norm.weight.data = 1 + 5 * self.normal(-3 - number, *norm.weight.shape)
+            norm.weight.data = 1 + 5 * self.normal(REST + 2 + number, *norm.weight.shape)
 
 
 def quantize(weight: Tensor, quant_algo: str) -> dict[str, Tensor]:
@@ -215,7 +217,7 @@ def make_model(
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-    weights = Weights(config, device)
+    weights = Weights(device)
     weights.fill_rest(model)
     neighbours = make_neighbours(form, device)
     for index, layer in enumerate(model.model.layers):
@@ -386,16 +388,17 @@ def measure(
     config: transformers.LlamaConfig, options: argparse.Namespace, form: str, quant_algo: str, compute: str
 ) -> Iterator[dict[str, Any]]:
     """The rows of one model."""
+    batches = options.batch if compute == "exact" else []  # with "auto" few tokens go the same way
+    tokens = options.prefill if form != "fused+pdl" else 0
+    if not batches and not tokens:
+        return
     model = make_model(config, options.device, quant_algo, compute, form)
     about = {"form": form, "weights": quant_algo, "compute": compute, "bytes": quantized_bytes(model)}
-    for batch in options.batch if compute == "exact" else ():  # few tokens go the same way with "auto"
+    for batch in batches:
         spent, error = decode(Call(model, batch, 1, options.context))
         yield make_row(about | {"what": "decode", "tokens": batch, "graph_error": error}, spent)
-    if options.prefill and form != "fused+pdl":
-        yield make_row(
-            about | {"what": "prefill", "tokens": options.prefill},
-            prefill(Call(model, 1, options.prefill, options.prefill)),
-        )
+    if tokens:
+        yield make_row(about | {"what": "prefill", "tokens": tokens}, prefill(Call(model, 1, tokens, tokens)))
 
 
 def make_row(about: dict[str, Any], spent: list[float]) -> dict[str, Any]:

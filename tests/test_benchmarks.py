@@ -18,8 +18,8 @@ def run(tmp_path: Path, name: str, *options: str, keep: str = "--json") -> dict[
     """The JSON record that a benchmark writes."""
     path = tmp_path / "deeper" / "result.json"
     # The tree comes last, so that the package under test is the one the tests found.
-    code = f"import runpy, sys; sys.path.append('.'); runpy.run_module('benchmarks.{name}', None, '__main__')"
-    command = [sys.executable, "-c", code, keep, str(path), *options]
+    code = "import runpy, sys; sys.path += ['.', 'python']; runpy.run_module({!r}, None, '__main__')"
+    command = [sys.executable, "-c", code.format(f"benchmarks.{name}"), keep, str(path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -41,6 +41,24 @@ def test_exclusion(tmp_path: Path) -> None:
     record = run(tmp_path, "exclusion", "--runs", "1")
     assert {row["what"] for row in record["rows"]} == {"read", "modelopt", "vllm"}
     assert record["names"] == 60_000
+
+
+def test_a_llama(tmp_path: Path) -> None:
+    """A small one; its logits are those of the values that the quantized codes mean, in every form."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    sizes = ("--batch", "1,2", "--context", "16", "--prefill", "24")
+    record = run(tmp_path, "llama", "--tiny", "--device", "cpu", *sizes, keep="--output")
+    assert record["failed"] == []
+    forms, weights = {"modules", "fused"}, {"bfloat16", "FP8", "NVFP4"}
+    assert len(record["checks"]) == len(forms) * len(weights) * 2
+    assert all(line["error"] < 0.01 for line in record["checks"])
+    rows = record["rows"]
+    assert {(row["form"], row["weights"]) for row in rows} == {(a, b) for a in forms for b in weights}
+    assert all(row["graph_error"] == 0 for row in rows if row["what"] == "decode")
+    assert {row["goal"] for row in rows if "goal" in row} == {2.4, 1.65, 1.0, 1.3}
+    sizes = {row["weights"]: row["bytes"] for row in rows}
+    assert sizes["NVFP4"] < sizes["FP8"] < sizes["bfloat16"]
 
 
 @pytest.fixture
