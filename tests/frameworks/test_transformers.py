@@ -475,26 +475,49 @@ def test_gradients_are_refused(data):
         model(torch.zeros(1, 2, dtype=torch.long))
 
 
+def heard(model, ids):
+    """Logits, and of each quantized linear its input and its output, by name."""
+    calls = {}
+    hooks = [
+        module.register_forward_hook(lambda _, x, y, name=name: calls.update({name: (x[0].cpu(), y.cpu())}))
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+    ]
+    logits = model(ids).logits.cpu()
+    for hook in hooks:
+        hook.remove()
+    return logits, calls
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("directory", DENSE)
 @torch.no_grad()
 def test_a_device_gives_what_the_cpu_gives(rng, data, directory, tmp_path):
-    """Greedy tokens on the exact path, and the checkpoint's own bytes when saved from the device."""
+    """Every linear for its own input; greedy tokens on the exact path; the checkpoint's bytes when saved.
+
+    Where activations are quantized, a sum that differs in its last bit may give the next code, which is a
+    sixteenth off: whole models are compared only where none is.
+    """
     model = AutoModelForCausalLM.from_pretrained(data / directory, dtype=torch.float32)
     there = AutoModelForCausalLM.from_pretrained(data / directory, dtype=torch.float32).to("cuda")
     ids = random_ids(rng, model, 2, 9)
-    limit = (1e-5 if quiet(model) else 2.5e-3) * chain(model)
-    assert error(there(ids.cuda()).logits.cpu(), model(ids).logits) <= limit
-    assert there.generate(ids.cuda(), **GREEDY).cpu().equal(model.generate(ids, **GREEDY))
-    if "embedding" not in directory:
-        there.save_pretrained(tmp_path)
-        with moqext.Checkpoint(data / directory) as before, moqext.Checkpoint(tmp_path) as after:
-            for name in before.tensors:
-                was, now = before.tensor(name), after.tensor(name)
-                if was.dtype != now.dtype:  # what is not quantized was loaded as float32
-                    assert np.array_equal(reference.as_float32(now), reference.as_float32(was)), name
-                elif not name.endswith("weight_scale"):  # packing drops the sign of a zero scale
-                    assert now.tobytes() == was.tobytes(), name
+    logits, calls = heard(there, ids.cuda())
+    assert calls
+    for name, (x, y) in calls.items():
+        assert error(y, model.get_submodule(name)(x)) <= 1e-5, name
+    if quiet(model):
+        assert error(logits, model(ids).logits) <= 1e-5 * chain(model)
+        assert there.generate(ids.cuda(), **GREEDY).cpu().equal(model.generate(ids, **GREEDY))
+    if "embedding" in directory or "zero" in directory:
+        return  # a dequantized embedding is not saved; codes under a scale of zero become zeros
+    there.save_pretrained(tmp_path)
+    with moqext.Checkpoint(data / directory) as before, moqext.Checkpoint(tmp_path) as after:
+        for name in before.tensors:
+            was, now = before.tensor(name), after.tensor(name)
+            if was.dtype != now.dtype:  # what is not quantized was loaded as float32
+                assert np.array_equal(reference.as_float32(now), reference.as_float32(was)), name
+            elif not name.endswith("weight_scale"):  # packing drops the sign of a zero scale
+                assert now.tobytes() == was.tobytes(), name
 
 
 def test_the_package_is_found_beside_moqext():
