@@ -1,9 +1,9 @@
 /* The routing of one token, in plain C that the compiler makes vectors of: see core/route.h.
  *
  * Each file that includes it is compiled for one level of vector extensions. Rows are padded to
- * whole vectors. What is bound is the search for the best: top_k passes over 64-bit ranks, a load
- * and a maximum each, where a score with exp for every expert takes about as long as three passes.
- */
+ * whole vectors. What bounds it is latency: a chosen expert takes 29 ns, which are two maxima of a
+ * few vectors and a load that waits for the store before it; besides, 256 logits take 90 ns to be
+ * ranked and 90 to 140 ns to be scored (one Zen 4 core with AVX-512). */
 #ifndef MOQ_CPU_ROUTE_TOKEN_H
 #define MOQ_CPU_ROUTE_TOKEN_H
 
