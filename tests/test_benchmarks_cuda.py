@@ -593,6 +593,12 @@ def test_the_pages_of_quantization_and_preparation_are_what_their_results_make(
         assert (ROOT / "docs" / "results" / name).read_text() == text, name
 
 
+def test_the_page_of_the_llama_is_what_its_results_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: python -m benchmarks.llama_page."""
+    page = load("llama_page", monkeypatch)
+    assert page.PAGE.read_text() == page.page_text()
+
+
 # ---- choices ----
 
 

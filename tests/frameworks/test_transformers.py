@@ -504,7 +504,8 @@ def test_a_device_gives_what_the_cpu_gives(rng, data, directory, tmp_path):
     logits, calls = heard(there, ids.cuda())
     assert calls
     for name, (x, y) in calls.items():
-        assert error(y, model.get_submodule(name)(x)) <= 1e-5, name
+        expected = model.get_submodule(name)(x)
+        assert y.equal(expected) or error(y, expected) <= 1e-5, name  # an error of zeros is no number
     if quiet(model):
         assert error(logits, model(ids).logits) <= 1e-5 * chain(model)
         assert there.generate(ids.cuda(), **GREEDY).cpu().equal(model.generate(ids, **GREEDY))
