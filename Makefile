@@ -7,6 +7,7 @@
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make cuda-archs   compiles CUDA for every architecture (some 8 minutes of one core), installs nothing
 #   make oldest       the quick tests with the oldest NumPy that is supported
+#   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
@@ -26,6 +27,8 @@ TOOL   ?= memcheck
 JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
+comma := ,
+
 # What demo and test build for; lint and cuda-archs build for every architecture.
 MOQEXT_CUDA_ARCHS ?= native
 
@@ -36,7 +39,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest lint format sanitize sanitize-cuda fuzz checkpoints clean
+.PHONY: demo test cuda-archs oldest frameworks lint format sanitize sanitize-cuda fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -51,6 +54,9 @@ cuda-archs: .venv/.installed
 
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(PYTEST)
+
+frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/pytest -q -n $(WORKERS) tests/frameworks tests/test_snippets.py tests/test_examples.py $(PYTEST)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
@@ -92,7 +98,7 @@ clean:
 
 # ------------------------------------------------------------------------------------------ environments
 
-.venv/.made .venv-oldest/.made .venv-lint/.made .venv-sanitize/.made .venv-checkpoints/.made:
+.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sanitize/.made .venv-checkpoints/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
@@ -130,6 +136,13 @@ endef
 .venv-lint/.installed: export MOQEXT_WERROR = 1
 .venv-lint/.installed: .venv-lint/.made $(SOURCES)
 	$(call install,.venv-lint,,.[lint])
+	touch $@
+
+# The CPU build of torch, where the index has one.
+.venv-frameworks/.installed: export MOQEXT_CUDA = 0
+.venv-frameworks/.installed: .venv-frameworks/.made $(SOURCES)
+	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	$(call install,.venv-frameworks,,.[test$(comma)transformers$(comma)hub])
 	touch $@
 
 .venv-sanitize/.installed: export MOQEXT_SANITIZE = 1

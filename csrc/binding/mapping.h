@@ -21,7 +21,7 @@ int moq_mapping_find_stranger(PyObject *mapping, const char *const *names, int c
  * describes. */
 int moq_mapping_refuse_others(const moq_param_spec *params, int count, const char *text,
                               PyObject *mapping, const char *name);
-/* The same for the layer of a plan. */
+/* -1 with an exception that names a key which is none of the prepared parameters of a plan. */
 int moq_mapping_refuse_strangers(const moq_plan *plan, PyObject *mapping, const char *name);
 
 /* -1 with an exception where the tensor is not on the device. */

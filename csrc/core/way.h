@@ -30,7 +30,7 @@ typedef struct {
     uint8_t dynamic; /* the scale of x is found in the call */
 } moq_way;
 
-/* The same form for calls of either kind. */
+/* A way whose form does not depend on whether the call brings the scale of x. */
 static inline moq_way moq_way_of(int32_t variant, int row, int blocks) {
     moq_way way = {(uint8_t)variant, MOQ_FORM(row, blocks), MOQ_FORM(row, blocks)};
     return way;

@@ -79,7 +79,8 @@ moq_status moq_matrix_fill(const moq_job *job, moq_matrix *matrix, moq_err *err)
 /* The values of an output that was copied, to where the caller wants them. */
 moq_status moq_matrix_hand_back(const moq_job *job, const moq_matrix *matrix, moq_err *err);
 
-/* The same alignment of a prepared tensor, which is never copied; `name` is of the parameter. */
+/* Refuses a prepared tensor, which is never copied, at an address that is no multiple of
+ * MOQ_ROW_ALIGNMENT; `name` is of the parameter. */
 moq_status moq_check_address(const void *address, const char *name, moq_err *err);
 
 #endif

@@ -126,6 +126,7 @@ def test_histogram_of_all_sorts_of_values(rng):
     assert "0 values" in Histogram().svg()
 
 
+@pytest.mark.unsanitized  # the sanitizers' libraries, preloaded, are none that a browser starts with
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_in_a_browser_the_script_runs(data, tmp_path):
     page(data / "checkpoints/llama_nvfp4_kvfp8", tmp_path)
