@@ -52,8 +52,13 @@ test: .venv/.installed-test
 cuda-archs: .venv/.installed
 	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS= .venv/bin/python setup.py -q build_ext
 
+# Tests of the sources, the pages, the build and the programs of benchmarks: once, by test, is enough. Most start
+# processes, which the sanitizers make slow, and none has an array or a call of C that others have not.
+ONCE := $(addprefix --ignore=tests/,test_floors.py test_readme.py test_snippets.py test_examples.py test_packaging.py \
+          test_checkout.py test_benchmarks.py test_benchmarks_cuda.py test_sanitize_cuda.py)
+
 oldest: .venv-oldest/.installed
-	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(PYTEST)
+	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(ONCE) $(PYTEST)
 
 frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/pytest -q -n $(WORKERS) tests/frameworks tests/test_snippets.py tests/test_examples.py $(PYTEST)
@@ -76,7 +81,7 @@ SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fi
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 sanitize: .venv-sanitize/.installed
-	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(ONCE) $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
 # For racecheck build with MOQEXT_RACECHECK=1.
