@@ -33,7 +33,15 @@ def test_every_kernel_gives_what_the_reference_gives(rng, monkeypatch, name, alg
             print(dtype, kernel)
             monkeypatch.setenv("MOQEXT_KERNEL", kernel)
             method = case.method(dtype=dtype, compute=compute)
-            assert_as_reference(method(x, method.prepare(case.listed())), expected, magnitude, dtype)
+            params = method.prepare(case.listed())
+            sums = 1e-5 + rounding_of_factors(params)
+            assert_as_reference(method(x, params), expected, magnitude, dtype, sums)
+
+
+def rounding_of_factors(params):
+    """The relative error of the smallest output factor, which below the normal numbers is no longer 2^-24."""
+    factors = np.abs(np.asarray(params.get("output_scale", [1.0]), np.float64))
+    return 2.0**-150 / factors[factors > 0].min(initial=1.0)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
