@@ -34,12 +34,13 @@ def test_every_kernel_gives_what_the_reference_gives(rng, monkeypatch, name, alg
             monkeypatch.setenv("MOQEXT_KERNEL", kernel)
             method = case.method(dtype=dtype, compute=compute)
             params = method.prepare(case.listed())
-            sums = 1e-5 + rounding_of_factors(params)
+            sums = 1e-5 + (rounding_of_factors(params) if compute == "fp8" else 0)
             assert_as_reference(method(x, params), expected, magnitude, dtype, sums)
 
 
 def rounding_of_factors(params):
-    """The relative error of the smallest output factor, which below the normal numbers is no longer 2^-24."""
+    """The relative error of the smallest factor weight_scale_2 * 2^r of "fp8", a multiple of 2^-149 below the
+    normal numbers (docs/numerics.md); other computes take weight_scale_2 as it is."""
     factors = np.abs(np.asarray(params.get("output_scale", [1.0]), np.float64))
     return 2.0**-150 / factors[factors > 0].min(initial=1.0)
 
