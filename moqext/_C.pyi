@@ -118,6 +118,7 @@ class OwnedTensor:
 
 def to_device(x: Any, device: str) -> OwnedTensor: ...
 def to_host(x: Any, /) -> Any: ...
+def copy(x: Any, out: Any) -> Any: ...
 
 class Config:
     def fields(self) -> dict[str, Any]: ...
@@ -176,6 +177,39 @@ def linear_plan(
     fast_accum: bool = False,
     one_input_scale: bool = False,
 ) -> LinearPlan: ...
+
+@final
+class MoEPlan(Plan):
+    def run(
+        self,
+        x: Any,
+        params: Mapping[str, Any],
+        topk_weights: Any,
+        topk_ids: Any,
+        expert_map: Any = None,
+        apply_router_weight_on_input: bool = False,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Any: ...
+
+def moe_plan(
+    quant_algo: str,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    top_k: int,
+    activation: str,
+    gated: bool,
+    group_size: int | None,
+    dtype: str,
+    device: str,
+    compute: str,
+    global_num_experts: int | None,
+    alpha: float | None,
+    beta: float | None,
+    limit: float | None,
+) -> MoEPlan: ...
 
 @final
 class WeightPlan:

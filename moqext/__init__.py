@@ -27,8 +27,10 @@ from moqext.config import Conflict, LayerQuant, QuantConfig, detect
 from moqext.convert import Conversion
 from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
-from moqext.linear import LinearMethod, ParamSpec, Timing
+from moqext.linear import LinearMethod
 from moqext.load import Layer
+from moqext.method import ParamSpec, Timing
+from moqext.moe import MoEMethod
 from moqext.ops import route
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
@@ -51,6 +53,7 @@ __all__ = [
     "LayerQuant",
     "LayerRecord",
     "LinearMethod",
+    "MoEMethod",
     "ParamSpec",
     "Problem",
     "Projection",

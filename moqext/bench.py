@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from moqext import _C, reference
 from moqext.algorithms import ALGORITHMS, LINEARS
 from moqext.environment import last_level_cache
-from moqext.linear import LinearMethod, ParamSpec
+from moqext.linear import LinearMethod
+from moqext.method import ParamSpec
 
 ALGOS = tuple(name for name in LINEARS if not ALGORITHMS[name].pre_quant_scale)
 """Measured unless told otherwise: all that run, but for NVFP4_AWQ, which is NVFP4 with factors for x."""

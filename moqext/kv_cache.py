@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moqext._C import UnsupportedQuantization, cache_algorithms
-from moqext.linear import ParamSpec
+from moqext.method import ParamSpec
 from moqext.scalars import DIVISOR_ABOVE, FLOAT32_MAX, is_number
 
 SUPPORTED = tuple(name for name, has_method in cache_algorithms().items() if has_method)

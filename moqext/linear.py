@@ -6,9 +6,10 @@ Three steps, on plain tensors that the framework owns: the method says which ten
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from moqext import _C
+from moqext.method import PlannedMethod
 from moqext.scalars import as_tensors
 from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
 from moqext.variables import check_variables
@@ -17,43 +18,7 @@ Tensor = TypeVar("Tensor")
 """A tensor of any framework: results are of the kind of x."""
 
 
-class ParamSpec(NamedTuple):
-    """A tensor of a layer: what a framework has to allocate or will be given.
-
-    Attributes:
-        shape: Extents; a per-partition scale is a vector of one value a partition, and a checkpoint's scalar
-            of any rank is accepted for it where there is one partition.
-        dtype: "float8_e4m3fn", "float4_e2m1fn_x2" (two values a byte, the even column in the low nibble),
-            "uint8" for packed weights, or "float32". A raw uint8 carrier is accepted for the first two.
-        role: "codes", "scale" or "factor".
-        required: False for a tensor that may be absent from a checkpoint of this algorithm.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    role: str
-    required: bool
-
-
-class Timing(NamedTuple):
-    """What a kernel took in `LinearMethod.tune`.
-
-    Attributes:
-        tokens: Rows of x.
-        kernel: "family:name".
-        variant: Which of the kernel's ways to do it, e.g. of cuBLASLt's algorithms; 0 where there is one.
-        seconds: Median of a call, on the device's clock where it runs on one.
-        chosen: Whether the method uses it from now on.
-    """
-
-    tokens: int
-    kernel: str
-    variant: int
-    seconds: float
-    chosen: bool
-
-
-class LinearMethod:
+class LinearMethod(PlannedMethod):
     """A linear layer y = x Wᵀ + bias whose weight W is quantized.
 
     Args:
@@ -94,18 +59,9 @@ class LinearMethod:
         ValueError: An unknown algorithm; a size, dtype or option that cannot be right.
     """
 
-    __slots__ = (
-        "_plan",
-        "compute",
-        "device",
-        "dtype",
-        "fast_accum",
-        "group_size",
-        "in_features",
-        "one_input_scale",
-        "out_partitions",
-        "quant_algo",
-    )
+    __slots__ = ("fast_accum", "in_features", "one_input_scale", "out_partitions")
+
+    _plan: _C.LinearPlan
 
     def __init__(
         self,
@@ -121,7 +77,7 @@ class LinearMethod:
         one_input_scale: bool = False,
     ) -> None:
         check_variables(stacklevel=2)
-        self._plan = _C.linear_plan(
+        plan = _C.linear_plan(
             quant_algo,
             in_features,
             out_partitions,
@@ -132,13 +88,9 @@ class LinearMethod:
             fast_accum=fast_accum,
             one_input_scale=one_input_scale,
         )
-        self.quant_algo = self._plan.quant_algo
+        super().__init__(plan, compute)
         self.in_features = int(in_features)
         self.out_partitions = tuple(int(rows) for rows in out_partitions)
-        self.group_size = self._plan.group_size
-        self.dtype = self._plan.dtype
-        self.device = self._plan.device
-        self.compute: Compute = compute
         self.fast_accum = bool(fast_accum)
         self.one_input_scale = bool(one_input_scale)
 
@@ -146,16 +98,6 @@ class LinearMethod:
     def out_features(self) -> int:
         """Rows of the weight: the sum of the partitions."""
         return sum(self.out_partitions)
-
-    @property
-    def checkpoint_params(self) -> dict[str, ParamSpec]:
-        """The tensors a checkpoint holds for this layer, by name."""
-        return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.checkpoint_params()}
-
-    @property
-    def prepared_params(self) -> dict[str, ParamSpec]:
-        """The tensors `prepare` returns, by name; known before any weight is loaded."""
-        return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.prepared_params()}
 
     def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Turns checkpoint tensors into prepared ones. On CUDA it returns when they are written.
@@ -215,83 +157,6 @@ class LinearMethod:
             RuntimeError: x asks for a gradient, which this operation does not have.
         """
         return self._plan.run(x, params, bias, out, stream)  # type: ignore[no-any-return]
-
-    def tune(self, tokens: Sequence[int], params: Mapping[str, Any]) -> list[Timing]:
-        """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.
-
-        Without it a kernel is chosen by an estimate, and cuBLASLt by its own. A choice holds for this method
-        (copies know nothing of it) and the numbers of tokens near the one measured: those that round up to
-        the same one of eight between powers of two. Results may change in their last bits, with
-        `compute="auto"` as `compute_for` does. It takes a second or so for a number, memory for as many
-        copies of the weight as keep it out of the caches, and waits for the device.
-
-        Args:
-            tokens: Numbers of rows of x, each measured alone on random values.
-            params: What `prepare` returned.
-
-        Returns:
-            All measurements, by number of tokens and then by time.
-
-        Raises:
-            ValueError: A number of tokens below 1, more than 64 different ones, parameters that do not fit.
-        """
-        timings = []
-        for count in tokens:
-            measured = self._plan.measure(count, params)
-            self._plan.keep(count, *measured[0][:2])
-            timings += [Timing(count, *row, chosen=row is measured[0]) for row in measured]
-        return timings
-
-    @property
-    def backend(self) -> str:
-        """The kernel that runs one token, as "family:name"."""
-        return self.backend_for(1)
-
-    def backend_for(self, tokens: int) -> str:
-        """The kernel that runs a call with so many rows of x, as "family:name".
-
-        Args:
-            tokens: Rows of x; 0 are chosen for as 1 is.
-
-        Raises:
-            UnsupportedQuantization: The kernel that `MOQEXT_KERNEL` named does not run as many.
-            ValueError: A negative number.
-        """
-        return self._plan.backend(tokens)
-
-    def compute_for(self, tokens: int) -> str:
-        """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes.
-
-        Takes the arguments of `backend_for`, and raises its errors.
-        """
-        return self._plan.compute_for(tokens)
-
-    def explain(self, tokens: int | None = None) -> str:
-        """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known.
-
-        Args:
-            tokens: Rows of x of a call. None asks which kernels can run some number of them, and the one for
-                a single token is called chosen.
-
-        Raises:
-            ValueError: A negative number.
-        """
-        reasons, notes = dict(self._plan.explain(tokens)), dict(self._plan.notes())
-        chosen = self._chosen(1 if tokens is None else tokens)
-        width = max(map(len, reasons))
-        lines = []
-        for name, reason in reasons.items():
-            verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
-            note = f" ({notes[name]})" if name in notes else ""
-            lines.append(f"{name:{width}} {verdict}{note}")
-        return "\n".join(lines)
-
-    def _chosen(self, tokens: int) -> str | None:
-        """`backend_for`, or None where no kernel runs as many."""
-        try:
-            return self.backend_for(tokens)
-        except _C.UnsupportedQuantization:
-            return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)

@@ -28,8 +28,8 @@
 typedef struct {
     moq_state *state;
     const moq_plan *plan;
-    PyObject *out, *given_stream;                    /* borrowed: the arguments out= and stream= */
-    moq_arg in[1 + MOQ_MAX_PARAMS + MOQ_MAX_OTHERS]; /* x first */
+    PyObject *out, *given_stream; /* borrowed: the arguments out= and stream= */
+    moq_arg in[1 + MOQ_MAX_LAYER_PARAMS + MOQ_MAX_OTHERS]; /* x first */
     int count;
     moq_arg y;
     void *stream;

@@ -4,6 +4,11 @@
 #define MOQ_BINDING_KEYWORDS_H
 
 #define MOQ_KEYWORDS(X)                                                                            \
+    X(accumulate)                                                                                  \
+    X(activation)                                                                                  \
+    X(alpha)                                                                                       \
+    X(apply_router_weight_on_input)                                                                \
+    X(beta)                                                                                        \
     X(bias)                                                                                        \
     X(capability)                                                                                  \
     X(codes)                                                                                       \
@@ -12,17 +17,24 @@
     X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(eps)                                                                                         \
+    X(expert_map)                                                                                  \
     X(experts)                                                                                     \
     X(fast_accum)                                                                                  \
     X(fnmatch)                                                                                     \
     X(fold_scale)                                                                                  \
     X(format)                                                                                      \
+    X(gated)                                                                                       \
+    X(global_num_experts)                                                                          \
     X(group_size)                                                                                  \
+    X(hidden_size)                                                                                 \
     X(in_features)                                                                                 \
     X(input_scale)                                                                                 \
+    X(intermediate_size)                                                                           \
     X(kernel)                                                                                      \
+    X(limit)                                                                                       \
     X(module)                                                                                      \
     X(name)                                                                                        \
+    X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
     X(out)                                                                                         \
@@ -53,7 +65,25 @@
     X(tokens)                                                                                      \
     X(top_k)                                                                                       \
     X(topk_groups)                                                                                 \
+    X(topk_ids)                                                                                    \
+    X(topk_weights)                                                                                \
     X(variant)                                                                                     \
+    X(w13_bias)                                                                                    \
+    X(w13_fold_scale)                                                                              \
+    X(w13_input_scale)                                                                             \
+    X(w13_output_scale)                                                                            \
+    X(w13_pre_quant_scale)                                                                         \
+    X(w13_weight)                                                                                  \
+    X(w13_weight_scale)                                                                            \
+    X(w13_weight_scale_2)                                                                          \
+    X(w2_bias)                                                                                     \
+    X(w2_fold_scale)                                                                               \
+    X(w2_input_scale)                                                                              \
+    X(w2_output_scale)                                                                             \
+    X(w2_pre_quant_scale)                                                                          \
+    X(w2_weight)                                                                                   \
+    X(w2_weight_scale)                                                                             \
+    X(w2_weight_scale_2)                                                                           \
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
+const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_PLACES] = {
     [MOQ_PARAM_WEIGHT] = KW_weight,
     [MOQ_PARAM_WEIGHT_SCALE] = KW_weight_scale,
     [MOQ_PARAM_WEIGHT_SCALE_2] = KW_weight_scale_2,
@@ -12,6 +12,18 @@ const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_FOLD_SCALE] = KW_fold_scale,
     [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
     [MOQ_PARAM_PRE_QUANT_SCALE] = KW_pre_quant_scale,
+#define OF_WEIGHT(w, place)                                                                        \
+    [place + MOQ_PARAM_WEIGHT] = KW_##w##_weight,                                                  \
+             [place + MOQ_PARAM_WEIGHT_SCALE] = KW_##w##_weight_scale,                             \
+             [place + MOQ_PARAM_WEIGHT_SCALE_2] = KW_##w##_weight_scale_2,                         \
+             [place + MOQ_PARAM_OUTPUT_SCALE] = KW_##w##_output_scale,                             \
+             [place + MOQ_PARAM_FOLD_SCALE] = KW_##w##_fold_scale,                                 \
+             [place + MOQ_PARAM_INPUT_SCALE] = KW_##w##_input_scale,                               \
+             [place + MOQ_PARAM_PRE_QUANT_SCALE] = KW_##w##_pre_quant_scale,                       \
+             [place + MOQ_PARAM_BIAS] = KW_##w##_bias
+    OF_WEIGHT(w13, MOQ_PARAM_OF_W13),
+    OF_WEIGHT(w2, MOQ_PARAM_OF_W2),
+#undef OF_WEIGHT
 };
 
 int moq_check_mapping(PyObject *object, const char *name) {
@@ -67,8 +79,8 @@ int moq_mapping_find_stranger(PyObject *mapping, const char *const *names, int c
 
 int moq_mapping_refuse_others(const moq_param_spec *params, int count, const char *text,
                               PyObject *mapping, const char *name) {
-    const char *names[MOQ_MAX_PARAMS];
-    char all[160] = "";
+    const char *names[MOQ_MAX_LAYER_PARAMS];
+    char all[400] = "";
     PyObject *key;
     for (int i = 0; i < count; i++) {
         size_t used = strlen(all);

@@ -6,7 +6,7 @@
 #include "ops/plan.h"
 
 /* The keys under which mappings hold the tensors of a layer. */
-extern const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_COUNT];
+extern const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_PLACES];
 
 /* -1 with an exception that names the argument where the argument is no mapping. */
 int moq_check_mapping(PyObject *object, const char *name);

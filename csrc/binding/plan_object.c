@@ -65,7 +65,7 @@ PyObject *moq_describe_params(const moq_param_spec *params, int count) {
 
 static PyObject *checkpoint_params(PyObject *self, PyObject *unused) {
     const moq_plan *plan = plan_of(self);
-    moq_param_spec params[MOQ_MAX_PARAMS];
+    moq_param_spec params[MOQ_MAX_LAYER_PARAMS];
     (void)unused;
     return moq_describe_params(params, plan->operation->checkpoint_params(plan->problem, params));
 }
@@ -213,7 +213,7 @@ static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping) {
     int count = 0;
     moq_err err;
     moq_status status;
-    moq_params_clear(&params);
+    moq_params_clear(&params, 0, MOQ_PARAM_PLACES);
     if (moq_call_take_params(call, mapping, &params) < 0)
         return NULL;
     status = moq_check_params(plan->param, plan->param_count, &params, "params", &err);

@@ -160,7 +160,7 @@ static PyObject *run_with(moq_call *call, moq_plan *plan, PyObject **v) {
     moq_params params;
     int64_t shape[MOQ_MAX_NDIM];
     moq_err err;
-    moq_params_clear(&params);
+    moq_params_clear(&params, 0, MOQ_PARAM_COUNT);
     if (moq_call_take_x(call, v[0]) < 0 || moq_call_take_params(call, v[1], &params) < 0 ||
         take_bias(call, v[2], &bias) < 0 || moq_call_find_stream(call) < 0)
         return NULL;

@@ -1,5 +1,6 @@
 /* `_C.to_device(x, device)` and `_C.to_host(x)`: tensors to and from a CUDA device, of whatever
- * library, by memory of moqext's own. */
+ * library, by memory of moqext's own. `_C.copy(x, out)`: into a tensor that is there, of another
+ * library or not. */
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/stream.h"
@@ -60,10 +61,35 @@ static PyObject *to_host(PyObject *module, PyObject *object) {
     return result;
 }
 
+static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                      PyObject *kwnames) {
+    static const moq_signature SIGNATURE = {"copy", 2, 2, 2, {KW_x, KW_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[2];
+    moq_arg x, out;
+    moq_err err;
+    if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
+        moq_arg_take(state, values[0], "x", &x) < 0)
+        return NULL;
+    if (moq_arg_take_output(state, values[1], "out", &out) < 0) {
+        moq_arg_release(&x);
+        return NULL;
+    }
+    int status = moq_arg_refuse_overlap(&out, &x);
+    if (status == 0 && moq_run_copy(&x.view, &out.view, &err) != MOQ_OK) {
+        moq_raise(state, &err);
+        status = -1;
+    }
+    moq_arg_release(&x);
+    return moq_arg_finish(state, Py_NewRef(values[1]), &out, status);
+}
+
 static PyMethodDef METHODS[] = {
     {"to_device", (PyCFunction)(void (*)(void))to_device, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.to_device."},
     {"to_host", to_host, METH_O, "See moqext.ops.to_host."},
+    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL | METH_KEYWORDS,
+     "copy(x, out) -> out: codes as they are, numbers of another type as float32"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,6 +18,7 @@ typedef struct {
     PyObject *config_type;          /* moqext._C.Config */
     PyTypeObject *plan_type;        /* moqext._C.Plan */
     PyTypeObject *linear_plan_type; /* moqext._C.LinearPlan */
+    PyTypeObject *moe_plan_type;    /* moqext._C.MoEPlan */
     PyTypeObject *weight_plan_type; /* moqext._C.WeightPlan */
     PyObject *keyword[KW_COUNT];    /* interned names */
     moq_boundary *boundary;         /* what the tensor boundary remembers: binding/boundary.h */
@@ -39,6 +40,7 @@ int moq_add_formats(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
 int moq_add_linear(PyObject *module, moq_state *state);
 int moq_add_layout(PyObject *module, moq_state *state);
+int moq_add_moe(PyObject *module, moq_state *state);
 int moq_add_plan(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
 int moq_add_route(PyObject *module, moq_state *state);

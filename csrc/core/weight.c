@@ -187,6 +187,7 @@ static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
     [MOQ_PARAM_FOLD_SCALE] = "fold_scale",
     [MOQ_PARAM_INPUT_SCALE] = "input_scale",
     [MOQ_PARAM_PRE_QUANT_SCALE] = "pre_quant_scale",
+    [MOQ_PARAM_BIAS] = "bias",
 };
 
 static moq_param_spec matrix(moq_param id, const char *role, moq_dtype dtype, int64_t rows,

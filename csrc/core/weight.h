@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define MOQ_MAX_PARTITIONS 64
-#define MOQ_MAX_PARAMS     5
+#define MOQ_MAX_PARAMS     5 /* of a weight */
 /* Kernels of weight processing have an expert for each step of a grid's second dimension. */
 #define MOQ_MAX_EXPERTS 65535
 
@@ -68,11 +68,20 @@ typedef enum {
     MOQ_PARAM_FOLD_SCALE,
     MOQ_PARAM_INPUT_SCALE,
     MOQ_PARAM_PRE_QUANT_SCALE,
-    MOQ_PARAM_COUNT
+    MOQ_PARAM_BIAS, /* of experts, whose layer has it among its parameters */
+    MOQ_PARAM_COUNT,
+    /* A layer of several weights has the tensors of each at places of their own: experts
+     * (core/moe.h) those of w13 and of w2 behind those of a single weight. */
+    MOQ_PARAM_OF_W13 = MOQ_PARAM_COUNT,
+    MOQ_PARAM_OF_W2 = 2 * MOQ_PARAM_COUNT,
+    MOQ_PARAM_PLACES = 3 * MOQ_PARAM_COUNT
 } moq_param;
 
+/* Parameters of a layer: two weights and a bias of each. */
+#define MOQ_MAX_LAYER_PARAMS (2 * (MOQ_MAX_PARAMS + 1))
+
 typedef struct {
-    moq_param id;
+    moq_param id; /* of the only weight, or of one of several, from its place on */
     const char *name;
     const char *role; /* "codes", "scale", "factor" */
     moq_dtype dtype;

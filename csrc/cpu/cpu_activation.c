@@ -4,6 +4,7 @@
 #include "core/formats.h"
 #include "cpu/cpu_rows.h"
 #include "cpu/interrupt.h"
+#include "cpu/sigmoid.h"
 #include "cpu/threads.h"
 
 #include <math.h>
@@ -36,26 +37,8 @@ static void *row_of(const moq_tensor *t, int64_t row, int64_t k) {
 
 /* ---- silu ---- */
 
-static float exp_of_minus(float h) {
-    float shifted = fmaf(h, MOQ_MINUS_LOG2E, MOQ_RINT_MAGIC), n = shifted - MOQ_RINT_MAGIC;
-    float f = fmaf(h, MOQ_MINUS_LOG2E, -n), p = MOQ_EXP2_C5;
-    uint32_t bits, exponent;
-    p = fmaf(p, f, MOQ_EXP2_C4);
-    p = fmaf(p, f, MOQ_EXP2_C3);
-    p = fmaf(p, f, MOQ_EXP2_C2);
-    p = fmaf(p, f, MOQ_EXP2_C1);
-    p = fmaf(p, f, 1.0f);
-    memcpy(&exponent, &shifted, sizeof exponent);
-    memcpy(&bits, &p, sizeof bits);
-    bits += exponent << 23;
-    memcpy(&p, &bits, sizeof p);
-    return p;
-}
-
 static float silu(float gate) {
-    float g = gate < MOQ_SILU_LEAST ? MOQ_SILU_LEAST : gate;
-    float e = exp_of_minus(g > MOQ_SILU_MOST ? MOQ_SILU_MOST : g);
-    return g * (1.0f / (1.0f + e));
+    return (gate < MOQ_SILU_LEAST ? MOQ_SILU_LEAST : gate) * moq_sigmoid(gate);
 }
 
 static void silu_and_mul_row(const job *j, int64_t row, float *in, void *room) {

@@ -118,3 +118,15 @@ const moq_row_kernels *moq_cpu_row_kernels(void) {
 #endif
     return &moq_row_kernels_portable;
 }
+
+void moq_round_row(moq_dtype dtype, float *values, int64_t n) {
+    const moq_row_kernels *kernels = moq_cpu_row_kernels();
+    uint16_t codes[PIECE];
+    if (dtype == MOQ_DT_F32)
+        return;
+    for (int64_t at = 0; at < n; at += PIECE) {
+        int64_t count = n - at < PIECE ? n - at : PIECE;
+        kernels->encode(dtype, values + at, count, codes);
+        kernels->decode(dtype, codes, count, values + at);
+    }
+}

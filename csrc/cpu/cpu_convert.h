@@ -39,6 +39,9 @@ typedef struct {
 /* The table of the level that moq_cpu_isa() names. */
 const moq_row_kernels *moq_cpu_row_kernels(void);
 
+/* Rounds n values to a dtype, F32, BF16 or F16, in their place. */
+void moq_round_row(moq_dtype dtype, float *values, int64_t n);
+
 /* Tables by level; vector kernels do the last few values of a row by the portable kernels. */
 extern const moq_row_kernels moq_row_kernels_portable, moq_row_kernels_avx2, moq_row_kernels_avx512;
 

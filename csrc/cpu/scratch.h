@@ -11,6 +11,7 @@ typedef enum {
     MOQ_SCRATCH_PANEL,
     MOQ_SCRATCH_ROW,
     MOQ_SCRATCH_TILE,
+    MOQ_SCRATCH_EXPERTS,
     MOQ_SCRATCH_COUNT
 } moq_scratch;
 

@@ -12,7 +12,7 @@
 
 #include <stdio.h>
 
-static bool on_cpu(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
+bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
     char device[32];
     if (spec->device.kind != MOQ_CPU)
         snprintf(reason, size, "runs on the CPU, the layer is on %s",
@@ -20,28 +20,20 @@ static bool on_cpu(const moq_linear_spec *spec, moq_isa isa, char *reason, size_
     else if (isa > moq_cpu_isa())
         snprintf(reason, size, "needs %s, this CPU (or MOQEXT_ISA) has %s", moq_isa_name(isa),
                  moq_isa_name(moq_cpu_isa()));
+    else if (isa >= MOQ_ISA_AVX512BF16 && spec->dtype != MOQ_DT_BF16 &&
+             spec->input == MOQ_INPUT_AS_IS)
+        snprintf(reason, size, "multiplies bfloat16, which does not hold %s activations",
+                 moq_dtype_name(spec->dtype));
     else
         return true;
     return false;
 }
 
-/* bfloat16 products are exact where bfloat16 holds the activations: its own, and all that are
- * quantized to at most six significant bits. */
-static bool on_bf16(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
-    if (!on_cpu(spec, isa, reason, size))
-        return false;
-    if (spec->dtype == MOQ_DT_BF16 || spec->input != MOQ_INPUT_AS_IS)
-        return true;
-    snprintf(reason, size, "multiplies bfloat16, which does not hold %s activations",
-             moq_dtype_name(spec->dtype));
-    return false;
-}
-
-#define CPU_KERNEL(isa_name, level, accepts)                                                       \
+#define CPU_KERNEL(isa_name, level)                                                                \
     static bool can_run_##isa_name(const moq_linear_spec *spec, int64_t m, char *reason,           \
                                    size_t size) {                                                  \
         (void)m;                                                                                   \
-        return accepts(spec, level, reason, size);                                                 \
+        return moq_linear_runs_on_isa(spec, level, reason, size);                                  \
     }                                                                                              \
     static double cost_##isa_name(const moq_linear_spec *spec, int64_t m) {                        \
         return moq_cpu_linear_seconds(moq_linear_tiles_of(level), spec, m);                        \
@@ -53,11 +45,11 @@ static bool on_bf16(const moq_linear_spec *spec, moq_isa isa, char *reason, size
 #define CPU_ROW(isa_name)                                                                          \
     {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
 
-CPU_KERNEL(portable, MOQ_ISA_PORTABLE, on_cpu)
-CPU_KERNEL(avx2, MOQ_ISA_AVX2, on_cpu)
-CPU_KERNEL(avx512, MOQ_ISA_AVX512, on_cpu)
-CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16, on_bf16)
-CPU_KERNEL(amx, MOQ_ISA_AMX, on_bf16)
+CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
+CPU_KERNEL(avx2, MOQ_ISA_AVX2)
+CPU_KERNEL(avx512, MOQ_ISA_AVX512)
+CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16)
+CPU_KERNEL(amx, MOQ_ISA_AMX)
 
 /* ---- CUDA ---- */
 

@@ -3,6 +3,7 @@
 #define MOQ_OPS_LINEAR_KERNELS_H
 
 #include "core/linear.h"
+#include "cpu/isa.h"
 #include "ops/plan.h"
 
 typedef struct {
@@ -33,6 +34,11 @@ extern const moq_operation MOQ_LINEAR;
  * `scaled`: the layer has an input_scale. */
 double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
                               bool scaled);
+
+/* Whether the CPU kernel of an instruction set can run the layer, or the reason why not. bfloat16
+ * products are exact where bfloat16 holds the activations: its own, and all that are quantized to
+ * at most six significant bits. */
+bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size);
 
 /* A row of the table: 0 to MOQ_LINEAR.kernel_count - 1. */
 const moq_linear_kernel *moq_linear_kernel_at(int index);

@@ -7,12 +7,13 @@
 /* Contiguous tensors of the shapes in the layer's list of prepared parameters; dtype MOQ_DT_NONE
  * marks one that is absent. */
 typedef struct {
-    moq_tensor of[MOQ_PARAM_COUNT];
+    moq_tensor of[MOQ_PARAM_PLACES];
 } moq_params;
 
-/* All absent. Their shapes are not written, which no one reads then and a call has no time for. */
-static inline void moq_params_clear(moq_params *params) {
-    for (int i = 0; i < MOQ_PARAM_COUNT; i++) {
+/* Places [first, end) absent. Their shapes are not written, which no one reads then and a call has
+ * no time for. */
+static inline void moq_params_clear(moq_params *params, int first, int end) {
+    for (int i = first; i < end; i++) {
         params->of[i].dtype = MOQ_DT_NONE;
         params->of[i].data = NULL;
     }

@@ -13,6 +13,7 @@
  *   linear_call       the operation linear: a call checked and launched by the three above
  *   linear_kernels    its table of kernels, each with a predicate and an estimate
  *   linear_tune       what timing a linear takes: random x, copies of the weight
+ *   moe_call, moe_kernels, moe_tune    experts in the same three files
  *   weight_prepare    the weight processing of every operation
  *
  * The rules. A kernel can run a problem with a number of tokens, or says in words why not; whether
@@ -78,7 +79,8 @@ typedef struct {
     moq_layer (*layer)(const void *problem);
     /* The problem in a few words, for messages. */
     const char *(*text)(const void *problem, char *buffer, size_t size);
-    /* The tensors of the checkpoint and of the prepared form; the count, at most MOQ_MAX_PARAMS. */
+    /* The tensors of the checkpoint and of the prepared form; the count, at most
+     * MOQ_MAX_LAYER_PARAMS. */
     int (*checkpoint_params)(const void *problem, moq_param_spec *params);
     int (*prepared_params)(const void *problem, moq_param_spec *params);
     /* Times the kernels of a plan of the operation, and all their variants, with m > 0 tokens:
@@ -100,7 +102,7 @@ struct moq_plan {
     int count;
     uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
     int param_count;                 /* of the prepared form, which every call checks */
-    moq_param_spec param[MOQ_MAX_PARAMS];
+    moq_param_spec param[MOQ_MAX_LAYER_PARAMS];
     /* What was chosen for m tokens, at m modulo their number: comparing all kernels, and the ways
      * of one, takes longer than a call may cost the host. One word each, since several threads may
      * ask; 0 for none. */

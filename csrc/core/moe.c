@@ -1,0 +1,212 @@
+/* Resolution of a layer of experts: see moe.h. */
+#include "core/moe.h"
+
+#include "core/invariant.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- the activation ---- */
+
+static const struct {
+    const char *name;
+    moq_moe_activation activation;
+    float alpha, beta, limit;
+    bool gated_only;
+} ACTIVATIONS[] = {
+    {"silu", MOQ_MOE_SILU, 1.0f, 0.0f, INFINITY, false},
+    {"gelu", MOQ_MOE_GELU, 1.0f, 0.0f, INFINITY, false},
+    {"gelu_tanh", MOQ_MOE_GELU_TANH, 1.0f, 0.0f, INFINITY, false},
+    {"relu2", MOQ_MOE_RELU2, 1.0f, 0.0f, INFINITY, false},
+    {"swigluoai", MOQ_MOE_SILU, 1.702f, 1.0f, 7.0f, true},
+};
+
+enum { ACTIVATION_COUNT = sizeof ACTIVATIONS / sizeof *ACTIVATIONS };
+
+static moq_status find_activation(const char *name, int *index, moq_err *err) {
+    for (*index = 0; *index < ACTIVATION_COUNT; ++*index)
+        if (strcmp(ACTIVATIONS[*index].name, name) == 0)
+            return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE,
+                    "activation: expected \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\" or "
+                    "\"swigluoai\", got \"%.64s\"",
+                    name);
+}
+
+/* A number that float32 holds, or the activation's own where none was given. */
+static moq_status take_number(const char *name, double given, float own, float *out, moq_err *err) {
+    *out = isnan(given) ? own : (float)given;
+    if (isfinite(*out) || isnan(given))
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected a finite number, got %g", name, given);
+}
+
+static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
+    int i;
+    MOQ_TRY(find_activation(names->activation, &i, err));
+    bool plain = isnan(names->alpha) && isnan(names->beta);
+    spec->gated = names->gated;
+    spec->activation = ACTIVATIONS[i].activation;
+    if (ACTIVATIONS[i].gated_only && !names->gated)
+        return moq_fail(err, MOQ_ERR_VALUE, "activation: \"%s\" needs gated=True",
+                        ACTIVATIONS[i].name);
+    if (!plain && (spec->activation != MOQ_MOE_SILU || !names->gated))
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "%s: is for \"silu\" and \"swigluoai\" with a gate, not for \"%s\"%s",
+                        isnan(names->alpha) ? "beta" : "alpha", ACTIVATIONS[i].name,
+                        names->gated ? "" : " without one");
+    MOQ_TRY(take_number("alpha", names->alpha, ACTIVATIONS[i].alpha, &spec->alpha, err));
+    MOQ_TRY(take_number("beta", names->beta, ACTIVATIONS[i].beta, &spec->beta, err));
+    if (!isnan(names->limit) && !(names->limit > 0))
+        return moq_fail(err, MOQ_ERR_VALUE, "limit: expected a positive number, got %g",
+                        names->limit);
+    spec->limit = isnan(names->limit) ? ACTIVATIONS[i].limit : (float)names->limit;
+    return MOQ_OK;
+}
+
+/* ---- sizes ---- */
+
+static moq_status check_size(const char *name, int64_t value, int64_t most, moq_err *err) {
+    if (value >= 1 && value <= most)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected 1 to %lld, got %lld", name, (long long)most,
+                    (long long)value);
+}
+
+static moq_status take_sizes(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
+    int64_t global = names->global_experts ? names->global_experts : names->experts;
+    MOQ_TRY(check_size("num_experts", names->experts, MOQ_MAX_EXPERTS, err));
+    MOQ_TRY(check_size("hidden_size", names->hidden, INT32_MAX, err));
+    MOQ_TRY(check_size("intermediate_size", names->intermediate, INT32_MAX, err));
+    MOQ_TRY(check_size("top_k", names->top_k, MOQ_MOE_TOP_K, err));
+    if (global < names->experts || global > MOQ_MAX_EXPERTS)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "global_num_experts: expected num_experts = %lld to %d, got %lld",
+                        (long long)names->experts, MOQ_MAX_EXPERTS, (long long)global);
+    spec->experts = (int32_t)names->experts;
+    spec->global_experts = (int32_t)global;
+    spec->top_k = (int32_t)names->top_k;
+    spec->partition13[0] = spec->partition13[1] = names->intermediate;
+    spec->partition2[0] = names->hidden;
+    return MOQ_OK;
+}
+
+/* ---- the weights ---- */
+
+/* Says whose inner dimension is meant where one of the two does not fit the algorithm. */
+static moq_status name_weight(const char *weight, const char *size, moq_status status,
+                              moq_err *err) {
+    const char *found = err ? strstr(err->message, "in_features: ") : NULL;
+    moq_err whole;
+    if (status == MOQ_OK || !found)
+        return status;
+    moq_fail(&whole, status, "%s (columns of %s): %s", size, weight,
+             found + strlen("in_features: "));
+    *err = whole;
+    return status;
+}
+
+static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
+    int32_t parts = names->gated ? 2 : 1;
+    MOQ_TRY(name_weight("w13", "hidden_size",
+                        moq_linear_resolve(names->algo, names->compute, names->dtype, names->device,
+                                           names->hidden, spec->partition13, parts,
+                                           names->group_size, &spec->w13, err),
+                        err));
+    MOQ_TRY(name_weight("w2", "intermediate_size",
+                        moq_linear_resolve(names->algo, names->compute, names->dtype, names->device,
+                                           names->intermediate, spec->partition2, 1,
+                                           names->group_size, &spec->w2, err),
+                        err));
+    spec->w13.one_input_scale = spec->w2.one_input_scale = spec->w13.checkpoint_input_scale;
+    return MOQ_OK;
+}
+
+moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
+    char device[32];
+    *spec = (moq_moe_spec){0};
+    MOQ_TRY(take_sizes(names, spec, err));
+    MOQ_TRY(take_activation(names, spec, err));
+    MOQ_TRY(resolve_weights(names, spec, err));
+    if (names->device.kind == MOQ_CPU)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                    "experts (%s) run on the CPU, and not yet on %s; their linears do, one by one",
+                    spec->w13.algo, moq_device_text(names->device, device, sizeof device));
+}
+
+static moq_weight stack_of(const moq_linear_spec *layer, int32_t experts) {
+    moq_weight stack = layer->matrix;
+    stack.experts = experts;
+    return stack;
+}
+
+moq_weight moq_moe_stack13(const moq_moe_spec *spec) {
+    return stack_of(&spec->w13, spec->experts);
+}
+
+moq_weight moq_moe_stack2(const moq_moe_spec *spec) {
+    return stack_of(&spec->w2, spec->experts);
+}
+
+/* ---- parameters ---- */
+
+#define NAMES_OF(w)                                                                                \
+    {                                                                                              \
+        [MOQ_PARAM_WEIGHT] = w "_weight",                                                          \
+        [MOQ_PARAM_WEIGHT_SCALE] = w "_weight_scale",                                              \
+        [MOQ_PARAM_WEIGHT_SCALE_2] = w "_weight_scale_2",                                          \
+        [MOQ_PARAM_OUTPUT_SCALE] = w "_output_scale",                                              \
+        [MOQ_PARAM_FOLD_SCALE] = w "_fold_scale",                                                  \
+        [MOQ_PARAM_INPUT_SCALE] = w "_input_scale",                                                \
+        [MOQ_PARAM_PRE_QUANT_SCALE] = w "_pre_quant_scale",                                        \
+        [MOQ_PARAM_BIAS] = w "_bias",                                                              \
+    }
+
+static const char *const NAMES13[MOQ_PARAM_COUNT] = NAMES_OF("w13");
+static const char *const NAMES2[MOQ_PARAM_COUNT] = NAMES_OF("w2");
+
+/* The bias of a stack behind its other parameters, and the names and places of all. */
+static int finish_params(const moq_weight *stack, bool second, int count, moq_param_spec *params) {
+    params[count++] = (moq_param_spec){.id = MOQ_PARAM_BIAS,
+                                       .role = "bias",
+                                       .dtype = MOQ_DT_F32,
+                                       .ndim = 2,
+                                       .shape = {stack->experts, stack->out_features}};
+    for (int i = 0; i < count; i++) {
+        params[i].name = (second ? NAMES2 : NAMES13)[params[i].id];
+        params[i].id += second ? MOQ_PARAM_OF_W2 : MOQ_PARAM_OF_W13;
+    }
+    return count;
+}
+
+static int params_of(const moq_moe_spec *spec, bool prepared, moq_param_spec *params) {
+    int total = 0;
+    for (int second = 0; second < 2; second++) {
+        moq_weight stack = second ? moq_moe_stack2(spec) : moq_moe_stack13(spec);
+        moq_param_spec *own = params + total;
+        int count = prepared ? moq_weight_prepared_params(&stack, own)
+                             : moq_weight_checkpoint_params(&stack, own);
+        total += finish_params(&stack, second != 0, count, own);
+    }
+    MOQ_ASSERT(total <= MOQ_MAX_LAYER_PARAMS);
+    return total;
+}
+
+int moq_moe_checkpoint_params(const moq_moe_spec *spec, moq_param_spec *params) {
+    return params_of(spec, false, params);
+}
+
+int moq_moe_prepared_params(const moq_moe_spec *spec, moq_param_spec *params) {
+    return params_of(spec, true, params);
+}
+
+const char *moq_moe_text(const moq_moe_spec *spec, char *buffer, size_t size) {
+    char device[32];
+    snprintf(buffer, size, "%s %d experts %lldx%lld, top %d, compute %s, %s on %s", spec->w13.algo,
+             (int)spec->experts, (long long)spec->w13.in_features, (long long)spec->w2.in_features,
+             (int)spec->top_k, moq_compute_name(spec->w13.compute), moq_dtype_name(spec->w13.dtype),
+             moq_device_text(spec->w13.device, device, sizeof device));
+    return buffer;
+}

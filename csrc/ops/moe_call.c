@@ -1,0 +1,167 @@
+/* The call of experts: shapes and layouts checked, a kernel picked, run. See ops/moe_call.h. */
+#include "ops/moe_call.h"
+
+#include <string.h>
+
+/* ---- checks ---- */
+
+static moq_status check_x(const moq_moe_spec *spec, const moq_tensor *x, moq_err *err) {
+    char shape[128];
+    if (x->dtype != spec->w13.dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s",
+                        moq_dtype_name(spec->w13.dtype), moq_dtype_name(x->dtype));
+    if (x->ndim < 1 || x->shape[x->ndim - 1] != spec->w13.in_features)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",
+                        (long long)spec->w13.in_features, moq_shape_text(x, shape, sizeof shape));
+    return MOQ_OK;
+}
+
+/* A tensor of the layer's slots: x's leading extents, then top_k. */
+static moq_status check_slots(const moq_moe_spec *spec, const moq_tensor *x, const moq_tensor *t,
+                              const char *name, moq_err *err) {
+    char expected[128], got[128];
+    moq_tensor wanted = *x;
+    wanted.shape[wanted.ndim - 1] = spec->top_k;
+    if (t->ndim == x->ndim &&
+        memcmp(t->shape, wanted.shape, (size_t)t->ndim * sizeof *t->shape) == 0)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s (top_k is %d), got %s", name,
+                    moq_shape_text(&wanted, expected, sizeof expected), (int)spec->top_k,
+                    moq_shape_text(t, got, sizeof got));
+}
+
+static moq_status check_routing(const moq_moe_spec *spec, const moq_moe_inputs *in, moq_err *err) {
+    if (in->weights->dtype != MOQ_DT_F32)
+        return moq_fail(err, MOQ_ERR_TYPE, "topk_weights: expected float32, got %s",
+                        moq_dtype_name(in->weights->dtype));
+    if (in->ids->dtype != MOQ_DT_I32 && in->ids->dtype != MOQ_DT_I64)
+        return moq_fail(err, MOQ_ERR_TYPE, "topk_ids: expected int32 or int64, got %s",
+                        moq_dtype_name(in->ids->dtype));
+    MOQ_TRY(check_slots(spec, in->x, in->weights, "topk_weights", err));
+    MOQ_TRY(check_slots(spec, in->x, in->ids, "topk_ids", err));
+    if (in->weights_on_input && spec->top_k != 1)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "apply_router_weight_on_input: expected top_k = 1, the layer has %d",
+                        (int)spec->top_k);
+    return MOQ_OK;
+}
+
+/* Numbers below 0 say that an expert is elsewhere; others are here. */
+static moq_status check_map(const moq_moe_spec *spec, const moq_tensor *map, moq_err *err) {
+    char shape[128];
+    if (!map && spec->global_experts != spec->experts)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "expert_map: missing, %d of %d experts are here (global_num_experts)",
+                        (int)spec->experts, (int)spec->global_experts);
+    if (!map)
+        return MOQ_OK;
+    if (map->dtype != MOQ_DT_I32)
+        return moq_fail(err, MOQ_ERR_TYPE, "expert_map: expected int32, got %s",
+                        moq_dtype_name(map->dtype));
+    if (map->ndim != 1 || map->shape[0] != spec->global_experts)
+        return moq_fail(err, MOQ_ERR_VALUE, "expert_map: expected shape [%d], got %s",
+                        (int)spec->global_experts, moq_shape_text(map, shape, sizeof shape));
+    if (!moq_tensor_is_contiguous(map))
+        return moq_fail(err, MOQ_ERR_BUFFER, "expert_map: expected a contiguous tensor");
+    for (int64_t i = 0; map->device.kind == MOQ_CPU && i < map->shape[0]; i++) {
+        int32_t local = ((const int32_t *)map->data)[i];
+        if (local >= spec->experts)
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "expert_map: expected numbers below num_experts = %d, got %d at index "
+                            "%lld",
+                            (int)spec->experts, (int)local, (long long)i);
+    }
+    return MOQ_OK;
+}
+
+static moq_status check_y(const moq_tensor *x, const moq_tensor *y, moq_err *err) {
+    char got[128], expected[128];
+    if (y->dtype != x->dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(x->dtype),
+                        moq_dtype_name(y->dtype));
+    if (y->ndim != x->ndim || memcmp(y->shape, x->shape, (size_t)y->ndim * sizeof *y->shape) != 0)
+        return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
+                        moq_shape_text(x, expected, sizeof expected),
+                        moq_shape_text(y, got, sizeof got));
+    if (moq_tensor_numel(y) > 0 && y->shape[y->ndim - 1] > 1 && y->stride[y->ndim - 1] != 1)
+        return moq_fail(err, MOQ_ERR_BUFFER, "out: expected contiguous rows, got a stride of %lld",
+                        (long long)y->stride[y->ndim - 1]);
+    return MOQ_OK;
+}
+
+/* ---- the call ---- */
+
+static moq_status run(moq_job *job, moq_err *err) {
+    moq_moe_job *j = (moq_moe_job *)job;
+    j->call.stream = job->stream;
+    j->call.workspace = job->workspace;
+    return j->kernel->run(&j->call, err);
+}
+
+static moq_moe_weight weight_at(const moq_params *params, int place) {
+    const moq_tensor *of = params->of + place;
+    return (moq_moe_weight){
+        .weight = of[MOQ_PARAM_WEIGHT].data,
+        .weight_scale = of[MOQ_PARAM_WEIGHT_SCALE].data,
+        .output_scale = of[MOQ_PARAM_OUTPUT_SCALE].data,
+        .input_scale = of[MOQ_PARAM_INPUT_SCALE].data,
+        .pre_quant_scale = of[MOQ_PARAM_PRE_QUANT_SCALE].data,
+        .bias = of[MOQ_PARAM_BIAS].data,
+    };
+}
+
+moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *params,
+                               const moq_moe_inputs *in, moq_choice choice, moq_moe_job *job,
+                               moq_err *err) {
+    (void)err;
+    job->kernel = moq_moe_kernel_at(choice.kernel);
+    job->call = (moq_moe_call){
+        .spec = spec,
+        .tokens = moq_tensor_numel(in->x) / spec->w13.in_features,
+        .x = in->x,
+        .y = in->y,
+        .weights = in->weights,
+        .ids = in->ids,
+        .expert_map = in->expert_map ? in->expert_map->data : NULL,
+        .weights_on_input = in->weights_on_input,
+        .accumulate = in->accumulate,
+        .w13 = weight_at(params, MOQ_PARAM_OF_W13),
+        .w2 = weight_at(params, MOQ_PARAM_OF_W2),
+        .way = choice.way,
+    };
+    moq_job_open(&job->job, spec->w13.device, run);
+    return MOQ_OK;
+}
+
+/* Static scales of activations stand for all experts, so there is none that could be found from
+ * the rows of one. */
+static moq_status check_scales(const moq_moe_spec *spec, const moq_params *params, moq_err *err) {
+    moq_input_mode mode = spec->w13.input;
+    bool given = params->of[MOQ_PARAM_OF_W13 + MOQ_PARAM_INPUT_SCALE].data &&
+                 params->of[MOQ_PARAM_OF_W2 + MOQ_PARAM_INPUT_SCALE].data;
+    if (given || (mode != MOQ_INPUT_E4M3_TENSOR && mode != MOQ_INPUT_NVFP4))
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE,
+                    "params: expected \"w13_input_scale\" and \"w2_input_scale\", %s with compute "
+                    "\"%s\" quantizes activations with them",
+                    spec->w13.algo, moq_compute_name(spec->w13.compute));
+}
+
+moq_status moq_moe_open(moq_plan *plan, const moq_params *params, const moq_moe_inputs *in,
+                        moq_moe_job *job, moq_err *err) {
+    const moq_moe_spec *spec = plan->problem;
+    moq_choice choice;
+    MOQ_TRY(check_x(spec, in->x, err));
+    MOQ_TRY(check_routing(spec, in, err));
+    MOQ_TRY(check_map(spec, in->expert_map, err));
+    MOQ_TRY(check_y(in->x, in->y, err));
+    MOQ_TRY(moq_check_params(plan->param, plan->param_count, params, "params", err));
+    MOQ_TRY(check_scales(spec, params, err));
+    int64_t tokens = moq_tensor_numel(in->x) / spec->w13.in_features;
+    if (tokens == 0) {
+        moq_job_open(&job->job, spec->w13.device, NULL);
+        return MOQ_OK;
+    }
+    MOQ_TRY(moq_plan_pick(plan, tokens, &choice, err));
+    return moq_moe_open_choice(spec, params, in, choice, job, err);
+}

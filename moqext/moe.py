@@ -1,0 +1,434 @@
+"""MoEMethod: a quantized layer of experts as a framework plugs it in.
+
+The steps are those of `LinearMethod`, on stacks of experts: the method says which tensors there are
+(`checkpoint_params`), takes them one by one (`load`) or whole, turns them once into the form that kernels
+want (`prepare`), and computes (`method(x, prepared, topk_weights, topk_ids)`).
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from moqext import _C
+from moqext.expert_scales import unify_input_scales
+from moqext.expert_stacks import (
+    ExpertStacks,
+    adopt_stacks,
+    empty_stacks,
+    fill_slot,
+    float32_values,
+    refuse_unfilled,
+)
+from moqext.linear import Tensor
+from moqext.method import ParamSpec, PlannedMethod
+from moqext.scalars import as_tensor
+from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
+from moqext.variables import check_variables
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"]
+"""What is between the two projections of an expert; see `MoEMethod`."""
+
+_PLANS = ("w13", "w2")
+
+
+class MoEMethod(PlannedMethod):
+    """A layer of experts, of which each token has top_k.
+
+    With expert e = topk_ids[t, j] and its weight w = topk_weights[t, j],
+
+        u = W13[e] x[t] + b13[e],   g = rounded(act(u)),   y[t] = rounded(sum over j of w (W2[e] g + b2[e]))
+
+    where the activations x and g are treated as `LinearMethod` of the algorithm treats its own, sums and
+    `act` are float32, g is rounded to `dtype`, and slots are added in their order.
+
+    Args:
+        quant_algo: As for `LinearMethod`.
+        num_experts: E, those that are here.
+        hidden_size: H, of x and y.
+        intermediate_size: I, of g.
+        top_k: Slots of a token, 1 to 32.
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" of gate, times up; without a gate of all
+            rows. "swigluoai" is silu with alpha 1.702, beta 1 and limit 7.
+        gated: W13 has I rows of gate and I of up; else I rows.
+        interleaved: In the stacks of the checkpoint rows of gate and up take turns, gate first, instead of
+            following each other; `prepare` puts them one behind the other.
+        alpha: Of silu with a gate: gate * sigmoid(alpha * gate) * (up + beta); None for the activation's own.
+        beta: Likewise.
+        limit: gate is at most limit, up within -limit and limit; None for the activation's own, or none.
+        group_size: As for `LinearMethod`, like the next three.
+        dtype: Of x and y.
+        device: Only "cpu" so far.
+        compute: What is multiplied.
+        global_num_experts: Of how many experts `topk_ids` tells, where `expert_map` says which are here;
+            None for `num_experts`.
+
+    Tensors of the checkpoint, with P = 2 halves of gated experts, else 1, and experts first:
+
+    | tensor | w13 | w2 |
+    |---|---|---|
+    | weight | [E, P I, H], fp4 [E, P I, H/2] | [E, H, I], fp4 [E, H, I/2] |
+    | weight_scale, FP8 | [E, P] | [E] |
+    | weight_scale, FP8_PER_CHANNEL_PER_TOKEN | [E, P I] | [E, H] |
+    | weight_scale, FP8_PB_WO | [E, P ceil(I/128), ceil(H/128)] | [E, ceil(H/128), ceil(I/128)] |
+    | weight_scale, NVFP4 | [E, P I, H/g] | [E, H, I/g] |
+    | weight_scale_2, NVFP4 | [E, P] | [E] |
+    | input_scale | [E, P] | [E] |
+    | pre_quant_scale, NVFP4_AWQ | [E, H] | [E, I] |
+    | bias | [E, P I] | [E, H] |
+
+    Gate and up keep their own scales. Activation scales are one for all experts of a layer where x is
+    quantized to FP8 with a static scale (FP8, W4A8_NVFP4_FP8), the largest that there is, and one an expert
+    with `compute="fp4"`; experts without one have the largest of the others, with a RuntimeWarning.
+
+    The attributes are the arguments, resolved. Copying and pickling work.
+
+    Raises:
+        UnsupportedQuantization: The algorithm, or its combination with `compute` or `device`, has no kernel.
+        ValueError: An unknown algorithm or activation; a size, dtype or option that cannot be right.
+    """
+
+    __slots__ = (
+        "activation",
+        "alpha",
+        "beta",
+        "gated",
+        "global_num_experts",
+        "hidden_size",
+        "interleaved",
+        "intermediate_size",
+        "limit",
+        "num_experts",
+        "top_k",
+    )
+
+    _plan: _C.MoEPlan
+
+    def __init__(
+        self,
+        quant_algo: str,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        top_k: int,
+        activation: Activation = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        alpha: float | None = None,
+        beta: float | None = None,
+        limit: float | None = None,
+        group_size: int | None = None,
+        dtype: Dtype = "bfloat16",
+        device: Device = "cpu",
+        compute: Compute = "exact",
+        global_num_experts: int | None = None,
+    ) -> None:
+        check_variables(stacklevel=2)
+        plan = _C.moe_plan(
+            quant_algo,
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            top_k,
+            activation,
+            gated,
+            group_size,
+            dtype_name(dtype),
+            device_name(device),
+            compute,
+            global_num_experts,
+            alpha,
+            beta,
+            limit,
+        )
+        super().__init__(plan, compute)
+        if interleaved and (not gated or self.quant_algo == "FP8_PB_WO"):
+            what = "blocks of 128 x 128" if gated else "one projection"
+            raise ValueError(f"interleaved: rows of gate and up cannot take turns in {what}")
+        self.num_experts = int(num_experts)
+        self.hidden_size = int(hidden_size)
+        self.intermediate_size = int(intermediate_size)
+        self.top_k = int(top_k)
+        self.activation: Activation = activation
+        self.gated = bool(gated)
+        self.interleaved = bool(interleaved)
+        self.alpha, self.beta, self.limit = alpha, beta, limit
+        self.global_num_experts = int(num_experts if global_num_experts is None else global_num_experts)
+
+    # ------------------------------------------------------------------------------------------- stacks
+
+    def new_params(self) -> ExpertStacks:
+        """NumPy stacks for all of `checkpoint_params`, to be filled by `load`; codes are raw bytes."""
+        return empty_stacks(self.checkpoint_params, self.gated)
+
+    def adopt(self, tensors: Mapping[str, Any]) -> ExpertStacks:
+        """Stacks that a framework allocated, to be filled by `load`; no slot counts as filled.
+
+        Args:
+            tensors: By the names of `checkpoint_params`, those that are required at least; of the shapes
+                there, contiguous.
+
+        Raises:
+            ValueError: One is missing, unknown, or of another shape.
+        """
+        return adopt_stacks(self.checkpoint_params, self.gated, tensors)
+
+    def load(self, params: ExpertStacks, name: str, expert: int, tensor: Any) -> None:
+        """Copies one tensor of a checkpoint to its slot, so that files can be read shard by shard.
+
+        Args:
+            params: From `new_params` or `adopt`.
+            name: What the checkpoint calls it below the expert: "gate_proj.weight", "w3.weight_scale_2",
+                "down_proj.input_scale", "up_proj.bias"; "gate_up_proj.weight" for both halves at once.
+            expert: Its number among those that are here.
+            tensor: Of any framework, on the host; a scale may be a number and have any rank.
+
+        Raises:
+            ValueError: There is no such slot, or the tensor has another shape.
+            TypeError: `params` are no stacks of these two functions, or a tensor of another dtype.
+        """
+        if not isinstance(params, ExpertStacks):
+            raise TypeError(f"params: expected what new_params() or adopt() returned, got {type(params)}")
+        fill_slot(params, name, expert, tensor, gated=self.gated, interleaved=self.interleaved)
+
+    def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Turns the stacks of a checkpoint into prepared ones.
+
+        Args:
+            params: The stacks of `checkpoint_params` by name. Those of `new_params` and `adopt` have to have
+                every slot filled; an optional stack that was never filled counts as absent.
+            out: Prepared tensors of an earlier call to overwrite, as for `LinearMethod.prepare`; a stack
+                whose bytes stay as they are may be that of `params` itself. What is wrong in w2 may be found
+                after w13 was written.
+
+        Returns:
+            A new dict of tensors of the framework of the weights, or `out`: by `prepared_params`, experts
+            first and contiguous, so that experts change places as rows do.
+
+        Raises:
+            ValueError: A slot was never filled; an activation scale is absent in all experts and needed;
+                else as `LinearMethod.prepare`, with the stack and the expert.
+            TypeError, BufferError: As there.
+        """
+        if not isinstance(params, Mapping):
+            raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
+        stacks = self._checked(params)
+        self._refuse_names(out, self.prepared_params, "out")
+        result: dict[str, Any] = {}
+        for weight in _PLANS:
+            result |= self._prepare_stack(weight, stacks, out)
+        if out is None:
+            return result
+        return out
+
+    def _checked(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The stacks that are there, with the activation scales that kernels use."""
+        specs = self.checkpoint_params
+        self._refuse_names(params, specs, "params")
+        stacks = {name: as_tensor(tensor) for name, tensor in params.items() if tensor is not None}
+        if isinstance(params, ExpertStacks):
+            refuse_unfilled(params, specs, self.gated)
+            stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
+        for weight in _PLANS:
+            name = f"{weight}_input_scale"
+            if name in stacks:
+                given = float32_values(stacks[name])
+                if isinstance(params, ExpertStacks):
+                    given[~params.filled[name].reshape(given.shape)] = np.nan
+                stacks[name] = self._input_scales(given, name)
+            if stacks.get(name) is None:
+                stacks.pop(name, None)
+                if name in self.prepared_params:
+                    raise ValueError(
+                        f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
+                        f"compute={self.compute!r} quantizes activations with it"
+                    )
+        return stacks
+
+    def _input_scales(self, given: Any, name: str) -> Any:
+        shape = self.checkpoint_params[name].shape
+        if given.size == 1:
+            given = np.broadcast_to(given.reshape(1), shape)
+        elif given.shape == shape[:1]:
+            given = np.broadcast_to(given.reshape(-1, *[1] * (len(shape) - 1)), shape)
+        elif given.shape != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
+        return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=5)
+
+    def _refuse_names(
+        self, tensors: Mapping[str, Any] | None, specs: Mapping[str, ParamSpec], what: str
+    ) -> None:
+        unknown = [name for name in tensors or () if name not in specs]
+        if unknown:
+            raise ValueError(
+                f"{what}: {unknown[0]!r} is no parameter of {self.quant_algo} experts, which have "
+                f"{', '.join(specs)}"
+            )
+
+    def _prepare_stack(
+        self, weight: str, stacks: Mapping[str, Any], out: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The prepared tensors of one of the two weights, by their whole names."""
+        bias = f"{weight}_bias"
+        prefix = f"{weight}_"
+        source = {
+            name.removeprefix(prefix): self._parts(name, tensor)
+            for name, tensor in stacks.items()
+            if name.startswith(prefix) and name != bias
+        }
+        given = None
+        if out is not None:
+            given = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in out.items()
+                if name.startswith(prefix) and name != bias
+            }
+        try:
+            prepared = self._weight_plan(weight).prepare(source, given)
+        except (ValueError, TypeError, BufferError) as error:
+            raise type(error)(f"{weight}: {error}") from None
+        result = {prefix + name: tensor for name, tensor in prepared.items()}
+        if bias in stacks:
+            target = None if out is None else out.get(bias)
+            if out is not None and target is None:
+                raise ValueError(f'out["{bias}"]: missing, and params have one')
+            result[bias] = self._prepare_bias(bias, stacks[bias], target)
+        elif out is not None and out.get(bias) is not None:
+            raise ValueError(f'out["{bias}"]: params have none to write there')
+        return result
+
+    def _weight_plan(self, weight: str) -> _C.WeightPlan:
+        columns, rows = self.hidden_size, (self.intermediate_size,) * (2 if self.gated else 1)
+        if weight == "w2":
+            columns, rows = self.intermediate_size, (self.hidden_size,)
+        shared = f"{weight}_input_scale" in self.checkpoint_params
+        return _plan_of(
+            self.quant_algo,
+            columns,
+            rows,
+            self.group_size,
+            self.device,
+            self.compute,
+            self.num_experts,
+            shared,
+        )
+
+    def _parts(self, name: str, tensor: Any) -> Any:
+        """A stack, or of rows that take turns those of gate and those of up."""
+        rows = self.checkpoint_params[name].shape
+        if not self.interleaved or not name.startswith("w13_") or rows[1:2] != (2 * self.intermediate_size,):
+            return tensor
+        if (
+            self.checkpoint_params[name].dtype == "float32"
+        ):  # scales of rows are read where they are contiguous
+            tensor = float32_values(tensor)
+            return [np.ascontiguousarray(tensor[:, half::2]) for half in (0, 1)]
+        return [tensor[:, 0::2], tensor[:, 1::2]]
+
+    def _prepare_bias(self, name: str, bias: Any, target: Any) -> Any:
+        """float32, gate first."""
+        spec = self.prepared_params[name]
+        if tuple(bias.shape) != spec.shape:
+            raise ValueError(f"{name}: expected shape {list(spec.shape)}, got {list(bias.shape)}")
+        if target is None:
+            target = _C.decode(bias, _C.describe_tensor(bias)["dtype"])
+        if not self.interleaved or name == "w2_bias":
+            return target if target is bias else _C.copy(bias, target)
+        half = self.intermediate_size
+        values = float32_values(bias)
+        for expert in range(self.num_experts):
+            _C.copy(np.ascontiguousarray(values[expert, 0::2]), target[expert, :half])
+            _C.copy(np.ascontiguousarray(values[expert, 1::2]), target[expert, half:])
+        return target
+
+    # --------------------------------------------------------------------------------------------- call
+
+    def __call__(
+        self,
+        x: Tensor,
+        params: Mapping[str, Any],
+        topk_weights: Any,
+        topk_ids: Any,
+        expert_map: Any = None,
+        apply_router_weight_on_input: bool = False,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Tensor:
+        """Computes the experts of each token and their weighted sum.
+
+        Args:
+            x: [..., hidden_size] of `dtype`, any strides.
+            params: What `prepare` returned, of this method or one of the same description.
+            topk_weights: float32 [..., top_k].
+            topk_ids: int32 or int64 [..., top_k]. A slot whose id is negative or no number of an expert
+                counts nothing.
+            expert_map: int32 [global_num_experts]: the number of each expert among those that are here, -1
+                for one that is elsewhere, whose slots count nothing.
+            apply_router_weight_on_input: Weights multiply x, which is then rounded to `dtype`, instead of
+                outputs; top_k has to be 1.
+            out: [..., hidden_size] of `dtype` with contiguous rows; must not share memory with the rest.
+            accumulate: Adds to what `out` holds, as to the output of shared experts, in float32.
+            stream: CUDA stream; must be None on the CPU.
+
+        Returns:
+            `out`, or a new tensor of x's own framework. Results do not depend on the number of threads; which
+            other tokens are in the batch may change last bits.
+
+        Raises:
+            ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
+            RuntimeError: x asks for a gradient, which this operation does not have.
+        """
+        return cast(
+            Tensor,
+            self._plan.run(
+                x,
+                params,
+                topk_weights,
+                topk_ids,
+                expert_map,
+                apply_router_weight_on_input,
+                out,
+                accumulate,
+                stream,
+            ),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sizes = (self.quant_algo, self.num_experts, self.hidden_size, self.intermediate_size)
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return _make_method, (sizes, options)
+
+    def __repr__(self) -> str:
+        return (
+            f"MoEMethod({self.quant_algo!r}, {self.num_experts} experts, {self.hidden_size} -> "
+            f"{self.intermediate_size} -> {self.hidden_size}, top_k={self.top_k}, "
+            f"activation={self.activation!r}, dtype={self.dtype!r}, device={self.device!r}, "
+            f"compute={self.compute!r}, backend={self.backend!r})"
+        )
+
+
+_OPTIONS = (
+    "top_k",
+    "activation",
+    "gated",
+    "interleaved",
+    "alpha",
+    "beta",
+    "limit",
+    "group_size",
+    "dtype",
+    "device",
+    "compute",
+    "global_num_experts",
+)
+
+
+def _make_method(sizes: tuple[str, int, int, int], options: Mapping[str, Any]) -> MoEMethod:
+    """What copies and pickles are made by."""
+    return MoEMethod(*sizes, **options)
+
+
+_plan_of = lru_cache(maxsize=256)(_C.weight_plan)
