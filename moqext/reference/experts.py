@@ -259,7 +259,7 @@ def experts_reference(
         u = W13[e] x[t] + b13[e]        x[t] quantized as `linear` says, u not rounded
         g = act(u), rounded to `dtype`
         d = W2[e] g + b2[e]             g quantized likewise, d not rounded
-        y[t] = out[t] + sum of w * d, j = 0 first
+        y[t] = out[t] + (sum of w * d, j = 0 first)
 
     With `apply_router_weight_on_input` it is x[t] * w, rounded to float32 and then to `dtype`, that W13 has,
     and the sum has d alone. A slot counts nothing, whatever its weight is, where its id is negative or not
@@ -329,7 +329,6 @@ def experts_reference(
         options: dict[str, Any] = {"compute": compute, "group_size": group_size, "x_dtype": dtype}
         return [linear(h, part | given, quant_algo, **options, out_dtype="float64") for part in params]
 
-    total = np.zeros(rows.shape) if out is None else as_float32(out).astype(np.float64).reshape(rows.shape)
     terms = np.zeros((*w.shape, rows.shape[1]))
     for expert in np.unique(local[local >= 0]).tolist():
         tokens, slots = np.nonzero(local == expert)
@@ -338,6 +337,8 @@ def experts_reference(
         g = expert_activation(u[0], up, activation, alpha=alpha, beta=beta, limit=limit)
         d = project("w2", expert, np.asarray(round_to(g, dtype), np.float32), 1)[0]
         terms[tokens, slots] = w[tokens, slots, None].astype(np.float64) * d
+    total = np.zeros(rows.shape)
     for slot in range(w.shape[1]):
-        total = np.where(local[:, slot, None] >= 0, total + terms[:, slot], total)
-    return total.reshape(np.shape(x))
+        total += terms[:, slot]
+    total = total.reshape(np.shape(x))
+    return total if out is None else as_float32(out) + total
