@@ -24,10 +24,13 @@ ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 def rounded(values, dtype):
-    """The values of a dtype, by ml_dtypes."""
-    kind = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
+    """The values of a dtype, rounded once: ml_dtypes would go through float32."""
+    values = np.asarray(values, np.float64)
+    if dtype == "bfloat16":
+        fraction, exponent = np.frexp(values)
+        return np.ldexp(np.rint(np.ldexp(fraction, 8)), exponent - 8).astype(np.float32)
     with np.errstate(over="ignore"):
-        return np.asarray(values, np.float64).astype(kind).astype(np.float32)
+        return values.astype(dtype).astype(np.float32)
 
 
 def tokens_of(rng, shape, dtype="bfloat16"):
