@@ -234,7 +234,7 @@ def test_activations_value_by_value(kind, rng):
         expected = [act(kind, g, None if u is None else v) for g, v in zip(gate.flat, up.flat, strict=True)]
         actual = expert_activation(gate, u, kind)
         assert actual.shape == gate.shape
-        np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-12, atol=1e-13)  # 1 + erf cancels
 
 
 @pytest.mark.parametrize(
