@@ -13,6 +13,7 @@ from moqext.reference.activations import (
     quantize_fp8_token,
     quantize_nvfp4,
 )
+from moqext.reference.experts import expert_activation, expert_input_scale, experts_reference
 from moqext.reference.fused import rms_norm, silu_and_mul
 from moqext.reference.linear import linear
 from moqext.reference.numbers import as_float32, decode, encode, round_to
@@ -27,6 +28,9 @@ __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "expert_activation",
+    "expert_input_scale",
+    "experts_reference",
     "fold_nvfp4",
     "linear",
     "pack_nvfp4",

@@ -1,0 +1,184 @@
+"""Random stacks of experts as a checkpoint's parameters, and random, skewed and hostile routing.
+
+Tokens come from `linear_cases.random_x`; the scales of stacks suit it, so that outputs neither overflow
+float16 nor saturate as a whole.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from moqext import reference
+
+from .linear_cases import random_part
+
+ALGOS = (
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "NVFP4",
+    "W4A16_NVFP4",
+    "NVFP4_AWQ",
+    "W4A8_NVFP4_FP8",
+)
+COMPUTES = [
+    *((algo, "exact") for algo in ALGOS),
+    ("NVFP4", "fp8"),
+    ("NVFP4", "fp4"),
+    ("W4A16_NVFP4", "fp8"),
+    ("NVFP4_AWQ", "fp8"),
+    ("NVFP4_AWQ", "fp4"),
+    ("W4A8_NVFP4_FP8", "fp8"),
+]
+"""Every algorithm with every way to compute it."""
+
+WITH_INPUT_SCALES = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
+"""Algorithms whose files have input scales."""
+
+ROUTINGS = ("random", "skewed", "one", "few", "duplicates", "hostile")
+"""Kinds of `random_routing`."""
+
+TYPICAL_LARGEST = 32.0
+"""About what the largest of the activations is that input scales are made for."""
+
+
+def _expert_part(rng: Any, algo: str, rows: int, columns: int, group_size: int | None) -> dict[str, Any]:
+    """One linear of every code, its scales moved so that outputs have about the size of inputs."""
+    part = random_part(rng, algo, rows, columns, group_size)
+    size = float(np.sqrt(np.mean(np.square(reference.dequantize(part, algo, group_size=group_size)))))
+    role = "weight_scale_2" if "NVFP4" in algo else "weight_scale"
+    factor = np.float32(np.exp2(rng.uniform(-2, 1)) / (max(size, 1e-30) * np.sqrt(columns)))
+    part[role] = np.asarray(part[role] * factor, np.float32)
+    if "input_scale" in part:
+        largest = 2688 if algo in ("NVFP4", "NVFP4_AWQ") else 448
+        part["input_scale"] = np.array(np.exp2(rng.uniform(-1, 1)) * TYPICAL_LARGEST / largest, np.float32)
+    return part
+
+
+def _alternating(stack: np.ndarray) -> np.ndarray:
+    """Rows of gate and up by turns, from halves, experts first."""
+    gate, up = np.split(stack, 2, axis=1)
+    return np.stack([gate, up], axis=2).reshape(stack.shape)
+
+
+def _projection(
+    rng: Any, algo: str, experts: int, rows: int, columns: int, parts: int, group_size: int | None
+) -> dict[str, np.ndarray]:
+    """Tensors by role, experts first: parts side by side, one value a part as [E, parts], [E] for one."""
+    each = [
+        [_expert_part(rng, algo, rows, columns, group_size) for _ in range(parts)] for _ in range(experts)
+    ]
+    stacks = {}
+    for role in each[0][0]:
+        values = [[part[role] for part in expert] for expert in each]
+        if values[0][0].ndim == 0:
+            stacks[role] = np.stack([np.stack(expert) for expert in values])
+            stacks[role] = stacks[role] if parts > 1 else stacks[role][:, 0]
+        else:
+            stacks[role] = np.stack([np.concatenate(expert) for expert in values])
+    if algo == "NVFP4_AWQ":
+        smooth = np.exp2(rng.uniform(-2, 2, (experts, columns))).astype(np.float32)
+        stacks["pre_quant_scale"] = reference.encode(smooth, "bfloat16")
+    return stacks
+
+
+def random_stacks(
+    rng: Any,
+    quant_algo: str,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    gated: bool = True,
+    interleaved: bool = False,
+    group_size: int | None = None,
+    bias: str | None = None,
+    missing_input_scales: float = 0.0,
+    input_scales: bool = True,
+) -> dict[str, np.ndarray]:
+    """Stacks named and shaped as `checkpoint_params`, all scales of gate and up unequal.
+
+    Args:
+        rng: generator.
+        quant_algo: one of `ALGOS`.
+        experts: E.
+        hidden: H.
+        intermediate: I.
+        gated: whether w13 is gate and up.
+        interleaved: rows of gate and up alternate; not for FP8_PB_WO.
+        group_size: of the NVFP4 family; None is 16, and 32 for W4A8_NVFP4_FP8.
+        bias: "float32", or "bfloat16" (as uint16), for biases of both projections.
+        missing_input_scales: share of input scales that are NaN; at least one of each projection is left.
+        input_scales: False leaves them out.
+    """
+    parts = 2 if gated else 1
+    w13 = _projection(rng, quant_algo, experts, intermediate, hidden, parts, group_size)
+    w2 = _projection(rng, quant_algo, experts, hidden, intermediate, 1, group_size)
+    if bias:
+        for one, rows in ((w13, parts * intermediate), (w2, hidden)):
+            values = rng.standard_normal((experts, rows)).astype(np.float32)
+            one["bias"] = reference.encode(values, "bfloat16") if bias == "bfloat16" else values
+    if interleaved:
+        assert gated, "there is no gate"
+        assert quant_algo != "FP8_PB_WO", "blocks of rows with one scale cannot alternate"
+        by_row = [role for role, value in w13.items() if value.shape[1:2] == (2 * intermediate,)]
+        w13 |= {role: _alternating(w13[role]) for role in by_row if role != "pre_quant_scale"}
+    for one in (w13, w2):
+        if not input_scales:
+            one.pop("input_scale", None)
+        elif "input_scale" in one:
+            gone = rng.random(one["input_scale"].shape) < missing_input_scales
+            gone.reshape(-1)[rng.integers(gone.size)] = False
+            one["input_scale"][gone] = np.nan
+    return {f"w13_{role}": value for role, value in w13.items()} | {
+        f"w2_{role}": value for role, value in w2.items()
+    }
+
+
+def random_routing(
+    rng: Any, tokens: int, top_k: int, experts: int, kind: str = "random", ids_dtype: str = "int32"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Router weights, float32 [T, k] that sum to 1 in a row, and ids [T, k].
+
+    Kinds:
+        random: different experts in a row, as a router gives them.
+        skewed: the same, low numbers much oftener than high ones.
+        one: the first slot of every token has the same expert.
+        few: three quarters of the experts have no token (one at least has some).
+        duplicates: experts may stand twice in a row.
+        hostile: duplicates, and ids below 0 and beyond the experts, the least and the largest integers among
+            them; weights of both signs, zeros, and at slots that count nothing NaN and infinity.
+    """
+    weights = rng.random((tokens, top_k)).astype(np.float32) + np.float32(0.01)
+    weights /= weights.sum(axis=1, keepdims=True, dtype=np.float32)
+    preference = np.zeros(experts)
+    if kind == "skewed":
+        preference = -2.0 * np.log1p(np.arange(experts))
+    if kind in ("random", "skewed", "one"):
+        assert top_k <= experts, "experts of a row are different ones"
+        order = np.argsort(-(preference + rng.gumbel(size=(tokens, experts))), axis=1)
+        if kind == "one":
+            chosen = rng.integers(experts)
+            rest = order[order != chosen].reshape(tokens, experts - 1)
+            order = np.concatenate([np.full((tokens, 1), chosen), rest], axis=1)
+        return weights, order[:, :top_k].astype(ids_dtype)
+    if kind == "few":
+        busy = rng.permutation(experts)[: max(1, experts // 4)]
+        return weights, rng.choice(busy, (tokens, top_k)).astype(ids_dtype)
+    ids = rng.integers(0, experts, (tokens, top_k)).astype(ids_dtype)
+    if kind == "duplicates":
+        return weights, ids
+    assert kind == "hostile", kind
+    limits = np.iinfo(ids_dtype)
+    wrong = np.array([-1, -2, -experts, experts, experts + 1, limits.min, limits.max], ids_dtype)
+    nothing = rng.random(ids.shape) < 0.3
+    ids = np.where(nothing, rng.choice(wrong, ids.shape), ids)
+    weights = weights * rng.choice(np.float32([1, -1, 0]), ids.shape)
+    return np.where(nothing, rng.choice(np.float32([np.nan, np.inf, 0.5]), ids.shape), weights), ids
+
+
+def random_expert_map(rng: Any, global_experts: int, local_experts: int) -> np.ndarray:
+    """int32 [global_experts]: the local experts at random numbers in a random order, -1 elsewhere."""
+    expert_map = np.full(global_experts, -1, np.int32)
+    expert_map[rng.permutation(global_experts)[:local_experts]] = np.arange(local_experts)
+    return expert_map
