@@ -56,7 +56,7 @@ class MoEMethod(PlannedMethod):
             following each other; `prepare` puts them one behind the other.
         alpha: Of silu with a gate: gate * sigmoid(alpha * gate) * (up + beta); None for the activation's own.
         beta: Likewise.
-        limit: gate is at most limit, up within -limit and limit; None for the activation's own, or none.
+        limit: Likewise: gate is at most limit, up within -limit and limit.
         group_size: As for `LinearMethod`, like the next three.
         dtype: Of x and y.
         device: Only "cpu" so far.
@@ -317,12 +317,11 @@ class MoEMethod(PlannedMethod):
 
     def _parts(self, name: str, tensor: Any) -> Any:
         """A stack, or of rows that take turns those of gate and those of up."""
-        rows = self.checkpoint_params[name].shape
-        if not self.interleaved or not name.startswith("w13_") or rows[1:2] != (2 * self.intermediate_size,):
+        by_row = ("w13_weight", "w13_weight_scale")
+        spec = self.checkpoint_params[name]
+        if not self.interleaved or name not in by_row or spec.shape[1] != 2 * self.intermediate_size:
             return tensor
-        if (
-            self.checkpoint_params[name].dtype == "float32"
-        ):  # scales of rows are read where they are contiguous
+        if spec.dtype == "float32":  # scales of rows are read where they are contiguous
             tensor = float32_values(tensor)
             return [np.ascontiguousarray(tensor[:, half::2]) for half in (0, 1)]
         return [tensor[:, 0::2], tensor[:, 1::2]]
@@ -332,10 +331,9 @@ class MoEMethod(PlannedMethod):
         spec = self.prepared_params[name]
         if tuple(bias.shape) != spec.shape:
             raise ValueError(f"{name}: expected shape {list(spec.shape)}, got {list(bias.shape)}")
-        if target is None:
-            target = _C.decode(bias, _C.describe_tensor(bias)["dtype"])
         if not self.interleaved or name == "w2_bias":
-            return target if target is bias else _C.copy(bias, target)
+            return bias if target is bias else _C.copy(bias, target)
+        target = _C.copy(bias) if target is None else target
         half = self.intermediate_size
         values = float32_values(bias)
         for expert in range(self.num_experts):

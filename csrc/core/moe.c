@@ -45,7 +45,7 @@ static moq_status take_number(const char *name, double given, float own, float *
 static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
     int i;
     MOQ_TRY(find_activation(names->activation, &i, err));
-    bool plain = isnan(names->alpha) && isnan(names->beta);
+    bool plain = isnan(names->alpha) && isnan(names->beta) && isnan(names->limit);
     spec->gated = names->gated;
     spec->activation = ACTIVATIONS[i].activation;
     if (ACTIVATIONS[i].gated_only && !names->gated)
@@ -54,8 +54,10 @@ static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec
     if (!plain && (spec->activation != MOQ_MOE_SILU || !names->gated))
         return moq_fail(err, MOQ_ERR_VALUE,
                         "%s: is for \"silu\" and \"swigluoai\" with a gate, not for \"%s\"%s",
-                        isnan(names->alpha) ? "beta" : "alpha", ACTIVATIONS[i].name,
-                        names->gated ? "" : " without one");
+                        !isnan(names->alpha)  ? "alpha"
+                        : !isnan(names->beta) ? "beta"
+                                              : "limit",
+                        ACTIVATIONS[i].name, names->gated ? "" : " without one");
     MOQ_TRY(take_number("alpha", names->alpha, ACTIVATIONS[i].alpha, &spec->alpha, err));
     MOQ_TRY(take_number("beta", names->beta, ACTIVATIONS[i].beta, &spec->beta, err));
     if (!isnan(names->limit) && !(names->limit > 0))

@@ -14,9 +14,9 @@
  * and "treated" what a linear of the algorithm does with its activations (core/linear.h). Each
  * weight is a stack of experts (core/weight.h): gate and up keep their own scales.
  *
- * act of gate g, up v, all in float32, with limits where there are some:
- *   g = min(g, limit), v = min(max(v, -limit), limit)
- *   silu       g * s(alpha * g) * (v + beta), s(z) = 1 / (1 + exp(-z))
+ * act of gate g, up v, all in float32:
+ *   silu       g * s(alpha * g) * (v + beta), s(z) = 1 / (1 + exp(-z)), where there is a limit
+ *              with min(g, limit) and min(max(v, -limit), limit)
  *   gelu       g / 2 * (1 + erf(g / sqrt(2))) * v
  *   gelu_tanh  g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) * v
  *   relu2      max(g, 0)^2 * v

@@ -22,12 +22,19 @@ static void silu_gated(const moq_moe_spec *s, const float *u, int64_t n, float *
     }
 }
 
+/* Below this both forms of gelu are as good as zero, and have to be where z is infinite. */
+#define GELU_LEAST -16.0f
+
+/* The complement keeps the digits of a negative z. */
 static float gelu(float z) {
-    return 0.5f * z * (1.0f + erff(z * 0x1.6a09e6p-1f)); /* 1 / sqrt(2) */
+    float low = z < GELU_LEAST ? GELU_LEAST : z;
+    return 0.5f * low * erfcf(low * -0x1.6a09e6p-1f); /* 1 / sqrt(2) */
 }
 
+/* (1 + tanh(a)) / 2 is the logistic function of 2 a. */
 static float gelu_tanh(float z) {
-    return 0.5f * z * (1.0f + tanhf(0x1.988454p-1f * (z + 0.044715f * z * z * z))); /* sqrt(2/pi) */
+    float low = z < GELU_LEAST ? GELU_LEAST : z;
+    return low * moq_sigmoid(0x1.988454p+0f * (low + 0.044715f * low * low * low)); /* sqrt(8/pi) */
 }
 
 static float relu2(float z) {
@@ -43,9 +50,9 @@ static float silu(float z) {
 #define ROWS_OF(function)                                                                          \
     static void function##_rows(const moq_moe_spec *s, const float *u, int64_t n, float *g) {      \
         for (int64_t i = 0; i < n; i++)                                                            \
-            g[i] = function(cut_gate(u[i], s->limit));                                             \
+            g[i] = function(u[i]);                                                                 \
         for (int64_t i = 0; i < n && s->gated; i++)                                                \
-            g[i] *= cut_up(u[n + i], s->limit);                                                    \
+            g[i] *= u[n + i];                                                                      \
     }
 
 ROWS_OF(silu)
