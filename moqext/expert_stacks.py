@@ -6,7 +6,8 @@ of whatever was in memory.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,10 +102,8 @@ def adopt_stacks(specs: Mapping[str, ParamSpec], gated: bool, tensors: Mapping[s
     for name, spec in specs.items():
         if name not in tensors and spec.required:
             raise ValueError(f"tensors[{name!r}]: missing")
-        if name in tensors and tuple(tensors[name].shape) != spec.shape:
-            raise ValueError(
-                f"tensors[{name!r}]: expected shape {list(spec.shape)}, got {list(tensors[name].shape)}"
-            )
+        if name in tensors and (shape := shape_of(tensors[name], f"tensors[{name!r}]")) != spec.shape:
+            raise ValueError(f"tensors[{name!r}]: expected shape {list(spec.shape)}, got {list(shape)}")
     return ExpertStacks(tensors, _nothing_filled({name: specs[name] for name in tensors}, gated))
 
 
@@ -128,15 +127,13 @@ def fill_slot(
     if isinstance(expert, bool) or not isinstance(expert, (int, np.integer)) or not 0 <= expert < len(filled):
         raise ValueError(f"expert: expected 0 to {len(filled) - 1}, got {expert!r}")
     tensor = as_tensor(tensor)
-    try:
+    with naming(f"{name} of expert {expert}"):
         if filled.shape[1] == 1:
             _fill_whole(
                 stack[expert : expert + 1], tensor, again=bool(filled[expert, 0]) and slot.halves == (1,)
             )
         else:
             _fill_halves(stack[expert], tensor, slot, interleaved)
-    except (ValueError, TypeError, BufferError) as error:
-        raise type(error)(f"{name} of expert {expert}: {str(error).removeprefix('x: ')}") from None
     filled[expert, 0 if filled.shape[1] == 1 else list(slot.halves)] = True
 
 
@@ -169,7 +166,7 @@ def _fill_halves(target: Any, tensor: Any, slot: Slot, interleaved: bool) -> Non
 
 def _copy(target: Any, tensor: Any) -> None:
     """The values of a tensor in the shape of the target, extents of 1 aside."""
-    shape, wanted = tuple(tensor.shape), tuple(target.shape)
+    shape, wanted = shape_of(tensor, "x"), tuple(target.shape)
     squeezed = [extent for extent in shape if extent != 1]
     if shape != wanted and squeezed == [extent for extent in wanted if extent != 1]:
         tensor = tensor.reshape(wanted)
@@ -181,13 +178,29 @@ def _host(tensor: Any) -> Any:
     return tensor if isinstance(tensor, np.ndarray) else float32_values(tensor)
 
 
-def float32_values(tensor: Any) -> NDArray[np.float32]:
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Failures of the boundary, which call a tensor x, with what the caller calls it."""
+    try:
+        yield
+    except (ValueError, TypeError, BufferError) as error:
+        raise type(error)(f"{name}: {str(error).removeprefix('x: ')}") from None
+
+
+def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
+    """The shape of a tensor of any framework."""
+    with naming(name):
+        return tuple(_C.describe_tensor(tensor)["shape"])
+
+
+def float32_values(tensor: Any, name: str = "x") -> NDArray[np.float32]:
     """The numbers of a tensor of any framework, on any device, as float32 on the host."""
     tensor = as_tensor(tensor)
-    if _C.describe_tensor(tensor)["device"] != "cpu":
-        tensor = _C.to_host(tensor)
-    values = np.empty(tuple(tensor.shape), np.float32)
-    return np.asarray(_C.copy(tensor, values))
+    with naming(name):
+        about = _C.describe_tensor(tensor)
+        if about["device"] != "cpu":
+            tensor = _C.to_host(tensor)
+        return np.asarray(_C.copy(tensor, np.empty(about["shape"], np.float32)))
 
 
 def refuse_unfilled(stacks: ExpertStacks, specs: Mapping[str, ParamSpec], gated: bool) -> None:

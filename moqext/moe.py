@@ -5,6 +5,7 @@ The steps are those of `LinearMethod`, on stacks of experts: the method says whi
 want (`prepare`), and computes (`method(x, prepared, topk_weights, topk_ids)`).
 """
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, cast
@@ -19,7 +20,9 @@ from moqext.expert_stacks import (
     empty_stacks,
     fill_slot,
     float32_values,
+    naming,
     refuse_unfilled,
+    shape_of,
 )
 from moqext.linear import Tensor
 from moqext.method import ParamSpec, PlannedMethod
@@ -200,8 +203,7 @@ class MoEMethod(PlannedMethod):
             params: The stacks of `checkpoint_params` by name. Those of `new_params` and `adopt` have to have
                 every slot filled; an optional stack that was never filled counts as absent.
             out: Prepared tensors of an earlier call to overwrite, as for `LinearMethod.prepare`; a stack
-                whose bytes stay as they are may be that of `params` itself. What is wrong in w2 may be found
-                after w13 was written.
+                whose bytes stay as they are may be that of `params` itself.
 
         Returns:
             A new dict of tensors of the framework of the weights, or `out`: by `prepared_params`, experts
@@ -216,11 +218,12 @@ class MoEMethod(PlannedMethod):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
         stacks = self._checked(params)
         self._refuse_names(out, self.prepared_params, "out")
-        result: dict[str, Any] = {}
-        for weight in _PLANS:
-            result |= self._prepare_stack(weight, stacks, out)
         if out is None:
-            return result
+            return self._prepare_stack("w13", stacks, None) | self._prepare_stack("w2", stacks, None)
+        for weight in _PLANS:
+            self._prepare_stack(weight, stacks, out, only_checks=True)
+        for weight in _PLANS:
+            self._prepare_stack(weight, stacks, out)
         return out
 
     def _checked(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +237,7 @@ class MoEMethod(PlannedMethod):
         for weight in _PLANS:
             name = f"{weight}_input_scale"
             if name in stacks:
-                given = float32_values(stacks[name])
+                given = float32_values(stacks[name], name)
                 if isinstance(params, ExpertStacks):
                     given[~params.filled[name].reshape(given.shape)] = np.nan
                 stacks[name] = self._input_scales(given, name)
@@ -268,35 +271,28 @@ class MoEMethod(PlannedMethod):
             )
 
     def _prepare_stack(
-        self, weight: str, stacks: Mapping[str, Any], out: Mapping[str, Any] | None
+        self,
+        weight: str,
+        stacks: Mapping[str, Any],
+        out: Mapping[str, Any] | None,
+        *,
+        only_checks: bool = False,
     ) -> dict[str, Any]:
         """The prepared tensors of one of the two weights, by their whole names."""
-        bias = f"{weight}_bias"
         prefix = f"{weight}_"
-        source = {
-            name.removeprefix(prefix): self._parts(name, tensor)
-            for name, tensor in stacks.items()
-            if name.startswith(prefix) and name != bias
-        }
-        given = None
-        if out is not None:
-            given = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in out.items()
-                if name.startswith(prefix) and name != bias
-            }
+        source = {name: self._parts(prefix + name, tensor) for name, tensor in _below(prefix, stacks).items()}
+        given = None if out is None else _below(prefix, out)
         try:
-            prepared = self._weight_plan(weight).prepare(source, given)
+            prepared = self._weight_plan(weight).prepare(source, given, only_checks)
         except (ValueError, TypeError, BufferError) as error:
-            raise type(error)(f"{weight}: {error}") from None
+            raise type(error)(_with_prefix(str(error), prefix)) from None
         result = {prefix + name: tensor for name, tensor in prepared.items()}
-        if bias in stacks:
-            target = None if out is None else out.get(bias)
-            if out is not None and target is None:
-                raise ValueError(f'out["{bias}"]: missing, and params have one')
-            result[bias] = self._prepare_bias(bias, stacks[bias], target)
-        elif out is not None and out.get(bias) is not None:
-            raise ValueError(f'out["{bias}"]: params have none to write there')
+        bias, target = stacks.get(f"{prefix}bias"), None if out is None else out.get(f"{prefix}bias")
+        if out is not None and (bias is None) != (target is None):
+            what = "missing, and params have one" if target is None else "params have none to write there"
+            raise ValueError(f'out["{prefix}bias"]: {what}')
+        if bias is not None:
+            result[f"{prefix}bias"] = self._prepare_bias(f"{prefix}bias", bias, target, only_checks)
         return result
 
     def _weight_plan(self, weight: str) -> _C.WeightPlan:
@@ -322,24 +318,27 @@ class MoEMethod(PlannedMethod):
         if not self.interleaved or name not in by_row or spec.shape[1] != 2 * self.intermediate_size:
             return tensor
         if spec.dtype == "float32":  # scales of rows are read where they are contiguous
-            tensor = float32_values(tensor)
+            tensor = float32_values(tensor, name)
             return [np.ascontiguousarray(tensor[:, half::2]) for half in (0, 1)]
         return [tensor[:, 0::2], tensor[:, 1::2]]
 
-    def _prepare_bias(self, name: str, bias: Any, target: Any) -> Any:
+    def _prepare_bias(self, name: str, bias: Any, target: Any, only_checks: bool) -> Any:
         """float32, gate first."""
-        spec = self.prepared_params[name]
-        if tuple(bias.shape) != spec.shape:
-            raise ValueError(f"{name}: expected shape {list(spec.shape)}, got {list(bias.shape)}")
-        if not self.interleaved or name == "w2_bias":
-            return bias if target is bias else _C.copy(bias, target)
-        target = _C.copy(bias) if target is None else target
-        half = self.intermediate_size
-        values = float32_values(bias)
-        for expert in range(self.num_experts):
-            _C.copy(np.ascontiguousarray(values[expert, 0::2]), target[expert, :half])
-            _C.copy(np.ascontiguousarray(values[expert, 1::2]), target[expert, half:])
-        return target
+        shape = self.prepared_params[name].shape
+        if (found := shape_of(bias, name)) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(found)}")
+        values = float32_values(bias, name)
+        if self.interleaved and name == "w13_bias":
+            values = np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1)
+        if target is None:
+            target = bias if only_checks else _C.copy(bias)
+        with naming(f'out["{name}"]'):
+            about = _C.describe_tensor(target)
+            if only_checks and (about["dtype"], tuple(about["shape"])) != ("float32", shape):
+                raise ValueError(
+                    f"expected float32 of shape {list(shape)}, got {about['dtype']} of shape {about['shape']}"
+                )
+            return target if only_checks else _C.copy(values, target)
 
     # --------------------------------------------------------------------------------------------- call
 
@@ -427,6 +426,28 @@ _OPTIONS = (
 def _make_method(sizes: tuple[str, int, int, int], options: Mapping[str, Any]) -> MoEMethod:
     """What copies and pickles are made by."""
     return MoEMethod(*sizes, **options)
+
+
+def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a weight's own plan takes, by the names there: all but the bias."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and name != f"{prefix}bias"
+    }
+
+
+_ROLES = "weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale|output_scale|fold_scale"
+_SUBJECT = re.compile(rf"(?:(?P<expert>experts(?:\.[0-9]+)?): )?(?P<role>{_ROLES}): ")
+_QUOTED = re.compile(rf"(?P<quote>[\"'])(?P<role>{_ROLES})(?P=quote)")
+
+
+def _with_prefix(message: str, prefix: str) -> str:
+    """A message of a weight's own plan, with the names that its tensors have here."""
+    if subject := _SUBJECT.match(message):
+        expert = f"{subject['expert']}: " if subject["expert"] else ""
+        return f"{prefix}{subject['role']}: {expert}{message[subject.end() :]}"
+    return _QUOTED.sub(rf"\g<quote>{prefix}\g<role>\g<quote>", message)
 
 
 _plan_of = lru_cache(maxsize=256)(_C.weight_plan)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moqext import _C, MoEMethod, UnsupportedQuantization, reference, set_num_threads
+from moqext import _C, LinearMethod, MoEMethod, UnsupportedQuantization, reference, set_num_threads
 
 from .linear_cases import LIMITS, poisoned, random_x
 from .moe_cases import ALGOS, COMPUTES, ROUTINGS, random_expert_map, random_routing, random_stacks
@@ -331,7 +331,7 @@ def test_a_nan_in_x_stays_in_its_row(rng):
     assert np.isfinite(np.delete(y, 2, axis=0)).all()
 
 
-# ------------------------------------------------------------------------------------------- activation scales
+# ------------------------------------------------------------------------------------------ activation scales
 
 
 @pytest.mark.parametrize("algo", ["FP8", "W4A8_NVFP4_FP8"])
@@ -560,11 +560,11 @@ def test_a_damaged_scale_is_named_with_its_stack_and_expert(rng):
     method = MoEMethod("FP8", 4, 64, 32, top_k=2)
     stacks = random_stacks(rng, "FP8", 4, 64, 32)
     stacks["w13_weight_scale"][2, 1] = np.inf
-    with pytest.raises(ValueError, match=r"w13: experts.2: weight_scale"):
+    with pytest.raises(ValueError, match=r"w13_weight_scale: experts.2: expected"):
         method.prepare(stacks)
     with pytest.raises(ValueError, match="'gate' is no parameter of FP8 experts"):
         method.prepare(stacks | {"gate": stacks["w2_weight"]})
-    with pytest.raises(ValueError, match='w2: params: "weight" is missing'):
+    with pytest.raises(ValueError, match='params: "w2_weight" is missing'):
         method.prepare(random_stacks(rng, "FP8", 4, 64, 32) | {"w2_weight": None})
 
 

@@ -37,6 +37,7 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
+    X(only_checks)                                                                                 \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
     X(output_scale)                                                                                \

@@ -133,7 +133,7 @@ static PyMethodDef WEIGHT_METHODS[] = {
     {"prepared_params", prepared_params, METH_NOARGS,
      "prepared_params() -> list of (name, shape, dtype, role, required)"},
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
-     "prepare(params, out=None) -> dict of prepared tensors"},
+     "prepare(params, out=None, only_checks=False) -> dict of prepared tensors"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,8 +10,8 @@
  * an exception and NULL. */
 int moq_take_partitions(PyObject *value, int64_t **partitions);
 
-/* prepare(params, out=None) of a weight: new tensors in a dict, or `out`. `text` is what messages
- * call the layer. */
+/* prepare(params, out=None, only_checks=False) of a weight: new tensors in a dict, or `out`, which
+ * is not written where it only checks. `text` is what messages call the layer. */
 PyObject *moq_weight_prepare_call(moq_state *state, const moq_weight *weight, const char *text,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
 

@@ -301,13 +301,12 @@ static int take_prepare_memory(moq_state *state, const moq_weight *w, bool fresh
     return out->object ? 0 : -1;
 }
 
-static int prepare_values(moq_state *state, const moq_weight *w, const prepare_args *p, bool fresh,
-                          moq_params *params) {
+static int prepare_values(moq_state *state, const moq_weight *w, const prepare_args *p,
+                          moq_prepare_way way, moq_params *params) {
     moq_source source[SOURCES];
     moq_status status;
     moq_err err;
     const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
-    moq_prepare_way way = {.fresh = fresh};
     if (moq_stream_take(NULL, weight, &way.stream) < 0)
         return -1;
     for (int s = 0; s < SOURCES; s++)
@@ -322,7 +321,7 @@ static int prepare_values(moq_state *state, const moq_weight *w, const prepare_a
         .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
     };
     moq_arg workspace;
-    if (take_prepare_memory(state, w, fresh, weight, &workspace) < 0)
+    if (take_prepare_memory(state, w, way.fresh, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
     moq_long_call call;
@@ -350,24 +349,28 @@ static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p,
 }
 
 static PyObject *prepare_with(moq_state *state, const moq_weight *w, PyObject *sources,
-                              PyObject *out, prepare_args *p) {
+                              PyObject *out, bool only_checks, prepare_args *p) {
+    moq_prepare_way way = {.fresh = moq_arg_absent(out), .only_checks = only_checks};
     moq_params params = {0};
     int status = -1;
     if (take_sources(state, w, sources, p) == 0 && open_outputs(state, w, out, p, &params) == 0)
-        status = prepare_values(state, w, p, moq_arg_absent(out), &params);
+        status = prepare_values(state, w, p, way, &params);
     return close_outputs(state, out, p, status);
 }
 
-static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
+static const moq_signature PREPARE = {"prepare", 3, 1, 3, {KW_params, KW_out, KW_only_checks}};
 
 PyObject *moq_weight_prepare_call(moq_state *state, const moq_weight *w, const char *text,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    PyObject *v[2];
+    PyObject *v[3];
     prepare_args p;
-    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0 || open_prepare(w, &p) < 0)
+    if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
+        return NULL;
+    int only_checks = v[2] ? PyObject_IsTrue(v[2]) : 0;
+    if (only_checks < 0 || open_prepare(w, &p) < 0)
         return NULL;
     p.text = text;
-    PyObject *result = prepare_with(state, w, v[0], v[1], &p);
+    PyObject *result = prepare_with(state, w, v[0], v[1], only_checks > 0, &p);
     release_prepare(&p);
     return result;
 }

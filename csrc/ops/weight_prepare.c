@@ -574,7 +574,7 @@ static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources
     moq_status status = check_sources(w, sources, &scales, way.stream, err);
     if (status == MOQ_OK)
         status = w->device.kind == MOQ_CPU
-                     ? moq_prepare_on_cpu(w, sources, &scales, params, err)
+                     ? moq_prepare_on_cpu(w, sources, way.only_checks, &scales, params, err)
                      : moq_prepare_on_cuda(w, sources, &scales, way, params, err);
     free(scales.memory);
     return status;
@@ -597,6 +597,8 @@ static moq_status prepare_anywhere(const moq_weight *w, const moq_weight_sources
     MOQ_TRY(moq_check_params(wanted, count, params, "out", err));
     if (w->device.kind == MOQ_CPU)
         return prepare(w, sources, way, params, err);
+    if (way.only_checks)
+        return moq_fail(err, MOQ_ERR_INTERNAL, "prepare: only_checks is for weights on the CPU");
     MOQ_TRY(moq_cuda_enter(w->device.index, &entered, err));
     moq_status status = prepare_on_stream(w, sources, way, params, err);
     moq_cuda_leave(entered);

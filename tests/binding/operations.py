@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from fake_dlpack import CPU, Exchange, Lender, MutableProducer, make_type
 
-from moqext import LinearMethod, ops
+from moqext import LinearMethod, MoEMethod, ops
 
 Arguments = dict[str, Any]
 Slot = tuple[str, ...]
@@ -254,6 +254,47 @@ def linear_function(rng: np.random.Generator) -> Operation:
     return operation
 
 
+def experts(rng: np.random.Generator, algo: str) -> tuple[MoEMethod, dict[str, np.ndarray]]:
+    """A method of three experts, top 2, and checkpoint stacks for it, every optional one included."""
+    method = MoEMethod(algo, 3, 32, 64, top_k=2, dtype="float32", global_num_experts=4)
+    params = {
+        name: scale(rng, *spec.shape) if spec.dtype == "float32" else e4m3(rng, *spec.shape)
+        for name, spec in method.checkpoint_params.items()
+    }
+    return method, params
+
+
+def prepare_experts(algo: str) -> Callable[[np.random.Generator], Operation]:
+    def make(rng: np.random.Generator) -> Operation:
+        method, params = experts(rng, algo)
+        out = {
+            name: poison(*spec.shape, dtype=np.float32 if spec.dtype == "float32" else np.uint8)
+            for name, spec in method.prepared_params.items()
+        }
+        return Operation(lambda a: method.prepare(a["params"], a["out"]), {"params": params, "out": out})
+
+    return make
+
+
+def moe(algo: str) -> Callable[[np.random.Generator], Operation]:
+    def make(rng: np.random.Generator) -> Operation:
+        method, params = experts(rng, algo)
+        call = lambda a: method(  # noqa: E731
+            a["x"], a["params"], a["topk_weights"], a["topk_ids"], a["expert_map"], out=a["out"]
+        )
+        arguments = {
+            "x": floats(rng, 2, 32),
+            "params": dict(method.prepare(params)),
+            "topk_weights": floats(rng, 2, 2),
+            "topk_ids": rng.integers(-1, 5, (2, 2), dtype=np.int32),
+            "expert_map": np.array([2, -1, 0, 1], np.int32),
+            "out": poison(2, 32, dtype=np.float32),
+        }
+        return Operation(call, arguments)
+
+    return make
+
+
 OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "encode": encode,
     "decode": decode,
@@ -278,6 +319,8 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     **{f"prepare {algo}": prepare(algo) for algo in LAYERS},
     **{f"linear {algo}": linear(algo) for algo in LAYERS},
     "ops.linear": linear_function,
+    **{f"prepare experts {algo}": prepare_experts(algo) for algo in ("FP8", "NVFP4")},
+    **{f"experts {algo}": moe(algo) for algo in ("FP8", "NVFP4")},
 }
 
 SLOTS = [(name, slot) for name, make in OPERATIONS.items() for slot in make(np.random.default_rng(0)).slots()]
