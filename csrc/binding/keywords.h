@@ -60,6 +60,7 @@
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \
+    X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
     X(tokens)                                                                                      \
