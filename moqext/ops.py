@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
+from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
 from moqext.spelling import Compute, Device, Dtype, Scoring, device_name, dtype_name
@@ -19,6 +20,8 @@ __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "expert_alphas",
+    "expert_input_scale",
     "linear",
     "pack_fp4",
     "pack_nvfp4",
@@ -27,7 +30,9 @@ __all__ = [
     "requantize_to_max",
     "rms_norm_quantize",
     "route",
+    "shared_input_scale",
     "silu_and_mul_quantize",
+    "swap_gate_up",
     "swizzle_block_scales",
     "to_device",
     "to_host",
@@ -326,25 +331,29 @@ def requantize_to_max(
     """One scale for a fused FP8 weight: every part moved to the largest, as vLLM does when it loads one.
 
     code' = e4m3(fp16(code * scale) * (1 / max(weight_scale))), the product with a float32 scale rounded to
-    float16 as on vLLM's CPU path, everything else float32. This loses precision (`LinearMethod` keeps the
-    scales apart and does not); it is here to reproduce those weights exactly. Equal scales change nothing.
-    Unlike there, a part whose scale is 0 becomes zeros even if its codes are NaN.
+    float16 as on vLLM's CPU path, everything else float32. This loses precision (`LinearMethod` and
+    `MoEMethod` keep the scales apart and do not); it is here to reproduce those weights exactly. Equal scales
+    change nothing. Unlike there, a part whose scale is 0 becomes zeros even if its codes are NaN.
+
+    A stack of experts has the largest scale of each, of gate and up ([I, I]). As in vLLM every expert passes
+    through float16, though its scales are equal, which changes codes under a scale below about 2^-15 or above
+    146; only experts of one part, which are not gated, stay as they are.
 
     Args:
-        weight: [N, K] E4M3 or raw uint8, any strides, on the host or a CUDA device.
+        weight: [N, K] or [E, N, K], E4M3 or raw uint8, any strides, on the host or a CUDA device.
         weight_scale: float32 [P], finite and not negative, or a list of P numbers; or one element, which
-            changes nothing. On the weight's device or the host; from a device it is read back, so not in a
-            capture.
+            changes nothing. For a stack [E, P], or [E] where P is 1. On the weight's device or the host; from
+            a device it is read back, so not in a capture.
         partitions: P row counts that sum to N; 0 is allowed.
-        out: contiguous [N, K] E4M3 or raw uint8, apart from the inputs.
+        out: contiguous E4M3 or raw uint8 of the shape of the weight, apart from the inputs.
 
     Returns:
-        (codes [N, K], largest scale float32 []).
+        (codes of the weight's shape, largest scale float32 [], or [E] for a stack).
 
     Raises:
         TypeError: a wrong dtype.
         ValueError: counts that do not sum to N, scales of another shape, negative or not finite, or unequal
-            ones of at most 2^-128, whose reciprocal float32 does not hold.
+            ones of at most 2^-128, whose reciprocal float32 does not hold; of a stack the expert is named.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.
     """
@@ -360,7 +369,7 @@ def swizzle_block_scales(scale: Any, *, out: Any = None) -> Any:
     + (m % 128) // 32 * 4 + k % 4, with M padded to a multiple of 128 and K to Kp, a multiple of 4, by zeros.
 
     Args:
-        scale: [M, K] or [B, M, K] of a dtype of one byte, any strides.
+        scale: [M, K], or [B, M, K] as those of experts are, of a dtype of one byte, any strides.
         out: contiguous tensor of the result's shape and dtype.
 
     Returns:

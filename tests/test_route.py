@@ -198,6 +198,19 @@ def test_ties_go_to_the_lower_index(rng, groups, kept):
     assert ids.tolist() == [by_hand(bias, top_k, groups, kept, True)]
 
 
+@pytest.mark.parametrize("groups, kept", [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("scoring, score", [("softmax", 1 / 16), ("sigmoid", 0.0), ("sqrtsoftplus", 0.0)])
+def test_ties_of_score_and_bias_go_to_the_lower_index(rng, scoring, score, groups, kept):
+    """Logits of -200 have one exact score, so that the bias has three values and v as many."""
+    bias = rng.integers(-1, 2, 16).astype(np.float32)
+    keys = {"num_groups": groups, "topk_groups": kept, "correction_bias": bias}
+    top_k = min(kept * 16 // groups, 6)
+    weights, ids = moqext.route(np.full((3, 16), -200, np.float32), top_k, scoring=scoring, **keys)
+    v = np.float32(score) + bias
+    assert ids.tolist() == [by_hand(v, top_k, groups, kept, True)] * 3
+    assert (weights == np.float32(score)).all()
+
+
 def test_minus_zero_ties_with_zero():
     x = np.float32([[-0.0, 0.0, -0.0, 0.0]])
     _, ids = moqext.route(x, 3, scoring="softmax")
@@ -237,6 +250,29 @@ def test_nan_logits_come_last_and_weigh_nan_only_where_chosen(scoring, renormali
     assert np.isnan(weights).tolist() == [[False] * 3 + [True], [False] * 4, [True] * 4]
     few, _ = moqext.route(np.float32([[1, -INF, 2]]), 3, scoring=scoring, renormalize=renormalize)
     np.testing.assert_array_equal(weights[0, :3], few[0])  # as if the NaN were not there
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_nan_logits_in_groups(scoring):
+    """A group counts as its best logit that is a number; of all NaN, it comes last, behind -infinity."""
+    x = np.float32([[NAN, 3, NAN, NAN, 1, 2], [NAN, NAN, -INF, NAN, NAN, NAN]])
+    weights, ids = moqext.route(x, 3, scoring=scoring, num_groups=3, topk_groups=2)
+    assert ids.tolist() == [[1, 5, 4], [2, 0, 1]]
+    assert np.isnan(weights).tolist() == [[False] * 3, [False, True, True]]
+    if scoring == "topk_softmax":
+        return
+    # with a bias two members count: one NaN among them makes the group the last
+    keys = {"num_groups": 3, "topk_groups": 1, "correction_bias": np.zeros(6, np.float32)}
+    _, ids = moqext.route(np.float32([[NAN, 9, 0, 0, 1, NAN]]), 2, scoring=scoring, **keys)
+    assert ids.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_nan_logits_with_a_bias_come_last(scoring):
+    x, bias = np.float32([[NAN, 1, 2, NAN]]), np.float32([9, 0, 0, 9])
+    weights, ids = moqext.route(x, 3, scoring=scoring, correction_bias=bias)
+    assert ids.tolist() == [[2, 1, 0]]
+    assert np.isnan(weights).tolist() == [[False, False, True]]
 
 
 def test_nan_in_the_bias_comes_last_and_leaves_the_weight():

@@ -61,6 +61,7 @@
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \
+    X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
     X(tokens)                                                                                      \

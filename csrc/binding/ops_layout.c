@@ -1,11 +1,15 @@
 /* Operations that rearrange stored tensors: `_C.swizzle_block_scales`, `_C.unswizzle_block_scales`,
- * `_C.pack_fp4`, `_C.unpack_fp4`, `_C.pack_nvfp4`, `_C.unpack_nvfp4` and `_C.requantize_to_max`. */
+ * `_C.pack_fp4`, `_C.unpack_fp4`, `_C.pack_nvfp4`, `_C.unpack_nvfp4` and `_C.requantize_to_max`;
+ * and stacks of experts as engines keep them: `_C.swap_gate_up`, `_C.expert_input_scale`,
+ * `_C.shared_input_scale` and `_C.expert_alphas`. */
 #include "binding/args.h"
 #include "binding/long_call.h"
 #include "binding/py_tensor.h"
 #include "binding/stream.h"
 
 #include "core/formats.h"
+#include "ops/check.h"
+#include "ops/expert_scales.h"
 #include "ops/layout.h"
 #include "ops/nvfp4_pack.h"
 
@@ -264,9 +268,10 @@ static PyObject *run_requantize(moq_state *state, PyObject *given, const moq_arg
         return moq_raise(state, &err);
     if (moq_stream_take(NULL, weight, &stream) < 0)
         return NULL;
-    codes = moq_arg_output(state, given, weight, MOQ_DT_E4M3, 2, expected.shape, &out);
+    codes = moq_arg_output(state, given, weight, MOQ_DT_E4M3, expected.ndim, expected.shape, &out);
     if (codes)
-        largest = moq_arg_new_like(state, scale, MOQ_DT_F32, 0, expected.shape, &max_scale);
+        largest = moq_arg_new_like(state, scale, MOQ_DT_F32, expected.ndim - 2, expected.shape,
+                                   &max_scale);
     if (largest) {
         moq_long_call call;
         moq_long_call_begin(&call);
@@ -300,6 +305,94 @@ static PyObject *requantize(PyObject *module, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
+/* ---- experts as engines keep them ---- */
+
+static PyObject *swap_gate_up(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *kwnames) {
+    static const moq_signature signature = {"swap_gate_up", 1, 1, 2, {KW_stack, KW_out}};
+    return rearrange(module, &signature, "stack", args, nargs, kwnames, moq_describe_swap_gate_up,
+                     moq_run_swap_gate_up);
+}
+
+static PyObject *expert_input_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                    PyObject *kwnames) {
+    static const moq_signature signature = {
+        "expert_input_scale", 1, 1, 2, {KW_input_scale, KW_out}};
+    return rearrange(module, &signature, "input_scale", args, nargs, kwnames,
+                     moq_describe_expert_input_scale, moq_run_expert_input_scale);
+}
+
+static PyObject *shared_input_scale(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                                    PyObject *kwnames) {
+    static const moq_signature signature = {
+        "shared_input_scale", 2, 1, 3, {KW_input_scale, KW_shape, KW_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[3], *result = NULL;
+    int64_t shape[3] = {0};
+    Py_ssize_t ndim = 0;
+    moq_arg in, out;
+    moq_tensor expected;
+    moq_err err;
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    if (!moq_arg_absent(values[1]))
+        ndim = take_extents(values[1], "shape", 3, shape);
+    if (ndim < 0 || moq_arg_take(state, values[0], "input_scale", &in) < 0)
+        return NULL;
+    expected = moq_describe(MOQ_DT_F32, (int32_t)ndim, shape);
+    if (moq_check_input_scales(&in.view, &err) != MOQ_OK)
+        moq_raise(state, &err);
+    else
+        result =
+            moq_arg_output(state, values[2], &in, MOQ_DT_F32, expected.ndim, expected.shape, &out);
+    if (result) {
+        moq_status status = moq_run_shared_input_scale(&in.view, &expected, &out.view, &err);
+        result = finish_one(state, result, &out, status, &err);
+    }
+    moq_arg_release(&in);
+    return result;
+}
+
+/* Runs expert_alphas of tensors that were taken. */
+static PyObject *run_alphas(moq_state *state, PyObject *const *given, const moq_arg *scale,
+                            const moq_arg *second) {
+    moq_arg alpha = {0}, reciprocal = {0};
+    PyObject *alphas = NULL, *reciprocals = NULL;
+    moq_tensor expected;
+    moq_err err;
+    int failed = -1;
+    if (moq_describe_expert_alphas(&scale->view, &second->view, &expected, &err) != MOQ_OK)
+        return moq_raise(state, &err);
+    alphas = take_result(state, given[0], "out", scale, &expected, &alpha);
+    if (alphas)
+        reciprocals = take_result(state, given[1], "scale_out", scale, &expected, &reciprocal);
+    if (reciprocals) {
+        moq_status status =
+            moq_run_expert_alphas(&scale->view, &second->view, &alpha.view, &reciprocal.view, &err);
+        failed = status == MOQ_OK ? 0 : -1;
+        if (failed)
+            moq_raise(state, &err);
+    }
+    return finish_two(state, alphas, &alpha, reciprocals, &reciprocal, failed);
+}
+
+static PyObject *expert_alphas(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                               PyObject *kwnames) {
+    static const moq_signature signature = {
+        "expert_alphas", 2, 2, 4, {KW_input_scale, KW_weight_scale_2, KW_out, KW_scale_out}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[4], *result = NULL;
+    moq_arg scale = {0}, second = {0};
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0)
+        return NULL;
+    if (moq_arg_take(state, values[0], "input_scale", &scale) == 0 &&
+        moq_arg_take(state, values[1], "weight_scale_2", &second) == 0)
+        result = run_alphas(state, values + 2, &scale, &second);
+    moq_arg_release(&scale);
+    moq_arg_release(&second);
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
     {"swizzle_block_scales", (PyCFunction)(void (*)(void))swizzle, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.swizzle_block_scales."},
@@ -315,6 +408,14 @@ static PyMethodDef METHODS[] = {
      "See moqext.ops.unpack_nvfp4."},
     {"requantize_to_max", (PyCFunction)(void (*)(void))requantize, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.requantize_to_max."},
+    {"swap_gate_up", (PyCFunction)(void (*)(void))swap_gate_up, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.swap_gate_up."},
+    {"expert_input_scale", (PyCFunction)(void (*)(void))expert_input_scale,
+     METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.expert_input_scale."},
+    {"shared_input_scale", (PyCFunction)(void (*)(void))shared_input_scale,
+     METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.shared_input_scale."},
+    {"expert_alphas", (PyCFunction)(void (*)(void))expert_alphas, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.expert_alphas."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,6 +10,7 @@
 #include "ops/check.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -163,88 +164,139 @@ moq_status moq_run_unpack_fp4(const moq_tensor *packed, void *stream, const moq_
 
 /* ---- requantize ---- */
 
+/* Rows of a matrix, or of each expert of a stack. */
+static int64_t rows_of(const moq_tensor *weight) {
+    return weight->shape[weight->ndim - 2];
+}
+
+static int64_t experts_of(const moq_tensor *weight) {
+    return weight->ndim == 3 ? weight->shape[0] : 1;
+}
+
+static moq_status check_partitions(const int64_t *partitions, int64_t count, int64_t expected,
+                                   moq_err *err) {
+    int64_t rows = 0;
+    if (count < 1)
+        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected at least one, got none");
+    for (int64_t i = 0; i < count; i++) {
+        if (partitions[i] < 0 || partitions[i] > expected - rows)
+            return moq_fail(
+                err, MOQ_ERR_VALUE,
+                "partitions: expected row counts that sum to %lld, got %lld at index %lld",
+                (long long)expected, (long long)partitions[i], (long long)i);
+        rows += partitions[i];
+    }
+    if (rows != expected)
+        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected a sum of %lld rows, got %lld",
+                        (long long)expected, (long long)rows);
+    return MOQ_OK;
+}
+
+/* A stack of one partition may leave its extent out. */
+static moq_status check_scale_shape(const moq_tensor *scale, const moq_tensor *weight,
+                                    int64_t count, moq_err *err) {
+    char shape[128];
+    long long experts = experts_of(weight);
+    if (weight->ndim == 2) {
+        if (moq_tensor_numel(scale) == 1 || (scale->ndim == 1 && scale->shape[0] == count))
+            return MOQ_OK;
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "weight_scale: expected one element or shape [%lld], got shape %s",
+                        (long long)count, moq_shape_text(scale, shape, sizeof shape));
+    }
+    if (scale->ndim >= 1 && scale->ndim <= 2 && scale->shape[0] == experts &&
+        (scale->ndim == 2 ? scale->shape[1] : 1) == count)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: expected shape [%lld, %lld], got %s",
+                    experts, (long long)count, moq_shape_text(scale, shape, sizeof shape));
+}
+
 moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *scale,
                                    const int64_t *partitions, int64_t count, moq_tensor *expected,
                                    moq_err *err) {
     char shape[128];
-    int64_t rows = 0;
     moq_device host = {MOQ_CPU, 0};
     MOQ_TRY(moq_check_holds(weight, "weight", MOQ_DT_E4M3, err));
     MOQ_TRY(moq_check_holds(scale, "weight_scale", MOQ_DT_F32, err));
     MOQ_TRY(moq_check_usable(weight, "weight", err));
     MOQ_TRY(moq_check_device(scale, "weight_scale", on_device(scale) ? weight->device : host, err));
-    if (count < 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected at least one, got none");
-    if (weight->ndim != 2)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected 2 dimensions, got shape %s",
+    if (weight->ndim != 2 && weight->ndim != 3)
+        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected 2 or 3 dimensions, got shape %s",
                         moq_shape_text(weight, shape, sizeof shape));
-    for (int64_t i = 0; i < count; i++) {
-        if (partitions[i] < 0 || partitions[i] > weight->shape[0] - rows)
-            return moq_fail(
-                err, MOQ_ERR_VALUE,
-                "partitions: expected row counts that sum to %lld, got %lld at index %lld",
-                (long long)weight->shape[0], (long long)partitions[i], (long long)i);
-        rows += partitions[i];
-    }
-    if (rows != weight->shape[0])
-        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected a sum of %lld rows, got %lld",
-                        (long long)weight->shape[0], (long long)rows);
-    if (moq_tensor_numel(scale) != 1 && (scale->ndim != 1 || scale->shape[0] != count))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "weight_scale: expected one element or shape [%lld], got shape %s",
-                        (long long)count, moq_shape_text(scale, shape, sizeof shape));
-    *expected = moq_describe(MOQ_DT_E4M3, 2, weight->shape);
+    MOQ_TRY(check_partitions(partitions, count, rows_of(weight), err));
+    MOQ_TRY(check_scale_shape(scale, weight, count, err));
+    *expected = moq_describe(MOQ_DT_E4M3, weight->ndim, weight->shape);
     return MOQ_OK;
 }
 
-/* Where requantize works from: the scale of each partition on the host, and the largest. */
+/* Where one matrix is requantized from: the scale of each partition on the host, and the largest.
+ */
 typedef struct {
-    float *of; /* [count] */
+    const float *of; /* [count] */
     float largest;
-    bool equal;
+    bool stays; /* codes are copied as they are */
 } scale_list;
 
-static moq_status read_from_device(const moq_tensor *scale, int64_t count, int64_t step,
-                                   void *stream, float *out, moq_err *err) {
-    const float *data = scale->data;
+static moq_status read_from_device(const moq_tensor *scale, void *stream, float *out,
+                                   moq_err *err) {
+    int64_t columns = scale->ndim > 1 ? moq_row_length(scale) : moq_tensor_numel(scale);
+    int64_t rows = scale->ndim > 1 ? moq_row_count(scale) : 1;
     if (moq_cuda_is_capturing(stream))
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "requantize_to_max: its stream is being captured into a CUDA graph, but "
                         "weight_scale has to be read back");
-    if (step == 1)
-        return moq_cuda_download(out, data, (size_t)count * sizeof *out, stream, err);
-    MOQ_TRY(moq_cuda_download(out, data, sizeof *out, stream, err));
-    for (int64_t i = 1; i < count; i++) {
-        out[i] = out[0];
-        if (step != 0)
-            MOQ_TRY(moq_cuda_download(out + i, data + i * step, sizeof *out, stream, err));
+    if (moq_tensor_is_contiguous(scale))
+        return moq_cuda_download(out, scale->data, (size_t)(rows * columns) * sizeof *out, stream,
+                                 err);
+    int64_t step = scale->stride[scale->ndim - 1];
+    for (int64_t i = 0; i < rows * columns; i++) {
+        int64_t row = scale->ndim > 1 ? moq_row_offset(scale, i / columns) : 0;
+        const float *from = (const float *)scale->data + row + i % columns * step;
+        MOQ_TRY(moq_cuda_download(out + i, from, sizeof *out, stream, err));
     }
     return MOQ_OK;
 }
 
-static moq_status read_scales(const moq_tensor *scale, int64_t count, void *stream,
-                              scale_list *scales, moq_err *err) {
-    int64_t step = scale->ndim == 1 && scale->shape[0] > 1 ? scale->stride[0] : 0;
-    if (on_device(scale))
-        MOQ_TRY(read_from_device(scale, count, step, stream, scales->of, err));
-    for (int64_t i = 0; i < count && !on_device(scale); i++)
-        scales->of[i] = ((const float *)scale->data)[i * step];
-    scales->largest = scales->of[0];
-    scales->equal = true;
-    for (int64_t i = 0; i < count; i++) {
-        float value = scales->of[i];
-        if (!(value >= 0.0f) || isinf(value))
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "weight_scale: expected finite numbers of at least 0, got %g",
-                            (double)value);
-        scales->equal = scales->equal && value == scales->of[0];
-        scales->largest = value > scales->largest ? value : scales->largest;
+/* Reads all scales in row-major order; one element is the scale of each of `total`. */
+static moq_status read_scales(const moq_tensor *scale, int64_t total, void *stream, float *out,
+                              moq_err *err) {
+    int64_t given = moq_tensor_numel(scale);
+    if (on_device(scale)) {
+        MOQ_TRY(read_from_device(scale, stream, out, err));
+    } else {
+        for (int64_t row = 0, n = moq_row_length(scale); row < moq_row_count(scale); row++)
+            moq_gather((const float *)scale->data + moq_row_offset(scale, row),
+                       scale->ndim ? scale->stride[scale->ndim - 1] : 1, sizeof *out, n,
+                       out + row * n);
     }
-    if (!scales->equal && !(scales->largest > MOQ_DIVISOR_ABOVE))
+    for (int64_t i = given; i < total; i++)
+        out[i] = out[0];
+    return MOQ_OK;
+}
+
+/* The scales of one matrix, or of expert `expert`, from 0. A fused matrix of equal scales stays as
+ * it is; an expert moves through float16 all the same, as vLLM has it. */
+static moq_status list_scales(const float *of, int64_t count, int64_t expert, scale_list *scales,
+                              moq_err *err) {
+    char where[48] = "";
+    bool equal = true;
+    if (expert >= 0)
+        snprintf(where, sizeof where, "experts.%lld: ", (long long)expert);
+    *scales = (scale_list){.of = of, .largest = of[0]};
+    for (int64_t i = 0; i < count; i++) {
+        if (!(of[i] >= 0.0f) || isinf(of[i]))
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "%sweight_scale: expected finite numbers of at least 0, got %g", where,
+                            (double)of[i]);
+        equal = equal && of[i] == of[0];
+        scales->largest = of[i] > scales->largest ? of[i] : scales->largest;
+    }
+    scales->stays = expert < 0 ? equal : count == 1;
+    if (!scales->stays && !(scales->largest > MOQ_DIVISOR_ABOVE) && scales->largest > 0.0f)
         return moq_fail(err, MOQ_ERR_VALUE,
-                        "weight_scale: expected the largest above %g, so that its reciprocal is a "
-                        "float32, got %g",
-                        (double)MOQ_DIVISOR_ABOVE, (double)scales->largest);
+                        "%sweight_scale: expected the largest above %g, so that its reciprocal is "
+                        "a float32, got %g",
+                        where, (double)MOQ_DIVISOR_ABOVE, (double)scales->largest);
     return MOQ_OK;
 }
 
@@ -253,7 +305,7 @@ static void requantize_on_cpu(const moq_tensor *weight, const scale_list *scales
     int64_t row = 0, columns = weight->shape[1];
     moq_pace pace = {0};
     for (int64_t i = 0; i < count && columns > 0; row += partitions[i++]) {
-        if (!scales->equal) {
+        if (!scales->stays) {
             moq_cpu_requantize_rows(weight, row, partitions[i], scales->of[i], scales->largest,
                                     out);
             continue;
@@ -273,28 +325,57 @@ static moq_status requantize_on_device(const moq_tensor *weight, const scale_lis
         moq_tensor part = *weight;
         part.data = (uint8_t *)weight->data + row * weight->stride[0];
         part.shape[0] = partitions[i];
-        if (!scales->equal)
+        if (!scales->stays)
             moq_requantize_table(scales->of[i], scales->largest, table.to);
-        for (int code = 0; code < 256 && scales->equal; code++)
+        for (int code = 0; code < 256 && scales->stays; code++)
             table.to[code] = (uint8_t)code;
         MOQ_TRY(moq_cuda_translate(&part, &table, out + row * weight->shape[1], stream, err));
     }
     return MOQ_OK;
 }
 
+/* One expert of a stack, or a matrix itself. */
+static moq_tensor matrix_of(const moq_tensor *weight, int64_t expert) {
+    moq_tensor matrix = *weight;
+    if (weight->ndim == 2)
+        return matrix;
+    matrix.ndim = 2;
+    matrix.data = (uint8_t *)weight->data + expert * weight->stride[0];
+    for (int i = 0; i < 2; i++) {
+        matrix.shape[i] = weight->shape[i + 1];
+        matrix.stride[i] = weight->stride[i + 1];
+    }
+    return matrix;
+}
+
+/* `room` holds the scales of all partitions, and after them the largest one of each expert. Nothing
+ * is written before all scales are known to be right. */
 static moq_status requantize(const moq_tensor *weight, const moq_tensor *scale,
                              const int64_t *partitions, int64_t count, void *stream,
-                             const moq_tensor *out, const moq_tensor *max_scale, scale_list *scales,
+                             const moq_tensor *out, const moq_tensor *max_scale, float *room,
                              moq_err *err) {
-    MOQ_TRY(read_scales(scale, count, stream, scales, err));
-    if (on_device(weight))
-        MOQ_TRY(requantize_on_device(weight, scales, partitions, count, stream, out->data, err));
-    else
-        requantize_on_cpu(weight, scales, partitions, count, out->data);
-    if (on_device(max_scale))
-        return moq_cuda_upload(max_scale->data, &scales->largest, sizeof scales->largest, stream,
-                               err);
-    memcpy(max_scale->data, &scales->largest, sizeof scales->largest);
+    int64_t experts = experts_of(weight), size = rows_of(weight) * weight->shape[weight->ndim - 1];
+    float *largest = room + experts * count;
+    scale_list scales;
+    MOQ_TRY(read_scales(scale, experts * count, stream, room, err));
+    for (int64_t e = 0; e < experts; e++) {
+        MOQ_TRY(list_scales(room + e * count, count, weight->ndim == 3 ? e : -1, &scales, err));
+        largest[e] = scales.largest;
+    }
+    for (int64_t e = 0; e < experts; e++) {
+        moq_tensor matrix = matrix_of(weight, e);
+        uint8_t *to = (uint8_t *)out->data + e * size;
+        MOQ_TRY(list_scales(room + e * count, count, weight->ndim == 3 ? e : -1, &scales, err));
+        if (on_device(weight))
+            MOQ_TRY(requantize_on_device(&matrix, &scales, partitions, count, stream, to, err));
+        else
+            requantize_on_cpu(&matrix, &scales, partitions, count, to);
+    }
+    size_t bytes = (size_t)experts * sizeof *largest;
+    if (on_device(max_scale) && experts > 0)
+        return moq_cuda_upload(max_scale->data, largest, bytes, stream, err);
+    if (experts > 0)
+        memcpy(max_scale->data, largest, bytes);
     return MOQ_OK;
 }
 
@@ -307,16 +388,17 @@ moq_status moq_run_requantize(const moq_tensor *weight, const moq_tensor *scale,
     MOQ_TRY(moq_describe_requantize(weight, scale, partitions, count, &expected, err));
     expected.device = weight->device;
     MOQ_TRY(moq_check_output(out, "out", &expected, inputs, 2, err));
-    scale_list scales = {.of = malloc((size_t)count * sizeof(float))};
-    if (!scales.of)
-        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %lld scales", (long long)count);
+    int64_t total = experts_of(weight) * (count + 1);
+    float *room = malloc((size_t)(total + 1) * sizeof *room);
+    if (!room)
+        return moq_fail(err, MOQ_ERR_MEMORY, "no memory for %lld scales", (long long)total);
     moq_status status =
         on_device(weight) ? moq_cuda_enter(weight->device.index, &entered, err) : MOQ_OK;
     if (status == MOQ_OK) {
-        status = requantize(weight, scale, partitions, count, stream, out, max_scale, &scales, err);
+        status = requantize(weight, scale, partitions, count, stream, out, max_scale, room, err);
         if (on_device(weight))
             moq_cuda_leave(entered);
     }
-    free(scales.of);
+    free(room);
     return status;
 }

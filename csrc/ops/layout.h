@@ -29,7 +29,10 @@ moq_status moq_run_unpack_fp4(const moq_tensor *packed, void *stream, const moq_
 /* weight [N, K] e4m3 whose rows fall into `count` partitions, scale of one element or one for each
  * partition -> codes for the largest scale, which is written to max_scale (float32, one element).
  * Nothing changes when the scales are equal. Scales may be on the host where the weight is on a
- * device; those on a device are read back, not within a capture. */
+ * device; those on a device are read back, not within a capture.
+ *
+ * A stack [E, N, K] with scales [E, count] (or [E] for one) has the largest scale of each expert,
+ * max_scale [E]; only one partition leaves an expert as it is. */
 moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *scale,
                                    const int64_t *partitions, int64_t count, moq_tensor *expected,
                                    moq_err *err);

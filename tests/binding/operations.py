@@ -155,6 +155,40 @@ def requantize(rng: np.random.Generator) -> Operation:
     return Operation(call, {"weight": e4m3(rng, 4, 8), "weight_scale": scale(rng, 2), "out": poison(4, 8)})
 
 
+def requantize_stack(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.requantize_to_max(a["weight"], a["weight_scale"], [1, 1], out=a["out"])  # noqa: E731
+    arguments = {"weight": e4m3(rng, 3, 2, 8), "weight_scale": scale(rng, 3, 2), "out": poison(3, 2, 8)}
+    return Operation(call, arguments)
+
+
+def swap_gate_up(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.swap_gate_up(a["stack"], out=a["out"])  # noqa: E731
+    return Operation(call, {"stack": e4m3(rng, 3, 4, 5), "out": poison(3, 4, 5)})
+
+
+def expert_input_scale(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.expert_input_scale(a["input_scale"], out=a["out"])  # noqa: E731
+    return Operation(call, {"input_scale": scale(rng, 3, 2), "out": poison(3, dtype=np.float32)})
+
+
+def shared_input_scale(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.shared_input_scale(a["input_scale"], (4,), out=a["out"])  # noqa: E731
+    return Operation(call, {"input_scale": scale(rng, 3, 2), "out": poison(4, dtype=np.float32)})
+
+
+def expert_alphas(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.expert_alphas(  # noqa: E731
+        a["input_scale"], a["weight_scale_2"], out=a["out"], scale_out=a["scale_out"]
+    )
+    arguments = {
+        "input_scale": scale(rng, 3),
+        "weight_scale_2": scale(rng, 3, 2),
+        "out": poison(3, dtype=np.float32),
+        "scale_out": poison(3, dtype=np.float32),
+    }
+    return Operation(call, arguments, ("out", "scale_out"))
+
+
 def swizzle(rng: np.random.Generator) -> Operation:
     call = lambda a: ops.swizzle_block_scales(a["scale"], out=a["out"])  # noqa: E731
     return Operation(call, {"scale": e4m3(rng, 3, 5), "out": poison(128, 8)})
@@ -309,6 +343,11 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "dequantize FP8": dequantize_fp8,
     "dequantize NVFP4": dequantize_nvfp4,
     "requantize_to_max": requantize,
+    "requantize_to_max of a stack": requantize_stack,
+    "swap_gate_up": swap_gate_up,
+    "expert_input_scale": expert_input_scale,
+    "shared_input_scale": shared_input_scale,
+    "expert_alphas": expert_alphas,
     "swizzle_block_scales": swizzle,
     "unswizzle_block_scales": unswizzle,
     "pack_fp4": pack,

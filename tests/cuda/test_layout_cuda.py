@@ -101,6 +101,32 @@ def test_requantize_to_max(rng: Any, partitions: list[int], columns: int) -> Non
                 assert getattr(top, "is_cuda", False) == getattr(scale, "is_cuda", False)
 
 
+@pytest.mark.parametrize("partitions", [[5], [3, 3], [128, 128]])
+@pytest.mark.parametrize("columns", [1, 48, 1024])
+def test_requantize_stacks_to_max(rng: Any, partitions: list[int], columns: int) -> None:
+    scales = np.exp2(rng.uniform(-12, -4, (4, len(partitions)))).astype(np.float32)
+    scales[0] = scales[0, 0]
+    scales[1, 0] = 0
+    for host, device in views(rng, (4, sum(partitions), columns)):
+        codes, largest = ops.requantize_to_max(host, scales, partitions)
+        for scale in (scales, to_cuda(scales), to_cuda(np.repeat(scales, 2, axis=1))[:, ::2]):
+            there, top = ops.requantize_to_max(device, scale, partitions)
+            np.testing.assert_array_equal(to_numpy(there), codes)
+            np.testing.assert_array_equal(to_numpy(top) if hasattr(top, "is_cuda") else top, largest)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4, 6, 5), (2, 64, 256)], ids=str)
+def test_gate_and_up_change_places(rng: Any, shape: tuple[int, ...]) -> None:
+    for host, device in views(rng, shape):
+        expected = ops.swap_gate_up(host)
+        for offset in (0, 1):
+            out = poisoned_like(expected, offset)
+            assert ops.swap_gate_up(device, out=out) is out
+            np.testing.assert_array_equal(to_numpy(out), expected)
+    scales = rng.standard_normal(shape).astype(np.float32)
+    np.testing.assert_array_equal(to_numpy(ops.swap_gate_up(to_cuda(scales))), ops.swap_gate_up(scales))
+
+
 def test_a_capture_takes_what_reads_nothing_back(rng: Any) -> None:
     codes = to_cuda(rng.integers(0, 16, (64, 64), dtype=np.uint8))
     scale = torch.ones(2, device="cuda")
@@ -108,12 +134,14 @@ def test_a_capture_takes_what_reads_nothing_back(rng: Any) -> None:
     with torch.cuda.graph(graph):
         packed = ops.pack_fp4(codes)
         swizzled = ops.swizzle_block_scales(codes)
+        swapped = ops.swap_gate_up(codes)
         with pytest.raises(RuntimeError, match="captured"):
             ops.requantize_to_max(codes, scale, [32, 32])
     codes.copy_(to_cuda(rng.integers(0, 16, (64, 64), dtype=np.uint8)))
     graph.replay()
     assert torch.equal(packed, ops.pack_fp4(codes))
     assert torch.equal(swizzled, ops.swizzle_block_scales(codes))
+    assert torch.equal(swapped, ops.swap_gate_up(codes))
 
 
 def test_tensors_of_different_places_are_refused(rng: Any) -> None:
