@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 class ConfigError(ValueError):
     path: str
 
@@ -125,6 +128,7 @@ class OwnedTensor:
 def to_device(x: Any, device: str) -> OwnedTensor: ...
 def to_host(x: Any, /) -> Any: ...
 def copy(x: Any, out: Any = None) -> Any: ...
+def numbers(x: Any, name: str, device: str) -> NDArray[np.float32]: ...
 
 class Config:
     def fields(self) -> dict[str, Any]: ...
@@ -186,6 +190,9 @@ def linear_plan(
 
 @final
 class MoEPlan(Plan):
+    def prepare(
+        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]: ...
     def run(
         self,
         x: Any,
@@ -215,6 +222,7 @@ def moe_plan(
     alpha: float | None,
     beta: float | None,
     limit: float | None,
+    interleaved: bool,
 ) -> MoEPlan: ...
 
 @final
@@ -222,7 +230,7 @@ class WeightPlan:
     def checkpoint_params(self) -> list[tuple[str, tuple[int, ...], str, str, bool]]: ...
     def prepared_params(self) -> list[tuple[str, tuple[int, ...], str, str, bool]]: ...
     def prepare(
-        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None, only_checks: bool = False
+        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]: ...
 
 def weight_plan(

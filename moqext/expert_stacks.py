@@ -151,7 +151,7 @@ def _fill_whole(target: Any, tensor: Any, again: bool) -> None:
 def _fill_halves(target: Any, tensor: Any, slot: Slot, interleaved: bool) -> None:
     """Gate, up or both of one expert: a scale of each, or rows, one half behind the other or in turn."""
     if len(target.shape) == 1 and target.shape[0] == 2 and slot.role != "bias":  # a scale of each half
-        values = float32_values(tensor).ravel()
+        values = _C.numbers(tensor, "x", "cpu").ravel()
         if values.size not in (1, len(slot.halves)):
             raise ValueError(f"x: expected {len(slot.halves)} values, got shape {list(values.shape)}")
         for half, value in zip(slot.halves, np.broadcast_to(values, len(slot.halves)), strict=True):
@@ -175,7 +175,7 @@ def _copy(target: Any, tensor: Any) -> None:
 
 def _host(tensor: Any) -> Any:
     """A tensor of codes or numbers, wherever it lies, as NumPy reads it."""
-    return tensor if isinstance(tensor, np.ndarray) else float32_values(tensor)
+    return tensor if isinstance(tensor, np.ndarray) else _C.numbers(tensor, "x", "cpu")
 
 
 @contextmanager
@@ -191,16 +191,6 @@ def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
     """The shape of a tensor of any framework."""
     with naming(name):
         return tuple(_C.describe_tensor(tensor)["shape"])
-
-
-def float32_values(tensor: Any, name: str = "x") -> NDArray[np.float32]:
-    """The numbers of a tensor of any framework, on any device, as float32 on the host."""
-    tensor = as_tensor(tensor)
-    with naming(name):
-        about = _C.describe_tensor(tensor)
-        if about["device"] != "cpu":
-            tensor = _C.to_host(tensor)
-        return np.asarray(_C.copy(tensor, np.empty(about["shape"], np.float32)))
 
 
 def refuse_unfilled(stacks: ExpertStacks, specs: Mapping[str, ParamSpec], gated: bool) -> None:

@@ -5,9 +5,7 @@ The steps are those of `LinearMethod`, on stacks of experts: the method says whi
 want (`prepare`), and computes (`method(x, prepared, topk_weights, topk_ids)`).
 """
 
-import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,21 +17,16 @@ from moqext.expert_stacks import (
     adopt_stacks,
     empty_stacks,
     fill_slot,
-    float32_values,
-    naming,
     refuse_unfilled,
-    shape_of,
 )
 from moqext.linear import Tensor
-from moqext.method import ParamSpec, PlannedMethod
+from moqext.method import PlannedMethod
 from moqext.scalars import as_tensor
 from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
 from moqext.variables import check_variables
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"]
 """What is between the two projections of an expert; see `MoEMethod`."""
-
-_PLANS = ("w13", "w2")
 
 
 class MoEMethod(PlannedMethod):
@@ -145,11 +138,9 @@ class MoEMethod(PlannedMethod):
             alpha,
             beta,
             limit,
+            interleaved,
         )
         super().__init__(plan, compute)
-        if interleaved and (not gated or self.quant_algo == "FP8_PB_WO"):
-            what = "blocks of 128 x 128" if gated else "one projection"
-            raise ValueError(f"interleaved: rows of gate and up cannot take turns in {what}")
         self.num_experts = int(num_experts)
         self.hidden_size = int(hidden_size)
         self.intermediate_size = int(intermediate_size)
@@ -216,129 +207,36 @@ class MoEMethod(PlannedMethod):
         """
         if not isinstance(params, Mapping):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
-        stacks = self._checked(params)
-        self._refuse_names(out, self.prepared_params, "out")
-        if out is None:
-            return self._prepare_stack("w13", stacks, None) | self._prepare_stack("w2", stacks, None)
-        for weight in _PLANS:
-            self._prepare_stack(weight, stacks, out, only_checks=True)
-        for weight in _PLANS:
-            self._prepare_stack(weight, stacks, out)
-        return out
-
-    def _checked(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The stacks that are there, with the activation scales that kernels use."""
-        specs = self.checkpoint_params
-        self._refuse_names(params, specs, "params")
-        stacks = {name: as_tensor(tensor) for name, tensor in params.items() if tensor is not None}
+        stacks = {name: as_tensor(params[name]) for name in params}
         if isinstance(params, ExpertStacks):
-            refuse_unfilled(params, specs, self.gated)
+            refuse_unfilled(params, self.checkpoint_params, self.gated)
             stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
-        for weight in _PLANS:
-            name = f"{weight}_input_scale"
-            if name in stacks:
-                given = float32_values(stacks[name], name)
-                if isinstance(params, ExpertStacks):
-                    given[~params.filled[name].reshape(given.shape)] = np.nan
-                stacks[name] = self._input_scales(given, name)
-            if stacks.get(name) is None:
-                stacks.pop(name, None)
-                if name in self.prepared_params:
-                    raise ValueError(
-                        f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
-                        f"compute={self.compute!r} quantizes activations with it"
-                    )
-        return stacks
+        used = self.prepared_params.keys()
+        for name in ("w13_input_scale", "w2_input_scale"):
+            if stacks.get(name) is not None:
+                stacks[name] = self._input_scales(name, stacks[name], params)
+            if stacks.get(name) is None and name in used:
+                raise ValueError(
+                    f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
+                    f"compute={self.compute!r} quantizes activations with it"
+                )
+        if self.interleaved and (bias := stacks.get("w13_bias")) is not None:
+            values = _C.numbers(bias, "w13_bias", self.device)
+            stacks["w13_bias"] = np.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
+        return self._plan.prepare(stacks, out)
 
-    def _input_scales(self, given: Any, name: str) -> Any:
-        shape = self.checkpoint_params[name].shape
+    def _input_scales(self, name: str, tensor: Any, params: Mapping[str, Any]) -> Any:
+        """The activation scales that kernels use, None where all experts lack one."""
+        given, shape = _C.numbers(tensor, name, self.device), self.checkpoint_params[name].shape
         if given.size == 1:
-            given = np.broadcast_to(given.reshape(1), shape)
+            given = np.full(shape, given.item(), np.float32)
         elif given.shape == shape[:1]:
-            given = np.broadcast_to(given.reshape(-1, *[1] * (len(shape) - 1)), shape)
+            given = np.repeat(given, shape[1] if len(shape) > 1 else 1).reshape(shape)
         elif given.shape != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
-        return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=5)
-
-    def _refuse_names(
-        self, tensors: Mapping[str, Any] | None, specs: Mapping[str, ParamSpec], what: str
-    ) -> None:
-        unknown = [name for name in tensors or () if name not in specs]
-        if unknown:
-            raise ValueError(
-                f"{what}: {unknown[0]!r} is no parameter of {self.quant_algo} experts, which have "
-                f"{', '.join(specs)}"
-            )
-
-    def _prepare_stack(
-        self,
-        weight: str,
-        stacks: Mapping[str, Any],
-        out: Mapping[str, Any] | None,
-        *,
-        only_checks: bool = False,
-    ) -> dict[str, Any]:
-        """The prepared tensors of one of the two weights, by their whole names."""
-        prefix = f"{weight}_"
-        source = {name: self._parts(prefix + name, tensor) for name, tensor in _below(prefix, stacks).items()}
-        given = None if out is None else _below(prefix, out)
-        try:
-            prepared = self._weight_plan(weight).prepare(source, given, only_checks)
-        except (ValueError, TypeError, BufferError) as error:
-            raise type(error)(_with_prefix(str(error), prefix)) from None
-        result = {prefix + name: tensor for name, tensor in prepared.items()}
-        bias, target = stacks.get(f"{prefix}bias"), None if out is None else out.get(f"{prefix}bias")
-        if out is not None and (bias is None) != (target is None):
-            what = "missing, and params have one" if target is None else "params have none to write there"
-            raise ValueError(f'out["{prefix}bias"]: {what}')
-        if bias is not None:
-            result[f"{prefix}bias"] = self._prepare_bias(f"{prefix}bias", bias, target, only_checks)
-        return result
-
-    def _weight_plan(self, weight: str) -> _C.WeightPlan:
-        columns, rows = self.hidden_size, (self.intermediate_size,) * (2 if self.gated else 1)
-        if weight == "w2":
-            columns, rows = self.intermediate_size, (self.hidden_size,)
-        shared = f"{weight}_input_scale" in self.checkpoint_params
-        return _plan_of(
-            self.quant_algo,
-            columns,
-            rows,
-            self.group_size,
-            self.device,
-            self.compute,
-            self.num_experts,
-            shared,
-        )
-
-    def _parts(self, name: str, tensor: Any) -> Any:
-        """A stack, or of rows that take turns those of gate and those of up."""
-        by_row = ("w13_weight", "w13_weight_scale")
-        spec = self.checkpoint_params[name]
-        if not self.interleaved or name not in by_row or spec.shape[1] != 2 * self.intermediate_size:
-            return tensor
-        if spec.dtype == "float32":  # scales of rows are read where they are contiguous
-            tensor = float32_values(tensor, name)
-            return [np.ascontiguousarray(tensor[:, half::2]) for half in (0, 1)]
-        return [tensor[:, 0::2], tensor[:, 1::2]]
-
-    def _prepare_bias(self, name: str, bias: Any, target: Any, only_checks: bool) -> Any:
-        """float32, gate first."""
-        shape = self.prepared_params[name].shape
-        if (found := shape_of(bias, name)) != shape:
-            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(found)}")
-        values = float32_values(bias, name)
-        if self.interleaved and name == "w13_bias":
-            values = np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1)
-        if target is None:
-            target = bias if only_checks else _C.copy(bias)
-        with naming(f'out["{name}"]'):
-            about = _C.describe_tensor(target)
-            if only_checks and (about["dtype"], tuple(about["shape"])) != ("float32", shape):
-                raise ValueError(
-                    f"expected float32 of shape {list(shape)}, got {about['dtype']} of shape {about['shape']}"
-                )
-            return target if only_checks else _C.copy(values, target)
+        if isinstance(params, ExpertStacks):
+            given[~params.filled[name].reshape(shape)] = np.nan
+        return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=4)
 
     # --------------------------------------------------------------------------------------------- call
 
@@ -426,28 +324,3 @@ _OPTIONS = (
 def _make_method(sizes: tuple[str, int, int, int], options: Mapping[str, Any]) -> MoEMethod:
     """What copies and pickles are made by."""
     return MoEMethod(*sizes, **options)
-
-
-def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What a weight's own plan takes, by the names there: all but the bias."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and name != f"{prefix}bias"
-    }
-
-
-_ROLES = "weight|weight_scale|weight_scale_2|input_scale|pre_quant_scale|output_scale|fold_scale"
-_SUBJECT = re.compile(rf"(?:(?P<expert>experts(?:\.[0-9]+)?): )?(?P<role>{_ROLES}): ")
-_QUOTED = re.compile(rf"(?P<quote>[\"'])(?P<role>{_ROLES})(?P=quote)")
-
-
-def _with_prefix(message: str, prefix: str) -> str:
-    """A message of a weight's own plan, with the names that its tensors have here."""
-    if subject := _SUBJECT.match(message):
-        expert = f"{subject['expert']}: " if subject["expert"] else ""
-        return f"{prefix}{subject['role']}: {expert}{message[subject.end() :]}"
-    return _QUOTED.sub(rf"\g<quote>{prefix}\g<role>\g<quote>", message)
-
-
-_plan_of = lru_cache(maxsize=256)(_C.weight_plan)

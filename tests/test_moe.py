@@ -10,37 +10,26 @@ from hypothesis import strategies as st
 
 from moqext import _C, LinearMethod, MoEMethod, UnsupportedQuantization, reference, set_num_threads
 
-from .linear_cases import LIMITS, poisoned, random_x
-from .moe_cases import ALGOS, COMPUTES, ROUTINGS, random_expert_map, random_routing, random_stacks
-
-QUANTIZED = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A8_NVFP4_FP8"}
+from .linear_cases import poisoned, random_x
+from .moe_cases import (
+    ALGOS,
+    COMPUTES,
+    ROUTINGS,
+    assert_experts_close,
+    random_expert_map,
+    random_routing,
+    random_stacks,
+)
 
 
 def as_values(stored, dtype):
     return reference.as_float32(stored) if dtype != "float32" else np.asarray(stored, np.float32)
 
 
-def assert_experts_close(y, expected, dtype, *, codes=False):
-    """As `assert_close`, but that few rows may have an activation that fell on the other side of a boundary.
-
-    g is rounded, to 16 bits or to codes, after float32 sums of another order than the reference's: one value
-    in some thousands lies so close to a boundary that it becomes a neighbour, which is 2^-8 of it away in
-    bfloat16 and 2^-3 as a code of FP8, 1/4 as one of NVFP4. Where it is most of its row, so far is the row.
-    """
-    frobenius, largest = LIMITS[dtype]
-    values = as_values(y, dtype).astype(np.float64).reshape(-1, expected.shape[-1])
-    expected = expected.reshape(values.shape)
-    np.testing.assert_array_equal(np.isnan(values), np.isnan(expected))
-    finite = ~np.isnan(expected).any(axis=1)
-    values, expected = values[finite], expected[finite]
-    size = np.linalg.norm(expected, axis=1) + 1e-30
-    error = np.linalg.norm(values - expected, axis=1) / size
-    off = np.abs(values - expected).max(axis=1, initial=0) / (np.abs(expected).max(axis=1, initial=0) + 1e-30)
-    moved = (error > frobenius) | (off > largest)
-    step = 0.25 if codes else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-    exact = dtype == "float32" and not codes
-    assert moved.sum() <= (0 if exact else 2 + len(error) // 10), (moved.sum(), len(error))
-    assert np.all(error[moved] <= step + frobenius), error.max()
+def check(y, method, stacks, x, weights, ids, **options):
+    """The contract of outputs, beyond what the rounding of g leaves undecided."""
+    values = as_values(x, method.dtype)
+    assert_experts_close(y, values, stacks, weights, ids, **options_of(method), **options)
 
 
 def call(method, stacks, x, weights, ids, **options):
@@ -57,11 +46,6 @@ def options_of(method):
     return {name: getattr(method, name) for name in names} | {"quant_algo": method.quant_algo}
 
 
-def expected_of(method, stacks, x, weights, ids, **options):
-    values = as_values(x, method.dtype)
-    return reference.experts_reference(values, stacks, weights, ids, **options_of(method), **options)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 def test_matches_reference(rng, algo, compute, dtype):
@@ -70,8 +54,7 @@ def test_matches_reference(rng, algo, compute, dtype):
     x = random_x(rng, (23, 160), dtype)
     weights, ids = random_routing(rng, 23, 3, 6)
     y = call(method, stacks, x, weights, ids)
-    codes = algo in QUANTIZED or compute != "exact"
-    assert_experts_close(y, expected_of(method, stacks, x, weights, ids), dtype, codes=codes)
+    check(y, method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -83,7 +66,7 @@ def test_routing(rng, kind, ids_dtype):
         x = random_x(rng, (tokens, 64), "bfloat16")
         weights, ids = random_routing(rng, tokens, 4, 9, kind, ids_dtype)
         y = call(method, stacks, x, weights, ids)
-        assert_experts_close(y, expected_of(method, stacks, x, weights, ids), "bfloat16")
+        check(y, method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("bias", [None, "float32", "bfloat16"])
@@ -118,8 +101,7 @@ def test_activations(rng, algo, activation, gated, numbers, interleaved, bias):
     x = random_x(rng, (11, 64), "bfloat16")
     weights, ids = random_routing(rng, 11, 2, 3)
     y = call(method, stacks, x, weights, ids)
-    expected = expected_of(method, stacks, x, weights, ids)
-    assert_experts_close(y, expected, "bfloat16", codes=algo in QUANTIZED)
+    check(y, method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("algo", [algo for algo in ALGOS if algo != "FP8_PB_WO"])
@@ -157,8 +139,7 @@ def test_shapes(way, experts, groups_in, groups_out, top_k, tokens, gated, dtype
     x = random_x(rng, (tokens, hidden), dtype)
     weights, ids = random_routing(rng, tokens, top_k, experts, "hostile")
     y = call(method, stacks, x, weights, ids)
-    codes = algo in QUANTIZED or compute != "exact"
-    assert_experts_close(y, expected_of(method, stacks, x, weights, ids), dtype, codes=codes)
+    check(y, method, stacks, x, weights, ids)
 
 
 def test_more_slots_than_a_panel(rng):
@@ -167,7 +148,7 @@ def test_more_slots_than_a_panel(rng):
     x = random_x(rng, (700, 64), "float32")
     weights, ids = random_routing(rng, 700, 2, 3, "one")
     y = call(method, stacks, x, weights, ids)
-    assert_experts_close(y, expected_of(method, stacks, x, weights, ids), "float32", codes=True)
+    check(y, method, stacks, x, weights, ids)
 
 
 def test_chunks_of_tokens_are_as_one(rng):
@@ -180,8 +161,7 @@ def test_chunks_of_tokens_are_as_one(rng):
     params = method.prepare(stacks)
     y = method(x, params, weights, ids)
     some = rng.choice(tokens, 64, replace=False)
-    expected = expected_of(method, stacks, x[some], weights[some], ids[some])
-    assert_experts_close(y[some], expected, "bfloat16")
+    check(y[some], method, stacks, x[some], weights[some], ids[some])
 
 
 # ---------------------------------------------------------------------------------------- options of a call
@@ -195,8 +175,7 @@ def test_router_weights_on_the_input(rng, algo):
     weights, ids = random_routing(rng, 19, 1, 4)
     weights *= rng.uniform(0.1, 1, weights.shape).astype(np.float32)
     y = call(method, stacks, x, weights, ids, apply_router_weight_on_input=True)
-    expected = expected_of(method, stacks, x, weights, ids, apply_router_weight_on_input=True)
-    assert_experts_close(y, expected, "bfloat16", codes=algo in QUANTIZED)
+    check(y, method, stacks, x, weights, ids, apply_router_weight_on_input=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -207,8 +186,7 @@ def test_results_are_added_to_out(rng, dtype):
     before = random_x(rng, (7, 64), dtype)
     weights, ids = random_routing(rng, 7, 2, 4, "hostile")
     y = call(method, stacks, x, weights, ids, out=before.copy(), accumulate=True)
-    expected = expected_of(method, stacks, x, weights, ids, out=as_values(before, dtype))
-    assert_experts_close(y, expected, dtype)
+    check(y, method, stacks, x, weights, ids, out=as_values(before, dtype))
     with pytest.raises(ValueError, match="accumulate: expected out="):
         method(x, method.prepare(stacks), weights, ids, accumulate=True)
 
@@ -236,8 +214,7 @@ def test_an_expert_map(rng):
     x = random_x(rng, (40, 64), "bfloat16")
     weights, ids = random_routing(rng, 40, 3, 16, "hostile")
     y = call(method, stacks, x, weights, ids, expert_map=expert_map)
-    expected = expected_of(method, stacks, x, weights, ids, expert_map=expert_map, global_num_experts=16)
-    assert_experts_close(y, expected, "bfloat16", codes=True)
+    check(y, method, stacks, x, weights, ids, expert_map=expert_map, global_num_experts=16)
     with pytest.raises(ValueError, match="expert_map: missing, 5 of 16 experts are here"):
         call(method, stacks, x, weights, ids)
 
@@ -307,8 +284,7 @@ def test_every_kernel(rng, algo, kernel, monkeypatch):
         x = random_x(rng, (tokens, 192), "bfloat16")
         weights, ids = random_routing(rng, tokens, 2, 5, "skewed")
         y = call(method, stacks, x, weights, ids)
-        expected = expected_of(method, stacks, x, weights, ids)
-        assert_experts_close(y, expected, "bfloat16", codes=algo in QUANTIZED)
+        check(y, method, stacks, x, weights, ids)
 
 
 def test_many_experts_and_slots(rng):
@@ -317,7 +293,7 @@ def test_many_experts_and_slots(rng):
     x = random_x(rng, (20, 32), "bfloat16")
     weights, ids = random_routing(rng, 20, 32, 512)
     y = call(method, stacks, x, weights, ids)
-    assert_experts_close(y, expected_of(method, stacks, x, weights, ids), "bfloat16")
+    check(y, method, stacks, x, weights, ids)
 
 
 def test_a_nan_in_x_stays_in_its_row(rng):
@@ -552,7 +528,7 @@ def test_reload_in_place(rng, algo):
             np.asarray(tensor).view(np.uint8), np.asarray(fresh[name]).view(np.uint8)
         )
     without = {name: stack for name, stack in other.items() if not name.endswith("bias")}
-    with pytest.raises(ValueError, match=r'out."w13_bias".: params have none'):
+    with pytest.raises(ValueError, match=r'out."w13_bias".: params have no w13_bias'):
         method.prepare(without, out=params)
 
 
@@ -562,7 +538,7 @@ def test_a_damaged_scale_is_named_with_its_stack_and_expert(rng):
     stacks["w13_weight_scale"][2, 1] = np.inf
     with pytest.raises(ValueError, match=r"w13_weight_scale: experts.2: expected"):
         method.prepare(stacks)
-    with pytest.raises(ValueError, match="'gate' is no parameter of FP8 experts"):
+    with pytest.raises(ValueError, match="'gate' does not belong to experts of FP8"):
         method.prepare(stacks | {"gate": stacks["w2_weight"]})
     with pytest.raises(ValueError, match='params: "w2_weight" is missing'):
         method.prepare(random_stacks(rng, "FP8", 4, 64, 32) | {"w2_weight": None})

@@ -29,6 +29,7 @@
     X(hidden_size)                                                                                 \
     X(in_features)                                                                                 \
     X(input_scale)                                                                                 \
+    X(interleaved)                                                                                 \
     X(intermediate_size)                                                                           \
     X(kernel)                                                                                      \
     X(limit)                                                                                       \
@@ -37,7 +38,6 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
-    X(only_checks)                                                                                 \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
     X(output_scale)                                                                                \

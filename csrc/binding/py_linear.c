@@ -196,8 +196,8 @@ static PyObject *prepare(PyObject *self, PyObject *const *values, Py_ssize_t nar
     const moq_linear_spec *spec = &((linear_object *)self)->spec;
     char text[160];
     moq_linear_text(spec, text, sizeof text);
-    return moq_weight_prepare_call(moq_plan_state(self), &spec->matrix, text, values, nargs,
-                                   kwnames);
+    moq_prepared_layer layer = {.text = text, .count = 1, .weight = {{.weight = &spec->matrix}}};
+    return moq_weight_prepare_call(moq_plan_state(self), &layer, values, nargs, kwnames);
 }
 
 static void deallocate(PyObject *self) {

@@ -1,11 +1,12 @@
 /* `_C.MoEPlan`: a layer of experts resolved, planned and callable.
  *
  * The object holds a spec and a plan and no tensor; stacks live in dicts of ordinary tensors that
- * the caller owns. moqext.MoEMethod is its documented face, which prepares the two stacks by
- * `_C.WeightPlan`. What plans have in common is in plan_object.c, the path of a call in call.c. */
+ * the caller owns. moqext.MoEMethod is its documented face. What plans have in common is in
+ * plan_object.c, the path of a call in call.c. */
 #include "binding/args.h"
 #include "binding/call.h"
 #include "binding/plan_object.h"
+#include "binding/py_weight.h"
 #include "ops/moe_call.h"
 
 #include <math.h>
@@ -14,6 +15,7 @@
 typedef struct {
     moq_plan_object base; /* its plan points to the spec */
     moq_moe_spec spec;
+    bool interleaved; /* rows of gate and up take turns in stacks of the checkpoint */
 } moe_object;
 
 /* ---- construction ---- */
@@ -34,17 +36,18 @@ enum {
     ALPHA,
     BETA,
     LIMIT,
+    INTERLEAVED,
     ARGS
 };
 
-static const moq_signature MOE_PLAN = {"moe_plan",
-                                       ARGS,
-                                       ARGS,
-                                       ARGS,
-                                       {KW_quant_algo, KW_num_experts, KW_hidden_size,
-                                        KW_intermediate_size, KW_top_k, KW_activation, KW_gated,
-                                        KW_group_size, KW_dtype, KW_device, KW_compute,
-                                        KW_global_num_experts, KW_alpha, KW_beta, KW_limit}};
+static const moq_signature MOE_PLAN = {
+    "moe_plan",
+    ARGS,
+    ARGS,
+    ARGS,
+    {KW_quant_algo, KW_num_experts, KW_hidden_size, KW_intermediate_size, KW_top_k, KW_activation,
+     KW_gated, KW_group_size, KW_dtype, KW_device, KW_compute, KW_global_num_experts, KW_alpha,
+     KW_beta, KW_limit, KW_interleaved}};
 
 /* A number, or NaN where there is none. */
 static int take_number(PyObject *value, const char *name, double *out) {
@@ -94,6 +97,20 @@ static int take_names(PyObject **v, moq_moe_names *names) {
     return take_sizes(v, names);
 }
 
+/* Rows can take turns where there are two halves, and where a row has scales of its own. */
+static int take_interleaving(PyObject *value, moe_object *self) {
+    const moq_linear_spec *w13 = &self->spec.w13;
+    int truth = PyObject_IsTrue(value);
+    bool blocks = w13->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    self->interleaved = truth > 0;
+    if (truth > 0 && (!self->spec.gated || blocks)) {
+        PyErr_Format(PyExc_ValueError, "interleaved: rows of gate and up cannot take turns in %s",
+                     blocks ? "blocks of 128 x 128" : "one projection");
+        return -1;
+    }
+    return truth < 0 ? -1 : 0;
+}
+
 static PyObject *moe_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
@@ -110,6 +127,8 @@ static PyObject *moe_plan(PyObject *module, PyObject *const *args, Py_ssize_t na
         moq_raise(state, &err);
         Py_CLEAR(object);
     }
+    if (object && take_interleaving(v[INTERLEAVED], self) < 0)
+        Py_CLEAR(object);
     return object;
 }
 
@@ -190,6 +209,25 @@ static PyObject *run(PyObject *self, PyObject *const *values, Py_ssize_t nargs, 
     return result;
 }
 
+/* ---- prepare ---- */
+
+static PyObject *prepare(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    const moe_object *object = (moe_object *)self;
+    moq_weight w13 = moq_moe_stack13(&object->spec), w2 = moq_moe_stack2(&object->spec);
+    char text[160];
+    moq_moe_text(&object->spec, text, sizeof text);
+    moq_prepared_layer layer = {
+        .text = text,
+        .count = 2,
+        .weight = {{.weight = &w13,
+                    .place = MOQ_PARAM_OF_W13,
+                    .alternates = object->interleaved,
+                    .bias = true},
+                   {.weight = &w2, .place = MOQ_PARAM_OF_W2, .bias = true}}};
+    return moq_weight_prepare_call(moq_plan_state(self), &layer, values, nargs, kwnames);
+}
+
 /* ---- the type ---- */
 
 static void deallocate(PyObject *self) {
@@ -200,6 +238,8 @@ static void deallocate(PyObject *self) {
 }
 
 static PyMethodDef MOE_METHODS[] = {
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
+     "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, topk_weights, topk_ids, expert_map=None, "
      "apply_router_weight_on_input=False, out=None, accumulate=False, stream=None) -> y"},
@@ -223,7 +263,8 @@ static PyType_Spec MOE_TYPE = {
 static PyMethodDef METHODS[] = {
     {"moe_plan", (PyCFunction)(void (*)(void))moe_plan, METH_FASTCALL | METH_KEYWORDS,
      "moe_plan(quant_algo, num_experts, hidden_size, intermediate_size, top_k, activation, gated, "
-     "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit) -> MoEPlan"},
+     "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit, interleaved) -> "
+     "MoEPlan"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,7 @@
  * library or not. */
 #include "binding/args.h"
 #include "binding/boundary.h"
+#include "binding/mapping.h"
 #include "binding/stream.h"
 #include "ops/transfer.h"
 
@@ -100,6 +101,59 @@ static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     return moq_arg_finish(state, result, &out, status);
 }
 
+/* Numbers of the host as a NumPy array of float32. */
+static PyObject *as_numbers(moq_state *state, moq_arg *x) {
+    moq_arg out = {0};
+    moq_err err;
+    PyObject *result = moq_numpy_new(state, MOQ_DT_F32, x->view.ndim, x->view.shape);
+    if (!result || moq_numpy_take(state, result, "out", &out) < 0) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    /* Where NumPy has no bfloat16, numbers in it arrive as uint16. */
+    if (x->view.dtype == MOQ_DT_U16)
+        x->view.dtype = MOQ_DT_BF16;
+    moq_status status = moq_run_copy(&x->view, &out.view, &err);
+    moq_arg_release(&out);
+    if (status == MOQ_OK)
+        return result;
+    Py_DECREF(result);
+    if (err.message[0] == 'x') { /* what the copy calls x has a name here */
+        PyErr_Format(err.kind == MOQ_ERR_TYPE ? PyExc_TypeError : PyExc_ValueError, "%s%s", x->name,
+                     err.message + 1);
+        return NULL;
+    }
+    return moq_raise(state, &err);
+}
+
+static PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    static const moq_signature SIGNATURE = {"numbers", 3, 3, 3, {KW_x, KW_name, KW_device}};
+    moq_state *state = moq_module_state(module);
+    PyObject *values[3], *host = NULL;
+    moq_device device;
+    moq_arg x;
+    const char *name;
+    if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
+        !(name = moq_arg_text(values[1], "name")) ||
+        moq_arg_device(values[2], "device", &device) < 0)
+        return NULL;
+    if (moq_arg_take_on(state, device, values[0], name, MOQ_DT_NONE, true, &x) < 0)
+        return NULL;
+    if (x.view.device.kind == MOQ_CUDA) {
+        moq_arg_release(&x);
+        host = to_host(module, values[0]);
+        if (!host || moq_arg_take(state, host, name, &x) < 0) {
+            Py_XDECREF(host);
+            return NULL;
+        }
+    }
+    PyObject *result = as_numbers(state, &x);
+    moq_arg_release(&x);
+    Py_XDECREF(host);
+    return result;
+}
+
 static PyMethodDef METHODS[] = {
     {"to_device", (PyCFunction)(void (*)(void))to_device, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.to_device."},
@@ -107,6 +161,9 @@ static PyMethodDef METHODS[] = {
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL | METH_KEYWORDS,
      "copy(x, out=None) -> out: codes as they are, numbers of another type as float32; None: a new "
      "tensor of float32"},
+    {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL | METH_KEYWORDS,
+     "numbers(x, name, device) -> NumPy array of float32, of a tensor on the device or the host; "
+     "name: what messages call x"},
     {NULL, NULL, 0, NULL},
 };
 

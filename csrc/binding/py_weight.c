@@ -116,7 +116,8 @@ static PyObject *prepare(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     const moq_weight *weight = &((weight_object *)self)->weight;
     char text[160];
     moq_weight_text(weight, text, sizeof text);
-    return moq_weight_prepare_call(moq_plan_state(self), weight, text, args, nargs, kwnames);
+    moq_prepared_layer layer = {.text = text, .count = 1, .weight = {{.weight = weight}}};
+    return moq_weight_prepare_call(moq_plan_state(self), &layer, args, nargs, kwnames);
 }
 
 static void deallocate(PyObject *self) {
@@ -133,7 +134,7 @@ static PyMethodDef WEIGHT_METHODS[] = {
     {"prepared_params", prepared_params, METH_NOARGS,
      "prepared_params() -> list of (name, shape, dtype, role, required)"},
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
-     "prepare(params, out=None, only_checks=False) -> dict of prepared tensors"},
+     "prepare(params, out=None) -> dict of prepared tensors"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,5 @@
-/* Weights as the types of the binding that have one share them: `_C.LinearPlan`, `_C.WeightPlan`.
- */
+/* Weights as the types of the binding that have some share them: `_C.LinearPlan`, `_C.WeightPlan`,
+ * `_C.MoEPlan`. */
 #ifndef MOQ_BINDING_PY_WEIGHT_H
 #define MOQ_BINDING_PY_WEIGHT_H
 
@@ -10,9 +10,25 @@
  * an exception and NULL. */
 int moq_take_partitions(PyObject *value, int64_t **partitions);
 
-/* prepare(params, out=None, only_checks=False) of a weight: new tensors in a dict, or `out`, which
- * is not written where it only checks. `text` is what messages call the layer. */
-PyObject *moq_weight_prepare_call(moq_state *state, const moq_weight *weight, const char *text,
+/* What prepare() makes ready: a weight, or several. */
+typedef struct {
+    const moq_weight *weight;
+    int place;       /* of its parameters: 0 for the only weight */
+    bool alternates; /* rows of its two partitions take turns in tensors of the checkpoint */
+    bool bias;       /* it may have one, which is prepared with it */
+} moq_prepared_weight;
+
+#define MOQ_MAX_WEIGHTS 2
+
+typedef struct {
+    const char *text; /* what messages call the layer */
+    int count;
+    moq_prepared_weight weight[MOQ_MAX_WEIGHTS];
+} moq_prepared_layer;
+
+/* prepare(params, out=None): new tensors in a dict, or `out`. Everything is checked before anything
+ * is written; only of several weights on CUDA the second one is checked after the first is. */
+PyObject *moq_weight_prepare_call(moq_state *state, const moq_prepared_layer *layer,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
 
 #endif

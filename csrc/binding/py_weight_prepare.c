@@ -1,11 +1,12 @@
-/* prepare() of `_C.LinearPlan` and `_C.WeightPlan`: the tensors of a checkpoint to those that
- * kernels read, into new tensors or given ones. */
+/* prepare() of `_C.LinearPlan`, `_C.WeightPlan` and `_C.MoEPlan`: the tensors of a checkpoint to
+ * those that kernels read, into new tensors or given ones. */
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/long_call.h"
 #include "binding/mapping.h"
 #include "binding/py_weight.h"
 #include "binding/stream.h"
+#include "ops/transfer.h"
 #include "ops/weight_prepare.h"
 
 #include <stdio.h>
@@ -20,58 +21,79 @@ enum {
     SOURCES
 };
 
-typedef struct {
-    int count;
-    moq_arg *arg;     /* [partitions] */
-    moq_tensor *view; /* of the matrix, or of the first expert */
-    int64_t *step;    /* to the next expert */
-} source_args;
-
-typedef struct {
-    const char *text; /* what messages call the layer */
-    source_args source[SOURCES];
-    int out_count;
-    char out_label[MOQ_MAX_PARAMS][32]; /* out["weight"], for messages */
-    const char *out_name[MOQ_MAX_PARAMS];
-    PyObject *out_object[MOQ_MAX_PARAMS];
-    moq_arg out[MOQ_MAX_PARAMS];
-} prepare_args;
-
-static const moq_keyword SOURCE_KEYWORD[SOURCES] = {KW_weight, KW_weight_scale, KW_weight_scale_2,
-                                                    KW_input_scale, KW_pre_quant_scale};
-static const char *const SOURCE_NAME[SOURCES] = {"weight", "weight_scale", "weight_scale_2",
-                                                 "input_scale", "pre_quant_scale"};
-
 static const moq_param SOURCE_PARAM[SOURCES] = {MOQ_PARAM_WEIGHT, MOQ_PARAM_WEIGHT_SCALE,
                                                 MOQ_PARAM_WEIGHT_SCALE_2, MOQ_PARAM_INPUT_SCALE,
                                                 MOQ_PARAM_PRE_QUANT_SCALE};
 
-static void release_prepare(prepare_args *p) {
+/* Outputs of a weight: its parameters and a bias. */
+enum { MAX_OUTPUTS = MOQ_MAX_PARAMS + 1 };
+
+typedef struct {
+    int args, views;
+    moq_arg *arg;     /* [partitions] */
+    moq_tensor *view; /* [partitions]: of the matrix, or of the first expert */
+    int64_t *step;    /* [partitions]: to the next expert */
+} source_args;
+
+/* One of the weights. */
+typedef struct {
+    const moq_weight *w;
+    const moq_prepared_weight *about;
+    source_args source[SOURCES];
+    bool has_bias;
+    moq_arg bias;
+    int out_count;
+    char out_label[MAX_OUTPUTS][32]; /* out["weight"], for messages */
+    moq_param out_id[MAX_OUTPUTS];
+    PyObject *out_object[MAX_OUTPUTS];
+    moq_arg out[MAX_OUTPUTS];
+    moq_params params; /* views of the outputs */
+} weight_args;
+
+typedef struct {
+    const moq_prepared_layer *layer;
+    int count;
+    weight_args part[MOQ_MAX_WEIGHTS];
+} prepare_args;
+
+static const char *name_of(const weight_args *p, moq_param id) {
+    return moq_param_name(p->about->place, id);
+}
+
+static void release_weight(weight_args *p) {
     for (int s = 0; s < SOURCES; s++) {
-        for (int i = 0; i < p->source[s].count; i++)
+        for (int i = 0; i < p->source[s].args; i++)
             moq_arg_release(&p->source[s].arg[i]);
     }
+    if (p->has_bias)
+        moq_arg_release(&p->bias);
     free(p->source[0].arg);
     free(p->source[0].view);
     free(p->source[0].step);
 }
 
 /* Room for as many tensors of each source as there are partitions. */
-static int open_prepare(const moq_weight *w, prepare_args *p) {
-    size_t parts = (size_t)w->partition_count;
+static int open_weight(const moq_prepared_weight *about, weight_args *p) {
+    size_t parts = (size_t)about->weight->partition_count;
     moq_arg *arg = malloc(SOURCES * parts * sizeof *arg);
     moq_tensor *view = malloc(SOURCES * parts * sizeof *view);
     int64_t *step = malloc(SOURCES * parts * sizeof *step);
-    for (size_t s = 0; s < SOURCES; s++)
-        p->source[s] = (source_args){0, arg + s * parts, view + s * parts, step + s * parts};
+    p->w = about->weight;
+    p->about = about;
+    p->has_bias = false;
     p->out_count = 0;
+    moq_params_clear(&p->params, 0, MOQ_PARAM_PLACES);
+    for (size_t s = 0; s < SOURCES; s++)
+        p->source[s] = (source_args){0, 0, arg + s * parts, view + s * parts, step + s * parts};
     if (arg && view && step)
         return 0;
-    p->source[0] = (source_args){0, arg, view, step};
-    release_prepare(p);
+    p->source[0] = (source_args){0, 0, arg, view, step};
+    release_weight(p);
     PyErr_NoMemory();
     return -1;
 }
+
+/* ---- the tensors of the checkpoint ---- */
 
 static moq_dtype source_dtype(const moq_weight *w, int which) {
     bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
@@ -80,13 +102,20 @@ static moq_dtype source_dtype(const moq_weight *w, int which) {
     return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
 }
 
-static int take_part(moq_state *state, const moq_weight *w, PyObject *object, int which,
-                     source_args *source) {
-    moq_arg *arg = &source->arg[source->count];
+static int raise_of(moq_state *state, const weight_args *p, moq_err *err) {
+    moq_param_rename_error(p->about->place, err);
+    moq_raise(state, err);
+    return -1;
+}
+
+static int take_part(moq_state *state, weight_args *p, PyObject *object, int which) {
+    const moq_weight *w = p->w;
+    source_args *source = &p->source[which];
+    moq_arg *arg = &source->arg[source->args];
+    const char *name = name_of(p, SOURCE_PARAM[which]);
     moq_err err;
     moq_dtype dtype = source_dtype(w, which);
-    if (moq_arg_take_on(state, w->device, object, SOURCE_NAME[which], dtype, dtype == MOQ_DT_NONE,
-                        arg) < 0)
+    if (moq_arg_take_on(state, w->device, object, name, dtype, dtype == MOQ_DT_NONE, arg) < 0)
         return -1;
     /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
     if (arg->view.dtype == MOQ_DT_U16)
@@ -94,29 +123,55 @@ static int take_part(moq_state *state, const moq_weight *w, PyObject *object, in
     if (arg->view.dtype == MOQ_DT_U8 && dtype == MOQ_DT_NONE && which == SOURCE_SCALE &&
         w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
         arg->view.dtype = MOQ_DT_E8M0;
-    int at = source->count++;
+    source->args++;
+    int at = source->views++;
     source->view[at] = arg->view;
-    if (!w->experts || moq_stack_open(w, SOURCE_PARAM[which], SOURCE_NAME[which], &source->view[at],
+    if (!w->experts || moq_stack_open(w, SOURCE_PARAM[which], name, &source->view[at],
                                       &source->step[at], &err) == MOQ_OK)
         return 0;
     moq_raise(state, &err);
     return -1;
 }
 
+/* Of a tensor whose rows are by turns of the first and of the second partition, the rows of each.
+ */
+static void separate_rows(source_args *source) {
+    moq_tensor *first = &source->view[0], *second = &source->view[1];
+    first->shape[0] /= 2;
+    *second = *first;
+    second->data = (char *)first->data + first->stride[0] * (int64_t)moq_dtype_size(first->dtype);
+    first->stride[0] *= 2;
+    second->stride[0] *= 2;
+    source->step[1] = source->step[0];
+    source->views = 2;
+}
+
+/* Codes, scales of their groups and scales of rows have a row for each row of the weight. */
+static bool has_rows(const moq_weight *w, int which, const moq_tensor *view) {
+    bool by_row = which == SOURCE_WEIGHT ||
+                  (which == SOURCE_SCALE && (w->checkpoint == MOQ_WEIGHT_E2M1 || w->per_row_scale));
+    return by_row && view->ndim > 0 && view->shape[0] == w->out_features;
+}
+
 /* A tensor, or a list or tuple of one tensor per partition. */
-static int take_source(moq_state *state, const moq_weight *w, PyObject *object, int which,
-                       source_args *source) {
-    if (!PyList_Check(object) && !PyTuple_Check(object))
-        return take_part(state, w, object, which, source);
+static int take_source(moq_state *state, weight_args *p, PyObject *object, int which) {
+    source_args *source = &p->source[which];
+    if (!PyList_Check(object) && !PyTuple_Check(object)) {
+        if (take_part(state, p, object, which) < 0)
+            return -1;
+        if (p->about->alternates && has_rows(p->w, which, &source->view[0]))
+            separate_rows(source);
+        return 0;
+    }
     Py_ssize_t count = PySequence_Size(object);
-    if (count != w->partition_count) {
+    if (count != p->w->partition_count) {
         PyErr_Format(PyExc_ValueError, "%s: expected %d tensors, one a partition, got %zd",
-                     SOURCE_NAME[which], (int)w->partition_count, count);
+                     name_of(p, SOURCE_PARAM[which]), (int)p->w->partition_count, count);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PySequence_GetItem(object, i);
-        int status = item ? take_part(state, w, item, which, source) : -1;
+        int status = item ? take_part(state, p, item, which) : -1;
         Py_XDECREF(item);
         if (status < 0)
             return -1;
@@ -131,164 +186,231 @@ static bool has_source(const moq_weight *w, int which) {
 }
 
 /* Names that mean something for this layer; every other one belongs to another kind of layer. */
-static int check_names(const moq_weight *w, PyObject *params) {
-    const char *names[SOURCES];
+static int check_names(const prepare_args *args, PyObject *params) {
+    const char *names[MOQ_MAX_WEIGHTS * (SOURCES + 1)];
     int count = 0;
     PyObject *key;
-    for (int s = 0; s < SOURCES; s++) {
-        if (has_source(w, s))
-            names[count++] = SOURCE_NAME[s];
+    for (int i = 0; i < args->count; i++) {
+        const weight_args *p = &args->part[i];
+        for (int s = 0; s < SOURCES; s++) {
+            if (has_source(p->w, s))
+                names[count++] = name_of(p, SOURCE_PARAM[s]);
+        }
+        if (p->about->bias)
+            names[count++] = name_of(p, MOQ_PARAM_BIAS);
     }
     int found = moq_mapping_find_stranger(params, names, count, &key);
     if (found > 0)
-        PyErr_Format(PyExc_ValueError, "params: %R does not belong to a linear of %s", key,
-                     w->algo);
+        PyErr_Format(PyExc_ValueError, "params: %R does not belong to %s of %s", key,
+                     args->count > 1 ? "experts" : "a linear", args->part[0].w->algo);
     Py_XDECREF(key);
     return found == 0 ? 0 : -1;
 }
 
-static int take_sources(moq_state *state, const moq_weight *w, PyObject *params, prepare_args *p) {
-    if (moq_check_mapping(params, "params") < 0 || check_names(w, params) < 0)
-        return -1;
+/* The tensor of a parameter, NULL where it is absent, which may be an exception. */
+static PyObject *find_source(moq_state *state, const weight_args *p, PyObject *params,
+                             moq_param id) {
+    moq_keyword keyword = MOQ_PARAM_KEYWORD[p->about->place + (int)id];
+    PyObject *object = moq_mapping_lookup(params, state->keyword[keyword]);
+    if (object && moq_arg_absent(object))
+        Py_CLEAR(object);
+    return object;
+}
+
+static int take_bias(moq_state *state, PyObject *params, weight_args *p) {
+    PyObject *object = find_source(state, p, params, MOQ_PARAM_BIAS);
+    if (!object)
+        return PyErr_Occurred() ? -1 : 0;
+    int status = moq_arg_take_on(state, p->w->device, object, name_of(p, MOQ_PARAM_BIAS),
+                                 MOQ_DT_NONE, true, &p->bias);
+    p->has_bias = status == 0;
+    if (p->has_bias && p->bias.view.dtype == MOQ_DT_U16)
+        p->bias.view.dtype = MOQ_DT_BF16;
+    Py_DECREF(object);
+    return status;
+}
+
+static int take_sources(moq_state *state, PyObject *params, weight_args *p) {
     for (int s = 0; s < SOURCES; s++) {
-        PyObject *object = moq_mapping_lookup(params, state->keyword[SOURCE_KEYWORD[s]]);
-        int status = !moq_arg_absent(object) ? take_source(state, w, object, s, &p->source[s])
-                     : PyErr_Occurred()      ? -1
-                                             : 0;
+        PyObject *object =
+            has_source(p->w, s) ? find_source(state, p, params, SOURCE_PARAM[s]) : NULL;
+        int status = object ? take_source(state, p, object, s) : PyErr_Occurred() ? -1 : 0;
         Py_XDECREF(object);
         if (status < 0)
             return -1;
     }
-    if (p->source[SOURCE_WEIGHT].count == 0) {
-        PyErr_SetString(PyExc_ValueError, "params: \"weight\" is missing");
+    if (p->source[SOURCE_WEIGHT].args == 0) {
+        PyErr_Format(PyExc_ValueError, "params: \"%s\" is missing", name_of(p, MOQ_PARAM_WEIGHT));
         return -1;
     }
-    return 0;
+    return p->about->bias ? take_bias(state, params, p) : 0;
 }
 
+/* ---- the prepared tensors ---- */
+
 /* Which of the prepared parameters exist: scales of x only where the checkpoint has them. */
-static bool is_wanted(const prepare_args *p, const moq_param_spec *param) {
+static bool is_wanted(const weight_args *p, const moq_param_spec *param) {
+    if (param->id == MOQ_PARAM_BIAS)
+        return p->has_bias;
     int s = param->id == MOQ_PARAM_PRE_QUANT_SCALE ? SOURCE_PRE_QUANT_SCALE : SOURCE_INPUT_SCALE;
-    return param->required || p->source[s].count > 0;
+    return param->required || p->source[s].args > 0;
 }
 
 /* What a result is made like: block scales like those given, if they are where the weight is. */
-static const moq_arg *model_for(const prepare_args *p, moq_param id) {
+static const moq_arg *model_for(const weight_args *p, moq_param id) {
     const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
     const moq_arg *scale = &p->source[SOURCE_SCALE].arg[0];
-    bool like_scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].count &&
+    bool like_scale = id == MOQ_PARAM_WEIGHT_SCALE && p->source[SOURCE_SCALE].args &&
                       scale->view.device.kind == weight->view.device.kind;
     return like_scale ? scale : weight;
 }
 
 /* A result that holds what one tensor of the checkpoint does and may take its very place. */
-static bool is_in_place(const moq_weight *w, moq_param id, const moq_tensor *out,
-                        const prepare_args *p, int s) {
+static bool is_in_place(const weight_args *p, moq_param id, const moq_tensor *out, int s) {
+    const moq_weight *w = p->w;
     const moq_tensor *in = &p->source[s].arg[0].view;
-    bool all = w->weight == w->checkpoint;
+    bool all = w->weight == w->checkpoint && !p->about->alternates;
     bool same =
         s == SOURCE_WEIGHT
             ? id == MOQ_PARAM_WEIGHT && (all || w->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
             : s == SOURCE_SCALE && id == MOQ_PARAM_WEIGHT_SCALE && all && in->dtype == out->dtype;
-    return same && p->source[s].count == 1 && in->data == out->data &&
+    return same && p->source[s].args == 1 && in->data == out->data &&
            moq_tensor_numel(in) == moq_tensor_numel(out) && moq_tensor_is_contiguous(in);
 }
 
-/* The output opened last shares memory with no other one, and with no source but in its place. */
-static int refuse_overlaps(const moq_weight *w, moq_param id, const prepare_args *p) {
-    const moq_arg *out = &p->out[p->out_count - 1];
-    for (const moq_arg *other = p->out; other < out; other++) {
-        if (moq_arg_refuse_both_written(out, other) < 0)
-            return -1;
-    }
+/* An output of weight `of` shares no memory with the sources of weight `p`, but in its place. */
+static int refuse_sources(const weight_args *of, moq_param id, const moq_arg *out,
+                          const weight_args *p) {
     for (int s = 0; s < SOURCES; s++) {
-        for (int i = 0; i < p->source[s].count; i++) {
-            if (!is_in_place(w, id, &out->view, p, s) &&
-                moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
+        for (int i = 0; i < p->source[s].args; i++) {
+            bool in_place = of == p && is_in_place(p, id, &out->view, s);
+            if (!in_place && moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
                 return -1;
         }
+    }
+    return p->has_bias ? moq_arg_refuse_overlap(out, &p->bias) : 0;
+}
+
+/* The output opened last shares memory with no other one, and with no source but in its place. */
+static int refuse_overlaps(const prepare_args *args, const weight_args *of, moq_param id) {
+    const moq_arg *out = &of->out[of->out_count - 1];
+    for (int i = 0; i < args->count; i++) {
+        const weight_args *p = &args->part[i];
+        for (const moq_arg *other = p->out; other < p->out + p->out_count; other++) {
+            if (other != out && moq_arg_refuse_both_written(out, other) < 0)
+                return -1;
+        }
+        if (refuse_sources(of, id, out, p) < 0)
+            return -1;
     }
     return 0;
 }
 
 /* The next output is `object`, whose reference it takes, with its view in p->out. */
-static void add_output(prepare_args *p, const moq_param_spec *wanted, PyObject *object) {
+static void add_output(weight_args *p, moq_param id, PyObject *object) {
     p->out_object[p->out_count] = object;
-    p->out_name[p->out_count++] = wanted->name;
+    p->out_id[p->out_count++] = id;
 }
 
 /* A new tensor of the source's kind. */
-static int make_output(moq_state *state, const moq_param_spec *wanted, prepare_args *p) {
+static int make_output(moq_state *state, const moq_param_spec *wanted, weight_args *p) {
     PyObject *object = moq_arg_new_like(state, model_for(p, wanted->id), wanted->dtype,
                                         wanted->ndim, wanted->shape, &p->out[p->out_count]);
     if (object)
-        add_output(p, wanted, object);
+        add_output(p, wanted->id, object);
     return object ? 0 : -1;
 }
 
 /* The tensor of the mapping `out`. */
-static int take_output(moq_state *state, const moq_weight *w, PyObject *given,
-                       const moq_param_spec *wanted, prepare_args *p) {
+static int take_output(moq_state *state, const prepare_args *args, PyObject *given,
+                       const moq_param_spec *wanted, weight_args *p) {
     moq_arg *arg = &p->out[p->out_count];
     char *label = p->out_label[p->out_count];
-    snprintf(label, sizeof p->out_label[0], "out[\"%s\"]", wanted->name);
+    snprintf(label, sizeof p->out_label[0], "out[\"%s\"]", name_of(p, wanted->id));
     if (moq_arg_take_output(state, given, label, arg) < 0)
         return -1;
-    add_output(p, wanted, Py_NewRef(given));
-    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_arg_check_device(w->device, arg) < 0)
+    add_output(p, wanted->id, Py_NewRef(given));
+    if (moq_arg_reinterpret(arg, wanted->dtype) < 0 || moq_arg_check_device(p->w->device, arg) < 0)
         return -1;
-    return refuse_overlaps(w, wanted->id, p);
+    return refuse_overlaps(args, p, wanted->id);
 }
 
 /* `out` has what the sources fill and nothing else: what stayed there would be an earlier
  * checkpoint's, and no value of an input_scale means that there is none. */
-static int refuse_output(const moq_param_spec *param, bool wanted) {
+static int refuse_output(const weight_args *p, const moq_param_spec *param, bool wanted) {
+    const char *name = name_of(p, param->id);
     if (wanted)
-        PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing%s", param->name,
+        PyErr_Format(PyExc_ValueError, "out[\"%s\"]: missing%s", name,
                      param->required ? "" : ", and params have one");
     else
         PyErr_Format(PyExc_ValueError,
                      "out[\"%s\"]: params have no %s to write there, and the one that is there "
                      "would be used; prepare without out, or without this entry of it",
-                     param->name, param->name);
+                     name, name);
     return -1;
 }
 
 /* A tensor that prepare may write, as the mapping `out` has it. */
-static int open_given(moq_state *state, const moq_weight *w, PyObject *out,
-                      const moq_param_spec *param, prepare_args *p) {
-    PyObject *given = moq_mapping_lookup(out, state->keyword[MOQ_PARAM_KEYWORD[param->id]]);
+static int open_given(moq_state *state, const prepare_args *args, PyObject *out,
+                      const moq_param_spec *param, weight_args *p) {
+    PyObject *given = find_source(state, p, out, param->id);
     bool wanted = is_wanted(p, param);
     int status = 0;
     if (!given && PyErr_Occurred())
         return -1;
-    if (wanted == moq_arg_absent(given))
-        status = refuse_output(param, wanted);
+    if (wanted != (given != NULL))
+        status = refuse_output(p, param, wanted);
     else if (wanted)
-        status = take_output(state, w, given, param, p);
+        status = take_output(state, args, given, param, p);
     Py_XDECREF(given);
     return status;
 }
 
-static int open_outputs(moq_state *state, const moq_weight *w, PyObject *out, prepare_args *p,
-                        moq_params *params) {
-    moq_param_spec wanted[MOQ_MAX_PARAMS];
-    int count = moq_weight_prepared_params(w, wanted);
-    bool fresh = moq_arg_absent(out);
-    if (!fresh && (moq_check_mapping(out, "out") < 0 ||
-                   moq_mapping_refuse_others(wanted, count, p->text, out, "out") < 0))
-        return -1;
+/* The prepared parameters of a weight, as it knows them itself, and its bias. */
+static int find_wanted(const weight_args *p, moq_param_spec *wanted) {
+    int count = moq_weight_prepared_params(p->w, wanted);
+    if (p->about->bias)
+        wanted[count++] = (moq_param_spec){.id = MOQ_PARAM_BIAS,
+                                           .name = moq_param_name(0, MOQ_PARAM_BIAS),
+                                           .dtype = MOQ_DT_F32,
+                                           .ndim = 2,
+                                           .shape = {p->w->experts, p->w->out_features}};
+    return count;
+}
+
+static int open_outputs(moq_state *state, const prepare_args *args, PyObject *out, weight_args *p) {
+    moq_param_spec wanted[MAX_OUTPUTS];
+    int count = find_wanted(p, wanted);
     for (int i = 0; i < count; i++) {
         const moq_param_spec *param = &wanted[i];
         int before = p->out_count;
-        if (!fresh ? open_given(state, w, out, param, p) < 0
-                   : is_wanted(p, param) && make_output(state, param, p) < 0)
+        if (!moq_arg_absent(out) ? open_given(state, args, out, param, p) < 0
+                                 : is_wanted(p, param) && make_output(state, param, p) < 0)
             return -1;
         if (p->out_count > before)
-            params->of[param->id] = p->out[before].view;
+            p->params.of[param->id] = p->out[before].view;
     }
     return 0;
 }
+
+/* Refuses what is no mapping of prepared parameters. */
+static int check_out(const prepare_args *args, PyObject *out) {
+    moq_param_spec wanted[MOQ_MAX_WEIGHTS * MAX_OUTPUTS];
+    int count = 0;
+    if (moq_arg_absent(out))
+        return 0;
+    for (int i = 0; i < args->count; i++) {
+        const weight_args *p = &args->part[i];
+        int own = find_wanted(p, wanted + count);
+        for (int j = 0; j < own; j++, count++)
+            wanted[count].name = name_of(p, wanted[count].id);
+    }
+    if (moq_check_mapping(out, "out") < 0)
+        return -1;
+    return moq_mapping_refuse_others(wanted, count, args->layer->text, out, "out");
+}
+
+/* ---- values ---- */
 
 /* Device memory to process weights in. */
 static int take_prepare_memory(moq_state *state, const moq_weight *w, bool fresh,
@@ -301,76 +423,125 @@ static int take_prepare_memory(moq_state *state, const moq_weight *w, bool fresh
     return out->object ? 0 : -1;
 }
 
-static int prepare_values(moq_state *state, const moq_weight *w, const prepare_args *p,
-                          moq_prepare_way way, moq_params *params) {
+static moq_weight_sources sources_of(const weight_args *p) {
     moq_source source[SOURCES];
-    moq_status status;
-    moq_err err;
-    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
-    if (moq_stream_take(NULL, weight, &way.stream) < 0)
-        return -1;
     for (int s = 0; s < SOURCES; s++)
-        source[s] = (moq_source){.count = p->source[s].count,
+        source[s] = (moq_source){.count = p->source[s].views,
                                  .part = p->source[s].view,
-                                 .step = w->experts ? p->source[s].step : NULL};
-    moq_weight_sources sources = {
+                                 .step = p->w->experts ? p->source[s].step : NULL};
+    return (moq_weight_sources){
         .weight = source[SOURCE_WEIGHT],
         .weight_scale = source[SOURCE_SCALE],
         .weight_scale_2 = source[SOURCE_SCALE_2],
         .input_scale = source[SOURCE_INPUT_SCALE],
         .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
     };
+}
+
+static moq_status prepare_bias(const weight_args *p, bool only_checks, moq_err *err) {
+    moq_param_spec wanted[MAX_OUTPUTS];
+    int count = find_wanted(p, wanted);
+    MOQ_TRY(moq_check_params(wanted + count - 1, 1, &p->params, "out", err));
+    moq_status status = moq_check_copy(&p->bias.view, &p->params.of[MOQ_PARAM_BIAS], err);
+    if (status == MOQ_OK && !only_checks)
+        status = moq_run_copy(&p->bias.view, &p->params.of[MOQ_PARAM_BIAS], err);
+    return status;
+}
+
+/* Checks or writes one weight, without the GIL. */
+static int prepare_values(moq_state *state, weight_args *p, moq_prepare_way way) {
+    moq_weight_sources sources = sources_of(p);
+    const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
     moq_arg workspace;
-    if (take_prepare_memory(state, w, way.fresh, weight, &workspace) < 0)
+    moq_status status;
+    moq_err err;
+    if (moq_stream_take(NULL, weight, &way.stream) < 0 ||
+        take_prepare_memory(state, p->w, way.fresh, weight, &workspace) < 0)
         return -1;
     way.workspace = workspace.view.data;
     moq_long_call call;
     moq_long_call_begin(&call);
-    status = moq_weight_prepare(w, &sources, way, params, &err);
+    status = moq_weight_prepare(p->w, &sources, way, &p->params, &err);
+    if (status == MOQ_OK && p->has_bias) {
+        status = prepare_bias(p, way.only_checks, &err);
+        moq_err named = err;
+        if (status != MOQ_OK) /* what the boundary calls x, and out, is the bias */
+            moq_fail(&err, status, "bias%s",
+                     named.message[0] == 'x' ? named.message + 1
+                                             : ": expected as prepared_params say");
+    }
     status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
-    if (status == MOQ_OK)
-        return 0;
-    moq_raise(state, &err);
-    return -1;
+    return status == MOQ_OK ? 0 : raise_of(state, p, &err);
 }
 
+static int prepare_all(moq_state *state, prepare_args *args, bool fresh) {
+    moq_prepare_way way = {.fresh = fresh};
+    bool given = args->count > 1 && !fresh && args->part[0].w->device.kind == MOQ_CPU;
+    for (int round = given ? 0 : 1; round < 2; round++) {
+        way.only_checks = round == 0;
+        for (int i = 0; i < args->count; i++) {
+            if (prepare_values(state, &args->part[i], way) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- the call ---- */
+
 /* Hands every output back, filled or not, and gathers them: `out` itself, or a new dict. */
-static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *p, int status) {
+static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *args, int status) {
     bool given = !moq_arg_absent(out);
     PyObject *result = status < 0 ? NULL : given ? Py_NewRef(out) : PyDict_New();
-    for (int i = 0; i < p->out_count; i++) {
-        PyObject *object = moq_arg_finish(state, p->out_object[i], &p->out[i], result ? 0 : -1);
-        if (!object || (!given && PyDict_SetItemString(result, p->out_name[i], object) < 0))
-            Py_CLEAR(result);
-        Py_XDECREF(object);
+    for (int w = 0; w < args->count; w++) {
+        weight_args *p = &args->part[w];
+        for (int i = 0; i < p->out_count; i++) {
+            PyObject *object = moq_arg_finish(state, p->out_object[i], &p->out[i], result ? 0 : -1);
+            if (!object ||
+                (!given && PyDict_SetItemString(result, name_of(p, p->out_id[i]), object) < 0))
+                Py_CLEAR(result);
+            Py_XDECREF(object);
+        }
     }
     return result;
 }
 
-static PyObject *prepare_with(moq_state *state, const moq_weight *w, PyObject *sources,
-                              PyObject *out, bool only_checks, prepare_args *p) {
-    moq_prepare_way way = {.fresh = moq_arg_absent(out), .only_checks = only_checks};
-    moq_params params = {0};
-    int status = -1;
-    if (take_sources(state, w, sources, p) == 0 && open_outputs(state, w, out, p, &params) == 0)
-        status = prepare_values(state, w, p, way, &params);
-    return close_outputs(state, out, p, status);
+static int take_all(moq_state *state, PyObject *params, PyObject *out, prepare_args *args) {
+    if (moq_check_mapping(params, "params") < 0 || check_names(args, params) < 0)
+        return -1;
+    for (int i = 0; i < args->count; i++) {
+        if (take_sources(state, params, &args->part[i]) < 0)
+            return -1;
+    }
+    if (check_out(args, out) < 0)
+        return -1;
+    for (int i = 0; i < args->count; i++) {
+        if (open_outputs(state, args, out, &args->part[i]) < 0)
+            return -1;
+    }
+    return prepare_all(state, args, moq_arg_absent(out));
 }
 
-static const moq_signature PREPARE = {"prepare", 3, 1, 3, {KW_params, KW_out, KW_only_checks}};
+static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
 
-PyObject *moq_weight_prepare_call(moq_state *state, const moq_weight *w, const char *text,
+PyObject *moq_weight_prepare_call(moq_state *state, const moq_prepared_layer *layer,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    PyObject *v[3];
-    prepare_args p;
+    PyObject *v[2], *result = NULL;
     if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
         return NULL;
-    int only_checks = v[2] ? PyObject_IsTrue(v[2]) : 0;
-    if (only_checks < 0 || open_prepare(w, &p) < 0)
-        return NULL;
-    p.text = text;
-    PyObject *result = prepare_with(state, w, v[0], v[1], only_checks > 0, &p);
-    release_prepare(&p);
+    prepare_args *p = malloc(sizeof *p);
+    if (!p)
+        return PyErr_NoMemory();
+    p->layer = layer;
+    for (p->count = 0; p->count < layer->count; p->count++) {
+        if (open_weight(&layer->weight[p->count], &p->part[p->count]) < 0)
+            break;
+    }
+    if (p->count == layer->count)
+        result = close_outputs(state, v[1], p, take_all(state, v[0], v[1], p));
+    for (int i = 0; i < p->count; i++)
+        release_weight(&p->part[i]);
+    free(p);
     return result;
 }

@@ -154,31 +154,16 @@ moq_weight moq_moe_stack2(const moq_moe_spec *spec) {
 
 /* ---- parameters ---- */
 
-#define NAMES_OF(w)                                                                                \
-    {                                                                                              \
-        [MOQ_PARAM_WEIGHT] = w "_weight",                                                          \
-        [MOQ_PARAM_WEIGHT_SCALE] = w "_weight_scale",                                              \
-        [MOQ_PARAM_WEIGHT_SCALE_2] = w "_weight_scale_2",                                          \
-        [MOQ_PARAM_OUTPUT_SCALE] = w "_output_scale",                                              \
-        [MOQ_PARAM_FOLD_SCALE] = w "_fold_scale",                                                  \
-        [MOQ_PARAM_INPUT_SCALE] = w "_input_scale",                                                \
-        [MOQ_PARAM_PRE_QUANT_SCALE] = w "_pre_quant_scale",                                        \
-        [MOQ_PARAM_BIAS] = w "_bias",                                                              \
-    }
-
-static const char *const NAMES13[MOQ_PARAM_COUNT] = NAMES_OF("w13");
-static const char *const NAMES2[MOQ_PARAM_COUNT] = NAMES_OF("w2");
-
 /* The bias of a stack behind its other parameters, and the names and places of all. */
-static int finish_params(const moq_weight *stack, bool second, int count, moq_param_spec *params) {
+static int finish_params(const moq_weight *stack, int place, int count, moq_param_spec *params) {
     params[count++] = (moq_param_spec){.id = MOQ_PARAM_BIAS,
                                        .role = "bias",
                                        .dtype = MOQ_DT_F32,
                                        .ndim = 2,
                                        .shape = {stack->experts, stack->out_features}};
     for (int i = 0; i < count; i++) {
-        params[i].name = (second ? NAMES2 : NAMES13)[params[i].id];
-        params[i].id += second ? MOQ_PARAM_OF_W2 : MOQ_PARAM_OF_W13;
+        params[i].name = moq_param_name(place, params[i].id);
+        params[i].id += (moq_param)place;
     }
     return count;
 }
@@ -190,7 +175,7 @@ static int params_of(const moq_moe_spec *spec, bool prepared, moq_param_spec *pa
         moq_param_spec *own = params + total;
         int count = prepared ? moq_weight_prepared_params(&stack, own)
                              : moq_weight_checkpoint_params(&stack, own);
-        total += finish_params(&stack, second != 0, count, own);
+        total += finish_params(&stack, second ? MOQ_PARAM_OF_W2 : MOQ_PARAM_OF_W13, count, own);
     }
     MOQ_ASSERT(total <= MOQ_MAX_LAYER_PARAMS);
     return total;

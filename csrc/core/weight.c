@@ -179,16 +179,50 @@ int64_t moq_weight_scale_columns(const moq_weight *weight) {
     return weight->group_size ? ceil_div(weight->in_features, weight->group_size) : 1;
 }
 
-static const char *const PARAM_NAMES[MOQ_PARAM_COUNT] = {
-    [MOQ_PARAM_WEIGHT] = "weight",
-    [MOQ_PARAM_WEIGHT_SCALE] = "weight_scale",
-    [MOQ_PARAM_WEIGHT_SCALE_2] = "weight_scale_2",
-    [MOQ_PARAM_OUTPUT_SCALE] = "output_scale",
-    [MOQ_PARAM_FOLD_SCALE] = "fold_scale",
-    [MOQ_PARAM_INPUT_SCALE] = "input_scale",
-    [MOQ_PARAM_PRE_QUANT_SCALE] = "pre_quant_scale",
-    [MOQ_PARAM_BIAS] = "bias",
+#define NAMES_OF(place, before)                                                                    \
+    [(place) + MOQ_PARAM_WEIGHT] = before "weight",                                                \
+               [(place) + MOQ_PARAM_WEIGHT_SCALE] = before "weight_scale",                         \
+               [(place) + MOQ_PARAM_WEIGHT_SCALE_2] = before "weight_scale_2",                     \
+               [(place) + MOQ_PARAM_OUTPUT_SCALE] = before "output_scale",                         \
+               [(place) + MOQ_PARAM_FOLD_SCALE] = before "fold_scale",                             \
+               [(place) + MOQ_PARAM_INPUT_SCALE] = before "input_scale",                           \
+               [(place) + MOQ_PARAM_PRE_QUANT_SCALE] = before "pre_quant_scale",                   \
+               [(place) + MOQ_PARAM_BIAS] = before "bias"
+
+static const char *const PARAM_NAMES[MOQ_PARAM_PLACES] = {
+    NAMES_OF(0, ""),
+    NAMES_OF(MOQ_PARAM_OF_W13, "w13_"),
+    NAMES_OF(MOQ_PARAM_OF_W2, "w2_"),
 };
+
+const char *moq_param_name(int place, moq_param id) {
+    return PARAM_NAMES[place + (int)id];
+}
+
+/* Where a message names a tensor of the only weight, its first word or what follows "experts.3: ",
+ * the name that the tensor has at its place: "w13_weight_scale: experts.3: ...". */
+static size_t find_subject(const char *text, int *id) {
+    for (*id = 0; *id < MOQ_PARAM_COUNT; ++*id) {
+        size_t length = strlen(PARAM_NAMES[*id]);
+        if (strncmp(text, PARAM_NAMES[*id], length) == 0 && text[length] == ':')
+            return length + 2;
+    }
+    return 0;
+}
+
+void moq_param_rename_error(int place, moq_err *err) {
+    moq_err whole = *err;
+    const char *colon =
+        strncmp(err->message, "experts", 7) == 0 ? strstr(err->message, ": ") : NULL;
+    size_t head = colon ? (size_t)(colon - err->message) + 2 : 0;
+    int id;
+    size_t subject = find_subject(err->message + head, &id);
+    if (place == 0 || subject == 0)
+        return;
+    moq_fail(&whole, err->kind, "%s: %.*s%s", moq_param_name(place, (moq_param)id), (int)head,
+             err->message, err->message + head + subject);
+    *err = whole;
+}
 
 static moq_param_spec matrix(moq_param id, const char *role, moq_dtype dtype, int64_t rows,
                              int64_t columns) {

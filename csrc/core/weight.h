@@ -90,6 +90,11 @@ typedef struct {
     bool required;
 } moq_param_spec;
 
+/* The name of a tensor of the only weight (place 0), or of one of several. */
+const char *moq_param_name(int place, moq_param id);
+/* Gives a message about a tensor of a weight the name that the tensor has at its place. */
+void moq_param_rename_error(int place, moq_err *err);
+
 /* What a weight is resolved from. Any spelling of an algorithm will do. */
 typedef struct {
     const char *algo;

@@ -63,7 +63,7 @@ static void copy_rows(const moq_tensor *x, const moq_tensor *out) {
 }
 
 /* The same bits, or numbers that become float32. */
-static moq_status check_copy(const moq_tensor *x, const moq_tensor *out, moq_err *err) {
+moq_status moq_check_copy(const moq_tensor *x, const moq_tensor *out, moq_err *err) {
     char expected[128], got[128];
     bool same = x->dtype == out->dtype || moq_holds(x, out->dtype) || moq_holds(out, x->dtype);
     bool numbers = out->dtype == MOQ_DT_F32 && moq_is_scale_dtype(x->dtype);
@@ -83,7 +83,7 @@ static moq_status check_copy(const moq_tensor *x, const moq_tensor *out, moq_err
 }
 
 moq_status moq_run_copy(const moq_tensor *x, const moq_tensor *out, moq_err *err) {
-    MOQ_TRY(check_copy(x, out, err));
+    MOQ_TRY(moq_check_copy(x, out, err));
     if (moq_tensor_numel(x) == 0)
         return MOQ_OK;
     if (out->device.kind == MOQ_CUDA)

@@ -177,6 +177,10 @@ def test_lies_through_the_exchange_api(name: str, slot: Slot, borrow: bool, rng:
         assert counter.balanced(), lies
 
 
+READ_FIRST = ("w13_input_scale", "w2_input_scale")
+"""Arguments that are copied before an output is opened."""
+
+
 @each_slot
 def test_outputs_that_are_read(name: str, slot: Slot, rng: np.random.Generator) -> None:
     operation = OPERATIONS[name](rng)
@@ -185,7 +189,7 @@ def test_outputs_that_are_read(name: str, slot: Slot, rng: np.random.Generator) 
     out = operation.get(slot)
     for place in operation.slots():
         array = operation.get(place)
-        if operation.is_output(place) or array.nbytes < out.itemsize:
+        if operation.is_output(place) or array.nbytes < out.itemsize or place[-1] in READ_FIRST:
             continue
         # The last element of an input lies in the first of the output. What follows it belongs to nobody, and
         # an operation that wrote would be caught by the sanitizer.
