@@ -227,7 +227,8 @@ class MoEMethod(PlannedMethod):
 
     def _input_scales(self, name: str, tensor: Any, params: Mapping[str, Any]) -> Any:
         """The activation scales that kernels use, None where all experts lack one."""
-        given, shape = _C.numbers(tensor, name, self.device), self.checkpoint_params[name].shape
+        given = _C.numbers(tensor, name, self.device)
+        shape = (self.num_experts, 2) if self.gated and name.startswith("w13") else (self.num_experts,)
         if given.size == 1:
             given = np.full(shape, given.item(), np.float32)
         elif given.shape == shape[:1]:

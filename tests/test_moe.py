@@ -346,6 +346,10 @@ def test_experts_without_an_activation_scale(rng):
     stacks["w2_input_scale"][2] = -1
     with pytest.raises(ValueError, match=r"w2_input_scale: expected positive .* got -1 in expert 2"):
         method.prepare(stacks)
+    unused = MoEMethod("FP8_PB_WO", 5, 64, 32, top_k=2)
+    blocks = random_stacks(rng, "FP8_PB_WO", 5, 64, 32)
+    extra = {"w13_input_scale": np.ones((5, 2), np.float32), "w2_input_scale": np.ones(5, np.float32)}
+    assert unused.prepare(blocks | extra).keys() == unused.prepare(blocks).keys()
     exact = MoEMethod("NVFP4", 5, 64, 32, top_k=2)
     without = random_stacks(rng, "NVFP4", 5, 64, 32, input_scales=False)
     assert "w13_input_scale" not in exact.prepare(without)
