@@ -366,7 +366,7 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
     moq_params params;
     fuzz_tensor prepared[MOQ_MAX_PARAMS] = {{.memory = NULL}};
     moq_err err;
-    moq_params_clear(&params);
+    moq_params_clear(&params, 0, MOQ_PARAM_COUNT);
     make_sources(in, l, &sources);
     const int count = moq_linear_prepared_params(&l->spec, want);
     for (int i = 0; i < count; i++) {

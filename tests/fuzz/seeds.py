@@ -117,6 +117,13 @@ def linear() -> Iterator[bytes]:
         yield case[:3] + bytes([200, 64, 0, 0, 1 + case[0], 200, 33, 0, 200, 12, 0]) + case[3:]
 
 
+def moe() -> Iterator[bytes]:
+    for case in with_heads(
+        range(7), range(3), range(3), range(5)
+    ):  # algorithm, compute mode, dtype, activation
+        yield case[:4] + bytes([1, 3, 2, 2, 1, 2, 1, 0, 1, 1, 1, 1, 1]) + case[4:]
+
+
 TARGETS = {
     "names": names,
     "config": config,
@@ -124,6 +131,7 @@ TARGETS = {
     "quantize": quantize,
     "dequantize": dequantize,
     "linear": linear,
+    "moe": moe,
 }
 
 
