@@ -229,7 +229,7 @@ def measure_ceilings(threads: int, rotate: int, torch: Any = None) -> Ceilings:
     read = sum(part.nbytes for part in parts) / seconds
     if torch is None:
         return Ceilings(read, None)
-    with _threads(threads, torch):
+    with use_threads(threads, torch):
         dtypes = (torch.float32, torch.bfloat16)
         multiply = max(product_speed(partial(_product_seconds, torch, dtype)) for dtype in dtypes)
     return Ceilings(read, multiply)
@@ -280,8 +280,8 @@ def measure_layer(
     """
     for count in tokens:
         values = rng.standard_normal((count, shape[1]), dtype=np.float32)
-        with _threads(threads, torch):
-            times = _take_turns(contestants, values, seconds)
+        with use_threads(threads, torch):
+            times = take_turns(contestants, values, seconds)
         medians = [statistics.median(calls) for calls in times]
         for contestant, calls, median in zip(contestants, times, medians, strict=True):
             bytes_ = contestant.weight_bytes + contestant.value_bytes * count * sum(shape)
@@ -301,7 +301,7 @@ def measure_layer(
             )
 
 
-def _take_turns(
+def take_turns(
     contestants: Sequence[Contestant], values: NDArray[np.float32], seconds: float
 ) -> list[list[float]]:
     """Times of the calls of each contestant."""
@@ -393,7 +393,7 @@ def _best(run: Callable[[], object], calls: int) -> float:
 
 
 @contextmanager
-def _threads(threads: int, torch: Any) -> Iterator[None]:
+def use_threads(threads: int, torch: Any) -> Iterator[None]:
     """Gives moqext and torch as many threads, and afterwards the numbers that each had before."""
     own, theirs = _C.num_threads(), torch.get_num_threads() if torch else 0
     try:

@@ -183,7 +183,7 @@ def test_every_call_takes_another_copy(rng):
     assert len({copy["weight"].ctypes.data for copy in weights}) == len(weights)
     called = []
     recorded = contestant._replace(call=lambda x, weight: called.append(id(weight)))
-    times = bench._take_turns([recorded, recorded], np.zeros((1, 64), np.float32), 0.2)
+    times = bench.take_turns([recorded, recorded], np.zeros((1, 64), np.float32), 0.2)
     assert min(map(len, times)) >= bench.CALLS
     assert len(set(called[: len(weights)])) > min(len(called), len(weights)) // 3
 
@@ -192,7 +192,7 @@ def test_long_calls_are_not_repeated(rng, monkeypatch):
     contestant = bench._contestant("FP8", (16, 16), rng, 1)
     clock = iter(range(1000))
     monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
-    assert bench._take_turns([contestant], np.zeros((1, 16), np.float32), 0.5) == [[1.0]]
+    assert bench.take_turns([contestant], np.zeros((1, 16), np.float32), 0.5) == [[1.0]]
 
 
 def test_speed_of_products_is_sought_where_it_is_highest():
