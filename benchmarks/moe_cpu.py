@@ -2,21 +2,22 @@
 
 A layer has the sizes of one of Qwen3-30B-A3B: 128 experts, top 8, hidden size 2048, intermediate size 768.
 Contestants take turns in one process on as many threads (`moqext.bench`). Each call has the next of several
-batches, whose experts are drawn anew, so that weights come from memory. torch's layer gathers the rows of each
-expert that has some, multiplies them by its two weights in bfloat16, and adds the weighted results: what
-Transformers does without quantization, and no expert that nobody asked for is touched.
+batches, whose experts are drawn anew, so that weights come from memory. torch's layer gathers the rows of
+each expert that has some, multiplies them by its two weights in bfloat16, and adds the weighted results:
+what Transformers does without quantization, and no expert that nobody asked for is touched.
 
-    python -m benchmarks.moe_cpu [--tokens T ...] [--threads N] [--seconds S] [--ggml FOLDER] [--output FILE]
+    python -m benchmarks.moe_cpu [--tokens T ...] [--threads N] [--seconds S] [--ggml FOLDER]
 
-With `--ggml`, llama.cpp's three products by experts (`ggml_mul_mat_id`) and the activation between them, on NVFP4
-weights, without the sum over experts; see `benchmarks.ggml_cpu` for the folder. ggml rounds activations to 8 bits.
+With `--ggml`, llama.cpp's three products by experts (`ggml_mul_mat_id`) and the activation between them, on
+NVFP4 weights, without the sum over experts; see `benchmarks.ggml_cpu` for the folder. ggml rounds activations
+to 8 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,9 @@ def batches(rng: np.random.Generator, tokens: int) -> list[Batch]:
     made = []
     for _ in range(max(3, min(BATCHES, 256 // tokens))):
         x = rng.standard_normal((tokens, HIDDEN), np.float32)
-        weights, ids = moqext.route(rng.standard_normal((tokens, EXPERTS), np.float32), TOP_K, scoring="softmax")
+        weights, ids = moqext.route(
+            rng.standard_normal((tokens, EXPERTS), np.float32), TOP_K, scoring="softmax"
+        )
         made.append(Batch(x, np.asarray(weights), np.asarray(ids).astype(np.int64)))
     return made
 
@@ -81,8 +84,32 @@ def weight_bytes(params: dict[str, Any]) -> float:
     return sum(tensor.nbytes for tensor in params.values()) / EXPERTS
 
 
-def moqext_layer(algo: str, rng: np.random.Generator, torch: Any) -> bench.Contestant:
-    """The layer of an algorithm; of the batches that take turns the routing is what a call gets."""
+class Layer(NamedTuple):
+    """A layer of experts that takes turns with others.
+
+    Attributes:
+        contestant: whose weights are batches, which take turns, and whose weight_bytes those of one expert.
+        inputs: From batches to what its calls get.
+    """
+
+    contestant: bench.Contestant
+    inputs: Callable[[Sequence[Batch]], Sequence[Any]]
+
+
+def on_torch(torch: Any) -> Callable[[Sequence[Batch]], Sequence[Any]]:
+    """Batches as tensors, tokens in bfloat16."""
+    return lambda drawn: [
+        (
+            torch.from_numpy(batch.x).to(torch.bfloat16),
+            torch.from_numpy(batch.weights),
+            torch.from_numpy(batch.ids),
+        )
+        for batch in drawn
+    ]
+
+
+def moqext_layer(algo: str, rng: np.random.Generator, torch: Any) -> Layer:
+    """The layer of an algorithm."""
     method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE, top_k=TOP_K)
     params = method.prepare(random_stacks(method, rng))
 
@@ -90,10 +117,11 @@ def moqext_layer(algo: str, rng: np.random.Generator, torch: Any) -> bench.Conte
         x, weights, ids = batch
         return method(x, params, weights, ids)
 
-    return bench.Contestant(algo, method.backend_for, [], int(weight_bytes(dict(params))), lambda x: x, call)
+    size = int(weight_bytes(dict(params)))
+    return Layer(bench.Contestant(algo, method.backend_for, [], size, lambda x: x, call), on_torch(torch))
 
 
-def torch_layer(rng: np.random.Generator, torch: Any) -> bench.Contestant:
+def torch_layer(rng: np.random.Generator, torch: Any) -> Layer:
     """The layer in bfloat16."""
     source = torch.Generator().manual_seed(int(rng.integers(2**31)))
     w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=source, dtype=torch.bfloat16)
@@ -117,11 +145,13 @@ def torch_layer(rng: np.random.Generator, torch: Any) -> bench.Contestant:
             y.index_add_(0, tokens, down.float() * weights.flatten()[slots, None])
         return y.to(torch.bfloat16)
 
-    return bench.Contestant(bench.PEER, lambda tokens: "torch", [], 6 * HIDDEN * INTERMEDIATE, lambda x: x, call)
+    size = 2 * 3 * HIDDEN * INTERMEDIATE
+    contestant = bench.Contestant(bench.PEER, lambda tokens: "torch", [], size, lambda x: x, call)
+    return Layer(contestant, on_torch(torch))
 
 
 def measure(
-    contestants: Sequence[bench.Contestant],
+    layers: Sequence[Layer],
     tokens: Sequence[int],
     rng: np.random.Generator,
     ceilings: bench.Ceilings,
@@ -133,20 +163,12 @@ def measure(
     """Rows of every contestant, torch first, for each number of tokens."""
     for count in tokens:
         drawn = batches(rng, count)
-        on_torch = [
-            (
-                torch.from_numpy(batch.x).to(torch.bfloat16),
-                torch.from_numpy(batch.weights),
-                torch.from_numpy(batch.ids),
-            )
-            for batch in drawn
-        ]
-        turning = [each if each.weights else each._replace(weights=on_torch) for each in contestants]
+        turning = [layer.contestant._replace(weights=layer.inputs(drawn)) for layer in layers]
         with bench.use_threads(threads, torch):
             times = bench.take_turns(turning, drawn[0].x, seconds)
         active = statistics.mean(np.unique(batch.ids).size for batch in drawn)
         medians = [statistics.median(calls) for calls in times]
-        for contestant, calls, median in zip(contestants, times, medians, strict=True):
+        for contestant, calls, median in zip(turning, times, medians, strict=True):
             moved = active * contestant.weight_bytes + 4 * count * HIDDEN
             flop = 6 * count * TOP_K * HIDDEN * INTERMEDIATE
             yield {
@@ -181,16 +203,16 @@ def main() -> None:
         parser.error("torch is what moqext is measured against; install it")
     rng = np.random.default_rng(options.seed)
     ceilings = bench.measure_ceilings(options.threads, bench.rotation(), torch)
-    contestants = [torch_layer(rng, torch)]
+    layers = [torch_layer(rng, torch)]
     if options.ggml:
-        from benchmarks.ggml_moe import ggml_layer
+        from benchmarks.ggml_moe import ggml_layer  # needs its libraries
 
-        contestants.append(ggml_layer(options.ggml, rng, options.threads))
-    contestants += [moqext_layer(algo, rng, torch) for algo in options.algos]
+        layers.append(ggml_layer(options.ggml, rng, options.threads))
+    layers += [moqext_layer(algo, rng, torch) for algo in options.algos]
     rows = []
     with torch.no_grad():
         for row in measure(
-            contestants,
+            layers,
             options.tokens,
             rng,
             ceilings,
@@ -201,8 +223,8 @@ def main() -> None:
             rows.append(row)
             share = row["floor_seconds"] / row["seconds"]
             print(
-                f"{row['tokens']:5} {row['quant_algo']:26} {row['kernel']:16} {row['seconds'] * 1e3:8.2f} ms  "
-                f"{share:4.0%} of the floor  {row['torch_ratio']:5.2f} x torch",
+                f"{row['tokens']:5} {row['quant_algo']:26} {row['kernel']:16} "
+                f"{row['seconds'] * 1e3:8.2f} ms  {share:4.0%} of the floor  {row['torch_ratio']:5.2f} x torch",
                 flush=True,
             )
     facts = {
