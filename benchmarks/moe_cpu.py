@@ -224,7 +224,7 @@ def main() -> None:
             share = row["floor_seconds"] / row["seconds"]
             print(
                 f"{row['tokens']:5} {row['quant_algo']:26} {row['kernel']:16} "
-                f"{row['seconds'] * 1e3:8.2f} ms  {share:4.0%} of the floor  {row['torch_ratio']:5.2f} x torch",
+                f"{row['seconds'] * 1e3:8.2f} ms  {share:4.0%} of floor  {row['torch_ratio']:5.2f} x torch",
                 flush=True,
             )
     facts = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moqext import LinearMethod, ops, reference
+from moqext import LinearMethod, MoEMethod, ops, reference
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "api.md"
 
@@ -31,8 +31,10 @@ def test_every_function_is_there_as_it_is(heading, module):
     assert documented(heading) == expected
 
 
-def test_attributes_of_a_method_are_there():
-    method = LinearMethod("FP8", 32, [8])
-    section = PAGE.read_text().split("\n## `LinearMethod`", 1)[1].split("\n## ", 1)[0]
+@pytest.mark.parametrize(
+    "method", [LinearMethod("FP8", 32, [8]), MoEMethod("FP8", 2, 32, 16, top_k=1)], ids=["linear", "experts"]
+)
+def test_attributes_of_a_method_are_there(method):
+    section = PAGE.read_text().split(f"\n## `{type(method).__name__}`", 1)[1].split("\n## ", 1)[0]
     named = set(re.findall(r"\bm\.(\w+)", section))
     assert named == {name for name in dir(method) if not name.startswith("_")}
