@@ -76,6 +76,12 @@ def test_the_page_of_the_cpu_is_what_its_results_make(cpu_page: Any) -> None:
     assert {path.name for path in (ROOT / "docs" / "results").glob("cpu-linears.*")} == set(files)
 
 
+def test_the_page_of_experts_is_what_its_results_make(cpu_page: Any) -> None:
+    """Else: python -m benchmarks.moe_cpu_page."""
+    module = importlib.import_module("benchmarks.moe_cpu_page")
+    assert module.PAGE.read_text() == module.page_text()
+
+
 def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
     def row(algo: str, tokens: int, seconds: float, ratio: float, goal: float | None) -> dict[str, Any]:
         about = {"shape": [64, 32], "tokens": tokens, "quant_algo": algo, "goal": goal, "torch_ratio": ratio}
