@@ -52,9 +52,9 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> str:
 def section(result: Mapping[str, Any]) -> str:
     """All rows of a processor."""
     facts = (
-        f"{result['experts']} experts, top {result['top_k']}, hidden size {result['hidden_size']}, intermediate "
-        f"size {result['intermediate_size']}; memory is read at {result['bytes_per_second'] / 1e9:.1f} GB/s."
-        f"{result['intermediate_size']}; memory is read at {result['bytes_per_second'] / 1e9:.1f} GB/s."
+        f"{result['experts']} experts, top {result['top_k']}, hidden size {result['hidden_size']}, "
+        f"intermediate size {result['intermediate_size']}; memory is read at "
+        f"{result['bytes_per_second'] / 1e9:.1f} GB/s."
     )
     heading = f"### {title(result['environment'], result)}"
     return "\n\n".join([heading, facts, table(result["rows"]), goals(result["rows"])])
