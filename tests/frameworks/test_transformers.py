@@ -298,6 +298,27 @@ def test_scales_of_other_names_and_shapes(rng, tmp_path, name, shape):
         assert after(ids).logits.equal(before(ids).logits)
 
 
+def test_a_fused_linear_with_a_scale_for_each_part(rng, tmp_path):
+    """Phi-3 has q, k and v, and gate and up, in one linear; here each part has the scale of all."""
+    model = AutoModelForCausalLM.from_config(small("phi3"), dtype=torch.bfloat16)
+    tensors = export(tmp_path, model, "FP8")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path)
+    counts = {"qkv_proj.weight_scale": 3, "gate_up_proj.weight_scale": 2}
+    changed = {
+        key: value.reshape(1).repeat(counts[".".join(key.split(".")[-2:])])
+        if ".".join(key.split(".")[-2:]) in counts
+        else value
+        for key, value in tensors.items()
+    }
+    safetensors.save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert after.model.layers[0].self_attn.qkv_proj.out_partitions == (64, 32, 32)
+    assert after.model.layers[0].mlp.gate_up_proj.out_partitions == (96, 96)
+    ids = random_ids(rng, before, 2, 5)
+    with torch.no_grad():
+        assert after(ids).logits.equal(before(ids).logits)
+
+
 # ------------------------------------------------------------------------------------------- what is refused
 
 
