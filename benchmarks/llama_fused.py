@@ -87,7 +87,7 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         position_ids: Tensor,
         past_key_values: Any = None,
-        cache: Any = None,  # its name from Transformers 5.23 on
+        cache: Any = None,  # its name from Transformers 5.24 on
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """The two summands of the hidden states [batch, tokens, hidden_size] behind this layer."""

@@ -159,7 +159,7 @@ def _join(module: Any, name: str, parts: tuple[str, ...]) -> bool:
 
 ATTENTION = {
     "846481825c2f": "llama",
-    "7426162820bb": "llama",  # these are of Transformers 5.23, whose caches are given what is left over
+    "7426162820bb": "llama",  # from 5.24 on: caches are given what is left over
     "3901ee31f202": "qwen2",
     "6e70dd145672": "qwen2",
     "7986041b11ad": "mistral",
@@ -315,7 +315,7 @@ def _turns_halves(forward: Callable[..., Any]) -> bool:
 # ------------------------------------------------------------------------------------------------ layers
 
 LAYERS = ("81d96d2d9d08", "0a83a9a00cd4")
-"""x + attention(norm(x)), then z + mlp(norm(z)): LlamaDecoderLayer, before 5.23 and from then on."""
+"""x + attention(norm(x)), then z + mlp(norm(z)): LlamaDecoderLayer, before 5.24 and from then on."""
 
 
 class _Layer(Fused):
