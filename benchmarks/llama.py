@@ -3,9 +3,11 @@
     PYTHONPATH=.:python python3 -m benchmarks.llama --output FILE
 
 Weights are normal numbers made and quantized on the device; every linear of the decoder layers is quantized,
-embedding and head stay bfloat16 in all models. Each model is measured in up to three forms:
+embedding and head stay bfloat16 in all models. Each model is measured in up to four forms:
 
     modules    Transformers' LlamaForCausalLM with `moqext_torch.QuantLinear` for nn.Linear, else unchanged
+    transformers  after `moqext_transformers.fuse`, as from_pretrained hands it over; nothing of bfloat16 is
+               fused, which is that of "modules"
     fused      its decoder layers replaced by `benchmarks.llama_fused`: q/k/v and gate/up are one linear each,
                and what is between linears is one kernel each
     fused+pdl  the same with those kernels launched programmatically
@@ -42,6 +44,8 @@ from benchmarks.layers import E4M3_MAX, to_e4m3
 from benchmarks.llama_fused import FusedLayer, FusedNorm, TorchNeighbours
 from moqext import ops
 from moqext_torch import QuantLinear
+from moqext_transformers import fuse
+from moqext_transformers.fused_linear import Part
 
 ROLES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -62,7 +66,9 @@ REST = 1_000_000
 
 BF16, FP8, NVFP4 = "bfloat16", "FP8", "NVFP4"
 WAYS = ((BF16, "exact"), (FP8, "exact"), (NVFP4, "exact"), (NVFP4, "auto"))
-FORMS = ("modules", "fused", "fused+pdl")
+FORMS = ("modules", "transformers", "fused", "fused+pdl")
+OWN = ("modules", "transformers")
+"""Forms of Transformers' own decoder layers."""
 
 DECODE_REPLAYS = 40
 PREFILL_RUNS = 7
@@ -230,21 +236,23 @@ def make_model(
         fused = {}
         for role, names in ROLES.items():
             parts = [weights.linear(index, name, layer.get_submodule(name)) for name in names]
-            if form == "modules":
+            if form in OWN:
                 for name, part in zip(names, parts, strict=True):
                     layer.set_submodule(name, make_linear([part], role, quant_algo, compute, meant))
             else:
                 fused[role] = make_linear(parts, role, quant_algo, compute, meant)
         if fused:
             model.model.layers[index] = FusedLayer(layer, fused, neighbours)
-    if form != "modules":
+    if form not in OWN:
         model.model.norm = FusedNorm(model.model.norm, neighbours)
+    elif form == "transformers" and not meant:
+        fuse(model)
     return model.eval().requires_grad_(False)
 
 
 def make_neighbours(form: str, device: str) -> Any:
     """What a form has between linears."""
-    if form == "modules":
+    if form in OWN:
         return None
     if device == "cpu":
         return TorchNeighbours()
@@ -379,14 +387,14 @@ def check(config: transformers.LlamaConfig, device: str, form: str) -> Iterator[
     """Errors of the logits of two layers, by weights: a prompt of 96 tokens, and a step of 3 sequences."""
     small = transformers.LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 2})
     shapes = {"prefill": (1, 96, 96), "decode": (3, 1, 64)}
-    for quant_algo in (BF16, FP8, NVFP4):
+    for quant_algo in (FP8, NVFP4) if form == "transformers" else (BF16, FP8, NVFP4):
         meant = make_model(small, device, quant_algo, form=form, meant=quant_algo != BF16)
         model = make_model(small, device, quant_algo, form=form)
         for what, shape in shapes.items():
             error = apart(Call(model, *shape).eager(), Call(meant, *shape).eager())
             linear = max(errors_of_linears(Call(model, *shape), meant), default=0.0)
             print(
-                f"{form:9}  {quant_algo:8}  {what:7}  error of logits {error:.1e}, of a linear {linear:.1e}",
+                f"{form:12}  {quant_algo:8}  {what:7}  error of logits {error:.1e}, of a linear {linear:.1e}",
                 flush=True,
             )
             yield {"form": form, "weights": quant_algo, "what": what, "error": error, "linear": linear}
@@ -410,7 +418,19 @@ def errors_of_linears(call: Call, meant: Any) -> Iterator[float]:
     for hook in hooks:
         hook.remove()
     for name, (x, y) in heard.items():
-        yield apart(y, meant.get_submodule(name)(x))
+        yield apart(y, torch.cat([linear(x) for linear in linears_of(call.model, meant, name)], -1))
+
+
+def linears_of(model: Any, meant: Any, name: str) -> list[nn.Module]:
+    """What another model has in the place of a linear: those that are its parts, where it is fused."""
+    above = name.rpartition(".")[0]
+    linear = model.get_submodule(name)
+    parts = [
+        f"{above}.{own}"
+        for own, child in model.get_submodule(above).named_children()
+        if isinstance(child, Part) and child.fused is linear
+    ]
+    return [meant.get_submodule(part) for part in parts or [name]]
 
 
 def measure(
@@ -444,6 +464,7 @@ def make_row(about: dict[str, Any], spent: list[float]) -> dict[str, Any]:
 def compare(rows: list[dict[str, Any]]) -> None:
     """Adds to each row how many times as fast as bfloat16 it is, in that form and in "modules"."""
     plain = {(r["form"], r["what"], r["tokens"]): r["seconds"] for r in rows if r["weights"] == BF16}
+    plain |= {("transformers", *case[1:]): seconds for case, seconds in plain.items() if case[0] == "modules"}
     for r in rows:
         case = (r["what"], r["tokens"])
         forms = {"ratio": r["form"], "ratio_to_modules": "modules"}
@@ -497,7 +518,7 @@ def main() -> None:
         for form in forms:
             attempt(checks, check(config, options.device, form), failed)
         for form in forms:
-            for quant_algo, compute in WAYS:
+            for quant_algo, compute in WAYS[form == "transformers" :]:
                 attempt(rows, measure(config, options, form, quant_algo, compute), failed)
                 gc.collect()
                 if options.device != "cpu":

@@ -86,18 +86,19 @@ class FusedLayer(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         position_ids: Tensor,
-        past_key_values: Any,
+        past_key_values: Any = None,
+        cache: Any = None,  # its name from Transformers 5.24 on
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """The two summands of the hidden states [batch, tokens, hidden_size] behind this layer."""
         before, more = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
         x, before = normalize(self.neighbours, self.input_norm, before, more)
-        cache = past_key_values.layers[self.index]
+        layer = (past_key_values if cache is None else cache).layers[self.index]
         qkv = self.linears["qkv"](x).unflatten(-1, (-1, self.head_dim))
-        self.neighbours.rotate(qkv, *position_embeddings, position_ids[0], cache.keys, cache.values)
-        queries = qkv[:, :, : -2 * cache.keys.shape[1]].transpose(1, 2)
+        self.neighbours.rotate(qkv, *position_embeddings, position_ids[0], layer.keys, layer.values)
+        queries = qkv[:, :, : -2 * layer.keys.shape[1]].transpose(1, 2)
         attended = functional.scaled_dot_product_attention(
-            queries, cache.keys, cache.values, is_causal=x.shape[1] > 1, enable_gqa=True
+            queries, layer.keys, layer.values, is_causal=x.shape[1] > 1, enable_gqa=True
         )
         x, before = normalize(
             self.neighbours, self.middle_norm, before, self.linears["o"](attended.transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Writes the table of docs/results/llama.md from benchmarks/results/llama.*.json.
+"""Writes the tables of docs/results/llama.md from benchmarks/results/llama.*.json, and a plot for each chip.
 
 python -m benchmarks.llama_page
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.cpu_page import fill
 from benchmarks.cuda_page import PAGES, lines
+from benchmarks.llama_plot import FORM, speedups
 from benchmarks.record import RESULTS
 
 PAGE = PAGES / "llama.md"
@@ -18,8 +19,8 @@ MARKS = ("<!-- results: python -m benchmarks.llama_page -->", "<!-- end of resul
 HEAD = ["form", "weights", "compute", "call", "tokens", "ms", "tokens/s", "× bfloat16", "× Transformers"]
 
 
-def section(result: Mapping[str, Any]) -> str:
-    """All rows of a chip."""
+def section(result: Mapping[str, Any], plot: str | None) -> str:
+    """All rows of a chip, below its plot."""
     environment = result["environment"]
     about = (
         f"### {result['gpu']}\n\n{environment['date'][:10]}, torch {environment['torch']}, Transformers "
@@ -34,14 +35,22 @@ def section(result: Mapping[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    return f"{about}\n\n{lines(HEAD, body, 4)}"
+    shown = f"![Times the speed of bfloat16 in Transformers]({plot})\n\n" if plot else ""
+    return f"{about}\n\n{shown}{lines(HEAD, body, 4)}"
 
 
-def page_text() -> str:
-    """The page as the recorded results make it."""
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("llama.*.json"))]
-    return fill(PAGE.read_text(encoding="utf-8"), *MARKS, [section(result) for result in results])
+def page_files() -> dict[str, str]:
+    """File name -> text: the page as the recorded results make it, and its plots."""
+    files, sections = {}, []
+    for path in sorted(RESULTS.glob("llama.*.json")):
+        result, plot = json.loads(path.read_text()), None
+        if any(row["form"] == FORM for row in result["rows"]):
+            plot = f"{path.stem}.svg"
+            files[plot] = speedups(result["rows"], f"Llama, 8 billion weights, {result['gpu']}")
+        sections.append(section(result, plot))
+    return files | {PAGE.name: fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_text(), encoding="utf-8")
+    for name, text in page_files().items():
+        (PAGES / name).write_text(text, encoding="utf-8")

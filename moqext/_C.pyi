@@ -66,6 +66,19 @@ def rms_norm_quantize(
     format: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, ...]: ...
+def silu_and_mul(x: Any, *, out: Any = None, format: str | None = None, stream: Any = None) -> Any: ...
+def rms_norm(
+    x: Any,
+    weight: Any,
+    eps: float,
+    *,
+    residual: Any = None,
+    out: Any = None,
+    residual_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> Any: ...
+def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any = None) -> Any: ...
 def dequantize(
     weight: Any,
     quant_algo: str,

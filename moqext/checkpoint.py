@@ -178,6 +178,7 @@ class Checkpoint:
                 self.config,
                 None if self.headers_only else self.tensor,
                 architectures=self.architectures,
+                model=self.model_config,
                 block_scales=block_scales,
             )
         return self._findings[block_scales]

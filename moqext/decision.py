@@ -141,13 +141,18 @@ def compare_repeated(layer: str, kept: str, other: str, scales: Scales) -> Itera
 
 
 def check_linear_shapes(
-    module: str, shape: tuple[int, int], roles: Mapping[str, str], inventory: Inventory
+    module: str, shape: tuple[int, int], roles: Mapping[str, str], inventory: Inventory, parts: int = 0
 ) -> Iterator[Problem]:
-    """Problems of the shapes of a linear's small tensors, `shape` being (out features, in features)."""
+    """Problems of the shapes of a linear's small tensors, `shape` being (out features, in features).
+
+    A linear of several parts with a scale each may have as many activation scales.
+    """
     rows, columns = shape
     expected = {"weight_scale_2": 1, "input_scale": 1, "pre_quant_scale": columns, "bias": rows}
     for role, values in expected.items():
         if role in roles and prod(found := inventory.tensors[roles[role]].shape) != values:
+            if role == "input_scale" and parts and tuple(found) == (parts,):
+                continue
             message = f"expected {values} value{'s' if values > 1 else ''}, found shape {list(found)}"
             yield make_problem("shape_mismatch", message, layer=module, tensor=roles[role])
     if "lora_a" in roles and "lora_b" in roles:

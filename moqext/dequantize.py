@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from moqext import ops
 from moqext._C import UnsupportedQuantization
 from moqext.errors import CheckpointError
+from moqext.partitions import scale_of_rows
 from moqext.problems import Problem
 from moqext.records import LayerRecord, Projection
 
@@ -29,6 +30,8 @@ def dequantize_layer(checkpoint: "Checkpoint", record: LayerRecord | Projection)
     scales: dict[str, Any] = {
         role: checkpoint.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
     }
+    if isinstance(record, LayerRecord) and record.partitions:
+        scales["weight_scale"] = scale_of_rows(scales["weight_scale"], record.partitions)
     try:
         values: NDArray[np.float32] = ops.dequantize(
             checkpoint.tensor(weight), record.quant_algo, group_size=record.group_size, **scales

@@ -9,7 +9,9 @@ scales are judged when a reader is given.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
@@ -28,10 +30,11 @@ from moqext.naming import (
     parse_expert_name,
     without_prefix,
 )
+from moqext.partitions import Scalar, parts_of, rows_of_parts
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
-from moqext.stored import Tensor, is_quantized, recognise
+from moqext.stored import Stored, Tensor, is_quantized, recognise
 
 _SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
 
@@ -42,6 +45,7 @@ def find_layers(
     read: Reader | None = None,
     *,
     architectures: Sequence[str] = (),
+    model: Mapping[str, Any] | None = None,
     block_scales: bool = True,
 ) -> Findings:
     """The quantized layers of a checkpoint, its cache scales, and the problems of all.
@@ -52,6 +56,7 @@ def find_layers(
         read: tensor name -> array; only scales are read. None checks names, types and shapes alone.
         architectures: `architectures` of config.json, for what only they tell (gpt-oss interleaves gate and
             up).
+        model: what config.json holds, for the rows of q, k and v in a fused linear.
         block_scales: False leaves scales of more than 65536 values unread, which is most of the reading.
     """
     inventory = Inventory(tensors)
@@ -72,7 +77,7 @@ def find_layers(
         elif len(weight.shape) == 3:
             stacked[module] = roles
         else:
-            layers[module] = _linear(module, roles, inventory, config, scales)
+            layers[module] = _linear(module, roles, inventory, config, scales, model or {})
     layers = mark_partial_input_scales(layers)
     problems += find_fused_problems(layers, unquantized, scales)
     groups = find_expert_groups(layers, unquantized, scales)
@@ -89,17 +94,23 @@ def find_layers(
 
 
 def _linear(
-    module: str, roles: Mapping[str, str], inventory: Inventory, config: QuantConfig | None, scales: Scales
+    module: str,
+    roles: Mapping[str, str],
+    inventory: Inventory,
+    config: QuantConfig | None,
+    scales: Scales,
+    model: Mapping[str, Any],
 ) -> LayerRecord:
     """The record of a linear or an embedding."""
-    stored = recognise(inventory.infos(roles))
+    stored, partitions = _recognise(module, inventory.infos(roles), model)
     decision, problems = decide(module, stored, config)
     # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
     embedding = is_embedding(module) and roles.keys().isdisjoint(("input_scale", "bias"))
     judged_here = not embedding and parse_expert_name(module) is None
     problems += check_roles(module, decision.quant_algo, roles, inventory, activations=judged_here)
     if len(stored.shape) == 2:
-        problems += check_linear_shapes(module, (stored.shape[0], stored.shape[1]), roles, inventory)
+        shape = (stored.shape[0], stored.shape[1])
+        problems += check_linear_shapes(module, shape, roles, inventory, len(partitions))
     problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
     problems += check_repeats(module, inventory, scales)
     return LayerRecord(
@@ -115,7 +126,22 @@ def _linear(
         problems=tuple(problems),
         size=inventory.size(roles),
         weights=prod(stored.shape),
+        partitions=partitions,
     )
+
+
+def _recognise(
+    module: str, infos: Mapping[str, Tensor], model: Mapping[str, Any]
+) -> tuple[Stored, tuple[int, ...]]:
+    """The format of a weight, and the rows of its parts where each has a scale."""
+    parts = parts_of(module, infos)
+    if not parts:
+        return recognise(infos), ()
+    partitions = rows_of_parts(module, infos["weight"].shape[0], model)
+    if partitions:
+        return recognise({**infos, "weight_scale": Scalar(infos["weight_scale"].dtype)}), partitions
+    message = f"one scale for each of {', '.join(parts)}, whose rows neither names nor config.json tell"
+    return replace(recognise(infos), fault=("shape_mismatch", message)), ()
 
 
 def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:

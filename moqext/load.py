@@ -101,7 +101,7 @@ def load_layers(
         method = LinearMethod(
             first.quant_algo,
             first.shape[1],
-            [record.shape[0] for record in records],
+            [rows for record in records for rows in record.out_partitions],
             group_size=first.group_size,
             dtype=dtype,
             device=device,
@@ -125,6 +125,15 @@ def load_layers(
 
 def _tensors(checkpoint: "Checkpoint", records: Sequence[LayerRecord]) -> dict[str, list[NDArray[Any]]]:
     """What each record has of each role but a bias."""
+    if len(records) == 1 and records[0].partitions:
+        named = records[0].tensors.items()
+        return {
+            role: _of_parts(checkpoint.tensor(name), records[0]) for role, name in named if role != "bias"
+        }
+    for record in records:
+        if record.partitions:
+            message = f"{record.name} has a scale for each of its parts, and cannot be fused with others"
+            raise UnsupportedQuantization(message)
     params = {}
     for role in sorted({role for record in records for role in record.tensors} - {"bias"}):
         missing = [record.name for record in records if role not in record.tensors]
@@ -132,6 +141,16 @@ def _tensors(checkpoint: "Checkpoint", records: Sequence[LayerRecord]) -> dict[s
             raise CheckpointError(f"{role}: {missing[0]} has none, but another layer fused with it has")
         params[role] = [checkpoint.tensor(record.tensors[role]) for record in records]
     return params
+
+
+def _of_parts(tensor: NDArray[Any], record: LayerRecord) -> list[NDArray[Any]]:
+    """What each part of a fused linear has of a tensor: its rows, its scale, or the one scale of all."""
+    if tensor.shape[:1] == (record.shape[0],):
+        return np.split(tensor, np.cumsum(record.partitions)[:-1])
+    values = as_float32(tensor).reshape(-1)
+    return [
+        values[index : index + 1] if values.size > 1 else values for index in range(len(record.partitions))
+    ]
 
 
 def _shares_input_scale(algo: str) -> bool:

@@ -20,6 +20,7 @@ from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
 from moqext.dequantize import SCALES_OF_WEIGHT, refuse_without_weight
 from moqext.errors import CheckpointError
+from moqext.partitions import scale_of_rows
 from moqext.records import LayerRecord, Projection
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class Matrix:
         if prod(shape) == 1:
             return self.checkpoint.tensor(tensor)
         assert self.record is not None
+        if isinstance(self.record, LayerRecord) and self.record.partitions:
+            return scale_of_rows(self.checkpoint.tensor(tensor), self.record.partitions)[begin:end]
         size = BLOCK_SIZES.get(self.record.quant_algo, 1)
         if len(self.shape) == 2 and size > 1 and shape[0] == -(-self.shape[0] // size):
             return self.checkpoint.files.rows(tensor, begin // size, -(-end // size))

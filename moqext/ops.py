@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
+from moqext.activation_ops import rms_norm, rotary_embedding, silu_and_mul
 from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
@@ -28,9 +29,12 @@ __all__ = [
     "prepare_experts",
     "quantize",
     "requantize_to_max",
+    "rms_norm",
     "rms_norm_quantize",
+    "rotary_embedding",
     "route",
     "shared_input_scale",
+    "silu_and_mul",
     "silu_and_mul_quantize",
     "swap_gate_up",
     "swizzle_block_scales",

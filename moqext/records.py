@@ -65,6 +65,7 @@ class LayerRecord:
         projections: for stacked experts their projections, gate or gate_up first; else empty.
         size: bytes of all tensors of the layer, members included.
         weights: number of weights, to set `size` against.
+        partitions: rows of the parts of a linear that is stored fused with a scale for each; else empty.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LayerRecord:
     projections: tuple[Projection, ...] = ()
     size: int = 0
     weights: int = 0
+    partitions: tuple[int, ...] = ()
 
     @property
     def format(self) -> str:
@@ -88,6 +90,11 @@ class LayerRecord:
         if self.group_size is None or self.quant_algo in BLOCK_SIZES:
             return self.quant_algo
         return f"{self.quant_algo} g{self.group_size}"
+
+    @property
+    def out_partitions(self) -> tuple[int, ...]:
+        """Rows of a linear that have scales of their own: its parts where it has some, else all of them."""
+        return self.partitions or (self.shape[0],)
 
     def linears(self) -> Iterator["LayerRecord"]:
         """The records that have tensors of their own: the members where there are some, else the layer."""

@@ -297,8 +297,8 @@ def _expected_weight(params: Mapping[str, Any], record: LayerRecord | Projection
 def _pieces(params: Mapping[str, Any], record: LayerRecord | Projection) -> Iterator[dict[str, Any]]:
     """A weight in pieces that fit the memory: so many rows, or one expert, with the scales of each."""
     if isinstance(record, LayerRecord):
-        for first in range(0, record.shape[0], ROWS_AT_ONCE):
-            yield _rows(params, record, first, min(first + ROWS_AT_ONCE, record.shape[0]))
+        for first, last in _spans(record):
+            yield _rows(params, record, first, last)
         return
     experts = record.shape[0]
     if any(tensor.size > 1 and tensor.shape[0] != experts for tensor in params.values()):
@@ -346,21 +346,29 @@ def _expected(
     compute: str,
 ) -> NDArray[np.float64]:
     params = {role: checkpoint.tensor(name) for role, name in record.tensors.items() if role != "bias"}
-    rows = record.shape[0]
     blocks = []
-    for first in range(0, rows, ROWS_AT_ONCE):
-        part = _rows(params, record, first, min(first + ROWS_AT_ONCE, rows))
+    for first, last in _spans(record):
+        part = _rows(params, record, first, last)
         y = reference.linear(
             x,
             part,
             record.quant_algo,
             compute=compute,
-            bias=None if bias is None else bias[first : first + ROWS_AT_ONCE],
+            bias=None if bias is None else bias[first:last],
             group_size=record.group_size,
             out_dtype="float64",
         )
         blocks.append(y)
     return np.concatenate(blocks, axis=-1)
+
+
+def _spans(record: LayerRecord) -> Iterator[tuple[int, int]]:
+    """Rows at once, none of which are of two parts with scales of their own."""
+    begin = 0
+    for rows in record.out_partitions:
+        for first in range(begin, begin + rows, ROWS_AT_ONCE):
+            yield first, min(first + ROWS_AT_ONCE, begin + rows)
+        begin += rows
 
 
 def _rows(params: Mapping[str, Any], record: LayerRecord, first: int, last: int) -> dict[str, Any]:
@@ -369,8 +377,12 @@ def _rows(params: Mapping[str, Any], record: LayerRecord, first: int, last: int)
     if (first, last) == (0, rows):
         return dict(params)
     part = {}
+    parts = len(record.partitions)
     for role, tensor in params.items():
-        if tensor.size == 1 or tensor.ndim == 0 or role in ("input_scale", "pre_quant_scale"):
+        if parts and role in ("weight_scale", "input_scale") and tensor.shape == (parts,):
+            index = int(np.searchsorted(np.cumsum(record.partitions), first, "right"))
+            part[role] = tensor[index : index + 1]
+        elif tensor.size == 1 or tensor.ndim == 0 or role in ("input_scale", "pre_quant_scale"):
             part[role] = tensor
         elif tensor.shape[0] == rows:
             part[role] = tensor[first:last]

@@ -14,6 +14,7 @@
     X(codes)                                                                                       \
     X(compute)                                                                                     \
     X(correction_bias)                                                                             \
+    X(cos)                                                                                         \
     X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(eps)                                                                                         \
@@ -61,6 +62,7 @@
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \
+    X(sin)                                                                                         \
     X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \

@@ -1,5 +1,5 @@
 /* `_C.quantize`, `_C.silu_and_mul_quantize`, `_C.rms_norm_quantize`: activations to FP8 or NVFP4
- * codes and scales. */
+ * codes and scales; `_C.silu_and_mul`, `_C.rms_norm`: what is before that, alone. */
 #include "binding/args.h"
 #include "binding/long_call.h"
 #include "binding/py_tensor.h"
@@ -50,16 +50,17 @@ enum { CODES, SCALES, SCALE_2, RESIDUAL, RESULTS };
 static int take_results(moq_state *state, const wishes *w, const moq_arg *x,
                         const moq_quantize_plan *plan, PyObject **result, moq_arg *out) {
     bool fixed = plan->given.ndim >= 0, nvfp4 = moq_quantizes_to_nvfp4(plan->scheme);
+    bool scaled = plan->scheme != MOQ_QUANTIZE_NOTHING;
     const moq_activation *a = &plan->activation;
     result[CODES] = take_result(state, w->out, "out", x, &plan->codes, &out[CODES]);
     if (!result[CODES])
         return -1;
-    if (nvfp4 || !fixed) {
+    if (scaled && (nvfp4 || !fixed)) {
         result[SCALES] =
             take_result(state, w->scale_out, "scale_out", x, &plan->scale, &out[SCALES]);
         if (!result[SCALES])
             return -1;
-    } else if (!moq_arg_absent(w->scale_out)) {
+    } else if (scaled && !moq_arg_absent(w->scale_out)) {
         PyErr_SetString(PyExc_ValueError, "scale_out: expected None where scale is given");
         return -1;
     }
@@ -99,14 +100,17 @@ static int launch(moq_state *state, const moq_arg *x, const moq_quantize_plan *p
     return status == MOQ_OK ? 0 : -1;
 }
 
-/* codes, scales, for NVFP4 the second-level scale, and z where there is a residual. */
+/* codes, scales, for NVFP4 the second-level scale, and z where there is a residual. Values have no
+ * scales, and alone they are no tuple. */
 static PyObject *pack(PyObject *const *result, PyObject *given, const moq_quantize_plan *plan) {
     PyObject *item[RESULTS] = {result[CODES], result[SCALES] ? result[SCALES] : given};
-    Py_ssize_t count = 2;
+    Py_ssize_t count = plan->scheme == MOQ_QUANTIZE_NOTHING ? 1 : 2;
     if (moq_quantizes_to_nvfp4(plan->scheme))
         item[count++] = result[SCALE_2] ? result[SCALE_2] : given;
     if (result[RESIDUAL])
         item[count++] = result[RESIDUAL];
+    if (count == 1)
+        return Py_NewRef(item[0]);
     PyObject *tuple = PyTuple_New(count);
     for (Py_ssize_t i = 0; tuple && i < count; i++)
         PyTuple_SetItem(tuple, i, Py_NewRef(item[i]));
@@ -235,6 +239,23 @@ static PyObject *silu_and_mul_quantize(PyObject *module, PyObject *const *args, 
     return result;
 }
 
+static PyObject *silu_and_mul(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *kwnames) {
+    static const moq_signature signature = {
+        "silu_and_mul", 1, 1, 4, {KW_x, KW_out, KW_format, KW_stream}};
+    moq_state *state = moq_module_state(module);
+    PyObject *v[4], *result = NULL;
+    moq_activation a = {.kind = MOQ_SILU_AND_MUL, .residual = {.ndim = -1}};
+    activation_args in = {0};
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, v) < 0)
+        return NULL;
+    wishes w = {v[1], NULL, NULL, v[3]};
+    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[2], &in.x) == 0)
+        result = run_activation(state, &w, MOQ_QUANTIZE_NOTHING, &a, &in, NULL);
+    release_activation(&in);
+    return result;
+}
+
 static const moq_signature NORM = {
     "rms_norm_quantize",
     4,
@@ -255,11 +276,12 @@ static int take_eps(PyObject *object, float *eps) {
 }
 
 /* Takes weight and residual; raw 16-bit tensors are read as the dtype of x. */
-static int take_norm(moq_state *state, PyObject *const *v, activation_args *in, moq_activation *a) {
+static int take_norm(moq_state *state, PyObject *weight, PyObject *other, activation_args *in,
+                     moq_activation *a) {
     const moq_tensor *residual;
     bool wide;
-    if (moq_arg_take(state, v[1], "weight", &in->weight) < 0 ||
-        moq_arg_take_optional(state, v[4], "residual", &in->residual, &residual) < 0)
+    if (moq_arg_take(state, weight, "weight", &in->weight) < 0 ||
+        moq_arg_take_optional(state, other, "residual", &in->residual, &residual) < 0)
         return -1;
     wide = in->weight.view.dtype == MOQ_DT_F32;
     if ((!wide && moq_arg_reinterpret(&in->weight, in->x.view.dtype) < 0) ||
@@ -284,9 +306,32 @@ static PyObject *rms_norm_quantize(PyObject *module, PyObject *const *args, Py_s
         return NULL;
     wishes w = {v[6], v[7], v[8], v[10]};
     if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[9], &in.x) == 0 &&
-        take_norm(state, v, &in, &a) == 0 &&
+        take_norm(state, v[1], v[4], &in, &a) == 0 &&
         moq_arg_take_optional(state, v[5], "scale", &in.scale, &given) == 0)
         result = run_activation(state, &w, scheme, &a, &in, given);
+    release_activation(&in);
+    return result;
+}
+
+static PyObject *rms_norm(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *kwnames) {
+    static const moq_signature signature = {
+        "rms_norm",
+        3,
+        3,
+        8,
+        {KW_x, KW_weight, KW_eps, KW_residual, KW_out, KW_residual_out, KW_format, KW_stream}};
+    moq_state *state = moq_module_state(module);
+    PyObject *v[8], *result = NULL;
+    moq_activation a = {.kind = MOQ_RMS_NORM, .residual = {.ndim = -1}};
+    activation_args in = {0};
+    if (moq_args_parse(state, &signature, args, nargs, kwnames, v) < 0 ||
+        take_eps(v[2], &a.eps) < 0)
+        return NULL;
+    wishes w = {v[4], NULL, v[5], v[7]};
+    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[6], &in.x) == 0 &&
+        take_norm(state, v[1], v[3], &in, &a) == 0)
+        result = run_activation(state, &w, MOQ_QUANTIZE_NOTHING, &a, &in, NULL);
     release_activation(&in);
     return result;
 }
@@ -298,6 +343,10 @@ static PyMethodDef METHODS[] = {
      METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.silu_and_mul_quantize."},
     {"rms_norm_quantize", (PyCFunction)(void (*)(void))rms_norm_quantize,
      METH_FASTCALL | METH_KEYWORDS, "See moqext.ops.rms_norm_quantize."},
+    {"silu_and_mul", (PyCFunction)(void (*)(void))silu_and_mul, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.silu_and_mul."},
+    {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.rms_norm."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -91,6 +91,10 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
     MOQ_TRY(resolve_group(scheme, group_size, &group, err));
     *plan = (moq_quantize_plan){.scheme = scheme, .x = *x, .group = group};
     plan->given.ndim = -1;
+    if (scheme == MOQ_QUANTIZE_NOTHING) {
+        plan->codes = result_of(x, x->dtype, x->ndim, x->shape);
+        return MOQ_OK;
+    }
     if (scale != NULL) {
         if (scheme == MOQ_QUANTIZE_FP8_TOKEN || scheme == MOQ_QUANTIZE_FP8_GROUP)
             return moq_fail(err, MOQ_ERR_VALUE,
@@ -314,6 +318,8 @@ static moq_status run_on_cpu(const moq_quantize_plan *plan, const moq_quantize_c
         return quantize_on_cpu(plan, &values, call, given, err);
     if (call->residual_out)
         a.residual_out = *call->residual_out;
+    if (plan->scheme == MOQ_QUANTIZE_NOTHING)
+        return moq_cpu_activate(&a, call->codes, err);
     size_t bytes = (size_t)moq_tensor_numel(&values) * moq_dtype_size(values.dtype);
     values.data = malloc(bytes ? bytes : 1);
     if (!values.data)
@@ -331,6 +337,7 @@ static const moq_input_mode MODE[] = {
     [MOQ_QUANTIZE_FP8_GROUP] = MOQ_INPUT_E4M3_GROUP,
     [MOQ_QUANTIZE_NVFP4] = MOQ_INPUT_NVFP4,
     [MOQ_QUANTIZE_NVFP4_SWIZZLED] = MOQ_INPUT_NVFP4,
+    [MOQ_QUANTIZE_NOTHING] = MOQ_INPUT_AS_IS,
 };
 
 /* The plan without its results. */
@@ -345,6 +352,10 @@ static moq_cuda_quantize cuda_call(const moq_quantize_plan *plan) {
                            .scale_row = scale->ndim > 0 ? scale->shape[scale->ndim - 1] : 1,
                            .scale_group = 1};
     q.code_columns = q.code_stride;
+    if (plan->scheme == MOQ_QUANTIZE_NOTHING) {
+        q.code_stride *= (int64_t)moq_dtype_size(codes->dtype);
+        q.next_is_busy = true; /* mostly a linear, which asks for its weights first */
+    }
     if (plan->scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED)
         q.scale_tiles = scale->shape[1] / MOQ_SWIZZLE_COLUMNS;
     if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CUDA)

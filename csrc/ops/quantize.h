@@ -1,16 +1,17 @@
 /* Operation quantize: activations to FP8 or NVFP4 codes and scales, after silu_and_mul or rms_norm
- * where that is asked for. */
+ * where that is asked for; or these alone. */
 #ifndef MOQ_OPS_QUANTIZE_H
 #define MOQ_OPS_QUANTIZE_H
 
 #include "core/activation.h"
 
 typedef enum {
-    MOQ_QUANTIZE_FP8_TENSOR,    /* one scale, given or amax / 448 */
-    MOQ_QUANTIZE_FP8_TOKEN,     /* one scale for each row */
-    MOQ_QUANTIZE_FP8_GROUP,     /* one scale for each group of 128 in a row */
-    MOQ_QUANTIZE_NVFP4,         /* e4m3 scales for groups of 16 under one, given or amax / 2688 */
-    MOQ_QUANTIZE_NVFP4_SWIZZLED /* the same, the block scales of all rows in swizzled order */
+    MOQ_QUANTIZE_FP8_TENSOR,     /* one scale, given or amax / 448 */
+    MOQ_QUANTIZE_FP8_TOKEN,      /* one scale for each row */
+    MOQ_QUANTIZE_FP8_GROUP,      /* one scale for each group of 128 in a row */
+    MOQ_QUANTIZE_NVFP4,          /* e4m3 scales for groups of 16 under one, given or amax / 2688 */
+    MOQ_QUANTIZE_NVFP4_SWIZZLED, /* the same, the block scales of all rows in swizzled order */
+    MOQ_QUANTIZE_NOTHING         /* the values of an activation, without codes; it has no name */
 } moq_quantize_scheme;
 
 /* Whether codes are e2m1, and scales of two levels. */
@@ -25,7 +26,7 @@ typedef struct {
     moq_tensor given;   /* the given scale of FP8_TENSOR and NVFP4; ndim -1 where it is dynamic */
     int64_t group;      /* FP8_GROUP and NVFP4 */
     moq_tensor codes;   /* shapes and dtypes of the results; no memory */
-    moq_tensor scale;   /* FP8_*: float32; NVFP4: the block scales */
+    moq_tensor scale;   /* FP8_*: float32; NVFP4: the block scales; NOTHING: none */
     moq_tensor scale_2; /* NVFP4: float32, one element */
 } moq_quantize_plan;
 
@@ -45,7 +46,7 @@ moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation 
 /* What a plan is run with. */
 typedef struct {
     const moq_tensor *codes;
-    const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale */
+    const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale, and for NOTHING */
     const moq_tensor *scale_2;      /* NULL unless scales have two levels and none is given */
     const moq_tensor *residual_out; /* NULL unless there is a residual */
     void *stream;                   /* CUDA: cudaStream_t */

@@ -14,7 +14,7 @@ from moqext.reference.activations import (
     quantize_nvfp4,
 )
 from moqext.reference.experts import expert_activation, expert_input_scale, experts_reference
-from moqext.reference.fused import rms_norm, silu_and_mul
+from moqext.reference.fused import rms_norm, rotary_embedding, silu_and_mul
 from moqext.reference.linear import linear
 from moqext.reference.numbers import as_float32, decode, encode, round_to
 from moqext.reference.packed import pack_nvfp4, unpack_nvfp4
@@ -41,6 +41,7 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_weight",
     "rms_norm",
+    "rotary_embedding",
     "round_to",
     "route",
     "silu_and_mul",

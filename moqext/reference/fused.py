@@ -110,3 +110,26 @@ def rms_norm(
         mean = _sum_of_squares(z) / np.float32(z.shape[-1])
         r = np.float32(1) / np.sqrt(mean + np.float32(eps))
         return _round(_round(z * r[..., None], dtype) * as_float32(weight), dtype), z
+
+
+def rotary_embedding(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, dtype: str = "bfloat16") -> F32:
+    """Heads turned by angles: x * cos + other * sin.
+
+    `other` is -x[d + D / 2] in the first half of a head, x[d - D / 2] in the second. Both products are
+    rounded to `dtype`, and so is their sum.
+
+    Args:
+        x: [B, T, H, D].
+        cos: [B, T, D] or [1, T, D].
+        sin: as cos.
+        dtype: "bfloat16", "float16" or "float32".
+
+    Returns:
+        [B, T, H, D].
+    """
+    values = as_float32(x)
+    low, high = np.split(values, 2, axis=-1)
+    other = np.concatenate([-high, low], axis=-1)
+    angles = [as_float32(angle)[:, :, None] for angle in (cos, sin)]
+    with np.errstate(all="ignore"):
+        return _round(_round(values * angles[0], dtype) + _round(other * angles[1], dtype), dtype)

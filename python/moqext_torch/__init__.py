@@ -1,12 +1,21 @@
-"""moqext in PyTorch: quantized linears as modules, a custom op, and a way into any model.
+"""moqext in PyTorch: quantized linears as modules, custom ops, and a way into any model.
 
     model = moqext_torch.replace_linears(model, "DIR", load=True)
 
 docs/torch.md has the whole of it.
 """
 
+from moqext_torch.activations import rms_norm, rotary_embedding, silu_and_mul
 from moqext_torch.exchange import as_torch, prepared_tensors
 from moqext_torch.quant_linear import QuantLinear
 from moqext_torch.replace import replace_linears
 
-__all__ = ["QuantLinear", "as_torch", "prepared_tensors", "replace_linears"]
+__all__ = [
+    "QuantLinear",
+    "as_torch",
+    "prepared_tensors",
+    "replace_linears",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+]

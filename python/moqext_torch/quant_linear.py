@@ -152,6 +152,10 @@ class QuantLinear(torch.nn.Module):
         first = records[0]
         for record in records:
             refuse_unfit(record)
+            if record.partitions and len(records) > 1:
+                raise UnsupportedQuantization(
+                    f"{record.name} has a scale for each of its parts, and cannot be fused with others"
+                )
             if (record.quant_algo, record.group_size) != (first.quant_algo, first.group_size):
                 raise UnsupportedQuantization(
                     f"{first.name} is {first.format}, {record.name} {record.format}: layers fused along rows "
@@ -160,7 +164,7 @@ class QuantLinear(torch.nn.Module):
         try:
             return cls(
                 first.shape[1],
-                [record.shape[0] for record in records],
+                [rows for record in records for rows in record.out_partitions],
                 first.quant_algo,
                 bias=any("bias" in record.tensors for record in records),
                 group_size=first.group_size,

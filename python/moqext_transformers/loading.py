@@ -12,7 +12,9 @@ from moqext.spelling import Compute
 from moqext_transformers.quantizer import METHOD
 
 
-def load_config(directory: str | os.PathLike[str], *, compute: Compute = "exact", **kwargs: Any) -> Any:
+def load_config(
+    directory: str | os.PathLike[str], *, compute: Compute = "exact", fuse: bool = True, **kwargs: Any
+) -> Any:
     """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
 
     It is in config.json, with `quant_method` or, from older exporters, without, or in hf_quant_config.json
@@ -21,6 +23,7 @@ def load_config(directory: str | os.PathLike[str], *, compute: Compute = "exact"
     Args:
         directory: of the checkpoint, or its name on the hub.
         compute: as for `moqext_torch.QuantLinear`.
+        fuse: whether `fuse` is applied to the model.
         kwargs: for `AutoConfig.from_pretrained`.
 
     Returns:
@@ -45,7 +48,7 @@ def load_config(directory: str | os.PathLike[str], *, compute: Compute = "exact"
         raise ConfigError(f"{directory}: quantized by {method!r}, not by ModelOpt")
     if holder is not config:
         del holder.quantization_config
-    config.quantization_config = fields | {"quant_method": METHOD, "compute": compute}
+    config.quantization_config = fields | {"quant_method": METHOD, "compute": compute, "fuse": fuse}
     return config
 
 
@@ -66,6 +69,7 @@ def from_pretrained(
     directory: str | os.PathLike[str],
     *,
     compute: Compute = "exact",
+    fuse: bool = True,
     auto_class: Any = AutoModelForCausalLM,
     config: Any = None,
     **kwargs: Any,
@@ -75,8 +79,9 @@ def from_pretrained(
     Args:
         directory: of the checkpoint, or its name on the hub.
         compute: as for `moqext_torch.QuantLinear`.
+        fuse: whether `fuse` is applied to the model.
         auto_class: what makes the model, as `AutoModel`.
-        config: what `load_config` returned; None calls it.
+        config: what `load_config` returned, `compute` and `fuse` among it; None calls it.
         kwargs: for `from_pretrained` of the class.
 
     Raises:
@@ -86,7 +91,7 @@ def from_pretrained(
         ValueError: model and checkpoint do not fit.
     """
     if config is None:
-        config = load_config(directory, compute=compute, **_for_config(kwargs))
+        config = load_config(directory, compute=compute, fuse=fuse, **_for_config(kwargs))
     return auto_class.from_pretrained(directory, config=config, **kwargs)
 
 

@@ -25,6 +25,8 @@ from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
 from moqext_torch.quant_linear import DTYPES
 from moqext_torch.replace import find_places, refuse_problems
+from moqext_transformers.fused_linear import FusedLinear, Part
+from moqext_transformers.fusing import fuse
 
 logger = logging.get_logger(__name__)
 
@@ -51,18 +53,20 @@ class ModelOptConfig(QuantizationConfigMixin):
     """What config.json says of a ModelOpt checkpoint, kept for saving; moqext reads the files itself.
 
     Args:
-        compute: as for `moqext_torch.QuantLinear`; it is no part of what is saved.
+        compute: as for `moqext_torch.QuantLinear`; it is no part of what is saved, as `fuse`.
+        fuse: whether `fuse` is applied to the model.
         fields: everything else.
     """
 
-    def __init__(self, compute: Compute = "exact", **fields: Any) -> None:
+    def __init__(self, compute: Compute = "exact", fuse: bool = True, **fields: Any) -> None:
         self.__dict__.update(fields)
         self.quant_method = METHOD
         self.compute = compute
+        self.fuse = fuse
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of config.json."""
-        fields = {name: value for name, value in super().to_dict().items() if name != "compute"}
+        fields = {name: value for name, value in super().to_dict().items() if name not in ("compute", "fuse")}
         return fields | {"quant_method": "modelopt"}
 
 
@@ -184,15 +188,16 @@ class ModelOptQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
+            if isinstance(module, QuantLinear) and module.weight.is_meta:
+                raise ValueError(f"{name}: moqext's weights cannot be offloaded; let device_map name devices")
+        if self.quantization_config.fuse:
+            fuse(model)
+        for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
-                if module.weight.is_meta:
-                    raise ValueError(
-                        f"{name}: moqext's weights cannot be offloaded; let device_map name devices"
-                    )
                 try:
                     module.prepare()
                 except (ValueError, TypeError) as error:
-                    raise CheckpointError(f"{name}: {error}") from error
+                    raise CheckpointError(f"{_stored_name(model, name, module)}: {error}") from error
             elif name in self._tables:
                 module.weight.requires_grad_(False).copy_(self._tables.pop(name))
         return model
@@ -218,6 +223,15 @@ class ModelOptQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """The layers are one operation each for torch.compile."""
         return True
+
+
+def _stored_name(model: Any, name: str, module: QuantLinear) -> str:
+    """The name of a linear in the checkpoint; those of all that are fused into it."""
+    if not isinstance(module, FusedLinear):
+        return name
+    parent = name.rpartition(".")[0]
+    parts = [own for own, part in model.get_submodule(parent).named_children() if isinstance(part, Part)]
+    return ", ".join(f"{parent}.{own}" for own in parts)
 
 
 def _refuse_experts(checkpoint: Checkpoint) -> None:

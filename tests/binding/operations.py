@@ -127,6 +127,26 @@ def rms_norm(rng: np.random.Generator) -> Operation:
     return Operation(call, arguments, ("out", "residual_out"))
 
 
+def silu_and_mul_values(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.silu_and_mul(a["x"], out=a["out"])  # noqa: E731
+    return Operation(call, {"x": floats(rng, 3, 64), "out": poison(3, 32, dtype=np.float32)})
+
+
+def rms_norm_values(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.rms_norm(  # noqa: E731
+        a["x"], a["weight"], 1e-6, residual=a["residual"], out=a["out"], residual_out=a["residual_out"]
+    )
+    arguments = {"x": floats(rng, 3, 32), "weight": floats(rng, 32), "residual": floats(rng, 3, 32)}
+    outputs = {name: poison(3, 32, dtype=np.float32) for name in ("out", "residual_out")}
+    return Operation(call, arguments | outputs, ("out", "residual_out"))
+
+
+def rotary(rng: np.random.Generator) -> Operation:
+    call = lambda a: ops.rotary_embedding(a["x"], a["cos"], a["sin"], out=a["out"])  # noqa: E731
+    arguments = {"x": floats(rng, 2, 3, 4, 8), "cos": floats(rng, 2, 3, 8), "sin": floats(rng, 2, 3, 8)}
+    return Operation(call, arguments | {"out": poison(2, 3, 4, 8, dtype=np.float32)})
+
+
 def dequantize_fp8(rng: np.random.Generator) -> Operation:
     call = lambda a: ops.dequantize(a["weight"], "FP8", weight_scale=a["weight_scale"], out=a["out"])  # noqa: E731
     arguments = {"weight": e4m3(rng, 4, 32), "weight_scale": scale(rng, 4)}
@@ -340,6 +360,9 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "quantize nvfp4_swizzled": quantize("nvfp4_swizzled", (128, 4)),
     "silu_and_mul_quantize": silu_and_mul,
     "rms_norm_quantize": rms_norm,
+    "silu_and_mul": silu_and_mul_values,
+    "rms_norm": rms_norm_values,
+    "rotary_embedding": rotary,
     "dequantize FP8": dequantize_fp8,
     "dequantize NVFP4": dequantize_nvfp4,
     "requantize_to_max": requantize,

@@ -340,12 +340,16 @@ FUNCTIONS = {name: getattr(ops, name) for name in ops.__all__ if inspect.isfunct
     "_C." + name: getattr(ops._C, name) for name in ops.__all__ if hasattr(ops._C, name)
 }
 TENSOR = np.zeros((16, 16), np.float32)
+ANGLES = np.zeros((1, 4, 8), np.float32)
 RIGHT: dict[str, dict[str, Any]] = {
     "encode": {"x": TENSOR, "format": "e4m3"},
     "decode": {"codes": TENSOR.view(np.uint8), "format": "e4m3"},
     "quantize": {"x": TENSOR, "scheme": "fp8_token"},
     "silu_and_mul_quantize": {"x": TENSOR, "scheme": "fp8_token"},
     "rms_norm_quantize": {"x": TENSOR, "weight": TENSOR[0], "eps": 1e-6, "scheme": "fp8_token"},
+    "silu_and_mul": {"x": TENSOR},
+    "rms_norm": {"x": TENSOR, "weight": TENSOR[0], "eps": 1e-6},
+    "rotary_embedding": {"x": TENSOR.reshape(4, 4, 2, 8), "cos": ANGLES, "sin": ANGLES},
     "dequantize": {"weight": TENSOR.view(np.uint8), "quant_algo": "FP8", "weight_scale": np.float32([1])},
     "requantize_to_max": {
         "weight": TENSOR.view(np.uint8),

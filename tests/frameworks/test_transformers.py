@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 
 import moqext_transformers  # noqa: E402
 from moqext_torch import QuantLinear, as_torch  # noqa: E402
+from moqext_transformers.fused_linear import Part  # noqa: E402
 
 EXPORTS = (
     "fp8_bias_kvfp8",
@@ -111,6 +112,11 @@ def quiet(model):
     """Whether no activation is quantized."""
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
     return {linear.quant_algo for linear in linears} <= WEIGHTS_ALONE
+
+
+def is_linear_of_file(module):
+    """Whether a module is a quantized linear of the checkpoint, alone or a part of a fused one."""
+    return isinstance(module, Part) or type(module) is QuantLinear
 
 
 def random_ids(rng, model, *shape):
@@ -239,7 +245,7 @@ def test_dense_models(rng, tmp_path, kind, algo):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     export(tmp_path, original, algo)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    quantized = {name for name, module in model.named_modules() if is_linear_of_file(module)}
     assert quantized == {
         name for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)
     } - {"lm_head"}
@@ -268,7 +274,7 @@ def test_a_quantized_head_is_not_tied(rng, tmp_path):
 def test_models_without_a_head(rng, data):
     whole = AutoModelForCausalLM.from_pretrained(data / "exports" / "nvfp4_lm_head")
     base = AutoModel.from_pretrained(data / "exports" / "nvfp4_lm_head")
-    assert type(base.layers[0].mlp.up_proj) is QuantLinear
+    assert type(base.layers[0].mlp.down_proj) is QuantLinear
     ids = random_ids(rng, whole, 2, 5)
     with torch.no_grad():
         assert base(ids).last_hidden_state.equal(whole.model(ids).last_hidden_state)
@@ -287,6 +293,27 @@ def test_scales_of_other_names_and_shapes(rng, tmp_path, name, shape):
     }
     safetensors.save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
     after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(rng, before, 2, 5)
+    with torch.no_grad():
+        assert after(ids).logits.equal(before(ids).logits)
+
+
+def test_a_fused_linear_with_a_scale_for_each_part(rng, tmp_path):
+    """Phi-3 has q, k and v, and gate and up, in one linear; here each part has the scale of all."""
+    model = AutoModelForCausalLM.from_config(small("phi3"), dtype=torch.bfloat16)
+    tensors = export(tmp_path, model, "FP8")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path)
+    counts = {"qkv_proj.weight_scale": 3, "gate_up_proj.weight_scale": 2}
+    changed = {
+        key: value.reshape(1).repeat(counts[".".join(key.split(".")[-2:])])
+        if ".".join(key.split(".")[-2:]) in counts
+        else value
+        for key, value in tensors.items()
+    }
+    safetensors.save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert after.model.layers[0].self_attn.qkv_proj.out_partitions == (64, 32, 32)
+    assert after.model.layers[0].mlp.gate_up_proj.out_partitions == (96, 96)
     ids = random_ids(rng, before, 2, 5)
     with torch.no_grad():
         assert after(ids).logits.equal(before(ids).logits)
@@ -368,13 +395,13 @@ def test_configurations_that_transformers_does_not_know(rng, data, tmp_path, pla
         assert model(ids).logits.equal(expected(ids).logits)
     config = moqext_transformers.load_config(directory)
     again = AutoModelForCausalLM.from_pretrained(directory, config=config)
-    assert type(again.model.layers[0].mlp.up_proj) is QuantLinear
+    assert type(again.model.layers[0].mlp.down_proj) is QuantLinear
     model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert saved["quant_method"] == "modelopt"
     assert "compute" not in saved
     assert (
-        type(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.layers[0].mlp.up_proj)
+        type(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.layers[0].mlp.down_proj)
         is QuantLinear
     )
 
@@ -415,7 +442,7 @@ with warnings.catch_warnings(record=True) as caught:
 assert "reader for quant_method 'modelopt' already" in str(caught[0].message), caught
 assert AUTO_QUANTIZER_MAPPING["modelopt"] is Quantizer
 model = moqext_transformers.from_pretrained({str(data / "exports" / "fp8_bias_kvfp8")!r})
-print(type(model.lm_head).__name__, type(model.model.layers[0].mlp.up_proj).__name__)
+print(type(model.lm_head).__name__, type(model.model.layers[0].mlp.down_proj).__name__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["Linear", "QuantLinear"], done.stderr

@@ -1,5 +1,5 @@
 /* Quantization of activations on the device, with the formulas of cpu/cpu_quantize.h and the same
- * bits.
+ * bits; and what a layer does to them before, with or without it.
  *
  * Nothing is read back: a scale given on the device is used unseen, whatever it is. Results are
  * the same in every run, and calls can be captured into graphs. */
@@ -20,7 +20,10 @@ typedef struct {
     const moq_tensor *x;
     /* What is done to x before, with x, weight and residual of it; NULL: nothing. */
     const moq_activation *activation;
-    moq_input_mode mode; /* not AS_IS */
+    /* AS_IS: of an activation, whose values are written to `codes`, [M, K] of the dtype of x
+     * without gaps; code_stride and code_columns are K and its bytes, and the scales are nothing.
+     */
+    moq_input_mode mode;
     /* E4M3_TENSOR and NVFP4: the scale on the device, or, where `given` is NULL and `scale` not 0,
      * as a number, or else the one that the amax of x asks for. */
     const float *given;

@@ -6,11 +6,13 @@ namespace moq::quantization {
 
 const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
                             bool wide_weight) {
-    switch (mode) {
+    switch ((int)mode) {
     case MOQ_FIND_AMAX:
         return norm_kernel<MOQ_FIND_AMAX>(dtype, way, wide_weight);
     case MOQ_INPUT_E4M3_TENSOR:
         return norm_kernel<MOQ_INPUT_E4M3_TENSOR>(dtype, way, wide_weight);
+    case MOQ_WRITE_VALUES:
+        return moq_norm_values_kernel(dtype, way, wide_weight);
     case MOQ_INPUT_E4M3_TOKEN:
     case MOQ_INPUT_E4M3_GROUP:
         return moq_norm_token_kernel(dtype, mode, way, wide_weight);

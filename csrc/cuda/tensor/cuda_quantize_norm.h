@@ -9,8 +9,8 @@
  * rows a thread has 64 values, and 16 where there is a residual, so that memory has more to do, or
  * where there are few rows and it takes long what one thread does.
  *
- * These are the kernels, of which there are some eighty; cuda_quantize_norm.cu and
- * cuda_quantize_norm_token.cu compile those of some modes each. */
+ * These are the kernels, of which there are some hundred; cuda_quantize_norm.cu,
+ * cuda_quantize_norm_token.cu and cuda_norm.cu compile those of some modes each. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_NORM_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_NORM_H
 
@@ -21,28 +21,13 @@ namespace moq::quantization {
 /* The kernels of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
 const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
                                   bool wide_weight);
+/* Those of MOQ_WRITE_VALUES (cuda_norm.cu). */
+const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight);
 
 template <int DT, int WAY, int N>
 static __device__ __forceinline__ void store_z(const quantize_args *a, const norm_source *s,
                                                const chunk<DT, N> &z, int64_t row, int64_t column) {
-    constexpr int size = DT == MOQ_DT_F32 ? 4 : 2;
-    uint8_t *to = (uint8_t *)s->residual_out + (row * a->k + column) * size;
-    bool whole = WAY != MOQ_ANY_ROWS || (s->aligned_out && column + N <= a->k);
-#pragma unroll
-    for (int i = 0; i < z.words; i += 4) {
-        if (whole)
-            ((uint4 *)to)[i / 4] =
-                make_uint4(z.word[i], z.word[i + 1], z.word[i + 2], z.word[i + 3]);
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        if (whole || column + i >= a->k)
-            continue;
-        if (DT == MOQ_DT_F32)
-            ((uint32_t *)to)[i] = z.word[i % z.words];
-        else
-            ((uint16_t *)to)[i] = (uint16_t)(z.word[i / 2] >> (i % 2 * 16));
-    }
+    store_values<DT, WAY>(s->residual_out, s->aligned_out, a->k, z, row, column);
 }
 
 static __device__ __forceinline__ float sum_of(float x, float y) {
@@ -135,6 +120,8 @@ static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
     divisor by = {};
     if constexpr (SPREAD)
         open_exchanges(told, MODE == MOQ_INPUT_E4M3_TOKEN ? 2 : 1, s.parts);
+    if (a.next_is_busy)
+        launch_dependents();
     touch_parameter(a);
     touch_parameter(s);
     wait_for_predecessor();
@@ -193,7 +180,7 @@ static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
             kept[j] = normalised(kept[j], r, gain[j]);
             if (FIND)
                 most = max(most, place < chunks ? chunk_amax(kept[j]) : 0);
-            if (MODE == MOQ_INPUT_E4M3_TENSOR && place < chunks)
+            if ((MODE == MOQ_INPUT_E4M3_TENSOR || MODE == MOQ_WRITE_VALUES) && place < chunks)
                 emit<DT, WAY, MODE>(&a, row, place * N, kept[j], by);
         }
         most_of_all = max(most_of_all, most);

@@ -22,8 +22,10 @@
 
 namespace moq::quantization {
 
+/* Instead of codes, the values that there would be codes of. */
+#define MOQ_WRITE_VALUES MOQ_INPUT_AS_IS
 /* Instead of codes, the largest magnitude of each block: the first of two kernels for one scale. */
-#define MOQ_FIND_AMAX MOQ_INPUT_AS_IS
+#define MOQ_FIND_AMAX ((moq_input_mode)(MOQ_INPUT_NVFP4 + 1))
 
 /* What every kernel reads comes first: parameters arrive a line at a time. */
 typedef struct {
@@ -219,6 +221,31 @@ static __device__ __forceinline__ void store_codes(const quantize_args *a, int64
     }
 }
 
+/* The values of a chunk, to rows [M, K] without gaps; `aligned`: each at a multiple of 16 bytes. */
+template <int DT, int WAY, int N>
+static __device__ __forceinline__ void store_values(void *rows, bool aligned, int64_t k,
+                                                    const chunk<DT, N> &c, int64_t row,
+                                                    int64_t column) {
+    constexpr int size = DT == MOQ_DT_F32 ? 4 : 2;
+    uint8_t *to = (uint8_t *)rows + (row * k + column) * size;
+    bool whole = WAY != MOQ_ANY_ROWS || (aligned && column + N <= k);
+#pragma unroll
+    for (int i = 0; i < c.words; i += 4) {
+        if (whole)
+            ((uint4 *)to)[i / 4] =
+                make_uint4(c.word[i], c.word[i + 1], c.word[i + 2], c.word[i + 3]);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (whole || column + i >= k)
+            continue;
+        if (DT == MOQ_DT_F32)
+            ((uint32_t *)to)[i] = c.word[i % c.words];
+        else
+            ((uint16_t *)to)[i] = (uint16_t)(c.word[i / 2] >> (i % 2 * 16));
+    }
+}
+
 /* The e2m1 code of a value, rounded to nearest even: from 1 on by its bits, below as a multiple of
  * a half. NaN is +6, as with cvt.rn.satfinite. */
 static __device__ __forceinline__ uint32_t e2m1_code(float value) {
@@ -301,11 +328,15 @@ find_group_scales(const quantize_args *a, int64_t row, PLACE first, PLACE step, 
             KEPT == 1 ? own : __shfl_sync(0xffffffffu, own, threadIdx.x % 32 / LANES * LANES + j);
 }
 
-/* Quantizes a chunk and stores it. `by` is the scale of the tensor, its reciprocal for E4M3_TENSOR,
- * or that of the token or group. */
+/* Quantizes a chunk and stores it, or its values as they are. `by` is the scale of the tensor, its
+ * reciprocal for E4M3_TENSOR, or that of the token or group. */
 template <int DT, int WAY, int MODE, int N>
 static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row, int64_t column,
                                             const chunk<DT, N> &c, const divisor &by) {
+    if constexpr (MODE == MOQ_WRITE_VALUES) {
+        store_values<DT, WAY>(a->codes, a->aligned_codes, a->k, c, row, column);
+        return;
+    }
     float value[N];
     widen(c, value);
     if constexpr (MODE == MOQ_INPUT_NVFP4) {
@@ -531,7 +562,7 @@ static __global__ void __launch_bounds__(1024)
 /* The kernel for values of a source. */
 template <class SOURCE>
 static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
-    switch (mode) {
+    switch ((int)mode) {
     case MOQ_FIND_AMAX:
         return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
                                SOURCE);

@@ -1,7 +1,8 @@
-/* v = rounded(rounded(silu(gate)) * up), quantized: core/activation.h has the formula operation by
- * operation, cuda_quantize_rows.h the kernels. Memory bounds it, 4 bytes read and one written a
- * value, with some 25 instructions a value not far behind: exp is a polynomial so that its bits are
- * those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does it. */
+/* v = rounded(rounded(silu(gate)) * up), quantized or as it is: core/activation.h has the formula
+ * operation by operation, cuda_quantize_rows.h the kernels. Memory bounds it, 4 bytes read and one
+ * written a value, with some 25 instructions a value not far behind: exp is a polynomial so that
+ * its bits are those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does
+ * it. */
 #include "cuda/tensor/cuda_quantize_rows.h"
 
 namespace moq::quantization {
@@ -37,6 +38,9 @@ __device__ __forceinline__ chunk<DT, N> silu_source::finish(const raw<DT, N> &va
 }
 
 const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
+    if (mode == MOQ_WRITE_VALUES)
+        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_WRITE_VALUES,
+                               silu_source);
     if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1)
         return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
     if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1_SPREAD)

@@ -1,0 +1,10 @@
+/* Kernels of RMSNorm whose values are written as they are: see cuda_quantize_norm.h. */
+#include "cuda/tensor/cuda_quantize_norm.h"
+
+namespace moq::quantization {
+
+const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight) {
+    return norm_kernel<MOQ_WRITE_VALUES>(dtype, way, wide_weight);
+}
+
+} // namespace moq::quantization

@@ -1,0 +1,101 @@
+"""What a layer does to activations between its linears, for `moqext.ops`, which has these names."""
+
+from typing import Any
+
+from moqext import _C
+
+
+def silu_and_mul(x: Any, *, out: Any = None, format: str | None = None, stream: Any = None) -> Any:
+    """silu(gate) * up, the values that `silu_and_mul_quantize` quantizes, bit for bit.
+
+    Args:
+        x: [..., 2K], the gates in the first half of the last axis; float32, float16 or bfloat16, with any
+            strides, on the CPU or a CUDA device. A raw uint16 array is bfloat16 unless `format` says
+            otherwise.
+        out: contiguous [..., K] of the dtype of x, apart from x.
+        format: dtype of a raw x, e.g. "float16".
+        stream: CUDA: as for `quantize`.
+
+    Returns:
+        `out`, or a new tensor of the framework of x.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: an odd last extent of x, or an out of another shape.
+        BufferError: tensors of different devices, a device that cannot be used, or an out that is read-only
+            or overlaps x.
+    """
+    return _C.silu_and_mul(x, out=out, format=format, stream=stream)
+
+
+def rms_norm(
+    x: Any,
+    weight: Any,
+    eps: float,
+    *,
+    residual: Any = None,
+    out: Any = None,
+    residual_out: Any = None,
+    format: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """The RMS norm of x, or of x + residual: the values that `rms_norm_quantize` quantizes, bit for bit.
+
+        z = x, or x + residual, rounded to the dtype of x
+        v = z / sqrt(mean(z * z) + eps), rounded, * weight, rounded again
+
+    Args:
+        x: [..., K], as for `silu_and_mul`; on a CUDA device K is up to 2,097,152.
+        weight: [K] of the dtype of x or float32, any stride.
+        eps: added to the mean, finite and not negative.
+        residual: of the shape and dtype of x, any strides, or None.
+        out: contiguous tensor for v, of the shape and dtype of x.
+        residual_out: contiguous tensor for z; it may be `residual` itself, and shares no memory with another
+            tensor otherwise. None makes a new one.
+        format: as for `silu_and_mul`.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        v; with a residual (v, z).
+
+    Raises:
+        TypeError: another dtype of x, weight or residual.
+        ValueError: a weight, residual or output of another shape, or a bad eps.
+        BufferError: as for `silu_and_mul`.
+    """
+    return _C.rms_norm(
+        x,
+        weight,
+        eps,
+        residual=residual,
+        out=out,
+        residual_out=residual_out,
+        format=format,
+        stream=stream,
+    )
+
+
+def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any = None) -> Any:
+    """Heads turned by the angles of their tokens, as in Llama: x * cos + other * sin.
+
+    `other` is -x[d + D / 2] in the first half of a head, and x[d - D / 2] in the second. Both products and
+    their sum are rounded to the dtype of x, as by a model that writes each to memory; the CPU and CUDA
+    devices have the same bits.
+
+    Args:
+        x: [B, T, H, D], D even; float32, float16 or bfloat16 (raw uint16), any strides: also the heads within
+            the result of a fused qkv_proj.
+        cos: [B, T, D] or [1, T, D] of the dtype of x, any strides.
+        sin: as cos.
+        out: contiguous [B, T, H, D] of the dtype of x, apart from the inputs.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        `out`, or a new tensor of the framework of x.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: other shapes.
+        BufferError: as for `silu_and_mul`.
+    """
+    return _C.rotary_embedding(x, cos, sin, out=out, stream=stream)

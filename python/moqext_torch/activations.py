@@ -1,0 +1,136 @@
+"""What is between linears: `torch.ops.moqext.rms_norm`, `add_rms_norm`, `silu_and_mul`, `rotary_embedding`.
+
+The functions here are those of `moqext.ops` in torch's way: operations for torch.compile and
+torch.export, and in eager mode calls around the dispatcher, as `QuantLinear` does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moqext import ops
+from moqext_torch.op import NO_GRADIENT, is_plain_call, wants_gradient
+
+torch.library.define(
+    "moqext::rms_norm",
+    "(Tensor x, Tensor weight, float eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "moqext::add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define("moqext::silu_and_mul", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "moqext::rotary_embedding",
+    "(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`moqext.ops.rms_norm`: v, or with a residual (v, z).
+
+    Raises:
+        RuntimeError: a gradient is asked for.
+        TypeError, ValueError, BufferError: as there.
+    """
+    if _is_watched(x):
+        if residual is None:
+            return torch.ops.moqext.rms_norm(x, weight, eps)
+        return torch.ops.moqext.add_rms_norm(x, residual, weight, eps)
+    if residual is None:
+        return ops.rms_norm(*_plain(x, weight), eps)
+    x, residual, weight = _plain(x, residual, weight)
+    return ops.rms_norm(x, weight, eps, residual=residual)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`moqext.ops.silu_and_mul`; raises as `rms_norm`."""
+    if _is_watched(x):
+        return torch.ops.moqext.silu_and_mul(x)
+    return ops.silu_and_mul(*_plain(x))
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`moqext.ops.rotary_embedding`; raises as `rms_norm`."""
+    if _is_watched(x):
+        return torch.ops.moqext.rotary_embedding(x, cos, sin)
+    return ops.rotary_embedding(*_plain(x, cos, sin))
+
+
+def _is_watched(x: torch.Tensor) -> bool:
+    """Whether a call has to be an operation of torch; on meta there is nothing to compute with."""
+    return torch.compiler.is_compiling() or x.is_meta or not is_plain_call(x)
+
+
+def _plain(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors that nothing will ask for a gradient."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(NO_GRADIENT)
+    return tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+
+
+@torch.library.impl("moqext::rms_norm", ("cpu", "cuda"))
+def _run_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return ops.rms_norm(x.detach(), weight.detach(), eps)
+
+
+@torch.library.impl("moqext::add_rms_norm", ("cpu", "cuda"))
+def _run_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.rms_norm(x.detach(), weight.detach(), eps, residual=residual.detach())
+
+
+@torch.library.impl("moqext::silu_and_mul", ("cpu", "cuda"))
+def _run_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return ops.silu_and_mul(x.detach())
+
+
+@torch.library.impl("moqext::rotary_embedding", ("cpu", "cuda"))
+def _run_rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return ops.rotary_embedding(x.detach(), cos.detach(), sin.detach())
+
+
+@torch.library.register_fake("moqext::rms_norm")
+def _shape_of_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("moqext::add_rms_norm")
+def _shape_of_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.register_fake("moqext::silu_and_mul")
+def _shape_of_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.register_fake("moqext::rotary_embedding")
+def _shape_of_rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _without_gradient(overload: Any) -> Callable[..., Any]:
+    """What autograd calls: it refuses gradients, which the operation has none of."""
+
+    def run(*args: Any) -> Any:
+        if wants_gradient(*args):
+            raise RuntimeError(NO_GRADIENT)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    return run
+
+
+for _name in ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding"):
+    _overload = getattr(torch.ops.moqext, _name).default
+    torch.library.impl(f"moqext::{_name}", "Autograd")(_without_gradient(_overload))

@@ -1,0 +1,242 @@
+"""Linears of one input as one call, which a state dict still has under the names of each.
+
+A `FusedLinear` holds the tensors of its parts, one below the other, and is in no state dict; a `Part` stands
+where a linear stood, without tensors, and writes and reads its rows under that linear's names.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Self
+
+import torch
+
+from moqext_torch import QuantLinear
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+SHARED = "pre_quant_scale"
+"""The tensor that belongs to the input, so that all parts have the same."""
+
+
+class FusedLinear(QuantLinear):
+    """The linears `join` was given, as one.
+
+    For each part, `part_shapes` has the shapes of its tensors in the checkpoint, where scalars have many, and
+    `part_specs` those that the format gives them.
+    """
+
+    part_shapes: tuple[dict[str, torch.Size], ...]
+    part_specs: tuple[dict[str, tuple[int, ...]], ...]
+    _pending: dict[int, dict[str, torch.Tensor]]
+
+    @classmethod
+    def join(cls, linears: Sequence[torch.nn.Module]) -> Self | None:
+        """One linear for several, or None where they are not alike enough for one call.
+
+        Args:
+            linears: prepared, or with the tensors of the checkpoint; they stay as they are.
+
+        Raises:
+            RuntimeError: a prepared one has the checkpoint's tensors no more.
+        """
+        if not all(type(linear) is QuantLinear and len(linear.out_partitions) == 1 for linear in linears):
+            return None
+        first: Any = linears[0]
+        stored = [linear.stored_tensors() for linear in linears]
+        if len({_kind(linear, held) for linear, held in zip(linears, stored, strict=True)}) > 1:
+            return None
+        if any(not _all_equal([held[role] for held in stored]) for role in _shared_roles(stored[0])):
+            return None
+        specs = tuple(
+            {role: linear.method.checkpoint_params[role].shape for role in held if role != "bias"}
+            | {"bias": (linear.out_features,)}
+            for linear, held in zip(linears, stored, strict=True)
+        )
+        if any(
+            tensor.numel() != prod(of[role])
+            for of, held in zip(specs, stored, strict=True)
+            for role, tensor in held.items()
+        ):
+            return None  # one scale that stands for many
+        fused = cls(
+            first.in_features,
+            [linear.out_features for linear in linears],
+            first.quant_algo,
+            bias="bias" in stored[0],
+            group_size=first.group_size,
+            compute=first.compute,
+            dtype=first.dtype,
+            device="meta",
+            optional=[role for role in ("input_scale", SHARED) if role in stored[0]],
+        )
+        fused.part_shapes = tuple({role: tensor.shape for role, tensor in held.items()} for held in stored)
+        fused.part_specs, fused._pending = specs, {}
+        fused._take(fused._check(fused._joined(stored)))
+        return fused.train(first.training)
+
+    def rows(self, index: int) -> slice:
+        """Where the outputs of a part are."""
+        begin = sum(self.out_partitions[:index])
+        return slice(begin, begin + self.out_partitions[index])
+
+    def part_tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """The tensors of a part as its checkpoint has them: copies."""
+        found = {}
+        for role, tensor in self.stored_tensors().items():
+            shape = self.part_shapes[index][role]
+            if role != SHARED:
+                lengths = [specs[role][0] for specs in self.part_specs]
+                tensor = tensor.narrow(0, sum(lengths[:index]), lengths[index])
+            found[role] = tensor.reshape(shape).clone()
+        return found
+
+    def take_part(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keeps new tensors of a part until `take_pending`: scales of all parts change at once."""
+        self._pending[index] = dict(tensors)
+
+    def take_pending(self) -> None:
+        """Takes the tensors of parts that were given, and prepares again, in place, if it was prepared.
+
+        Raises:
+            ValueError: `prepare` refuses them, or the parts' pre_quant_scale are not the same.
+        """
+        if not self._pending:
+            return
+        device = self.weight.device
+        given, self._pending = self._pending, {}
+        parts = [
+            {role: tensor.to(device) for role, tensor in given[index].items()}
+            if index in given
+            else self.part_tensors(index)
+            for index in range(len(self.out_partitions))
+        ]
+        if SHARED in parts[0] and not _all_equal([part[SHARED] for part in parts]):
+            raise ValueError(f"{SHARED}: linears fused along rows need the same")
+        tensors = self._check(self._joined(parts))
+        if self.is_prepared:
+            self._prepare(tensors)
+        else:
+            self._take(tensors)
+
+    def _joined(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The tensors of all parts, one below the other."""
+        found = {}
+        for role, first in parts[0].items():
+            shaped = [
+                part[role].reshape(specs[role]) for part, specs in zip(parts, self.part_specs, strict=True)
+            ]
+            carrier = _CARRIERS[first.element_size()]
+            rows = torch.cat([tensor.view(carrier) for tensor in shaped]).view(first.dtype)
+            found[role] = first if role == SHARED else rows
+        return found
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing: the parts do."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes what the parts, which stand before this module, were given."""
+        try:
+            self.take_pending()
+        except (ValueError, TypeError) as error:
+            error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
+
+
+class Part(torch.nn.Module):
+    """A linear that is rows of a `FusedLinear`.
+
+    Its call multiplies all of them; the model calls the fused one.
+
+    Args:
+        fused: the linear that has its tensors.
+        index: which part of it this is.
+    """
+
+    def __init__(self, fused: FusedLinear, index: int) -> None:
+        super().__init__()
+        self._fused = (fused,)  # no submodule of this one
+        self.index = index
+        self.in_features = fused.in_features
+        self.out_features = fused.out_partitions[index]
+        self.quant_algo = fused.quant_algo
+
+    @property
+    def fused(self) -> FusedLinear:
+        """The linear that has the tensors."""
+        return self._fused[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the linear that stood here."""
+        y: torch.Tensor = self.fused(x)
+        return y[..., self.fused.rows(self.index)]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads this part alone."""
+        result = super().load_state_dict(*args, **kwargs)
+        self.fused.take_pending()
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        tensors = self.fused.part_tensors(self.index)
+        destination.update({prefix + role: tensor for role, tensor in tensors.items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        shapes = self.fused.part_shapes[self.index]
+        own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+        if strict:
+            unexpected_keys += [key for role, key in own.items() if role not in shapes]
+        missing = [role for role in shapes if role not in own]
+        if missing:
+            missing_keys += [prefix + role for role in missing]
+            return
+        given = {role: state_dict[own[role]] for role in shapes}
+        wrong = [role for role, tensor in given.items() if tensor.numel() != shapes[role].numel()]
+        for role in wrong:
+            error_msgs.append(
+                f"{own[role]}: expected shape {list(shapes[role])}, got {list(given[role].shape)}"
+            )
+        if not wrong:
+            self.fused.take_part(self.index, given)
+
+    def extra_repr(self) -> str:
+        """What print(model) shows of the part."""
+        rows = self.fused.rows(self.index)
+        return f"{self.in_features} -> {self.out_features}, rows {rows.start} to {rows.stop - 1} of one"
+
+
+def _kind(linear: Any, stored: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What linears of one call have in common."""
+    return (
+        linear.quant_algo,
+        linear.group_size,
+        linear.in_features,
+        linear.compute,
+        linear.dtype,
+        linear.weight.device,
+        frozenset((role, tensor.dtype) for role, tensor in stored.items()),
+    )
+
+
+def _shared_roles(stored: Mapping[str, torch.Tensor]) -> list[str]:
+    """The tensors that describe the input: with several input scales one call has nothing to gain."""
+    return [role for role in ("input_scale", SHARED) if role in stored]
+
+
+def _all_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(tensor.flatten(), tensors[0].flatten()) for tensor in tensors)
