@@ -235,7 +235,7 @@ def _expand(units: _Units, others: _Units) -> None:
 
 
 def _has_parts(units: _Units, place: str, parts: tuple[str, ...]) -> bool:
-    """Whether there are experts one by one, or stacks of gate and up apart for one of both, or the reverse."""
+    """Whether there are experts one by one, or stacks of gate and up apart for one of both or in reverse."""
     whole = ("gate_up",) if parts[0] in ("gate", "up") and len(parts) == 1 else parts
     return any(
         (place, expert, part) in units for expert, part in (("0", parts[0]), *(("", p) for p in whole))

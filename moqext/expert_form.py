@@ -82,6 +82,17 @@ def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm
     return forms
 
 
+def has_method(checkpoint: "Checkpoint", record: LayerRecord) -> bool:
+    """Whether the experts of a container can run, damage to their tensors aside."""
+    try:
+        find_forms(checkpoint, record)
+    except UnsupportedQuantization:
+        return False
+    except CheckpointError:
+        pass
+    return True
+
+
 def parts_of(record: LayerRecord) -> tuple[LayerRecord | Projection, ...]:
     """The members of experts stored one by one, the projections of stacked ones."""
     return record.members or record.projections

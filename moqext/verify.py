@@ -191,6 +191,7 @@ def verify_layer(
     relative, largest = compare(y, reference.round_to(expected, dtype))
     limit, limit_max = LIMITS[dtype]
     good = relative <= limit and largest <= limit_max
+    alone = f"by itself, as {weight.why}" if weight.why else ""
     return replace(
         row,
         status="ok" if good else "failed",
@@ -200,7 +201,7 @@ def verify_layer(
         prepare_seconds=prepared - start,
         run_seconds=statistics.median(times),
         calls=len(times),
-        message="" if good else f"limits are {limit:g} and {limit_max:g}",
+        message=alone if good else f"limits are {limit:g} and {limit_max:g}",
     )
 
 

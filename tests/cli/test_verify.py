@@ -564,7 +564,7 @@ def test_json_keys(data, capsys):
         "problems",
         "unquantized",
     ]
-    assert result["schema"] == 2
+    assert result["schema"] == 3
     assert list(result["totals"]) == ["layers", "weights", "ran", "read", "failed", "refused", "missing"]
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     for key in (*result, *result["totals"], *result["rows"][0]):

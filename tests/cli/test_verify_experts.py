@@ -139,6 +139,7 @@ def test_experts_that_cannot_run_together_run_one_by_one(rng: Any, tmp_path: Pat
     with Checkpoint(directory) as checkpoint:
         (why,) = {weight.why for weight in select_weights(checkpoint)}
     assert why.startswith("expert 0 has gate_proj NVFP4 g16, up_proj NVFP4 g16, down_proj FP8")
+    assert {row["message"] for row in result["rows"]} == {f"by itself, as {why}"}
 
 
 def test_uncalibrated_experts_run_one_by_one(rng: Any, tmp_path: Path, capsys: Any) -> None:
@@ -167,6 +168,8 @@ def test_stacks_that_cannot_run_are_read_and_say_why(rng: Any, tmp_path: Path, c
     status, result = verify(capsys, directory)
     assert (status, [row["status"] for row in result["rows"]]) == (0, ["read", "read"])
     assert "one has rows of both" in result["rows"][0]["message"]
+    assert main(["inspect", str(directory)]) == 0
+    assert "recognised, not runnable: stacked experts (FP8_PB_WO)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(4, 2, 16), (128, 8, 1), (7, 3, 2), (1, 1, 5)])
