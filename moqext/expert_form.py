@@ -74,7 +74,7 @@ def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm
         raise CheckpointError(
             f"{record.name}: its experts are empty, {list(record.shape)}", file=checkpoint.directory
         )
-    forms = _of_members(checkpoint, record) if record.members else [_of_projections(record)]
+    forms = _of_members(checkpoint, record) if record.members else [_of_projections(checkpoint, record)]
     for form in forms:
         _refuse_without_method(record, form)
     for projection in record.projections:
@@ -152,7 +152,11 @@ def _plain_tensors(
                 yield name
 
 
-def _of_projections(record: LayerRecord) -> ExpertForm:
+def _of_projections(checkpoint: "Checkpoint", record: LayerRecord) -> ExpertForm:
+    other = next((part for part in record.projections if part.shape[0] != record.shape[0]), None)
+    if other is not None:
+        message = f"{other.name} has {other.shape[0]} experts, another projection {record.shape[0]}"
+        raise CheckpointError(message, file=checkpoint.directory, tensor=other.tensors["weight"])
     formats = {_format(part.quant_algo, part.group_size) for part in record.projections}
     if len(formats) > 1:
         each = ", ".join(f"{p.role} {_format(p.quant_algo, p.group_size)}" for p in record.projections)

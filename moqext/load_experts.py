@@ -229,7 +229,8 @@ def plan_parts(
     """
     planned = []
     for form in find_forms(checkpoint, record):
-        here = tuple(number for number in experts if number in set(form.experts))
+        of_form = set(form.experts)
+        here = tuple(number for number in experts if number in of_form)
         if not here:
             continue
         given = options if form.gated else {**options, "alpha": None, "beta": None, "limit": None}

@@ -7,8 +7,9 @@ that every expert has some, and once so that few have nearly all, and outputs ar
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -48,15 +49,15 @@ _OPTIONS = (
 )
 
 
-class _Result(NamedTuple):
-    """Of one routing: errors as `compare` has them, times of the calls, and experts that are wrong."""
+class _Outputs(NamedTuple):
+    """What the layer made of all tokens, and how long each call of the first routing took."""
 
-    relative: float
-    largest: float
+    x: NDArray[Any]
+    routing: Routing
+    y: NDArray[np.float32]
     seconds: list[float]
     tokens: int
-    there: tuple[int, ...]
-    wrong: tuple[int, ...]
+    """Of the first routing."""
 
 
 def why_not_together(
@@ -127,38 +128,25 @@ def verify_experts(
         fault = _misread(checkpoint, record, read)
         if fault:
             return replace(row, status="failed", message=fault)
-        results = [
-            _outputs(layer, read, routing, rng)
-            for routing in (_all_experts(rng, tokens, layer), _few_experts(rng, tokens, layer))
-        ]
+        outputs = _run(layer, rng, tokens)
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return replace(row, message=reason_of(record.name, error))
     limit, limit_max = LIMITS[dtype]
-    relative = max(result.relative for result in results)
-    largest = max(result.largest for result in results)
+    near, expected = _beside_the_reference(layer, read, outputs)
+    relative, largest = compare(near, expected)
     good = relative <= limit and largest <= limit_max
-    seconds = results[0].seconds
+    wrong = "" if good else _blamed(near, expected, outputs.routing[1], limit_max)
     return replace(
         row,
         status="ok" if good else "failed",
-        kernel=layer.backend_for(results[0].tokens),
+        kernel=layer.backend_for(outputs.tokens),
         relative_error=relative,
         max_error=largest,
         prepare_seconds=prepared - start,
-        run_seconds=statistics.median(seconds),
-        calls=len(seconds),
-        message="" if good else f"limits are {limit:g} and {limit_max:g}" + _blamed(results),
+        run_seconds=statistics.median(outputs.seconds),
+        calls=len(outputs.seconds),
+        message="" if good else f"limits are {limit:g} and {limit_max:g}{wrong}",
     )
-
-
-def _blamed(results: Sequence[_Result]) -> str:
-    """The experts all of whose tokens are wrong, in each routing that has them."""
-    wrong = set(results[0].wrong)
-    for result in results[1:]:
-        wrong -= set(result.there) - set(result.wrong)
-    if not wrong or len(wrong) == len(results[0].there):
-        return ""
-    return f"; every token of experts {number_ranges(wrong)} is beyond them"
 
 
 # The weights
@@ -248,45 +236,63 @@ def _router_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray
     return shares
 
 
-def _outputs(
-    layer: ExpertLayer,
-    read: Sequence[tuple[ExpertPart, ExpertStacks]],
-    routing: Routing,
-    rng: np.random.Generator,
-) -> _Result:
-    weights, ids = routing
+def _run(layer: ExpertLayer, rng: np.random.Generator, tokens: int) -> _Outputs:
     method = layer.parts[0].method
-    x = carrier(activations(rng, len(ids), layer.hidden_size), method.dtype)
     on_device = method.device != "cpu"
-    there = [to_device(array, method.device) if on_device else array for array in (x, weights, ids)]
-    y, seconds = timed_calls(lambda: layer(there[0], there[1], there[2]), on_device=on_device)
-    expected, slack = _expected(layer, read, reference.as_float32(x), routing)
-    expected = np.asarray(reference.round_to(expected, method.dtype), np.float64)
+    calls: list[tuple[NDArray[Any], Routing, NDArray[np.float32], list[float]]] = []
+    for routing in (_all_experts(rng, tokens, layer), _few_experts(rng, tokens, layer)):
+        x = carrier(activations(rng, len(routing[1]), layer.hidden_size), method.dtype)
+        there = [to_device(array, method.device) if on_device else array for array in (x, *routing)]
+        call = partial(layer, there[0], there[1], there[2])
+        calls.append((x, routing, *timed_calls(call, on_device=on_device)))
+    first, second = calls
+    weights, ids = (np.concatenate(both) for both in zip(first[1], second[1], strict=True))
+    x, y = (np.concatenate([first[place], second[place]]) for place in (0, 2))
+    return _Outputs(x, (weights, ids), y, first[3], len(first[0]))
+
+
+def _beside_the_reference(
+    layer: ExpertLayer, read: Sequence[tuple[ExpertPart, ExpertStacks]], outputs: _Outputs
+) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Outputs and the reference's; where they differ by more than the limits, as near as roundings may be."""
+    dtype = layer.parts[0].method.dtype
+    x, y = reference.as_float32(outputs.x), outputs.y
+    exact = _of_reference(layer, read, reference.experts_reference, x, outputs)
+    expected = np.asarray(reference.round_to(exact, dtype), np.float64)
+    limit, limit_max = LIMITS[dtype]
+    relative, largest = compare(y, expected)
+    if relative <= limit and largest <= limit_max:
+        return y, expected
+    slack = _of_reference(layer, read, expert_slack, x, outputs)
     with np.errstate(invalid="ignore"):
         apart = y - expected
         near = expected + np.sign(apart) * np.maximum(np.abs(apart) - slack, 0)
-    near = np.where(np.isfinite(y) & np.isfinite(expected), near, y)
-    relative, largest = compare(near, expected)
-    limit = LIMITS[method.dtype][1]
-    beyond = np.array([compare(near[t : t + 1], expected[t : t + 1])[1] > limit for t in range(len(ids))])
-    numbers = tuple(np.unique(ids).tolist())
-    wrong = tuple(number for number in numbers if beyond[(ids == number).any(axis=1)].all())
-    return _Result(relative, largest, seconds, len(ids), numbers, wrong)
+    return np.where(np.isfinite(y) & np.isfinite(expected), near, y), expected
 
 
-def _expected(
+def _of_reference(
     layer: ExpertLayer,
     read: Sequence[tuple[ExpertPart, ExpertStacks]],
+    function: Callable[..., NDArray[np.float64]],
     x: NDArray[np.float32],
-    routing: Routing,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The reference's outputs, and how far they may move; formats added."""
-    total, slack = np.zeros(x.shape), np.zeros(x.shape)
+    outputs: _Outputs,
+) -> NDArray[np.float64]:
+    """A function of the reference's arguments, summed over the formats of the layer."""
+    total = np.zeros(x.shape)
     for part, stacks in read:
         options = {name: getattr(part.method, name) for name in _OPTIONS}
-        options["compute"] = part.method.compute_for(len(x))
+        options["compute"] = part.method.compute_for(outputs.tokens)
         options["expert_map"] = np.full(layer.global_num_experts, -1, np.int32)
         options["expert_map"][list(part.experts)] = np.arange(len(part.experts))
-        total += reference.experts_reference(x, _filled(stacks), *routing, **options)
-        slack += expert_slack(x, _filled(stacks), *routing, **options)
-    return total, slack
+        total += function(x, _filled(stacks), *outputs.routing, **options)
+    return total
+
+
+def _blamed(y: NDArray[Any], expected: NDArray[np.float64], ids: NDArray[np.int32], limit: float) -> str:
+    """The experts all of whose tokens are wrong, where that is not every one."""
+    beyond = np.array([compare(y[t : t + 1], expected[t : t + 1])[1] > limit for t in range(len(ids))])
+    there = np.unique(ids).tolist()
+    wrong = [number for number in there if beyond[(ids == number).any(axis=1)].all()]
+    if not wrong or len(wrong) == len(there):
+        return ""
+    return f"; every token of experts {number_ranges(wrong)} is beyond them"

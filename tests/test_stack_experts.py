@@ -399,6 +399,19 @@ def test_what_is_missing_is_named(rng: Any, tmp_path: Path, lost: str, says: str
     assert says in str(caught.value)
 
 
+def test_stacks_of_unlike_numbers_of_experts_are_refused(rng: Any, tmp_path: Path) -> None:
+    tensors = dotted_experts(random_stacks(rng, "FP8", E, H, W), "FP8")
+    tensors = {
+        name: (dtype, value[: E - 1] if ".up_proj." in name else value)
+        for name, (dtype, value) in tensors.items()
+    }
+    says = "up_proj has 2 experts, another projection 3"
+    with Checkpoint(write_checkpoint(tmp_path, tensors, "FP8")) as checkpoint:
+        record = container(checkpoint)
+        with pytest.raises(CheckpointError, match=says):
+            stack_experts(checkpoint, record)
+
+
 def test_unequal_factors_of_gate_and_up_are_refused(rng: Any, tmp_path: Path) -> None:
     tensors = single_experts(random_stacks(rng, "NVFP4_AWQ", E, H, W), "NVFP4_AWQ")
     name = f"{CONTAINER}.1.up_proj.pre_quant_scale"
