@@ -30,6 +30,9 @@ _SPELLINGS: dict[str, Activation] = {
     "relu_squared": "relu2",
     "swigluoai": "swigluoai",
 }
+MAX_TOP_K = 32
+"""Experts of a token with which `MoEMethod` runs."""
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>[0-9]{1,6})(?:\.|$)")
 
 
@@ -37,10 +40,11 @@ class ExpertConfig(NamedTuple):
     """What a layer of experts computes, apart from its tensors.
 
     Attributes:
-        activation: as `MoEMethod` has it; None where config.json names none, or one that it does not have.
+        activation: as `MoEMethod` has it; None where config.json names none.
         alpha, beta, limit: of the activation, None for its own.
         top_k: experts of a token, None where config.json does not say.
-        unknown: what config.json asks for that `MoEMethod` does not compute, as "hidden_act 'mish'"; else "".
+        unknown: what config.json asks for and `MoEMethod` does not compute, as "the activation 'mish'", and
+            then nothing else is told; else "".
     """
 
     activation: Activation | None
@@ -60,22 +64,25 @@ def read_expert_config(config: Mapping[str, Any], architectures: Sequence[str], 
         layer: name of the container of experts, which has the number of the layer in it.
     """
     settings = _text_model(config)
-    top_k = _number(_first(settings, _TOP_K, layer))
+    top_k = _count(_first(settings, _TOP_K, layer))
     spelled = _first(settings, _ACTIVATIONS, layer)
-    after = _number(_of_layer(settings.get("swiglu_limits"), layer))
-    if after:
-        what = f"swiglu_limits {after:g}, which clamps after the activation"
-        return ExpertConfig(None, None, None, None, _count(top_k), what)
     alpha, limit = (_number(_of_layer(settings.get(f"swiglu_{name}"), layer)) for name in ("alpha", "limit"))
+    limit = limit if limit and limit > 0 else None
     # gpt-oss calls its activation silu.
-    by_name = not INTERLEAVED_ARCHITECTURES.isdisjoint(architectures) or spelled == "swigluoai"
-    if by_name or alpha is not None:
-        return ExpertConfig("swigluoai", alpha, None, limit, _count(top_k), "")
-    if not isinstance(spelled, str):
-        return ExpertConfig(None, None, None, limit or None, _count(top_k), "")
-    activation = _SPELLINGS.get(spelled.lower())
-    unknown = "" if activation else f"the activation {spelled[:64]!r}"
-    return ExpertConfig(activation, None, None, limit or None, _count(top_k), unknown)
+    by_name = not INTERLEAVED_ARCHITECTURES.isdisjoint(architectures) or alpha is not None
+    activation = "swigluoai" if by_name else _SPELLINGS.get(str(spelled).lower())
+    unknown = ""
+    if after := _number(_of_layer(settings.get("swiglu_limits"), layer)):
+        unknown = f"swiglu_limits {after:g}, which clamps after the activation"
+    elif isinstance(spelled, str) and activation is None:
+        unknown = f"the activation {spelled[:64]!r}"
+    elif limit is not None and activation not in (None, "silu", "swigluoai"):
+        unknown = f"swiglu_limit {limit:g} of {activation}"
+    elif top_k is not None and top_k > MAX_TOP_K:
+        unknown = f"{top_k} experts for a token"
+    if unknown:
+        return ExpertConfig(None, None, None, None, None, unknown)
+    return ExpertConfig(activation, alpha if activation == "swigluoai" else None, None, limit, top_k, "")
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,8 +109,9 @@ def _of_layer(value: Any, layer: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+    return float(value) if known else None
 
 
-def _count(value: float | None) -> int | None:
-    return int(value) if value is not None and value == int(value) and value > 0 else None
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

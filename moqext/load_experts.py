@@ -293,18 +293,20 @@ def computed_options(
         UnsupportedQuantization: config.json names an activation that is not among those of `MoEMethod`.
     """
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+    if said.unknown and (top_k is None or activation is None):
+        raise UnsupportedQuantization(
+            f"{record.name}: config.json asks for {said.unknown}, which MoEMethod does not compute; pass "
+            "top_k and activation for something else"
+        )
     top_k = said.top_k if top_k is None else top_k
     if top_k is None:
         raise ValueError(f"{record.name}: config.json does not say how many experts a token has; pass top_k")
     if activation is not None and activation != said.activation:
         return {"top_k": top_k, "activation": activation}
-    if said.unknown:
-        raise UnsupportedQuantization(
-            f"{record.name}: config.json asks for {said.unknown}, which MoEMethod does not compute; pass "
-            "activation for another one"
+    if not is_gated(record) and said.activation in (None, "swigluoai"):
+        raise ValueError(
+            f"{record.name}: config.json names no activation of experts without a gate; pass one"
         )
-    if said.activation is None and not is_gated(record):
-        raise ValueError(f"{record.name}: config.json names no activation; pass activation")
     options = {"alpha": said.alpha, "beta": said.beta, "limit": said.limit}
     return {"top_k": top_k, "activation": said.activation or "silu", **options}
 

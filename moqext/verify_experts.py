@@ -76,7 +76,9 @@ def why_not_together(
 def _computed(checkpoint: Checkpoint, record: LayerRecord) -> dict[str, Any]:
     """As config.json says, or what the layer may have: kernels are to be verified, not the model."""
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
-    activation = said.activation or ("silu" if is_gated(record) else "relu2")
+    activation = said.activation or "silu"
+    if not is_gated(record) and activation == "swigluoai":
+        activation = "silu"
     top_k = min(said.top_k or 2, record.shape[0])
     return {
         "top_k": top_k,

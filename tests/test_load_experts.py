@@ -342,15 +342,30 @@ def test_wrong_numbers_of_experts(experts: list[int]) -> None:
 def test_the_caller_says_what_config_json_does_not(rng: Any, tmp_path: Path) -> None:
     stacks = random_stacks(rng, "FP8", E, H, W)
     directory = write_checkpoint(tmp_path, single_experts(stacks, "FP8"), "FP8", hidden_act="mish")
-    with pytest.raises(ValueError, match="does not say how many experts a token has; pass top_k"):
-        loaded(directory)
-    with pytest.raises(UnsupportedQuantization, match="asks for the activation 'mish'"):
-        loaded(directory, top_k=3)
+    for options in ({}, {"top_k": 3}, {"activation": "gelu"}):
+        with pytest.raises(UnsupportedQuantization, match="asks for the activation 'mish', which MoEMethod"):
+            loaded(directory, **options)
     layer = loaded(directory, top_k=3, activation="gelu")
     assert (layer.top_k, layer.method.activation) == (3, "gelu")
     x, weights, ids, y = run(rng, layer, "bfloat16")
     values = reference.as_float32(x)
     assert_experts_close(y, values, stacks, weights, ids, quant_algo="FP8", activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"hidden_act": "silu"}, "config.json does not say how many experts a token has; pass top_k"),
+        (CONFIG | {"num_experts_per_tok": 33}, "asks for 33 experts for a token"),
+        (CONFIG | {"hidden_act": "gelu", "swiglu_limit": 5}, "asks for swiglu_limit 5 of gelu"),
+    ],
+)
+def test_what_config_json_says_may_not_run(
+    rng: Any, tmp_path: Path, config: dict[str, Any], says: str
+) -> None:
+    tensors = single_experts(random_stacks(rng, "FP8", E, H, W), "FP8")
+    with pytest.raises(ValueError, match=says):
+        loaded(write_checkpoint(tmp_path, tensors, "FP8", **config))
 
 
 def test_a_limit_after_the_activation_is_refused(rng: Any, tmp_path: Path) -> None:
@@ -365,7 +380,9 @@ def test_experts_without_a_gate_need_an_activation(rng: Any, tmp_path: Path) -> 
     stacks = random_stacks(rng, "NVFP4", E, H, W, gated=False)
     tensors = single_experts(stacks, "NVFP4", gated=False)
     directory = write_checkpoint(tmp_path, tensors, "NVFP4", num_experts_per_tok=2, swiglu_limit=3.0)
-    with pytest.raises(ValueError, match=r"config.json names no activation; pass activation"):
+    with pytest.raises(
+        ValueError, match=r"config.json names no activation of experts without a gate; pass one"
+    ):
         loaded(directory)
     layer = loaded(directory, activation="relu2")
     x, weights, ids, y = run(rng, layer, "bfloat16")
