@@ -29,11 +29,13 @@ from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
 from moqext.linear import LinearMethod
 from moqext.load import Layer
+from moqext.load_experts import ExpertLayer, ExpertPart
 from moqext.method import ParamSpec, Timing
 from moqext.moe import MoEMethod
 from moqext.ops import route
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
+from moqext.stack_experts import stack_experts
 from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
@@ -46,6 +48,8 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "Conversion",
+    "ExpertLayer",
+    "ExpertPart",
     "KVCacheMethod",
     "KVRecord",
     "KVScales",
@@ -66,6 +70,7 @@ __all__ = [
     "ops",
     "route",
     "set_num_threads",
+    "stack_experts",
 ]
 
 

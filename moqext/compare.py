@@ -217,7 +217,7 @@ def _expand(units: _Units, others: _Units) -> None:
         if counterpart is not None and counterpart.shape == unit.shape:
             continue
         parts = ("gate", "up") if key[2] == "gate_up" else (key[2],)
-        if counterpart is None and (key[0], "0", parts[0]) not in others:
+        if counterpart is None and not _has_parts(others, key[0], parts):
             continue
         del units[key]
         turned, interleaved = _layout(unit.matrix, len(parts), others.get((key[0], "0", parts[0])))
@@ -232,6 +232,14 @@ def _expand(units: _Units, others: _Units) -> None:
                 units[key[0], str(expert), part] = replace(
                     unit, name=name, shape=(width, columns), expert=expert, turned=turned, part=chosen
                 )
+
+
+def _has_parts(units: _Units, place: str, parts: tuple[str, ...]) -> bool:
+    """Whether there are experts one by one, or stacks of gate and up apart for one of both or in reverse."""
+    whole = ("gate_up",) if parts[0] in ("gate", "up") and len(parts) == 1 else parts
+    return any(
+        (place, expert, part) in units for expert, part in (("0", parts[0]), *(("", p) for p in whole))
+    )
 
 
 def _layout(matrix: Matrix, parts: int, single: _Unit | None) -> tuple[bool, bool]:

@@ -1,9 +1,10 @@
 """Every snippet of the README and of the pages runs, and prints what the page says.
 
 A snippet is a fenced block: "python" is a program, "sh" commands, "console" commands with what they print
-("..." stands for any lines). DIR, ORIGINAL and "path/to/model" are a genuine checkpoint and its original, OUT
-is a new directory. What a snippet needs and is not here (a module, a device, a package index) skips it, or
-marks it `gpu`. Indented blocks are synopses: their commands, files and options have to exist.
+("..." stands for any lines). DIR, ORIGINAL and "path/to/model" are a genuine checkpoint and its original,
+"MOE" is one with experts, OUT a new directory. What a snippet needs and is not here (a module, a device, a
+package index) skips it, or marks it `gpu`. Indented blocks are synopses: their commands, files and options
+have to exist.
 """
 
 import ast
@@ -30,6 +31,7 @@ PAGES = [
 ]
 CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
 DIRECTORY = CHECKPOINTS / "llama_nvfp4_kvfp8"
+EXPERTS = CHECKPOINTS / "qwen3moe_nvfp4"
 ORIGINAL = CHECKPOINTS / "llama_bf16.safetensors"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -141,6 +143,7 @@ def skip_without(names):
 
 def fill(text, out):
     text = text.replace("path/to/model", str(DIRECTORY)).replace('"DIR"', repr(str(DIRECTORY)))
+    text = text.replace('"MOE"', repr(str(EXPERTS)))
     for name, path in (("DIR", DIRECTORY), ("ORIGINAL", ORIGINAL), ("OUT", out)):
         text = re.sub(rf"\b{name}\b", str(path), text)
     return text

@@ -20,6 +20,7 @@ from moqext.cli import problems as problem_list
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
 from moqext.decision import ask
+from moqext.expert_form import has_method
 from moqext.linear import LinearMethod
 from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
@@ -212,7 +213,7 @@ def as_text(
         lines += _configured_table(checkpoint, columns)
     elif glob is None:
         lines += _kind_table(findings.layers, columns)
-        lines += _unrunnable(findings, columns)
+        lines += _unrunnable(checkpoint, findings, columns)
     else:
         lines += _layer_table(findings.layers, glob, [info.name for info in rest], columns)
     if rest:
@@ -339,14 +340,14 @@ def _listed_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
     return _joined(text.table(rows, "<><", columns))
 
 
-def _unrunnable(findings: Findings, columns: int | None) -> list[str]:
-    """What can only be read: algorithms, and what is no linear in the others."""
+def _unrunnable(checkpoint: Checkpoint, findings: Findings, columns: int | None) -> list[str]:
+    """What can only be read: algorithms, and in the others stacks without a method, and embeddings."""
     listed: dict[str, None] = {}
     for layer in findings.layers:
         for linear in layer.linears():
             if not is_runnable(linear.quant_algo):
                 listed[linear.quant_algo] = None
-            elif linear.projections:
+            elif linear.projections and not has_method(checkpoint, linear):
                 listed[f"stacked experts ({linear.quant_algo})"] = None
             elif linear.kind == "embedding":
                 listed[f"embedding ({linear.quant_algo})"] = None

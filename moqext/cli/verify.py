@@ -18,12 +18,13 @@ from moqext.cli.verify_report import Report
 from moqext.errors import CheckpointError
 from moqext.problems import worst_severity
 from moqext.tensor_files import TensorInfo
-from moqext.verify import LIMITS, Row, absent_layers, select_weights, verify_checkpoint
+from moqext.verify import absent_layers, select_weights, verify_checkpoint
+from moqext.verify_row import LIMITS, Row
 
 MAX_TOKENS = 1_000_000
 """Rows of activations: beyond, the float64 reference of a large layer fits in no memory."""
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON output; raised when a key changes its meaning."""
 
 _NO_DEVICE = "--device {}: no such CUDA device: {}"
@@ -34,9 +35,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "verify",
         help="load, run and check every quantized layer",
-        description="Loads every quantized linear of a checkpoint, prepares it, runs it on random "
-        "activations and compares the result with an independent float64 reference; what cannot be run "
-        "(algorithms without a kernel, embeddings, stacked experts) is dequantized and compared. Reports "
+        description="Loads every quantized linear and layer of experts of a checkpoint, prepares it, runs it "
+        "on random activations and compares the result with an independent float64 reference; what cannot "
+        "be run (algorithms without a kernel, embeddings) is dequantized and compared. Reports "
         "every problem of severity error. Exit status: 0 nothing is wrong, 1 a layer is wrong or cannot be "
         "used as stored, or the checkpoint has a problem of severity error, 2 wrong arguments, no checkpoint "
         "that can be read, or nothing quantized in it that matches.",
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     with open_checkpoint(args.directory) as checkpoint:
         findings = checkpoint.findings(block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
-        weights = select_weights(checkpoint, args.layers)
+        kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
+        weights = select_weights(checkpoint, args.layers, **kinds)
         missing = absent_layers(checkpoint, args.layers)
         rest = plain_tensors(checkpoint, findings, args.layers)
         misnamed = args.layers is not None and not missing

@@ -248,7 +248,8 @@ def read_checkpoint(directory: Path) -> None:
         for layer in checkpoint.layers():
             weight = outcome(checkpoint.dequantize, layer.name)
             assert weight is None or weight.dtype == "float32"
-            outcome(checkpoint.load, layer.name)
+            options = {"top_k": 1, "activation": "silu"} if layer.kind == "moe" else {}
+            outcome(checkpoint.load, layer.name, **options)
 
 
 def inspect_arguments(*options: str) -> argparse.Namespace:
