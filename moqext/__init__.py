@@ -34,6 +34,7 @@ from moqext.moe import MoEMethod
 from moqext.ops import route
 from moqext.problems import Problem
 from moqext.records import KVRecord, LayerRecord, Projection
+from moqext.stack_experts import stack_experts
 from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
@@ -66,6 +67,7 @@ __all__ = [
     "ops",
     "route",
     "set_num_threads",
+    "stack_experts",
 ]
 
 

@@ -1,0 +1,170 @@
+"""Which experts of a container run together, told from its record: one `MoEMethod` for each format of theirs.
+
+What a method cannot have is refused here by name, before a tensor is read: an expert whose projections differ
+in format, experts that are not quantized at all, blocks that lie along the output.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moqext._C import UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
+from moqext.errors import CheckpointError
+from moqext.naming import PROJECTIONS, parse_expert_name
+from moqext.records import LayerRecord, Projection
+
+if TYPE_CHECKING:
+    from moqext.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """Experts of a container that have one format.
+
+    Attributes:
+        quant_algo: canonical algorithm.
+        group_size: weights per block scale, None without blocks.
+        experts: their numbers in the container, in order.
+        hidden_size, intermediate_size: of each.
+        gated: whether they have a gate.
+        interleaved: whether rows of gate and up take turns.
+    """
+
+    quant_algo: str
+    group_size: int | None
+    experts: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    gated: bool
+    interleaved: bool
+
+    @property
+    def format(self) -> str:
+        """Algorithm and group size in words, as `LayerRecord.format` has them."""
+        return _format(self.quant_algo, self.group_size)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `MoEMethod` that say so."""
+        return {
+            "quant_algo": self.quant_algo,
+            "num_experts": len(self.experts),
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "gated": self.gated,
+            "interleaved": self.interleaved,
+            "group_size": self.group_size,
+        }
+
+
+def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm]:
+    """The experts of a container by format, those of the first expert first.
+
+    Raises:
+        UnsupportedQuantization: no method has an expert of that format, or of those formats.
+        CheckpointError: a problem of severity "error" stands against the record or a member.
+    """
+    errors = [problem for problem in record.all_problems() if problem.severity == "error"]
+    if errors:
+        text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors[:3])
+        raise CheckpointError(f"{record.name}: {text}", file=checkpoint.directory, tensor=errors[0].tensor)
+    if 0 in record.shape:
+        raise CheckpointError(
+            f"{record.name}: its experts are empty, {list(record.shape)}", file=checkpoint.directory
+        )
+    forms = _of_members(checkpoint, record) if record.members else [_of_projections(record)]
+    for form in forms:
+        _refuse_without_method(record, form)
+    return forms
+
+
+def _format(algo: str, group_size: int | None) -> str:
+    return algo if group_size is None or algo in BLOCK_SIZES else f"{algo} g{group_size}"
+
+
+def _of_members(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm]:
+    experts: dict[int, dict[str, LayerRecord]] = defaultdict(dict)
+    for member in record.members:
+        if name := parse_expert_name(member.name):
+            experts[name.expert][name.projection] = member
+    for tensor in _plain_tensors(checkpoint, record, experts):
+        dtype = checkpoint.tensors[tensor].dtype
+        raise UnsupportedQuantization(
+            f"{record.name}: {tensor} is stored as {dtype}, other experts are quantized; no method has both"
+        )
+    by_format: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+    for number, parts in sorted(experts.items()):
+        formats = {part.format for part in parts.values()}
+        if len(formats) > 1:
+            each = ", ".join(f"{projection} {part.format}" for projection, part in parts.items())
+            raise UnsupportedQuantization(
+                f"{record.name}: expert {number} has {each}; the projections of an expert need one format "
+                f"(load them one by one, as {record.members[0].name!r})"
+            )
+        part = next(iter(parts.values()))
+        by_format[part.quant_algo, part.group_size].append(number)
+    roles = {PROJECTIONS.get(projection, projection) for parts in experts.values() for projection in parts}
+    _, hidden, intermediate = record.shape
+    return [
+        ExpertForm(algo, group_size, tuple(numbers), hidden, intermediate, "gate" in roles, False)
+        for (algo, group_size), numbers in by_format.items()
+    ]
+
+
+def _plain_tensors(
+    checkpoint: "Checkpoint", record: LayerRecord, experts: dict[int, dict[str, LayerRecord]]
+) -> Iterator[str]:
+    """The weights of experts of the container that are stored unquantized."""
+    projections = dict.fromkeys(projection for parts in experts.values() for projection in parts)
+    for number in range(record.shape[0]):
+        for projection in projections:
+            name = f"{record.name}.{number}.{projection}.weight"
+            if projection not in experts.get(number, {}) and name in checkpoint.tensors:
+                yield name
+
+
+def _of_projections(record: LayerRecord) -> ExpertForm:
+    formats = {_format(part.quant_algo, part.group_size) for part in record.projections}
+    if len(formats) > 1:
+        each = ", ".join(f"{p.role} {_format(p.quant_algo, p.group_size)}" for p in record.projections)
+        raise UnsupportedQuantization(
+            f"{record.name}: every expert has {each}; the projections of an expert need one format "
+            f"({_read_instead(record)})"
+        )
+    roles = [part.role for part in record.projections]
+    first = record.projections[0]
+    experts, hidden, intermediate = record.shape
+    return ExpertForm(
+        first.quant_algo,
+        first.group_size,
+        tuple(range(experts)),
+        hidden,
+        intermediate,
+        "gate_up" in roles or "gate" in roles,
+        any(part.interleaved for part in record.projections),
+    )
+
+
+def _refuse_without_method(record: LayerRecord, form: ExpertForm) -> None:
+    facts = ALGORITHMS.get(form.quant_algo)
+    if facts is None or facts.linear is None:
+        raise UnsupportedQuantization(
+            f"{record.name}: {form.quant_algo} has no method for experts ({_read_instead(record)})"
+        )
+    along = next((part for part in record.projections if part.block_axis == "out"), None)
+    if along is not None:
+        raise UnsupportedQuantization(
+            f"{record.name}: the blocks of {along.name} ({form.format}) lie along its output, and a product "
+            f"needs them along its input ({_read_instead(record)})"
+        )
+    if form.interleaved and facts.scales == "blocks":
+        raise UnsupportedQuantization(
+            f"{record.name}: gate and up take turns within blocks of {form.quant_algo}, which then have one "
+            f"scale for both ({_read_instead(record)})"
+        )
+
+
+def _read_instead(record: LayerRecord) -> str:
+    parts: tuple[LayerRecord | Projection, ...] = record.projections or record.members
+    return f"dequantize({parts[0].name!r}) reads a projection"
