@@ -29,6 +29,7 @@ from moqext.errors import CheckpointError
 from moqext.kv_cache import KVCacheMethod, KVScales
 from moqext.linear import LinearMethod
 from moqext.load import Layer
+from moqext.load_experts import ExpertLayer, ExpertPart
 from moqext.method import ParamSpec, Timing
 from moqext.moe import MoEMethod
 from moqext.ops import route
@@ -47,6 +48,8 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "Conversion",
+    "ExpertLayer",
+    "ExpertPart",
     "KVCacheMethod",
     "KVRecord",
     "KVScales",

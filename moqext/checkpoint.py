@@ -22,6 +22,8 @@ from moqext.errors import CheckpointError
 from moqext.hub import fetch, fetch_headers, hub_name, is_installed
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
+from moqext.load_experts import ExpertLayer, load_experts
+from moqext.moe import Activation
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
@@ -209,10 +211,15 @@ class Checkpoint:
         device: Device = "cpu",
         dtype: Dtype = "bfloat16",
         compute: Compute = "exact",
-    ) -> Layer:
-        """A linear made ready to run, or several fused along their rows: `y = layer(x)`.
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> Layer | ExpertLayer:
+        """A linear made ready to run, several fused along their rows, or a layer of experts: `y = layer(x)`.
 
-        Fused layers keep their own scales, however unequal; they need one algorithm and one input.
+        Fused layers keep their own scales, however unequal; they need one algorithm and one input. The name
+        of a container of experts, however they are stored, gives an `ExpertLayer`:
+        `y = layer(x, topk_weights, topk_ids)`.
 
         Args:
             layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
@@ -220,12 +227,19 @@ class Checkpoint:
             dtype: of x and y: "bfloat16", "float16" or "float32", or a framework's own object, as
                 `torch.bfloat16`.
             compute: "exact" or "auto", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
+            top_k: of experts, how many a token has; None for what config.json says.
+            activation: of experts, see `MoEMethod`; None for what config.json says, with its limit and alpha.
+            experts: the numbers of those to load, in the order of their places; None for all. One scale for
+                the activations of all experts, as of FP8, is that of all in the container.
 
         Raises:
-            UnsupportedQuantization: the algorithm is recognised but has no linear method, is different among
-                the layers, or the layer is no linear.
+            UnsupportedQuantization: the algorithm is recognised but has no method, is different among fused
+                layers or within an expert, or the layer is neither a linear nor experts; or config.json names
+                an activation that is not among those of `MoEMethod`.
             CheckpointError: nothing quantized has that name, a problem of severity "error" stands against
                 the layer, or it has scales or codes that no intact checkpoint holds.
+            ValueError: config.json does not say what has to be known of experts, or an option is of experts
+                and the layer has none.
         """
         wanted = [layers] if isinstance(layers, (str, bytes, LayerRecord)) else layers
         if not isinstance(wanted, Iterable):
@@ -233,6 +247,19 @@ class Checkpoint:
         records = [self._record(item) for item in wanted]
         if not records:
             raise ValueError("layers: expected at least one name, got none")
+        if len(records) == 1 and isinstance(first := records[0], LayerRecord) and first.kind == "moe":
+            return load_experts(
+                self,
+                first,
+                device=device,
+                dtype=dtype,
+                compute=compute,
+                top_k=top_k,
+                activation=activation,
+                experts=experts,
+            )
+        if any(option is not None for option in (top_k, activation, experts)):
+            raise ValueError(f"top_k, activation, experts: {records[0].name} is no container of experts")
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
 
     def convert(

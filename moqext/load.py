@@ -171,23 +171,15 @@ def _instead(record: LayerRecord | Projection) -> str:
     """What can be done with a layer that is no linear."""
     if isinstance(record, Projection):
         return (
-            f"a projection of {record.shape[0]} stacked experts ({record.quant_algo}), which cannot be run "
-            f"yet; dequantize({record.name!r}) reads it"
+            f"a projection of {record.shape[0]} stacked experts ({record.quant_algo}), which run as one: load "
+            f"{record.name.rpartition('.')[0]!r}; dequantize({record.name!r}) reads it"
         )
     if record.kind == "embedding":
         return (
             f"an embedding table ({record.quant_algo}), which is looked up and not multiplied; "
             f"dequantize({record.name!r}) reads it"
         )
-    if record.members:
-        return (
-            f"{record.shape[0]} experts ({record.quant_algo}), not one linear; load them one by one, as "
-            f"{record.members[0].name!r} (layer(name).members has all {len(record.members)})"
-        )
-    return (
-        f"{record.shape[0]} stacked experts ({record.quant_algo}), which cannot be run yet; dequantize reads "
-        f"their projections: {', '.join(repr(projection.name) for projection in record.projections)}"
-    )
+    return f"{record.shape[0]} experts ({record.quant_algo}), which are fused with nothing; load them alone"
 
 
 def _refuse_unlike(records: Sequence[LayerRecord]) -> None:

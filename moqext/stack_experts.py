@@ -6,7 +6,7 @@ of experts stored one by one is such a tensor, and a stack in one tensor is cut,
 the bytes is all it takes. So beside the stacks only one expert's tensor is in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
 from moqext.expert_form import find_forms
-from moqext.expert_stacks import ExpertStacks
+from moqext.expert_stacks import ExpertStacks, find_slot
 from moqext.moe import MoEMethod
 from moqext.naming import PROJECTIONS, parse_expert_name
 from moqext.records import LayerRecord, Projection
@@ -112,6 +112,15 @@ def fill_stacks(
     return stacks
 
 
+def read_input_scales(
+    checkpoint: "Checkpoint", record: LayerRecord, experts: Collection[int], stack: str
+) -> Float32:
+    """Every activation scale that these experts have for "w13" or "w2"."""
+    pieces = (_of_members if record.members else _of_projections)(checkpoint, record, experts, "input_scale")
+    found = [piece.tensor.ravel() for piece in pieces if find_slot(piece.name, True).stack.startswith(stack)]
+    return np.concatenate(found) if found else np.empty(0, np.float32)
+
+
 def _check_filled(
     checkpoint: "Checkpoint", record: LayerRecord, method: MoEMethod, stacks: ExpertStacks
 ) -> None:
@@ -132,7 +141,9 @@ def _check_filled(
 # Experts stored one by one
 
 
-def _of_members(checkpoint: "Checkpoint", record: LayerRecord, places: Mapping[int, int]) -> Iterator[_Piece]:
+def _of_members(
+    checkpoint: "Checkpoint", record: LayerRecord, places: Collection[int], only: str | None = None
+) -> Iterator[_Piece]:
     factors: dict[int, set[bool]] = {}
     for member in record.members:
         name = parse_expert_name(member.name)
@@ -141,7 +152,7 @@ def _of_members(checkpoint: "Checkpoint", record: LayerRecord, places: Mapping[i
         if PROJECTIONS.get(name.projection) != "down":
             factors.setdefault(name.expert, set()).add("pre_quant_scale" in member.tensors)
         for role, tensor in member.tensors.items():
-            if _is_used(role, member.quant_algo):
+            if only in (None, role) and _is_used(role, member.quant_algo):
                 value = _read(checkpoint, tensor, role, member.quant_algo)
                 yield _Piece(f"{name.projection}.{role}", name.expert, value)
     half = next((number for number, found in factors.items() if len(found) > 1), None)
@@ -173,12 +184,12 @@ def _read(checkpoint: "Checkpoint", tensor: str, role: str, algo: str) -> NDArra
 
 
 def _of_projections(
-    checkpoint: "Checkpoint", record: LayerRecord, places: Mapping[int, int]
+    checkpoint: "Checkpoint", record: LayerRecord, places: Collection[int], only: str | None = None
 ) -> Iterator[_Piece]:
     for projection in record.projections:
         last = projection.name.rpartition(".")[2]
         for role, tensor in projection.tensors.items():
-            if not _is_used(role, projection.quant_algo):
+            if only not in (None, role) or not _is_used(role, projection.quant_algo):
                 continue
             name = f"{last}.{role}"
             if _is_codes(role, projection.quant_algo):

@@ -1,0 +1,296 @@
+"""A layer of experts of a checkpoint made ready to run: `Checkpoint.load` of their container."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext._C import UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS
+from moqext.errors import CheckpointError
+from moqext.expert_config import read_expert_config
+from moqext.expert_form import ExpertForm, find_forms
+from moqext.expert_stacks import ExpertStacks
+from moqext.linear import Tensor
+from moqext.moe import Activation, MoEMethod
+from moqext.records import LayerRecord
+from moqext.spelling import Compute, Device, Dtype
+from moqext.stack_experts import fill_stacks, read_input_scales
+
+if TYPE_CHECKING:
+    from moqext.checkpoint import Checkpoint
+
+_KEPT = ("_weight", "_weight_scale")
+"""Stacks whose bytes may be those of the checkpoint."""
+
+
+class ExpertPart(NamedTuple):
+    """The experts of a layer that have one format.
+
+    Attributes:
+        experts: Their numbers in the container, in the order of the stacks.
+        method: The `MoEMethod`.
+        params: What `method.prepare` returned.
+    """
+
+    experts: tuple[int, ...]
+    method: MoEMethod
+    params: Mapping[str, Any]
+
+
+class ExpertLayer:
+    """A layer of experts with its prepared parameters: `y = layer(x, topk_weights, topk_ids)`.
+
+    Attributes:
+        names: The container in the checkpoint.
+        parts: One `ExpertPart` for each format that experts have, nearly always one.
+        experts: The numbers in the container of those that are here, in order.
+        global_num_experts: How many the container has, and `topk_ids` tells of.
+    """
+
+    __slots__ = ("_maps", "experts", "global_num_experts", "names", "parts")
+
+    def __init__(
+        self, name: str, parts: Sequence[ExpertPart], experts: Sequence[int], global_num_experts: int
+    ) -> None:
+        self.names = (name,)
+        self.parts = tuple(parts)
+        self.experts = tuple(experts)
+        self.global_num_experts = global_num_experts
+        own = np.full(global_num_experts, -1, np.int32)
+        own[list(experts)] = np.arange(len(experts), dtype=np.int32)
+        all_here = self.experts == tuple(range(global_num_experts)) and len(self.parts) == 1
+        self._maps = [None] if all_here else self._map_parts(own)
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_weights: Any,
+        topk_ids: Any,
+        expert_map: Any = None,
+        apply_router_weight_on_input: bool = False,
+        out: Any = None,
+        accumulate: bool = False,
+        stream: Any = None,
+    ) -> Tensor:
+        """Computes the experts of each token and their weighted sum; see `MoEMethod.__call__`.
+
+        Args:
+            x: [..., hidden_size] of the layer's dtype.
+            topk_weights: float32 [..., top_k].
+            topk_ids: int32 or int64 [..., top_k], numbers of experts in the container.
+            expert_map: int32 [global_num_experts]: the place of each expert in `experts`, -1 for one whose
+                slots count nothing. None maps each expert that is here to its place.
+            apply_router_weight_on_input: Weights multiply x instead of outputs; top_k has to be 1.
+            out: [..., hidden_size] to be written.
+            accumulate: Adds to what `out` holds.
+            stream: CUDA stream; must be None on the CPU.
+
+        Returns:
+            `out`, or a new tensor of x's own framework. Where experts are in several formats the sum of each
+            format is rounded to the dtype, else all is rounded once.
+        """
+        maps = self._maps
+        if expert_map is not None:
+            maps = [expert_map] if len(self.parts) == 1 else self._map_parts(self._host_map(expert_map))
+        for place, (part, local) in enumerate(zip(self.parts, maps, strict=True)):
+            out = part.method(
+                x,
+                part.params,
+                topk_weights,
+                topk_ids,
+                local,
+                apply_router_weight_on_input,
+                out,
+                accumulate or place > 0,
+                stream,
+            )
+        return cast(Tensor, out)
+
+    def _host_map(self, expert_map: Any) -> NDArray[np.int32]:
+        given = expert_map if isinstance(expert_map, np.ndarray) else np.from_dlpack(expert_map)
+        if given.dtype != np.int32 or given.shape != (self.global_num_experts,):
+            raise ValueError(
+                f"expert_map: expected int32 [{self.global_num_experts}], got {given.dtype} "
+                f"{list(given.shape)}"
+            )
+        return cast(NDArray[np.int32], given)
+
+    def _map_parts(self, places: NDArray[np.int32]) -> list[Any]:
+        """For each part the map to its stacks, from that to places in `experts`."""
+        here = (places >= 0) & (places < len(self.experts))
+        maps: list[Any] = []
+        for part in self.parts:
+            rows = {number: row for row, number in enumerate(part.experts)}
+            local = np.array([*(rows.get(number, -1) for number in self.experts), -1], np.int32)
+            maps.append(local[np.where(here, places, -1)])
+        return maps
+
+    @property
+    def method(self) -> MoEMethod:
+        """The method, where experts have one format; see `parts` for several."""
+        return self._only_part().method
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What `method.prepare` returned, where experts have one format; see `parts` for several."""
+        return self._only_part().params
+
+    def _only_part(self) -> ExpertPart:
+        if len(self.parts) > 1:
+            raise ValueError(f"{self.names[0]} has {len(self.parts)} formats, one method for each: see parts")
+        return self.parts[0]
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts are here."""
+        return len(self.experts)
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of x and y."""
+        return self.parts[0].method.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of an expert."""
+        return self.parts[0].method.intermediate_size
+
+    @property
+    def top_k(self) -> int:
+        """Slots of a token."""
+        return self.parts[0].method.top_k
+
+    @property
+    def backend(self) -> str:
+        """The kernel that runs one token, as "family:name"; of the first format where there are several."""
+        return self.parts[0].method.backend
+
+    def backend_for(self, tokens: int) -> str:
+        """The kernel that runs so many tokens; see `MoEMethod.backend_for`."""
+        return self.parts[0].method.backend_for(tokens)
+
+    def compute_for(self, tokens: int) -> str:
+        """What so many tokens are multiplied as; see `MoEMethod.compute_for`."""
+        return self.parts[0].method.compute_for(tokens)
+
+    def explain(self, tokens: int | None = None) -> str:
+        """Why that kernel, format by format; see `MoEMethod.explain`."""
+        return "\n".join(part.method.explain(tokens) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return f"<ExpertLayer {self.names[0]}: {', '.join(repr(part.method) for part in self.parts)}>"
+
+
+def load_experts(
+    checkpoint: "Checkpoint",
+    record: LayerRecord,
+    *,
+    device: Device,
+    dtype: Dtype,
+    compute: Compute,
+    top_k: int | None,
+    activation: Activation | None,
+    experts: Iterable[int] | None,
+) -> ExpertLayer:
+    """Prepares the experts of a container; see `Checkpoint.load`."""
+    forms = find_forms(checkpoint, record)
+    count = record.shape[0]
+    here = _numbers(experts, count)
+    options = _computed(checkpoint, record, forms[0], top_k, activation)
+    parts = []
+    for form in forms:
+        wanted = tuple(number for number in here if number in set(form.experts))
+        if not wanted:
+            continue
+        about = form.options() | {"num_experts": len(wanted)} | options
+        try:
+            method = MoEMethod(**about, dtype=dtype, device=device, compute=compute, global_num_experts=count)
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{record.name}: {error}") from None
+        stacks = fill_stacks(checkpoint, record, wanted, method)
+        _complete_input_scales(checkpoint, record, form, stacks)
+        try:
+            params = _prepare(method, stacks)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
+        parts.append(ExpertPart(wanted, method, params))
+    return ExpertLayer(record.name, parts, here, count)
+
+
+def _numbers(experts: Iterable[int] | None, count: int) -> tuple[int, ...]:
+    """The experts to load, in the order that was asked for."""
+    if experts is None:
+        return tuple(range(count))
+    wanted = tuple(int(number) for number in experts)
+    if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < count:
+        raise ValueError(
+            f"experts: expected different numbers from 0 to {count - 1}, got {list(wanted)[:16]}"
+        )
+    return wanted
+
+
+def _computed(
+    checkpoint: "Checkpoint",
+    record: LayerRecord,
+    form: ExpertForm,
+    top_k: int | None,
+    activation: Activation | None,
+) -> dict[str, Any]:
+    """The arguments of `MoEMethod` that no tensor tells, from the caller or config.json."""
+    said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+    if top_k is None:
+        top_k = said.top_k
+    if top_k is None:
+        raise ValueError(f"{record.name}: config.json does not say how many experts a token has; pass top_k")
+    if activation is not None and activation != said.activation:
+        return {"top_k": top_k, "activation": activation}
+    if said.unknown:
+        raise UnsupportedQuantization(
+            f"{record.name}: config.json asks for {said.unknown}, which MoEMethod does not compute; pass "
+            "activation for another one"
+        )
+    if said.activation is None and not form.gated:
+        raise ValueError(f"{record.name}: config.json names no activation; pass activation")
+    options: dict[str, Any] = {"top_k": top_k, "activation": said.activation or "silu"}
+    if form.gated:
+        options |= {"alpha": said.alpha, "beta": said.beta, "limit": said.limit}
+    return options
+
+
+def _complete_input_scales(
+    checkpoint: "Checkpoint", record: LayerRecord, form: ExpertForm, stacks: ExpertStacks
+) -> None:
+    """Gives experts without an activation scale the largest of the others, as the problem record says.
+
+    Where all experts of a layer share one, it is that of all, wherever they are: so a layer that is spread
+    over several processes computes what it does in one.
+    """
+    shared = ALGORITHMS[form.quant_algo].linear == "e4m3_tensor"
+    for name, filled in stacks.filled.items():
+        weight, _, role = name.partition("_")
+        if role != "input_scale" or (filled.all() and len(filled) == len(form.experts)):
+            continue
+        known = read_input_scales(checkpoint, record, form.experts, weight)
+        if known.size:
+            rows = np.full(len(filled), True) if shared else ~filled.any(axis=1)
+            stacks[name][rows] = known.max()
+            filled[rows] = True
+
+
+def _prepare(method: MoEMethod, stacks: ExpertStacks) -> Mapping[str, Any]:
+    """The prepared stacks; on the CPU those whose bytes stay as they are keep their memory."""
+    if method.device != "cpu":
+        return method.prepare(stacks)
+    before = method.checkpoint_params
+    there = {name for name, filled in stacks.filled.items() if filled.any()}
+    out: dict[str, Any] = {}
+    for name, spec in method.prepared_params.items():
+        same = name in before and (before[name].shape, before[name].dtype) == (spec.shape, spec.dtype)
+        in_turns = method.interleaved and name.startswith("w13_")
+        if same and not in_turns and name.endswith(_KEPT):
+            out[name] = stacks[name]
+        elif spec.required or name in there:
+            out[name] = np.empty(spec.shape, np.float32 if spec.dtype == "float32" else np.uint8)
+    return method.prepare(stacks, out)
