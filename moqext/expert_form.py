@@ -79,6 +79,22 @@ def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm
     return forms
 
 
+def parts_of(record: LayerRecord) -> tuple[LayerRecord | Projection, ...]:
+    """The members of experts stored one by one, the projections of stacked ones."""
+    return record.members or record.projections
+
+
+def role_of(part: LayerRecord | Projection) -> str:
+    """Which projection of an expert it is: "gate", "up", "gate_up" or "down"."""
+    last = part.name.rpartition(".")[2]
+    return PROJECTIONS.get(last, last)
+
+
+def is_gated(record: LayerRecord) -> bool:
+    """Whether the experts of a container have a gate."""
+    return any(role_of(part) in ("gate", "gate_up") for part in parts_of(record))
+
+
 def _format(algo: str, group_size: int | None) -> str:
     return algo if group_size is None or algo in BLOCK_SIZES else f"{algo} g{group_size}"
 
@@ -104,10 +120,9 @@ def _of_members(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertFor
             )
         part = next(iter(parts.values()))
         by_format[part.quant_algo, part.group_size].append(number)
-    roles = {PROJECTIONS.get(projection, projection) for parts in experts.values() for projection in parts}
     _, hidden, intermediate = record.shape
     return [
-        ExpertForm(algo, group_size, tuple(numbers), hidden, intermediate, "gate" in roles, False)
+        ExpertForm(algo, group_size, tuple(numbers), hidden, intermediate, is_gated(record), False)
         for (algo, group_size), numbers in by_format.items()
     ]
 
@@ -132,7 +147,6 @@ def _of_projections(record: LayerRecord) -> ExpertForm:
             f"{record.name}: every expert has {each}; the projections of an expert need one format "
             f"({_read_instead(record)})"
         )
-    roles = [part.role for part in record.projections]
     first = record.projections[0]
     experts, hidden, intermediate = record.shape
     return ExpertForm(
@@ -141,7 +155,7 @@ def _of_projections(record: LayerRecord) -> ExpertForm:
         tuple(range(experts)),
         hidden,
         intermediate,
-        "gate_up" in roles or "gate" in roles,
+        is_gated(record),
         any(part.interleaved for part in record.projections),
     )
 
@@ -166,5 +180,4 @@ def _refuse_without_method(record: LayerRecord, form: ExpertForm) -> None:
 
 
 def _read_instead(record: LayerRecord) -> str:
-    parts: tuple[LayerRecord | Projection, ...] = record.projections or record.members
-    return f"dequantize({parts[0].name!r}) reads a projection"
+    return f"dequantize({parts_of(record)[0].name!r}) reads a projection"

@@ -171,8 +171,8 @@ def _instead(record: LayerRecord | Projection) -> str:
     """What can be done with a layer that is no linear."""
     if isinstance(record, Projection):
         return (
-            f"a projection of {record.shape[0]} stacked experts ({record.quant_algo}), which run as one: load "
-            f"{record.name.rpartition('.')[0]!r}; dequantize({record.name!r}) reads it"
+            f"a projection of {record.shape[0]} stacked experts ({record.quant_algo}), which run together: "
+            f"load {record.name.rpartition('.')[0]!r}; dequantize({record.name!r}) reads it"
         )
     if record.kind == "embedding":
         return (

@@ -10,7 +10,7 @@ from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import ExpertForm, find_forms
+from moqext.expert_form import ExpertForm, find_forms, is_gated, parts_of, role_of
 from moqext.expert_stacks import ExpertStacks
 from moqext.linear import Tensor
 from moqext.moe import Activation, MoEMethod
@@ -183,6 +183,14 @@ class ExpertLayer:
         return f"<ExpertLayer {self.names[0]}: {', '.join(repr(part.method) for part in self.parts)}>"
 
 
+class PlannedPart(NamedTuple):
+    """Experts of one format before their tensors are read."""
+
+    form: ExpertForm
+    experts: tuple[int, ...]
+    method: MoEMethod
+
+
 def load_experts(
     checkpoint: "Checkpoint",
     record: LayerRecord,
@@ -195,28 +203,68 @@ def load_experts(
     experts: Iterable[int] | None,
 ) -> ExpertLayer:
     """Prepares the experts of a container; see `Checkpoint.load`."""
-    forms = find_forms(checkpoint, record)
-    count = record.shape[0]
-    here = _numbers(experts, count)
-    options = _computed(checkpoint, record, forms[0], top_k, activation)
-    parts = []
-    for form in forms:
-        wanted = tuple(number for number in here if number in set(form.experts))
-        if not wanted:
+    here = _numbers(experts, record.shape[0])
+    options = computed_options(checkpoint, record, top_k, activation)
+    planned = plan_parts(checkpoint, record, here, device=device, dtype=dtype, compute=compute, **options)
+    parts = [prepare_part(checkpoint, record, part)[0] for part in planned]
+    return ExpertLayer(record.name, parts, here, record.shape[0])
+
+
+def plan_parts(
+    checkpoint: "Checkpoint", record: LayerRecord, experts: Sequence[int], **options: Any
+) -> list[PlannedPart]:
+    """A method for each format among some experts, without reading a tensor.
+
+    Args:
+        checkpoint: where they are.
+        record: the container.
+        experts: numbers in it.
+        **options: of `MoEMethod`, but for what the stored form says.
+
+    Raises:
+        UnsupportedQuantization, CheckpointError: the experts cannot run as a layer; see `Checkpoint.load`.
+    """
+    planned = []
+    for form in find_forms(checkpoint, record):
+        here = tuple(number for number in experts if number in set(form.experts))
+        if not here:
             continue
-        about = form.options() | {"num_experts": len(wanted)} | options
+        given = options if form.gated else {**options, "alpha": None, "beta": None, "limit": None}
+        about = form.options() | {"num_experts": len(here), "global_num_experts": record.shape[0]}
         try:
-            method = MoEMethod(**about, dtype=dtype, device=device, compute=compute, global_num_experts=count)
+            method = MoEMethod(**about, **given)
         except UnsupportedQuantization as error:
             raise UnsupportedQuantization(f"{record.name}: {error}") from None
-        stacks = fill_stacks(checkpoint, record, wanted, method)
-        _complete_input_scales(checkpoint, record, form, stacks)
-        try:
-            params = _prepare(method, stacks)
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
-        parts.append(ExpertPart(wanted, method, params))
-    return ExpertLayer(record.name, parts, here, count)
+        _refuse_without_input_scale(checkpoint, record, form)
+        planned.append(PlannedPart(form, here, method))
+    return planned
+
+
+def _refuse_without_input_scale(checkpoint: "Checkpoint", record: LayerRecord, form: ExpertForm) -> None:
+    """Experts whose activations have one scale have it from the checkpoint, or have none."""
+    if ALGORITHMS[form.quant_algo].linear != "e4m3_tensor":
+        return
+    parts = [part for part in parts_of(record) if part.quant_algo == form.quant_algo]
+    for side in ([part for part in parts if (role_of(part) == "down") == down] for down in (False, True)):
+        if not any("input_scale" in part.tensors for part in side):
+            raise CheckpointError(
+                f"{record.name}: {form.quant_algo} without input_scale in any {role_of(side[0])} projection; "
+                "experts quantize activations with one of the checkpoint",
+                file=checkpoint.directory,
+            )
+
+
+def prepare_part(
+    checkpoint: "Checkpoint", record: LayerRecord, planned: PlannedPart
+) -> tuple[ExpertPart, ExpertStacks]:
+    """The experts read and prepared, and the stacks that they were prepared from, which share memory."""
+    stacks = fill_stacks(checkpoint, record, planned.experts, planned.method)
+    _complete_input_scales(checkpoint, record, planned.form, stacks)
+    try:
+        params = _prepare(planned.method, stacks)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
+    return ExpertPart(planned.experts, planned.method, params), stacks
 
 
 def _numbers(experts: Iterable[int] | None, count: int) -> tuple[int, ...]:
@@ -231,17 +279,17 @@ def _numbers(experts: Iterable[int] | None, count: int) -> tuple[int, ...]:
     return wanted
 
 
-def _computed(
-    checkpoint: "Checkpoint",
-    record: LayerRecord,
-    form: ExpertForm,
-    top_k: int | None,
-    activation: Activation | None,
+def computed_options(
+    checkpoint: "Checkpoint", record: LayerRecord, top_k: int | None, activation: Activation | None
 ) -> dict[str, Any]:
-    """The arguments of `MoEMethod` that no tensor tells, from the caller or config.json."""
+    """The arguments of `MoEMethod` that no tensor tells, from the caller or config.json.
+
+    Raises:
+        ValueError: neither tells.
+        UnsupportedQuantization: config.json names an activation that is not among those of `MoEMethod`.
+    """
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
-    if top_k is None:
-        top_k = said.top_k
+    top_k = said.top_k if top_k is None else top_k
     if top_k is None:
         raise ValueError(f"{record.name}: config.json does not say how many experts a token has; pass top_k")
     if activation is not None and activation != said.activation:
@@ -251,12 +299,10 @@ def _computed(
             f"{record.name}: config.json asks for {said.unknown}, which MoEMethod does not compute; pass "
             "activation for another one"
         )
-    if said.activation is None and not form.gated:
+    if said.activation is None and not is_gated(record):
         raise ValueError(f"{record.name}: config.json names no activation; pass activation")
-    options: dict[str, Any] = {"top_k": top_k, "activation": said.activation or "silu"}
-    if form.gated:
-        options |= {"alpha": said.alpha, "beta": said.beta, "limit": said.limit}
-    return options
+    options = {"alpha": said.alpha, "beta": said.beta, "limit": said.limit}
+    return {"top_k": top_k, "activation": said.activation or "silu", **options}
 
 
 def _complete_input_scales(

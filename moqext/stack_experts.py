@@ -16,10 +16,10 @@ from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import find_forms
+from moqext.expert_form import find_forms, role_of
 from moqext.expert_stacks import ExpertStacks, find_slot
 from moqext.moe import MoEMethod
-from moqext.naming import PROJECTIONS, parse_expert_name
+from moqext.naming import parse_expert_name
 from moqext.records import LayerRecord, Projection
 from moqext.scale_values import Float32, decode_scales
 from moqext.stored import ceil_div
@@ -149,7 +149,7 @@ def _of_members(
         name = parse_expert_name(member.name)
         if name is None or name.expert not in places:
             continue
-        if PROJECTIONS.get(name.projection) != "down":
+        if role_of(member) != "down":
             factors.setdefault(name.expert, set()).add("pre_quant_scale" in member.tensors)
         for role, tensor in member.tensors.items():
             if only in (None, role) and _is_used(role, member.quant_algo):

@@ -132,21 +132,9 @@ def test_layers_that_do_not_belong_together(data):
     "case, name, says",
     [
         (
-            "checkpoints/qwen3moe_fp8",
-            "model.layers.0.mlp.experts",
-            "4 experts (FP8), not one linear; load them one by one, as "
-            "'model.layers.0.mlp.experts.0.gate_proj' (layer(name).members has all 12)",
-        ),
-        (
-            "exports/gpt_oss_nvfp4",
-            "model.layers.0.mlp.experts",
-            "4 stacked experts (NVFP4), which cannot be run yet; dequantize reads their projections: "
-            "'model.layers.0.mlp.experts.gate_up_proj', 'model.layers.0.mlp.experts.down_proj'",
-        ),
-        (
             "exports/gpt_oss_nvfp4",
             "model.layers.0.mlp.experts.down_proj",
-            "a projection of 4 stacked experts (NVFP4), which cannot be run yet; "
+            "a projection of 4 stacked experts (NVFP4), which run together: load 'model.layers.0.mlp.experts'; "
             "dequantize('model.layers.0.mlp.experts.down_proj') reads it",
         ),
         (
