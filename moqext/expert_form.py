@@ -1,12 +1,13 @@
 """Which experts of a container run together, told from its record: one `MoEMethod` for each format of theirs.
 
-What a method cannot have is refused here by name, before a tensor is read: an expert whose projections differ
-in format, experts that are not quantized at all, blocks that lie along the output.
+What a method cannot have is refused here by name, before a tensor is read: an expert whose projections
+differ in format, experts that are not quantized at all, blocks that lie along the output.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from moqext._C import UnsupportedQuantization
@@ -76,6 +77,8 @@ def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm
     forms = _of_members(checkpoint, record) if record.members else [_of_projections(record)]
     for form in forms:
         _refuse_without_method(record, form)
+    for projection in record.projections:
+        _refuse_scales(checkpoint, projection)
     return forms
 
 
@@ -115,8 +118,7 @@ def _of_members(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertFor
         if len(formats) > 1:
             each = ", ".join(f"{projection} {part.format}" for projection, part in parts.items())
             raise UnsupportedQuantization(
-                f"{record.name}: expert {number} has {each}; the projections of an expert need one format "
-                f"(load them one by one, as {record.members[0].name!r})"
+                f"{record.name}: expert {number} has {each}; the projections of an expert need one format"
             )
         part = next(iter(parts.values()))
         by_format[part.quant_algo, part.group_size].append(number)
@@ -144,8 +146,7 @@ def _of_projections(record: LayerRecord) -> ExpertForm:
     if len(formats) > 1:
         each = ", ".join(f"{p.role} {_format(p.quant_algo, p.group_size)}" for p in record.projections)
         raise UnsupportedQuantization(
-            f"{record.name}: every expert has {each}; the projections of an expert need one format "
-            f"({_read_instead(record)})"
+            f"{record.name}: every expert has {each}; the projections of an expert need one format"
         )
     first = record.projections[0]
     experts, hidden, intermediate = record.shape
@@ -163,21 +164,54 @@ def _of_projections(record: LayerRecord) -> ExpertForm:
 def _refuse_without_method(record: LayerRecord, form: ExpertForm) -> None:
     facts = ALGORITHMS.get(form.quant_algo)
     if facts is None or facts.linear is None:
-        raise UnsupportedQuantization(
-            f"{record.name}: {form.quant_algo} has no method for experts ({_read_instead(record)})"
-        )
+        raise UnsupportedQuantization(f"{record.name}: {form.quant_algo} has no method for experts")
     along = next((part for part in record.projections if part.block_axis == "out"), None)
     if along is not None:
         raise UnsupportedQuantization(
             f"{record.name}: the blocks of {along.name} ({form.format}) lie along its output, and a product "
-            f"needs them along its input ({_read_instead(record)})"
+            "needs them along its input"
         )
     if form.interleaved and facts.scales == "blocks":
         raise UnsupportedQuantization(
             f"{record.name}: gate and up take turns within blocks of {form.quant_algo}, which then have one "
-            f"scale for both ({_read_instead(record)})"
+            "scale for both"
         )
 
 
-def _read_instead(record: LayerRecord) -> str:
-    return f"dequantize({parts_of(record)[0].name!r}) reads a projection"
+def _refuse_scales(checkpoint: "Checkpoint", projection: Projection) -> None:
+    """Refuses scales that are of no rows: of blocks with both halves, of inputs, of halves in turns."""
+    experts, rows, columns = projection.shape
+    facts = ALGORITHMS[projection.quant_algo]
+    both = projection.role == "gate_up"
+    size = BLOCK_SIZES.get(projection.quant_algo)
+    if size and both and rows > size and rows // 2 % size:
+        raise UnsupportedQuantization(
+            f"{projection.name}: gate and up of {rows // 2} rows are one weight in blocks of {size}, and one "
+            f"has rows of both ({projection.quant_algo})"
+        )
+    values = prod(checkpoint.tensors[projection.tensors["weight_scale"]].shape)
+    if facts.scales == "rows" and values not in (1, experts):
+        if rows == columns:
+            raise UnsupportedQuantization(
+                f"{projection.name}: whether its scales are of rows or of columns cannot be told, as the "
+                "experts are square"
+            )
+        if values == experts * columns:
+            raise UnsupportedQuantization(
+                f"{projection.name}: a scale for each input ({projection.quant_algo}), which no product has"
+            )
+    second = projection.tensors.get("weight_scale_2")
+    if projection.interleaved and second and prod(checkpoint.tensors[second].shape) == 2 * experts:
+        raise UnsupportedQuantization(
+            f"{projection.name}: weight_scale_2 of two halves, and rows of gate and up that take turns"
+        )
+
+
+def instead_of_running(record: LayerRecord) -> str:
+    """What can be done with experts that have no method."""
+    first = parts_of(record)[0].name
+    return (
+        f"load them one by one, as {first!r}"
+        if record.members
+        else f"dequantize({first!r}) reads a projection"
+    )

@@ -10,7 +10,7 @@ from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import ExpertForm, find_forms, is_gated, parts_of, role_of
+from moqext.expert_form import ExpertForm, find_forms, instead_of_running, is_gated, parts_of, role_of
 from moqext.expert_stacks import ExpertStacks
 from moqext.linear import Tensor
 from moqext.moe import Activation, MoEMethod
@@ -205,7 +205,10 @@ def load_experts(
     """Prepares the experts of a container; see `Checkpoint.load`."""
     here = _numbers(experts, record.shape[0])
     options = computed_options(checkpoint, record, top_k, activation)
-    planned = plan_parts(checkpoint, record, here, device=device, dtype=dtype, compute=compute, **options)
+    try:
+        planned = plan_parts(checkpoint, record, here, device=device, dtype=dtype, compute=compute, **options)
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{error}; {instead_of_running(record)}") from None
     parts = [prepare_part(checkpoint, record, part)[0] for part in planned]
     return ExpertLayer(record.name, parts, here, record.shape[0])
 

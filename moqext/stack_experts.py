@@ -16,7 +16,7 @@ from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import find_forms, role_of
+from moqext.expert_form import find_forms, instead_of_running, role_of
 from moqext.expert_stacks import ExpertStacks, find_slot
 from moqext.moe import MoEMethod
 from moqext.naming import parse_expert_name
@@ -63,7 +63,10 @@ def stack_experts(
             "error" stands against it, or its tensors do not fit.
     """
     record = as_experts(checkpoint, layer)
-    forms = find_forms(checkpoint, record)
+    try:
+        forms = find_forms(checkpoint, record)
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{error}; {instead_of_running(record)}") from None
     if len(forms) > 1:
         each = ", ".join(f"{len(form.experts)} x {form.format}" for form in forms)
         raise UnsupportedQuantization(
@@ -96,7 +99,6 @@ def fill_stacks(
 
     Raises:
         CheckpointError: a tensor does not fit, or is missing.
-        UnsupportedQuantization: scales that no method has.
     """
     stacks = method.new_params()
     places = {number: place for place, number in enumerate(experts)}
@@ -104,7 +106,7 @@ def fill_stacks(
     try:
         for piece in pieces(checkpoint, record, places):
             method.load(stacks, piece.name, places[piece.expert], piece.tensor)
-    except (CheckpointError, UnsupportedQuantization):
+    except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
@@ -228,8 +230,6 @@ def _small(checkpoint: "Checkpoint", projection: Projection, role: str, tensor: 
             return _rows(projection, values)
         return _single(projection, values)
     except ValueError as error:
-        if isinstance(error, UnsupportedQuantization):
-            raise
         message = f"{projection.name}: {role} of shape {list(values.shape)} does not fit the experts"
         raise CheckpointError(message, file=checkpoint.directory, tensor=tensor) from error
 
@@ -245,26 +245,16 @@ def _single(projection: Projection, values: Float32) -> Float32:
 
 def _rows(projection: Projection, values: Float32) -> Float32:
     """One value an output, [experts, out], of one for all, one an expert, or one for each output."""
-    experts, rows, columns = projection.shape
+    experts, rows, _ = projection.shape
     if values.size in (1, experts):
         return np.broadcast_to(values.reshape(-1, 1), (experts, rows))
-    if rows == columns:
-        raise UnsupportedQuantization(
-            f"{projection.name}: whether its {list(values.shape)} scales are of rows or of columns cannot be "
-            "told, as the experts are square"
-        )
-    if values.size == experts * columns:
-        raise UnsupportedQuantization(
-            f"{projection.name}: a scale for each input ({projection.quant_algo}), which no product has; "
-            f"dequantize({projection.name!r}) reads it"
-        )
     return values.reshape(experts, rows)
 
 
 def _blocks(projection: Projection, values: Float32) -> Float32:
     """[experts, blocks of rows, blocks of columns], those of gate before those of up.
 
-    Gate and up in one tensor are blocked as one: a block that has rows of both is of neither.
+    Gate and up in one tensor are blocked as one; no block has rows of both, unless it is the only one.
     """
     size = BLOCK_SIZES[projection.quant_algo]
     experts, rows, columns = projection.shape
@@ -278,9 +268,4 @@ def _blocks(projection: Projection, values: Float32) -> Float32:
         values = values.reshape(experts, down, across)
     if projection.role != "gate_up" or rows // 2 % size == 0:
         return values
-    if down == 1:
-        return np.repeat(values, 2, axis=1)
-    raise UnsupportedQuantization(
-        f"{projection.name}: gate and up of {rows // 2} rows are one weight in blocks of {size}, and one "
-        f"has rows of both ({projection.quant_algo}); dequantize({projection.name!r}) reads them"
-    )
+    return np.repeat(values, 2, axis=1)  # one block, of all rows

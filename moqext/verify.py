@@ -1,17 +1,18 @@
 """The main job: every quantized weight of a checkpoint run, or else read, and compared with the reference.
 
 The reference dequantizes in NumPy, independently of the native code, multiplies in float64 and rounds once;
-a layer passes when its output stays within the error that rounding and the order of sums explain. What cannot
-be run (algorithms without a kernel, embeddings, stacked experts) is dequantized: every weight must be finite
-and, bit for bit, what the reference says.
+a layer passes when its output stays within the error that rounding and the order of sums explain. Experts run
+together, as the layer that they are; where they cannot, those stored one by one run as linears. What cannot
+be run (algorithms without a kernel, embeddings, stacks that have no method) is dequantized: every weight must
+be finite and, bit for bit, what the reference says.
 """
 
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import isfinite, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,35 +22,31 @@ from moqext import ops, reference
 from moqext._C import UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
 from moqext.dequantize import SCALES_OF_WEIGHT
-from moqext.errors import CheckpointError
-from moqext.load import Layer
+from moqext.load import load_layers
 from moqext.naming import parse_tensor_name
 from moqext.ops import to_device, to_host
 from moqext.records import LayerRecord, Projection
 from moqext.reference.weights import DEQUANTIZERS
 from moqext.spelling import Compute, DtypeName
-
-LIMITS = {"bfloat16": (2.5e-3, 1e-2), "float16": (2.5e-3, 1e-2), "float32": (1e-5, 1e-5)}
-"""dtype -> (relative Frobenius error, largest error of an element against the largest of its row). One step
-of bfloat16 is up to 7.8e-3 of a value: single elements may fall on the other side of a tie."""
+from moqext.verify_experts import verify_experts, why_not_together
+from moqext.verify_row import LIMITS, Row, activations, carrier, compare, reason_of, timed_calls
 
 ROWS_AT_ONCE = 4096
 """Rows of a weight the reference holds in float64 at a time; a multiple of the rows of a block."""
 
-CALLS, CALL_SECONDS = 5, 0.2
-"""A layer is called so often to time it, or until its calls have taken so long together."""
-
 
 class Weight(NamedTuple):
-    """One quantized weight: a linear, an embedding, or a projection of stacked experts.
+    """What gets a row: a linear, an embedding, experts that run together, or a part of those that do not.
 
     Attributes:
         record: where its tensors are.
         layer: the layer of the checkpoint that it belongs to: the container of experts, else itself.
+        why: of a part of experts, why they do not run together.
     """
 
     record: LayerRecord | Projection
     layer: LayerRecord
+    why: str = ""
 
     @property
     def name(self) -> str:
@@ -58,18 +55,21 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it is: "linear", "embedding" or "stacked experts"."""
-        return self.record.kind if isinstance(self.record, LayerRecord) else "stacked experts"
+        """What it is: "linear", "embedding", "experts" or "stacked experts"."""
+        if isinstance(self.record, Projection):
+            return "stacked experts"
+        return "experts" if self.record.kind == "moe" else self.record.kind
 
     @property
     def group(self) -> str | None:
-        """The container of experts, None for what is no expert."""
-        return self.layer.name if self.layer.kind == "moe" else None
+        """The container of experts that it is a part of, None for what is none."""
+        return self.layer.name if self.layer is not self.record else None
 
     @property
     def weights(self) -> int:
         """How many numbers it has."""
-        return prod(self.record.shape)
+        together = isinstance(self.record, LayerRecord) and self.record.kind == "moe"
+        return self.layer.weights if together else prod(self.record.shape)
 
     def errors(self) -> list[str]:
         """Errors that forbid using the weight; a part of stacked experts has the errors of the whole."""
@@ -78,65 +78,39 @@ class Weight(NamedTuple):
         return [f"{p.code}: {p.message}" for p in problems if p.severity == "error" and p.layer in about]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What became of one quantized weight.
+def select_weights(
+    checkpoint: Checkpoint,
+    pattern: str | None = None,
+    *,
+    device: str = "cpu",
+    dtype: DtypeName = "bfloat16",
+    compute: Compute = "exact",
+) -> list[Weight]:
+    """What is to be verified, of all whose name or whose container's name matches a glob.
 
-    Attributes:
-        layer: Name in the checkpoint.
-        kind: "linear", "embedding" or "stacked experts".
-        group: The container of experts that it is of, else None.
-        quant_algo: Canonical algorithm.
-        shape: (out_features, in_features), with the number of stacked experts before it.
-        weights: Their number.
-        status: "ok", "failed" (wrong: outside the limits, not finite, or not what the reference reads),
-            "read" (cannot be run, but every weight was dequantized, is finite and what the reference says) or
-            "error" (refused: cannot be used as stored).
-        kernel: "family:name", empty unless it ran.
-        relative_error: Frobenius norm of the difference over that of the reference.
-        max_error: Largest difference over the largest magnitude of its row of the reference.
-        prepare_seconds, run_seconds: Wall time of loading with weight processing, and of a call until y can
-            be read on the host: the median of `calls`.
-        calls: How many calls were timed.
-        message: Why it did not run or failed.
+    Args:
+        checkpoint: Where it is stored.
+        pattern: Of names; experts run together where it matches their container, else those that match alone.
+        device: As for `verify_layer`, like the rest: whether experts run together depends on them.
+        dtype: Of the activations.
+        compute: As for `LinearMethod`.
     """
-
-    layer: str
-    kind: str
-    group: str | None
-    quant_algo: str
-    shape: tuple[int, ...]
-    weights: int
-    status: str
-    kernel: str = ""
-    relative_error: float | None = None
-    max_error: float | None = None
-    prepare_seconds: float | None = None
-    run_seconds: float | None = None
-    calls: int = 0
-    message: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, which has no infinity: such an error is null."""
-        data = asdict(self)
-        for key in ("relative_error", "max_error"):
-            if data[key] is not None and not isfinite(data[key]):
-                data[key] = None
-        return data
-
-
-def select_weights(checkpoint: Checkpoint, pattern: str | None = None) -> list[Weight]:
-    """The quantized weights, experts one by one, whose name or whose container's name matches a glob."""
-    weights = [
-        Weight(record, layer)
-        for layer in checkpoint.findings(block_scales=True).layers
-        for record in (layer.members or layer.projections or (layer,))
-    ]
-    return [
-        weight
-        for weight in weights
-        if pattern is None or fnmatchcase(weight.name, pattern) or fnmatchcase(weight.layer.name, pattern)
-    ]
+    weights: list[Weight] = []
+    for layer in checkpoint.findings(block_scales=True).layers:
+        whole = pattern is None or fnmatchcase(layer.name, pattern)
+        parts: tuple[LayerRecord | Projection, ...] = layer.members or layer.projections
+        if not parts:
+            weights += [Weight(layer, layer)] if whole else []
+            continue
+        why = (
+            why_not_together(checkpoint, layer, device=device, dtype=dtype, compute=compute) if whole else ""
+        )
+        if whole and not why:
+            weights.append(Weight(layer, layer))
+            continue
+        chosen = [part for part in parts if whole or fnmatchcase(part.name, pattern or "")]
+        weights += [Weight(part, layer, why) for part in chosen]
+    return weights
 
 
 def absent_layers(checkpoint: Checkpoint, pattern: str | None = None) -> list[str]:
@@ -190,20 +164,28 @@ def verify_layer(
     )
     if errors := weight.errors():
         return replace(row, message="; ".join(errors))
+    if isinstance(record, LayerRecord) and record.kind == "moe":
+        return verify_experts(
+            checkpoint, record, row, rng, tokens=tokens, device=device, dtype=dtype, compute=compute
+        )
     if not isinstance(record, LayerRecord) or record.kind != "linear":
         stacked = isinstance(record, Projection)
-        why = "stacked experts do not run yet" if stacked else "an embedding is looked up, not multiplied"
-        return _read(checkpoint, record, row, why)
+        alone = weight.why or "stacked experts run together, as their container"
+        return _read(
+            checkpoint, record, row, alone if stacked else "an embedding is looked up, not multiplied"
+        )
     try:
         start = time.perf_counter()
-        layer = checkpoint.load(record, device=device, dtype=dtype, compute=compute)
+        layer = load_layers(checkpoint, [record], device=device, dtype=dtype, compute=compute)
         prepared = time.perf_counter()
-        x = _carrier(_activations(rng, tokens, layer.in_features), dtype)
-        y, times = _timed_calls(layer, x)
+        x = carrier(activations(rng, tokens, layer.in_features), dtype)
+        on_device = layer.method.device != "cpu"
+        given = to_device(x, layer.method.device) if on_device else x
+        y, times = timed_calls(lambda: layer(given), on_device=on_device)
     except UnsupportedQuantization as error:
-        return _read(checkpoint, record, row, _reason(record, error))
+        return _read(checkpoint, record, row, reason_of(record.name, error))
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
-        return replace(row, message=_reason(record, error))
+        return replace(row, message=reason_of(record.name, error))
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
     expected = _expected(checkpoint, record, x, bias, layer.compute_for(tokens))
     relative, largest = compare(y, reference.round_to(expected, dtype))
@@ -222,28 +204,6 @@ def verify_layer(
     )
 
 
-def _timed_calls(layer: Layer, x: NDArray[Any]) -> tuple[NDArray[np.float32], list[float]]:
-    """(y, seconds of each call until y can be read on the host); the copy of x to a device comes before."""
-    on_device = layer.method.device != "cpu"
-    given = to_device(x, layer.method.device) if on_device else x
-    times: list[float] = []
-    while len(times) < CALLS and sum(times) < CALL_SECONDS:
-        began = time.perf_counter()
-        y = layer(given)
-        if on_device:
-            y = to_host(y)
-        times.append(time.perf_counter() - began)
-    return reference.as_float32(y), times
-
-
-def _reason(record: LayerRecord | Projection, error: Exception) -> str:
-    """What an exception says, without what the row says already."""
-    if isinstance(error, CheckpointError):
-        return error.reason.removeprefix(f"{record.name}: ")
-    plain = str(error).removeprefix(f"{record.name}: ")
-    return plain if isinstance(error, UnsupportedQuantization) else f"{type(error).__name__}: {plain}"
-
-
 # Reading what cannot be run
 
 
@@ -260,7 +220,7 @@ def _read(checkpoint: Checkpoint, record: LayerRecord | Projection, row: Row, wh
             if fault:
                 return replace(row, status="failed", message=fault)
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
-        return replace(row, message=_reason(record, error))
+        return replace(row, message=reason_of(record.name, error))
     return replace(row, status="read", message=why)
 
 
@@ -311,31 +271,6 @@ def _pieces(params: Mapping[str, Any], record: LayerRecord | Projection) -> Iter
 
 
 # The reference of what runs
-
-
-def compare(y: NDArray[np.float32], expected: NDArray[Any]) -> tuple[float, float]:
-    """(relative Frobenius error, largest error over the row's largest magnitude); inf for a NaN in y only."""
-    if not np.array_equal(np.isfinite(y), np.isfinite(expected)):
-        return float("inf"), float("inf")
-    expected = expected.astype(np.float64)
-    difference = np.abs(y - expected)
-    norm = float(np.linalg.norm(expected))
-    tops = np.abs(expected).max(axis=-1, initial=0.0)
-    tops = np.where(tops == 0, 1.0, tops)
-    relative = float(np.linalg.norm(difference)) / (norm or 1.0)
-    return relative, float((difference.max(axis=-1, initial=0.0) / tops).max(initial=0.0))
-
-
-def _activations(rng: np.random.Generator, tokens: int, columns: int) -> NDArray[np.float32]:
-    spread = np.exp2(rng.uniform(-2, 2, columns))
-    return (rng.standard_normal((tokens, columns)) * spread).astype(np.float32)
-
-
-def _carrier(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Values in a dtype NumPy has: bfloat16 as its bits in uint16."""
-    if dtype == "bfloat16":
-        return reference.encode(values, "bfloat16")
-    return values.astype(dtype)
 
 
 def _expected(

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from moqext import reference
-from moqext.reference.experts import _expert_params, _local_experts
-from moqext.reference.linear import _activation, _weight
+from moqext.expert_slack import expert_slack
 
 from .linear_cases import LIMITS, random_part
 
@@ -186,94 +185,6 @@ def random_expert_map(rng: Any, global_experts: int, local_experts: int) -> np.n
     return expert_map
 
 
-def _smoothed(h: np.ndarray, part: dict[str, np.ndarray], dtype: str) -> np.ndarray:
-    if "pre_quant_scale" not in part:
-        return h
-    product = (h * reference.as_float32(part["pre_quant_scale"])).astype(np.float64)
-    return np.asarray(reference.round_to(product, dtype), np.float32)
-
-
-def _read_by(h: np.ndarray, part: dict[str, np.ndarray], options: dict[str, Any]) -> np.ndarray:
-    """What the quantized activations of a projection stand for."""
-    algo, compute, group_size = (options.get(k) for k in ("quant_algo", "compute", "group_size"))
-    values = _smoothed(h, part, options.get("dtype", "bfloat16"))
-    return _activation(values, part, algo, compute or "exact", group_size)
-
-
-def _middle_bounds(rows: np.ndarray, parts: list[dict[str, np.ndarray]], options: dict[str, Any]) -> Any:
-    """Least and largest middle (rounded to the dtype) of float32 sums and a float32 activation."""
-    algo, compute, group_size = (options.get(k) for k in ("quant_algo", "compute", "group_size"))
-    ends = []
-    for part in parts:
-        a, weight = _read_by(rows, part, options), _weight(part, algo, compute or "exact", group_size)
-        bias = reference.as_float32(part["bias"]).astype(np.float64) if "bias" in part else 0.0
-        u, slack = a @ weight.T + bias, 2.0**-20 * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
-        ends.append((u - slack, u + slack))
-    keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
-    kind = options.get("activation", "silu")
-    ups = ends[1] if len(ends) > 1 else (None,)
-    corners = np.stack([reference.expert_activation(g, u, kind, **keys) for g in ends[0] for u in ups])
-    slack = 2.0**-20 * np.abs(corners).max(axis=0)
-    bounds = corners.min(axis=0) - slack, corners.max(axis=0) + slack
-    dtype = options.get("dtype", "bfloat16")
-    return [np.asarray(reference.round_to(bound, dtype), np.float32) for bound in bounds]
-
-
-def undecided(
-    x: np.ndarray,
-    stacks: dict[str, np.ndarray],
-    topk_weights: np.ndarray,
-    topk_ids: np.ndarray,
-    **options: Any,
-) -> np.ndarray:
-    """How far outputs [T, H] may move because float32 decides a rounding in the middle unlike float64.
-
-    A middle that lies between two values of the dtype, or its multiple between two codes of the second
-    projection, goes one way or the other with the last bits of its sum; one e4m3 code apart is an eighth of
-    the value. Where no middle is as near to the edge, the bound is that of the sums alone.
-
-    Args:
-        x: [T, H], values of the dtype as float32.
-        stacks: as for `experts_reference`, like all that follow.
-        topk_weights: [T, k].
-        topk_ids: [T, k].
-        **options: of `experts_reference`, by name.
-    """
-    gated, on_input = options.get("gated", True), options.get("apply_router_weight_on_input", False)
-    algo, compute = options["quant_algo"], options.get("compute", "exact")
-    experts = stacks["w2_weight"].shape[0]
-    local = _local_experts(topk_ids, experts, options.get("expert_map"), options.get("global_num_experts"))
-    scales = {
-        p: reference.expert_input_scale(stacks, f"{p}_input_scale", algo, compute) for p in ("w13", "w2")
-    }
-
-    def params(projection: str, expert: int, parts: int) -> list[dict[str, np.ndarray]]:
-        interleaved = options.get("interleaved", False) and parts > 1
-        scale = scales[projection]
-        given = {} if scale is None else {"input_scale": scale[expert]}
-        return [part | given for part in _expert_params(stacks, projection, expert, parts, interleaved)]
-
-    moved = np.zeros((len(x), stacks["w2_weight"].shape[1]))
-    for token, slot in np.argwhere(local >= 0):
-        expert, w = int(local[token, slot]), float(topk_weights[token, slot])
-        row = x[token : token + 1]
-        if on_input:
-            product = (row * topk_weights[token, slot]).astype(np.float64)
-            row, w = (
-                np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32),
-                1.0,
-            )
-        if not np.isfinite(w) or not np.isfinite(row).all():
-            continue
-        down = params("w2", expert, 1)[0]
-        low, high = _middle_bounds(row, params("w13", expert, 2 if gated else 1), options)
-        apart = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
-        moved[token] += (
-            abs(w) * (apart @ np.abs(_weight(down, algo, compute, options.get("group_size"))).T)[0]
-        )
-    return moved
-
-
 def assert_experts_close(
     y: np.ndarray,
     x: np.ndarray,
@@ -282,11 +193,11 @@ def assert_experts_close(
     topk_ids: np.ndarray,
     **options: Any,
 ) -> None:
-    """The contract of outputs against the reference rounded once, beyond what is `undecided`.
+    """The contract of outputs against the reference rounded once, beyond what a rounding in the middle moves.
 
     Args:
         y: [T, H], of the dtype of the layer, a carrier of it, or float32 that holds its values.
-        x: as for `undecided`, like all that follow.
+        x: [T, H], values of the dtype as float32.
         stacks: the checkpoint's parameters.
         topk_weights: [T, k].
         topk_ids: [T, k].
@@ -299,7 +210,7 @@ def assert_experts_close(
     assert y.shape == expected.shape
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     known = ~np.isnan(expected) & (y != expected)  # equal infinities have no difference
-    slack = undecided(x, stacks, topk_weights, topk_ids, **options)
+    slack = expert_slack(x, stacks, topk_weights, topk_ids, **options)
     with np.errstate(invalid="ignore"):
         beyond = np.where(known, np.maximum(np.abs(y - expected) - slack, 0), 0)
     values = np.where(np.isfinite(expected), np.abs(expected), 0)

@@ -134,8 +134,8 @@ def test_layers_that_do_not_belong_together(data):
         (
             "exports/gpt_oss_nvfp4",
             "model.layers.0.mlp.experts.down_proj",
-            "a projection of 4 stacked experts (NVFP4), which run together: load 'model.layers.0.mlp.experts'; "
-            "dequantize('model.layers.0.mlp.experts.down_proj') reads it",
+            "a projection of 4 stacked experts (NVFP4), which run together: "
+            "load 'model.layers.0.mlp.experts'; dequantize('model.layers.0.mlp.experts.down_proj') reads it",
         ),
         (
             "exports/fp8_embedding",

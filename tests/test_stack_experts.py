@@ -299,6 +299,7 @@ def test_an_expert_of_two_formats_is_refused_by_name(rng: Any, tmp_path: Path) -
     tensors |= {name: value for name, value in other.items() if ".1.down_proj." in name}
     message = refused(write_checkpoint(tmp_path, tensors, "NVFP4"))
     assert "expert 1 has gate_proj NVFP4 g16, up_proj NVFP4 g16, down_proj FP8" in message
+    assert message.endswith(f"; load them one by one, as '{CONTAINER}.0.gate_proj'")
 
 
 def test_a_stack_of_two_formats_is_refused_by_name(rng: Any, tmp_path: Path) -> None:
@@ -338,7 +339,7 @@ def test_blocks_along_the_output_are_refused_by_name(rng: Any, tmp_path: Path) -
         tensors[f"{base}_input_scale"] = ("F32", np.float32(0.01))
     message = refused(write_checkpoint(tmp_path, tensors, {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}))
     assert "gate_up_proj (W4A8_NVFP4_FP8 g32) lie along its output" in message
-    assert f"dequantize('{CONTAINER}.gate_up_proj') reads" in message
+    assert message.endswith(f"; dequantize('{CONTAINER}.gate_up_proj') reads a projection")
 
 
 def test_a_block_with_rows_of_gate_and_up_is_refused_by_name(rng: Any, tmp_path: Path) -> None:
@@ -357,10 +358,25 @@ def test_a_scale_for_each_input_is_refused_by_name(rng: Any, tmp_path: Path) -> 
     assert "gate_up_proj: a scale for each input" in message
 
 
+def test_scales_of_rows_or_columns_of_square_experts_are_refused_by_name(rng: Any, tmp_path: Path) -> None:
+    stacks = random_stacks(rng, "FP8_PER_CHANNEL_PER_TOKEN", E, W, W)
+    tensors = stacked_experts(stacks, "FP8_PER_CHANNEL_PER_TOKEN")
+    directory = write_checkpoint(tmp_path, tensors, "FP8_PER_CHANNEL_PER_TOKEN")
+    says = "down_proj: whether its scales are of rows or of columns cannot be told"
+    with Checkpoint(directory) as checkpoint, pytest.raises(UnsupportedQuantization, match=says):
+        stack_experts(checkpoint, CONTAINER)
+
+
+def test_scales_of_halves_and_rows_in_turns_are_refused_by_name(rng: Any, tmp_path: Path) -> None:
+    stacks = random_stacks(rng, "NVFP4", E, H, W, interleaved=True)
+    message = refused(write_checkpoint(tmp_path, stacked_experts(stacks, "NVFP4"), "NVFP4", **GPT_OSS))
+    assert "gate_up_proj: weight_scale_2 of two halves, and rows of gate and up that take turns" in message
+
+
 def test_formats_without_a_method_are_refused_by_name() -> None:
     message = refused(DATA / "exports" / "gpt_oss_mxfp8")
     assert "MXFP8 has no method for experts" in message
-    assert "gate_up_proj') reads a projection" in message
+    assert message.endswith("gate_up_proj') reads a projection")
 
 
 @pytest.mark.parametrize(

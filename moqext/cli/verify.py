@@ -18,7 +18,8 @@ from moqext.cli.verify_report import Report
 from moqext.errors import CheckpointError
 from moqext.problems import worst_severity
 from moqext.tensor_files import TensorInfo
-from moqext.verify import LIMITS, Row, absent_layers, select_weights, verify_checkpoint
+from moqext.verify import absent_layers, select_weights, verify_checkpoint
+from moqext.verify_row import LIMITS, Row
 
 MAX_TOKENS = 1_000_000
 """Rows of activations: beyond, the float64 reference of a large layer fits in no memory."""
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     with open_checkpoint(args.directory) as checkpoint:
         findings = checkpoint.findings(block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
-        weights = select_weights(checkpoint, args.layers)
+        kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
+        weights = select_weights(checkpoint, args.layers, **kinds)
         missing = absent_layers(checkpoint, args.layers)
         rest = plain_tensors(checkpoint, findings, args.layers)
         misnamed = args.layers is not None and not missing

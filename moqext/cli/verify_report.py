@@ -12,7 +12,7 @@ from moqext.cli import plain, text
 from moqext.cli import problems as problem_list
 from moqext.problems import Problem, Severity
 from moqext.tensor_files import TensorInfo
-from moqext.verify import LIMITS, Row
+from moqext.verify_row import LIMITS, Row
 
 WORST = 10
 """Experts that are named below the table."""

@@ -1,0 +1,101 @@
+"""How far the outputs of experts may be from the reference's for the sake of a rounding in the middle.
+
+What is between the two projections is rounded to the dtype, and for FP8 and W4A4 to codes with scales that
+may follow from it. A kernel sums in float32: a value that is as near to a boundary as its sum is inexact goes
+to one side or to the other, and one code of e4m3 apart is an eighth of the value. So each value has a range
+here, and outputs the sum of what its two ends are apart. Nearly all ranges end in the same code.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext import reference
+from moqext.reference.experts import _expert_params, _local_experts
+from moqext.reference.linear import _activation, _weight
+
+_SUMS = 2.0**-20
+"""Error of a float32 sum, of the sum of the magnitudes."""
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Params = dict[str, NDArray[Any]]
+
+
+def expert_slack(
+    x: NDArray[Any],
+    stacks: dict[str, NDArray[Any]],
+    topk_weights: NDArray[np.float32],
+    topk_ids: NDArray[Any],
+    **options: Any,
+) -> F64:
+    """How far each output may move, [T, H].
+
+    Args:
+        x: [T, H], values of the dtype as float32.
+        stacks: as for `reference.experts_reference`, like all that follow.
+        topk_weights: [T, k].
+        topk_ids: [T, k].
+        **options: of `experts_reference`, by name.
+    """
+    algo, compute = options["quant_algo"], options.get("compute", "exact")
+    size, gated = options.get("group_size"), options.get("gated", True)
+    interleaved = options.get("interleaved", False) and gated
+    count = len(stacks["w2_weight"])
+    local = _local_experts(topk_ids, count, options.get("expert_map"), options.get("global_num_experts"))
+    scales = {
+        name: reference.expert_input_scale(stacks, f"{name}_input_scale", algo, compute)
+        for name in ("w13", "w2")
+    }
+    moved = np.zeros((len(x), stacks["w2_weight"].shape[1]))
+    for expert in np.unique(local[local >= 0]).tolist():
+        tokens, slots = np.nonzero(local == expert)
+        rows, weights = x[tokens], topk_weights[tokens, slots][:, None]
+        if options.get("apply_router_weight_on_input", False):
+            product = (rows * weights).astype(np.float64)
+            rows = np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
+            weights = np.ones_like(weights)
+        known = np.isfinite(rows).all(axis=1) & np.isfinite(weights[:, 0])
+        tokens, rows, weights = tokens[known], rows[known], weights[known]
+        given = {
+            name: {} if scale is None else {"input_scale": scale[expert]} for name, scale in scales.items()
+        }
+        halves = _expert_params(stacks, "w13", expert, 2 if gated else 1, interleaved)
+        low, high = _middle(rows, [half | given["w13"] for half in halves], options)
+        (down,) = _expert_params(stacks, "w2", expert, 1, False)
+        down |= given["w2"]
+        apart: F64 = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
+        if apart.any():
+            reach = apart @ np.abs(_weight(down, algo, compute, size)).T
+            np.add.at(moved, tokens, np.abs(weights) * reach)
+    return moved
+
+
+def _middle(rows: F32, halves: list[Params], options: dict[str, Any]) -> tuple[F32, F32]:
+    """Least and largest of what may be between the projections, rounded to the dtype."""
+    algo, compute, size = options["quant_algo"], options.get("compute", "exact"), options.get("group_size")
+    ends = []
+    for half in halves:
+        a, weight = _read_by(rows, half, options), _weight(half, algo, compute, size)
+        bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
+        u, slack = a @ weight.T + bias, _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
+        ends.append((u - slack, u + slack))
+    keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
+    ups = ends[1] if len(ends) > 1 else (None,)
+    kind = options.get("activation", "silu")
+    corners = np.stack([reference.expert_activation(g, u, kind, **keys) for g in ends[0] for u in ups])
+    slack = _SUMS * np.abs(corners).max(axis=0)
+    dtype = options.get("dtype", "bfloat16")
+    low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
+    rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
+    return rounded[0], rounded[1]
+
+
+def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:
+    """What the quantized activations of a projection stand for."""
+    if "pre_quant_scale" in part:
+        product = (h * reference.as_float32(part["pre_quant_scale"])).astype(np.float64)
+        h = np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
+    compute = options.get("compute", "exact")
+    return _activation(h, part, options["quant_algo"], compute, options.get("group_size"))

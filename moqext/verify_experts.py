@@ -1,0 +1,292 @@
+"""`verify` of a layer of experts: its weights as they are stored, and its outputs under two routings.
+
+First every expert's weight, as the layer was given it, must be the one that `dequantize` reads, bit for bit:
+so a stack that was cut or turned wrongly is found whatever the products are. Then tokens are routed, once so
+that every expert has some, and once so that few have nearly all, and outputs are compared with the reference.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moqext import ops, reference
+from moqext._C import UnsupportedQuantization
+from moqext.checkpoint import Checkpoint
+from moqext.errors import CheckpointError
+from moqext.expert_config import read_expert_config
+from moqext.expert_form import is_gated, role_of
+from moqext.expert_slack import expert_slack
+from moqext.expert_stacks import ExpertStacks
+from moqext.load_experts import ExpertLayer, ExpertPart, plan_parts, prepare_part
+from moqext.matrices import matrix_of
+from moqext.naming import number_ranges, parse_expert_name
+from moqext.ops import to_device
+from moqext.records import LayerRecord, Projection
+from moqext.reference.experts import _expert_params
+from moqext.spelling import Compute, DtypeName
+from moqext.verify_row import LIMITS, Row, activations, carrier, compare, reason_of, timed_calls
+
+Routing = tuple[NDArray[np.float32], NDArray[np.int32]]
+"""Weights and numbers of experts, [T, k]."""
+
+_OPTIONS = (
+    "quant_algo",
+    "activation",
+    "gated",
+    "interleaved",
+    "alpha",
+    "beta",
+    "limit",
+    "group_size",
+    "dtype",
+)
+
+
+class _Result(NamedTuple):
+    """Of one routing: errors as `compare` has them, times of the calls, and experts that are wrong."""
+
+    relative: float
+    largest: float
+    seconds: list[float]
+    tokens: int
+    there: tuple[int, ...]
+    wrong: tuple[int, ...]
+
+
+def why_not_together(
+    checkpoint: Checkpoint, record: LayerRecord, *, device: str, dtype: DtypeName, compute: Compute
+) -> str:
+    """Why the experts of a container cannot run as a layer; empty where they can. No tensor is read."""
+    try:
+        options = _computed(checkpoint, record)
+        everyone = range(record.shape[0])
+        plan_parts(checkpoint, record, everyone, device=device, dtype=dtype, compute=compute, **options)
+    except (UnsupportedQuantization, CheckpointError) as error:
+        return reason_of(record.name, error)
+    return ""
+
+
+def _computed(checkpoint: Checkpoint, record: LayerRecord) -> dict[str, Any]:
+    """As config.json says, or what the layer may have: kernels are to be verified, not the model."""
+    said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+    activation = said.activation or ("silu" if is_gated(record) else "relu2")
+    top_k = min(said.top_k or 2, record.shape[0])
+    return {
+        "top_k": top_k,
+        "activation": activation,
+        "alpha": said.alpha,
+        "beta": said.beta,
+        "limit": said.limit,
+    }
+
+
+def verify_experts(
+    checkpoint: Checkpoint,
+    record: LayerRecord,
+    row: Row,
+    rng: np.random.Generator,
+    *,
+    tokens: int,
+    device: str,
+    dtype: DtypeName,
+    compute: Compute,
+) -> Row:
+    """The row of a container of experts, from one that says what it is.
+
+    Args:
+        checkpoint: Where it is stored.
+        record: The container.
+        row: Its row, without a verdict.
+        rng: Source of the activations and of the routing.
+        tokens: Rows of x; as many more as it takes for every expert to have one.
+        device: "cpu" or "cuda:N".
+        dtype: Of the activations.
+        compute: As for `MoEMethod`.
+    """
+    count = record.shape[0]
+    try:
+        start = time.perf_counter()
+        planned = plan_parts(
+            checkpoint,
+            record,
+            range(count),
+            device=device,
+            dtype=dtype,
+            compute=compute,
+            **_computed(checkpoint, record),
+        )
+        read = [prepare_part(checkpoint, record, part) for part in planned]
+        layer = ExpertLayer(record.name, [part for part, _ in read], range(count), count)
+        prepared = time.perf_counter()
+        fault = _misread(checkpoint, record, read)
+        if fault:
+            return replace(row, status="failed", message=fault)
+        results = [
+            _outputs(layer, read, routing, rng)
+            for routing in (_all_experts(rng, tokens, layer), _few_experts(rng, tokens, layer))
+        ]
+    except (ValueError, TypeError, BufferError, RuntimeError) as error:
+        return replace(row, message=reason_of(record.name, error))
+    limit, limit_max = LIMITS[dtype]
+    relative = max(result.relative for result in results)
+    largest = max(result.largest for result in results)
+    good = relative <= limit and largest <= limit_max
+    seconds = results[0].seconds
+    return replace(
+        row,
+        status="ok" if good else "failed",
+        kernel=layer.backend_for(results[0].tokens),
+        relative_error=relative,
+        max_error=largest,
+        prepare_seconds=prepared - start,
+        run_seconds=statistics.median(seconds),
+        calls=len(seconds),
+        message="" if good else f"limits are {limit:g} and {limit_max:g}" + _blamed(results),
+    )
+
+
+def _blamed(results: Sequence[_Result]) -> str:
+    """The experts all of whose tokens are wrong, in each routing that has them."""
+    wrong = set(results[0].wrong)
+    for result in results[1:]:
+        wrong -= set(result.there) - set(result.wrong)
+    if not wrong or len(wrong) == len(results[0].there):
+        return ""
+    return f"; every token of experts {number_ranges(wrong)} is beyond them"
+
+
+# The weights
+
+
+def _misread(
+    checkpoint: Checkpoint, record: LayerRecord, read: Sequence[tuple[ExpertPart, ExpertStacks]]
+) -> str:
+    """Which weight of the stacks is not the checkpoint's; empty for none."""
+    for part, stacks in read:
+        method = part.method
+        there = _filled(stacks)
+        for place, number in enumerate(part.experts):
+            halves = 2 if method.gated else 1
+            w13 = _expert_params(there, "w13", place, halves, method.interleaved)
+            (w2,) = _expert_params(there, "w2", place, 1, False)
+            mine = dict(zip(("gate", "up") if method.gated else ("up",), w13, strict=True)) | {"down": w2}
+            for role, name, stored in _stored_weights(checkpoint, record, number):
+                values = _values(mine[role], method.quant_algo, method.group_size)
+                differing = int(np.count_nonzero(~np.equal(values, stored)))
+                if differing:
+                    return f"{name}, expert {number}: {differing:,} of {stored.size:,} weights are misread"
+    return ""
+
+
+def _filled(stacks: ExpertStacks) -> dict[str, NDArray[Any]]:
+    """The stacks that the checkpoint has."""
+    return {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
+
+
+def _values(params: Mapping[str, Any], algo: str, group_size: int | None) -> NDArray[np.float32]:
+    scales = {role: params[role] for role in ("weight_scale", "weight_scale_2") if role in params}
+    values: NDArray[np.float32] = ops.dequantize(params["weight"], algo, group_size=group_size, **scales)
+    return values * params["pre_quant_scale"] if "pre_quant_scale" in params else values
+
+
+def _stored_weights(
+    checkpoint: Checkpoint, record: LayerRecord, number: int
+) -> Iterator[tuple[str, str, NDArray[np.float32]]]:
+    """Role, name and weight [out, in] of each projection of an expert, as the checkpoint has it."""
+    for member in record.members:
+        expert = parse_expert_name(member.name)
+        if expert is not None and expert.expert == number:
+            weight = matrix_of(checkpoint, member)
+            yield role_of(member), member.name, weight.rows(0, weight.shape[0])
+    for projection in record.projections:
+        yield from _stored_halves(checkpoint, projection, number)
+
+
+def _stored_halves(
+    checkpoint: Checkpoint, projection: Projection, number: int
+) -> Iterator[tuple[str, str, NDArray[np.float32]]]:
+    (weight,) = matrix_of(checkpoint, projection).rows(number, number + 1)
+    rows = weight.T if projection.transposed else weight
+    if projection.role != "gate_up":
+        yield projection.role, projection.name, rows
+        return
+    half = len(rows) // 2
+    gate, up = (rows[0::2], rows[1::2]) if projection.interleaved else (rows[:half], rows[half:])
+    yield "gate", projection.name, gate
+    yield "up", projection.name, up
+
+
+# The outputs
+
+
+def _all_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer) -> Routing:
+    """Every expert has as many tokens as any other, one at least."""
+    count, top_k = layer.num_experts, layer.top_k
+    rows = max(tokens, ceil(count / top_k))
+    rounds = [rng.permutation(count) for _ in range(ceil(rows * top_k / count))]
+    ids = np.concatenate(rounds)[: rows * top_k].reshape(rows, top_k)
+    return _router_weights(rng, ids.shape), ids.astype(np.int32)
+
+
+def _few_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer) -> Routing:
+    """Half of the slots have the same expert, and the others few."""
+    order = rng.permutation(layer.num_experts)
+    ids = order[(layer.num_experts * rng.random((tokens, layer.top_k)) ** 4).astype(np.int64)]
+    ids[::2, 0] = order[0]
+    return _router_weights(rng, ids.shape), ids.astype(np.int32)
+
+
+def _router_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    weights = rng.random(shape, np.float32) + np.float32(0.05)
+    shares: NDArray[np.float32] = weights / weights.sum(axis=1, keepdims=True, dtype=np.float32)
+    return shares
+
+
+def _outputs(
+    layer: ExpertLayer,
+    read: Sequence[tuple[ExpertPart, ExpertStacks]],
+    routing: Routing,
+    rng: np.random.Generator,
+) -> _Result:
+    weights, ids = routing
+    method = layer.parts[0].method
+    x = carrier(activations(rng, len(ids), layer.hidden_size), method.dtype)
+    on_device = method.device != "cpu"
+    there = [to_device(array, method.device) if on_device else array for array in (x, weights, ids)]
+    y, seconds = timed_calls(lambda: layer(there[0], there[1], there[2]), on_device=on_device)
+    expected, slack = _expected(layer, read, reference.as_float32(x), routing)
+    expected = np.asarray(reference.round_to(expected, method.dtype), np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = y - expected
+        near = expected + np.sign(apart) * np.maximum(np.abs(apart) - slack, 0)
+    near = np.where(np.isfinite(y) & np.isfinite(expected), near, y)
+    relative, largest = compare(near, expected)
+    limit = LIMITS[method.dtype][1]
+    beyond = np.array([compare(near[t : t + 1], expected[t : t + 1])[1] > limit for t in range(len(ids))])
+    numbers = tuple(np.unique(ids).tolist())
+    wrong = tuple(number for number in numbers if beyond[(ids == number).any(axis=1)].all())
+    return _Result(relative, largest, seconds, len(ids), numbers, wrong)
+
+
+def _expected(
+    layer: ExpertLayer,
+    read: Sequence[tuple[ExpertPart, ExpertStacks]],
+    x: NDArray[np.float32],
+    routing: Routing,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The reference's outputs, and how far they may move; formats added."""
+    total, slack = np.zeros(x.shape), np.zeros(x.shape)
+    for part, stacks in read:
+        options = {name: getattr(part.method, name) for name in _OPTIONS}
+        options["compute"] = part.method.compute_for(len(x))
+        options["expert_map"] = np.full(layer.global_num_experts, -1, np.int32)
+        options["expert_map"][list(part.experts)] = np.arange(len(part.experts))
+        total += reference.experts_reference(x, _filled(stacks), *routing, **options)
+        slack += expert_slack(x, _filled(stacks), *routing, **options)
+    return total, slack
