@@ -109,7 +109,8 @@ class PreparedModule(torch.nn.Module):
     def _prepare(self, given: Mapping[str, torch.Tensor]) -> None:
         """Takes checked tensors of a checkpoint and prepares them; in place where the layer is prepared.
 
-        Nothing of the layer changes before all of them are prepared.
+        Nothing of the layer changes before all of them are prepared, but for the memory of experts' w13 where
+        w2 is then refused in place.
         """
         method = self._method_for(given)
         roles = {
@@ -161,10 +162,16 @@ class PreparedModule(torch.nn.Module):
         self._prepared = {role: tensor.detach() for role, tensor in found if tensor is not None}
 
     def _prepared_tensor(self, role: str) -> torch.Tensor | None:
-        """One prepared tensor, None where the layer has none of that name."""
-        freed = self._is_freed(role) or role in self.CODES
-        tensor: torch.Tensor | None = getattr(self, role if freed else f"prepared_{role}")
-        return tensor
+        """One prepared tensor, None where the layer has none of that name.
+
+        Those in the place of the checkpoint's have one byte, as codes and block scales; torch.compile can
+        follow that, but not what a method says of its tensors.
+        """
+        stored: torch.Tensor | None = getattr(self, role, None)
+        beside: torch.Tensor | None = None if role in self.CODES else getattr(self, f"prepared_{role}")
+        if beside is None and stored is not None and stored.element_size() == 1:
+            return stored
+        return beside
 
     def _is_freed(self, role: str) -> bool:
         """Whether the prepared tensor takes the place of the checkpoint's."""
