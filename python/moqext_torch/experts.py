@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moqext import LayerRecord, UnsupportedQuantization
+from moqext import Checkpoint, LayerRecord, UnsupportedQuantization
 from moqext_torch.quant_moe import QuantMoE, refuse_unfit_experts, stored_roles
 
 _ACTIVATIONS = {  # classes of modules that compute one
@@ -88,7 +88,8 @@ class ExpertsPlace(NamedTuple):
     Attributes:
         name: the module with all experts, in the model.
         record: what they are in the checkpoint.
-        options: arguments of `QuantMoE` that the model tells: top_k, the activation and its numbers.
+        options: arguments of `QuantMoE` that the model tells: top_k, the activation and its numbers, and how
+            gate and up lie in one tensor.
         weights_on_input: whether the block around them is Llama 4's.
         weight: a weight of the module, for its dtype and device.
     """
@@ -115,13 +116,16 @@ class ExpertsPlace(NamedTuple):
 
 
 def find_experts(
-    modules: Mapping[str, tuple[str, torch.nn.Module]], layers: Iterable[LayerRecord]
+    checkpoint: Checkpoint,
+    modules: Mapping[str, tuple[str, torch.nn.Module]],
+    layers: Iterable[LayerRecord],
 ) -> tuple[dict[str, ExpertsPlace], list[str]]:
     """The groups of experts of a checkpoint that are one module of a model.
 
     Those that are an `nn.Linear` each, or not in the model at all, are left out.
 
     Args:
+        checkpoint: where they are stored.
         modules: of the model, with their names in it, by the names that they have in the checkpoint.
         layers: of the checkpoint.
 
@@ -140,7 +144,7 @@ def find_experts(
         name, module = modules.get(record.name, ("", None))
         if record.kind != "moe" or module is None or isinstance(module, torch.nn.ModuleList):
             continue
-        refuse_unfit_experts(record)
+        refuse_unfit_experts(checkpoint, record)
         found[name] = _place(name, record, module, by_name.get(name.rpartition(".")[0]) if name else None)
         wrong += _misfits(record, module)
     return found, wrong
@@ -166,6 +170,9 @@ def _place(name: str, record: LayerRecord, module: Any, parent: torch.nn.Module 
             f"{record.name}: {record.shape[0]} experts ({record.quant_algo}), and {kind} in the model is no "
             "module of experts that moqext knows how to call"
         )
+    together = any(projection.role == "gate_up" for projection in record.projections)
+    takes_turns = kind == "GptOssExperts" or not getattr(module, "is_concatenated", True)
+    options["interleaved"] = together and takes_turns  # what the record has is a guess by architectures
     options["top_k"] = 1 if weights_on_input else _top_k(record, module, parent)
     return ExpertsPlace(name, record, options, weights_on_input, module.down_proj)
 

@@ -109,8 +109,7 @@ class PreparedModule(torch.nn.Module):
     def _prepare(self, given: Mapping[str, torch.Tensor]) -> None:
         """Takes checked tensors of a checkpoint and prepares them; in place where the layer is prepared.
 
-        Nothing of the layer changes before all of them are prepared, but for the memory of experts' w13 where
-        w2 is then refused in place.
+        Nothing of the layer changes before all of them are prepared.
         """
         method = self._method_for(given)
         roles = {

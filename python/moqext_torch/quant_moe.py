@@ -4,12 +4,13 @@ What it does with its tensors is that of every `PreparedModule`. It does not rou
 which experts a token goes to and what their results weigh.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 
 from moqext import Checkpoint, CheckpointError, LayerRecord, MoEMethod, UnsupportedQuantization, stack_experts
+from moqext.expert_form import find_forms
 from moqext.naming import PROJECTIONS
 from moqext.spelling import Compute
 from moqext_torch.exchange import NAMED, as_torch
@@ -109,64 +110,83 @@ class QuantMoE(PreparedModule):
             checkpoint: where they are stored.
             name: of the container, as "model.layers.0.mlp.experts", or its record.
             device: where they run.
-            options: arguments of the class, as for `empty_like`.
+            options: arguments of the class. `top_k` and the activation may be left to config.json.
 
         Raises:
             UnsupportedQuantization, CheckpointError: as `empty_like`.
+            ValueError: config.json does not say what has to be known.
         """
-        record = checkpoint.layer(name) if isinstance(name, str) else name
-        experts = cls.empty_like(record, device="meta", **options)
-        experts.read(checkpoint, record, device=device)
-        return experts.prepare()
+        record = _record_of(checkpoint, name)
+        refuse_unfit_experts(checkpoint, record)
+        stored, stacks = stack_experts(checkpoint, record)
+        options = stored | options
+        for option in ("top_k", "activation"):
+            if option not in options:
+                raise ValueError(f"{record.name}: config.json does not say what {option} is; pass it")
+        experts = cls(**options, optional=stacks, device="meta")
+        return experts.take(checkpoint, record, stacks, device).prepare()
 
     @classmethod
-    def empty_like(cls, record: LayerRecord, **options: Any) -> Self:
+    def empty_like(cls, checkpoint: Checkpoint, name: str | LayerRecord, **options: Any) -> Self:
         """A module for the experts of a checkpoint, without their values.
 
         Args:
-            record: from `Checkpoint.layers`.
-            options: arguments of the class: what the record cannot tell is `top_k`, and the activation with
-                alpha, beta and limit where it is not silu.
+            checkpoint: where they are stored.
+            name: of the container, or its record.
+            options: arguments of the class that the stored form does not tell: `top_k`, and the activation
+                with alpha, beta and limit where it is not silu.
 
         Raises:
             CheckpointError: a problem of severity "error" stands against the experts.
             UnsupportedQuantization: it is no group of experts, or one in several formats, or its algorithm
                 does not run.
         """
-        refuse_unfit_experts(record)
-        roles = stored_roles(record)
-        found = {
-            "gated": any(role.startswith("gate") for role in roles),
-            "interleaved": any(projection.interleaved for projection in record.projections),
-            "group_size": record.group_size,
-        }
+        record = _record_of(checkpoint, name)
+        options = refuse_unfit_experts(checkpoint, record) | options
         wanted = {
-            f"{'w2' if role == 'down' else 'w13'}_{kind}" for role, kinds in roles.items() for kind in kinds
+            f"{'w2' if role == 'down' else 'w13'}_{kind}"
+            for role, kinds in stored_roles(record).items()
+            for kind in kinds
         }
         try:
-            experts = cls(record.quant_algo, *record.shape, **(found | options))
-            optional = [name for name in experts._specs if name in wanted]
-            return cls(record.quant_algo, *record.shape, **(found | options), optional=optional)
+            specs = cls(**options | {"device": "meta"}).method.checkpoint_params
+            return cls(**options, optional=specs.keys() & wanted)
         except UnsupportedQuantization as error:
             raise UnsupportedQuantization(f"{record.name}: {error}") from None
 
-    def read(
-        self, checkpoint: Checkpoint, record: LayerRecord, device: torch.device | str | None = None
-    ) -> Self:
-        """Takes the tensors of a checkpoint's experts; `prepare` is to be called after it.
+    def read(self, checkpoint: Checkpoint, record: LayerRecord) -> Self:
+        """Takes the tensors of a checkpoint's experts, to where the module is; `prepare` comes after it.
 
         Args:
             checkpoint: where they are stored.
             record: what they are there.
-            device: where they go; None leaves them where the module is.
 
         Raises:
             CheckpointError: a tensor is missing, or does not fit.
         """
-        where = self._codes.device if device is None else torch.device(device)
-        _, stacks = stack_experts(checkpoint, record)
-        tensors = {role: self._as_own(role, stack).to(where) for role, stack in stacks.items()}
+        return self.take(checkpoint, record, stack_experts(checkpoint, record)[1], self._codes.device)
+
+    def take(
+        self,
+        checkpoint: Checkpoint,
+        record: LayerRecord,
+        stacks: Mapping[str, Any],
+        device: torch.device | str,
+    ) -> Self:
+        """Takes stacks of NumPy, as `moqext.stack_experts` returns them.
+
+        Args:
+            checkpoint: where they are from, for messages, like the next one.
+            record: what they are there.
+            stacks: by name.
+            device: where they go.
+
+        Raises:
+            CheckpointError: a stack is missing, or does not fit.
+        """
+        kinds = {role: NAMED[spec.dtype] for role, spec in self._specs.items()}
         try:
+            tensors = {role: as_torch(stack, kinds[role]).to(device) for role, stack in stacks.items()}
             self._take(self._check(tensors))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
@@ -233,7 +253,14 @@ class QuantMoE(PreparedModule):
     # ------------------------------------------------------------------------ what differs from other modules
 
     def _find_method(self) -> MoEMethod:
-        device = torch.device("cpu") if self._codes.is_meta else self._codes.device
+        return self.method_on(torch.device("cpu") if self._codes.is_meta else self._codes.device)
+
+    def method_on(self, device: torch.device) -> MoEMethod:
+        """The method that would run these experts on a device.
+
+        Raises:
+            UnsupportedQuantization: they do not run there.
+        """
         return find_moe_method(self.description, self.dtype, device)
 
     def _gather(self) -> None:
@@ -269,11 +296,6 @@ class QuantMoE(PreparedModule):
             raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
         return tensor if role.endswith("_bias") else tensor.float()
 
-    def _as_own(self, role: str, stack: Any) -> torch.Tensor:
-        """A stack of NumPy as a tensor that says what its bytes are."""
-        kind = NAMED[self._specs[role].dtype]
-        return as_torch(stack, kind if stack.dtype.itemsize == 1 else None)
-
     def extra_repr(self) -> str:
         """What print(model) shows of the layer."""
         about = self.description
@@ -288,22 +310,29 @@ class QuantMoE(PreparedModule):
         )
 
 
-def refuse_unfit_experts(record: Any) -> None:
-    """Raises where a record is no group of experts in one format, or an error stands against it."""
+def _record_of(checkpoint: Checkpoint, name: str | LayerRecord) -> Any:
+    return checkpoint.layer(name) if isinstance(name, str) else name
+
+
+def refuse_unfit_experts(checkpoint: Checkpoint, record: Any) -> dict[str, Any]:
+    """The arguments of `QuantMoE` that the stored form of experts tells.
+
+    Raises:
+        CheckpointError: a problem of severity "error" stands against the experts.
+        UnsupportedQuantization: it is no group of experts, or no one `MoEMethod` has all of them.
+    """
     if not isinstance(record, LayerRecord) or record.kind != "moe":
         raise UnsupportedQuantization(
             f"{record.name}: {record.quant_algo} of shape {list(record.shape)} is no group of experts"
         )
-    formats = sorted({part.quant_algo for part in (*record.members, *record.projections)})
-    if len(formats) > 1:
+    forms = find_forms(checkpoint, record)
+    if len(forms) > 1:
+        each = ", ".join(f"{len(form.experts)} x {form.format}" for form in forms)
         raise UnsupportedQuantization(
-            f"{record.name}: {record.shape[0]} experts in several formats ({', '.join(formats)}), which do "
-            "not run as one layer"
+            f"{record.name}: experts in several formats ({each}) do not run as one module; "
+            "Checkpoint.load runs them"
         )
-    errors = [problem for problem in record.all_problems() if problem.severity == "error"]
-    if errors:
-        text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors)
-        raise CheckpointError(f"{record.name}: {text}", tensor=errors[0].tensor)
+    return forms[0].options()
 
 
 def stored_roles(record: LayerRecord) -> dict[str, set[str]]:

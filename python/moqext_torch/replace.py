@@ -88,7 +88,7 @@ def _replace(
     rename: Callable[[str], str],
 ) -> torch.nn.Module:
     refuse_problems(checkpoint)
-    places = find_places(model, checkpoint.layers(), rename)
+    places = find_places(model, checkpoint, checkpoint.layers(), rename)
     linears, tables, experts = {}, {}, {}
     for name, (module, record) in places.linears.items():
         where = device or ("cpu" if module.weight.is_meta else module.weight.device)
@@ -137,12 +137,16 @@ def refuse_problems(checkpoint: Checkpoint) -> None:
 
 
 def find_places(
-    model: torch.nn.Module, layers: Iterable[LayerRecord], rename: Callable[[str], str]
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    layers: Iterable[LayerRecord],
+    rename: Callable[[str], str],
 ) -> Places:
     """The modules that a checkpoint holds quantized.
 
     Args:
         model: as for `replace_linears`, like `rename`.
+        checkpoint: where they are stored.
         layers: of the checkpoint.
         rename: from a name in the model to one in the checkpoint.
 
@@ -151,7 +155,7 @@ def find_places(
     """
     layers = list(layers)
     modules = {rename(name): (name, module) for name, module in model.named_modules()}
-    experts, wrong = find_experts(modules, layers)
+    experts, wrong = find_experts(checkpoint, modules, layers)
     linears = {}
     together = {place.record.name for place in experts.values()}
     for record in (part for layer in layers if layer.name not in together for part in layer.linears()):
