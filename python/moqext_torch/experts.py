@@ -142,7 +142,8 @@ def find_experts(
     wrong: list[str] = []
     for record in layers:
         name, module = modules.get(record.name, ("", None))
-        if record.kind != "moe" or module is None or isinstance(module, torch.nn.ModuleList):
+        apart = any(member.name in modules for member in record.members)
+        if record.kind != "moe" or module is None or apart:
             continue
         refuse_unfit_experts(checkpoint, record)
         found[name] = _place(name, record, module, by_name.get(name.rpartition(".")[0]) if name else None)

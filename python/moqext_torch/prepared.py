@@ -79,6 +79,9 @@ class PreparedModule(torch.nn.Module):
         stored, prepared = method.checkpoint_params[role], method.prepared_params.get(role)
         return stored.dtype != "float32" and prepared is not None and stored[:2] == prepared[:2]
 
+    def _refuse_move(self, like: torch.Tensor) -> None:
+        """Raises where the module does not run on the device and in the dtype of a tensor."""
+
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         """Makes the checkpoint's tensors of prepared ones that took their places, where they differ.
 
@@ -329,6 +332,7 @@ class PreparedModule(torch.nn.Module):
 
         Raises:
             ValueError: activations cannot have that dtype.
+            UnsupportedQuantization: the module does not run there; it stays where it is.
             RuntimeError: as `stored_tensors`.
         """
         like = fn(torch.empty(0, dtype=self.dtype, device=self._codes.device))
@@ -338,6 +342,7 @@ class PreparedModule(torch.nn.Module):
             for tensor in (*self._stored_as_they_are().values(), *self._prepared.values()):
                 fn(as_carrier(tensor))  # in place, as share_memory() is
             return self
+        self._refuse_move(like)
         tensors = {role: fn(as_carrier(t)).view(t.dtype) for role, t in self.stored_tensors().items()}
         again = self.is_prepared and like.device.type != "meta"
         self.dtype = like.dtype

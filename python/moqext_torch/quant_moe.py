@@ -94,6 +94,7 @@ class QuantMoE(PreparedModule):
                 kind = dtype if role.endswith("_bias") else NAMED[spec.dtype]
                 made = torch.empty(spec.shape, dtype=kind, device=device)
             self._put(role, made)
+        self._method = self._find_method()  # refuses devices that experts do not run on
 
     @classmethod
     def from_checkpoint(
@@ -262,6 +263,10 @@ class QuantMoE(PreparedModule):
             UnsupportedQuantization: they do not run there.
         """
         return find_moe_method(self.description, self.dtype, device)
+
+    def _refuse_move(self, like: torch.Tensor) -> None:
+        if not like.is_meta:
+            find_moe_method(self.description, like.dtype, like.device)
 
     def _gather(self) -> None:
         super()._gather()

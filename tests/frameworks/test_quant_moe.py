@@ -14,7 +14,9 @@ from ..moe_cases import ALGOS
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
+import moqext_torch.quant_moe  # noqa: E402
 from moqext_torch import QuantMoE  # noqa: E402
+from moqext_torch.moe_op import find_moe_method  # noqa: E402
 
 from .torch_cases import FLOATS  # noqa: E402
 from .torch_moe_cases import (  # noqa: E402
@@ -187,9 +189,8 @@ def test_what_does_not_belong_is_refused_and_nothing_changes(rng, prepared):
     if prepared:
         broken = good["w2_weight_scale_2"].clone()
         broken[2] = torch.nan
-        with pytest.raises(RuntimeError, match=r"w2: experts\.2: weight_scale_2: expected a non-neg"):
+        with pytest.raises(RuntimeError, match=r"w2_weight_scale_2: experts\.2: expected a non-neg"):
             layer.load_state_dict(good | {"w2_weight_scale_2": broken})
-        layer.load_state_dict(stacks_of(case))  # w13 may be the new one's
     assert layer(*call).equal(expected)
 
 
@@ -350,10 +351,29 @@ def test_arguments_that_cannot_be():
 def test_a_device_that_experts_do_not_run_on_is_refused():
     """By name, before anything is prepared."""
     about = QuantMoE("NVFP4", EXPERTS, HIDDEN, INTERMEDIATE, top_k=2).description
-    from moqext_torch.moe_op import find_moe_method
-
     with pytest.raises(moqext.UnsupportedQuantization, match=r"experts \(NVFP4\) .* not yet on cuda:0"):
         find_moe_method(about, torch.bfloat16, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_move_that_is_refused_changes_nothing(rng, monkeypatch, prepared):
+    """Of a device or dtype that experts do not run on: here one that is made up."""
+    layer, call = filled_moe(moe_case(rng, "NVFP4")), random_call(rng, 2)
+    expected = layer(*call) if prepared else None
+
+    def only_bfloat16(about, dtype, device):
+        if dtype != torch.bfloat16:
+            raise moqext.UnsupportedQuantization("experts (NVFP4) do not run there")
+        return find_moe_method(about, dtype, device)
+
+    monkeypatch.setattr(moqext_torch.quant_moe, "find_moe_method", only_bfloat16)
+    before = {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(moqext.UnsupportedQuantization, match="do not run there"):
+        layer.half()
+    assert {name: tensor.data_ptr() for name, tensor in layer.state_dict().items()} == before
+    assert (layer.dtype, layer.is_prepared) == (torch.bfloat16, prepared)
+    if prepared:
+        assert layer(*call).equal(expected)
 
 
 def test_what_it_is_is_shown(rng):
