@@ -2,7 +2,8 @@
 
 Before weights are loaded the model lies on the meta device: problems of the checkpoint are raised, and what
 it holds quantized becomes `QuantLinear`s, whose empty tensors have the dtypes and shapes of the file and are
-loaded like any other. Afterwards the layers are prepared where they lie.
+loaded like any other. Experts become `QuantMoE`s, which moqext fills from the files. Afterwards the layers
+are prepared where they lie.
 
 Hooks that had other names before Transformers 5.23 need none here: the base class's are right for both.
 """
@@ -70,7 +71,7 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class ModelOptQuantizer(HfQuantizer):
-    """Loads and saves dense models with moqext's linears; see docs/transformers.md."""
+    """Loads and saves models with moqext's linears and experts; see docs/transformers.md."""
 
     requires_calibration = True
 

@@ -242,7 +242,7 @@ def test_a_compiled_model_equals_an_eager_one(rng, data, name):
 # ------------------------------------------------------------------------------------------- other models
 
 
-def write_qwen2(directory, rng, algo):
+def write_qwen2(directory, rng, algo, exclude=()):
     """A Qwen2-MoE model as ModelOpt writes one: attention, a shared expert and experts one by one."""
     torch.manual_seed(int(rng.integers(1 << 30)))
     config = transformers.Qwen2MoeConfig(
@@ -255,7 +255,7 @@ def write_qwen2(directory, rng, algo):
     tensors = {}
     for name, tensor in safetensors.load_file(directory / "model.safetensors").items():
         module, _, role = name.rpartition(".")
-        if not module.endswith("_proj") or role != "weight":
+        if not module.endswith("_proj") or role != "weight" or any(part in module for part in exclude):
             tensors[name] = tensor
             continue
         for part, array in reference.quantize_weight(tensor.float().numpy(), algo).items():
@@ -267,7 +267,7 @@ def write_qwen2(directory, rng, algo):
             tensors[f"{module}.input_scale"] = torch.tensor(float(rng.uniform(0.01, 0.02)))
     safetensors.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     written = json.loads((directory / "config.json").read_text())
-    ignore = ["lm_head", "*.mlp.gate", "*.shared_expert_gate"]
+    ignore = ["lm_head", "*.mlp.gate", "*.shared_expert_gate", *(f"*{part}*" for part in exclude)]
     written["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algo, "ignore": ignore}
     (directory / "config.json").write_text(json.dumps(written))
     return directory
@@ -284,6 +284,35 @@ def test_qwen2_moe(rng, tmp_path, algo):
     assert type(model.model.layers[1].mlp.shared_expert.up_proj) is QuantLinear
     assert type(model.model.layers[1].mlp.gate).__name__ == "Qwen2MoeTopKRouter"
     test_logits_and_greedy_tokens_are_the_plain_models(rng, tmp_path, "model", tmp_path / "plain")
+
+
+@torch.no_grad()
+def test_experts_that_are_excluded_stay_the_models_own(rng, tmp_path):
+    """In one layer; Transformers stacks them as ever, beside those that moqext has."""
+    directory = write_qwen2(tmp_path / "model", rng, "NVFP4", exclude=["layers.1.mlp.experts"])
+    model = loaded(directory, dtype=torch.float32)
+    assert isinstance(model.model.layers[0].mlp.experts, QuantExperts)
+    assert type(model.model.layers[1].mlp.experts).__name__ == "Qwen2MoeExperts"
+    test_every_tensor_of_the_file_is_saved_again(tmp_path, "model", tmp_path / "saved")
+    test_nothing_is_reported_missing_or_unexpected(tmp_path, "model")
+    test_logits_and_greedy_tokens_are_the_plain_models(rng, tmp_path, "model", tmp_path / "plain")
+
+
+@pytest.mark.filterwarnings("ignore:w13_input_scale")
+def test_experts_without_an_activation_scale(data, tmp_path):
+    """They have the largest of the others, and the file is saved again without it."""
+
+    def change(config, tensors):
+        for name in ("gate_proj", "up_proj"):
+            del tensors[f"model.layers.0.mlp.experts.2.{name}.input_scale"]
+
+    source = data / "checkpoints" / "qwen3moe_fp8"
+    changed(source, tmp_path / "model", change)
+    model, whole = loaded(tmp_path / "model"), loaded(source)
+    scale = model.model.layers[0].mlp.experts.moe.prepared_w13_input_scale
+    given = whole.model.layers[0].mlp.experts.moe.state_dict()["w13_input_scale"]
+    assert scale.eq(given[[0, 1, 3]].max()).all()
+    test_every_tensor_of_the_file_is_saved_again(tmp_path, "model", tmp_path / "saved")
 
 
 # -------------------------------------------------------------------------------------------- plain PyTorch
