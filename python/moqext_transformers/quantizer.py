@@ -24,6 +24,7 @@ from moqext import Checkpoint, CheckpointError, LayerRecord
 from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
+from moqext_torch.prepared import PreparedModule
 from moqext_torch.quant_linear import DTYPES
 from moqext_torch.replace import find_places, refuse_problems
 from moqext_transformers.experts import LoadedExperts
@@ -80,6 +81,7 @@ class ModelOptQuantizer(HfQuantizer):
         self._renamed: dict[str, str] = {}  # tensors that the checkpoint has under another producer's names
         self._tables: dict[str, torch.Tensor] = {}  # dequantized embeddings, by module
         self._dequantized = False
+        self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
         self._experts = LoadedExperts(quantization_config.compute)
         self._directory: Path | None = None
         self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
@@ -140,6 +142,7 @@ class ModelOptQuantizer(HfQuantizer):
         for name, linear in linears.items():
             model.set_submodule(name, linear)
         _untie(model, linears)
+        self._dtypes = {name: tensor.dtype for name, tensor in _plain_tensors(model).items()}
         patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | self._experts.patterns()
         patterns |= {f"{re.escape(tensor)}$" for tensor in ignored}
         model._keys_to_ignore_on_load_unexpected = patterns
@@ -206,6 +209,12 @@ class ModelOptQuantizer(HfQuantizer):
                     raise CheckpointError(f"{name}: {error}") from error
             elif name in self._tables:
                 module.weight.requires_grad_(False).copy_(self._tables.pop(name))
+        for name, tensor in _plain_tensors(model).items():
+            wanted = self._dtypes.get(name, tensor.dtype)
+            if tensor.dtype != wanted and tensor.dtype.itemsize == 2:
+                tensor.data = tensor.data.to(
+                    wanted
+                )  # before 5.23 what is renamed keeps the dtype of the file
         assert self._directory is not None  # of the hook before
         with Checkpoint(self._directory) as checkpoint:
             self._experts.read(model, checkpoint)
@@ -232,6 +241,16 @@ class ModelOptQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """The layers are one operation each for torch.compile."""
         return True
+
+
+def _plain_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that are not of moqext's layers, by name."""
+    return {
+        f"{name}.{own}" if name else own: tensor
+        for name, module in model.named_modules()
+        if not isinstance(module, PreparedModule)
+        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
 
 
 def _report_warnings(checkpoint: Checkpoint) -> None:
