@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moqext import Checkpoint, CheckpointError, LayerRecord, UnsupportedQuantization
+from moqext import Checkpoint, CheckpointError, LayerRecord
 from moqext.spelling import Compute
 from moqext_torch.exchange import stored_tensor
-from moqext_torch.quant_linear import DTYPES, QuantLinear, refuse_unfit
+from moqext_torch.experts import ExpertsPlace, find_experts
+from moqext_torch.prepared import DTYPES
+from moqext_torch.quant_linear import QuantLinear, refuse_unfit
+from moqext_torch.quant_moe import QuantMoE
 
 SHOWN = 12
 """Names that an error lists; more are counted."""
@@ -20,6 +23,16 @@ class _Place(NamedTuple):
 
     module: torch.nn.Module
     record: LayerRecord
+
+
+class Places(NamedTuple):
+    """The modules that a checkpoint holds quantized, by their names in the model."""
+
+    linears: dict[str, _Place]
+    """Linears and embedding tables."""
+
+    experts: dict[str, ExpertsPlace]
+    """Modules with all experts of a layer."""
 
 
 def replace_linears(
@@ -34,9 +47,10 @@ def replace_linears(
 ) -> torch.nn.Module:
     """Puts a `QuantLinear` in the place of every `nn.Linear` that the checkpoint holds quantized.
 
-    Everything is read, checked and prepared before the model changes. A linear that the checkpoint holds
-    unquantized stays what it is, as does a head tied to the embedding. A quantized embedding table is
-    dequantized into the model's own.
+    A module with all experts of a layer, as those of Transformers, becomes a `QuantExperts`. Everything is
+    read, checked and prepared before the model changes. A linear that the checkpoint holds unquantized stays
+    what it is, as does a head tied to the embedding. A quantized embedding table is dequantized into the
+    model's own.
 
     Args:
         model: any module; its parameters may be on the meta device.
@@ -52,7 +66,8 @@ def replace_linears(
 
     Raises:
         CheckpointError: a problem of severity "error" stands against the checkpoint.
-        UnsupportedQuantization: an algorithm that does not run, or experts stored as one stack.
+        UnsupportedQuantization: an algorithm that does not run, experts in several formats, or a module of
+            experts that is none of those known.
         ValueError: the two do not fit: it lists quantized layers without a linear, other shapes, biases of
             one side only, and with `load` tensors that one of them lacks.
     """
@@ -73,18 +88,26 @@ def _replace(
     rename: Callable[[str], str],
 ) -> torch.nn.Module:
     refuse_problems(checkpoint)
-    places = find_places(model, checkpoint.layers(), rename)
-    linears, tables = {}, {}
-    for name, (module, record) in places.items():
+    places = find_places(model, checkpoint, checkpoint.layers(), rename)
+    linears, tables, experts = {}, {}, {}
+    for name, (module, record) in places.linears.items():
         where = device or ("cpu" if module.weight.is_meta else module.weight.device)
         if record.kind == "embedding":
             table = torch.from_numpy(checkpoint.dequantize(record)).to(where, module.weight.dtype)
             tables[name] = torch.nn.Parameter(table, requires_grad=False)
         else:
-            kind = dtype or (module.weight.dtype if module.weight.dtype in DTYPES else torch.bfloat16)
             linears[name] = QuantLinear.from_checkpoint(
-                checkpoint, record, compute=compute, dtype=kind, device=where
+                checkpoint, record, compute=compute, dtype=dtype or _dtype_of(module.weight), device=where
             )
+    for name, place in places.experts.items():
+        experts[name] = QuantMoE.from_checkpoint(
+            checkpoint,
+            place.record,
+            compute=compute,
+            dtype=dtype or _dtype_of(place.weight),
+            device=device or ("cpu" if place.weight.is_meta else place.weight.device),
+            **place.options,
+        )
     rest = _plain_tensors(model, checkpoint, places, rename, device) if load else {}
     for name, table in tables.items():
         model.get_submodule(name).weight = table
@@ -95,7 +118,14 @@ def _replace(
         if not name:
             return linear
         model.set_submodule(name, linear)
+    for name, moe in experts.items():
+        model = places.experts[name].install(model, moe)
     return model
+
+
+def _dtype_of(weight: torch.Tensor) -> torch.dtype:
+    """What a layer in the place of a weight calculates in."""
+    return weight.dtype if weight.dtype in DTYPES else torch.bfloat16
 
 
 def refuse_problems(checkpoint: Checkpoint) -> None:
@@ -107,37 +137,39 @@ def refuse_problems(checkpoint: Checkpoint) -> None:
 
 
 def find_places(
-    model: torch.nn.Module, layers: Iterable[LayerRecord], rename: Callable[[str], str]
-) -> dict[str, _Place]:
-    """The modules that a checkpoint holds quantized, by their names in the model.
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    layers: Iterable[LayerRecord],
+    rename: Callable[[str], str],
+) -> Places:
+    """The modules that a checkpoint holds quantized.
 
     Args:
         model: as for `replace_linears`, like `rename`.
+        checkpoint: where they are stored.
         layers: of the checkpoint.
         rename: from a name in the model to one in the checkpoint.
 
     Raises:
         UnsupportedQuantization, ValueError: as `replace_linears`.
     """
+    layers = list(layers)
     modules = {rename(name): (name, module) for name, module in model.named_modules()}
-    places, wrong = {}, []
-    for layer in layers:
-        for record in layer.linears():
-            name, module = modules.get(record.name, ("", None))
-            if module is None or not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-                if record.projections:
-                    stack = f"{record.shape[0]} experts ({record.quant_algo}) in one stack"
-                    raise UnsupportedQuantization(f"{record.name}: {stack} do not run yet")
-                found = "none" if module is None else type(module).__name__
-                wrong.append(
-                    f"{record.name}: quantized in the checkpoint, no nn.Linear in the model ({found})"
-                )
-                continue
-            wrong += _misfits(record, module)
-            places[name] = _Place(module, record)
+    experts, wrong = find_experts(checkpoint, modules, layers)
+    linears = {}
+    together = {place.record.name for place in experts.values()}
+    for record in (part for layer in layers if layer.name not in together for part in layer.linears()):
+        name, module = modules.get(record.name, ("", None))
+        if record.kind == "moe" or not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            wanted = "module of experts" if record.kind == "moe" else "nn.Linear"
+            found = "none" if module is None else type(module).__name__
+            wrong.append(f"{record.name}: quantized in the checkpoint, no {wanted} in the model ({found})")
+            continue
+        wrong += _misfits(record, module)
+        linears[name] = _Place(module, record)
     if wrong:
         raise ValueError(_listed("model and checkpoint do not fit", wrong))
-    return places
+    return Places(linears, experts)
 
 
 def _misfits(record: LayerRecord, module: torch.nn.Module) -> Iterator[str]:
@@ -157,13 +189,14 @@ def _misfits(record: LayerRecord, module: torch.nn.Module) -> Iterator[str]:
 def _plain_tensors(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
-    places: dict[str, _Place],
+    places: Places,
     rename: Callable[[str], str],
     device: torch.device | str | None,
 ) -> dict[str, torch.Tensor]:
     """The parameters and buffers outside of replaced modules, read, by their names in the model."""
-    replaced = tuple(f"{name}." if name else "" for name in places)
-    owned = {tensor for place in places.values() for tensor in place.record.tensors.values()}
+    replaced = tuple(f"{name}." if name else "" for name in (*places.linears, *places.experts))
+    records = [place.record for place in (*places.linears.values(), *places.experts.values())]
+    owned = {name for record in records for part in record.linears() for name in part.tensors.values()}
     owned |= {tensor for record in checkpoint.kv_scales() for tensor in record.tensors.values()}
     owned |= {problem.tensor for problem in checkpoint.problems if problem.tensor}
     wanted: dict[int, list[str]] = {}  # tied ones have several names

@@ -87,7 +87,7 @@ def from_pretrained(
     Raises:
         ConfigError: as `load_config`.
         CheckpointError: a problem of severity "error" stands against the checkpoint.
-        UnsupportedQuantization: an algorithm that does not run, or experts.
+        UnsupportedQuantization: an algorithm, or experts, that do not run.
         ValueError: model and checkpoint do not fit.
     """
     if config is None:

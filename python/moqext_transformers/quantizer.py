@@ -2,7 +2,8 @@
 
 Before weights are loaded the model lies on the meta device: problems of the checkpoint are raised, and what
 it holds quantized becomes `QuantLinear`s, whose empty tensors have the dtypes and shapes of the file and are
-loaded like any other. Afterwards the layers are prepared where they lie.
+loaded like any other. Experts become `QuantMoE`s, which moqext fills from the files. Afterwards the layers
+are prepared where they lie.
 
 Hooks that had other names before Transformers 5.23 need none here: the base class's are right for both.
 """
@@ -19,14 +20,17 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moqext import Checkpoint, CheckpointError, LayerRecord, UnsupportedQuantization
+from moqext import Checkpoint, CheckpointError, LayerRecord
 from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
+from moqext_torch.prepared import PreparedModule
 from moqext_torch.quant_linear import DTYPES
 from moqext_torch.replace import find_places, refuse_problems
+from moqext_transformers.experts import LoadedExperts
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.fusing import fuse
+from moqext_transformers.naming import Names
 
 logger = logging.get_logger(__name__)
 
@@ -72,7 +76,7 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class ModelOptQuantizer(HfQuantizer):
-    """Loads and saves dense models with moqext's linears; see docs/transformers.md."""
+    """Loads and saves models with moqext's linears and experts; see docs/transformers.md."""
 
     requires_calibration = True
 
@@ -81,6 +85,9 @@ class ModelOptQuantizer(HfQuantizer):
         self._renamed: dict[str, str] = {}  # tensors that the checkpoint has under another producer's names
         self._tables: dict[str, torch.Tensor] = {}  # dequantized embeddings, by module
         self._dequantized = False
+        self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
+        self._experts = LoadedExperts(quantization_config.compute)
+        self._directory: Path | None = None
         self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
         self.kv_scales: dict[str, dict[str, float]] = {}
         self.kv_cache_quant_algo: str | None = None
@@ -101,22 +108,24 @@ class ModelOptQuantizer(HfQuantizer):
         return dtype
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+        self, model: Any, checkpoint_files: Any = None, device_map: Any = None, **kwargs: Any
     ) -> Any:
         if not checkpoint_files:
             raise ValueError(
                 f"{type(model).__name__}: moqext needs the checkpoint's files, and was given a state dict; "
                 "moqext_torch.replace_linears takes any model"
             )
-        with Checkpoint(Path(checkpoint_files[0]).parent) as checkpoint:
+        self._directory = Path(checkpoint_files[0]).parent
+        with Checkpoint(self._directory) as checkpoint:
             refuse_problems(checkpoint)
-            _refuse_experts(checkpoint)
             _report_warnings(checkpoint)
-            rename = _renaming(model, checkpoint)
-            records = _records_of(model, checkpoint, rename)
-            places = find_places(model, records, rename)
+            names = Names(model, checkpoint)
+            self._renamed |= names.respelled(model)
+            records = _records_of(model, checkpoint, names)
+            found = find_places(model, checkpoint, records, names)
+            places = found.linears
             linears = {
-                name: self._empty(checkpoint, name, place.record, place.module.weight.dtype)
+                name: self._empty(checkpoint, names, name, place.record, place.module.weight.dtype)
                 for name, place in places.items()
                 if place.record.kind == "linear"
             }
@@ -132,16 +141,21 @@ class ModelOptQuantizer(HfQuantizer):
                 and (place.record.kind == "embedding" or _is_unused(linears, place.record, role))
             }
             ignored |= self._read_cache_scales(checkpoint)
+            self._experts.replace(model, checkpoint, found.experts, names, device_map)
+            ignored = {names.loaded(tensor) for tensor in ignored}
         for name, linear in linears.items():
             model.set_submodule(name, linear)
         _untie(model, linears)
-        patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+        self._dtypes = {name: tensor.dtype for name, tensor in _plain_tensors(model).items()}
+        patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | self._experts.patterns()
         patterns |= {f"{re.escape(tensor)}$" for tensor in ignored}
         model._keys_to_ignore_on_load_unexpected = patterns
+        missing = set(model._keys_to_ignore_on_load_missing or ()) | self._experts.patterns()
+        model._keys_to_ignore_on_load_missing = missing
         return model
 
     def _empty(
-        self, checkpoint: Checkpoint, name: str, record: LayerRecord, dtype: torch.dtype
+        self, checkpoint: Checkpoint, names: Names, name: str, record: LayerRecord, dtype: torch.dtype
     ) -> QuantLinear:
         """A layer on meta, its tensors shaped as in the file: scalars have many shapes."""
         linear = QuantLinear.empty_like(
@@ -157,7 +171,7 @@ class ModelOptQuantizer(HfQuantizer):
             if role == "bias":
                 linear.bias = torch.nn.Parameter(held.to(STORED[info.dtype]), requires_grad=False)
             if tensor != f"{record.name}.{role}":
-                self._renamed[tensor] = f"{name}.{role}"
+                self._renamed[names.loaded(tensor)] = f"{name}.{role}"
         return linear
 
     def _read_cache_scales(self, checkpoint: Checkpoint) -> set[str]:
@@ -200,6 +214,15 @@ class ModelOptQuantizer(HfQuantizer):
                     raise CheckpointError(f"{_stored_name(model, name, module)}: {error}") from error
             elif name in self._tables:
                 module.weight.requires_grad_(False).copy_(self._tables.pop(name))
+        for name, tensor in _plain_tensors(model).items():
+            wanted = self._dtypes.get(name, tensor.dtype)
+            if tensor.dtype != wanted and tensor.dtype.itemsize == 2:
+                tensor.data = tensor.data.to(
+                    wanted
+                )  # before 5.23 what is renamed keeps the dtype of the file
+        assert self._directory is not None  # of the hook before
+        with Checkpoint(self._directory) as checkpoint:
+            self._experts.read(model, checkpoint)
         return model
 
     # -------------------------------------------------------------------------------------------- saving
@@ -212,7 +235,7 @@ class ModelOptQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The checkpoint's tensors, cache scales included."""
-        return {**model.state_dict(), **self._kv}, {}
+        return {**self._experts.restore(model.state_dict()), **self._kv}, {}
 
     @property
     def is_trainable(self) -> bool:
@@ -234,14 +257,14 @@ def _stored_name(model: Any, name: str, module: QuantLinear) -> str:
     return ", ".join(f"{parent}.{own}" for own in parts)
 
 
-def _refuse_experts(checkpoint: Checkpoint) -> None:
-    """Mixtures of experts are read by moqext, and do not run in Transformers yet."""
-    experts = [layer for layer in checkpoint.layers() if layer.kind == "moe"]
-    if experts:
-        raise UnsupportedQuantization(
-            f"{experts[0].name}: {experts[0].shape[0]} experts ({experts[0].quant_algo}); mixtures of "
-            "experts do not run in Transformers yet"
-        )
+def _plain_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that are not of moqext's layers, by name."""
+    return {
+        f"{name}.{own}" if name else own: tensor
+        for name, module in model.named_modules()
+        if not isinstance(module, PreparedModule)
+        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
 
 
 def _report_warnings(checkpoint: Checkpoint) -> None:
@@ -252,33 +275,24 @@ def _report_warnings(checkpoint: Checkpoint) -> None:
         logger.warning(f"{checkpoint.directory}: {counts}; `python -m moqext inspect` shows them all")
 
 
-def _renaming(model: Any, checkpoint: Checkpoint) -> Any:
-    """From a name in the model to the one in the checkpoint: one of the two may be without a head."""
-    prefix = f"{model.base_model_prefix}."
-    stored = {tensor.rpartition(".")[0] for tensor in checkpoint.tensors}
-
-    def rename(name: str) -> str:
-        for candidate in (name, prefix + name, name.removeprefix(prefix)):
-            if candidate in stored:
-                return candidate
-        return name
-
-    return rename
-
-
-def _records_of(model: Any, checkpoint: Checkpoint, rename: Any) -> list[LayerRecord]:
+def _records_of(model: Any, checkpoint: Checkpoint, names: Names) -> list[LayerRecord]:
     """The quantized layers that this model is to have: not those of a head that it lacks."""
     records = list(checkpoint.layers())
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     records = [
         record
         for record in records
-        if not any(pattern.search(tensor) for tensor in record.tensors.values() for pattern in ignored)
+        if not any(
+            pattern.search(tensor)
+            for part in record.linears()
+            for tensor in part.tensors.values()
+            for pattern in ignored
+        )
     ]
     if model.base_model is not model:  # it has a head
         return records
     prefix = f"{model.base_model_prefix}."
-    with_prefix = [record for record in records if record.name.startswith(prefix)]
+    with_prefix = [record for record in records if names.loaded(f"{record.name}.").startswith(prefix)]
     return with_prefix or records
 
 

@@ -24,10 +24,11 @@ def test_torch_linear(data, capsys, monkeypatch, checkpoint):
     assert text.endswith("compiled equals eager: True\n")
 
 
-def test_transformers_generate(data, capsys, monkeypatch):
+@pytest.mark.parametrize("checkpoint", ["llama_nvfp4_kvfp8", "qwen3moe_nvfp4"])
+def test_transformers_generate(data, capsys, monkeypatch, checkpoint):
     pytest.importorskip("torch", minversion="2.10")
     pytest.importorskip("transformers", minversion="5.16")
-    text = run(monkeypatch, capsys, "transformers_generate.py", data / "checkpoints" / "llama_nvfp4_kvfp8")
+    text = run(monkeypatch, capsys, "transformers_generate.py", data / "checkpoints" / checkpoint)
     tokens = ast.literal_eval(text)
     assert tokens[:8] == list(range(1, 9))
     assert 8 < len(tokens) <= 32

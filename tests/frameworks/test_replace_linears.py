@@ -190,12 +190,20 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(exports, tmp_pa
     unchanged(model, before)
 
 
-def test_algorithms_that_do_not_run_and_stacked_experts_are_refused_by_name(exports):
-    for export, words in (("mxfp8", "MXFP8"), ("llama4_nvfp4", "experts .* in one stack do not run yet")):
+def test_algorithms_that_do_not_run_and_modules_of_experts_that_are_none_are_refused_by_name(exports):
+    for export, words in (
+        ("mxfp8", "MXFP8"),
+        ("llama4_nvfp4", "2 experts .*NVFP4.*, and Linear in the model"),
+    ):
         with moqext.Checkpoint(exports / export) as ckpt:
-            model = skeleton(ckpt) if export == "mxfp8" else torch.nn.Module()
+            model = skeleton(ckpt)
             with pytest.raises(moqext.UnsupportedQuantization, match=words):
                 replace_linears(model, ckpt)
+
+
+def test_experts_that_the_model_lacks(exports):
+    with pytest.raises(ValueError, match=r"feed_forward\.experts: .* no module of experts .*\(none\)"):
+        replace_linears(torch.nn.Module(), exports / "llama4_nvfp4")
 
 
 def test_experts_stored_one_by_one_are_linears(exports):

@@ -349,14 +349,6 @@ def test_problems_are_raised_before_weights_are_loaded(data, tmp_path, monkeypat
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-def test_experts_are_refused_by_name(data):
-    for name in ("qwen3moe_mixed", "mixtral_fp8", "gpt_oss_nvfp4"):
-        with pytest.raises(
-            moqext.UnsupportedQuantization, match=r"layers.0.*experts .*do not run in Transformers"
-        ):
-            AutoModelForCausalLM.from_pretrained(data / "exports" / name)
-
-
 def test_algorithms_that_do_not_run_are_refused_by_name(data):
     with pytest.raises(moqext.UnsupportedQuantization, match=r"model.layers.0.*MXFP8 has no linear method"):
         AutoModelForCausalLM.from_pretrained(data / "exports" / "mxfp8")

@@ -1,0 +1,63 @@
+"""What the modules of a model are called in its checkpoint."""
+
+import re
+from typing import Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from moqext import Checkpoint
+
+
+class Names:
+    """From the name of a module in a model to its name in a checkpoint, when called.
+
+    Transformers renames tensors of some models when it loads them (`block_sparse_moe` of Mixtral, `backbone`
+    of Nemotron-H), and one of the two may be without a head.
+
+    Args:
+        model: a model of Transformers.
+        checkpoint: where it comes from.
+    """
+
+    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
+        changes = get_model_conversion_mapping(model)
+        self._changes = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._prefix = f"{model.base_model_prefix}."
+        self._stored = {
+            self.loaded(f"{name}.").removesuffix("."): name for name in _modules_of(checkpoint.tensors)
+        }
+
+    def __call__(self, name: str) -> str:
+        """A module of the model as the checkpoint calls it; unchanged where that has none like it."""
+        for candidate in (name, self._prefix + name, name.removeprefix(self._prefix)):
+            if candidate in self._stored:
+                return self._stored[candidate]
+        return name
+
+    def respelled(self, model: Any) -> dict[str, str]:
+        """Tensors that this version of Transformers would not find, as it calls them -> as the model does.
+
+        Some versions have saved the table of Nemotron-H as `backbone.embedding`, which later ones call
+        `embeddings`.
+        """
+        table = "model.embeddings.weight"
+        stored = {self.loaded(f"{name}.weight") for name in self._stored.values()}
+        spelled = table.replace("embeddings", "embedding")
+        known = {name for name, _ in model.named_parameters()}
+        wanted = {table, table.removeprefix(self._prefix)}
+        return {spelled: table} if spelled in stored and known & wanted and table not in stored else {}
+
+    def loaded(self, tensor: str) -> str:
+        """A tensor of the checkpoint as Transformers calls it when it looks for its place."""
+        for change in self._changes:
+            tensor, _ = change.rename_source_key(tensor)
+        return tensor
+
+
+def _modules_of(tensors: Any) -> list[str]:
+    """Every module that names of tensors tell of."""
+    found: dict[str, None] = {}
+    for tensor in tensors:
+        found |= dict.fromkeys(tensor[: dot.start()] for dot in re.finditer(r"\.", tensor))
+    return list(found)
