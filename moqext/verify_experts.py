@@ -286,7 +286,8 @@ def _of_reference(
         options["compute"] = part.method.compute_for(outputs.tokens)
         options["expert_map"] = np.full(layer.global_num_experts, -1, np.int32)
         options["expert_map"][list(part.experts)] = np.arange(len(part.experts))
-        total += function(x, _filled(stacks), *outputs.routing, **options)
+        with np.errstate(invalid="ignore", over="ignore"):  # what is NaN or infinite is so on both sides
+            total += function(x, _filled(stacks), *outputs.routing, **options)
     return total
 
 
