@@ -33,14 +33,9 @@ moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count,
     if (moq_tensor_numel(t) != count)
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %lld values, got shape %s", name,
                         (long long)count, moq_shape_text(t, shape, sizeof shape));
-    if (!moq_tensor_is_contiguous(t) && t->ndim != 1)
+    if (!moq_tensor_is_contiguous(t))
         return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a contiguous tensor", name);
-    int64_t step = t->ndim == 1 && count > 1 ? t->stride[0] * (int64_t)moq_dtype_size(t->dtype) : 0;
-    if (moq_tensor_is_contiguous(t))
-        moq_decode_scales(t->dtype, t->data, count, out);
-    else
-        for (int64_t i = 0; i < count; i++)
-            moq_decode_scales(t->dtype, (const char *)t->data + i * step, 1, out + i);
+    moq_decode_scales(t->dtype, t->data, count, out);
     return MOQ_OK;
 }
 

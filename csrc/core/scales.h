@@ -17,8 +17,7 @@ bool moq_is_scale_dtype(moq_dtype dtype);
 /* n consecutive scales of such a type as float32; float64 is rounded. */
 void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out);
 
-/* Reads a vector, or a contiguous scale tensor of any rank, of exactly `count` values. `name` is
- * for messages. */
+/* Reads a contiguous scale tensor of exactly `count` values. `name` is for messages. */
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,
                            moq_err *err);
 

@@ -134,6 +134,20 @@ static moq_status read_per_partition(const moq_weight *w, const moq_source *sour
     return MOQ_OK;
 }
 
+/* As read_scales of the rows of a partition, which may be by turns with those of another one. */
+static moq_status read_row_scales(const moq_source *source, int32_t p, int64_t count, void *stream,
+                                  float *out, moq_err *err) {
+    moq_tensor one = moq_source_part(source, p);
+    if (one.device.kind != MOQ_CPU || one.ndim != 1 || one.shape[0] != count ||
+        moq_tensor_is_contiguous(&one))
+        return read_scales(source, p, "weight_scale", count, stream, out, err);
+    int64_t step = one.stride[0] * (int64_t)moq_dtype_size(one.dtype);
+    one.ndim = 0;
+    for (int64_t i = 0; i < count; i++, one.data = (char *)one.data + step)
+        MOQ_TRY(moq_read_scales(&one, "weight_scale", 1, out + i, err));
+    return MOQ_OK;
+}
+
 /* One value per row: a vector for the layer, or one vector per partition. */
 static moq_status read_per_row(const moq_weight *w, const moq_source *source, void *stream,
                                float *out, moq_err *err) {
@@ -143,7 +157,7 @@ static moq_status read_per_row(const moq_weight *w, const moq_source *source, vo
         return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: expected one tensor or %d, got %d",
                         (int)w->partition_count, (int)source->count);
     for (int32_t p = 0; p < source->count; out += w->partition[p++])
-        MOQ_TRY(read_scales(source, p, "weight_scale", w->partition[p], stream, out, err));
+        MOQ_TRY(read_row_scales(source, p, w->partition[p], stream, out, err));
     return MOQ_OK;
 }
 

@@ -81,6 +81,11 @@ def loaded(directory, **options):
     return AutoModelForCausalLM.from_pretrained(directory, **options)
 
 
+def separate(directory, **options):
+    """Loaded with a module for each linear, as the checkpoint has them."""
+    return moqext_transformers.from_pretrained(directory, fuse=False, **options)
+
+
 def heard(model, ids):
     """Logits, and the inputs and the output of each quantized module, by name."""
     calls = {}
@@ -129,7 +134,7 @@ def reference_moe(ckpt, record, args, kwargs):
 @torch.no_grad()
 def test_every_layer_is_the_references(rng, data, directory):
     """In float32, each for its own input: off by 1e-5, or by 2.5e-3 where codes of activations may flip."""
-    model = loaded(data / directory, dtype=torch.float32)
+    model = separate(data / directory, dtype=torch.float32)
     with moqext.Checkpoint(data / directory) as ckpt:
         names = Names(model, ckpt)
         records = {record.name: record for layer in ckpt.layers() for record in layer.linears()}
@@ -280,7 +285,7 @@ def test_qwen2_moe(rng, tmp_path, algo):
     directory = write_qwen2(tmp_path / "model", rng, algo)
     test_every_layer_is_the_references(rng, tmp_path, "model")
     test_every_tensor_of_the_file_is_saved_again(tmp_path, "model", tmp_path / "saved")
-    model = loaded(directory, dtype=torch.float32)
+    model = separate(directory, dtype=torch.float32)
     assert sum(isinstance(module, QuantMoE) for module in model.modules()) == 2
     assert type(model.model.layers[1].mlp.shared_expert.up_proj) is QuantLinear
     assert type(model.model.layers[1].mlp.gate).__name__ == "Qwen2MoeTopKRouter"
@@ -322,7 +327,7 @@ def test_experts_without_an_activation_scale(data, tmp_path):
 @pytest.mark.parametrize("directory", [name for name in GENUINE if "nemotron" not in name])
 @torch.no_grad()
 def test_replace_linears_replaces_experts_too(rng, data, directory):
-    model = loaded(data / directory)
+    model = separate(data / directory)
     config = copy.deepcopy(model.config)
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
