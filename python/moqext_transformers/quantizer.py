@@ -216,10 +216,8 @@ class ModelOptQuantizer(HfQuantizer):
                 module.weight.requires_grad_(False).copy_(self._tables.pop(name))
         for name, tensor in _plain_tensors(model).items():
             wanted = self._dtypes.get(name, tensor.dtype)
-            if tensor.dtype != wanted and tensor.dtype.itemsize == 2:
-                tensor.data = tensor.data.to(
-                    wanted
-                )  # before 5.23 what is renamed keeps the dtype of the file
+            if tensor.dtype != wanted and tensor.dtype.itemsize == 2:  # renamed ones, before 5.23
+                tensor.data = tensor.data.to(wanted)
         assert self._directory is not None  # of the hook before
         with Checkpoint(self._directory) as checkpoint:
             self._experts.read(model, checkpoint)

@@ -304,7 +304,8 @@ def test_ids_and_weights_that_count_nothing(rng):
     y = layer(x, weights, ids)
     assert y[1].eq(0).all()
     assert y[2].isnan().all()
-    assert y[[0, 3]].equal(expected[[0, 3]])
+    # Fewer tokens of an expert may be summed in another order.
+    torch.testing.assert_close(y[[0, 3]], expected[[0, 3]], rtol=2**-7, atol=1e-2)
 
 
 def test_expert_map(rng):
