@@ -41,7 +41,10 @@ def test_every_layer_passes(data: Path, capsys: Any, case: str, tokens: str) -> 
 
 
 def test_other_exports_pass(data: Path, capsys: Any) -> None:
-    """What runs on the CPU runs on the device, of every export that the tests ship."""
+    """What runs on the CPU runs on the device, of every export that the tests ship.
+
+    Experts run together on the CPU alone: on the device one by one, or they are read where they are stacked.
+    """
     for directory in sorted((data / "exports").iterdir()):
         if not (directory / "config.json").is_file():
             continue
@@ -50,7 +53,12 @@ def test_other_exports_pass(data: Path, capsys: Any) -> None:
             continue
         status, result = verify(capsys, directory, "--device", "cuda:0")
         assert status == 0, (directory.name, result)
-        assert [row["status"] for row in result["rows"]] == [row["status"] for row in expected["rows"]]
+        experts = tuple(row["layer"] for row in expected["rows"] if row["kind"] == "experts")
+        found = {row["layer"]: row["status"] for row in result["rows"]}
+        together = {name for name in found if name.startswith(experts)} if experts else set()
+        assert {found.pop(name) for name in together} <= {"ok", "read"}
+        wanted = {row["layer"]: row["status"] for row in expected["rows"] if row["layer"] not in experts}
+        assert found == wanted, directory.name
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
