@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import reference
-from moqext.reference.experts import _expert_params, _local_experts
-from moqext.reference.linear import _activation, _weight
+from moqext.reference.experts import expert_params, local_experts
+from moqext.reference.linear import multiplied_activation, multiplied_weight
 
 _SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
@@ -43,7 +43,7 @@ def expert_slack(
     size, gated = options.get("group_size"), options.get("gated", True)
     interleaved = options.get("interleaved", False) and gated
     count = len(stacks["w2_weight"])
-    local = _local_experts(topk_ids, count, options.get("expert_map"), options.get("global_num_experts"))
+    local = local_experts(topk_ids, count, options.get("expert_map"), options.get("global_num_experts"))
     scales = {
         name: reference.expert_input_scale(stacks, f"{name}_input_scale", algo, compute)
         for name in ("w13", "w2")
@@ -61,13 +61,13 @@ def expert_slack(
         given = {
             name: {} if scale is None else {"input_scale": scale[expert]} for name, scale in scales.items()
         }
-        halves = _expert_params(stacks, "w13", expert, 2 if gated else 1, interleaved)
+        halves = expert_params(stacks, "w13", expert, 2 if gated else 1, interleaved)
         low, high = _middle(rows, [half | given["w13"] for half in halves], options)
-        (down,) = _expert_params(stacks, "w2", expert, 1, False)
+        (down,) = expert_params(stacks, "w2", expert, 1, False)
         down |= given["w2"]
         apart: F64 = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
         if apart.any():
-            reach = apart @ np.abs(_weight(down, algo, compute, size)).T
+            reach = apart @ np.abs(multiplied_weight(down, algo, compute, size)).T
             np.add.at(moved, tokens, np.abs(weights) * reach)
     return moved
 
@@ -77,7 +77,7 @@ def _middle(rows: F32, halves: list[Params], options: dict[str, Any]) -> tuple[F
     algo, compute, size = options["quant_algo"], options.get("compute", "exact"), options.get("group_size")
     ends = []
     for half in halves:
-        a, weight = _read_by(rows, half, options), _weight(half, algo, compute, size)
+        a, weight = _read_by(rows, half, options), multiplied_weight(half, algo, compute, size)
         bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
         u, slack = a @ weight.T + bias, _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
         ends.append((u - slack, u + slack))
@@ -98,4 +98,4 @@ def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:
         product = (h * reference.as_float32(part["pre_quant_scale"])).astype(np.float64)
         h = np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
     compute = options.get("compute", "exact")
-    return _activation(h, part, options["quant_algo"], compute, options.get("group_size"))
+    return multiplied_activation(h, part, options["quant_algo"], compute, options.get("group_size"))

@@ -29,7 +29,7 @@ from moqext.matrices import matrix_of
 from moqext.naming import number_ranges, parse_expert_name
 from moqext.ops import to_device
 from moqext.records import LayerRecord, Projection
-from moqext.reference.experts import _expert_params
+from moqext.reference.experts import expert_params
 from moqext.spelling import Compute, DtypeName
 from moqext.verify_row import LIMITS, Row, activations, carrier, compare, reason_of, timed_calls
 
@@ -163,8 +163,8 @@ def _misread(
         there = _filled(stacks)
         for place, number in enumerate(part.experts):
             halves = 2 if method.gated else 1
-            w13 = _expert_params(there, "w13", place, halves, method.interleaved)
-            (w2,) = _expert_params(there, "w2", place, 1, False)
+            w13 = expert_params(there, "w13", place, halves, method.interleaved)
+            (w2,) = expert_params(there, "w2", place, 1, False)
             mine = dict(zip(("gate", "up") if method.gated else ("up",), w13, strict=True)) | {"down": w2}
             for role, name, stored in _stored_weights(checkpoint, record, number):
                 values = _values(mine[role], method.quant_algo, method.group_size)

@@ -165,7 +165,7 @@ def _part(name: str, value: Array, part: int, parts: int, interleaved: bool) -> 
     return value[part::parts] if interleaved else value[part * size : (part + 1) * size]
 
 
-def _expert_params(
+def expert_params(
     stacks: Params, projection: str, expert: int, parts: int, interleaved: bool
 ) -> list[dict[str, Array]]:
     """One expert's tensors of a projection by role, part by part, as `linear` takes them."""
@@ -181,7 +181,7 @@ def _expert_params(
     return params
 
 
-def _local_experts(
+def local_experts(
     topk_ids: ArrayLike, experts: int, expert_map: ArrayLike | None, global_num_experts: int | None
 ) -> NDArray[np.int64]:
     """The local number of each slot's expert, -1 where the slot counts nothing."""
@@ -313,7 +313,7 @@ def experts_reference(
         reason = "blocks of rows with one scale cannot alternate" if gated else "there is no gate"
         raise ValueError(f"interleaved: expected False, {reason}")
     experts = _count_experts(stacks)
-    local = _local_experts(topk_ids, experts, expert_map, global_num_experts)
+    local = local_experts(topk_ids, experts, expert_map, global_num_experts)
     rows, w, local = _routed_rows(x, topk_weights, local)
     if apply_router_weight_on_input:
         rows, w = _weighted_rows(rows, w, dtype), np.ones_like(w)
@@ -323,7 +323,7 @@ def experts_reference(
     }
 
     def project(projection: str, expert: int, h: F32, parts: int) -> list[F64]:
-        params = _expert_params(stacks, projection, expert, parts, interleaved and parts > 1)
+        params = expert_params(stacks, projection, expert, parts, interleaved and parts > 1)
         scale = scales[projection]
         given = {} if scale is None else {"input_scale": scale[expert]}
         options: dict[str, Any] = {"compute": compute, "group_size": group_size, "x_dtype": dtype}

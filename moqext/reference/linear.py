@@ -78,10 +78,10 @@ def linear(
     if smooth is not None:
         product = (values * as_float32(smooth)).astype(np.float64)
         values = round_to(product, x_dtype or _dtype_of(x)).astype(np.float32)
-    weight = _weight(params, quant_algo, compute, group_size)
+    weight = multiplied_weight(params, quant_algo, compute, group_size)
     if weight.ndim != 2 or weight.shape[1] != columns:
         raise ValueError(f"x: last axis {columns} does not fit a weight of shape {weight.shape}")
-    result = _activation(values, params, quant_algo, compute, group_size) @ weight.T
+    result = multiplied_activation(values, params, quant_algo, compute, group_size) @ weight.T
     if "lora_a" in params:
         down, up = (as_float32(tensor(params, role)).astype(np.float64) for role in ("lora_a", "lora_b"))
         result = result + values.astype(np.float64) @ down.T @ up.T
@@ -96,7 +96,7 @@ def _dtype_of(x: ArrayLike) -> str:
     return {"uint16": "bfloat16", "float64": "float32"}.get(name, name)
 
 
-def _weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
+def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
     if compute == "exact" and quant_algo not in EXACT:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
@@ -113,7 +113,9 @@ def _weight(params: Params, quant_algo: str, compute: str, group_size: int | Non
     return decode(codes, "e4m3").astype(np.float64) * factor[:, None] * second
 
 
-def _activation(x: F32, params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
+def multiplied_activation(
+    x: F32, params: Params, quant_algo: str, compute: str, group_size: int | None
+) -> F64:
     """The values that the quantized activations stand for, exactly."""
     if compute == "fp4":
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
