@@ -97,6 +97,7 @@ def _dtype_of(x: ArrayLike) -> str:
 
 
 def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
+    """The weight [N, K] as it is multiplied: what codes and scales mean, or with "fp8" its folded codes."""
     if compute == "exact" and quant_algo not in EXACT:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
