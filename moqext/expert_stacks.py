@@ -8,6 +8,7 @@ of whatever was in memory.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,7 +152,7 @@ def _fill_whole(target: Any, tensor: Any, again: bool) -> None:
 def _fill_halves(target: Any, tensor: Any, slot: Slot, interleaved: bool) -> None:
     """Gate, up or both of one expert: a scale of each, or rows, one half behind the other or in turn."""
     if len(target.shape) == 1 and target.shape[0] == 2 and slot.role != "bias":  # a scale of each half
-        values = _C.numbers(tensor, "x", "cpu").ravel()
+        values = _C.numbers(tensor, "x", "cpu", 2).ravel()
         if values.size not in (1, len(slot.halves)):
             raise ValueError(f"x: expected {len(slot.halves)} values, got shape {list(values.shape)}")
         for half, value in zip(slot.halves, np.broadcast_to(values, len(slot.halves)), strict=True):
@@ -175,7 +176,9 @@ def _copy(target: Any, tensor: Any) -> None:
 
 def _host(tensor: Any) -> Any:
     """A tensor of codes or numbers, wherever it lies, as NumPy reads it."""
-    return tensor if isinstance(tensor, np.ndarray) else _C.numbers(tensor, "x", "cpu")
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    return _C.numbers(tensor, "x", "cpu", prod(tensor.shape))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ want (`prepare`), and computes (`method(x, prepared, topk_weights, topk_ids)`).
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -221,14 +222,14 @@ class MoEMethod(PlannedMethod):
                     f"compute={self.compute!r} quantizes activations with it"
                 )
         if self.interleaved and (bias := stacks.get("w13_bias")) is not None:
-            values = _C.numbers(bias, "w13_bias", self.device)
+            values = _C.numbers(bias, "w13_bias", self.device, 2 * self.num_experts * self.intermediate_size)
             stacks["w13_bias"] = np.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
         return self._plan.prepare(stacks, out)
 
     def _input_scales(self, name: str, tensor: Any, params: Mapping[str, Any]) -> Any:
         """The activation scales that kernels use, None where all experts lack one."""
-        given = _C.numbers(tensor, name, self.device)
         shape = (self.num_experts, 2) if self.gated and name.startswith("w13") else (self.num_experts,)
+        given = _C.numbers(tensor, name, self.device, prod(shape))
         if given.size == 1:
             given = np.full(shape, given.item(), np.float32)
         elif given.shape == shape[:1]:

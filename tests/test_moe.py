@@ -463,7 +463,7 @@ def test_adopted_stacks(rng):
         ("gate_proj.color", 0, (32, 64), "name: expected a projection of an expert and a role"),
         ("gate_proj.weight", 0, (64, 64), r"gate_proj.weight of expert 0: expected shape .32, 64."),
         ("gate_proj.weight_scale_2", 0, (1,), "'gate_proj.weight_scale_2' has no place in these experts"),
-        ("gate_proj.weight_scale", 0, (3,), "gate_proj.weight_scale of expert 0: expected 1 values"),
+        ("gate_proj.weight_scale", 0, (3,), "gate_proj.weight_scale of expert 0: expected at most 2 values"),
     ],
 )
 def test_loading_refuses(rng, name, expert, shape, message):

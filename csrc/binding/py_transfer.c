@@ -101,6 +101,21 @@ static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     return moq_arg_finish(state, result, &out, status);
 }
 
+/* Refuses more values than the caller has a use for, and gaps between them: only what is as it
+ * should be is read. */
+static int check_numbers(const moq_arg *x, int64_t most) {
+    char shape[128];
+    if (moq_tensor_numel(&x->view) > most) {
+        PyErr_Format(PyExc_ValueError, "%s: expected at most %lld values, got shape %s", x->name,
+                     (long long)most, moq_shape_text(&x->view, shape, sizeof shape));
+        return -1;
+    }
+    if (moq_tensor_is_contiguous(&x->view))
+        return 0;
+    PyErr_Format(PyExc_BufferError, "%s: expected a contiguous tensor", x->name);
+    return -1;
+}
+
 /* Numbers of the host as a NumPy array of float32. */
 static PyObject *as_numbers(moq_state *state, moq_arg *x) {
     moq_arg out = {0};
@@ -128,18 +143,25 @@ static PyObject *as_numbers(moq_state *state, moq_arg *x) {
 
 static PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *kwnames) {
-    static const moq_signature SIGNATURE = {"numbers", 3, 3, 3, {KW_x, KW_name, KW_device}};
+    static const moq_signature SIGNATURE = {
+        "numbers", 4, 4, 4, {KW_x, KW_name, KW_device, KW_limit}};
     moq_state *state = moq_module_state(module);
-    PyObject *values[3], *host = NULL;
+    PyObject *values[4], *host = NULL;
     moq_device device;
+    int64_t most;
     moq_arg x;
     const char *name;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
         !(name = moq_arg_text(values[1], "name")) ||
-        moq_arg_device(values[2], "device", &device) < 0)
+        moq_arg_device(values[2], "device", &device) < 0 ||
+        moq_arg_int(values[3], "limit", 0, INT64_MAX, &most) < 0)
         return NULL;
     if (moq_arg_take_on(state, device, values[0], name, MOQ_DT_NONE, true, &x) < 0)
         return NULL;
+    if (check_numbers(&x, most) < 0) {
+        moq_arg_release(&x);
+        return NULL;
+    }
     if (x.view.device.kind == MOQ_CUDA) {
         moq_arg_release(&x);
         host = to_host(module, values[0]);
@@ -162,8 +184,8 @@ static PyMethodDef METHODS[] = {
      "copy(x, out=None) -> out: codes as they are, numbers of another type as float32; None: a new "
      "tensor of float32"},
     {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL | METH_KEYWORDS,
-     "numbers(x, name, device) -> NumPy array of float32, of a tensor on the device or the host; "
-     "name: what messages call x"},
+     "numbers(x, name, device, limit) -> NumPy array of float32, of at most `limit` values on the "
+     "device or the host; name: what messages call x"},
     {NULL, NULL, 0, NULL},
 };
 
