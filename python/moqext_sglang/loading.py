@@ -1,0 +1,140 @@
+"""Parameters of a linear that SGLang's loaders fill, and which of their slots are filled.
+
+SGLang cuts a tensor of the checkpoint for its rank and for the part of a fused layer, and copies it to where
+it belongs; the class of a parameter tells how. What was copied is written down, so that a slot that never
+was is an error instead of whatever was in memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.layers.parameter import (
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+)
+
+from moqext import CheckpointError, ParamSpec
+from moqext_torch.exchange import NAMED
+
+_PARTS = {"q": 0, "k": 1, "v": 2}
+BLOCK = 128
+"""Rows and columns that share a scale of FP8_PB_WO."""
+
+
+class BlockScales(ModelWeightParameter):
+    """Scales of blocks of rows: SGLang counts rows of the weight where these have one for BLOCK of them."""
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
+        """One part of a fused layer."""
+        super().load_merged_column_weight(loaded_weight, **_in_blocks(where))
+
+    def load_qkv_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
+        """One of q, k and v."""
+        super().load_qkv_weight(loaded_weight, **_in_blocks(where))
+
+
+def _in_blocks(where: dict[str, Any]) -> dict[str, Any]:
+    rows = {name: where[name] // BLOCK for name in ("shard_offset", "shard_size") if name in where}
+    return where | rows
+
+
+class Slots:
+    """Which tensors of a checkpoint a linear has been given.
+
+    Args:
+        prefix: name of the layer.
+        parts: how many layers are fused in it.
+    """
+
+    def __init__(self, prefix: str, parts: int) -> None:
+        self.prefix = prefix
+        self.parts = parts
+        self._filled: dict[str, set[int]] = {}
+        self.changed = False
+
+    def parameter(self, role: str, spec: ParamSpec, load: Callable[..., Any]) -> torch.nn.Parameter:
+        """An empty parameter of a role.
+
+        Args:
+            role: as `LinearMethod.checkpoint_params` calls it.
+            spec: from there.
+            load: SGLang's loader of the layer.
+        """
+        data = torch.empty(spec.shape, dtype=NAMED[spec.dtype])
+        self._filled[role] = set()
+        filling = self._loader(role, load)
+        if role == "weight":
+            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+        if role == "pre_quant_scale":
+            return RowvLLMParameter(data=data, input_dim=0, weight_loader=filling)
+        if role != "weight_scale" or spec.shape == (self.parts,):
+            scale: Any = PerTensorScaleParameter(data=data, weight_loader=filling)
+            scale.needs_scalar_to_array = True
+            return scale
+        if len(spec.shape) == 1:
+            return ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=filling)
+        if spec.dtype == "float32":
+            return BlockScales(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+        return GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+
+    def _loader(self, role: str, load: Callable[..., Any]) -> Callable[..., None]:
+        def fill(param: Any, loaded: torch.Tensor, *shard: Any, **named: Any) -> None:
+            which = self._which(role, shard[0] if shard else named.get("loaded_shard_id"))
+            if isinstance(param, BlockScales) and len(which) > 1:
+                raise CheckpointError(f"{self.prefix}: {role}: one tensor for several parts")
+            if role == "pre_quant_scale" and self._filled[role]:
+                self._refuse_another_input(param, loaded)
+            load(param, _in_shape(param, loaded), *shard, **named)
+            self._filled[role] |= which
+            self.changed = True
+
+        return fill
+
+    def _which(self, role: str, shard: Any) -> set[int]:
+        """The parts that a tensor is for."""
+        if shard is None:
+            return set(range(self.parts))
+        found = {_PARTS.get(each, each) for each in (shard if isinstance(shard, tuple) else (shard,))}
+        if not all(isinstance(each, int) and 0 <= each < self.parts for each in found):
+            raise CheckpointError(f"{self.prefix}: {role} for part {shard!r} of {self.parts}")
+        return found
+
+    def _refuse_another_input(self, param: torch.Tensor, loaded: torch.Tensor) -> None:
+        """Raises where a part has other factors of the input than one before, on a rank that has all of it."""
+        if loaded.numel() == param.numel() and not torch.equal(
+            param.data.cpu(), loaded.reshape(param.shape).to(param.dtype).cpu()
+        ):
+            raise CheckpointError(
+                f"{self.prefix}: its parts have one input, and so one pre_quant_scale, but differ in it"
+            )
+
+    def given(self, specs: dict[str, ParamSpec]) -> list[str]:
+        """The roles that the checkpoint has.
+
+        Raises:
+            CheckpointError: a slot was never filled.
+        """
+        found = []
+        for role, filled in self._filled.items():
+            absent = not filled and not specs[role].required
+            shared = role == "pre_quant_scale" and bool(filled)
+            missing = [] if absent or shared else sorted(set(range(self.parts)) - filled)
+            if missing:
+                part = "" if self.parts == 1 else f" of part {missing[0]}"
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise CheckpointError(f"{self.prefix}: {role}{part}{more} was never loaded")
+            if not absent:
+                found.append(role)
+        return found
+
+
+def _in_shape(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """A tensor of a checkpoint without the extents of 1 that exporters add: [N, 1], [A, 1, B, 1]."""
+    if loaded.dim() > max(param.dim(), 1):
+        kept = [extent for extent in loaded.shape if extent != 1]
+        return loaded.reshape(kept + [1] * (param.dim() - len(kept)))
+    return loaded
