@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 
-from moqext import CheckpointError, KVCacheMethod
+from moqext import CheckpointError, KVCacheMethod, UnsupportedQuantization
 
 logger = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -27,7 +27,10 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):
 
     def __init__(self, quant_config: Any, kv_cache_quant_algo: str, prefix: str) -> None:
         super().__init__(quant_config)
-        self.method = KVCacheMethod(kv_cache_quant_algo)
+        try:
+            self.method = KVCacheMethod(kv_cache_quant_algo)
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{prefix}: {error}") from None
         self.prefix = prefix
         self._loaded: set[str] = set()
 

@@ -122,8 +122,8 @@ class _MoqextConfig:
             made = base.from_config(config)
         except ValueError as error:
             raise UnsupportedQuantization(
-                f"quant_algo {checkpoint.quant_algo}: moqext does not run {', '.join(names)}, and SGLang says: "
-                f"{error}"
+                f"quant_algo {checkpoint.quant_algo}: moqext does not run {', '.join(names)}, and SGLang "
+                f"says: {error}"
             ) from error
         logger.warning("moqext does not run %s: this checkpoint is left to SGLang", ", ".join(names))
         return made
@@ -217,7 +217,9 @@ class _MoqextConfig:
         if not getattr(layer, "num_fused_shared_experts", 0):
             return
         parent = prefix.rpartition(".")[0]
-        shared = {self.layer_quant(f"{parent}.{name}").quant_algo for name in ("shared_experts", "shared_expert")}
+        shared = {
+            self.layer_quant(f"{parent}.{name}").quant_algo for name in ("shared_experts", "shared_expert")
+        }
         if shared != {found.quant_algo}:
             raise UnsupportedQuantization(
                 f"{prefix}: experts are {found.quant_algo}, shared ones among them "

@@ -23,7 +23,12 @@ from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
 from moqext_torch.op import is_plain_call
 
-_ACTIVATIONS = {(True, "silu"): "silu", (True, "gelu"): "gelu", (False, "relu2"): "relu2", (False, "silu"): "silu"}
+_ACTIVATIONS = {
+    (True, "silu"): "silu",
+    (True, "gelu"): "gelu",
+    (False, "relu2"): "relu2",
+    (False, "silu"): "silu",
+}
 _NUMBERS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit")
 
 
@@ -51,7 +56,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         self.marks: dict[str, torch.nn.Parameter] = {}
         self.prepared: dict[str, torch.Tensor] = {}
         self.factor: float | None = None
-        self._changed = False
+        self._input_scales: dict[str, dict[tuple[int, str], float]] = {}  # of all ranks' experts
+        self._fresh: set[tuple[str, int]] = set()  # (role, expert) that were loaded since it was prepared
 
     # ---------------------------------------------------------------------------------------- making it
 
@@ -74,7 +80,9 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         self._refuse_cuts(layer, intermediate_size_per_partition)
         kind = (bool(config.is_gated), config.activation)
         if kind not in _ACTIVATIONS:
-            raise UnsupportedQuantization(f"{self.prefix}: no experts with the activation {config.activation}")
+            raise UnsupportedQuantization(
+                f"{self.prefix}: no experts with the activation {config.activation}"
+            )
         sizes = (num_experts, hidden_size, intermediate_size_per_partition, config.top_k)
         shape = (_ACTIVATIONS[kind], kind[0], False, None, None, None)
         self.about = Description(self.quant_algo, *sizes, *shape, self.group_size, self.compute, None)
@@ -97,13 +105,16 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             ),
             f"--moe-a2a-backend {exchange.value}; take none": not exchange.is_none(),
             "experts with biases": bool(extra.get("with_bias")),
-            "experts that one tensor of the checkpoint has together": extra["weight_loader"] != layer.weight_loader,
+            "experts that one tensor of the checkpoint has together": extra["weight_loader"]
+            != layer.weight_loader,
             "results of experts that are not summed": bool(config.no_combine),
         }
         reasons |= {name: getattr(config, name, None) is not None for name in _NUMBERS}
         for reason, holds in reasons.items():
             if holds:
-                raise UnsupportedQuantization(f"{self.prefix}: {self.quant_algo} experts do not run with {reason}")
+                raise UnsupportedQuantization(
+                    f"{self.prefix}: {self.quant_algo} experts do not run with {reason}"
+                )
 
     def _refuse_cuts(self, layer: Any, rows: int) -> None:
         """Raises where ranks would share what has one scale."""
@@ -111,8 +122,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
         if layer.moe_tp_size > 1 and rows % size:
             raise UnsupportedQuantization(
-                f"{self.prefix}: {rows} of {rows * layer.moe_tp_size} rows on each of {layer.moe_tp_size} ranks, "
-                f"which is no multiple of the {size} that share a scale"
+                f"{self.prefix}: {rows} of {rows * layer.moe_tp_size} rows on each of {layer.moe_tp_size} "
+                f"ranks, which is no multiple of the {size} that share a scale"
             )
         if layer.moe_tp_size > 1 and ALGORITHMS[self.quant_algo].pre_quant_scale:
             raise UnsupportedQuantization(f"{self.prefix}: {self.quant_algo} experts cut for several ranks")
@@ -121,7 +132,9 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         """A stack, with SGLang's word for what its scales are of, and its mark."""
         spec = self.method.checkpoint_params[role]
         single = spec.dtype == "float32" and len(spec.shape) < 3 and self._is_single(role)
-        halves = 2 if self.about.gated and role.startswith("w13") and not role.endswith("pre_quant_scale") else 1
+        halves = (
+            2 if self.about.gated and role.startswith("w13") and not role.endswith("pre_quant_scale") else 1
+        )
         mark: Any = torch.nn.Parameter(torch.zeros(spec.shape[0], halves).squeeze(-1), requires_grad=False)
         mark.quant_method = "tensor"
         self.marks[role] = mark
@@ -152,15 +165,18 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             if expert_id is None or shard_id not in ("w1", "w2", "w3"):
                 raise CheckpointError(f"{self.prefix}: {weight_name}: expected a tensor of one expert")
             name = "weight" if role.endswith("_weight") else "scale"  # what SGLang's loader tells apart
+            if role.endswith("input_scale"):
+                self._input_scales.setdefault(role, {})[expert_id, shard_id] = loaded.item()
             tensor = loaded.reshape(()) if param.quant_method == "tensor" else _in_shape(param, loaded)
-            half = "w1" if role == "w13_pre_quant_scale" and shard_id == "w3" else shard_id
             if role.endswith("pre_quant_scale"):
                 self._fill_factors(layer, role, param, tensor, expert_id)
             else:
                 layer.weight_loader(param, tensor, name, shard_id, expert_id)
             mark = self.marks[role]
-            layer.weight_loader(mark, torch.ones(()), "scale", half, expert_id)
-            self._changed = True
+            layer.weight_loader(
+                mark, torch.ones(()), "scale", shard_id if mark.dim() > 1 else "w2", expert_id
+            )
+            self._fresh.add((role, expert_id))
 
         return fill
 
@@ -171,10 +187,12 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         layer.weight_loader(place, torch.ones(()), "scale", "w2", expert)
         for number in (place.data > 0).nonzero().flatten().tolist():
             held = param.data[number]
-            if bool(self.marks[role][number] > 0) and not torch.equal(held.cpu(), tensor.to(held.dtype).cpu()):
+            if (role, expert) in self._fresh and not torch.equal(
+                held.cpu(), tensor.to(held.dtype).cpu()
+            ):
                 raise CheckpointError(
-                    f"{self.prefix}: gate and up of expert {number} have one input, and so one pre_quant_scale, "
-                    "but differ in it"
+                    f"{self.prefix}: gate and up of expert {number} have one input, and so one "
+                    "pre_quant_scale, but differ in it"
                 )
             held.copy_(tensor)
 
@@ -184,21 +202,35 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
-        if self.prepared and not self._changed:
+        if self.prepared and not self._fresh:
             return
         specs = self.method.checkpoint_params
-        given = [role for role, mark in self.marks.items() if specs[role].required or bool(mark.any())]
+        given = [
+            role
+            for role, mark in self.marks.items()
+            if specs[role].required or bool(mark.any()) or role in self._input_scales
+        ]
+        stacks = self._stacks_of_all_ranks if layer.moe_ep_size > 1 else self._stacks
         try:
-            self.prepared = prepare(layer, self.method, given, self.prepared, self._with_marks)
+            self.prepared = prepare(layer, self.method, given, self.prepared, stacks)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
-        self._changed = False
+        self._fresh.clear()
 
-    def _with_marks(self, tensors: dict[str, Any]) -> Any:
+    def _stacks(self, tensors: dict[str, Any]) -> Any:
         """Stacks that know which of their slots are filled."""
         stacks = self.method.adopt(tensors)
         for role, filled in stacks.filled.items():
             filled[...] = np.asarray(self.marks[role].detach().cpu()).reshape(filled.shape) > 0
+        return stacks
+
+    def _stacks_of_all_ranks(self, tensors: dict[str, Any]) -> Any:
+        """The same, with activation scales as one rank with all experts has them: the largest of the layer."""
+        largest = {role: float(np.max(list(found.values()))) for role, found in self._input_scales.items()}
+        scales = {role: torch.full_like(tensors[role], value) for role, value in largest.items() if role in tensors}
+        stacks = self._stacks(tensors | scales)
+        for role in scales:
+            stacks.filled[role][...] = True
         return stacks
 
     # ------------------------------------------------------------------------------------------ running
@@ -208,8 +240,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
 
         Args:
             layer: of SGLang.
-            dispatch_output: tokens [tokens, hidden_size], with the experts of each and their weights; an expert
-                that is negative counts nothing.
+            dispatch_output: tokens [tokens, hidden_size], with the experts of each and their weights; an
+                expert that is negative counts nothing.
 
         Raises:
             RuntimeError: nothing was prepared.

@@ -81,7 +81,14 @@ class MoqextLinearMethod(LinearMethodBase):
         one_input_scale: bool,
     ) -> LinearMethod:
         return find_method(
-            self.quant_algo, columns, tuple(rows), self.group_size, dtype, device, self.compute, one_input_scale
+            self.quant_algo,
+            columns,
+            tuple(rows),
+            self.group_size,
+            dtype,
+            device,
+            self.compute,
+            one_input_scale,
         )
 
     def _refuse_cuts(self, columns: int, rows: list[int], all_columns: int, all_rows: int) -> None:
@@ -90,15 +97,15 @@ class MoqextLinearMethod(LinearMethodBase):
         size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
         if columns != all_columns and columns % size:
             raise UnsupportedQuantization(
-                f"{self.prefix}: {all_columns} columns on {all_columns // columns} ranks are {columns} each, which "
-                f"is no multiple of the {size} that share a scale"
+                f"{self.prefix}: {all_columns} columns on {all_columns // columns} ranks are {columns} each, "
+                f"which is no multiple of the {size} that share a scale"
             )
         if scales == "blocks" and (len(rows) > 1 or sum(rows) != all_rows):
             for part in rows:
                 if part % BLOCK:
                     raise UnsupportedQuantization(
-                        f"{self.prefix}: a part of {part} rows, which is no multiple of the {BLOCK} that share a "
-                        "scale"
+                        f"{self.prefix}: a part of {part} rows, which is no multiple of the {BLOCK} that "
+                        "share a scale"
                     )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -107,7 +114,7 @@ class MoqextLinearMethod(LinearMethodBase):
         Raises:
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
-        if self.prepared and not self.slots.changed:
+        if self.prepared and not self.slots.fresh:
             self._settle(layer)  # where restore_weights_before_loading unpacked it, and nothing was loaded
             return
         given = self.slots.given(self.method.checkpoint_params)
@@ -118,7 +125,7 @@ class MoqextLinearMethod(LinearMethodBase):
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
         self._settle(layer)
-        self.slots.changed = False
+        self.slots.fresh.clear()
 
     def _choose(self, layer: Any, given: list[str]) -> None:
         """Parts with one activation scale are multiplied at once on CUDA."""
@@ -138,7 +145,7 @@ class MoqextLinearMethod(LinearMethodBase):
                 layer.weight_scale.data = layer.weight_scale.data.new_empty(0)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
-        """Puts the checkpoint's tensors back where packed ones took their places, before they are loaded again.
+        """Puts the checkpoint's tensors back where packed ones took their places.
 
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
@@ -154,7 +161,9 @@ class MoqextLinearMethod(LinearMethodBase):
         codes, scales = unpack_nvfp4(self.prepared["weight"], shape, self.method.group_size or 16)
         layer.weight.data, layer.weight_scale.data = codes, scales.view(torch.float8_e4m3fn)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Multiplies x [..., in_features].
 
         Raises:

@@ -54,7 +54,7 @@ class Slots:
         self.prefix = prefix
         self.parts = parts
         self._filled: dict[str, set[int]] = {}
-        self.changed = False
+        self.fresh: set[str] = set()  # roles that were loaded since the layer was prepared
 
     def parameter(self, role: str, spec: ParamSpec, load: Callable[..., Any]) -> torch.nn.Parameter:
         """An empty parameter of a role.
@@ -86,11 +86,11 @@ class Slots:
             which = self._which(role, shard[0] if shard else named.get("loaded_shard_id"))
             if isinstance(param, BlockScales) and len(which) > 1:
                 raise CheckpointError(f"{self.prefix}: {role}: one tensor for several parts")
-            if role == "pre_quant_scale" and self._filled[role]:
+            if role == "pre_quant_scale" and role in self.fresh:
                 self._refuse_another_input(param, loaded)
             load(param, _in_shape(param, loaded), *shard, **named)
             self._filled[role] |= which
-            self.changed = True
+            self.fresh.add(role)
 
         return fill
 

@@ -1,0 +1,217 @@
+"""SGLang without a GPU: what its classes need to be imported, and layers of them over random checkpoints.
+
+SGLang imports libraries of CUDA kernels (sgl_kernel, flashinfer) and torchvision with its quantization
+methods; none of them is called by the layers here. Where they are absent, empty modules stand for them.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.10")
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+
+
+class _Nothing:
+    """What an absent library has under any name."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __call__(self, *args, **options):
+        return args[0] if len(args) == 1 and callable(args[0]) else _Nothing()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Module(types.ModuleType):
+    __path__: Any = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {}) if name[0].isupper() else _Nothing()
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, roots):
+        self.roots = roots
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] not in self.roots:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return _Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _stand_in():
+    absent = {
+        name
+        for name in ("sgl_kernel", "flashinfer", "torchvision")
+        if name not in sys.modules and importlib.util.find_spec(name) is None
+    }
+    # Transformers looks for torchvision, and has to go on without.
+    import transformers.image_transforms
+    import transformers.image_utils
+    import transformers.utils.import_utils
+
+    transformers.utils.import_utils.is_torchvision_available()
+    sys.meta_path.append(_Absent(absent))
+
+
+_stand_in()
+
+from sglang.srt.layers.linear import (  # noqa: E402
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE  # noqa: E402
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
+from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
+
+from .torch_cases import tensors_of  # noqa: E402
+
+GROUP = {"W4A8_NVFP4_FP8": 32}
+HEADS, KV_HEADS = 4, 2
+RANK = {
+    "tp_group": None,
+    "tp_rank": 0,
+    "moe_ep_rank": 0,
+    "moe_tp_rank": 0,
+    "moe_dp_rank": 0,
+    "attn_tp_group": None,
+    "attn_tp_rank": 0,
+}
+
+
+@contextmanager
+def engine():
+    """One rank of SGLang on the CPU, without processes beside it."""
+    with get_context().override_server_args(device="cpu"), get_parallel().override(**RANK):
+        yield
+
+
+def one_of_two(rank, experts="rows"):
+    """This process as one of two ranks, which share rows, or experts where those are whole ("experts")."""
+    kind = "ep" if experts == "experts" else "tp"
+    two = {"tp": 2, "attn_tp": 2, f"moe_{kind}": 2}
+    sizes = {f"{name}_size": size for name, size in two.items()}
+    return get_parallel().override(**sizes, **{f"{name}_rank": rank for name in two})
+
+
+def config_for(algo, packed=None, **fields):
+    """The configuration of a checkpoint in one algorithm, made as SGLang makes it."""
+    inner = {"quant_algo": algo, "exclude_modules": ["lm_head"], **fields}
+    name = "modelopt_fp4" if "FP4" in algo else "modelopt_fp8"
+    document = {
+        "producer": {"name": "modelopt"},
+        "quantization": inner,
+        "packed_modules_mapping": packed or {},
+    }
+    return QUANTIZATION_METHODS[name].from_config(document)
+
+
+def part_tensors(case):
+    """The tensors of each part of a case as its file has them: scalars are scalars."""
+    for rows, part in zip(case.out_partitions, case.parts, strict=True):
+        alone = replace(case, parts=[part], out_partitions=[rows])
+        yield {
+            role: tensor.reshape(()) if part[role].ndim == 0 else tensor
+            for role, tensor in tensors_of(alone).items()
+        }
+
+
+def linear_of(kind, case, config, prefix="model.layers.0.mlp.x", dtype=torch.bfloat16, bias=False):
+    """A layer of SGLang for a case, empty, and the names of its parts."""
+    options = {"bias": bias, "params_dtype": dtype, "quant_config": config, "prefix": prefix}
+    columns, rows = case.in_features, case.out_partitions
+    if kind == "qkv":
+        return QKVParallelLinear(columns, rows[1] // KV_HEADS, HEADS, KV_HEADS, **options), ("q", "k", "v")
+    if kind == "merged":
+        return MergedColumnParallelLinear(columns, list(rows), **options), tuple(range(len(rows)))
+    made = {"replicated": ReplicatedLinear, "column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
+    return made(columns, rows[0], **options), (None,)
+
+
+def load_linear(layer, case, names, skip=()):
+    """Loads the tensors of each part as a model of SGLang does, but for those that are skipped."""
+    params = dict(layer.named_parameters())
+    for name, tensors in zip(names, part_tensors(case), strict=True):
+        for role, tensor in tensors.items():
+            if (name, role) not in skip:
+                shard = () if name is None else (name,)
+                params[role].weight_loader(params[role], tensor, *shard)
+
+
+def expert_tensors(case):
+    """(stack, expert, shard, tensor) of each tensor that a file of these experts has."""
+    specs = case.method().checkpoint_params
+    from .torch_moe_cases import stacks_of
+
+    for role, stack in stacks_of(case).items():
+        for expert in range(specs[role].shape[0]):
+            tensor = stack[expert]
+            if role.startswith("w2_"):
+                yield role, expert, "w2", tensor
+            elif role.endswith("pre_quant_scale"):
+                yield role, expert, "w1", tensor
+                yield role, expert, "w3", tensor
+            elif not case.options.get("gated", True):
+                yield role, expert, "w1", tensor
+            else:
+                for shard, half in zip(("w1", "w3"), tensor.chunk(2), strict=True):
+                    yield (
+                        role,
+                        expert,
+                        shard,
+                        half.reshape(()) if half.dim() == 1 and len(half) == 1 else half,
+                    )
+
+
+def experts_of(case, config, prefix="model.layers.0.mlp.experts", dtype=torch.bfloat16, **options):
+    """The experts of a case as SGLang's layer, empty."""
+    from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
+
+    about = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "top_k": TOP_K}
+    gated = case.options.get("gated", True)
+    activation = case.options.get("activation", "silu")
+    return FusedMoE(
+        **about,
+        layer_id=0,
+        params_dtype=dtype,
+        quant_config=config,
+        prefix=prefix,
+        is_gated=gated,
+        activation=activation,
+        **options,
+    )
+
+
+def load_experts(layer, case, skip=()):
+    """Loads each tensor of each expert as a model of SGLang does, but for those that are skipped."""
+    params = dict(layer.named_parameters())
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for role, expert, shard, tensor in expert_tensors(case):
+        if (role, expert, shard) not in skip:
+            kind = role.partition("_")[2]
+            name = f"model.layers.0.mlp.experts.{expert}.{names[shard]}.{kind}"
+            params[role].weight_loader(params[role], tensor, name, shard_id=shard, expert_id=expert)

@@ -1,0 +1,214 @@
+"""Linears of SGLang over moqext: created, loaded shard by shard, prepared, called and loaded again."""
+
+import re
+
+import pytest
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
+from moqext_sglang import register
+from moqext_sglang.linear import MoqextLinearMethod
+
+from . import sglang_cases as cases
+from .sglang_cases import config_for, linear_of, load_linear, one_of_two, part_tensors, torch
+from .torch_cases import ALGOS, case_of, random_x, tensors_of
+
+pytestmark = pytest.mark.sglang
+KINDS = {
+    "replicated": (256,),
+    "column": (256,),
+    "row": (256,),
+    "merged": (128, 128),
+    "qkv": (256, 128, 128),
+}
+
+
+@pytest.fixture(autouse=True)
+def _rank():
+    register()
+    with cases.engine(), torch.inference_mode():
+        yield
+
+
+def direct(case, x, bias=None):
+    """The same layer by LinearMethod alone."""
+    method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype)
+    params = method.prepare({role: t.contiguous() for role, t in tensors_of(case).items()})
+    return method(x, params, bias)
+
+
+def ready(kind, case, **options):
+    layer, names = linear_of(kind, case, config_for(case.algo), **options)
+    load_linear(layer, case, names)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_equals_linear_method(rng, algo, kind):
+    case = case_of(rng, algo, KINDS[kind], 256)
+    layer, _ = ready(kind, case)
+    assert type(layer.quant_method) is MoqextLinearMethod
+    x = random_x(rng, case, 5)
+    y, bias = layer(x)
+    assert bias is None
+    assert torch.equal(y, direct(case, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_bias_and_dtypes(rng, dtype):
+    case = case_of(rng, "NVFP4", (64, 64))
+    layer, _ = linear_of("merged", case, config_for("NVFP4"), dtype=dtype, bias=True)
+    load_linear(layer, case, (0, 1))
+    bias = torch.randn(128, dtype=dtype)
+    for part in (0, 1):
+        layer.bias.weight_loader(layer.bias, bias[64 * part : 64 * part + 64], part)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(rng, case, 3, dtype=dtype)
+    assert torch.equal(layer(x)[0], direct(case, x, bias))
+
+
+@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PB_WO"])
+@pytest.mark.parametrize("kind", ["merged", "qkv"])
+def test_one_rank_of_two(rng, algo, kind):
+    """The parts of a rank are those of its rows, the scales of each part the same on every rank."""
+    rows = {"merged": (256, 256), "qkv": (512, 256, 256)}[kind]
+    case = case_of(rng, algo, rows, 128)
+    x, ys = random_x(rng, case, 4), []
+    for rank in (0, 1):
+        with one_of_two(rank):
+            layer, _ = ready(kind, case)
+        assert layer.quant_method.method.out_partitions == tuple(n // 2 for n in rows)
+        ys.append(layer(x)[0].split([n // 2 for n in rows], dim=-1))
+    whole = direct(case, x).split(list(rows), dim=-1)
+    for part, expected in enumerate(whole):
+        assert torch.equal(torch.cat([y[part] for y in ys], dim=-1), expected)
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ"])
+def test_columns_of_one_rank(rng, algo):
+    case = case_of(rng, algo, (64,), 256)
+    tensors = next(part_tensors(case))
+    for rank in (0, 1):
+        with one_of_two(rank):
+            layer, _ = ready("row", case)
+        params = layer.quant_method.prepared
+        expected = tensors["weight"].chunk(2, dim=1)[rank]
+        assert torch.equal(params["weight"].view(torch.uint8), expected.view(torch.uint8))
+        if "pre_quant_scale" in tensors:
+            half = tensors["pre_quant_scale"].chunk(2)[rank].float()
+            assert torch.equal(params["pre_quant_scale"], half)
+
+
+def test_ranks_that_would_share_a_scale_are_refused(rng):
+    case = case_of(rng, "NVFP4", (64,), 48)
+    with (
+        one_of_two(0),
+        pytest.raises(UnsupportedQuantization, match=r"mlp\.down_proj: 48 columns on 2 ranks are 24 each"),
+    ):
+        linear_of("row", case, config_for("NVFP4"), prefix="model.layers.0.mlp.down_proj")
+    case = case_of(rng, "FP8_PB_WO", (192, 192), 128)
+    with pytest.raises(UnsupportedQuantization, match=r"gate_up_proj: a part of 192 rows"):
+        linear_of("merged", case, config_for("FP8_PB_WO"), prefix="model.layers.0.mlp.gate_up_proj")
+
+
+@pytest.mark.parametrize(
+    "algo, role",
+    [(algo, role) for algo in ("FP8", "NVFP4") for role in ("weight", "weight_scale", "input_scale")],
+)
+def test_a_slot_that_was_never_filled_is_named(rng, algo, role):
+    case = case_of(rng, algo, (64, 32, 32))
+    layer, names = linear_of("qkv", case, config_for(algo), prefix="model.layers.3.self_attn.qkv_proj")
+    load_linear(layer, case, names, skip={("k", role)})
+    with pytest.raises(
+        CheckpointError, match=rf"layers\.3\.self_attn\.qkv_proj: {role} of part 1 was never loaded"
+    ):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_nothing_loaded_is_refused_and_a_call_before_it_too(rng):
+    case = case_of(rng, "FP8")
+    layer, _ = linear_of("column", case, config_for("FP8"))
+    with pytest.raises(RuntimeError, match="before its weights were loaded"):
+        layer(random_x(rng, case, 1))
+    with pytest.raises(CheckpointError, match=r"mlp\.x: weight was never loaded"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_a_damaged_scale_names_the_layer(rng):
+    case = case_of(rng, "FP8", (40,))
+    layer, names = linear_of("column", case, config_for("FP8"))
+    load_linear(layer, case, names)
+    layer.weight_scale.weight_loader(layer.weight_scale, torch.tensor(float("nan")))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.x: .*weight_scale"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_an_absent_input_scale_stays_absent(rng):
+    case = case_of(rng, "FP8", (40,))
+    del case.parts[0]["input_scale"]
+    layer, _ = ready("column", case)
+    x = random_x(rng, case, 3)
+    assert "input_scale" not in layer.quant_method.prepared
+    assert torch.equal(layer(x)[0], direct(case, x))
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_reload_in_place(rng, algo):
+    """New weights go to the memory of the old ones, which graphs hold, whichever tensors come."""
+    first, second = (case_of(rng, algo, KINDS["merged"], 256) for _ in range(2))
+    layer, names = ready("merged", first)
+    method = layer.quant_method
+    before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
+    parameters = dict(layer.named_parameters())
+    method.process_weights_after_loading(layer)  # nothing was loaded: nothing happens
+    x = random_x(rng, first, 4)
+    assert torch.equal(layer(x)[0], direct(first, x))
+    method.restore_weights_before_loading(layer)
+    load_linear(layer, second, names)
+    method.process_weights_after_loading(layer)
+    assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
+    assert all(value is parameters[name] for name, value in layer.named_parameters())
+    assert torch.equal(layer(x)[0], direct(second, x))
+
+
+def test_a_head_pads_its_vocabulary(rng):
+    case = case_of(rng, "NVFP4", (100,), 128)
+    config = config_for("NVFP4", exclude_modules=[])
+    layer = ParallelLMHead(100, 128, params_dtype=torch.bfloat16, quant_config=config, prefix="lm_head")
+    load_linear(layer, case, (None,))
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(rng, case, 2)
+    y = layer.quant_method.apply(layer, x)
+    assert y.shape == (2, 128)
+    assert torch.equal(y[:, :100], direct(case, x))
+    assert not y[:, 100:].any()
+    layer.weight = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(RuntimeError, match="lm_head: another weight was put in the place"):
+        layer.quant_method.apply(layer, x)
+
+
+def test_compiles_without_a_break(rng):
+    case = case_of(rng, "FP8", (64,))
+    layer, _ = ready("column", case)
+    x = random_x(rng, case, 4)
+    with torch.inference_mode(False), torch.no_grad():
+        compiled = torch.compile(
+            lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="aot_eager"
+        )
+        assert torch.equal(compiled(x.clone()), layer(x)[0])
+
+
+def test_the_weight_that_sglang_reads_itself_is_refused(rng):
+    case = case_of(rng, "FP8")
+    with pytest.raises(UnsupportedQuantization, match=re.escape("model.layers.0.self_attn.kv_b_proj: FP8")):
+        linear_of("column", case, config_for("FP8"), prefix="model.layers.0.self_attn.kv_b_proj")
+
+
+def test_parts_with_factors_of_their_own_are_refused(rng):
+    one, other = (case_of(rng, "NVFP4_AWQ", (64, 64)) for _ in range(2))
+    one.parts[1] = one.parts[1] | {"pre_quant_scale": other.parts[1]["pre_quant_scale"]}
+    layer, names = linear_of("merged", one, config_for("NVFP4_AWQ"))
+    with pytest.raises(CheckpointError, match="one pre_quant_scale, but differ"):
+        load_linear(layer, one, names)

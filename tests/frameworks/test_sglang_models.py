@@ -1,0 +1,93 @@
+"""SGLang's own models over genuine checkpoints: made, loaded by SGLang and prepared, without attention running."""
+
+import pytest
+
+from . import sglang_cases as cases
+from .sglang_cases import torch
+from .test_sglang_config import CHECKPOINTS
+
+import moqext
+from moqext import Checkpoint
+from moqext_sglang import config as plugin
+from moqext_sglang import register
+from moqext_sglang.experts import MoqextFusedMoEMethod
+from moqext_sglang.linear import MoqextLinearMethod
+from moqext_torch.exchange import as_torch, stored_tensor
+from sglang.srt.layers.quantization import get_quantization_config
+from transformers import AutoConfig
+
+pytestmark = pytest.mark.sglang
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.fixture(autouse=True)
+def _rank():
+    register()
+    with cases.engine(), torch.inference_mode():
+        yield
+
+
+def runnable():
+    for path in CHECKPOINTS:
+        config = moqext.QuantConfig.from_pretrained(path)
+        if plugin.runs(config):
+            yield path
+
+
+def loaded(path, config):
+    """A model of SGLang with the checkpoint's weights, through its own load_weights."""
+    from sglang.srt.models.llama import LlamaForCausalLM
+    from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    about = AutoConfig.from_pretrained(path)
+    about.quantization_config = None
+    kinds = {"LlamaForCausalLM": LlamaForCausalLM, "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM}
+    kind = kinds[about.architectures[0]]
+    name = plugin.sglang_name(config)
+    quant = get_quantization_config(name).from_config(
+        {**config.to_dict(), "packed_modules_mapping": getattr(kind, "packed_modules_mapping", {})}
+    )
+    with torch.device("cpu"):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = kind(config=about, quant_config=quant)
+        finally:
+            torch.set_default_dtype(default)
+    checkpoint = Checkpoint(path)
+    model.load_weights((tensor, stored_tensor(checkpoint, tensor)) for tensor in checkpoint.tensors)
+    for _, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+    return model, checkpoint
+
+
+@pytest.mark.parametrize("path", list(runnable()), ids=lambda path: path.name)
+def test_a_genuine_checkpoint(path, rng):
+    """Each layer, called in the model's place, gives what Checkpoint.load gives; the cache has its scales."""
+    config = moqext.QuantConfig.from_pretrained(path)
+    model, checkpoint = loaded(path, config)
+    found = 0
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if type(method) is MoqextLinearMethod:
+            parent, _, own = name.rpartition(".")
+            names = [f"{parent}.{part}" for part in FUSED.get(own, (own,))]
+            layer = checkpoint.load(names, dtype="bfloat16")
+            x = torch.from_numpy(rng.standard_normal((3, method.method.in_features), dtype="float32")).bfloat16()
+            assert torch.equal(method.apply(module, x), layer(x)), name
+            found += len(names)
+        elif type(method) is MoqextFusedMoEMethod:
+            layer = checkpoint.load(name, dtype="bfloat16", top_k=method.about.top_k, activation="silu")
+            for role, tensor in layer.params.items():
+                mine = method.prepared[role]
+                theirs = as_torch(tensor, mine.dtype).reshape(mine.shape)
+                assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8)), (name, role)
+            found += 1
+    assert found == sum(record.kind in ("linear", "moe") for record in checkpoint.layers())
+    for record in checkpoint.kv_scales():
+        attention = model.get_submodule(f"{record.name}.attn")
+        values = dict(record.values)
+        assert attention.k_scale_float == values["k_scale"]
+        assert attention.v_scale_float == values["v_scale"]
