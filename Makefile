@@ -8,6 +8,7 @@
 #   make cuda-archs   compiles CUDA for every architecture (some 8 minutes of one core), installs nothing
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
+#   make sglang       tests of moqext_sglang with SGLang's own classes, on the CPU (downloads SGLang without its kernels)
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
@@ -39,7 +40,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest frameworks lint format sanitize sanitize-cuda fuzz checkpoints clean
+.PHONY: demo test cuda-archs oldest frameworks sglang lint format sanitize sanitize-cuda fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -62,6 +63,9 @@ oldest: .venv-oldest/.installed
 
 frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/pytest -q -n $(WORKERS) tests/frameworks tests/test_snippets.py tests/test_examples.py $(PYTEST)
+
+sglang: .venv-sglang/.installed
+	.venv-sglang/bin/pytest -q -n $(WORKERS) -m sglang tests/frameworks $(PYTEST)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
@@ -103,7 +107,7 @@ clean:
 
 # ------------------------------------------------------------------------------------------ environments
 
-.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sanitize/.made .venv-checkpoints/.made:
+.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sglang/.made .venv-sanitize/.made .venv-checkpoints/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
@@ -148,6 +152,19 @@ endef
 .venv-frameworks/.installed: .venv-frameworks/.made $(SOURCES)
 	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
 	$(call install,.venv-frameworks,,.[test$(comma)transformers$(comma)hub])
+	touch $@
+
+# SGLang without what needs a GPU: what its classes import, and no kernel libraries, which the tests stand in for.
+SGLANG_NEEDS = transformers==5.19.0 compressed-tensors==0.18.0 apache-tvm-ffi openai triton einops aiohttp fastapi \
+  uvicorn ipython requests orjson msgspec pyzmq pybase64 psutil pillow nvidia-ml-py xxhash prometheus-client dill \
+  sentencepiece loguru gguf partial_json_parser
+
+.venv-sglang/.installed: export MOQEXT_CUDA = 0
+.venv-sglang/.installed: .venv-sglang/.made $(SOURCES)
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check $(SGLANG_NEEDS)
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23
+	$(call install,.venv-sglang,,.[test$(comma)torch])
 	touch $@
 
 .venv-sanitize/.installed: export MOQEXT_SANITIZE = 1

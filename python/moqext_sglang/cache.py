@@ -37,7 +37,9 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):
     def create_weights(self, layer: torch.nn.Module) -> None:
         """Scales that remember whether they were loaded."""
         for name in ("k_scale", "v_scale"):
-            scale: Any = torch.nn.Parameter(torch.tensor(float("nan")), requires_grad=False)
+            scale: Any = torch.nn.Parameter(
+                torch.tensor(float("nan"), dtype=torch.float32), requires_grad=False
+            )
             scale._skip_weight_check = True
             scale.weight_loader = self._loader(name)
             setattr(layer, name, scale)

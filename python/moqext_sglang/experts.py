@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
-from moqext_sglang.loading import BLOCK
+from moqext_sglang.loading import BLOCK, in_shape
 from moqext_sglang.prepared import prepare
 from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
@@ -135,7 +135,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         halves = (
             2 if self.about.gated and role.startswith("w13") and not role.endswith("pre_quant_scale") else 1
         )
-        mark: Any = torch.nn.Parameter(torch.zeros(spec.shape[0], halves).squeeze(-1), requires_grad=False)
+        slots = torch.zeros(spec.shape[0], halves, dtype=torch.float32).squeeze(-1)
+        mark: Any = torch.nn.Parameter(slots, requires_grad=False)
         mark.quant_method = "tensor"
         self.marks[role] = mark
         param: Any = torch.nn.Parameter(data, requires_grad=False)
@@ -167,7 +168,9 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             name = "weight" if role.endswith("_weight") else "scale"  # what SGLang's loader tells apart
             if role.endswith("input_scale"):
                 self._input_scales.setdefault(role, {})[expert_id, shard_id] = loaded.item()
-            tensor = loaded.reshape(()) if param.quant_method == "tensor" else _in_shape(param, loaded)
+            tensor = (
+                loaded.reshape(()) if param.quant_method == "tensor" else in_shape(loaded, param.dim() - 1)
+            )
             if role.endswith("pre_quant_scale"):
                 self._fill_factors(layer, role, param, tensor, expert_id)
             else:
@@ -182,14 +185,14 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
 
     def _fill_factors(self, layer: Any, role: str, param: Any, tensor: torch.Tensor, expert: int) -> None:
         """Factors of an expert's input, which gate and up have in common."""
-        place: Any = torch.nn.Parameter(torch.full((param.shape[0],), -1.0), requires_grad=False)
+        place: Any = torch.nn.Parameter(
+            torch.full((param.shape[0],), -1.0, dtype=torch.float32), requires_grad=False
+        )
         place.quant_method = "tensor"
         layer.weight_loader(place, torch.ones(()), "scale", "w2", expert)
         for number in (place.data > 0).nonzero().flatten().tolist():
             held = param.data[number]
-            if (role, expert) in self._fresh and not torch.equal(
-                held.cpu(), tensor.to(held.dtype).cpu()
-            ):
+            if (role, expert) in self._fresh and not torch.equal(held.cpu(), tensor.to(held.dtype).cpu()):
                 raise CheckpointError(
                     f"{self.prefix}: gate and up of expert {number} have one input, and so one "
                     "pre_quant_scale, but differ in it"
@@ -225,9 +228,11 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         return stacks
 
     def _stacks_of_all_ranks(self, tensors: dict[str, Any]) -> Any:
-        """The same, with activation scales as one rank with all experts has them: the largest of the layer."""
+        """The same, with the largest activation scale of the layer, as one rank with all experts has it."""
         largest = {role: float(np.max(list(found.values()))) for role, found in self._input_scales.items()}
-        scales = {role: torch.full_like(tensors[role], value) for role, value in largest.items() if role in tensors}
+        scales = {
+            role: torch.full_like(tensors[role], value) for role, value in largest.items() if role in tensors
+        }
         stacks = self._stacks(tensors | scales)
         for role in scales:
             stacks.filled[role][...] = True
@@ -263,12 +268,3 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         return StandardCombineInput(
             self.method(x, self.prepared, weights, ids, apply_router_weight_on_input=on_input)
         )
-
-
-def _in_shape(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """A tensor of one expert without the extents of 1 that exporters add."""
-    rank = param.dim() - 1
-    if loaded.dim() > rank:
-        kept = [extent for extent in loaded.shape if extent != 1]
-        return loaded.reshape(kept + [1] * (rank - len(kept)))
-    return loaded

@@ -62,7 +62,7 @@ class MoqextLinearMethod(LinearMethodBase):
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
-        self.slots = Slots(self.prefix, len(output_partition_sizes))
+        self.slots = Slots(self.prefix, output_partition_sizes)
         load = extra_weight_attrs["weight_loader"]
         for role, spec in self.method.checkpoint_params.items():
             layer.register_parameter(role, self.slots.parameter(role, spec, load))
@@ -92,7 +92,7 @@ class MoqextLinearMethod(LinearMethodBase):
         )
 
     def _refuse_cuts(self, columns: int, rows: list[int], all_columns: int, all_rows: int) -> None:
-        """Raises where ranks or parts would share what has one scale."""
+        """Raises where ranks would share what has one scale."""
         scales = ALGORITHMS[self.quant_algo].scales
         size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
         if columns != all_columns and columns % size:
@@ -100,7 +100,7 @@ class MoqextLinearMethod(LinearMethodBase):
                 f"{self.prefix}: {all_columns} columns on {all_columns // columns} ranks are {columns} each, "
                 f"which is no multiple of the {size} that share a scale"
             )
-        if scales == "blocks" and (len(rows) > 1 or sum(rows) != all_rows):
+        if scales == "blocks" and sum(rows) != all_rows:
             for part in rows:
                 if part % BLOCK:
                     raise UnsupportedQuantization(
@@ -155,7 +155,8 @@ class MoqextLinearMethod(LinearMethodBase):
             return
         if "weight_scale" in specs or len(specs["weight"].shape) != 3:
             raise UnsupportedQuantization(
-                f"{self.prefix}: {self.quant_algo} prepared with compute={self.compute!r} cannot be loaded again"
+                f"{self.prefix}: {self.quant_algo} prepared with compute={self.compute!r} cannot be loaded "
+                "again"
             )
         shape = (self.method.out_features, self.method.in_features)
         codes, scales = unpack_nvfp4(self.prepared["weight"], shape, self.method.group_size or 16)
@@ -177,7 +178,7 @@ class MoqextLinearMethod(LinearMethodBase):
                 raise RuntimeError(f"{self.prefix}: another weight was put in the place of the prepared one")
             return self.method(x, self.prepared, bias)
         about = self.method
-        return torch.ops.moqext.linear(  # type: ignore[no-any-return]
+        return torch.ops.moqext.linear(
             x,
             *(self.prepared.get(role) for role in ROLES),
             bias,

@@ -5,7 +5,7 @@ it belongs; the class of a parameter tells how. What was copied is written down,
 was is an error instead of whatever was in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,33 @@ BLOCK = 128
 
 
 class BlockScales(ModelWeightParameter):
-    """Scales of blocks of rows: SGLang counts rows of the weight where these have one for BLOCK of them."""
+    """Scales of blocks of rows: SGLang counts rows of the weight where these have one for BLOCK of them.
+
+    Args:
+        rows: of each part of the layer; a part begins with a block of its own.
+        options: as for the class of SGLang.
+    """
+
+    def __new__(cls, data: torch.Tensor, rows: Sequence[int], **options: Any) -> Any:
+        """The parameter itself."""
+        return super().__new__(cls, data, **options)
+
+    def __init__(self, data: torch.Tensor, rows: Sequence[int], **options: Any) -> None:
+        super().__init__(data=data, **options)
+        blocks = [-(-count // BLOCK) for count in rows]
+        self._blocks = {sum(rows[:part]): sum(blocks[:part]) for part in range(len(rows))}
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
         """One part of a fused layer."""
-        super().load_merged_column_weight(loaded_weight, **_in_blocks(where))
+        super().load_merged_column_weight(loaded_weight, **self._in_blocks(where))
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
         """One of q, k and v."""
-        super().load_qkv_weight(loaded_weight, **_in_blocks(where))
+        super().load_qkv_weight(loaded_weight, **self._in_blocks(where))
 
-
-def _in_blocks(where: dict[str, Any]) -> dict[str, Any]:
-    rows = {name: where[name] // BLOCK for name in ("shard_offset", "shard_size") if name in where}
-    return where | rows
+    def _in_blocks(self, where: dict[str, Any]) -> dict[str, Any]:
+        size, offset = -(-where["shard_size"] // BLOCK), self._blocks[where["shard_offset"]]
+        return where | {"shard_size": size, "shard_offset": offset}
 
 
 class Slots:
@@ -47,12 +60,13 @@ class Slots:
 
     Args:
         prefix: name of the layer.
-        parts: how many layers are fused in it.
+        rows: of each layer that is fused in it.
     """
 
-    def __init__(self, prefix: str, parts: int) -> None:
+    def __init__(self, prefix: str, rows: Sequence[int]) -> None:
         self.prefix = prefix
-        self.parts = parts
+        self.rows = list(rows)
+        self.parts = len(rows)
         self._filled: dict[str, set[int]] = {}
         self.fresh: set[str] = set()  # roles that were loaded since the layer was prepared
 
@@ -78,7 +92,7 @@ class Slots:
         if len(spec.shape) == 1:
             return ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=filling)
         if spec.dtype == "float32":
-            return BlockScales(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+            return BlockScales(data, self.rows, input_dim=1, output_dim=0, weight_loader=filling)
         return GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
 
     def _loader(self, role: str, load: Callable[..., Any]) -> Callable[..., None]:
@@ -88,7 +102,7 @@ class Slots:
                 raise CheckpointError(f"{self.prefix}: {role}: one tensor for several parts")
             if role == "pre_quant_scale" and role in self.fresh:
                 self._refuse_another_input(param, loaded)
-            load(param, _in_shape(param, loaded), *shard, **named)
+            load(param, in_shape(loaded, param.dim()), *shard, **named)
             self._filled[role] |= which
             self.fresh.add(role)
 
@@ -104,7 +118,7 @@ class Slots:
         return found
 
     def _refuse_another_input(self, param: torch.Tensor, loaded: torch.Tensor) -> None:
-        """Raises where a part has other factors of the input than one before, on a rank that has all of it."""
+        """Raises where a part has other factors of the input than one before."""
         if loaded.numel() == param.numel() and not torch.equal(
             param.data.cpu(), loaded.reshape(param.shape).to(param.dtype).cpu()
         ):
@@ -132,9 +146,12 @@ class Slots:
         return found
 
 
-def _in_shape(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """A tensor of a checkpoint without the extents of 1 that exporters add: [N, 1], [A, 1, B, 1]."""
-    if loaded.dim() > max(param.dim(), 1):
-        kept = [extent for extent in loaded.shape if extent != 1]
-        return loaded.reshape(kept + [1] * (param.dim() - len(kept)))
+def in_shape(loaded: torch.Tensor, rank: int) -> torch.Tensor:
+    """A tensor of a checkpoint without the extents of 1 that exporters add: [N, 1] and [A, 1, B, 1], which is [] for one block."""
+    if loaded.dim() == 0 and rank == 2:
+        return loaded.reshape(1, 1)
+    if loaded.dim() == 4 and rank == 2 and loaded.shape[1] == loaded.shape[3] == 1:
+        return loaded[:, 0, :, 0]
+    if loaded.dim() == 2 and rank == 1 and loaded.shape[1] == 1:
+        return loaded[:, 0]
     return loaded

@@ -33,8 +33,8 @@ def register_methods() -> None:
         )
     if not hasattr(QuantizeMethodBase, "restore_weights_before_loading"):
         raise RuntimeError(
-            "moqext: this SGLang has no restore_weights_before_loading, which reloading needs (0.5.23 has); it "
-            "goes on with its own methods"
+            "moqext: this SGLang has no restore_weights_before_loading, which reloading needs "
+            "(0.5.23 has); it goes on with its own methods"
         )
     if methods["modelopt_fp4"] is CONFIGS["modelopt_fp4"]:
         return
@@ -76,6 +76,7 @@ def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -
         return {"quant_method": sglang_name(config), "quant_algo": config.quant_algo}
     if result is None:
         raise UnsupportedQuantization(
-            f"quant_algo {config.quant_algo}: neither SGLang nor moqext runs {', '.join(algorithms_of(config))}"
+            f"quant_algo {config.quant_algo}: neither SGLang nor moqext runs "
+            f"{', '.join(algorithms_of(config))}"
         )
     return None

@@ -1,81 +1,14 @@
-"""SGLang without a GPU: what its classes need to be imported, and layers of them over random checkpoints.
+"""Layers of SGLang over random checkpoints, on one rank or one of two, without processes beside it."""
 
-SGLang imports libraries of CUDA kernels (sgl_kernel, flashinfer) and torchvision with its quantization
-methods; none of them is called by the layers here. Where they are absent, empty modules stand for them.
-"""
-
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 import types
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch", minversion="2.10")
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed", allow_module_level=True)
+from .sglang_stand_ins import stand_in
 
-
-class _Nothing:
-    """What an absent library has under any name."""
-
-    def __init__(self, *args, **options):
-        pass
-
-    def __call__(self, *args, **options):
-        return args[0] if len(args) == 1 and callable(args[0]) else _Nothing()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
-
-
-class _Module(types.ModuleType):
-    __path__: Any = []
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {}) if name[0].isupper() else _Nothing()
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, roots):
-        self.roots = roots
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] not in self.roots:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec):
-        return _Module(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-def _stand_in():
-    absent = {
-        name
-        for name in ("sgl_kernel", "flashinfer", "torchvision")
-        if name not in sys.modules and importlib.util.find_spec(name) is None
-    }
-    # Transformers looks for torchvision, and has to go on without.
-    import transformers.image_transforms
-    import transformers.image_utils
-    import transformers.utils.import_utils
-
-    transformers.utils.import_utils.is_torchvision_available()
-    sys.meta_path.append(_Absent(absent))
-
-
-_stand_in()
+stand_in()
 
 from sglang.srt.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
@@ -100,6 +33,8 @@ RANK = {
     "moe_dp_rank": 0,
     "attn_tp_group": None,
     "attn_tp_rank": 0,
+    "pp_group": types.SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
+    "pp_rank": 0,
 }
 
 

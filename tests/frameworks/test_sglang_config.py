@@ -4,34 +4,37 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from . import sglang_cases as cases
-from .sglang_cases import config_for, torch
+from .sglang_stand_ins import stand_in
 
-import moqext
-from moqext import CheckpointError, ConfigError, QuantConfig, UnsupportedQuantization
-from moqext_sglang import config as plugin
-from moqext_sglang import register
-from moqext_sglang.cache import MoqextKVCacheMethod
-from moqext_sglang.experts import MoqextFusedMoEMethod
-from moqext_sglang.linear import MoqextLinearMethod
-from moqext_sglang.registration import recognise
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.linear import LinearBase, ReplicatedLinear
-from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.quantization import (
+stand_in()
+
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.layers.linear import LinearBase, ReplicatedLinear  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE  # noqa: E402
+from sglang.srt.layers.quantization import (  # noqa: E402
     CPU_QUANTIZATION_METHODS,
     QUANTIZATION_METHODS,
     get_quantization_config,
 )
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.models.utils import WeightsMapper
-from sglang.srt.plugins import load_plugins
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod  # noqa: E402
+from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.models.utils import WeightsMapper  # noqa: E402
+
+import moqext  # noqa: E402
+from moqext import CheckpointError, ConfigError, QuantConfig, UnsupportedQuantization  # noqa: E402
+from moqext_sglang import config as plugin  # noqa: E402
+from moqext_sglang import register  # noqa: E402
+from moqext_sglang.cache import MoqextKVCacheMethod  # noqa: E402
+from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
+from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
+from moqext_sglang.registration import recognise  # noqa: E402
+
+from . import sglang_cases as cases  # noqa: E402
+from .sglang_cases import config_for, torch  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -97,7 +100,9 @@ def entry_point(folder):
     import tomllib
 
     root = DATA.parent.parent
-    group = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    group = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
+        "sglang.srt.plugins"
+    ]
     info = folder / "moqext_entry-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moqext-entry\nVersion: 0\n")
@@ -123,7 +128,9 @@ def test_sglang_finds_the_entry_point(tmp_path, switch, module):
     if switch is not None:
         env["MOQEXT_SGLANG"] = switch
     program = PROGRAM.format(paths=paths)
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == module, done.stderr
 
@@ -190,7 +197,12 @@ def test_what_nobody_runs_is_refused(tmp_path, algo, error):
 
 
 def test_configurations_of_others_are_not_touched():
-    for document in ({"bits": 4}, {"quantization": {"bits": 4}}, {"quantization": {}}, {"quantization": None}):
+    for document in (
+        {"bits": 4},
+        {"quantization": {"bits": 4}},
+        {"quantization": {}},
+        {"quantization": None},
+    ):
         assert recognise(None, None, document) is None
     assert recognise({"quant_method": "modelopt_fp8"}, None, {}) is None
 
@@ -202,14 +214,18 @@ def test_genuine_configurations(path):
     told = QuantConfig.from_dict(document)
     if moqext.detect(document) is None:
         pytest.skip("not claimed by moqext.detect")
-    made = get_quantization_config(plugin.sglang_name(told)).from_config({**document, "packed_modules_mapping": PACKED})
+    made = get_quantization_config(plugin.sglang_name(told)).from_config(
+        {**document, "packed_modules_mapping": PACKED}
+    )
     if not plugin.runs(told):
         assert type(made).__module__.startswith("sglang.")
         return
     assert made.checkpoint == told
     assert made.kv_cache_quant_algo in (told.kv_cache_quant_algo, "auto")
     names = {name for name in (*told.exclude_modules, *told.quantized_layers) if "*" not in name}
-    names |= {f"model.layers.3.{rest}" for rest in ("mlp.down_proj", "self_attn.o_proj", "self_attn.qkv_proj")}
+    names |= {
+        f"model.layers.3.{rest}" for rest in ("mlp.down_proj", "self_attn.o_proj", "self_attn.qkv_proj")
+    }
     for name in sorted(name for name in names if not name.endswith("kv_b_proj")):
         algo = told.layer_algo(name)
         method = method_of(made, LinearBase, name)
@@ -237,7 +253,9 @@ def test_names_of_the_model_are_mapped():
 
 def test_an_excluded_layer_is_left_alone():
     made = config_for("NVFP4")
-    layer = ReplicatedLinear(64, 32, bias=False, params_dtype=torch.bfloat16, quant_config=made, prefix="lm_head")
+    layer = ReplicatedLinear(
+        64, 32, bias=False, params_dtype=torch.bfloat16, quant_config=made, prefix="lm_head"
+    )
     assert type(layer.quant_method) is UnquantizedLinearMethod
     assert layer.weight.dtype == torch.bfloat16
 

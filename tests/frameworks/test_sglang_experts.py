@@ -1,17 +1,22 @@
 """Experts of SGLang over moqext: created, loaded tensor by tensor, prepared, called and loaded again."""
 
 import pytest
-from sglang.srt.layers.moe.token_dispatcher import standard
-from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-from moqext import CheckpointError, UnsupportedQuantization
-from moqext_sglang import register
-from moqext_sglang.experts import MoqextFusedMoEMethod
+from .sglang_stand_ins import stand_in
 
-from ..moe_cases import ALGOS
-from . import sglang_cases as cases
-from .sglang_cases import config_for, experts_of, load_experts, one_of_two, torch
-from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_case, stacks_of
+stand_in()
+
+from sglang.srt.layers.moe.token_dispatcher import standard  # noqa: E402
+from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+
+from moqext import CheckpointError, UnsupportedQuantization  # noqa: E402
+from moqext_sglang import register  # noqa: E402
+from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
+
+from ..moe_cases import ALGOS  # noqa: E402
+from . import sglang_cases as cases  # noqa: E402
+from .sglang_cases import config_for, experts_of, load_experts, one_of_two, torch  # noqa: E402
+from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_case, stacks_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 
@@ -20,7 +25,10 @@ pytestmark = pytest.mark.sglang
 def _rank():
     register()
     with cases.engine(), torch.inference_mode():
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # as SGLang does while it makes a model
         yield
+        torch.set_default_dtype(default)
 
 
 def ready(case, **options):
@@ -33,7 +41,7 @@ def ready(case, **options):
 def routed(rng, tokens=7):
     x = torch.from_numpy(rng.standard_normal((tokens, HIDDEN), dtype="float32")).bfloat16()
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
-    weights = torch.rand(tokens, TOP_K)
+    weights = torch.rand(tokens, TOP_K, dtype=torch.float32)
     return x, StandardTopKOutput(weights, ids, torch.zeros(tokens, EXPERTS))
 
 
@@ -90,7 +98,7 @@ def test_experts_of_one_rank(rng, algo, monkeypatch):
     monkeypatch.setattr(standard, "get_device", lambda: "cpu")  # asked for where experts are on several ranks
     case = moe_case(rng, algo)
     x, chosen = routed(rng)
-    total = torch.zeros(x.shape)
+    total = torch.zeros(x.shape, dtype=torch.float32)
     for rank in (0, 1):
         with one_of_two(rank, "experts"):
             layer = ready(case)

@@ -1,20 +1,25 @@
-"""SGLang's own models over genuine checkpoints: made, loaded by SGLang and prepared, without attention running."""
+"""SGLang's own models over genuine checkpoints: made, loaded by SGLang, prepared; attention does not run."""
 
 import pytest
 
-from . import sglang_cases as cases
-from .sglang_cases import torch
-from .test_sglang_config import CHECKPOINTS
+from .sglang_stand_ins import stand_in
 
-import moqext
-from moqext import Checkpoint
-from moqext_sglang import config as plugin
-from moqext_sglang import register
-from moqext_sglang.experts import MoqextFusedMoEMethod
-from moqext_sglang.linear import MoqextLinearMethod
-from moqext_torch.exchange import as_torch, stored_tensor
-from sglang.srt.layers.quantization import get_quantization_config
-from transformers import AutoConfig
+stand_in()
+
+from sglang.srt.layers.quantization import get_quantization_config  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+import moqext  # noqa: E402
+from moqext import Checkpoint  # noqa: E402
+from moqext_sglang import config as plugin  # noqa: E402
+from moqext_sglang import register  # noqa: E402
+from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
+from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
+from moqext_torch.exchange import as_torch, stored_tensor  # noqa: E402
+
+from . import sglang_cases as cases  # noqa: E402
+from .sglang_cases import torch  # noqa: E402
+from .test_sglang_config import CHECKPOINTS  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -75,7 +80,9 @@ def test_a_genuine_checkpoint(path, rng):
             parent, _, own = name.rpartition(".")
             names = [f"{parent}.{part}" for part in FUSED.get(own, (own,))]
             layer = checkpoint.load(names, dtype="bfloat16")
-            x = torch.from_numpy(rng.standard_normal((3, method.method.in_features), dtype="float32")).bfloat16()
+            x = torch.from_numpy(
+                rng.standard_normal((3, method.method.in_features), dtype="float32")
+            ).bfloat16()
             assert torch.equal(method.apply(module, x), layer(x)), name
             found += len(names)
         elif type(method) is MoqextFusedMoEMethod:
@@ -83,7 +90,10 @@ def test_a_genuine_checkpoint(path, rng):
             for role, tensor in layer.params.items():
                 mine = method.prepared[role]
                 theirs = as_torch(tensor, mine.dtype).reshape(mine.shape)
-                assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8)), (name, role)
+                assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8)), (
+                    name,
+                    role,
+                )
             found += 1
     assert found == sum(record.kind in ("linear", "moe") for record in checkpoint.layers())
     for record in checkpoint.kv_scales():
