@@ -147,7 +147,10 @@ class Slots:
 
 
 def in_shape(loaded: torch.Tensor, rank: int) -> torch.Tensor:
-    """A tensor of a checkpoint without the extents of 1 that exporters add: [N, 1] and [A, 1, B, 1], which is [] for one block."""
+    """A tensor of a checkpoint without the extents of 1 that exporters add, or with those they took away.
+
+    Scales of rows are [N, 1] or [N], those of blocks [A, 1, B, 1], [A, B], or [] where there is one.
+    """
     if loaded.dim() == 0 and rank == 2:
         return loaded.reshape(1, 1)
     if loaded.dim() == 4 and rank == 2 and loaded.shape[1] == loaded.shape[3] == 1:

@@ -1,6 +1,7 @@
 """Linears of SGLang over moqext: created, loaded shard by shard, prepared, called and loaded again."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,10 @@ stand_in()
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization  # noqa: E402
-from moqext_sglang import register  # noqa: E402
+from moqext.ops import pack_nvfp4, unpack_nvfp4  # noqa: E402
+from moqext_sglang import linear, register  # noqa: E402
 from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
+from moqext_torch.op import find_method  # noqa: E402
 
 from . import sglang_cases as cases  # noqa: E402
 from .sglang_cases import config_for, linear_of, load_linear, one_of_two, part_tensors, torch  # noqa: E402
@@ -231,3 +234,60 @@ def test_parts_with_factors_of_their_own_are_refused(rng):
     layer, names = linear_of("merged", one, config_for("NVFP4_AWQ"))
     with pytest.raises(CheckpointError, match="one pre_quant_scale, but differ"):
         load_linear(layer, one, names)
+
+
+class _Packed:
+    """LinearMethod of NVFP4 as it is on CUDA: codes and block scales are one prepared tensor, packed."""
+
+    def __init__(self, method):
+        self.method = method
+        rows, columns = method.out_features, method.in_features
+        shape = (4 * -(-rows // 64), -(-columns // 64), 576)
+        weight = method.prepared_params["weight"]._replace(shape=shape, dtype="uint8")
+        self.prepared_params = {
+            "weight": weight,
+            "output_scale": method.prepared_params["output_scale"],
+        }
+
+    def __getattr__(self, name):
+        return getattr(self.method, name)
+
+    def prepare(self, params, out):
+        plain = self.method.prepare(params)
+        pack_nvfp4(plain["weight"], plain["weight_scale"], out=out["weight"])
+        out["output_scale"].copy_(plain["output_scale"])
+        return out
+
+    def __call__(self, x, params, bias):
+        shape = (self.method.out_features, self.method.in_features)
+        codes, scales = unpack_nvfp4(params["weight"], shape, 16)
+        plain = {
+            "weight": codes,
+            "weight_scale": scales.view(torch.float8_e4m3fn),
+            "output_scale": params["output_scale"],
+        }
+        return self.method(x, plain, bias)
+
+
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch):
+    """The packed tensor keeps its place; what is loaded again of the checkpoint is all, a part or nothing."""
+    monkeypatch.setattr(linear, "find_method", lambda *about: _Packed(find_method(*about)))
+    first, second = (case_of(rng, "NVFP4", (64, 64), 128) for _ in range(2))
+    layer, names = ready("merged", first)
+    method, x = layer.quant_method, random_x(rng, first, 4)
+    before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
+    assert layer.weight.shape == (8, 2, 576)
+    assert layer.weight_scale.numel() == 0
+    assert torch.equal(layer(x)[0], direct(first, x))
+    skipped = {(1, role) for role in first.parts[0]}
+    mixed = replace(first, parts=[first.parts[0], second.parts[1]])
+    for given, skip, case in ((None, (), first), (second, (), second), (first, skipped, mixed)):
+        method.restore_weights_before_loading(layer)
+        assert layer.weight.shape == (128, 64)
+        if given is not None:
+            load_linear(layer, given, names, skip)
+        method.process_weights_after_loading(layer)
+        assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
+        assert layer.weight.data_ptr() == before["weight"]
+        assert layer.weight_scale.numel() == 0
+        assert torch.equal(layer(x)[0], direct(case, x))
