@@ -113,10 +113,16 @@ class Graph:
         call: Runs one of `weights`.
         weights: They take turns.
         calls: How many; None finds a number from the time of a first graph.
+        edit: Changes the captured graph, given its handle, before it is made ready to run.
     """
 
     def __init__(
-        self, torch: Any, call: Callable[[Any], object], weights: Sequence[Any], calls: int | None = None
+        self,
+        torch: Any,
+        call: Callable[[Any], object],
+        weights: Sequence[Any],
+        calls: int | None = None,
+        edit: Callable[[int], object] | None = None,
     ) -> None:
         self._torch = torch
         if calls is None:
@@ -129,10 +135,13 @@ class Graph:
             for weight in weights[:2]:
                 call(weight)
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True) if edit else torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
             for number in range(calls):
                 call(weights[number % len(weights)])
+        if edit:
+            edit(self._graph.raw_cuda_graph())
+            self._graph.instantiate()
 
     def queue(self) -> tuple[Any, Any]:
         """Queues a replay between two events."""
