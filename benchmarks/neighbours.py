@@ -180,7 +180,8 @@ class Run:
             for role, error in chain.errors(linears, make(self.torch)):
                 kernel = linears[role].kernel(chain.tokens)
                 about = {"chain": chain.name, "tokens": chain.tokens, "quant_algo": algo, "neighbours": name}
-                self.checks.append(about | {"role": role, "kernel": kernel, "error": error})
+                about |= {"forced": os.environ.get(FORCING), "kernel": kernel}
+                self.checks.append(about | {"role": role, "error": error})
                 if not error < ALLOWED:
                     raise ArithmeticError(f"{self.checks[-1]}: wrong")
 
@@ -265,7 +266,7 @@ def kernels_of(torch: Any, graph: device.Graph) -> dict[str, Any]:
         layers_of = range(each + place, len(spans), each)  # behind the first layer
         gaps = [spans[at][0] - spans[at - 1][0] - spans[at - 1][1] for at in layers_of]
         spent = [spans[at][1] for at in layers_of]
-        short = spans[each + place][2][:60]
+        short = spans[each + place][2][:120]
         rows.append(
             {"kernel": short, "us": sum(spent) / len(spent) / 1e3, "gap_us": sum(gaps) / len(gaps) / 1e3}
         )

@@ -63,6 +63,42 @@ def test_a_llama(tmp_path: Path) -> None:
     assert sizes["NVFP4"] < sizes["FP8"] < sizes["bfloat16"]
 
 
+def test_linears_among_neighbours(tmp_path: Path) -> None:
+    """Small ones: every output is what the codes mean for the input that it has between its neighbours."""
+    pytest.importorskip("torch")
+    record = run(tmp_path, "neighbours", "--tiny", "--device", "cpu", keep="--output")
+    roles = {"llama": {"qkv", "o", "gate_up", "down"}, "square": {"square"}}
+    expected = {
+        (chain, role, tokens, algo, neighbours)
+        for chain, names in roles.items()
+        for role in names
+        for tokens in (1, 16, 64)
+        for algo in ("NVFP4", "FP8", "bfloat16")
+        for neighbours in ("torch", "moqext")
+    }
+    names = ("chain", "role", "tokens", "quant_algo", "neighbours")
+    assert {tuple(check[name] for name in names) for check in record["checks"]} == expected
+    assert all(0 < check["error"] < 2.5e-3 for check in record["checks"])
+    assert record["rows"] == []  # times are of a GPU
+
+
+def test_policies_of_programmatic_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    edges = importlib.import_module("benchmarks.graph_edges")
+    assert edges.in_order([(3, 4), (1, 2), (2, 3)]) == [(1, 2), (2, 3), (3, 4)]
+    assert edges.in_order([]) == []
+    for branched in ([(1, 2), (1, 3)], [(1, 3), (2, 3)], [(1, 2), (3, 4)]):
+        with pytest.raises(ValueError, match="one behind the other"):
+            edges.in_order(branched)
+    some = [(1, 2), (2, 3), (5, 6), (6, 7), (7, 8)]
+    assert list(edges.nothing(some)) == []
+    assert list(edges.everything(some)) == some
+    assert edges.behind_strangers(some) == [(1, 2), (5, 6)]
+    # Three a layer, of which the first layer lacks the first.
+    assert edges.only(0, 3)(some) == [(1, 2), (2, 3), (6, 7), (7, 8)]
+    assert edges.only(2, 3)(some) == [(1, 2), (5, 6), (6, 7)]
+
+
 @pytest.fixture
 def cpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that writes docs/results/cpu-linears.md."""
@@ -82,6 +118,35 @@ def test_the_page_of_experts_is_what_its_results_make(cpu_page: Any) -> None:
     """Else: python -m benchmarks.moe_cpu_page."""
     module = importlib.import_module("benchmarks.moe_cpu_page")
     assert module.PAGE.read_text() == module.page_text()
+
+
+def test_the_page_of_neighbours_is_what_its_results_make(cpu_page: Any) -> None:
+    """Else: python -m benchmarks.neighbours_page."""
+    module = importlib.import_module("benchmarks.neighbours_page")
+    assert module.PAGE.read_text() == module.page_text()
+
+
+def test_what_linears_add(cpu_page: Any) -> None:
+    module = importlib.import_module("benchmarks.neighbours_page")
+
+    def row(algo: str | None, neighbours: str, policy: str, us: float, without: str | None = None) -> Any:
+        about = {"chain": "llama", "tokens": 1, "quant_algo": algo, "neighbours": neighbours}
+        return about | {"policy": policy, "without": without, "seconds": us * 1e-6, "forced": None}
+
+    rows = [
+        row(None, "torch", "all", 17),
+        row("FP8", "torch", "none", 80),
+        row("FP8", "torch", "none", 70, "o"),
+    ]
+    rows += [row(None, "moqext", "none", 9), row("FP8", "moqext", "none", 72.5)]
+    rows += [row("FP8", "moqext", "none", 1) | {"forced": "cuda:other"}]
+    times = module.Times(rows)
+    assert times.added("llama", 1, "FP8", "torch", "none") == pytest.approx(63)
+    assert times.added("llama", 1, "FP8", "moqext", "none") == pytest.approx(63.5)
+    assert times.added("llama", 1, "FP8", "moqext", "all") is None
+    assert times.added_by("llama", 1, "FP8", "none", "o") == pytest.approx(10)
+    line = "| llama | `FP8` | 1 |  |  |  | 80.00 (+63.00) |  | 72.50 (+63.50) |"
+    assert line in module.layers_table(times, ("all", "none")).splitlines()
 
 
 def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
