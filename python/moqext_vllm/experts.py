@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from moqext import CheckpointError, LayerQuant, MoEMethod, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
-from moqext_vllm.parameters import is_marked, marked
+from moqext_vllm.parameters import as_blocks, is_marked, marked
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
     "silu": ("silu", True, False),
@@ -242,10 +242,7 @@ def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if getattr(param, "quant_method", None) == "block":
-            if loaded_weight.dim() == 4:
-                loaded_weight = loaded_weight.flatten(2).flatten(0, 1)
-            elif loaded_weight.dim() == 1:
-                loaded_weight = loaded_weight.unsqueeze(-1)
+            loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
         return weight_loader(param, loaded_weight, *rest, **options)
 
     return load

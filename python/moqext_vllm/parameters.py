@@ -67,7 +67,7 @@ class PartitionedBlockScale(BlockQuantScaleParameter):  # type: ignore[misc]
         options: of vLLM's class.
     """
 
-    def __init__(self, partitions: Sequence[int], **options: Any) -> None:
+    def __init__(self, *, partitions: Sequence[int], **options: Any) -> None:
         super().__init__(**options)
         self.sizes = [-(-rows // BLOCK) for rows in partitions]
         self.starts = [0, *accumulate(self.sizes)]
@@ -105,7 +105,7 @@ def make_parameter(
         made = RowvLLMParameter(data=data, input_dim=0, weight_loader=weight_loader)
     elif len(spec.shape) == 2 and spec.dtype == "float32":
         made = PartitionedBlockScale(
-            partitions, data=data, input_dim=1, output_dim=0, weight_loader=weight_loader
+            partitions=partitions, data=data, input_dim=1, output_dim=0, weight_loader=weight_loader
         )
     elif len(spec.shape) == 2:
         made = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
@@ -115,6 +115,13 @@ def make_parameter(
         made = PerTensorScaleParameter(data=data, weight_loader=weight_loader)
     made.weight_loader = _in_shape(weight_loader)
     return made
+
+
+def as_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks as [rows, columns] of blocks: exporters write [rows, 1, columns, 1], too, or one value."""
+    if scales.dim() == 4:
+        return scales.flatten(2).flatten(0, 1)
+    return scales.reshape(1, 1) if scales.numel() == 1 else scales
 
 
 def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,8 +138,8 @@ def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
             loaded_weight = loaded_weight.reshape(1)
         elif isinstance(param, (ChannelQuantScaleParameter, RowvLLMParameter)) and param.dim() == 1:
             loaded_weight = loaded_weight.reshape(-1)
-        elif isinstance(param, PartitionedBlockScale) and loaded_weight.dim() == 4:
-            loaded_weight = loaded_weight.flatten(2).flatten(0, 1)
+        elif isinstance(param, PartitionedBlockScale):
+            loaded_weight = as_blocks(loaded_weight)
         return weight_loader(param, loaded_weight, *rest, **options)
 
     return load
