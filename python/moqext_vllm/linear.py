@@ -93,7 +93,9 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             raise CheckpointError(f"{self.prefix}: {error}") from error
         self._settle(layer, method, prepared)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Multiplies x [..., in_features] of the model's dtype."""
         tensors = [None if name is None else getattr(layer, name).data for name in self.sources]
         if torch.compiler.is_compiling() or not is_plain_call(x):

@@ -118,14 +118,14 @@ def make_parameter(
 
 
 def as_blocks(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks as [rows, columns] of blocks: exporters write [rows, 1, columns, 1], too, or one value."""
+    """Scales as [rows, columns] of blocks: exporters write [rows, 1, columns, 1], too, or one value."""
     if scales.dim() == 4:
         return scales.flatten(2).flatten(0, 1)
     return scales.reshape(1, 1) if scales.numel() == 1 else scales
 
 
 def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader that takes scales in every shape that exporters write, and one scale of a layer fused on disk."""
+    """A loader that takes scales in every shape of exporters, and one for a layer that is fused on disk."""
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if isinstance(param, PerTensorScaleParameter):

@@ -54,6 +54,11 @@ def tokens(*directories, **options):
         del llm
 
 
+def compiled(directory):
+    """The tokens under torch.compile."""
+    say(generate(make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=False)))
+
+
 def methods(model):
     """The classes of the methods of moqext in a model, with the number of layers that have them."""
     counts = {}
@@ -65,7 +70,7 @@ def methods(model):
 
 
 def reference(*directories):
-    """The tokens of Transformers, and by how much each led the next best."""
+    """The tokens of Transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +78,7 @@ def reference(*directories):
 
     for directory in directories:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        found, leads = [], []
+        found = []
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
             out = model.generate(
@@ -83,13 +88,9 @@ def reference(*directories):
                 min_new_tokens=NEW,
                 do_sample=False,
                 eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
             )
-            found.append(out.sequences[0, len(prompt) :].tolist())
-            best = [logits[0].topk(2).values for logits in out.logits]
-            leads.append([float(two[0] - two[1]) for two in best])
-        say([found, leads])
+            found.append(out[0, len(prompt) :].tolist())
+        say(found)
 
 
 def layers(*directories):
