@@ -139,7 +139,7 @@ class MoqextConfig(QuantizationConfig):
         Raises:
             ConfigError: parts of a fused layer, or experts, are quantized differently.
         """
-        if self._is_excluded(prefix):
+        if self.is_layer_excluded(prefix):
             return None
         config = self.config
         if not config.quantized_layers and config.moe_quant_algo is None:
@@ -148,7 +148,8 @@ class MoqextConfig(QuantizationConfig):
         found = config.layer_quant(prefix, shards)
         return None if found.quant_algo is None else found
 
-    def _is_excluded(self, prefix: str) -> bool:
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether a layer is not quantized, whatever else the configuration says; as vLLM calls it."""
         excluded = self.config.is_excluded(prefix, self.packed_modules_mapping, self.semantics)
         if self.semantics == "vllm":
             try:

@@ -73,8 +73,8 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         group = method.group_size or 1
         if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size_per_partition % group:
             raise UnsupportedQuantization(
-                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size_per_partition} rows of an "
-                f"expert, no multiple of the {group} that share a scale"
+                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size_per_partition} rows "
+                f"of an expert, no multiple of the {group} that share a scale"
             )
         self.method = method
         has_bias = bool(getattr(self.moe, "has_bias", False))

@@ -136,15 +136,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         has_blocks = len(method.checkpoint_params["weight_scale"].shape) == 2
         if has_blocks and input_size != self.in_features and self.in_features % group:
             raise UnsupportedQuantization(
-                f"{self.prefix}: tensor parallelism gives each rank {self.in_features} of {input_size} columns, "
-                f"no multiple of the {group} that share a scale"
+                f"{self.prefix}: tensor parallelism gives each rank {self.in_features} of {input_size} "
+                f"columns, no multiple of the {group} that share a scale"
             )
         rows_have_blocks = method.checkpoint_params["weight_scale"].dtype == "float32" and has_blocks
         split = output_size != sum(self.partitions)
         if rows_have_blocks and (split or is_head) and any(rows % BLOCK for rows in self.partitions):
             raise UnsupportedQuantization(
-                f"{self.prefix}: each rank has {'+'.join(map(str, self.partitions))} rows, no multiples of the "
-                f"{BLOCK} that share a scale"
+                f"{self.prefix}: each rank has {'+'.join(map(str, self.partitions))} rows, no multiples of "
+                f"the {BLOCK} that share a scale"
             )
         if rows_have_blocks and is_head:
             raise UnsupportedQuantization(f"{self.prefix}: {self.quant.quant_algo} does not run as lm_head")
