@@ -54,9 +54,10 @@ def tokens(*directories, **options):
         del llm
 
 
-def compiled(directory):
-    """The tokens under torch.compile."""
-    say(generate(make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=False)))
+def plain(directory, how):
+    """The tokens alone: in "eager" mode, or "compiled" by torch."""
+    llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")
+    say(generate(llm))
 
 
 def methods(model):

@@ -90,15 +90,11 @@ def test_scales_of_the_cache_are_the_checkpoints(engine):
     }
 
 
-def test_torch_compile(engine, served):
+@pytest.mark.parametrize("how, processes", [("compiled", "0"), ("eager", "1")])
+def test_torch_compile_and_a_process_of_its_own(engine, served, how, processes):
     name = "llama_w4a16_nvfp4"
-    assert engine("compiled", DATA / "checkpoints" / name)[0] == served[name][0]
-
-
-def test_the_engine_in_a_process_of_its_own(engine, served):
-    name = "llama_w4a16_nvfp4"
-    found = engine("tokens", DATA / "checkpoints" / name, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert found[0] == served[name]
+    found = engine("plain", DATA / "checkpoints" / name, how, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
+    assert found == [served[name][0]]
 
 
 # -------------------------------------------------------------------------------------- damaged checkpoints
