@@ -3,6 +3,7 @@
 Nothing of the plug-in is imported before vLLM has found it.
 """
 
+import gc
 import json
 import sys
 from functools import partial
@@ -171,6 +172,7 @@ def error(*directories):
             say([type(found).__name__, str(found)])
         else:
             say(None)
+        gc.collect()  # what is left of an engine would end the process groups of the next
 
 
 def classes():

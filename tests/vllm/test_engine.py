@@ -134,8 +134,8 @@ DAMAGES = {
     ),
     "missing block scales": (
         "llama_nvfp4_kvfp8",
-        lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.weight_scale"),
-        ["model.layers.1.mlp.down_proj", "weight_scale was never loaded"],
+        lambda tensors: tensors.pop("model.layers.0.mlp.down_proj.weight_scale"),
+        ["model.layers.0.mlp.down_proj", "weight_scale was never loaded"],
     ),
     "missing scale": (
         "llama_fp8_kvfp8",
