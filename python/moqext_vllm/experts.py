@@ -1,0 +1,248 @@
+"""The method of routed experts, by `moqext.MoEMethod`.
+
+"ModelOpt" is in the name of the class because vLLM's loader of experts asks for it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from moqext import CheckpointError, LayerQuant, MoEMethod, UnsupportedQuantization
+from moqext_torch.exchange import NAMED
+from moqext_vllm.parameters import as_blocks, is_marked, marked
+
+ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
+    "silu": ("silu", True, False),
+    "gelu": ("gelu", True, False),
+    "gelu_tanh": ("gelu_tanh", True, False),
+    "relu2": ("relu2", True, False),
+    "swigluoai": ("swigluoai", True, True),
+    "swigluoai_uninterleave": ("swigluoai", True, False),
+    "silu_no_mul": ("silu", False, False),
+    "gelu_no_mul": ("gelu", False, False),
+    "gelu_tanh_no_mul": ("gelu_tanh", False, False),
+    "relu2_no_mul": ("relu2", False, False),
+}
+
+
+class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """Experts of one layer, on the CPU.
+
+    Args:
+        quant: how the layer is quantized.
+        prefix: its name, for messages.
+        compute: as for `moqext.MoEMethod`.
+        moe: vLLM's description of the layer.
+    """
+
+    def __init__(self, quant: LayerQuant, prefix: str, compute: str, moe: Any) -> None:
+        super().__init__(moe)
+        self.quant = quant
+        self.prefix = prefix
+        self.compute = compute
+        self.method: MoEMethod | None = None
+        self.sources: dict[str, str] = {}  # where each prepared tensor stands in the layer
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        """None: the kernels are not vLLM's."""
+        return None
+
+    def uses_weight_scale_2_pattern(self) -> bool:
+        """Whether the scale of a whole weight is called weight_scale_2, as the loader asks."""
+        return "FP4" in str(self.quant.quant_algo)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Gives the layer a parameter for every stack of tensors that a checkpoint may have.
+
+        Raises:
+            UnsupportedQuantization: the experts do not run like this, or not on this device.
+        """
+        method = self._make_method(
+            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, extra_weight_attrs
+        )
+        group = method.group_size or 1
+        if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size_per_partition % group:
+            raise UnsupportedQuantization(
+                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size_per_partition} rows "
+                f"of an expert, no multiple of the {group} that share a scale"
+            )
+        self.method = method
+        has_bias = bool(getattr(self.moe, "has_bias", False))
+        loader = extra_weight_attrs["weight_loader"]
+        for role, spec in method.checkpoint_params.items():
+            if role.endswith("_bias") and not has_bias:
+                continue
+            dtype = params_dtype if role.endswith("_bias") else NAMED[spec.dtype]
+            parameter = torch.nn.Parameter(marked(self._shape(role, spec.shape), dtype), requires_grad=False)
+            parameter.weight_loader = _in_shape(loader)
+            if role.endswith("weight_scale") and spec.dtype == "float32" and self._has_rows(role, method):
+                parameter.quant_method = "block"  # or the loader takes it for one value
+            layer.register_parameter(role, parameter)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Prepares the loaded stacks, again after a reload, into the tensors of the first time.
+
+        Raises:
+            CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
+        """
+        assert self.method is not None
+        specs = self.method.checkpoint_params
+        given = self._loaded(layer)
+        room = {}
+        for role, spec in self.method.prepared_params.items():
+            if not spec.required and role not in given:
+                continue
+            held = getattr(layer, f"moqext_{role}", None)
+            if role in given and specs[role].dtype != "float32" and specs[role][:2] == spec[:2]:
+                room[role] = held if held is not None and not _same(held, given[role]) else given[role]
+            elif held is not None and tuple(held.shape) == spec.shape:
+                room[role] = held
+            else:
+                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=layer.w2_weight.device)
+        try:
+            prepared = self.method.prepare(given, room)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.prefix}: {error}") from error
+        self.sources = {}
+        for role, tensor in prepared.items():
+            kept = role in given and _same(tensor, given[role])
+            self.sources[role] = role if kept else f"moqext_{role}"
+            if not kept:
+                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Any = None,
+    ) -> torch.Tensor:
+        """The weighted sum of what the chosen experts of this rank give; the runner adds up ranks.
+
+        Shared experts are the runner's, too.
+        """
+        assert self.method is not None  # vLLM prepares before it runs
+        params = {role: getattr(layer, name).data for role, name in self.sources.items()}
+        return self.method(
+            x,
+            params,
+            topk_weights,
+            topk_ids,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
+        )
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _make_method(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        extra: dict[str, Any],
+    ) -> MoEMethod:
+        activation = getattr(layer.activation, "value", layer.activation)
+        if activation not in ACTIVATIONS:
+            raise UnsupportedQuantization(f"{self.prefix}: moqext has no experts with {activation}")
+        name, gated, interleaved = ACTIVATIONS[activation]
+        gated = gated and bool(getattr(self.moe, "is_act_and_mul", True))
+        options = {
+            option: getattr(layer, f"swiglu_{option}", None) if gated else None
+            for option in ("alpha", "beta", "limit")
+        }
+        try:
+            return MoEMethod(
+                str(self.quant.quant_algo),
+                num_experts,
+                hidden_size,
+                intermediate_size,
+                top_k=self.moe.experts_per_token,
+                activation=name,
+                gated=gated,
+                interleaved=interleaved,
+                group_size=self.quant.group_size,
+                dtype=dtype,
+                device=torch.get_default_device(),
+                compute=self.compute,
+                global_num_experts=extra.get("global_num_experts", num_experts),
+                **options,
+            )
+        except (UnsupportedQuantization, ValueError) as error:
+            raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
+
+    def _has_rows(self, role: str, method: MoEMethod) -> bool:
+        """Whether a float scale has a value for rows, not one for all of a weight."""
+        shape = method.checkpoint_params[role].shape
+        values = shape[1:] if role.startswith("w2") else (shape[1] // (2 if method.gated else 1), *shape[2:])
+        return len(values) > 1 or values not in ((), (1,))
+
+    def _shape(self, role: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that vLLM's loader wants: columns for the scales of rows, a slot for one half."""
+        assert self.method is not None
+        if role.endswith("weight_scale") and len(shape) == 2 and self._has_rows(role, self.method):
+            return (*shape, 1)
+        if role in ("w13_weight_scale", "w13_weight_scale_2") and len(shape) == 1:
+            return (*shape, 1)
+        return shape
+
+    def _loaded(self, layer: Any) -> dict[str, torch.Tensor]:
+        """The stacks of the checkpoint, without optional ones that it does not have.
+
+        Raises:
+            CheckpointError: a slot was never filled.
+        """
+        assert self.method is not None
+        found = {}
+        for role, spec in self.method.checkpoint_params.items():
+            parameter = getattr(layer, role, None)
+            if parameter is None:
+                continue
+            tensor = parameter.data.reshape(spec.shape)
+            halves = 2 if role.startswith("w13") and self.method.gated and tensor.dim() > 1 else 1
+            empty = [
+                (expert, half)
+                for expert, stack in enumerate(tensor)
+                for half, slot in enumerate(stack.chunk(halves) if halves > 1 else [stack])
+                if is_marked(slot)
+            ]
+            everything = len(tensor) * halves
+            optional_scale = not spec.required and role.endswith("input_scale")
+            if empty and not (optional_scale or (not spec.required and len(empty) == everything)):
+                expert, half = empty[0]
+                which = (" gate", " up")[half] if halves > 1 else ""
+                raise CheckpointError(
+                    f"{self.prefix}: {role} was never loaded for{which} of expert {expert} "
+                    f"({len(empty)} of {everything} slots)"
+                )
+            if len(empty) < everything:
+                found[role] = tensor
+        return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that takes the scales of rows and blocks in every shape that exporters write."""
+
+    def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if getattr(param, "quant_method", None) == "block":
+            loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
+        return weight_loader(param, loaded_weight, *rest, **options)
+
+    return load

@@ -1,0 +1,51 @@
+"""The scales of a quantized key/value cache, checked before vLLM takes them."""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+from moqext import CheckpointError, KVCacheMethod
+
+ABSENT = -1.0
+"""What vLLM fills the scales with before it loads a checkpoint."""
+SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def refuse_cache(kv_cache_quant_algo: str | None) -> None:
+    """Raises where a cache format does not run, as the affine one with its biases.
+
+    Raises:
+        UnsupportedQuantization: it does not run.
+    """
+    KVCacheMethod(kv_cache_quant_algo)
+
+
+class MoqextKVCacheMethod(BaseKVCacheMethod):  # type: ignore[misc]
+    """Loads the scales of an attention's queries, keys and values as vLLM does; none that is no scale.
+
+    Args:
+        quant_config: the configuration that has this method.
+        prefix: the attention's name.
+    """
+
+    def __init__(self, quant_config: Any, prefix: str) -> None:
+        super().__init__(quant_config)
+        self.prefix = prefix
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Checks the scales, completes them (one of two serves both), and hands them to vLLM.
+
+        Raises:
+            CheckpointError: a scale is zero, negative, infinite or NaN.
+        """
+        held = {name: getattr(layer, name) for name in SCALES if getattr(layer, name, None) is not None}
+        found = {name: float(scale) for name, scale in held.items() if float(scale) != ABSENT}
+        try:
+            scales = KVCacheMethod(self.quant_config.config.kv_cache_quant_algo or "FP8").prepare(found)
+        except ValueError as error:
+            raise CheckpointError(f"{self.prefix}: {error}") from error
+        if {"k_scale", "v_scale"} & found.keys():
+            held["k_scale"].data.fill_(scales.k_scale)
+            held["v_scale"].data.fill_(scales.v_scale)
+        super().process_weights_after_loading(layer)

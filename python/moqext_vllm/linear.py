@@ -1,0 +1,218 @@
+"""The method of quantized linears, by `moqext.LinearMethod`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers import linear as vllm_linear
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.utils import replace_parameter
+
+from moqext import CheckpointError, LayerQuant, LinearMethod, UnsupportedQuantization
+from moqext_torch.exchange import NAMED
+from moqext_torch.op import ROLES, find_method, is_plain_call
+from moqext_vllm.parameters import BLOCK, is_marked, make_parameter, slots
+
+
+class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """Linears of one layer: the checkpoint's tensors as vLLM's parameters, then what moqext makes of them.
+
+    Args:
+        quant: how the layer is quantized.
+        prefix: its name, for messages.
+        compute: as for `moqext.LinearMethod`.
+    """
+
+    def __init__(self, quant: LayerQuant, prefix: str, compute: str) -> None:
+        super().__init__()
+        self.quant = quant
+        self.prefix = prefix
+        self.compute = compute
+        self.partitions: tuple[int, ...] = ()
+        self.in_features = 0
+        self.dtype = torch.bfloat16
+        self.one_input_scale = False
+        self.sources: tuple[str | None, ...] = ()  # where each prepared tensor stands in the layer
+        self.method: LinearMethod | None = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Gives the layer a parameter for every tensor that a checkpoint may have.
+
+        Raises:
+            UnsupportedQuantization: the format does not run, or not split like this.
+        """
+        self.partitions = tuple(output_partition_sizes)
+        self.in_features = input_size_per_partition
+        self.dtype = params_dtype
+        method = self._find_method(torch.get_default_device())
+        self._refuse_split(method, input_size, output_size, isinstance(layer, ParallelLMHead))
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        specs = method.checkpoint_params
+        if specs["weight_scale"].dtype == "float32" and len(specs["weight_scale"].shape) == 2:
+            layer.weight_block_size = [BLOCK, BLOCK]
+        loader = extra_weight_attrs["weight_loader"]
+        for role, spec in specs.items():
+            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader))
+        if "input_scale" not in specs:  # exporters write it for formats that have no use for it, too
+            spec = specs["weight_scale"]._replace(shape=(len(self.partitions),), dtype="float32")
+            layer.register_parameter(
+                "input_scale", make_parameter("input_scale", spec, self.partitions, loader)
+            )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Prepares the loaded tensors, again after a reload, into the tensors of the first time.
+
+        Raises:
+            CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
+        """
+        given = self._loaded(layer)
+        shared = given.get("input_scale")
+        self.one_input_scale = (
+            len(self.partitions) > 1
+            and self.quant.quant_algo == "FP8"
+            and shared is not None
+            and bool((shared == shared[0]).all())
+        )
+        method = self._find_method(layer.weight.device)
+        room = self._room(layer, method, given)
+        try:
+            prepared = method.prepare(given, room)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.prefix}: {error}") from error
+        self._settle(layer, method, prepared)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiplies x [..., in_features] of the model's dtype."""
+        tensors = [None if name is None else getattr(layer, name).data for name in self.sources]
+        if torch.compiler.is_compiling() or not is_plain_call(x):
+            return torch.ops.moqext.linear(
+                x,
+                *tensors,
+                bias,
+                self.quant.quant_algo,
+                self.partitions,
+                self.quant.group_size,
+                self.compute,
+                self.one_input_scale,
+            )
+        params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
+        assert self.method is not None  # vLLM prepares before it runs
+        return self.method(x, params, None if bias is None else bias.data)
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def _find_method(self, device: torch.device) -> LinearMethod:
+        try:
+            return find_method(
+                str(self.quant.quant_algo),
+                self.in_features,
+                self.partitions,
+                self.quant.group_size,
+                self.dtype,
+                torch.device("cpu") if device.type == "meta" else device,
+                self.compute,
+                self.one_input_scale,
+            )
+        except (UnsupportedQuantization, ValueError) as error:
+            raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
+
+    def _refuse_split(self, method: LinearMethod, input_size: int, output_size: int, is_head: bool) -> None:
+        """Raises where a rank would get part of a block of scales."""
+        group = method.group_size or 1
+        has_blocks = len(method.checkpoint_params["weight_scale"].shape) == 2
+        if has_blocks and input_size != self.in_features and self.in_features % group:
+            raise UnsupportedQuantization(
+                f"{self.prefix}: tensor parallelism gives each rank {self.in_features} of {input_size} "
+                f"columns, no multiple of the {group} that share a scale"
+            )
+        rows_have_blocks = method.checkpoint_params["weight_scale"].dtype == "float32" and has_blocks
+        split = output_size != sum(self.partitions)
+        if rows_have_blocks and (split or is_head) and any(rows % BLOCK for rows in self.partitions):
+            raise UnsupportedQuantization(
+                f"{self.prefix}: each rank has {'+'.join(map(str, self.partitions))} rows, no multiples of "
+                f"the {BLOCK} that share a scale"
+            )
+        if rows_have_blocks and is_head:
+            raise UnsupportedQuantization(f"{self.prefix}: {self.quant.quant_algo} does not run as lm_head")
+
+    def _loaded(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint, without optional ones that it does not have.
+
+        Raises:
+            CheckpointError: a slot was never filled.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for role, spec in self._find_method(layer.weight.device).checkpoint_params.items():
+            tensor = getattr(layer, role).data
+            empty = [index for index, slot in enumerate(slots(tensor, self.partitions)) if is_marked(slot)]
+            if not empty:
+                found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
+            elif spec.required or len(empty) < len(slots(tensor, self.partitions)):
+                raise CheckpointError(
+                    f"{self.prefix}: {role} was never loaded{_of_parts(empty, len(self.partitions))}"
+                )
+        return found
+
+    def _room(
+        self, layer: torch.nn.Module, method: LinearMethod, given: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors for `prepare` to write: the checkpoint's where bytes stay, those of before at a reload."""
+        room = {}
+        for role, spec in method.prepared_params.items():
+            if not spec.required and role not in given:
+                continue
+            stored = method.checkpoint_params.get(role)
+            if role in given and stored is not None and stored.dtype != "float32" and stored[:2] == spec[:2]:
+                room[role] = given[role]
+                continue
+            held = getattr(layer, f"moqext_{role}", None)
+            if held is not None and tuple(held.shape) == spec.shape and not held.is_meta:
+                room[role] = held
+            else:
+                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=layer.weight.device)
+        return room
+
+    def _settle(self, layer: torch.nn.Module, method: LinearMethod, prepared: Any) -> None:
+        """Keeps the prepared tensors: codes in the place of the checkpoint's, all others beside them."""
+        specs = method.checkpoint_params
+        sources: list[str | None] = []
+        for role in ROLES:
+            tensor = prepared.get(role)
+            if tensor is None:
+                sources.append(None)
+            elif role in specs and specs[role].dtype != "float32":
+                if tensor.data_ptr() != getattr(layer, role).data_ptr():
+                    replace_parameter(layer, role, tensor)
+                sources.append(role)
+            else:
+                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+                sources.append(f"moqext_{role}")
+        self.sources = tuple(sources)
+        self.method = method
+
+
+def _of_parts(empty: Sequence[int], count: int) -> str:
+    """Which of the fused layers, for messages."""
+    if count == 1 or len(empty) == count:
+        return ""
+    return f" for part {', '.join(map(str, empty))} of the {count} fused"
+
+
+if hasattr(vllm_linear, "register_weight_loader_v2_supported_method"):
+    vllm_linear.register_weight_loader_v2_supported_method(MoqextModelOptLinearMethod)
+else:
+    vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(MoqextModelOptLinearMethod.__name__)

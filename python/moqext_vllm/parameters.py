@@ -1,0 +1,145 @@
+"""Parameters that vLLM's loaders fill with the tensors of a checkpoint, and what of them was never filled.
+
+A slot is what one tensor of a checkpoint fills: the rows of one of the layers that are fused. Before loading
+every slot holds a mark that no checkpoint holds: floats a NaN of certain bits, e4m3 nothing but NaN, packed
+fp4 nothing but minus zero. So it does not matter which way vLLM loads, or how often.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+)
+
+from moqext import ParamSpec
+from moqext_torch.exchange import NAMED
+
+_FLOAT_MARK = 0x7FE5A5A5
+_MARKS = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0x88}
+BLOCK = 128
+"""Rows, and columns, that share a scale of FP8_PB_WO."""
+
+
+def marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the default device whose slots all count as never filled."""
+    if dtype == torch.float32:
+        return torch.full(tuple(shape), _FLOAT_MARK, dtype=torch.int32).view(torch.float32)
+    if dtype in _MARKS:
+        return torch.full(tuple(shape), _MARKS[dtype], dtype=torch.uint8).view(dtype)
+    return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+
+def is_marked(slot: torch.Tensor) -> bool:
+    """Whether nothing was ever written to a slot."""
+    if slot.numel() == 0:
+        return False
+    if slot.dtype == torch.float32:
+        return bool((slot.contiguous().view(torch.int32) == _FLOAT_MARK).all())
+    if slot.dtype in _MARKS:
+        codes = slot.view(torch.uint8)
+        first = codes.reshape(-1)[:1] if codes.is_contiguous() else codes[:1]
+        return bool((first == _MARKS[slot.dtype]).all()) and bool((codes == _MARKS[slot.dtype]).all())
+    return bool(slot.isnan().all())
+
+
+def slots(tensor: torch.Tensor, partitions: Sequence[int]) -> list[torch.Tensor]:
+    """The slots of a tensor of fused layers: its rows, its blocks of rows or its values, layer by layer."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    blocks = [-(-part // BLOCK) for part in partitions]
+    for sizes in (partitions, blocks, [1] * len(partitions)):
+        if rows == sum(sizes):
+            return list(tensor.split(list(sizes)))
+    return [tensor]
+
+
+class PartitionedBlockScale(BlockQuantScaleParameter):  # type: ignore[misc]
+    """Block scales whose layers begin at a block of their own, even where their rows are no whole blocks.
+
+    Args:
+        partitions: rows of each layer that is fused.
+        options: of vLLM's class.
+    """
+
+    def __init__(self, *, partitions: Sequence[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.sizes = [-(-rows // BLOCK) for rows in partitions]
+        self.starts = [0, *accumulate(self.sizes)]
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
+        """Loads one of the fused layers; rows of blocks are this layer's own."""
+        super().load_merged_column_weight(loaded_weight, **self._place(where))
+
+    def load_qkv_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
+        """Likewise, of attention."""
+        super().load_qkv_weight(loaded_weight, **self._place(where))
+
+    def _place(self, where: dict[str, Any]) -> dict[str, Any]:
+        shard = where.get("shard_id")
+        if shard is None or isinstance(shard, tuple):
+            return where
+        index = self._shard_id_as_int(shard)
+        return where | {"shard_offset": self.starts[index], "shard_size": self.sizes[index]}
+
+
+def make_parameter(
+    role: str, spec: ParamSpec, partitions: Sequence[int], weight_loader: Callable[..., Any]
+) -> torch.nn.Parameter:
+    """The parameter of a linear's tensor, of the class that tells vLLM's loaders how to split it.
+
+    Args:
+        role: its name in the checkpoint.
+        spec: from `LinearMethod.checkpoint_params`.
+        partitions: rows of each layer that is fused, on this rank.
+        weight_loader: vLLM's.
+    """
+    data = marked(spec.shape, NAMED[spec.dtype])
+    rows = sum(partitions)
+    if role == "pre_quant_scale":
+        made = RowvLLMParameter(data=data, input_dim=0, weight_loader=weight_loader)
+    elif len(spec.shape) == 2 and spec.dtype == "float32":
+        made = PartitionedBlockScale(
+            partitions=partitions, data=data, input_dim=1, output_dim=0, weight_loader=weight_loader
+        )
+    elif len(spec.shape) == 2:
+        made = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
+    elif role == "weight_scale" and spec.shape == (rows,) and rows != len(partitions):
+        made = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=weight_loader)
+    else:
+        made = PerTensorScaleParameter(data=data, weight_loader=weight_loader)
+    made.weight_loader = _in_shape(weight_loader)
+    return made
+
+
+def as_blocks(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as [rows, columns] of blocks: exporters write [rows, 1, columns, 1], too, or one value."""
+    if scales.dim() == 4:
+        return scales.flatten(2).flatten(0, 1)
+    return scales.reshape(1, 1) if scales.numel() == 1 else scales
+
+
+def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that takes scales in every shape of exporters, and one for a layer that is fused on disk."""
+
+    def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if isinstance(param, PerTensorScaleParameter):
+            shard = rest[0] if rest else options.get("loaded_shard_id")
+            if shard is None or isinstance(shard, tuple):
+                own = [param.data[index : index + 1] for index in shard] if shard else [param.data]
+                for slot in own:
+                    slot.copy_(loaded_weight.reshape(-1))
+                return None
+            loaded_weight = loaded_weight.reshape(1)
+        elif isinstance(param, (ChannelQuantScaleParameter, RowvLLMParameter)) and param.dim() == 1:
+            loaded_weight = loaded_weight.reshape(-1)
+        elif isinstance(param, PartitionedBlockScale):
+            loaded_weight = as_blocks(loaded_weight)
+        return weight_loader(param, loaded_weight, *rest, **options)
+
+    return load

@@ -1,0 +1,63 @@
+"""The entry point: registers moqext's configurations over those that vLLM has for ModelOpt."""
+
+import logging
+import os
+from importlib import import_module
+
+logger = logging.getLogger("vllm.moqext")  # below vLLM's own, so that its settings hold
+
+NEEDED = {  # what has to be there, by module
+    "vllm.model_executor.layers.quantization": ("register_quantization_config",),
+    "vllm.model_executor.layers.quantization.base_config": ("QuantizationConfig",),
+    "vllm.model_executor.layers.quantization.kv_cache": ("BaseKVCacheMethod",),
+    "vllm.model_executor.layers.linear": (
+        "LinearBase",
+        "LinearMethodBase",
+        "UnquantizedLinearMethod",
+        "WEIGHT_LOADER_V2_SUPPORTED",
+    ),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("ParallelLMHead",),
+    "vllm.model_executor.layers.fused_moe": ("FusedMoEMethodBase", "RoutedExperts"),
+    "vllm.model_executor.layers.attention": ("Attention", "MLAAttention"),
+    "vllm.model_executor.parameter": (
+        "BlockQuantScaleParameter",
+        "ChannelQuantScaleParameter",
+        "ModelWeightParameter",
+        "PerTensorScaleParameter",
+        "RowvLLMParameter",
+    ),
+    "vllm.model_executor.utils": ("replace_parameter",),
+}
+
+
+def find_missing() -> list[str]:
+    """The dotted names that the plug-in uses and this vLLM does not have."""
+    missing = []
+    for module, names in NEEDED.items():
+        try:
+            found = import_module(module)
+        except ImportError:
+            missing.append(module)
+            continue
+        missing += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return missing
+
+
+def register() -> None:
+    """Puts moqext in the place of vLLM's "modelopt", "modelopt_fp4" and "modelopt_mixed".
+
+    vLLM calls it in each of its processes, and may do so again. With MOQEXT_VLLM=0, or where this vLLM lacks
+    what the plug-in needs, vLLM is left as it is.
+    """
+    if os.environ.get("MOQEXT_VLLM") == "0":
+        return
+    missing = find_missing()
+    if missing:
+        logger.warning("moqext leaves this vLLM alone: it has no %s", ", ".join(missing))
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from moqext_vllm.config import CONFIGS
+
+    for config in CONFIGS:
+        register_quantization_config(config.NAME)(config)

@@ -1,0 +1,60 @@
+"""Runs the real engine in fresh processes; a checkout that is not installed lends them its entry point."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+if find_spec("moqext_torch") is None:
+    sys.path.insert(0, str(ROOT / "python"))
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """The variables of a process in which vLLM finds the plug-in."""
+    paths = [path for path in sys.path if path]
+    if not any(entry.name == "moqext" for entry in entry_points(group="vllm.general_plugins")):
+        info = tmp_path_factory.mktemp("installed") / "moqext_checkout-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moqext-checkout\nVersion: 0\n")
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        value = project["entry-points"]["vllm.general_plugins"]["moqext"]
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmoqext = {value}\n")
+        paths.append(str(info.parent))
+    return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture(scope="session")
+def engine(environment):
+    """`engine(task, *arguments, **variables)`: what a task of engine.py prints, one JSON value a line."""
+
+    def run(task, *arguments, **variables):
+        done = subprocess.run(
+            [sys.executable, HERE / "engine.py", task, *map(str, arguments)],
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+    return run

@@ -1,0 +1,194 @@
+"""What the tests have the engine do, in a process of its own: `engine.py TASK ARGUMENT...`.
+
+Nothing of the plug-in is imported before vLLM has found it.
+"""
+
+import gc
+import json
+import sys
+from functools import partial
+
+PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
+NEW = 16
+PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def say(value):
+    print("RESULT", json.dumps(value), flush=True)
+
+
+def make_engine(directory, **options):
+    from vllm import LLM
+
+    return LLM(
+        directory,
+        skip_tokenizer_init=True,
+        **{"enforce_eager": True, "max_model_len": 48, "dtype": "float32"} | options,
+    )
+
+
+def generate(llm):
+    """The greedy tokens of every prompt."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW)
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, how, use_tqdm=False)]
+
+
+def without_cache(directory):
+    """The configuration without a format of the cache: Transformers keeps the dtype of the model."""
+    from pathlib import Path
+
+    config = json.loads(Path(directory, "config.json").read_text())["quantization_config"]
+    return {"quantization_config": {key: value for key, value in config.items() if "kv_cache" not in key}}
+
+
+# ---------------------------------------------------------------------------------------------------- tasks
+
+
+def tokens(*directories, **options):
+    """The tokens of checkpoints, and which methods their layers have."""
+    for directory in directories:
+        llm = make_engine(directory, hf_overrides=without_cache(directory), **options)
+        say([generate(llm), llm.apply_model(methods)[0]])
+        del llm
+
+
+def plain(directory, how):
+    """The tokens alone: in "eager" mode, or "compiled" by torch."""
+    llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")
+    say(generate(llm))
+
+
+def methods(model):
+    """The classes of the methods of moqext in a model, with the number of layers that have them."""
+    counts = {}
+    for module in model.modules():
+        name = type(getattr(module, "quant_method", None)).__name__
+        if name.startswith("Moqext"):
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def reference(*directories):
+    """The tokens of Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import moqext_transformers  # noqa: F401
+
+    for directory in directories:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        found = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            found.append(out[0, len(prompt) :].tolist())
+        say(found)
+
+
+def layers(*directories):
+    """The quantized layers of checkpoints, and which of them do not give moqext's own bits."""
+    for directory in directories:
+        llm = make_engine(directory, hf_overrides=without_cache(directory))
+        say(llm.apply_model(partial(compare_layers, directory))[0])
+        del llm
+
+
+def compare_layers(directory, model):
+    import torch
+
+    import moqext
+
+    checked, wrong = [], []
+    rng = torch.Generator().manual_seed(7)
+    with moqext.Checkpoint(directory) as checkpoint:
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            kind = type(method).__name__
+            if kind == "MoqextModelOptLinearMethod":
+                parent, _, own = name.rpartition(".")
+                parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
+                layer = checkpoint.load(parts, dtype="float32")
+                x = torch.randn(5, layer.in_features, generator=rng)
+                expected = layer(x)
+                found = method.apply(module, x, getattr(module, "bias", None))[:, : expected.shape[1]]
+            elif kind == "MoqextModelOptMoEMethod":
+                layer = checkpoint.load(name.removesuffix(".routed_experts"), dtype="float32")
+                x = torch.randn(5, method.method.hidden_size, generator=rng)
+                count, top_k = method.method.num_experts, method.method.top_k
+                ids = torch.stack([torch.randperm(count, generator=rng)[:top_k] for _ in x]).int()
+                weights = torch.rand(5, top_k, generator=rng)
+                expected = layer(x, weights, ids)
+                found = method.apply(module, x, weights, ids, None, None)
+            else:
+                continue
+            checked.append(name)
+            if not torch.equal(found, expected):
+                wrong.append(name)
+    return [checked, wrong]
+
+
+def reload(directory):
+    """The tokens before and after a reload, and whether every tensor kept its place."""
+    llm = make_engine(directory)
+    before, places = generate(llm), llm.apply_model(addresses)[0]
+    llm.collective_rpc("reload_weights")
+    say([before, generate(llm), places == llm.apply_model(addresses)[0]])
+
+
+def addresses(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def cache_scales(directory):
+    """The scales of each attention's cache."""
+    say(make_engine(directory).apply_model(read_cache_scales)[0])
+
+
+def read_cache_scales(model):
+    return {
+        name: [module._k_scale_float, module._v_scale_float]
+        for name, module in model.named_modules()
+        if hasattr(module, "_k_scale_float")
+    }
+
+
+def error(*directories):
+    """What loading a damaged checkpoint raises."""
+    for directory in directories:
+        try:
+            make_engine(directory)
+        except Exception as found:
+            say([type(found).__name__, str(found)])
+        else:
+            say(None)
+        gc.collect()  # what is left of an engine would end the process groups of the next
+
+
+def classes():
+    """Which classes vLLM has for ModelOpt, once its plug-ins are loaded, twice."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    import vllm.plugins
+
+    vllm.plugins.plugins_loaded = False
+    load_general_plugins()
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    names = ("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
+    say({name: get_quantization_config(name).__module__.split(".")[0] for name in names})
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,199 @@
+"""The real engine serves genuine checkpoints through the plug-in that it has found by itself."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+GENERATED = [  # whose heads vLLM's attention on the CPU knows: of 32 columns
+    *("llama_fp8_kvfp8", "llama_fp8_pb_wo", "llama_fp8_pc_pt", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4"),
+    *("llama_w4a8_nvfp4_fp8", "qwen3moe_fp8", "qwen3moe_nvfp4"),
+]
+LOADED = [
+    *("fp8_bias_kvfp8", "fp8_excluded", "fp8_kvcast", "fp8_lm_head", "fp8_pb_real", "fp8_pb_wo_one_block"),
+    *(
+        "fp8_pb_wo_unaligned",
+        "fp8_pc_pt_bias",
+        "fp8_uncalibrated",
+        "fp8_zero",
+        "mixed_fp8_nvfp4",
+        "mixed_three",
+    ),
+    *(
+        "mixtral_fp8",
+        "mixtral_nvfp4",
+        "nvfp4_bias_kvnvfp4",
+        "nvfp4_lm_head",
+        "nvfp4_mlp_only",
+        "nvfp4_sharded",
+    ),
+    *("nvfp4_uncalibrated", "nvfp4_zero", "qwen3moe_mixed", "w4a16_nvfp4", "w4a16_nvfp4_group_32"),
+    "w4a8_nvfp4_fp8",
+]
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    found = engine("tokens", *(DATA / "checkpoints" / name for name in GENERATED))
+    return dict(zip(GENERATED, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    found = engine("reference", *(DATA / "checkpoints" / name for name in GENERATED))
+    return dict(zip(GENERATED, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def compared(engine):
+    found = engine("layers", *(DATA / "exports" / name for name in LOADED))
+    return dict(zip(LOADED, found, strict=True))
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_tokens_are_those_of_transformers(served, expected, name):
+    tokens, methods = served[name]
+    assert methods["MoqextModelOptLinearMethod"] > 0
+    assert ("MoqextModelOptMoEMethod" in methods) == name.startswith("qwen3moe")
+    assert tokens == expected[name]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_loaded_layers_have_the_bits_of_moqext(compared, name):
+    checked, wrong = compared[name]
+    assert wrong == []
+    assert checked
+    assert ("lm_head" in checked) == name.endswith("lm_head")
+
+
+def test_a_reload_prepares_again_in_place(engine):
+    before, after, in_place = engine("reload", DATA / "checkpoints" / "qwen3moe_nvfp4")[0]
+    assert after == before
+    assert in_place
+
+
+def test_scales_of_the_cache_are_the_checkpoints(engine):
+    import moqext
+
+    directory = DATA / "checkpoints" / "llama_nvfp4_kvfp8"
+    with moqext.Checkpoint(directory) as checkpoint:
+        scales = {record.name: record.values for record in checkpoint.kv_scales()}
+    found = engine("cache_scales", directory)[0]
+    assert found == {
+        f"{name}.attn": [values["k_scale"], values["v_scale"]] for name, values in scales.items()
+    }
+
+
+@pytest.mark.parametrize("how, processes", [("compiled", "0"), ("eager", "1")])
+def test_torch_compile_and_a_process_of_its_own(engine, served, how, processes):
+    name = "llama_w4a16_nvfp4"
+    found = engine("plain", DATA / "checkpoints" / name, how, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
+    assert found == [served[name][0]]
+
+
+# -------------------------------------------------------------------------------------- damaged checkpoints
+
+
+def change(directory, edit):
+    """Edits the tensors of a checkpoint of one file: `edit` is given dtypes, shapes and bytes by name."""
+    path = directory / "model.safetensors"
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    meta = header.pop("__metadata__", None)
+    tensors = {
+        name: (about["dtype"], about["shape"], raw[8 + size :][slice(*about["data_offsets"])])
+        for name, about in header.items()
+    }
+    edit(tensors)
+    body, header = b"", {} if meta is None else {"__metadata__": meta}
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def negative(tensors, name):
+    dtype, shape, data = tensors[name]
+    assert dtype == "F32"
+    tensors[name] = (dtype, shape, (-np.frombuffer(data, np.float32)).tobytes())
+
+
+DAMAGES = {
+    "missing codes": (
+        "llama_nvfp4_kvfp8",
+        lambda tensors: tensors.pop("model.layers.0.self_attn.k_proj.weight"),
+        ["model.layers.0.self_attn.qkv_proj", "weight was never loaded", "part 1 of the 3"],
+    ),
+    "missing block scales": (
+        "llama_nvfp4_kvfp8",
+        lambda tensors: tensors.pop("model.layers.0.mlp.down_proj.weight_scale"),
+        ["model.layers.0.mlp.down_proj", "weight_scale was never loaded"],
+    ),
+    "missing scale": (
+        "llama_fp8_kvfp8",
+        lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"),
+        ["model.layers.0.mlp.gate_up_proj", "weight_scale was never loaded", "part 1 of the 2"],
+    ),
+    "negative scale": (
+        "llama_fp8_kvfp8",
+        lambda tensors: negative(tensors, "model.layers.0.self_attn.o_proj.weight_scale"),
+        ["model.layers.0.self_attn.o_proj", "weight_scale"],
+    ),
+    "negative scale of the cache": (
+        "llama_fp8_kvfp8",
+        lambda tensors: negative(tensors, "model.layers.0.self_attn.k_proj.k_scale"),
+        ["model.layers.0.self_attn.attn", "k_scale"],
+    ),
+    "missing expert": (
+        "qwen3moe_nvfp4",
+        lambda tensors: tensors.pop("model.layers.0.mlp.experts.2.up_proj.weight"),
+        ["model.layers.0.mlp.experts", "w13_weight was never loaded for up of expert 2"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(engine, tmp_path_factory):
+    places = []
+    for number, (name, edit, _) in enumerate(DAMAGES.values()):
+        places.append(tmp_path_factory.mktemp(f"damaged{number}") / name)
+        shutil.copytree(DATA / "checkpoints" / name, places[-1])
+        change(places[-1], edit)
+    places += [DATA / "exports" / name for name in ("nvfp4_kvaffine", "mixed_in_qkv")]
+    return dict(zip([*DAMAGES, "nvfp4_kvaffine", "mixed_in_qkv"], engine("error", *places), strict=True))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_refused_with_the_name_of_the_layer(refused, damage):
+    assert refused[damage] is not None
+    kind, message = refused[damage]
+    assert kind == "CheckpointError"
+    for text in DAMAGES[damage][2]:
+        assert text in message
+
+
+def test_what_does_not_run_is_refused_by_name(refused):
+    assert "NVFP4_AFFINE" in refused["nvfp4_kvaffine"][1]
+    assert "model.layers.0.self_attn.qkv_proj" in refused["mixed_in_qkv"][1]
+
+
+# ----------------------------------------------------------------------------------------------- the switch
+
+
+@pytest.mark.parametrize("value, owner", [("1", "moqext_vllm"), ("0", "vllm")])
+def test_the_switch(engine, value, owner):
+    found = engine("classes", MOQEXT_VLLM=value)[0]
+    assert found == {
+        "modelopt": owner,
+        "modelopt_fp4": owner,
+        "modelopt_mixed": owner,
+        "modelopt_mxfp8": "vllm",
+    }
