@@ -62,43 +62,30 @@ static PyObject *to_host(PyObject *module, PyObject *object) {
     return result;
 }
 
-/* The tensor `given`, or a new one of float32 of x's kind. */
-static PyObject *open_copy(moq_state *state, PyObject *given, moq_arg *x, moq_arg *out) {
-    if (moq_arg_absent(given))
-        return moq_arg_new_like(state, x, MOQ_DT_F32, x->view.ndim, x->view.shape, out);
-    if (moq_arg_take_output(state, given, "out", out) < 0)
-        return NULL;
-    if (moq_arg_refuse_overlap(out, x) == 0)
-        return Py_NewRef(given);
-    moq_arg_release(out);
-    return NULL;
-}
-
 static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                       PyObject *kwnames) {
-    static const moq_signature SIGNATURE = {"copy", 2, 1, 2, {KW_x, KW_out}};
+    static const moq_signature SIGNATURE = {"copy", 2, 2, 2, {KW_x, KW_out}};
     moq_state *state = moq_module_state(module);
     PyObject *values[2];
     moq_arg x, out;
     moq_err err;
-    int status = 0;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
         moq_arg_take(state, values[0], "x", &x) < 0)
         return NULL;
-    PyObject *result = open_copy(state, values[1], &x, &out);
-    if (!result) {
+    if (moq_arg_take_output(state, values[1], "out", &out) < 0) {
         moq_arg_release(&x);
         return NULL;
     }
+    int status = moq_arg_refuse_overlap(&out, &x);
     /* Where NumPy has no bfloat16, numbers in it arrive as uint16. */
     if (x.view.dtype == MOQ_DT_U16 && out.view.dtype == MOQ_DT_F32)
         x.view.dtype = MOQ_DT_BF16;
-    if (moq_run_copy(&x.view, &out.view, &err) != MOQ_OK) {
+    if (status == 0 && moq_run_copy(&x.view, &out.view, &err) != MOQ_OK) {
         moq_raise(state, &err);
         status = -1;
     }
     moq_arg_release(&x);
-    return moq_arg_finish(state, result, &out, status);
+    return moq_arg_finish(state, Py_NewRef(values[1]), &out, status);
 }
 
 /* Refuses more values than the caller has a use for, and gaps between them: only what is as it
@@ -181,8 +168,7 @@ static PyMethodDef METHODS[] = {
      "See moqext.ops.to_device."},
     {"to_host", to_host, METH_O, "See moqext.ops.to_host."},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL | METH_KEYWORDS,
-     "copy(x, out=None) -> out: codes as they are, numbers of another type as float32; None: a new "
-     "tensor of float32"},
+     "copy(x, out) -> out: codes as they are, numbers of another type as float32"},
     {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL | METH_KEYWORDS,
      "numbers(x, name, device, limit) -> NumPy array of float32, of at most `limit` values on the "
      "device or the host; name: what messages call x"},

@@ -2,9 +2,9 @@
  * of MOQEXT_KERNEL, into the rows of the output and nowhere else.
  *
  * What weights are prepared to is target linear's business: parameters here are drawn in prepared
- * form. Where activations are not quantized the result is compared with a sum in float64; with
- * other activations each token is compared with itself alone, since which experts others ask for
- * must change no more than the order of sums.
+ * form. Where activations are neither quantized nor rounded (NVFP4 with float32) the result is
+ * compared with a sum in float64; of other layers nothing is known but that a refusal comes before
+ * anything is written, and that the sanitizers find nothing.
  *
  * Case: names and sizes, then what departs from what is asked for, then bytes. */
 #include "fuzz.h"
