@@ -1,14 +1,21 @@
 """What the tests have the engine do, in a process of its own: `engine.py TASK ARGUMENT...`.
 
-Nothing of the plug-in is imported before vLLM has found it.
+Nothing of the plug-in is imported before vLLM has found it. Models are float32 on the CPU and bfloat16 on a
+GPU, where vLLM's attention wants 16 bits.
 """
 
 import json
 import sys
 from functools import partial
 
+import torch
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CUDA else "cpu"
+DTYPE = "bfloat16" if ON_CUDA else "float32"
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
+MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if ON_CUDA else {}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -22,7 +29,7 @@ def make_engine(directory, **options):
     return LLM(
         directory,
         skip_tokenizer_init=True,
-        **{"enforce_eager": True, "max_model_len": 48, "dtype": "float32"} | options,
+        **{"enforce_eager": True, "max_model_len": 48, "dtype": DTYPE, **MEMORY} | options,
     )
 
 
@@ -72,16 +79,16 @@ def methods(model):
 
 def reference(*directories):
     """The tokens of Transformers."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     import moqext_transformers  # noqa: F401
 
     for directory in directories:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))
+        model = model.to(DEVICE).eval()
         found = []
         for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], device=DEVICE)
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -103,12 +110,11 @@ def layers(*directories):
 
 
 def compare_layers(directory, model):
-    import torch
-
     import moqext
 
     checked, wrong = [], []
-    rng = torch.Generator().manual_seed(7)
+    rng = torch.Generator(DEVICE).manual_seed(7)
+    dtype = getattr(torch, DTYPE)
     with moqext.Checkpoint(directory) as checkpoint:
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -116,16 +122,16 @@ def compare_layers(directory, model):
             if kind == "MoqextModelOptLinearMethod":
                 parent, _, own = name.rpartition(".")
                 parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
-                layer = checkpoint.load(parts, dtype="float32")
-                x = torch.randn(5, layer.in_features, generator=rng)
+                layer = checkpoint.load(parts, dtype=DTYPE, device=DEVICE)
+                x = torch.randn(5, layer.in_features, generator=rng, dtype=dtype, device=DEVICE)
                 expected = layer(x)
                 found = method.apply(module, x, getattr(module, "bias", None))[:, : expected.shape[1]]
             elif kind == "MoqextModelOptMoEMethod":
-                layer = checkpoint.load(name.removesuffix(".routed_experts"), dtype="float32")
-                x = torch.randn(5, method.method.hidden_size, generator=rng)
+                layer = checkpoint.load(name.removesuffix(".routed_experts"), dtype=DTYPE, device=DEVICE)
+                x = torch.randn(5, method.method.hidden_size, generator=rng, dtype=dtype, device=DEVICE)
                 count, top_k = method.method.num_experts, method.method.top_k
-                ids = torch.stack([torch.randperm(count, generator=rng)[:top_k] for _ in x]).int()
-                weights = torch.rand(5, top_k, generator=rng)
+                ids = torch.rand(5, count, generator=rng, device=DEVICE).argsort()[:, :top_k].int()
+                weights = torch.rand(5, top_k, generator=rng, device=DEVICE)
                 expected = layer(x, weights, ids)
                 found = method.apply(module, x, weights, ids, None, None)
             else:
