@@ -110,13 +110,13 @@ class Engine:
                 counts[" ".join(names)] += 1
         return dict(counts)
 
-    def profile(self, batch: int, steps: int = 8) -> None:
+    def profile(self, batch: int, tokens: int = PROMPT, steps: int = 8) -> None:
         """Prints what the kernels of a step take, by name, in microseconds."""
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
 
-        prompts = self.prompts(batch, PROMPT)
-        self.seconds(prompts, 4)
+        prompts = self.prompts(batch, tokens)
+        self.seconds(prompts, steps)
         with profiler(activities=[ProfilerActivity.CUDA]) as found:
             self.seconds(prompts, steps)
         times: Counter[str] = Counter()
@@ -124,8 +124,8 @@ class Engine:
         for event in found.events():
             times[event.name] += event.device_time_total
             calls[event.name] += 1
-        print(f"profile of {steps} steps with {batch} sequences, the first their prompts: us a step, calls")
-        for name, spent in times.most_common(24):
+        print(f"profile of {steps} steps, {batch} sequences of {tokens} tokens first: us a step, calls")
+        for name, spent in times.most_common(18):
             print(f"{spent / steps:9.1f} {calls[name] / steps:7.1f}  {name[:110]}")
 
 
@@ -151,6 +151,8 @@ def main() -> None:
         print("ROW", json.dumps(row), flush=True)
         for batch in options.profile:
             engine.profile(batch)
+        if options.profile and options.prompt:
+            engine.profile(1, options.prompt, 1)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,28 @@ def tokens(*directories, **options):
         del llm
 
 
+def handed_over(directory):
+    """The tokens, how many linears take codes, and how often they got some."""
+    from moqext_vllm.linear import MoqextModelOptLinearMethod
+
+    counts = []
+    apply = MoqextModelOptLinearMethod.apply
+
+    def count(self, layer, x, bias=None):
+        counts.append(not isinstance(x, torch.Tensor))
+        return apply(self, layer, x, bias)
+
+    MoqextModelOptLinearMethod.apply = count
+    llm = make_engine(directory, hf_overrides=without_cache(directory))
+    found = generate(llm)
+    say([found, llm.apply_model(takers)[0], sum(counts), len(counts)])
+
+
+def takers(model):
+    """How many linears offer to take codes."""
+    return sum(getattr(module, "_input_quant_key", None) is not None for module in model.modules())
+
+
 def plain(directory, how):
     """The tokens alone: in "eager" mode, or "compiled" by torch."""
     llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")

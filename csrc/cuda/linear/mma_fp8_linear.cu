@@ -296,7 +296,9 @@ static layout lay_out(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     bool groups = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
     layout l = {};
-    l.copies = call->input_scale ? spec->partition_count : 1;
+    l.copies = call->input_scale && !spec->quantized_input ? spec->partition_count : 1;
+    if (spec->quantized_input)
+        return l;
     l.codes = take(&l, l.copies * call->m * spec->in_features);
     l.scales = take(&l, call->m * (groups ? moq_linear_scale_columns(spec) : 1) * 4);
     moq_cuda_quantize q = quantization(call, &l);
@@ -311,6 +313,8 @@ extern "C" int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
 
 static moq_status quantize(const moq_linear_call *call, const layout *l, moq_err *err) {
     moq_cuda_quantize q = quantization(call, l);
+    if (call->spec->quantized_input)
+        return MOQ_OK;
     for (int64_t i = 0; i < l->copies; i++) {
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
         q.codes += call->m * call->spec->in_features;
@@ -325,22 +329,22 @@ static moq_status multiply(const moq_linear_call *call, const layout *l, bool na
     const uint8_t *memory = (const uint8_t *)call->workspace;
     const shape *s = shape_for(call);
     bool groups = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
-    mma_args args = {.out = moq_output_of(call),
-                     .m = call->m,
-                     .k = spec->in_features,
-                     .token_tiles = (call->m + s->tm - 1) / s->tm,
-                     .weight_tiles = moq_tile_count(spec, s->tn),
-                     .codes = memory + l->codes,
-                     .next_codes = l->copies > 1 ? call->m * spec->in_features : 0,
-                     .weight = call->weight,
-                     .x_scale = call->input_scale ? call->input_scale
-                                                  : (const float *)(memory + l->scales),
-                     .block_scale = groups ? (const float *)call->weight_scale : NULL,
-                     .output_scale = call->output_scale,
-                     .next_row = spec->input == MOQ_INPUT_E4M3_TOKEN,
-                     .next_partition = l->copies > 1,
-                     .partition_count = spec->partition_count,
-                     .partitions = moq_partitions_of(spec)};
+    mma_args args = {
+        .out = moq_output_of(call),
+        .m = call->m,
+        .k = spec->in_features,
+        .token_tiles = (call->m + s->tm - 1) / s->tm,
+        .weight_tiles = moq_tile_count(spec, s->tn),
+        .codes = spec->quantized_input ? (const uint8_t *)call->x->data : memory + l->codes,
+        .next_codes = l->copies > 1 ? call->m * spec->in_features : 0,
+        .weight = call->weight,
+        .x_scale = call->input_scale ? call->input_scale : (const float *)(memory + l->scales),
+        .block_scale = groups ? (const float *)call->weight_scale : NULL,
+        .output_scale = call->output_scale,
+        .next_row = spec->input == MOQ_INPUT_E4M3_TOKEN,
+        .next_partition = l->copies > 1,
+        .partition_count = spec->partition_count,
+        .partitions = moq_partitions_of(spec)};
     int64_t blocks = block_count(call, s);
     if (blocks > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
