@@ -13,14 +13,21 @@ torch = pytest.importorskip("torch")
 
 from .cases import DTYPES, force, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
-KERNELS = ("cuda:sm90_fp8_many", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:cublaslt", None)
-TOKENS = (1, 5, 16, 33, 64, 130, 300)
+FEW = "cuda:sm90_fp8_few"
+KERNELS = (FEW, "cuda:sm90_fp8_many", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:cublaslt")
+COLUMNS = 1408  # no multiple of the steps of 512
+TOKENS = (1, 2, 5, 8, 9, 16, 33, 64, 130, 300)
+
+
+def tokens_of(kernel):
+    """Numbers that a kernel takes."""
+    return [count for count in TOKENS if kernel != FEW or count <= 16]
 
 
 class Coded:
     """A layer for codes, beside the one on the same kernel that quantizes by itself."""
 
-    def __init__(self, rng, dtype, kernel, columns=528, rows=208):
+    def __init__(self, rng, dtype, kernel, columns=COLUMNS, rows=208):
         self.case = random_case(rng, "FP8", columns, [rows])
         self.scale = self.case.parts[0]["input_scale"]
         self.dtype = dtype
@@ -38,7 +45,7 @@ class Coded:
         return x, to_cuda(codes).view(torch.float8_e4m3fn)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[*KERNELS, None])
 def kernel(request, monkeypatch):
     if request.param:
         force(monkeypatch, request.param)
@@ -49,7 +56,7 @@ def kernel(request, monkeypatch):
 def test_results_are_those_of_the_reference(rng, kernel, dtype):
     layer = Coded(rng, dtype, kernel)
     bias = rng.standard_normal(208).astype(np.float32)
-    for tokens in TOKENS:
+    for tokens in tokens_of(kernel):
         x, codes = layer.draw(rng, tokens)
         out = poisoned(tokens, 208, dtype=dtype)
         assert layer.method(codes, layer.params, to_cuda(bias), out) is out
@@ -59,17 +66,28 @@ def test_results_are_those_of_the_reference(rng, kernel, dtype):
         assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:4])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_kernel_gives_the_same_bits(rng, monkeypatch, kernel):
     force(monkeypatch, kernel)
     layer = Coded(rng, "bfloat16", kernel)
-    for tokens in TOKENS:
+    for tokens in tokens_of(kernel):
         x, codes = layer.draw(rng, tokens)
         variant = layer.method._plan.way(tokens)[1] if kernel == "cuda:sm90_fp8_many" else 0
         layer.plain._plan.keep(tokens, kernel, variant)
         layer.method._plan.keep(tokens, kernel, variant)
         expected = layer.plain(to_cuda(x, "bfloat16"), layer.params)
         assert torch.equal(layer.method(codes, layer.params), expected)
+
+
+def test_long_rows_in_passes_and_clusters(rng, monkeypatch):
+    """Where the kernel of few tokens splits K, and where codes do not fit beside its ring."""
+    force(monkeypatch, FEW)
+    for columns in (14336, 28672):
+        layer = Coded(rng, "bfloat16", FEW, columns=columns, rows=136)
+        for tokens in (1, 3, 16):
+            x, codes = layer.draw(rng, tokens)
+            y = layer.method(codes, layer.params)
+            assert torch.equal(y, layer.plain(to_cuda(x, "bfloat16"), layer.params))
 
 
 def test_every_variant(rng, monkeypatch):
@@ -88,20 +106,20 @@ def test_every_variant(rng, monkeypatch):
 
 def test_any_strides_and_addresses(rng, kernel):
     layer = Coded(rng, "bfloat16", kernel)
-    _, codes = layer.draw(rng, 24)
+    _, codes = layer.draw(rng, 13)
     expected = layer.method(codes, layer.params)
-    room = torch.full((24 * 1100 + 1,), 0x38, dtype=torch.uint8, device="cuda")
-    apart = room[1:].view(24, 1100)[:, 3 : 3 + 528]
+    room = torch.full((13 * 1700 + 1,), 0x38, dtype=torch.uint8, device="cuda")
+    apart = room[1:].view(13, 1700)[:, 3 : 3 + COLUMNS]
     apart.copy_(codes.view(torch.uint8))
     assert torch.equal(layer.method(apart.view(torch.float8_e4m3fn), layer.params), expected)
-    padded = torch.full((24, 544), 0x38, dtype=torch.uint8, device="cuda")
-    padded[:, :528] = codes.view(torch.uint8)
-    assert torch.equal(layer.method(padded[:, :528], layer.params), expected)
+    padded = torch.full((13, COLUMNS + 16), 0x38, dtype=torch.uint8, device="cuda")
+    padded[:, :COLUMNS] = codes.view(torch.uint8)
+    assert torch.equal(layer.method(padded[:, :COLUMNS].view(torch.float8_e4m3fn), layer.params), expected)
 
 
 def test_what_a_fused_step_quantizes_in_a_graph(rng):
     layer = Coded(rng, "bfloat16", None)
-    gates = torch.randn(40, 2 * 528, device="cuda").bfloat16()
+    gates = torch.randn(40, 2 * COLUMNS, device="cuda").bfloat16()
     scale = layer.params["input_scale"]
 
     def step():
@@ -135,7 +153,7 @@ def test_torch_sees_an_operation(rng):
 
 def test_tuning_measures_codes(rng):
     layer = Coded(rng, "bfloat16", None)
-    found = layer.method.tune(layer.params, [24])
+    found = layer.method.tune([24], layer.params)
     assert found
     x, codes = layer.draw(rng, 24)
     assert_close(
