@@ -215,5 +215,37 @@ def classes():
     say({name: get_quantization_config(name).__module__.split(".")[0] for name in names})
 
 
+def ops(directory, how):
+    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled."""
+    from moqext import ops as functions
+
+    counts = dict.fromkeys(("rms_norm", "silu_and_mul"), 0)
+    for name in counts:
+        setattr(functions, name, counted(getattr(functions, name), counts, name))
+    llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")
+    counts.update(dict.fromkeys(counts, 0))
+    key = llm.llm_engine.vllm_config.compute_hash()
+    say([generate(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def counted(function, counts, name):
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def replaced(model):
+    """How many layers of each of moqext's classes there are, and how many of them moqext runs."""
+    found = {}
+    for module in model.modules():
+        name = type(module).__name__
+        if name in ("MoqextRMSNorm", "MoqextSiluAndMul"):
+            made, run = found.get(name, (0, 0))
+            found[name] = (made + 1, run + (module._forward_method.__name__ == "moqext_forward"))
+    return found
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
