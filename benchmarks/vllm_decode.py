@@ -2,12 +2,12 @@
 
     PYTHONPATH=.:python python3 -m benchmarks.vllm_decode --json FILE
 
-A checkpoint of random codes is written to memory (`--folder`), and served by engines of one process each: each
-way of running it (`graphs` of the device alone, or `compiled` by torch, too) with MOQEXT_VLLM_OPS=1 and =0. All
-are made first, at the same time. Then they take turns, several times, so that none has the device warmer than
-another: greedy tokens for 1 and for 16 sequences, less the time of the first token. The best time of each
-counts. Last a profile of one engine after the other tells how long each kernel took in a step, and how many
-there were; profiling slows down what it measures: the times before it are those to quote.
+A checkpoint of random codes is written to memory (`--folder`), and served by engines of one process each,
+one for each way of running it (`graphs` alone, or `compiled` by torch, too) with MOQEXT_VLLM_OPS=1 and =0.
+All are made first, at the same time. Then they take turns, several times, so that none has the device warmer
+than another: greedy tokens for 1 and for 16 sequences, less the time of the first token. The best time of
+each counts. Last a profile of one engine after the other tells how long each kernel took in a step, and how
+many there were; profiling slows down what it measures: the times before it are those to quote.
 
 Some greedy tokens are kept, too: those of random weights follow from small differences, so they are no check
 (tests/vllm has those), but equal ones say much. On a CPU, times are those of a few steps, and mean nothing.
