@@ -217,5 +217,78 @@ def classes():
     say({name: get_quantization_config(name).__module__.split(".")[0] for name in names})
 
 
+def ops(directory, how, options="{}"):
+    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled."""
+    from moqext import ops as functions
+
+    counts = dict.fromkeys(("rms_norm", "silu_and_mul"), 0)
+    for name in counts:
+        setattr(functions, name, counted(getattr(functions, name), counts, name))
+    settings = {"enforce_eager": how == "eager"} | json.loads(options)
+    llm = make_engine(directory, **{"hf_overrides": without_cache(directory)} | settings)
+    counts.update(dict.fromkeys(counts, 0))
+    key = llm.llm_engine.vllm_config.compute_hash()
+    say([generate(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def counted(function, counts, name):
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def between(model):
+    """The layers that moqext may run, each by its name."""
+    names = ("MoqextRMSNorm", "MoqextSiluAndMul")
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in names}
+
+
+def replaced(model):
+    """How many layers of each of moqext's classes there are, and how many of them moqext runs."""
+    found = {}
+    for module in between(model).values():
+        made, run = found.get(type(module).__name__, (0, 0))
+        runs = module._forward_method.__name__ == "moqext_forward"
+        found[type(module).__name__] = (made + 1, run + runs)
+    return found
+
+
+def values(directory, options="{}"):
+    """How far layers by moqext are from vLLM's own, in last places of the model's dtype."""
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **json.loads(options))
+    say(llm.apply_model(compare_between)[0])
+
+
+def compare_between(model):
+    import torch
+
+    apart = {}
+    for name, module in between(model).items():
+        parameter = next(model.parameters())
+        dtype, device = parameter.dtype, parameter.device
+        for rows in (1, 3, 64):
+            x = torch.randn(rows, getattr(module, "hidden_size", 512), dtype=dtype, device=device)
+            for args in [(x,), (x, x.flip(0) * 3)] if hasattr(module, "weight") else [(x,)]:
+                pairs = [
+                    call(*(each.clone() for each in args))
+                    for call in (module.vllm_forward, module.moqext_forward)
+                ]
+                first, second = (pair if isinstance(pair, tuple) else (pair,) for pair in pairs)
+                places = [last_places(one, two) for one, two in zip(first, second, strict=True)]
+                apart.setdefault(name, []).append(max(places))
+    return apart
+
+
+def last_places(one, two):
+    """The largest distance of two tensors in last places of numbers of their size, or of 2^-6 at least."""
+    import torch
+
+    size = torch.maximum(one.abs(), two.abs()).double().clamp(min=2.0**-6)
+    step = 2.0 ** torch.floor(torch.log2(size)) * torch.finfo(one.dtype).eps
+    return float(((one.double() - two.double()).abs() / step).max())
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
