@@ -12,7 +12,7 @@ typedef struct {
     CUgraphNode node; /* the only one ahead, NULL where there are none or several */
 } stream_end;
 
-static __thread struct last_launch {
+static __thread struct last_launch { /* each thread has one */
     CUstream stream;
     bool follows; /* what is launched next in this stream stands behind it, in the same call */
     stream_end end;
