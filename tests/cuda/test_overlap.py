@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 import torch
 from benchmarks import graph_edges, layers
 from moqext import LinearMethod, ops
@@ -25,13 +25,15 @@ torch.manual_seed(int(sys.argv[1]))
 problem = layers.Problem.random(torch, (WIDE, WIDE), 64, "cuda:0", int(sys.argv[1]), rotate=1)
 
 
-def linear(algo):
+def linear(algo, kernel):
+    os.environ["MOQEXT_KERNEL"] = kernel
     method = LinearMethod(algo, WIDE, [WIDE], device="cuda:0")
     params = method.prepare(problem.layer(algo).checkpoint(0))
     return lambda x: method(x, params)
 
 
-few, dynamic = linear("NVFP4"), linear("FP8_PER_CHANNEL_PER_TOKEN")
+few = linear("NVFP4", "cuda:sm90_nvfp4_few")
+dynamic = linear("FP8_PER_CHANNEL_PER_TOKEN", "cuda:sm90_fp8_many")
 weight = torch.ones(WIDE, device="cuda", dtype=torch.bfloat16)
 other = torch.cuda.Stream()
 
@@ -105,7 +107,7 @@ def test_kernels_are_launched_programmatically_behind_those_that_know_it(rng, va
     seed = int(rng.integers(1 << 31))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(seed)],
-        env={**os.environ, "MOQEXT_PDL": value, "MOQEXT_KERNEL": ""},
+        env={**os.environ, "MOQEXT_PDL": value},
         capture_output=True,
         text=True,
         timeout=120,
