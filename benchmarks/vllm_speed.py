@@ -23,9 +23,12 @@ WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "bfloat16": ("bfloat16", {}, ["--dummy"]),
     "NVFP4 moqext": ("NVFP4", {}, []),
     "NVFP4 moqext auto": ("NVFP4", {"MOQEXT_VLLM_COMPUTE": "auto"}, []),
+    "NVFP4 moqext, vLLM's norms": ("NVFP4", {"MOQEXT_VLLM_OPS": "0"}, []),
+    "NVFP4 moqext, MOQEXT_PDL=1": ("NVFP4", {"MOQEXT_PDL": "1"}, []),
     "NVFP4 Marlin": ("NVFP4", {"VLLM_PLUGINS": "none"}, ["--backend", "marlin"]),
     "NVFP4 Humming": ("NVFP4", {"VLLM_PLUGINS": "none"}, ["--backend", "humming"]),
     "FP8 moqext": ("FP8", {}, []),
+    "FP8 moqext, vLLM's norms": ("FP8", {"MOQEXT_VLLM_OPS": "0"}, []),
     "FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
 }
 """Format of the checkpoint, variables of the environment, arguments of the engine."""
@@ -80,7 +83,7 @@ def finish(process: subprocess.Popen[str], way: str) -> dict[str, Any]:
     decode = "  ".join(f"{batch}: {speed:7.1f}" for batch, speed in row["decode"].items())
     kind = "torch.compile" if row["compile"] else "graphs"
     prompt = f"prompt {row['prefill']:.0f}" if row["prefill"] else ""
-    print(f"{way:18} {kind:13} tokens/s a sequence  {decode}  {prompt}  {row['methods']}", flush=True)
+    print(f"{way:28} {kind:13} tokens/s a sequence  {decode}  {prompt}  {row['methods']}", flush=True)
     for line in lines[rows[0] + 1 :]:
         if line.startswith("profile") or line[:9].strip().replace(".", "").isdigit():
             print(line)
