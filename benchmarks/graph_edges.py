@@ -94,6 +94,26 @@ def in_order(edges: Sequence[Pair]) -> list[Pair]:
     return order
 
 
+def edges_of(graph: int) -> dict[Pair, EdgeData]:
+    """The edges of a captured graph, branched or not, in the order in which they were made.
+
+    Args:
+        graph: CUgraph.
+
+    Raises:
+        OSError: There is no driver.
+        RuntimeError: The driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _check("cuGraphGetEdges", driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)))
+    nodes = ctypes.c_void_p * count.value
+    before, after, data = nodes(), nodes(), (EdgeData * count.value)()
+    status = driver.cuGraphGetEdges_v2(handle, before, after, data, ctypes.byref(count))
+    _check("cuGraphGetEdges", status)
+    return {(before[number] or 0, after[number] or 0): data[number] for number in range(count.value)}
+
+
 def apply(graph: int, policy: Policy) -> Edges:
     """Changes a captured graph that is not instantiated yet.
 
@@ -107,22 +127,16 @@ def apply(graph: int, policy: Policy) -> Edges:
         RuntimeError: The driver refuses.
     """
     driver = ctypes.CDLL("libcuda.so.1")
-    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
-    _check("cuGraphGetEdges", driver.cuGraphGetEdges_v2(handle, None, None, None, ctypes.byref(count)))
-    nodes = ctypes.c_void_p * count.value
-    before, after, data = nodes(), nodes(), (EdgeData * count.value)()
-    status = driver.cuGraphGetEdges_v2(handle, before, after, data, ctypes.byref(count))
-    _check("cuGraphGetEdges", status)
-    every = {(before[number] or 0, after[number] or 0): data[number] for number in range(count.value)}
+    every = edges_of(graph)
     found = {pair: every[pair] for pair in in_order(list(every)) if every[pair].type == PROGRAMMATIC}
     ordinary = policy(list(found))
     for pair in ordinary:
         one, other = (ctypes.c_void_p * 1)(pair[0]), (ctypes.c_void_p * 1)(pair[1])
         for verb, edge in (("Remove", found[pair]), ("Add", EdgeData())):
             call = getattr(driver, f"cuGraph{verb}Dependencies_v2")
-            status = call(handle, one, other, ctypes.byref(edge), ctypes.c_size_t(1))
+            status = call(ctypes.c_void_p(graph), one, other, ctypes.byref(edge), ctypes.c_size_t(1))
             _check(f"cuGraph{verb}Dependencies", status)
-    return Edges(count.value, len(found), len(found) - len(ordinary))
+    return Edges(len(every), len(found), len(found) - len(ordinary))
 
 
 def _check(what: str, status: int) -> None:

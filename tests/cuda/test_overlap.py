@@ -74,7 +74,7 @@ def measure(steps, tokens):
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         y = through(steps, x)
-    edges = graph_edges.apply(graph.raw_cuda_graph(), graph_edges.nothing)
+    edges = [edge.type for edge in graph_edges.edges_of(graph.raw_cuda_graph()).values()]
     graph.instantiate()
     for _ in range(3):
         y.fill_(float("nan"))
@@ -84,7 +84,7 @@ def measure(steps, tokens):
         x.copy_(values)
         graph.replay()
         assert torch.equal(y, expected)
-    return edges.all, edges.kept
+    return len(edges), edges.count(graph_edges.PROGRAMMATIC)
 
 
 print(json.dumps({name: measure(*chain) for name, chain in CHAINS.items()}))
@@ -93,7 +93,7 @@ print(json.dumps({name: measure(*chain) for name, chain in CHAINS.items()}))
 ORDINARY = {"strangers": 0, "own": 0, "mixed": 0, "one call": 0, "another stream": 0}
 BEHIND_OWN = {"strangers": 0, "own": 5, "mixed": 2, "one call": 3, "another stream": 0}
 ALWAYS = {"strangers": 3, "own": 5, "mixed": 4, "one call": 6}
-"""Programmatic edges. Of "one call" a linear is two kernels, whose own edge is programmatic in both."""
+"""Programmatic edges. Of "one call" a linear is two kernels; what follows a fork may have any edge there."""
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_kernels_are_launched_programmatically_behind_those_that_know_it(rng, va
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name: found[name][1] for name in expected} == expected
-    nodes = {name: edges + 1 for name, (edges, _) in found.items()}
-    assert nodes == {"strangers": 6, "own": 6, "mixed": 6, "one call": 9, "another stream": 3}
+    edges = {name: count for name, (count, _) in found.items()}
+    assert edges == {"strangers": 5, "own": 5, "mixed": 5, "one call": 8, "another stream": 3}

@@ -16,9 +16,9 @@ typedef struct {
     size_t shared;    /* dynamic bytes */
     cudaStream_t stream;
     /* Programmatic dependent launch: the kernel may start while its predecessor in the stream still
-     * runs, and must execute griddepcontrol.wait before it touches what others may write. Whether it
-     * is launched so its predecessor decides: overlap.h. Code of before 9.0 cannot wait, and never
-     * is. */
+     * runs, and must execute griddepcontrol.wait before it touches what others may write. Whether
+     * it is launched so its predecessor decides: overlap.h. Code of before 9.0 cannot wait, and
+     * never is. */
     bool overlap;
 } moq_launch;
 

@@ -1,20 +1,21 @@
-/* Which kernels are launched programmatically: see overlap.h.
+/* Which kernels of a captured graph are launched programmatically: see overlap.h.
  *
- * In a capture the graph tells what is ahead: the nodes that the next one of the stream depends on.
- * A node is known again by the capture and its handle; a thread remembers the last of its own. */
+ * The graph tells what is ahead: the nodes that the next one of the stream depends on. A node is
+ * known again by the number of its capture, which no other has, and its handle. */
 #include "cuda/runtime/overlap.h"
 
-#include "cuda/runtime/launch.h"
+#include "cuda/cuda.h"
 
 typedef struct {
-    bool captured; /* the stream is in a capture, whose number it is */
-    cuuint64_t capture;
-    CUgraphNode node; /* the only one ahead, NULL where there are none or several */
+    bool captured;      /* the stream is in a capture, */
+    cuuint64_t capture; /* whose number this is */
+    CUgraphNode node;   /* the only one ahead, NULL where there are none or several */
 } stream_end;
 
-static __thread struct last_launch { /* each thread has one */
+/* Where the thread launched last; without a node where the kernel does not know programmatic
+ * launch. */
+static __thread struct last_launch {
     CUstream stream;
-    bool follows; /* what is launched next in this stream stands behind it, in the same call */
     stream_end end;
 } last;
 
@@ -34,30 +35,23 @@ static stream_end end_of(const moq_driver *driver, CUstream stream) {
     return end;
 }
 
-void moq_overlap_begin(void) {
-    last.follows = false;
-}
-
 extern "C" void moq_cuda_meet_stranger(void) {
-    last.follows = false;
     last.end.node = NULL;
 }
 
 bool moq_overlap_allows(const moq_driver *driver, CUstream stream) {
-    if (last.follows && last.stream == stream)
-        return true;
     stream_end end = end_of(driver, stream);
-    bool known = end.captured && end.node && last.stream == stream &&
-                 last.end.capture == end.capture && last.end.node == end.node;
-    last.end = end;
-    return known;
+    bool known = end.node && last.end.node == end.node && last.end.capture == end.capture &&
+                 last.stream == stream;
+    last.end.captured = end.captured;
+    return !end.captured || known;
 }
 
 void moq_overlap_launched(const moq_driver *driver, CUstream stream, bool knows) {
-    last.stream = stream;
-    last.follows = knows;
-    if (last.end.captured)
+    if (knows && last.end.captured) { /* as the question before it found */
+        last.stream = stream;
         last.end = end_of(driver, stream);
-    if (!knows)
+    } else {
         last.end.node = NULL;
+    }
 }

@@ -1,8 +1,11 @@
-/* Which kernels are launched programmatically: only behind a kernel that knows programmatic launch.
+/* Which kernels of a captured graph are launched programmatically: those behind a kernel of the
+ * library that knows programmatic launch.
  *
- * Behind another one it is a loss: that says nothing of when its successor may begin, and going
- * from ordinary edges to programmatic ones and back costs half a microsecond
- * (docs/lab/neighbours.md). MOQEXT_PDL=1 launches all so that can be, MOQEXT_PDL=0 none. */
+ * Behind another kernel it is a loss: that one says nothing of when its successor may begin, and
+ * going from ordinary edges to programmatic ones and back costs half a microsecond
+ * (docs/lab/neighbours.md). Outside of a capture nobody knows what is ahead, and an ordinary launch
+ * costs the host as much more as the device would gain, so that all are launched programmatically.
+ * So are all with MOQEXT_PDL=1, and none with MOQEXT_PDL=0. */
 #ifndef MOQ_CUDA_RUNTIME_OVERLAP_H
 #define MOQ_CUDA_RUNTIME_OVERLAP_H
 
@@ -10,13 +13,9 @@
 
 #include <stdbool.h>
 
-/* A call of the library begins in this thread: of what is on its stream, nothing is known outside
- * of a capture, since others may have launched meanwhile. */
-void moq_overlap_begin(void);
-
-/* Whether a kernel that knows programmatic launch is launched so: behind one of the same call, or
- * in a capture behind one that an earlier call launched on this stream, where nothing stands
- * between. */
+/* Whether a kernel that knows programmatic launch is launched so on this stream: outside of a
+ * capture, or where all that is ahead is the kernel that this thread launched there last, and that
+ * one knows it, too. */
 bool moq_overlap_allows(const moq_driver *driver, CUstream stream);
 
 /* A kernel has been launched; whether it knows programmatic launch. */
