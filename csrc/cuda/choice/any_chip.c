@@ -34,9 +34,11 @@ double moq_cuda_mma_fp8_as_e4m3_seconds(const moq_linear_spec *spec, int64_t m) 
 
 /* Seconds: W read at 2.9 TB/s, then multiplied, 8 rows of x at least. Within a sixth of what it
  * takes on an H200 from 8192 x 8192 on, up to a third short of it for 32 to 256 tokens of 4096 x
- * 4096 (docs/lab/any-chip.md); an estimate elsewhere. */
+ * 4096 (docs/lab/any-chip.md); an estimate elsewhere. On Hopper, where other kernels are there, it
+ * begins when the kernel before it has ended, as their estimates count. */
 double moq_cuda_mma_nvfp4_seconds(const moq_linear_spec *spec, int64_t m) {
     double weights = (double)spec->in_features * (double)spec->out_features;
-    return 3e-6 + 0.5625 * weights / moq_memory_rate(&spec->target, 2.9e12) +
+    double start = spec->target.capability == 90 ? 5.6e-6 : 3e-6;
+    return start + 0.5625 * weights / moq_memory_rate(&spec->target, 2.9e12) +
            2 * weights * (double)(m < 8 ? 8 : m) / moq_matrix_rate(&spec->target, 3.7e14);
 }

@@ -43,12 +43,13 @@ static double count_waves(const moq_linear_spec *spec, double m) {
     return ceil(count_tiles(spec, m) / (double)spec->target.sm_count);
 }
 
-/* A product with vectors. */
+/* A product with vectors; W takes its time from memory, however few tiles there are. */
 static double vector_product_seconds(const moq_linear_spec *spec, double m) {
     double n = (double)spec->out_features, k = (double)spec->in_features;
     double multiply = slowed(count_waves(spec, m) * (1.27e-6 + 2.25e-9 * k), 0.18);
-    return 2.58e-6 + multiply * (spec->fast_accum ? 0.9 : 1) +
-           n * k / moq_memory_rate(&spec->target, 1.08e13);
+    double together =
+        multiply * (spec->fast_accum ? 0.9 : 1) + n * k / moq_memory_rate(&spec->target, 1.08e13);
+    return 3.2e-6 + fmax(together, n * k / moq_memory_rate(&spec->target, 4.05e12));
 }
 
 /* A product with blocks: whole tiles or, where they fill less than half of the chip, parts of them.

@@ -39,24 +39,24 @@ typedef struct {
     double power;         /* the higher, the less do copies and products get in each other's way */
 } rates;
 
-/* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted with the
- * other kernels' estimates to what tune() measured of sixteen layers with 1 to 512 tokens on an
- * H200, so that the choice loses least: 0.4 % beside the best of all shapes and kernels, 1.2 % with
- * the estimates before (docs/lab/choice.md). That of more tokens again to 867 times of sixteen
- * layers with 64 to 512, since outputs are written as 16 bits. */
-static const rates FUSED = {
-    1.19e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.41e12, 4.5e12, 104, 1.3e-10, 7.88e-9, 5.7e-9, 8};
-static const rates FEW = {1.39e-6,
-                          {3.37e-7, 4.52e-7, 9.79e-7},
-                          {2.16e12, 2.62e12, 2.62e12},
-                          5.97e12,
-                          4.38e12,
+/* Tiles of 32 and 64 tokens where x is quantized in it or before, and of more. Fitted to what
+ * tune() measured of 36 layers with 1 to 64 tokens on an H100, each call behind the end of the one
+ * before, as among kernels of others (docs/lab/choice.md); 3 % root mean square. That of more
+ * tokens to 867 times of sixteen layers with 64 to 512 on an H200 in chains of themselves, its
+ * start to such calls. */
+static const rates FUSED = {2.771e-6, {0, 0, 0}, {1e30, 1e30, 1e30}, 8.003e12, 4.366e12,
+                            104,      6.73e-11,  1.096e-8,           1.8e-9,   8};
+static const rates FEW = {3.767e-6,
+                          {5.218e-7, 5.121e-7, 5.873e-7},
+                          {2.286e12, 2.23e12, 2.354e12},
+                          6.07e12,
+                          4.23e12,
                           50,
-                          1.7e-10,
-                          5.93e-9,
+                          1.378e-10,
+                          5.084e-9,
                           0,
                           8};
-static const rates MANY = {2.2e-7,
+static const rates MANY = {2.7e-6,
                            {1.51e-6, 1.82e-6, 1.76e-6},
                            {2.78e12, 2.31e12, 2.31e12},
                            7.39e12,
@@ -106,7 +106,7 @@ static double estimate(const moq_linear_spec *spec, const moq_fp8_many_way *way,
         pow(pow(products, r->power) + pow(memory, r->power) + pow(copies, r->power), 1 / r->power);
     double all = r->start + quantize + together + output + sums;
     if (v->fused && m < v->tokens) /* a tile that is not full is read sooner */
-        all -= 1.9e-8 * (double)(v->tokens - m);
+        all -= 1.351e-8 * (double)(v->tokens - m);
     return all;
 }
 

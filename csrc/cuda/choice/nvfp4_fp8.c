@@ -18,8 +18,8 @@ _Static_assert(VARIANT_COUNT <= MOQ_FORM_ROWS, "a way tells every shape and divi
 
 /* x quantized, then steps and outputs, and the way of sums to other blocks. Fitted to 432 times of
  * 16 layers with 128 to 2048 tokens on an H200, 3.8 % root mean square, and to what the choice
- * loses (docs/lab/nvfp4-fp8.md). The more multiprocessors multiply, and the longer, the lower is
- * the clock.
+ * loses (docs/lab/nvfp4-fp8.md), the begin again to calls behind the end of the one before. The
+ * more multiprocessors multiply, and the longer, the lower is the clock.
  */
 static double estimate(const moq_linear_spec *spec, const moq_nvfp4_fp8_way *way, int64_t m) {
     const moq_nvfp4_fp8_shape *v = way->shape;
@@ -33,7 +33,7 @@ static double estimate(const moq_linear_spec *spec, const moq_nvfp4_fp8_way *way
     double exchange =
         way->rest ? v->even + 0.00262 * v->tokens * (1 + workers / (double)way->rest) : 0;
     products *= 1 + 0.0695 * fmin(1, products / 400);
-    return (2.0 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
+    return (3.5 + quantize + products + ceil(turns) * v->output * v->tokens + exchange) * 1e-6;
 }
 
 /* `index` is of a shape and a division. */

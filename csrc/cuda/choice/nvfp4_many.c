@@ -27,7 +27,8 @@ static double exchange_of(const moq_nvfp4_many_way *way, division how) {
 }
 
 /* Fitted to 561 times of 16 layers with 128 to 2048 tokens on an H200, 6 % root mean square
- * (docs/lab/nvfp4-many.md). The more multiprocessors multiply the lower is the clock. */
+ * (docs/lab/nvfp4-many.md), the begin again to calls behind the end of the one before. The more
+ * multiprocessors multiply the lower is the clock. */
 static double estimate(const moq_linear_spec *spec, const moq_nvfp4_many_way *way, division how) {
     const moq_nvfp4_many_shape *v = way->shape;
     double tiles = (double)(way->row_tiles * way->columns), workers = (double)way->workers;
@@ -37,7 +38,7 @@ static double estimate(const moq_linear_spec *spec, const moq_nvfp4_many_way *wa
     double steps = (double)divide_up(spec->in_features, MOQ_PACK_K) / parts;
     double products = turns * steps * v->step * (1 + 0.172 * busy);
     double outputs = ceil(turns) * (0.29 + 0.0038 * v->tokens);
-    double begin = 2.3 + 0.31 * v->blocks;
+    double begin = 3.7 + 0.31 * v->blocks;
     return (begin + products + outputs + exchange_of(way, how)) * 1e-6;
 }
 

@@ -252,28 +252,28 @@ static const moq_nvfp4_some_shape EXACT_SHAPES[] = {MOQ_NVFP4_SOME_SHAPES(EXACT_
 _Static_assert(sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES < MOQ_FORM_ROWS,
                "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
-/* Fitted to 832 times of 16 layers with 16 to 256 tokens on an H200, so that the choice, which
- * costs 0.2 % by them, rather than each time is near (docs/lab/nvfp4-some.md). */
+/* Fitted to 1557 times of 32 layers with 1 to 512 tokens on an H100, each call behind the end of
+ * the one before, as among kernels of others: 3 % root mean square (docs/lab/choice.md). */
 static const family EXACT = {EXACT_SHAPES,
                              sizeof EXACT_SHAPES / sizeof *EXACT_SHAPES,
                              16,
                              128,
-                             {.begin = 0.796,
-                              .cache = 12.1,
-                              .memory = 5.67,
-                              .far = 0.0361,
-                              .heat = 0.103,
-                              .rows = 0.389,
-                              .tokens = 0.00685,
-                              .part_rows = 0.35,
-                              .part_tokens = 0.0273,
-                              .part_more = 0.0202,
-                              .received = 0.0353,
-                              .hand_over = 3.24,
-                              .shared_token = 0.00706,
-                              .others = 0.808,
-                              .own = 0.541,
-                              .own_token = 0.0127}};
+                             {.begin = 2.497,
+                              .cache = 11.62,
+                              .memory = 4.636,
+                              .far = 0.01979,
+                              .heat = 0.1364,
+                              .rows = 0.2972,
+                              .tokens = 0.008819,
+                              .part_rows = 0.2129,
+                              .part_tokens = 0.02276,
+                              .part_more = 0.03156,
+                              .received = 0.0269,
+                              .hand_over = 3.115,
+                              .shared_token = 0.008161,
+                              .others = 0.9588,
+                              .own = 1.59,
+                              .own_token = 0.01402}};
 
 moq_nvfp4_some_way moq_nvfp4_some_expand_way(const moq_linear_call *call) {
     return expand(&EXACT, call);
@@ -312,12 +312,13 @@ _Static_assert(sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES < MOQ_FORM_ROWS,
                "a way tells every shape, and tune() measures 64 variants, the choice among them");
 
 /* Fitted to 683 times of 16 layers with 16 to 256 tokens on an H200 (docs/lab/nvfp4-fp8.md): 4 %
- * off, and the choice costs 0.2 % by them. */
+ * off, and the choice costs 0.2 % by them; what is before the products again to calls that are
+ * behind the end of the one before. */
 static const family FOLDED = {FOLDED_SHAPES,
                               sizeof FOLDED_SHAPES / sizeof *FOLDED_SHAPES,
                               32,
                               256,
-                              {.begin = 1.44,
+                              {.begin = 3.2,
                                .quantize = 1 / 0.613,
                                .cache = 11.6,
                                .memory = 4.15,

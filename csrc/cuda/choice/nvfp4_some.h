@@ -28,34 +28,34 @@ extern "C" {
  * of the last tiles evenly, microseconds of a step). Shapes that neither the recorded choices nor
  * tune() preferred anywhere are not here (docs/lab/choice.md). */
 #define MOQ_NVFP4_SOME_SHAPES(X)                                                                   \
-    X(16, 3, 1, false, false, 0.460)                                                               \
-    X(16, 4, 1, false, true, 0.532)                                                                \
-    X(16, 2, 1, true, false, 0.399)                                                                \
-    X(16, 3, 1, true, false, 0.473)                                                                \
-    X(16, 2, 2, true, false, 0.574)                                                                \
-    X(16, 1, 2, true, false, 0.443)                                                                \
-    X(32, 2, 1, false, false, 0.399)                                                               \
-    X(32, 4, 1, false, true, 0.559)                                                                \
-    X(32, 3, 1, false, false, 0.497)                                                               \
-    X(32, 3, 1, true, false, 0.509)                                                                \
-    X(32, 4, 1, true, false, 0.578)                                                                \
-    X(32, 2, 2, true, false, 0.621)                                                                \
-    X(32, 1, 2, true, false, 0.405)                                                                \
-    X(64, 2, 1, false, false, 0.497)                                                               \
-    X(64, 4, 1, false, true, 0.842)                                                                \
-    X(64, 3, 1, false, true, 0.658)                                                                \
-    X(64, 2, 1, true, false, 0.475)                                                                \
-    X(64, 3, 1, true, false, 0.586)                                                                \
-    X(64, 4, 1, true, false, 0.751)                                                                \
-    X(64, 2, 2, true, false, 0.780)                                                                \
-    X(64, 1, 2, true, false, 0.534)                                                                \
-    X(128, 2, 1, false, true, 0.663)                                                               \
-    X(128, 4, 1, false, true, 1.290)                                                               \
-    X(128, 3, 1, false, true, 1.001)                                                               \
-    X(128, 2, 1, true, false, 0.605)                                                               \
-    X(128, 3, 1, true, false, 0.980)                                                               \
-    X(128, 4, 1, true, false, 1.262)                                                               \
-    X(128, 2, 2, true, false, 1.248)
+    X(16, 3, 1, false, false, 0.466)                                                               \
+    X(16, 4, 1, false, true, 0.604)                                                                \
+    X(16, 2, 1, true, false, 0.370)                                                                \
+    X(16, 3, 1, true, false, 0.442)                                                                \
+    X(16, 2, 2, true, false, 0.548)                                                                \
+    X(16, 1, 2, true, false, 0.354)                                                                \
+    X(32, 2, 1, false, false, 0.390)                                                               \
+    X(32, 4, 1, false, true, 0.616)                                                                \
+    X(32, 3, 1, false, false, 0.499)                                                               \
+    X(32, 3, 1, true, false, 0.480)                                                                \
+    X(32, 4, 1, true, false, 0.598)                                                                \
+    X(32, 2, 2, true, false, 0.611)                                                                \
+    X(32, 1, 2, true, false, 0.393)                                                                \
+    X(64, 2, 1, false, false, 0.475)                                                               \
+    X(64, 4, 1, false, true, 0.846)                                                                \
+    X(64, 3, 1, false, true, 0.623)                                                                \
+    X(64, 2, 1, true, false, 0.455)                                                                \
+    X(64, 3, 1, true, false, 0.602)                                                                \
+    X(64, 4, 1, true, false, 0.791)                                                                \
+    X(64, 2, 2, true, false, 0.791)                                                                \
+    X(64, 1, 2, true, false, 0.555)                                                                \
+    X(128, 2, 1, false, true, 0.631)                                                               \
+    X(128, 4, 1, false, true, 1.224)                                                               \
+    X(128, 3, 1, false, true, 0.923)                                                               \
+    X(128, 2, 1, true, false, 0.575)                                                               \
+    X(128, 3, 1, true, false, 0.867)                                                               \
+    X(128, 4, 1, true, false, 1.231)                                                               \
+    X(128, 2, 2, true, false, 1.219)
 
 /* The shapes of tiles of FP8 products, told by the same numbers. */
 #define MOQ_NVFP4_FP8_SOME_SHAPES(X)                                                               \
