@@ -218,7 +218,11 @@ def classes():
 
 
 def ops(directory, how, options="{}"):
-    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled."""
+    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled.
+
+    Calls are those of generating. On a GPU those of making the engine count, too: what was captured then is
+    replayed later. Tokens are [the one, its logarithm, the second best, its logarithm].
+    """
     from moqext import ops as functions
 
     counts = dict.fromkeys(("rms_norm", "silu_and_mul"), 0)
@@ -226,9 +230,23 @@ def ops(directory, how, options="{}"):
         setattr(functions, name, counted(getattr(functions, name), counts, name))
     settings = {"enforce_eager": how == "eager"} | json.loads(options)
     llm = make_engine(directory, **{"hf_overrides": without_cache(directory)} | settings)
-    counts.update(dict.fromkeys(counts, 0))
+    if not ON_CUDA:
+        counts.update(dict.fromkeys(counts, 0))
     key = llm.llm_engine.vllm_config.compute_hash()
-    say([generate(llm), llm.apply_model(replaced)[0], counts, key])
+    say([generate_two(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def generate_two(llm):
+    """The greedy tokens of every prompt, each with the one that would have been next."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW, logprobs=2)
+    found = []
+    for out in llm.generate(prompts, how, use_tqdm=False):
+        best = [sorted(step.items(), key=lambda each: each[1].rank)[:2] for step in out.outputs[0].logprobs]
+        found.append([[value for token, one in two for value in (token, one.logprob)] for two in best])
+    return found
 
 
 def counted(function, counts, name):

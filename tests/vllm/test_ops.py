@@ -15,6 +15,7 @@ NAME = "llama_nvfp4_kvfp8"
 NEITHER = {"rms_norm": 0, "silu_and_mul": 0}
 STEPS = 16  # of decoding, the first of them the prompts' own
 BOTH = {"rms_norm": 3 * STEPS, "silu_and_mul": STEPS}  # one layer, and the norm behind the last
+NEAR = 2 * 2.0**-4  # two logits of bfloat16, from 8 to 16, that are each a last place off
 MADE = {"MoqextRMSNorm": 3, "MoqextSiluAndMul": 1}
 
 
@@ -26,27 +27,41 @@ def on_device():
 
 @pytest.fixture(scope="module")
 def served(engine):
-    """What the task "ops" says, by how the engine runs and by the switch."""
+    """What the task "ops" says, by how the engine runs and by the switch, and what "values" says."""
+    cases = [("ops", how, switch) for how in ("eager", "compiled") for switch in ("0", "1")]
+    cases.append(("values", json.dumps({"dtype": "bfloat16"}), "1"))
 
     def run(case):
-        how, switch = case
-        return engine("ops", CHECKPOINTS / NAME, how, MOQEXT_VLLM_OPS=switch)[0]
+        task, argument, switch = case
+        return engine(task, CHECKPOINTS / NAME, argument, MOQEXT_VLLM_OPS=switch)[0]
 
-    cases = [(how, switch) for how in ("eager", "compiled") for switch in ("0", "1")]
     with ThreadPoolExecutor(len(cases) if on_device() else 1) as pool:
-        return dict(zip(cases, pool.map(run, cases), strict=True))
+        found = dict(zip(cases, pool.map(run, cases), strict=True))
+    return {case[1:] if case[0] == "ops" else "values": each for case, each in found.items()}
+
+
+def first_difference(tokens, own):
+    """What two runs of a prompt say of the step at which their tokens part; None if they never do."""
+    for one, other in zip(tokens, own, strict=True):
+        if one[0] != other[0]:
+            return one, other
+    return None
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_tokens_are_those_of_vllms_own_kernels(served, how):
     tokens, layers, calls, _ = served[how, "1"]
     assert layers == MADE
-    # Where graphs of the device are replayed, functions are called while they are captured alone.
     assert all(calls.values()) if on_device() else calls == BOTH
     own, layers, calls, _ = served[how, "0"]
     assert layers == {}
     assert calls == NEITHER
-    assert tokens == own
+    parted = [first_difference(*pair) for pair in zip(tokens, own, strict=True)]
+    if not on_device():  # float32
+        assert parted == [None] * len(tokens)
+    for one, other in filter(None, parted):  # bfloat16: only between two that are near each other
+        assert sorted(one[::2]) == sorted(other[::2])
+        assert max(one[1] - one[3], other[1] - other[3]) <= NEAR
 
 
 def test_graphs_compiled_with_and_without_are_kept_apart(served):
@@ -54,9 +69,9 @@ def test_graphs_compiled_with_and_without_are_kept_apart(served):
     assert keys["0"] != keys["1"]
 
 
-def test_values_are_near_vllms_own(engine):
+def test_values_are_near_vllms_own(served):
     """An inner rounding may fall the other way; times a weight or the other half that is two last places."""
-    apart = engine("values", CHECKPOINTS / NAME, json.dumps({"dtype": "bfloat16"}), MOQEXT_VLLM_OPS="1")[0]
+    apart = served["values"]
     assert len(apart) == sum(MADE.values())
     assert {name: places for name, places in apart.items() if max(places) > 2} == {}
 
