@@ -87,11 +87,11 @@ def find_config(layer: CustomOp) -> Any:
     Raises:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
-    switch = read_ops()
     config = get_current_vllm_config_or_none()
-    if switch == "0" or config is None or not isinstance(config.quant_config, MoqextConfig):
+    if config is None or not isinstance(config.quant_config, MoqextConfig):
         return None
-    if not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
+    switch = read_ops()
+    if switch == "0" or not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
         return None
     if envs.VLLM_BATCH_INVARIANT or f"-{layer.name}" in config.compilation_config.custom_ops:
         return None
