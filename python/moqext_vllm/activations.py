@@ -3,12 +3,12 @@
 Kernels of moqext that follow each other on a GPU reach over each other (docs/lab/neighbours.md); one of
 another library between two of them ends that. The classes here stand in vLLM's registry for out-of-tree
 layers, so that every model makes them in the place of vLLM's. Each decides when it is made whether moqext
-runs it, and call by call whether the tensors are such that it can; in all other cases vLLM's own code runs.
+runs it; where not, it becomes one of vLLM's class, whose very type vLLM asks for in places. Call by call it
+decides whether the tensors are such that moqext can, and has vLLM's own code run where not.
 """
 
 import logging
-import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from vllm import envs
@@ -19,8 +19,9 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from moqext_torch import rms_norm, silu_and_mul
-from moqext_vllm.compile_key import enter_setting
+from moqext_vllm import quantized_input
 from moqext_vllm.config import MoqextConfig
+from moqext_vllm.settings import read_ops
 
 logger = logging.getLogger("vllm.moqext")
 
@@ -32,16 +33,14 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.vllm_forward = self._forward_method
         config = find_config(self)
-        if (
-            config is not None
-            and not _norms_are_fused(config)
-            and self.has_weight
-            and self.variance_size_override is None
-        ):
-            self.model_width = config.model_config.get_hidden_size()
-            _hand_over(self)
+        usual = self.has_weight and self.variance_size_override is None
+        if config is None or _norms_are_fused(config) or not usual:
+            self.__class__ = RMSNorm
+            return
+        self.model_width = config.model_config.get_hidden_size()
+        self.vllm_forward = self._forward_method
+        self._forward_method = self.moqext_forward
 
     def moqext_forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """The norm of x [..., hidden_size], or that of x + residual and the sum itself, as new tensors."""
@@ -56,7 +55,7 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
             and x.dtype in DTYPES
             and self.weight.dtype == x.dtype
             and x.shape[-1] == self.hidden_size
-            and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
+            and (residual is None or (residual.dtype == x.dtype and residual.dim() == x.dim()))
         )
 
 
@@ -65,9 +64,11 @@ class MoqextSiluAndMul(SiluAndMul):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if find_config(self) is None:
+            self.__class__ = SiluAndMul
+            return
         self.vllm_forward = self._forward_method
-        if find_config(self) is not None:
-            _hand_over(self)
+        self._forward_method = self.moqext_forward
 
     def moqext_forward(self, x: torch.Tensor) -> Any:
         """silu(gate) * up of x [..., 2 * width], gates first, as a new tensor."""
@@ -75,21 +76,6 @@ class MoqextSiluAndMul(SiluAndMul):  # type: ignore[misc]
 
 
 LAYERS: tuple[type[CustomOp], ...] = (MoqextRMSNorm, MoqextSiluAndMul)
-
-
-def read_switch() -> Literal["", "0", "1"]:
-    """What MOQEXT_VLLM_OPS says.
-
-    Returns:
-        "0" for vLLM's own kernels, "1" for moqext's also on the CPU, "" without it: moqext's on CUDA.
-
-    Raises:
-        ValueError: it says something else.
-    """
-    value = os.environ.get("MOQEXT_VLLM_OPS") or ""
-    if value == "" or value == "0" or value == "1":
-        return value
-    raise ValueError(f"MOQEXT_VLLM_OPS: expected 0 or 1, got {value!r}")
 
 
 def find_config(layer: CustomOp) -> Any:
@@ -101,21 +87,15 @@ def find_config(layer: CustomOp) -> Any:
     Raises:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
-    switch = read_switch()
     config = get_current_vllm_config_or_none()
-    if switch == "0" or config is None or not isinstance(config.quant_config, MoqextConfig):
+    if config is None or not isinstance(config.quant_config, MoqextConfig):
         return None
-    if not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
+    switch = read_ops()
+    if switch == "0" or not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
         return None
     if envs.VLLM_BATCH_INVARIANT or f"-{layer.name}" in config.compilation_config.custom_ops:
         return None
     return config
-
-
-def _hand_over(layer: Any) -> None:
-    """Makes moqext run a layer."""
-    layer._forward_method = layer.moqext_forward
-    enter_setting(layer.name, True)
 
 
 def _norms_are_fused(config: Any) -> bool:
@@ -125,6 +105,7 @@ def _norms_are_fused(config: Any) -> bool:
 
 def register_layers() -> None:
     """Puts the classes into vLLM's registry, unless another plug-in has the place."""
+    quantized_input.STAND_INS.add(MoqextSiluAndMul)
     for layer in LAYERS:
         base = layer.__base__
         assert base is not None

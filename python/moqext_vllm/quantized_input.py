@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moqext_torch.activations import silu_and_mul, silu_and_mul_quantize
+from moqext_vllm.settings import read_ops
 
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
 
@@ -32,6 +33,10 @@ except (ImportError, AttributeError):
     PRODUCERS = None
 
 
+STAND_INS: set[Any] = set()
+"""Classes in the place of vLLM's SiluAndMul, which looks producers up by the very type."""
+
+
 class _Kernel:
     """What `expose_input_quant_key` asks."""
 
@@ -40,17 +45,17 @@ class _Kernel:
 
 
 def offer(layer: torch.nn.Module) -> None:
-    """Lets an activation hand over codes to a layer with one input_scale.
+    """Lets an activation hand over codes to a layer with one input_scale, unless MOQEXT_VLLM_OPS=0.
 
     Args:
         layer: a linear of one part, in FP8 with an input_scale.
     """
-    if PRODUCERS is None:
+    if PRODUCERS is None or read_ops() == "0":
         return
-    key = (SiluAndMul, kFp8StaticTensorSym)
-    known = PRODUCERS.get(key)
-    if not isinstance(known, SiluAndMulQuantize):
-        PRODUCERS[key] = SiluAndMulQuantize(known)
+    known = PRODUCERS.get((SiluAndMul, kFp8StaticTensorSym))
+    own = known if isinstance(known, SiluAndMulQuantize) else SiluAndMulQuantize(known)
+    for activation in (SiluAndMul, *STAND_INS):
+        PRODUCERS[activation, kFp8StaticTensorSym] = own
     expose_input_quant_key(layer, _Kernel())
 
 

@@ -218,7 +218,11 @@ def classes():
 
 
 def ops(directory, how, options="{}"):
-    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled."""
+    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled.
+
+    Calls are those of generating. On a GPU those of making the engine count, too: what was captured then is
+    replayed later. Tokens are [the one, its logarithm, the second best, its logarithm].
+    """
     from moqext import ops as functions
 
     counts = dict.fromkeys(("rms_norm", "silu_and_mul"), 0)
@@ -226,9 +230,23 @@ def ops(directory, how, options="{}"):
         setattr(functions, name, counted(getattr(functions, name), counts, name))
     settings = {"enforce_eager": how == "eager"} | json.loads(options)
     llm = make_engine(directory, **{"hf_overrides": without_cache(directory)} | settings)
-    counts.update(dict.fromkeys(counts, 0))
+    if not ON_CUDA:
+        counts.update(dict.fromkeys(counts, 0))
     key = llm.llm_engine.vllm_config.compute_hash()
-    say([generate(llm), llm.apply_model(replaced)[0], counts, key])
+    say([generate_two(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def generate_two(llm):
+    """The greedy tokens of every prompt, each with the one that would have been next."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW, logprobs=2)
+    found = []
+    for out in llm.generate(prompts, how, use_tqdm=False):
+        best = [sorted(step.items(), key=lambda each: each[1].rank)[:2] for step in out.outputs[0].logprobs]
+        found.append([[value for token, one in two for value in (token, one.logprob)] for two in best])
+    return found
 
 
 def counted(function, counts, name):
@@ -240,19 +258,15 @@ def counted(function, counts, name):
 
 
 def between(model):
-    """The layers that moqext may run, each by its name."""
+    """The layers that moqext runs, each by its name."""
     names = ("MoqextRMSNorm", "MoqextSiluAndMul")
     return {name: module for name, module in model.named_modules() if type(module).__name__ in names}
 
 
 def replaced(model):
-    """How many layers of each of moqext's classes there are, and how many of them moqext runs."""
-    found = {}
-    for module in between(model).values():
-        made, run = found.get(type(module).__name__, (0, 0))
-        runs = module._forward_method.__name__ == "moqext_forward"
-        found[type(module).__name__] = (made + 1, run + runs)
-    return found
+    """How many layers of each of moqext's classes there are."""
+    kinds = [type(module).__name__ for module in between(model).values()]
+    return {kind: kinds.count(kind) for kind in kinds}
 
 
 def values(directory, options="{}"):
