@@ -236,6 +236,7 @@ def moe_plan(
     beta: float | None,
     limit: float | None,
     interleaved: bool,
+    capability: str | None = None,
 ) -> MoEPlan: ...
 
 @final

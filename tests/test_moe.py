@@ -575,11 +575,6 @@ def test_a_damaged_scale_is_named_with_its_stack_and_expert(rng):
         ({"global_num_experts": 3}, ValueError, "global_num_experts: expected num_experts = 4"),
         ({"dtype": "float64"}, ValueError, "dtype: expected"),
         ({"compute": "int8"}, ValueError, "compute: expected"),
-        (
-            {"device": "cuda:0"},
-            UnsupportedQuantization,
-            "experts .NVFP4. run on the CPU, and not yet on cuda:0",
-        ),
     ],
 )
 def test_descriptions_that_cannot_be(change, error, message):

@@ -21,7 +21,8 @@
         return moq_cpu_moe(moq_linear_tiles_of(level), call, err);                                 \
     }
 
-#define CPU_ROW(isa_name) {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, run_##isa_name}
+#define CPU_ROW(isa_name)                                                                          \
+    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -55,15 +56,17 @@ static double cost(const void *problem, int kernel, int64_t tokens) {
 }
 
 static moq_way choose(const void *problem, int kernel, int64_t tokens, int32_t variant) {
-    (void)problem, (void)kernel, (void)tokens;
-    return moq_way_of(variant, 0, 1);
+    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, tokens, variant)
+                                  : moq_way_of(variant, 0, 1);
 }
 
-/* "auto" is "exact" on the CPU. */
+/* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */
 static moq_compute compute(const void *problem, int kernel) {
-    moq_compute asked = ((const moq_moe_spec *)problem)->w13.compute;
-    (void)kernel;
-    return asked == MOQ_COMPUTE_AUTO ? MOQ_COMPUTE_EXACT : asked;
+    const moq_linear_spec *w13 = &((const moq_moe_spec *)problem)->w13;
+    if (w13->compute != MOQ_COMPUTE_AUTO)
+        return w13->compute;
+    return moq_linear_has_choice(w13) && KERNELS[kernel].folds ? MOQ_COMPUTE_FP8
+                                                               : MOQ_COMPUTE_EXACT;
 }
 
 static moq_layer layer(const void *problem) {
