@@ -1,11 +1,15 @@
 /* The table of kernels for experts: who can run which layer, why not, and what it is expected to
- * take. On the CPU experts are linears, and a kernel can do them where it can do both of one
- * expert. */
+ * take. On the CPU, and on any chip, experts are linears, and a kernel can do them where it can do
+ * both of one expert. */
 #include "ops/moe_kernels.h"
 
 #include "cpu/cpu_moe.h"
+#include "cuda/choice/choice_moe.h"
+#include "cuda/moe/cuda_moe.h"
 #include "ops/linear_kernels.h"
 #include "ops/moe_call.h"
+
+#include <stdio.h>
 
 #define CPU_KERNEL(isa_name, level)                                                                \
     static bool can_run_##isa_name(const moq_moe_spec *spec, int64_t tokens, char *reason,         \
@@ -30,8 +34,49 @@ CPU_KERNEL(avx512, MOQ_ISA_AVX512)
 CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16)
 CPU_KERNEL(amx, MOQ_ISA_AMX)
 
+/* ---- CUDA ---- */
+
+/* Slots are sorted by counts that a block holds in its shared memory. */
+static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size) {
+    if (spec->experts <= MOQ_CUDA_MOE_EXPERTS)
+        return true;
+    snprintf(reason, size, "needs at most %d experts, got %d", MOQ_CUDA_MOE_EXPERTS,
+             (int)spec->experts);
+    return false;
+}
+
+/* Where the kernel of linears can do both of one expert. */
+#define ANY_CHIP_KERNEL(name, kernel)                                                              \
+    static bool can_run_##kernel(const moq_moe_spec *spec, int64_t tokens, char *reason,           \
+                                 size_t size) {                                                    \
+        (void)tokens;                                                                              \
+        return moq_linear_runs_on_cuda(name, &spec->w13, reason, size) &&                          \
+               moq_linear_runs_on_cuda(name, &spec->w2, reason, size) &&                           \
+               has_few_experts(spec, reason, size);                                                \
+    }
+
+#define ANY_CHIP_ROW(name, kernel)                                                                 \
+    {{"cuda", name},                                                                               \
+     can_run_##kernel,                                                                             \
+     moq_cuda_moe_##kernel##_seconds,                                                              \
+     moq_cuda_moe_##kernel##_workspace,                                                            \
+     moq_cuda_moe_##kernel}
+
+ANY_CHIP_KERNEL("simt", simt)
+ANY_CHIP_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
+ANY_CHIP_KERNEL("sm80_fp8", mma_fp8_as_f16)
+ANY_CHIP_KERNEL("sm80_nvfp4", mma_nvfp4)
+
 static const moq_moe_kernel KERNELS[] = {
-    CPU_ROW(portable), CPU_ROW(avx2), CPU_ROW(avx512), CPU_ROW(avx512bf16), CPU_ROW(amx),
+    CPU_ROW(portable),
+    CPU_ROW(avx2),
+    CPU_ROW(avx512),
+    CPU_ROW(avx512bf16),
+    CPU_ROW(amx),
+    ANY_CHIP_ROW("simt", simt),
+    ANY_CHIP_ROW("sm89_fp8", mma_fp8_as_e4m3),
+    ANY_CHIP_ROW("sm80_fp8", mma_fp8_as_f16),
+    ANY_CHIP_ROW("sm80_nvfp4", mma_nvfp4),
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -16,6 +16,23 @@ extern "C" {
 /* Experts of a layer whose slots are sorted on the device. */
 #define MOQ_CUDA_MOE_EXPERTS 1024
 
+/* ---- any chip, any number of tokens: as the linears of cuda/linear ---- */
+
+/* Every layer, on plain CUDA cores; sm_80 and up. */
+moq_status moq_cuda_moe_simt(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_simt_workspace(const moq_moe_call *call);
+
+/* FP8 weights, H and I multiples of 16: products of warps, of the codes as fp16 on sm_80 and up, or
+ * as e4m3 on sm_89 and up. */
+moq_status moq_cuda_moe_mma_fp8_as_f16(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_fp8_as_f16_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_mma_fp8_as_e4m3(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_fp8_as_e4m3_workspace(const moq_moe_call *call);
+
+/* Packed NVFP4 weights as they are, x and y of 16 bits; sm_80 and up. */
+moq_status moq_cuda_moe_mma_nvfp4(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call);
+
 #ifdef __cplusplus
 }
 #endif
