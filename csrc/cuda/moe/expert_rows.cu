@@ -9,7 +9,7 @@
  * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
  * Bound by memory: u and d are float32. */
 #include "cuda/device/ptx.h"
-#include "cuda/device/sigmoid.h"
+#include "cuda/device/logistic.h"
 #include "cuda/moe/expert_rows.h"
 #include "cuda/runtime/launch.h"
 

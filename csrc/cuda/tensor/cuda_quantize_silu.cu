@@ -3,7 +3,7 @@
  * written a value, with some 25 instructions a value not far behind: exp is a polynomial so that
  * its bits are those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does
  * it. */
-#include "cuda/device/sigmoid.h"
+#include "cuda/device/logistic.h"
 #include "cuda/tensor/cuda_quantize_rows.h"
 
 namespace moq::quantization {

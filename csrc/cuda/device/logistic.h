@@ -1,7 +1,7 @@
 /* exp(-h) and the logistic function on the device, as core/activation.h defines them: the bits of
  * cpu/sigmoid.h. */
-#ifndef MOQ_CUDA_DEVICE_SIGMOID_H
-#define MOQ_CUDA_DEVICE_SIGMOID_H
+#ifndef MOQ_CUDA_DEVICE_LOGISTIC_H
+#define MOQ_CUDA_DEVICE_LOGISTIC_H
 
 #include "core/activation.h"
 
