@@ -46,7 +46,7 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
 }
 
 /* Where the kernel of linears can do both of one expert. */
-#define ANY_CHIP_KERNEL(name, kernel)                                                              \
+#define CUDA_KERNEL(name, kernel)                                                                  \
     static bool can_run_##kernel(const moq_moe_spec *spec, int64_t tokens, char *reason,           \
                                  size_t size) {                                                    \
         (void)tokens;                                                                              \
@@ -55,17 +55,19 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
                has_few_experts(spec, reason, size);                                                \
     }
 
-#define ANY_CHIP_ROW(name, kernel)                                                                 \
+#define CUDA_ROW(name, kernel, room)                                                               \
     {{"cuda", name},                                                                               \
      can_run_##kernel,                                                                             \
      moq_cuda_moe_##kernel##_seconds,                                                              \
-     moq_cuda_moe_##kernel##_workspace,                                                            \
+     moq_cuda_moe_##room##_workspace,                                                              \
      moq_cuda_moe_##kernel}
 
-ANY_CHIP_KERNEL("simt", simt)
-ANY_CHIP_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
-ANY_CHIP_KERNEL("sm80_fp8", mma_fp8_as_f16)
-ANY_CHIP_KERNEL("sm80_nvfp4", mma_nvfp4)
+CUDA_KERNEL("simt", simt)
+CUDA_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
+CUDA_KERNEL("sm80_fp8", mma_fp8_as_f16)
+CUDA_KERNEL("sm80_nvfp4", mma_nvfp4)
+CUDA_KERNEL("sm90_fp8_many", fp8_many)
+CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
 
 static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(portable),
@@ -73,10 +75,12 @@ static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    ANY_CHIP_ROW("simt", simt),
-    ANY_CHIP_ROW("sm89_fp8", mma_fp8_as_e4m3),
-    ANY_CHIP_ROW("sm80_fp8", mma_fp8_as_f16),
-    ANY_CHIP_ROW("sm80_nvfp4", mma_nvfp4),
+    CUDA_ROW("simt", simt, simt),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, mma_fp8_as_e4m3),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, mma_fp8_as_f16),
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4, mma_nvfp4),
+    CUDA_ROW("sm90_fp8_many", fp8_many, many),
+    CUDA_ROW("sm90_nvfp4_many", nvfp4_many, many),
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

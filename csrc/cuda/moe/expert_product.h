@@ -12,11 +12,11 @@ typedef struct {
     const moq_linear_spec *spec; /* of one expert */
     const moq_moe_weight *weight;
     const expert_rows *rows;
-    int64_t slots; /* most rows */
+    int64_t most_rows;
     const slot_groups *groups;
     int64_t tiles;
     int tile_rows;
-    float *out; /* [slots, N] */
+    float *out; /* [rows, N] */
     void *stream;
 } expert_product;
 

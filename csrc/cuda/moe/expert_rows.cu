@@ -9,34 +9,25 @@
  * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
  * Bound by memory: u and d are float32. */
 #include "cuda/device/ptx.h"
-#include "cuda/device/logistic.h"
+#include "cuda/moe/expert_activation.h"
 #include "cuda/moe/expert_rows.h"
 #include "cuda/runtime/launch.h"
-
-#include <math.h>
 
 namespace moq::moe {
 
 #define THREADS 128
 #define SPAN    (16 * THREADS) /* columns that a block has at a time */
 
-/* Where both forms of gelu are as good as zero. */
-#define GELU_LEAST -16.0f
-
-typedef struct {
-    moq_moe_activation kind;
-    bool gated;
-    float alpha, beta, limit, least;
-    bool aligned; /* rows of u, and their halves, begin at multiples of 16 bytes */
-    int64_t i;    /* columns of g */
-} activation;
-
 typedef struct {
     moq_rows from; /* x, or u */
     activation act;
+    bool gated;
+    bool aligned; /* rows of u, and their halves, begin at multiples of 16 bytes */
     moq_dtype dtype;
     int64_t k, first; /* columns, and the token of slot 0 */
-    int32_t top_k, experts, slots;
+    int64_t scale_stride;
+    int32_t top_k;
+    bool by_row; /* rows are read in their order, not gathered from x */
     slot_groups groups;
     const float *weights; /* router weights on the input, or NULL */
     slot_tensor weight_at;
@@ -47,41 +38,6 @@ typedef struct {
     int64_t stride; /* bytes of a row of out */
     float *scales;
 } row_args;
-
-/* ---- the activation ---- */
-
-static __device__ __forceinline__ float gelu(float z) {
-    float low = z < GELU_LEAST ? GELU_LEAST : z;
-    return 0.5f * low * erfcf(low * -0x1.6a09e6p-1f); /* 1 / sqrt(2) */
-}
-
-/* (1 + tanh(a)) / 2 is the logistic function of 2 a. */
-static __device__ __forceinline__ float gelu_tanh(float z) {
-    float low = z < GELU_LEAST ? GELU_LEAST : z;
-    return low * moq_sigmoid(0x1.988454p+0f * (low + 0.044715f * low * low * low)); /* sqrt(8/pi) */
-}
-
-static __device__ __forceinline__ float relu2(float z) {
-    float r = z < 0.0f ? 0.0f : z;
-    return r * r;
-}
-
-/* NaN stays one throughout. */
-static __device__ __forceinline__ float activate(const activation *a, float gate, float up) {
-    switch (a->kind) {
-    case MOQ_MOE_GELU:
-        return gelu(gate) * up;
-    case MOQ_MOE_GELU_TANH:
-        return gelu_tanh(gate) * up;
-    case MOQ_MOE_RELU2:
-        return relu2(gate) * up;
-    default:
-        break;
-    }
-    float cut = gate > a->limit ? a->limit : gate, g = cut < a->least ? a->least : cut;
-    float low = up < -a->limit ? -a->limit : up;
-    return g * moq_sigmoid(a->alpha * g) * ((low > a->limit ? a->limit : low) + a->beta);
-}
 
 /* ---- values ---- */
 
@@ -99,7 +55,7 @@ static __device__ __forceinline__ void round_values(moq_dtype dtype, float (&val
 /* Columns of u, which may begin anywhere. */
 static __device__ __forceinline__ void load_u(const row_args *a, const moq_rows *u, int64_t row,
                                               int64_t column, float (&value)[16]) {
-    if (a->act.aligned) {
+    if (a->aligned) {
         moq_load_values(u, row, column, a->k, value);
         return;
     }
@@ -114,13 +70,12 @@ static __device__ __forceinline__ void load_activated(const row_args *a, int64_t
     float up[16];
     moq_rows half = a->from;
     load_u(a, &a->from, row, column, value);
-    half.data = (const float *)half.data + a->act.i;
-    if (a->act.gated)
+    half.data = (const float *)half.data + a->k;
+    if (a->gated)
         load_u(a, &half, row, column, up);
 #pragma unroll
     for (int i = 0; i < 16; i++) /* no column of g beyond the ends is anything but 0 */
-        value[i] =
-            column + i < a->k ? activate(&a->act, value[i], a->act.gated ? up[i] : 1.0f) : 0.0f;
+        value[i] = column + i < a->k ? activate(&a->act, value[i], a->gated ? up[i] : 1.0f) : 0.0f;
     round_values(a->dtype, value);
 }
 
@@ -156,7 +111,7 @@ static __device__ __forceinline__ void make_values(const row_args *a, const row_
 template <bool OF_U>
 static __device__ __forceinline__ row_place place_of(const row_args *a, int row) {
     row_place p = {row, a->groups.owner[row], row, 1.0f};
-    if (OF_U)
+    if (OF_U || a->by_row)
         return p;
     int slot = a->groups.slot[row];
     p.from = a->first + slot / a->top_k;
@@ -221,7 +176,7 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
         scale = moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
         codes = moq_codes_divided(value, scale);
         if (threadIdx.x % 8 == 0 && column < a->k)
-            a->scales[column / 128 * a->slots + p->row] = scale;
+            a->scales[column / 128 * a->scale_stride + p->row] = scale;
     }
     if (column < a->k)
         *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
@@ -232,7 +187,7 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
     launch_dependents();
     wait_for_predecessor();
     int row = (int)blockIdx.x;
-    if (row >= a.groups.begin[a.experts])
+    if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
         return;
     row_place p = place_of<OF_U>(&a, row);
     float scale = 1.0f;
@@ -302,10 +257,10 @@ int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
     return (columns + 15) / 16 * 16 * size;
 }
 
-int64_t scale_bytes(row_form form, int64_t slots, int64_t columns) {
+int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
     if (form == ROWS_GROUP)
-        return slots * ((columns + 127) / 128) * (int64_t)sizeof(float);
-    return form == ROWS_AMAX || form == ROWS_TOKEN ? slots * (int64_t)sizeof(float) : 0;
+        return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
+    return form == ROWS_AMAX || form == ROWS_TOKEN ? rows * (int64_t)sizeof(float) : 0;
 }
 
 template <bool OF_U> static const void *kernel_for(row_form form) {
@@ -345,8 +300,6 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     a.k = spec->in_features;
     a.first = chunk->first;
     a.top_k = moe->top_k;
-    a.experts = moe->experts;
-    a.slots = (int32_t)(chunk->tokens * moe->top_k);
     a.groups = *groups;
     a.smooth = weight->pre_quant_scale;
     a.input_scale = weight->input_scale;
@@ -354,6 +307,7 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     a.out = rows->data;
     a.stride = row_bytes(rows->form, spec->dtype, spec->in_features);
     a.scales = rows->scales;
+    a.scale_stride = rows->scale_stride;
     return a;
 }
 
@@ -366,8 +320,8 @@ moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
         a.weights = (const float *)call->weights->data;
         a.weight_at = slot_tensor_of(call->weights);
     }
-    return launch("rows of experts", kernel_for<false>(rows->form), dim3((unsigned)a.slots),
-                  THREADS, call->stream, &a, err);
+    return launch("rows of experts", kernel_for<false>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
 moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
@@ -376,16 +330,22 @@ moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, co
     const moq_moe_spec *spec = call->spec;
     row_args a = args_of(chunk, groups, &spec->w2, &call->w2, rows);
     a.from = {u, spec->w13.out_features, MOQ_DT_F32};
-    a.act.kind = spec->activation;
-    a.act.gated = spec->gated;
-    a.act.alpha = spec->gated ? spec->alpha : 1.0f;
-    a.act.beta = spec->gated ? spec->beta : 0.0f;
-    a.act.limit = spec->gated ? spec->limit : INFINITY;
-    a.act.least = a.act.alpha > 0.0f ? MOQ_SILU_LEAST / a.act.alpha : -INFINITY;
-    a.act.i = spec->w2.in_features;
-    a.act.aligned = a.act.i % 4 == 0;
-    return launch("activation of experts", kernel_for<true>(rows->form), dim3((unsigned)a.slots),
-                  THREADS, call->stream, &a, err);
+    a.act = activation_of(spec);
+    a.gated = spec->gated;
+    a.aligned = a.k % 4 == 0;
+    return launch("activation of experts", kernel_for<true>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
+}
+
+moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, const void *g,
+                          const expert_rows *rows, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_linear_spec *w2 = &call->spec->w2;
+    row_args a = args_of(chunk, groups, w2, &call->w2, rows);
+    a.from = {g, (w2->in_features + 15) / 16 * 16, w2->dtype};
+    a.by_row = true;
+    return launch("rows of experts", kernel_for<false>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
 moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, const float *d,

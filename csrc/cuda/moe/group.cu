@@ -26,7 +26,7 @@ typedef struct {
     int64_t first; /* token */
     int32_t slots, top_k, experts, global_experts;
     int32_t range; /* slots of a block */
-    int32_t ranges, tile_rows, tiles;
+    int32_t ranges, tile_rows, tiles, align;
     int32_t *before; /* [ranges, E]: slots of an expert in the ranges before, once they are added */
     slot_groups out;
 } group_args;
@@ -139,39 +139,56 @@ static __device__ __forceinline__ extent scan_block(extent own, extent *shared, 
     return before;
 }
 
+/* Where experts' tiles begin, and their rows end: in shared memory, [E + 1] and [E]. */
+typedef struct {
+    int *first_tile, *end;
+} expert_ends;
+
+static __device__ __forceinline__ expert_ends ends_at(const group_args *a, int *shared) {
+    return {shared, shared + a->experts + 1};
+}
+
 /* Where each expert's rows and tiles begin. Thread t has experts t * OWN on; total[i] are the slots
  * of its i-th, and become its first row. */
 static __device__ __forceinline__ void place_experts(const group_args *a, int (&total)[OWN],
-                                                     int *first_tile) {
+                                                     const expert_ends *ends) {
     __shared__ extent shared[WARPS];
     int first = (int)threadIdx.x * OWN;
-    extent own = {0, 0}, all;
+    extent own = {0, 0}, all, next[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        own.rows += total[i];
-        own.tiles += (total[i] + a->tile_rows - 1) / a->tile_rows;
+        next[i].rows = (total[i] + a->align - 1) / a->align * a->align;
+        next[i].tiles = (total[i] + a->tile_rows - 1) / a->tile_rows;
+        own.rows += next[i].rows;
+        own.tiles += next[i].tiles;
     }
     extent at = scan_block(own, shared, &all);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        int rows = total[i];
+        int expert = first + i, end = at.rows + total[i];
         total[i] = at.rows;
-        if (first + i < a->experts) {
-            a->out.begin[first + i] = at.rows;
-            first_tile[first + i] = at.tiles;
+        if (expert < a->experts) {
+            a->out.begin[expert] = at.rows;
+            ends->first_tile[expert] = at.tiles;
+            ends->end[expert] = end;
         }
-        at.rows += rows;
-        at.tiles += (rows + a->tile_rows - 1) / a->tile_rows;
+        at.rows += next[i].rows;
+        at.tiles += next[i].tiles;
+        for (int row = end; row < at.rows; row++) {
+            a->out.slot[row] = -1;
+            a->out.owner[row] = expert;
+        }
     }
     if (threadIdx.x == 0) {
-        a->out.begin[a->experts] = all.rows;
-        first_tile[a->experts] = all.tiles;
+        a->out.count[0] = all.rows;
+        a->out.count[1] = ends->first_tile[a->experts] = all.tiles;
     }
     __syncthreads();
 }
 
 /* The list of tiles; out.begin was written by this block. */
-static __device__ __forceinline__ void list_tiles(const group_args *a, const int *first_tile) {
+static __device__ __forceinline__ void list_tiles(const group_args *a, const expert_ends *ends) {
+    const int *first_tile = ends->first_tile;
     for (int i = threadIdx.x; i < a->tiles; i += THREADS) {
         row_tile tile = {0, 0, 0};
         if (i < first_tile[a->experts]) {
@@ -186,7 +203,7 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const int
             }
             tile.expert = low;
             tile.first = a->out.begin[low] + (i - first_tile[low]) * a->tile_rows;
-            tile.rows = min(a->out.begin[low + 1] - tile.first, a->tile_rows);
+            tile.rows = min(ends->end[low] - tile.first, a->tile_rows);
         }
         a->out.tile[i] = tile;
     }
@@ -194,11 +211,12 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const int
 
 /* ---- kernels ---- */
 
-/* Shared: count [WARPS, E], first_tile [E + 1]. */
+/* Shared: count [WARPS, E], expert_ends. */
 static __global__ void __launch_bounds__(THREADS)
     group_at_once(const __grid_constant__ group_args a) {
     extern __shared__ int count[];
-    int *first_tile = count + WARPS * a.experts, total[OWN] = {};
+    expert_ends ends = ends_at(&a, count + WARPS * a.experts);
+    int total[OWN] = {};
     wait_for_predecessor();
     count_slots(&a, count);
 #pragma unroll
@@ -207,7 +225,7 @@ static __global__ void __launch_bounds__(THREADS)
         if (expert < a.experts)
             total[i] = add_warps(&a, count, expert);
     }
-    place_experts(&a, total, first_tile);
+    place_experts(&a, total, &ends);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
@@ -219,7 +237,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     place_slots(&a, count);
-    list_tiles(&a, first_tile);
+    list_tiles(&a, &ends);
     launch_dependents();
 }
 
@@ -234,7 +252,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int first_tile[];
+    extern __shared__ int shared_ends[];
+    expert_ends ends = ends_at(&a, shared_ends);
     int total[OWN] = {};
     launch_dependents();
     wait_for_predecessor();
@@ -247,8 +266,8 @@ static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_consta
             total[i] += own;
         }
     }
-    place_experts(&a, total, first_tile);
-    list_tiles(&a, first_tile);
+    place_experts(&a, total, &ends);
+    list_tiles(&a, &ends);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -279,13 +298,22 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- launch ---- */
 
-int64_t most_tiles(const moq_moe_spec *spec, int64_t slots, int tile_rows) {
-    int64_t experts = slots < spec->experts ? slots : spec->experts; /* with a short tile each */
-    return (slots + experts * (tile_rows - 1)) / tile_rows;
-}
-
 static int64_t slots_of(const slot_chunk *chunk) {
     return chunk->tokens * chunk->call->spec->top_k;
+}
+
+/* Experts that have slots, at most. */
+static int64_t most_experts(const slot_chunk *chunk) {
+    int64_t slots = slots_of(chunk), experts = chunk->call->spec->experts;
+    return slots < experts ? slots : experts;
+}
+
+int64_t most_rows(const slot_chunk *chunk) {
+    return slots_of(chunk) + most_experts(chunk) * (chunk->align - 1);
+}
+
+int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert */
+    return (slots_of(chunk) + most_experts(chunk) * (chunk->tile_rows - 1)) / chunk->tile_rows;
 }
 
 static int64_t range_count(const slot_chunk *chunk) {
@@ -303,14 +331,14 @@ static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **befo
                            int64_t *bytes) {
     const moq_moe_spec *spec = chunk->call->spec;
     int64_t slots = slots_of(chunk), ranges = range_count(chunk);
-    int64_t tiles = most_tiles(spec, slots, chunk->tile_rows);
     slot_groups g;
     *bytes = 0;
-    g.begin = take(bytes, memory, spec->experts + 1);
+    g.count = take(bytes, memory, 2);
+    g.begin = take(bytes, memory, spec->experts);
     g.row = take(bytes, memory, slots);
-    g.slot = take(bytes, memory, slots);
-    g.owner = take(bytes, memory, slots);
-    g.tile = (row_tile *)take(bytes, memory, tiles * (int64_t)(sizeof(row_tile) / 4));
+    g.slot = take(bytes, memory, most_rows(chunk));
+    g.owner = take(bytes, memory, most_rows(chunk));
+    g.tile = (row_tile *)take(bytes, memory, most_tiles(chunk) * (int64_t)(sizeof(row_tile) / 4));
     *before = take(bytes, memory, ranges > 1 ? ranges * spec->experts : 0);
     return g;
 }
@@ -343,7 +371,8 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.ranges = (int32_t)range_count(chunk);
     a.range = a.ranges > 1 ? ONCE : a.slots;
     a.tile_rows = chunk->tile_rows;
-    a.tiles = (int32_t)most_tiles(spec, a.slots, chunk->tile_rows);
+    a.tiles = (int32_t)most_tiles(chunk);
+    a.align = chunk->align;
     a.out = lay_out(chunk, memory, &a.before, &bytes);
     return a;
 }
@@ -363,11 +392,11 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks
 
 moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err) {
     group_args args = args_of(chunk, memory);
-    int counts = WARPS * args.experts, tiles = args.experts + 1;
+    int counts = WARPS * args.experts, ends = 2 * args.experts + 1;
     if (args.ranges == 1)
-        return launch(chunk, (const void *)group_at_once, 1, counts + tiles, &args, err);
+        return launch(chunk, (const void *)group_at_once, 1, counts + ends, &args, err);
     MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, counts, &args, err));
-    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, tiles, &args, err));
+    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, ends, &args, err));
     return launch(chunk, (const void *)place_ranges, args.ranges, counts, &args, err);
 }
 

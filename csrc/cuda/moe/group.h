@@ -2,8 +2,9 @@
  * room.
  *
  * Slots are numbered within a chunk of tokens, token * top_k + j. Those that count (core/moe.h) get
- * rows: expert after expert, and within an expert in their own order. Rows of an expert go in tiles
- * of as many rows as a kernel asks for; the last may be short. */
+ * rows: expert after expert, and within an expert in their own order. The rows of an expert may
+ * begin at multiples of a number, with rows of no slot before. They go in tiles of as many rows as
+ * a kernel asks for; the last of an expert may be short. */
 #ifndef MOQ_CUDA_MOE_GROUP_H
 #define MOQ_CUDA_MOE_GROUP_H
 
@@ -56,10 +57,11 @@ typedef struct {
 
 /* The result, all on the device. */
 typedef struct {
-    int32_t *begin; /* [E + 1]: the first row of each expert; the last is how many rows there are */
+    int32_t *count; /* how many rows there are, and how many tiles */
+    int32_t *begin; /* [E]: the first row of each expert */
     int32_t *row;   /* [slots]: the row of each slot, or -1 */
-    int32_t *slot;  /* [slots]: the slot of each row */
-    int32_t *owner; /* [slots]: the expert of each row */
+    int32_t *slot;  /* [most_rows]: the slot of each row, or -1 */
+    int32_t *owner; /* [most_rows]: the expert of each row */
     row_tile *tile; /* [most_tiles]: in the order of rows, behind them tiles without rows */
 } slot_groups;
 
@@ -68,10 +70,12 @@ typedef struct {
     const moq_moe_call *call;
     int64_t first, tokens;
     int tile_rows;
+    int align; /* the rows of an expert begin at multiples of this */
 } slot_chunk;
 
-/* Tiles that so many slots can make at most, however they are routed. */
-int64_t most_tiles(const moq_moe_spec *spec, int64_t slots, int tile_rows);
+/* Rows and tiles that the slots can make at most, however they are routed. */
+int64_t most_rows(const slot_chunk *chunk);
+int64_t most_tiles(const slot_chunk *chunk);
 
 /* Bytes of a workspace for the groups of a chunk, and their places in it. */
 int64_t groups_bytes(const slot_chunk *chunk);

@@ -38,24 +38,24 @@ static slot_chunk chunk_of(const moq_moe_call *call, const product_kind *kind, i
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
     double rows = (double)tokens * spec->top_k / spec->experts;
-    return {call, first, tokens, kind->tile_rows(rows)};
+    return {call, first, tokens, kind->tile_rows(rows), 1};
 }
 
 static layout lay_out(const slot_chunk *chunk, const product_kind *kind) {
     const moq_moe_spec *spec = chunk->call->spec;
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    int64_t slots = chunk->tokens * spec->top_k, h = w13->in_features, i = w2->in_features;
+    int64_t rows = most_rows(chunk), h = w13->in_features, i = w2->in_features;
     row_form form13 = kind->form(w13), form2 = kind->form(w2);
     layout l = {};
     l.groups = take(&l.end, groups_bytes(chunk));
-    l.g = take(&l.end, slots * row_bytes(form2, w2->dtype, i));
-    l.g_scales = take(&l.end, scale_bytes(form2, slots, i));
+    l.g = take(&l.end, rows * row_bytes(form2, w2->dtype, i));
+    l.g_scales = take(&l.end, scale_bytes(form2, rows, i));
     l.x = l.d = l.end;
-    l.x = take(&l.end, slots * row_bytes(form13, w13->dtype, h));
-    l.x_scales = take(&l.end, scale_bytes(form13, slots, h));
-    l.u = take(&l.end, slots * w13->out_features * (int64_t)sizeof(float));
+    l.x = take(&l.end, rows * row_bytes(form13, w13->dtype, h));
+    l.x_scales = take(&l.end, scale_bytes(form13, rows, h));
+    l.u = take(&l.end, rows * w13->out_features * (int64_t)sizeof(float));
     int64_t after_d = l.d;
-    take(&after_d, slots * w2->out_features * (int64_t)sizeof(float));
+    take(&after_d, rows * w2->out_features * (int64_t)sizeof(float));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }
@@ -77,19 +77,12 @@ static moq_status run_chunk(const slot_chunk *chunk, const product_kind *kind, m
     layout l = lay_out(chunk, kind);
     uint8_t *memory = (uint8_t *)call->workspace;
     slot_groups groups = groups_at(chunk, memory + l.groups);
-    expert_rows x = {kind->form(&spec->w13), memory + l.x, (float *)(memory + l.x_scales)};
-    expert_rows g = {kind->form(&spec->w2), memory + l.g, (float *)(memory + l.g_scales)};
+    int64_t rows = most_rows(chunk);
+    expert_rows x = {kind->form(&spec->w13), memory + l.x, (float *)(memory + l.x_scales), rows};
+    expert_rows g = {kind->form(&spec->w2), memory + l.g, (float *)(memory + l.g_scales), rows};
     float *u = (float *)(memory + l.u), *d = (float *)(memory + l.d);
-    int64_t slots = chunk->tokens * spec->top_k;
-    expert_product first = {&spec->w13,
-                            &call->w13,
-                            &x,
-                            slots,
-                            &groups,
-                            most_tiles(spec, slots, chunk->tile_rows),
-                            chunk->tile_rows,
-                            u,
-                            call->stream};
+    expert_product first = {&spec->w13,        &call->w13,       &x, rows,        &groups,
+                            most_tiles(chunk), chunk->tile_rows, u,  call->stream};
     expert_product second = first;
     second.spec = &spec->w2;
     second.weight = &call->w2;
@@ -130,7 +123,7 @@ moq_status launch_product(const expert_product *p, const void *kernel, int64_t w
                           int threads, int shared, void *args, moq_err *err) {
     if (p->tiles > INT32_MAX / weight_tiles)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
-                        (long long)p->slots);
+                        (long long)p->most_rows);
     moq_launch launch = {.what = "product of experts",
                          .kernel = kernel,
                          .grid = dim3((unsigned)(p->tiles * weight_tiles)),

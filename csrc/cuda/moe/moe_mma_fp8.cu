@@ -76,7 +76,7 @@ static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
     while (s->tm != p->tile_rows)
         s++;
     fp8_product_args args = {};
-    args.tile.m = p->slots;
+    args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.codes = (const uint8_t *)p->rows->data;
     args.tile.next_row = p->rows->form == ROWS_TOKEN;

@@ -80,7 +80,7 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     nvfp4_product_args args = {};
     args.tile.x = (const uint8_t *)p->rows->data;
     args.tile.x_stride = row_bytes(ROWS_VALUES, spec->dtype, spec->in_features);
-    args.tile.m = p->slots;
+    args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.n = (int)spec->out_features;
     args.tile.slabs = (int)moq_pack_slabs(spec->out_features);

@@ -1,5 +1,5 @@
-/* Estimated seconds of the kernels of experts that run on every chip: those of linears
- * (any_chip.c), of the experts that are asked for. */
+/* Estimated seconds of the kernels of experts for any number of tokens: weights of the experts that
+ * are asked for read, or tiles multiplied, and what lies between. */
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice_moe.h"
 
@@ -14,6 +14,11 @@ typedef struct {
     double rows;     /* of the smallest tile */
 } pace;
 
+/* The last tile of an expert is half empty, whatever is routed to it. */
+static double rows_of_tiles(double rows, double tile) {
+    return rows <= tile / 2 ? tile : rows + tile / 2;
+}
+
 static double seconds(const moq_moe_spec *spec, int64_t tokens, pace of) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
     double slots = (double)tokens * spec->top_k;
@@ -21,7 +26,7 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, pace of) {
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
     double values = (double)(w13->out_features + w2->out_features);
-    double rows = slots / active < of.rows ? of.rows : slots / active;
+    double rows = rows_of_tiles(slots / active, of.rows);
     double read = active * weights / moq_memory_rate(&w13->target, of.read);
     double products = active * weights * rows / moq_matrix_rate(&w13->target, of.products);
     return STEPS + BYTES_BETWEEN * slots * values / moq_memory_rate(&w13->target, 2e12) +
@@ -46,4 +51,12 @@ double moq_cuda_moe_mma_fp8_as_e4m3_seconds(const moq_moe_spec *spec, int64_t to
 
 double moq_cuda_moe_mma_nvfp4_seconds(const moq_moe_spec *spec, int64_t tokens) {
     return seconds(spec, tokens, (pace){2.9e12 / 0.5625, 1.85e14, 8});
+}
+
+double moq_cuda_moe_fp8_many_seconds(const moq_moe_spec *spec, int64_t tokens) {
+    return seconds(spec, tokens, (pace){2.5e12, 4e14, 128});
+}
+
+double moq_cuda_moe_nvfp4_many_seconds(const moq_moe_spec *spec, int64_t tokens) {
+    return seconds(spec, tokens, (pace){2.5e12 / 0.5625, 3e14, 128});
 }
