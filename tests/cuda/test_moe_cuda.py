@@ -29,7 +29,14 @@ from .cases import DTYPES, poisoned, to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4")
+KERNELS = (
+    "cuda:simt",
+    "cuda:sm89_fp8",
+    "cuda:sm80_fp8",
+    "cuda:sm80_nvfp4",
+    "cuda:sm90_fp8_many",
+    "cuda:sm90_nvfp4_many",
+)
 
 
 @pytest.fixture(scope="session")
