@@ -1,25 +1,31 @@
 """What a linear takes among ordinary neighbours, with programmatic launch, with some of it, and without.
 
     python -m benchmarks.neighbours [--tokens M ...] [--seed N] [--output FILE]
-    MOQEXT_PDL=0 python -m benchmarks.neighbours --output OTHER
-    python -m benchmarks.neighbours --profile --output THIRD
-    MOQEXT_KERNEL=NAME python -m benchmarks.neighbours --algo NVFP4 --tokens 1 --output FOURTH
-    python -m benchmarks.neighbours --merge FILE OTHER THIRD FOURTH --output FILE
+    MOQEXT_PDL=1 python -m benchmarks.neighbours --output SECOND
+    MOQEXT_PDL=0 python -m benchmarks.neighbours --output THIRD
+    MOQEXT_PDL=1 python -m benchmarks.neighbours --profile --output FOURTH
+    MOQEXT_PDL=1 MOQEXT_KERNEL=NAME python -m benchmarks.neighbours --algo NVFP4 --tokens 1 --output FIFTH
+    python -m benchmarks.neighbours --merge FILE SECOND THIRD FOURTH FIFTH --output FILE
 
 A chain is the layers of a decoder one after the other in a CUDA graph (`benchmarks.neighbour_chain`), the
 weights of all of them together larger than the last cache. What the linears add is the time of the chain less
 that of the same chain without them; what one linear adds, the same with it alone left out. Beside it are the
-linears by themselves, as `benchmarks.linear` times them. One process measures several policies by changing
-edges of captured graphs (`benchmarks.graph_edges`):
+linears by themselves, as `benchmarks.linear` times them. What is measured depends on MOQEXT_PDL, which a
+process reads once. Without it, graphs are as the library captures them:
+
+    default    moqext's kernels may begin early behind kernels of moqext that know programmatic launch
+
+With MOQEXT_PDL=1 a process measures several policies by changing edges of captured graphs
+(`benchmarks.graph_edges`):
 
     all        as captured: moqext's kernels may begin before the kernel ahead of them ends
     knowing    only behind kernels that were launched programmatically themselves
     none       never
     only NAME  one kernel of a layer, no other; with one token
 
-MOQEXT_PDL=0 measures what the launches themselves do without the attribute, as policy "off", in a process of
-its own: the variable is read once. --profile has what a profiler sees of one token's layer: every kernel's
-time, and the gap before it. A kernel that MOQEXT_KERNEL forces is named in the rows.
+MOQEXT_PDL=0 measures what the launches themselves do without the attribute, as policy "off". --profile has
+what a profiler sees of one token's layer: every kernel's time, and the gap before it. A kernel that
+MOQEXT_KERNEL forces is named in the rows.
 
 Each linear's output is compared with float64 of what its codes mean, and each graph's outputs with those of
 the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) that is all that is done.
@@ -59,12 +65,16 @@ TOKENS = (1, 16, 64)
 ALONE = "alone"
 """Linears by themselves; else the name of their neighbours."""
 
-ALL, KNOWING, NONE, OFF = "all", "knowing", "none", "off"
+ALL, KNOWING, NONE, OFF, DEFAULT = "all", "knowing", "none", "off", "default"
 POLICIES: Mapping[str, graph_edges.Policy] = {
     ALL: graph_edges.nothing,
     KNOWING: graph_edges.behind_strangers,
     NONE: graph_edges.everything,
 }
+
+SWITCH = "MOQEXT_PDL"
+MEASURED: Mapping[str, Sequence[str]] = {"": (DEFAULT,), "0": (OFF,), "1": tuple(POLICIES)}
+"""Policies of a process by the value of `SWITCH`."""
 
 LAUNCHED = {
     TORCH: ("qkv", "o", "gate_up", "down"),
@@ -93,7 +103,7 @@ class Case(NamedTuple):
     Attributes:
         quant_algo: Of the linears; None where all of them are left out.
         neighbours: `ALONE`, or of `NEIGHBOURS`.
-        policy: Of `POLICIES` or `SINGLE`, or `OFF`.
+        policy: Of `POLICIES` or `SINGLE`, `OFF` or `DEFAULT`.
         without: The linear that is left out, None for none.
     """
 
@@ -104,18 +114,17 @@ class Case(NamedTuple):
 
 
 def cases(
-    roles: Sequence[str], algos: Sequence[str], *, off: bool, single_kernels: bool = False
+    roles: Sequence[str], algos: Sequence[str], policies: Sequence[str], *, single_kernels: bool = False
 ) -> Iterator[Case]:
     """Everything that is timed of a chain and a number of tokens.
 
     Args:
         roles: Of the chain.
         algos: Of the linears.
-        off: Whether nothing is launched programmatically.
+        policies: Of a process, of `MEASURED`.
         single_kernels: Whether each kernel of moqext is launched so by itself, too.
     """
-    policies = [OFF] if off else list(POLICIES)
-    single = OFF if off else ALL
+    single = policies[0]
     for neighbours in NEIGHBOURS:
         for policy in policies if neighbours == OWN else [single]:
             yield Case(None, neighbours, policy)
@@ -126,7 +135,7 @@ def cases(
             yield Case(algo, OWN, policy)
             if len(roles) > 1 and not plain:
                 yield from (Case(algo, TORCH, policy, role) for role in roles)
-        if single_kernels and not off and algo != PEER:
+        if single_kernels and ALL in policies and algo != PEER:
             yield from (Case(algo, *single) for single in SINGLE)
 
 
@@ -140,7 +149,7 @@ class Run:
         place: torch's name of the device.
         seed: Of the data.
         algos: Of the linears.
-        off: Whether the process launches nothing programmatically.
+        policies: Of the process, of `MEASURED`.
         profiled: Whether a profiler watches, and nothing is timed.
         rows: One for each graph.
         checks: One for each linear, number of tokens and kind of neighbours.
@@ -153,7 +162,7 @@ class Run:
     place: str
     seed: int
     algos: Sequence[str]
-    off: bool
+    policies: Sequence[str]
     profiled: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -188,7 +197,7 @@ class Run:
     def _time(self, chain: Chain, linears: Mapping[str, Mapping[str, Linear]]) -> None:
         graphs, edges = {}, {}
         single_kernels = chain.name == PROFILED and chain.tokens == 1
-        for case in cases(list(chain.y), self.algos, off=self.off, single_kernels=single_kernels):
+        for case in cases(list(chain.y), self.algos, self.policies, single_kernels=single_kernels):
             try:
                 graphs[case], edges[case] = self._graph(chain, case, linears)
             except RuntimeError as error:
@@ -202,7 +211,7 @@ class Run:
             self.rows.append(row | {"forced": os.environ.get(FORCING), "edges": edges[case]._asdict()})
 
     def _watch(self, chain: Chain, linears: Mapping[str, Mapping[str, Linear]]) -> None:
-        for case in cases(list(chain.y), self.algos, off=self.off):
+        for case in cases(list(chain.y), self.algos, self.policies):
             if case.neighbours != ALONE and not case.without:
                 graph = self._graph(chain, case, linears)[0]
                 self.profile.append(case._asdict() | kernels_of(self.torch, graph))
@@ -319,8 +328,8 @@ def main() -> None:
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     sizes = TINY if options.tiny else LLAMA
-    off = os.environ.get("MOQEXT_PDL", "1").startswith("0")
-    run = Run(torch, sizes, options.device, seed, options.algo, off, options.profile)
+    policies = MEASURED[os.environ.get(SWITCH, "")]
+    run = Run(torch, sizes, options.device, seed, options.algo, policies, options.profile)
     chains = [(PROFILED, (1,))] if options.profile else [(name, options.tokens) for name in sizes.shapes]
     with torch.no_grad():
         for name, tokens in chains:

@@ -12,13 +12,13 @@ from typing import Any
 from benchmarks.cpu_page import fill
 from benchmarks.cuda_page import PAGES, lines
 from benchmarks.neighbour_chain import OWN, TORCH
-from benchmarks.neighbours import ALL, ALONE, KNOWING, NONE, OFF, SINGLE
+from benchmarks.neighbours import ALL, ALONE, DEFAULT, KNOWING, NONE, OFF, SINGLE
 from benchmarks.record import RESULTS
 from moqext.bench import PEER
 
 PAGE = PAGES / "neighbours.md"
 MARKS = ("<!-- results: python -m benchmarks.neighbours_page -->", "<!-- end of results -->")
-POLICIES = (ALL, KNOWING, NONE, OFF)
+POLICIES = (ALL, KNOWING, NONE, OFF, DEFAULT)
 
 Row = Mapping[str, Any]
 
@@ -35,6 +35,11 @@ class Times:
         self.rows = [row for row in rows if row["forced"] == forced]
         names = ("chain", "tokens", "quant_algo", "neighbours", "policy", "without")
         self._times = {tuple(row[name] for name in names): row["seconds"] * 1e6 for row in self.rows}
+
+    @property
+    def policies(self) -> list[str]:
+        """Those of `POLICIES` that were measured."""
+        return [policy for policy in POLICIES if any(row["policy"] == policy for row in self.rows)]
 
     def layer(self, chain: str, tokens: int, algo: str | None, neighbours: str, policy: str) -> float | None:
         """A layer with all its linears; with none where `algo` is None."""
@@ -72,7 +77,7 @@ def called(algo: str | None) -> str:
     return "torch bfloat16" if algo == PEER else f"`{algo}`"
 
 
-def layers_table(times: Times, policies: Sequence[str] = POLICIES) -> str:
+def layers_table(times: Times, policies: Sequence[str]) -> str:
     """A layer of each chain: linears by themselves, among torch's kernels and among moqext's."""
     head = ["chain", "linears", "tokens", *(f"alone, {policy}" for policy in policies if policy != KNOWING)]
     head += [f"{neighbours}, {policy}" for neighbours in (TORCH, OWN) for policy in policies]
@@ -102,10 +107,10 @@ def roles_table(times: Times, checks: Sequence[Row]) -> str:
     }
     body = []
     for (chain, tokens, algo, role), kernel in kernels.items():
-        found = [number(times.added_by(chain, tokens, algo, policy, role)) for policy in POLICIES]
+        found = [number(times.added_by(chain, tokens, algo, policy, role)) for policy in times.policies]
         if any(found):
             body.append([role, called(algo), kernel.removeprefix("cuda:"), str(tokens), *found])
-    return lines(["linear", "weights", "kernel", "tokens", *POLICIES], body, 3)
+    return lines(["linear", "weights", "kernel", "tokens", *times.policies], body, 3)
 
 
 def single_table(times: Times) -> str:
@@ -160,12 +165,15 @@ def section(result: Mapping[str, Any]) -> str:
         f"### {about['gpu']}",
         facts,
         "A layer, µs, and in brackets what its linears add:",
-        layers_table(times),
+        layers_table(times, times.policies),
         "What one linear adds among torch's kernels, µs:",
         roles_table(times, result["checks"]),
-        'One token, "llama": a layer with one kernel launched programmatically beside one with none, µs:',
-        single_table(times),
     ]
+    if any(row["policy"] == policy for row in result["rows"] for _, policy in SINGLE):
+        parts += [
+            'One token, "llama": a layer with one kernel launched programmatically beside one with none, µs:',
+            single_table(times),
+        ]
     for forced in dict.fromkeys(row["forced"] for row in result["rows"] if row["forced"]):
         parts += [
             f"The same with `MOQEXT_KERNEL={forced}`, a layer, µs:",

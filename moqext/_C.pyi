@@ -199,6 +199,7 @@ def linear_plan(
     capability: str | None = None,
     fast_accum: bool = False,
     one_input_scale: bool = False,
+    quantized_input: bool = False,
 ) -> LinearPlan: ...
 
 @final

@@ -37,6 +37,10 @@ class LinearMethod(PlannedMethod):
             every 128 columns. Only cuBLASLt's kernels for FP8 and FP8_PER_CHANNEL_PER_TOKEN make use of it.
         one_input_scale: All partitions have the same `input_scale`, as those that were calibrated together
             have; `prepare` checks it. On CUDA fused FP8 layers are then multiplied at once.
+        quantized_input: x is float8_e4m3fn already: what `ops.quantize(x, "fp8_tensor", scale=input_scale)`,
+            `ops.rms_norm_quantize` and `ops.silu_and_mul_quantize` return for the layer's one `input_scale`,
+            which the checkpoint has to have. For FP8 and W4A8_NVFP4_FP8. y is of `dtype` as always, and has
+            the bits of the same kernel with an x that it quantizes itself.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
@@ -59,7 +63,7 @@ class LinearMethod(PlannedMethod):
         ValueError: An unknown algorithm; a size, dtype or option that cannot be right.
     """
 
-    __slots__ = ("fast_accum", "in_features", "one_input_scale", "out_partitions")
+    __slots__ = ("fast_accum", "in_features", "one_input_scale", "out_partitions", "quantized_input")
 
     _plan: _C.LinearPlan
 
@@ -75,6 +79,7 @@ class LinearMethod(PlannedMethod):
         compute: Compute = "exact",
         fast_accum: bool = False,
         one_input_scale: bool = False,
+        quantized_input: bool = False,
     ) -> None:
         check_variables(stacklevel=2)
         plan = _C.linear_plan(
@@ -87,12 +92,14 @@ class LinearMethod(PlannedMethod):
             compute,
             fast_accum=fast_accum,
             one_input_scale=one_input_scale,
+            quantized_input=quantized_input,
         )
         super().__init__(plan, compute)
         self.in_features = int(in_features)
         self.out_partitions = tuple(int(rows) for rows in out_partitions)
         self.fast_accum = bool(fast_accum)
         self.one_input_scale = bool(one_input_scale)
+        self.quantized_input = bool(quantized_input)
 
     @property
     def out_features(self) -> int:
@@ -141,7 +148,7 @@ class LinearMethod(PlannedMethod):
         """Multiplies.
 
         Args:
-            x: [..., in_features] of `dtype`, any strides.
+            x: [..., in_features] of `dtype`, or float8_e4m3fn with `quantized_input`, any strides.
             params: What `prepare` returned, of this method or one of the same description; a tensor that the
                 layer does not know is refused. On CUDA kernels read them ahead of time: a write to them by
                 others has to have ended, not only to be ahead in the stream.
@@ -160,7 +167,7 @@ class LinearMethod(PlannedMethod):
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)
-        options = (self.compute, self.fast_accum, self.one_input_scale)
+        options = (self.compute, self.fast_accum, self.one_input_scale, self.quantized_input)
         return make_method, (*about, self.group_size, self.dtype, self.device, *options)
 
     def __repr__(self) -> str:
@@ -181,6 +188,7 @@ def make_method(
     compute: Compute,
     fast_accum: bool = False,
     one_input_scale: bool = False,
+    quantized_input: bool = False,
 ) -> LinearMethod:
     """`LinearMethod` with every argument by position: what copies and pickles are made by."""
     return LinearMethod(
@@ -193,4 +201,5 @@ def make_method(
         compute=compute,
         fast_accum=fast_accum,
         one_input_scale=one_input_scale,
+        quantized_input=quantized_input,
     )

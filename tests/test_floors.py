@@ -350,6 +350,7 @@ STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: t
     "csrc/cuda/runtime/devices.cu": {"device_table"},  # devices and their contexts, under a lock
     "csrc/cuda/runtime/driver.cu": {"found_driver"},  # entry points, under a lock
     "csrc/cuda/runtime/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
+    "csrc/cuda/runtime/overlap.cu": {"last_launch"},  # of a thread: the end of the stream that it launched in
     "csrc/cuda/tensor/cuda_prepare.cu": {"notebook"},  # memory that kernels and the host see, under a lock
 }
 

@@ -54,6 +54,14 @@ static int refuse_x_dtype(moq_dtype dtype, const moq_arg *x) {
     const char *wanted = moq_dtype_name(dtype), *got = moq_dtype_name(x->stored);
     if (x->stored == dtype || !(WAYS[x->stored] || x->stored == MOQ_DT_F64))
         return 0;
+    if (dtype == MOQ_DT_E4M3) {
+        PyErr_Format(PyExc_TypeError,
+                     "x: expected codes of %s, got %s: quantize x with the layer's input_scale, by "
+                     "moqext.ops.quantize(x, \"fp8_tensor\", scale=...), or make the layer without "
+                     "quantized_input",
+                     wanted, got);
+        return -1;
+    }
     if (WAYS[x->stored])
         PyErr_Format(PyExc_TypeError,
                      "x: expected %s, got %s: make or load the layer with dtype=\"%s\", or convert "
@@ -71,7 +79,7 @@ int moq_call_take_x(moq_call *call, PyObject *object) {
     if (refuse_gradient(call->state, object) < 0 || moq_arg_take(call->state, object, "x", x) < 0)
         return -1;
     call->count = 1;
-    if (refuse_x_dtype(layer->dtype, x) < 0 || moq_arg_reinterpret(x, layer->dtype) < 0)
+    if (refuse_x_dtype(layer->x_dtype, x) < 0 || moq_arg_reinterpret(x, layer->x_dtype) < 0)
         return -1;
     return moq_arg_check_device(layer->device, x);
 }

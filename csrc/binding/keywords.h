@@ -39,6 +39,7 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
+    X(quantized_input)                                                                             \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
     X(output_scale)                                                                                \

@@ -19,21 +19,23 @@ typedef struct {
 
 /* ---- construction ---- */
 
-static const moq_signature LINEAR_PLAN = {"linear_plan",
-                                          10,
-                                          7,
-                                          10,
-                                          {KW_quant_algo, KW_in_features, KW_out_partitions,
-                                           KW_group_size, KW_dtype, KW_device, KW_compute,
-                                           KW_capability, KW_fast_accum, KW_one_input_scale}};
+static const moq_signature LINEAR_PLAN = {
+    "linear_plan",
+    11,
+    7,
+    11,
+    {KW_quant_algo, KW_in_features, KW_out_partitions, KW_group_size, KW_dtype, KW_device,
+     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input}};
 
-static int parse_options(moq_state *state, PyObject *fast, PyObject *one, moq_linear_spec *spec) {
+/* fast_accum, one_input_scale and quantized_input, each of which may be absent. */
+static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) {
     moq_err err;
-    int fast_accum = fast ? PyObject_IsTrue(fast) : 0;
-    int one_input_scale = one ? PyObject_IsTrue(one) : 0;
-    if (fast_accum < 0 || one_input_scale < 0)
-        return -1;
-    if (moq_linear_apply_options(fast_accum, one_input_scale, spec, &err) == MOQ_OK)
+    int given[3];
+    for (int i = 0; i < 3; i++)
+        if ((given[i] = v[i] ? PyObject_IsTrue(v[i]) : 0) < 0)
+            return -1;
+    moq_linear_options options = {given[0], given[1], given[2]};
+    if (moq_linear_apply_options(&options, spec, &err) == MOQ_OK)
         return 0;
     moq_raise(state, &err);
     return -1;
@@ -60,7 +62,7 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
         moq_raise(state, &err);
         return -1;
     }
-    return parse_options(state, v[8], v[9], spec) < 0
+    return parse_options(state, v + 8, spec) < 0
                ? -1
                : moq_plan_find_target(state, v[7], spec->device, &spec->target);
 }
@@ -68,7 +70,7 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[10];
+    PyObject *v[11];
     moq_err err;
     if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
@@ -215,8 +217,8 @@ static PyType_Spec LINEAR_TYPE = {
 static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
-     "capability=None, fast_accum=False, one_input_scale=False) -> LinearPlan; capability: \"9.0\" "
-     "plans for a chip that may not be here"},
+     "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False) -> "
+     "LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
     {NULL, NULL, 0, NULL},
 };
 

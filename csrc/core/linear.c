@@ -23,15 +23,53 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
     return MOQ_OK;
 }
 
-moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
+/* Codes were made with one scale, which the checkpoint has. */
+static moq_status take_codes(moq_linear_spec *spec, moq_err *err) {
+    if (spec->input != MOQ_INPUT_E4M3_TENSOR || !spec->checkpoint_input_scale)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quantized_input: is for activations in FP8 with an input_scale, %s with "
+                        "compute \"%s\" has none",
+                        spec->algo, moq_compute_name(spec->compute));
+    if (spec->pre_quant_scale)
+        return moq_fail(
+            err, MOQ_ERR_UNSUPPORTED,
+            "quantized_input: %s multiplies x by pre_quant_scale before it is quantized",
+            spec->algo);
+    if (spec->partition_count > 1 && !spec->one_input_scale)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quantized_input: %d partitions may have as many input scales; "
+                        "one_input_scale promises that they have one",
+                        (int)spec->partition_count);
+    spec->quantized_input = true;
+    return MOQ_OK;
+}
+
+moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linear_spec *spec,
                                     moq_err *err) {
     bool may_fold = spec->compute == MOQ_COMPUTE_FP8 || spec->compute == MOQ_COMPUTE_AUTO;
-    if (fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && !may_fold)
+    if (options->fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && !may_fold)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "fast_accum: is for FP8 products, %s with compute \"%s\" has none",
                         spec->algo, moq_compute_name(spec->compute));
-    spec->fast_accum = fast_accum;
-    return one_input_scale ? moq_weight_promise_one_input_scale(&spec->matrix, err) : MOQ_OK;
+    spec->fast_accum = options->fast_accum;
+    if (options->one_input_scale)
+        MOQ_TRY(moq_weight_promise_one_input_scale(&spec->matrix, err));
+    return options->quantized_input ? take_codes(spec, err) : MOQ_OK;
+}
+
+static int require_input_scale(const moq_linear_spec *spec, moq_param_spec *params, int count) {
+    for (int i = 0; i < count; i++)
+        if (spec->quantized_input && params[i].id == MOQ_PARAM_INPUT_SCALE)
+            params[i].required = true;
+    return count;
+}
+
+int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params) {
+    return require_input_scale(spec, params, moq_weight_checkpoint_params(&spec->matrix, params));
+}
+
+int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params) {
+    return require_input_scale(spec, params, moq_weight_prepared_params(&spec->matrix, params));
 }
 
 static int64_t ceil_div(int64_t a, int64_t b) {
@@ -47,9 +85,10 @@ int64_t moq_token_bucket(int64_t m) {
 
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size) {
     char device[32];
-    snprintf(buffer, size, "%s %lldx%lld, compute %s, %s on %s", spec->algo,
+    snprintf(buffer, size, "%s %lldx%lld, compute %s, %s%s on %s", spec->algo,
              (long long)spec->out_features, (long long)spec->in_features,
              moq_compute_name(spec->compute), moq_dtype_name(spec->dtype),
+             spec->quantized_input ? " of codes" : "",
              moq_device_text(spec->device, device, sizeof device));
     return buffer;
 }

@@ -37,6 +37,9 @@ typedef struct {
     moq_dtype dtype; /* of x and y: bfloat16, float16 or float32 */
     moq_target target;
     bool fast_accum; /* FP8 products may be summed as the tensor cores do */
+    /* x is not of dtype but e4m3 codes already, that the one input_scale of the layer was used for
+     */
+    bool quantized_input;
 } moq_linear_spec;
 
 /* Resolves names and sizes. MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that
@@ -48,10 +51,21 @@ moq_status moq_linear_resolve(const char *algo, const char *compute, const char 
                               int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
                               moq_err *err);
 
-/* What a caller allows or promises beyond the algorithm: MOQ_ERR_UNSUPPORTED where it means nothing
- * for the layer. */
-moq_status moq_linear_apply_options(bool fast_accum, bool one_input_scale, moq_linear_spec *spec,
+/* What a caller allows or promises beyond the algorithm. */
+typedef struct {
+    bool fast_accum;
+    bool one_input_scale;
+    bool quantized_input;
+} moq_linear_options;
+
+/* MOQ_ERR_UNSUPPORTED where an option means nothing for the layer. */
+moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linear_spec *spec,
                                     moq_err *err);
+
+/* Of what x is. */
+static inline moq_dtype moq_linear_x_dtype(const moq_linear_spec *spec) {
+    return spec->quantized_input ? MOQ_DT_E4M3 : spec->dtype;
+}
 
 /* What core/weight.h says of the layer's weight. */
 static inline int64_t moq_linear_block_rows(const moq_linear_spec *spec) {
@@ -66,13 +80,11 @@ static inline bool moq_linear_folds(const moq_linear_spec *spec) {
 static inline bool moq_linear_has_choice(const moq_linear_spec *spec) {
     return moq_weight_has_choice(&spec->matrix);
 }
-static inline int moq_linear_checkpoint_params(const moq_linear_spec *spec,
-                                               moq_param_spec *params) {
-    return moq_weight_checkpoint_params(&spec->matrix, params);
-}
-static inline int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params) {
-    return moq_weight_prepared_params(&spec->matrix, params);
-}
+
+/* The tensors of the weight, in the checkpoint and prepared; codes as x make input_scale required.
+ */
+int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params);
+int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params);
 
 /* "NVFP4 4096x14336, compute exact, bfloat16", for messages and explanations. */
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size);

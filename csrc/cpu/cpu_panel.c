@@ -97,9 +97,10 @@ static double place_group_scales(const moq_pass *p, const row_memory *r, int64_t
  * found from the row there is one where that scale is not finite. */
 static double decode_x(const moq_pass *p, const row_memory *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
+    const moq_linear_spec *spec = p->call->spec;
     float factor = p->input_scale;
     double power;
-    switch (p->call->spec->input) {
+    switch (spec->input) {
     case MOQ_INPUT_AS_IS:
         return decode_as_is(p, r, out);
     case MOQ_INPUT_NVFP4:
@@ -107,7 +108,9 @@ static double decode_x(const moq_pass *p, const row_memory *r, int64_t m, void *
         tiles->decode_e2m1(r->codes, r->groups, p->k, MOQ_NVFP4_GROUP, out);
         return has_nan(r->groups, p->k / MOQ_NVFP4_GROUP) ? NAN : factor;
     case MOQ_INPUT_E4M3_TENSOR:
-        moq_quantize_row_fp8_static(r->row, p->k, 1.0f / factor, r->codes);
+        /* Codes that x is already are values of the format, which stay what they are. */
+        moq_quantize_row_fp8_static(r->row, p->k, spec->quantized_input ? 1.0f : 1.0f / factor,
+                                    r->codes);
         factor = has_nan(r->codes, p->k) ? NAN : factor;
         decode_codes(p, r, out);
         return factor;

@@ -46,6 +46,9 @@ moq_status moq_cuda_order(void *before, void *after, moq_err *err);
 void moq_cuda_versions(int *runtime, int *driver);
 /* Whether the stream, of the current device, is being captured into a graph. */
 bool moq_cuda_is_capturing(void *stream);
+/* What this thread launches next is taken to follow work that is not the library's: it begins when
+ * that has ended. */
+void moq_cuda_meet_stranger(void);
 
 /* Memory of the current device that a call works in, ordered as the stream is; not within a
  * capture, and slow after a synchronisation. Releasing NULL is nothing. */

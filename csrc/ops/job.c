@@ -15,9 +15,11 @@ static int64_t round_up(int64_t value, int64_t step) {
 
 /* ---- matrices ---- */
 
-/* One row after the other, each contiguous and at an aligned address. */
+/* One row after the other, each contiguous and at an aligned address; codes without gaps. */
 static bool kernels_read(const moq_tensor *rows) {
     int64_t size = (int64_t)moq_dtype_size(rows->dtype);
+    if (rows->dtype == MOQ_DT_E4M3 && rows->shape[0] > 1 && rows->stride[0] != rows->shape[1])
+        return false;
     bool contiguous = rows->shape[1] == 1 || rows->stride[1] == 1;
     bool apart = rows->shape[0] == 1 || (rows->stride[0] >= rows->shape[1] &&
                                          rows->stride[0] * size % MOQ_ROW_ALIGNMENT == 0);

@@ -8,8 +8,9 @@
 
 static moq_status check_x(const moq_linear_spec *spec, const moq_tensor *x, moq_err *err) {
     char shape[128];
-    if (x->dtype != spec->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(spec->dtype),
+    moq_dtype dtype = moq_linear_x_dtype(spec);
+    if (x->dtype != dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(dtype),
                         moq_dtype_name(x->dtype));
     if (x->ndim < 1 || x->shape[x->ndim - 1] != spec->in_features)
         return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",

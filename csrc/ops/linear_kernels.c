@@ -45,7 +45,8 @@ bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reas
     }
 
 #define CPU_ROW(isa_name)                                                                          \
-    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
+    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL,                                \
+     run_##isa_name,     .takes_codes = true}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -338,17 +339,20 @@ static const moq_linear_kernel KERNELS[] = {
      NULL,
      moq_cuda_fp8_few,
      NULL,
-     moq_cuda_fp8_few_choose},
+     moq_cuda_fp8_few_choose,
+     .takes_codes = true},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
      moq_cuda_mma_fp8_as_e4m3_seconds,
      moq_cuda_mma_fp8_workspace,
-     moq_cuda_mma_fp8_as_e4m3},
+     moq_cuda_mma_fp8_as_e4m3,
+     .takes_codes = true},
     {{"cuda", "sm80_fp8"},
      can_run_sm80_fp8,
      moq_cuda_mma_fp8_as_f16_seconds,
      moq_cuda_mma_fp8_workspace,
-     moq_cuda_mma_fp8_as_f16},
+     moq_cuda_mma_fp8_as_f16,
+     .takes_codes = true},
     {{"cuda", "sm90_fp8_many"},
      can_run_fp8_many,
      moq_cuda_fp8_many_seconds,
@@ -356,7 +360,8 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_fp8_many,
      moq_cuda_fp8_many_variants,
      moq_cuda_fp8_many_choose,
-     moq_cuda_fp8_many_way_seconds},
+     moq_cuda_fp8_many_way_seconds,
+     .takes_codes = true},
     {{"cuda", "sm90_nvfp4_few"},
      can_run_nvfp4_few,
      moq_cuda_nvfp4_few_seconds,
@@ -411,6 +416,7 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cublaslt_linear,
      moq_cublaslt_variants,
      moq_cublaslt_choose,
+     .takes_codes = true,
      .folds = true},
     {{"cuda", "cublaslt_fp4", "not yet run on hardware"},
      can_run_cublaslt_fp4,
@@ -453,7 +459,12 @@ static moq_kernel_name name_of(int kernel) {
 }
 
 static bool can_run(const void *problem, int kernel, int64_t m, char *reason, size_t size) {
-    return KERNELS[kernel].can_run(problem, m, reason, size);
+    const moq_linear_spec *spec = problem;
+    if (spec->quantized_input && !KERNELS[kernel].takes_codes) {
+        snprintf(reason, size, "quantizes x itself, the layer gets codes");
+        return false;
+    }
+    return KERNELS[kernel].can_run(spec, m, reason, size);
 }
 
 static double cost(const void *problem, int kernel, int64_t m) {
@@ -478,6 +489,7 @@ static moq_layer layer(const void *problem) {
     const moq_linear_spec *spec = problem;
     return (moq_layer){.algo = spec->algo,
                        .dtype = spec->dtype,
+                       .x_dtype = moq_linear_x_dtype(spec),
                        .device = spec->device,
                        .target = &spec->target,
                        .group_size = spec->group_size};

@@ -24,6 +24,8 @@ typedef struct {
     double (*way_seconds)(const moq_linear_call *call);
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
+    /* It runs layers whose x is codes already: moq_linear_spec.quantized_input. */
+    bool takes_codes;
     bool folds; /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
 } moq_linear_kernel;
 

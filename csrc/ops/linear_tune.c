@@ -14,7 +14,8 @@ static moq_status make(void *data, moq_tune_memory *memory, int *copies, moq_err
     subject *s = data;
     const moq_tensor *weight = &s->params->of[MOQ_PARAM_WEIGHT];
     moq_dtype dtype = s->spec->dtype;
-    MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->m, s->spec->in_features, &s->x, err));
+    MOQ_TRY(moq_tune_make_matrix(memory, moq_linear_x_dtype(s->spec), s->m, s->spec->in_features,
+                                 &s->x, err));
     MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->m, s->spec->out_features, &s->y, err));
     MOQ_TRY(moq_tune_fill(memory, &s->x, err));
     int64_t bytes = moq_tensor_numel(weight) * (int64_t)moq_dtype_size(weight->dtype);

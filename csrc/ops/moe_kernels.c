@@ -122,6 +122,7 @@ static moq_layer layer(const void *problem) {
     const moq_linear_spec *w13 = &((const moq_moe_spec *)problem)->w13;
     return (moq_layer){.algo = w13->algo,
                        .dtype = w13->dtype,
+                       .x_dtype = w13->dtype,
                        .device = w13->device,
                        .target = &w13->target,
                        .group_size = w13->group_size};

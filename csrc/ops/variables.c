@@ -59,7 +59,7 @@ static const char *const OTHERS[] = {
     "MOQEXT_CUDA",      "MOQEXT_CUDA_ARCHS",    "MOQEXT_CUDA_HOME",      "MOQEXT_SANITIZE",
     "MOQEXT_RACECHECK", "MOQEXT_WERROR",        "MOQEXT_VERBOSE",        "MOQEXT_SEED",
     "MOQEXT_EXAMPLES",  "MOQEXT_VLLM",          "MOQEXT_VLLM_EXCLUSION", "MOQEXT_VLLM_COMPUTE",
-    "MOQEXT_SGLANG",    "MOQEXT_SGLANG_COMPUTE"};
+    "MOQEXT_VLLM_OPS",  "MOQEXT_SGLANG",        "MOQEXT_SGLANG_COMPUTE"};
 
 static bool is_known(moq_text name) {
     for (int i = 0; i < COUNT; i++) {

@@ -1,4 +1,4 @@
-"""What is between linears: `torch.ops.moqext.rms_norm`, `add_rms_norm`, `silu_and_mul`, `rotary_embedding`.
+"""What is between linears: `torch.ops.moqext.rms_norm`, `add_rms_norm`, `silu_and_mul` and so on.
 
 The functions here are those of `moqext.ops` in torch's way: operations for torch.compile and
 torch.export, and in eager mode calls around the dispatcher, as `QuantLinear` does.
@@ -23,6 +23,11 @@ torch.library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define("moqext::silu_and_mul", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "moqext::silu_and_mul_quantize",
+    "(Tensor x, Tensor scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 torch.library.define(
     "moqext::rotary_embedding",
     "(Tensor x, Tensor cos, Tensor sin) -> Tensor",
@@ -54,6 +59,22 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if _is_watched(x):
         return torch.ops.moqext.silu_and_mul(x)
     return ops.silu_and_mul(*_plain(x))
+
+
+def silu_and_mul_quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes of `moqext.ops.silu_and_mul_quantize` as "fp8_tensor", for linears with `quantized_input`.
+
+    Args:
+        x: [..., 2K], gates first.
+        scale: float32, one value: the linear's input_scale.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, BufferError: as `rms_norm`.
+    """
+    if _is_watched(x):
+        return torch.ops.moqext.silu_and_mul_quantize(x, scale)
+    x, scale = _plain(x, scale)
+    return ops.silu_and_mul_quantize(x, "fp8_tensor", scale=scale)[0]
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -92,6 +113,12 @@ def _run_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return ops.silu_and_mul(x.detach())
 
 
+@torch.library.impl("moqext::silu_and_mul_quantize", ("cpu", "cuda"))
+def _run_silu_and_mul_quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    codes: torch.Tensor = ops.silu_and_mul_quantize(x.detach(), "fp8_tensor", scale=scale.detach())[0]
+    return codes
+
+
 @torch.library.impl("moqext::rotary_embedding", ("cpu", "cuda"))
 def _run_rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return ops.rotary_embedding(x.detach(), cos.detach(), sin.detach())
@@ -114,6 +141,11 @@ def _shape_of_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+@torch.library.register_fake("moqext::silu_and_mul_quantize")
+def _shape_of_silu_and_mul_quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.float8_e4m3fn)
+
+
 @torch.library.register_fake("moqext::rotary_embedding")
 def _shape_of_rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
@@ -131,6 +163,6 @@ def _without_gradient(overload: Any) -> Callable[..., Any]:
     return run
 
 
-for _name in ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding"):
+for _name in ("rms_norm", "add_rms_norm", "silu_and_mul", "silu_and_mul_quantize", "rotary_embedding"):
     _overload = getattr(torch.ops.moqext, _name).default
     torch.library.impl(f"moqext::{_name}", "Autograd")(_without_gradient(_overload))

@@ -2,7 +2,8 @@
 
 The operation takes the prepared tensors of `LinearMethod.prepare` one by one, because a graph holds tensors
 and plain values only, and finds the method again by its description. In eager mode the way through torch's
-dispatcher costs more than a small layer does; `QuantLinear` calls the method itself then.
+dispatcher costs more than a small layer does; `QuantLinear` calls the method itself then. With an `out_dtype`
+x is codes, as for a method with `quantized_input`.
 """
 
 from functools import cache
@@ -25,7 +26,7 @@ torch.library.define(
     "moqext::linear",
     "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
     "Tensor? pre_quant_scale, Tensor? fold_scale, Tensor? bias, str quant_algo, int[] out_partitions, "
-    "int? group_size, str compute, bool one_input_scale) -> Tensor",
+    "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -40,6 +41,7 @@ def find_method(
     device: torch.device,
     compute: Any,
     one_input_scale: bool,
+    quantized_input: bool = False,
 ) -> LinearMethod:
     """The one method of a description: layers and the operation share it, and what was tuned in it."""
     return LinearMethod(
@@ -51,6 +53,7 @@ def find_method(
         device=device,
         compute=compute,
         one_input_scale=one_input_scale,
+        quantized_input=quantized_input,
     )
 
 
@@ -69,6 +72,7 @@ def _run(
     group_size: int | None,
     compute: str,
     one_input_scale: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got shape []")
@@ -76,7 +80,15 @@ def _run(
     params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
     partitions = tuple(out_partitions)
     method = find_method(
-        quant_algo, x.shape[-1], partitions, group_size, x.dtype, x.device, compute, one_input_scale
+        quant_algo,
+        x.shape[-1],
+        partitions,
+        group_size,
+        out_dtype or x.dtype,
+        x.device,
+        compute,
+        one_input_scale,
+        out_dtype is not None,
     )
     return method(x.detach() if x.requires_grad else x, params, bias)
 
@@ -84,7 +96,8 @@ def _run(
 @torch.library.register_fake("moqext::linear")
 def _shape(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     out_partitions = rest[len(ROLES) + 1]  # after the other prepared tensors, bias and quant_algo
-    return x.new_empty((*x.shape[:-1], sum(out_partitions)))
+    out_dtype = rest[len(ROLES) + 5] if len(rest) > len(ROLES) + 5 else None
+    return x.new_empty((*x.shape[:-1], sum(out_partitions)), dtype=out_dtype or x.dtype)
 
 
 @torch.library.impl("moqext::linear", "Autograd")

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_vllm.compile_key import enter_setting
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
@@ -117,6 +118,8 @@ class MoqextConfig(QuantizationConfig):
         Raises:
             ConfigError: parts of a fused layer, or experts, are quantized differently.
         """
+        enter_setting("compute", self.compute)
+        enter_setting("semantics", self.semantics)
         if isinstance(layer, (Attention, MLAAttention)):
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):

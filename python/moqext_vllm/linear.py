@@ -12,6 +12,7 @@ from vllm.model_executor.utils import replace_parameter
 from moqext import CheckpointError, LayerQuant, LinearMethod, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
 from moqext_torch.op import ROLES, find_method, is_plain_call
+from moqext_vllm import quantized_input
 from moqext_vllm.parameters import BLOCK, is_marked, make_parameter, slots
 
 
@@ -35,6 +36,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.one_input_scale = False
         self.sources: tuple[str | None, ...] = ()  # where each prepared tensor stands in the layer
         self.method: LinearMethod | None = None
+        self.coded: LinearMethod | None = None  # for activations that are codes already
 
     def create_weights(
         self,
@@ -93,11 +95,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             raise CheckpointError(f"{self.prefix}: {error}") from error
         self._settle(layer, method, prepared)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Multiplies x [..., in_features] of the model's dtype."""
+    def apply(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiplies x [..., in_features] of the model's dtype, or what vLLM holds the codes of one in."""
         tensors = [None if name is None else getattr(layer, name).data for name in self.sources]
+        x, out_dtype = quantized_input.read(x)
         if torch.compiler.is_compiling() or not is_plain_call(x):
             return torch.ops.moqext.linear(
                 x,
@@ -108,14 +109,16 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.quant.group_size,
                 self.compute,
                 self.one_input_scale,
+                out_dtype,
             )
         params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
-        assert self.method is not None  # vLLM prepares before it runs
-        return self.method(x, params, None if bias is None else bias.data)
+        method = self.method if out_dtype is None else self.coded
+        assert method is not None  # vLLM prepares before it runs
+        return method(x, params, None if bias is None else bias.data)
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _find_method(self, device: torch.device) -> LinearMethod:
+    def _find_method(self, device: torch.device, quantized_input: bool = False) -> LinearMethod:
         try:
             return find_method(
                 str(self.quant.quant_algo),
@@ -126,6 +129,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 torch.device("cpu") if device.type == "meta" else device,
                 self.compute,
                 self.one_input_scale,
+                quantized_input,
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
@@ -203,6 +207,9 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 sources.append(f"moqext_{role}")
         self.sources = tuple(sources)
         self.method = method
+        if self.quant.quant_algo == "FP8" and len(self.partitions) == 1 and "input_scale" in prepared:
+            self.coded = self._find_method(layer.weight.device, quantized_input=True)
+            quantized_input.offer(layer)
 
 
 def _of_parts(empty: Sequence[int], count: int) -> str:

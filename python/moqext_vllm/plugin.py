@@ -28,12 +28,20 @@ NEEDED = {  # what has to be there, by module
     ),
     "vllm.model_executor.utils": ("replace_parameter",),
 }
+NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
+    "vllm.config": ("get_current_vllm_config_or_none",),
+    "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.model_executor.custom_op": ("CustomOp", "op_registry_oot"),
+    "vllm.model_executor.layers.activation": ("SiluAndMul",),
+    "vllm.model_executor.layers.layernorm": ("RMSNorm",),
+    "vllm.platforms": ("current_platform",),
+}
 
 
-def find_missing() -> list[str]:
+def find_missing(needed: dict[str, tuple[str, ...]] = NEEDED) -> list[str]:
     """The dotted names that the plug-in uses and this vLLM does not have."""
     missing = []
-    for module, names in NEEDED.items():
+    for module, names in needed.items():
         try:
             found = import_module(module)
         except ImportError:
@@ -46,8 +54,9 @@ def find_missing() -> list[str]:
 def register() -> None:
     """Puts moqext in the place of vLLM's "modelopt", "modelopt_fp4" and "modelopt_mixed".
 
-    vLLM calls it in each of its processes, and may do so again. With MOQEXT_VLLM=0, or where this vLLM lacks
-    what the plug-in needs, vLLM is left as it is.
+    Norms and activations between their linears run by moqext, too, see `moqext_vllm.activations`. vLLM calls
+    it in each of its processes, and may do so again. With MOQEXT_VLLM=0, or where this vLLM lacks what the
+    plug-in needs, vLLM is left as it is.
     """
     if os.environ.get("MOQEXT_VLLM") == "0":
         return
@@ -61,3 +70,10 @@ def register() -> None:
 
     for config in CONFIGS:
         register_quantization_config(config.NAME)(config)
+    missing = find_missing(NEEDED_BY_LAYERS)
+    if missing:
+        logger.warning("moqext leaves norms and activations to this vLLM: it has no %s", ", ".join(missing))
+        return
+    from moqext_vllm.activations import register_layers
+
+    register_layers()

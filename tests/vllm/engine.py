@@ -1,14 +1,21 @@
 """What the tests have the engine do, in a process of its own: `engine.py TASK ARGUMENT...`.
 
-Nothing of the plug-in is imported before vLLM has found it.
+Nothing of the plug-in is imported before vLLM has found it. Models are float32 on the CPU and bfloat16 on a
+GPU, where vLLM's attention wants 16 bits.
 """
 
 import json
 import sys
 from functools import partial
 
+import torch
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CUDA else "cpu"
+DTYPE = "bfloat16" if ON_CUDA else "float32"
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
+MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if ON_CUDA else {}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -22,7 +29,7 @@ def make_engine(directory, **options):
     return LLM(
         directory,
         skip_tokenizer_init=True,
-        **{"enforce_eager": True, "max_model_len": 48, "dtype": "float32"} | options,
+        **{"enforce_eager": True, "max_model_len": 48, "dtype": DTYPE, **MEMORY} | options,
     )
 
 
@@ -54,6 +61,30 @@ def tokens(*directories, **options):
         del llm
 
 
+def handed_over(directory):
+    """The tokens, how many linears take codes, and how often they got some."""
+    from moqext_vllm import quantized_input
+    from moqext_vllm.linear import MoqextModelOptLinearMethod
+
+    quantized_input.FEW_TOKENS = 0
+    counts = []
+    apply = MoqextModelOptLinearMethod.apply
+
+    def count(self, layer, x, bias=None):
+        counts.append(not isinstance(x, torch.Tensor))
+        return apply(self, layer, x, bias)
+
+    MoqextModelOptLinearMethod.apply = count
+    llm = make_engine(directory, hf_overrides=without_cache(directory))
+    found = generate(llm)
+    say([found, llm.apply_model(takers)[0], sum(counts), len(counts)])
+
+
+def takers(model):
+    """How many linears offer to take codes."""
+    return sum(getattr(module, "_input_quant_key", None) is not None for module in model.modules())
+
+
 def plain(directory, how):
     """The tokens alone: in "eager" mode, or "compiled" by torch."""
     llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")
@@ -72,16 +103,16 @@ def methods(model):
 
 def reference(*directories):
     """The tokens of Transformers."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     import moqext_transformers  # noqa: F401
 
     for directory in directories:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))
+        model = model.to(DEVICE).eval()
         found = []
         for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], device=DEVICE)
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -103,12 +134,11 @@ def layers(*directories):
 
 
 def compare_layers(directory, model):
-    import torch
-
     import moqext
 
     checked, wrong = [], []
-    rng = torch.Generator().manual_seed(7)
+    rng = torch.Generator(DEVICE).manual_seed(7)
+    dtype = getattr(torch, DTYPE)
     with moqext.Checkpoint(directory) as checkpoint:
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -116,16 +146,16 @@ def compare_layers(directory, model):
             if kind == "MoqextModelOptLinearMethod":
                 parent, _, own = name.rpartition(".")
                 parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
-                layer = checkpoint.load(parts, dtype="float32")
-                x = torch.randn(5, layer.in_features, generator=rng)
+                layer = checkpoint.load(parts, dtype=DTYPE, device=DEVICE)
+                x = torch.randn(5, layer.in_features, generator=rng, dtype=dtype, device=DEVICE)
                 expected = layer(x)
                 found = method.apply(module, x, getattr(module, "bias", None))[:, : expected.shape[1]]
             elif kind == "MoqextModelOptMoEMethod":
-                layer = checkpoint.load(name.removesuffix(".routed_experts"), dtype="float32")
-                x = torch.randn(5, method.method.hidden_size, generator=rng)
+                layer = checkpoint.load(name.removesuffix(".routed_experts"), dtype=DTYPE, device=DEVICE)
+                x = torch.randn(5, method.method.hidden_size, generator=rng, dtype=dtype, device=DEVICE)
                 count, top_k = method.method.num_experts, method.method.top_k
-                ids = torch.stack([torch.randperm(count, generator=rng)[:top_k] for _ in x]).int()
-                weights = torch.rand(5, top_k, generator=rng)
+                ids = torch.rand(5, count, generator=rng, device=DEVICE).argsort()[:, :top_k].int()
+                weights = torch.rand(5, top_k, generator=rng, device=DEVICE)
                 expected = layer(x, weights, ids)
                 found = method.apply(module, x, weights, ids, None, None)
             else:
@@ -185,6 +215,79 @@ def classes():
 
     names = ("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
     say({name: get_quantization_config(name).__module__.split(".")[0] for name in names})
+
+
+def ops(directory, how, options="{}"):
+    """The tokens, the layers that moqext runs, calls of `moqext.ops`, and the key of what is compiled."""
+    from moqext import ops as functions
+
+    counts = dict.fromkeys(("rms_norm", "silu_and_mul"), 0)
+    for name in counts:
+        setattr(functions, name, counted(getattr(functions, name), counts, name))
+    settings = {"enforce_eager": how == "eager"} | json.loads(options)
+    llm = make_engine(directory, **{"hf_overrides": without_cache(directory)} | settings)
+    counts.update(dict.fromkeys(counts, 0))
+    key = llm.llm_engine.vllm_config.compute_hash()
+    say([generate(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def counted(function, counts, name):
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def between(model):
+    """The layers that moqext may run, each by its name."""
+    names = ("MoqextRMSNorm", "MoqextSiluAndMul")
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in names}
+
+
+def replaced(model):
+    """How many layers of each of moqext's classes there are, and how many of them moqext runs."""
+    found = {}
+    for module in between(model).values():
+        made, run = found.get(type(module).__name__, (0, 0))
+        runs = module._forward_method.__name__ == "moqext_forward"
+        found[type(module).__name__] = (made + 1, run + runs)
+    return found
+
+
+def values(directory, options="{}"):
+    """How far layers by moqext are from vLLM's own, in last places of the model's dtype."""
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **json.loads(options))
+    say(llm.apply_model(compare_between)[0])
+
+
+def compare_between(model):
+    import torch
+
+    apart = {}
+    for name, module in between(model).items():
+        parameter = next(model.parameters())
+        dtype, device = parameter.dtype, parameter.device
+        for rows in (1, 3, 64):
+            x = torch.randn(rows, getattr(module, "hidden_size", 512), dtype=dtype, device=device)
+            for args in [(x,), (x, x.flip(0) * 3)] if hasattr(module, "weight") else [(x,)]:
+                pairs = [
+                    call(*(each.clone() for each in args))
+                    for call in (module.vllm_forward, module.moqext_forward)
+                ]
+                first, second = (pair if isinstance(pair, tuple) else (pair,) for pair in pairs)
+                places = [last_places(one, two) for one, two in zip(first, second, strict=True)]
+                apart.setdefault(name, []).append(max(places))
+    return apart
+
+
+def last_places(one, two):
+    """The largest distance of two tensors in last places of numbers of their size, or of 2^-6 at least."""
+    import torch
+
+    size = torch.maximum(one.abs(), two.abs()).double().clamp(min=2.0**-6)
+    step = 2.0 ** torch.floor(torch.log2(size)) * torch.finfo(one.dtype).eps
+    return float(((one.double() - two.double()).abs() / step).max())
 
 
 if __name__ == "__main__":

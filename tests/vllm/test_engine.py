@@ -72,6 +72,14 @@ def test_loaded_layers_have_the_bits_of_moqext(compared, name):
     assert ("lm_head" in checked) == name.endswith("lm_head")
 
 
+def test_activations_hand_over_codes(engine, expected):
+    pytest.importorskip("vllm.model_executor.layers.fusion.quant_activation")
+    tokens, takers, coded, calls = engine("handed_over", DATA / "checkpoints" / "llama_fp8_kvfp8")[0]
+    assert tokens == expected["llama_fp8_kvfp8"]
+    assert takers > 0
+    assert coded == calls / 4  # of the four linears of a layer the one behind the activation
+
+
 def test_a_reload_prepares_again_in_place(engine):
     before, after, in_place = engine("reload", DATA / "checkpoints" / "qwen3moe_nvfp4")[0]
     assert after == before

@@ -65,9 +65,10 @@ static double norm4(double a, double b) {
  * way it is quantized. Of small layers with a token or two two calls are on a multiprocessor. */
 double moq_cuda_fp8_few_seconds(const moq_linear_spec *spec, int64_t m) {
     double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
-    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.55e-11
-                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 5.57e-11
-                                                         : 5.32e-11;
+    double value = spec->quantized_input                  ? 1.28e-11 /* half of the bytes */
+                   : spec->input == MOQ_INPUT_E4M3_TENSOR ? 2.55e-11
+                   : spec->input == MOQ_INPUT_E4M3_GROUP  ? 5.57e-11
+                                                          : 5.32e-11;
     double start = m <= FEW && is_small(spec) ? 1.41e-6 : 1.75e-6;
     double weights = n * k / moq_memory_rate(&spec->target, 4.54e12);
     return start + norm4(weights, n * (7.62e-11 + 1.66e-11 * tokens)) + value * tokens * k;

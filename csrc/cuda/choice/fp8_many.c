@@ -93,7 +93,8 @@ static double estimate(const moq_linear_spec *spec, const moq_fp8_many_way *way,
     double turns = parts ? 1.0 : (double)divide_up(way->row_tiles * way->columns, way->workers);
     double rows = v->weight_rows * (v->share == MOQ_SHARE_WEIGHTS ? 0.5 : 1.0);
     double columns = v->tokens * (v->share == MOQ_SHARE_TOKENS ? 0.5 : 1.0) * (v->fused ? 2 : 1);
-    double quantize = r->quantize[scaling] + (double)m * k / r->values[scaling];
+    double quantize =
+        spec->quantized_input ? 0 : r->quantize[scaling] + (double)m * k / r->values[scaling];
     double output = v->weight_rows * v->tokens * r->output;
     double products =
         turns * steps / (parts ? way->cluster : 1) * v->step[groups] * 1e-6 + (turns - 1) * output;
@@ -158,9 +159,9 @@ static bool suits(const moq_fp8_many_shape *v, int64_t m) {
 }
 
 /* Where x is quantized as it is multiplied, a cluster sees no more than rows of it: one scale for
- * all of x has to be `given`. */
+ * all of x has to be `given`. Codes are not quantized. */
 static bool can_take(const moq_linear_spec *spec, bool given, const moq_fp8_many_shape *v) {
-    return !v->fused || (spec->input == MOQ_INPUT_E4M3_TENSOR && given);
+    return !v->fused || (spec->input == MOQ_INPUT_E4M3_TENSOR && given && !spec->quantized_input);
 }
 
 /* The best of a variant, or of all that suit. Variant 0 is the choice among the shapes, the others

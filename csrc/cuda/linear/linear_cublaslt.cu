@@ -161,7 +161,7 @@ static layout lay_out(const moq_linear_call *call) {
                       (spec->partition_count > 1 || !is_aligned(call->input_scale));
     lay_out_results(call, &y, &l);
     l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
-    l.codes = take(&l, l.rows * l.code_bytes);
+    l.codes = take(&l, spec->quantized_input ? 0 : l.rows * l.code_bytes);
     l.scale_bytes = nvfp4 ? swizzled_bytes(call->m, k) : l.rows * (block ? blocks : 1) * 4;
     l.x_scale = take(&l, l.scale_bytes);
     l.scale_2 = take(&l, nvfp4 ? 4 : 0);
@@ -266,7 +266,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     p.m = l->rows;
     p.n = s->rows;
     p.k = call->spec->in_features;
-    p.x = memory + l->codes;
+    p.x = call->spec->quantized_input ? (const uint8_t *)call->x->data : memory + l->codes;
     p.w = l->folds ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
     p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
     p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
@@ -501,7 +501,8 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
     moq_cuda_quantize q = quantization(call, l);
     if (index > 0 && q.given)
         q.given += s.partition;
-    if (index == 0 || (q.given && !call->spec->one_input_scale)) /* other scales, other codes */
+    bool other_scale = q.given && !call->spec->one_input_scale;
+    if (!call->spec->quantized_input && (index == 0 || other_scale))
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
     if (index == 0 && scaling_of(call->spec) == MOQ_SCALED_NVFP4)
         MOQ_TRY(scale_products(call, l, err));

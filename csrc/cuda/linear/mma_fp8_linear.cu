@@ -121,7 +121,9 @@ static layout lay_out(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     bool groups = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
     layout l = {};
-    l.copies = call->input_scale ? spec->partition_count : 1;
+    l.copies = call->input_scale && !spec->quantized_input ? spec->partition_count : 1;
+    if (spec->quantized_input)
+        return l;
     l.codes = take(&l, l.copies * call->m * spec->in_features);
     l.scales = take(&l, call->m * (groups ? moq_linear_scale_columns(spec) : 1) * 4);
     moq_cuda_quantize q = quantization(call, &l);
@@ -136,6 +138,8 @@ extern "C" int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
 
 static moq_status quantize(const moq_linear_call *call, const layout *l, moq_err *err) {
     moq_cuda_quantize q = quantization(call, l);
+    if (call->spec->quantized_input)
+        return MOQ_OK;
     for (int64_t i = 0; i < l->copies; i++) {
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
         q.codes += call->m * call->spec->in_features;
@@ -153,7 +157,8 @@ static moq_status multiply(const moq_linear_call *call, const layout *l, bool na
     linear_args args = {
         .tile = {.m = call->m,
                  .k = spec->in_features,
-                 .codes = memory + l->codes,
+                 .codes =
+                     spec->quantized_input ? (const uint8_t *)call->x->data : memory + l->codes,
                  .next_codes = l->copies > 1 ? call->m * spec->in_features : 0,
                  .next_row = spec->input == MOQ_INPUT_E4M3_TOKEN,
                  .next_partition = l->copies > 1,

@@ -7,6 +7,7 @@
  * Asking the library for algorithms costs tens of microseconds, so what it proposed is kept, by
  * everything it depends on, with m rounded up to a bucket. */
 #include "core/linear.h"
+#include "cuda/cuda.h"
 #include "cuda/runtime/cublaslt_api.h"
 
 #include <pthread.h>
@@ -241,6 +242,7 @@ moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
     MOQ_TRY(moq_cublaslt_open(p->device, p->stream, &api, &handle, err));
     MOQ_TRY(find_algorithm(api, handle, p, &algorithm, &count, err));
     MOQ_TRY(describe(api, p, p->m, &d, err));
+    moq_cuda_meet_stranger();
     return check(api,
                  api->cublasLtMatmul(handle, &d.product, alpha, p->w, &d.w, p->x, &d.x, alpha + 1,
                                      p->y, &d.y, p->y, &d.y, &algorithm, p->workspace,

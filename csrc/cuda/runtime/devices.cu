@@ -3,6 +3,7 @@
  * The runtime is linked statically, so this works, and fails with a reason, without a driver. */
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/runtime/overlap.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -115,6 +116,7 @@ extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err
     CUcontext wanted, current = NULL;
     CUdevice now;
     *entered = false;
+    moq_overlap_begin();
     MOQ_TRY(moq_cuda_find_driver(&driver, err));
     MOQ_TRY(find_context(driver, device, &wanted, err));
     MOQ_TRY(moq_cuda_check_driver(driver->current_context(&current), "cuCtxGetCurrent", err));

@@ -17,6 +17,7 @@
     X(push_context, cuCtxPushCurrent, 4000)                                                        \
     X(pop_context, cuCtxPopCurrent, 4000)                                                          \
     X(launch, cuLaunchKernelEx, 11060)                                                             \
+    X(capture_info, cuStreamGetCaptureInfo, 12030)                                                 \
     X(encode_tiled, cuTensorMapEncodeTiled, 12000)
 
 typedef struct {

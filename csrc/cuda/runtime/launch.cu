@@ -6,6 +6,7 @@
 
 #include "core/invariant.h"
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/overlap.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -24,18 +25,20 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err) {
 }
 
 /* What the environment said when it was first asked; several threads may find out the same. */
+typedef enum { NOT_ASKED, UNSET, OFF, ON } answer;
+
 static struct process_facts {
-    int sync, overlap; /* 0 unknown, 1 no, 2 yes */
+    answer sync, overlap;
 } process;
 
-static bool ask_once(int *answer, const char *name, bool otherwise) {
-    int known = __atomic_load_n(answer, __ATOMIC_RELAXED);
-    if (!known) {
+static answer ask_once(answer *known, const char *name) {
+    answer found = __atomic_load_n(known, __ATOMIC_RELAXED);
+    if (found == NOT_ASKED) {
         const char *text = getenv(name);
-        known = 1 + (text && *text ? *text != '0' : otherwise);
-        __atomic_store_n(answer, known, __ATOMIC_RELAXED);
+        found = !text || !*text ? UNSET : *text == '0' ? OFF : ON;
+        __atomic_store_n(known, found, __ATOMIC_RELAXED);
     }
-    return known == 2;
+    return found;
 }
 
 /* ---- kernels ---- */
@@ -123,7 +126,7 @@ bool moq_cuda_is_recent(const void *kernel) {
 /* ---- launches ---- */
 
 moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) {
-    if (!ask_once(&process.sync, "MOQEXT_SYNC", false) || moq_cuda_is_capturing(stream))
+    if (ask_once(&process.sync, "MOQEXT_SYNC") != ON || moq_cuda_is_capturing(stream))
         return MOQ_OK;
     cudaError_t status = cudaStreamSynchronize(stream);
     if (status == cudaSuccess)
@@ -161,7 +164,9 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
         MOQ_TRY(moq_cuda_check(learn(launch->kernel), launch->what, err));
         k = place_of(launch->kernel);
     }
-    if (launch->overlap && ask_once(&process.overlap, "MOQEXT_PDL", true) && is_recent(k)) {
+    answer overlap = ask_once(&process.overlap, "MOQEXT_PDL");
+    bool knows = launch->overlap && overlap != OFF && is_recent(k);
+    if (knows && (overlap == ON || moq_overlap_allows(driver, launch->stream))) {
         attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
     }
@@ -169,5 +174,7 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
         MOQ_TRY(moq_cuda_check(allow_shared(k), launch->what, err));
     MOQ_TRY(moq_cuda_check_driver(driver->launch(&config, (CUfunction)k->handle, args, NULL),
                                   launch->what, err));
+    if (overlap == UNSET)
+        moq_overlap_launched(driver, launch->stream, knows);
     return moq_cuda_settle(launch->stream, launch->what, err);
 }

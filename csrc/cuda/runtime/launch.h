@@ -16,8 +16,9 @@ typedef struct {
     size_t shared;    /* dynamic bytes */
     cudaStream_t stream;
     /* Programmatic dependent launch: the kernel may start while its predecessor in the stream still
-     * runs, and must execute griddepcontrol.wait before it touches what others may write. Code of
-     * before 9.0 cannot wait, and is never launched so. */
+     * runs, and must execute griddepcontrol.wait before it touches what others may write. Whether it
+     * is launched so its predecessor decides: overlap.h. Code of before 9.0 cannot wait, and never
+     * is. */
     bool overlap;
 } moq_launch;
 
@@ -28,8 +29,8 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err);
  * asynchronous error names the operation it came from. */
 moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
 
-/* Launches with `args`, pointers to the parameters in order, and settles. MOQEXT_PDL=0 overlaps
- * nothing. The two variables are read once. */
+/* Launches with `args`, pointers to the parameters in order, and settles. Of MOQEXT_PDL overlap.h
+ * tells; it and MOQEXT_SYNC are read once. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 
 /* Whether the current device runs code of the kernel, and of those compiled with it, that was made

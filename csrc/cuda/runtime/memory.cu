@@ -15,6 +15,7 @@ extern "C" void moq_cuda_release(void *memory, void *stream) {
 
 extern "C" moq_status moq_cuda_upload(void *out, const void *host, size_t bytes, void *stream,
                                       moq_err *err) {
+    moq_cuda_meet_stranger();
     return moq_cuda_check(
         cudaMemcpyAsync(out, host, bytes, cudaMemcpyHostToDevice, (cudaStream_t)stream),
         "a copy to the device", err);
@@ -30,12 +31,14 @@ extern "C" moq_status moq_cuda_download(void *host, const void *memory, size_t b
 
 extern "C" moq_status moq_cuda_copy(void *out, const void *memory, size_t bytes, void *stream,
                                     moq_err *err) {
+    moq_cuda_meet_stranger();
     return moq_cuda_check(
         cudaMemcpyAsync(out, memory, bytes, cudaMemcpyDefault, (cudaStream_t)stream),
         "a copy on the device", err);
 }
 
 extern "C" moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *stream, moq_err *err) {
+    moq_cuda_meet_stranger();
     return moq_cuda_check(cudaMemsetAsync(out, byte, bytes, (cudaStream_t)stream),
                           "filling device memory", err);
 }

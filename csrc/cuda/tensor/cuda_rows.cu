@@ -4,6 +4,7 @@
  * A block has SPAN columns of one row, so that the place of the row is found once for all of them.
  * Bound by memory where the values of a row are neighbours; where they are not, by 32-byte sectors
  * of which one value is used. */
+#include "core/invariant.h"
 #include "cuda/device/ptx.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_rows.h"
@@ -52,9 +53,20 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* Outputs are of 16 or 32 bits, inputs also codes. */
+static const void *kernel_for(size_t size, bool gather) {
+    if (size == 4)
+        return gather ? (const void *)copy_rows<uint32_t, true>
+                      : (const void *)copy_rows<uint32_t, false>;
+    if (size == 2)
+        return gather ? (const void *)copy_rows<uint16_t, true>
+                      : (const void *)copy_rows<uint16_t, false>;
+    MOQ_ASSERT(size == 1 && gather);
+    return (const void *)copy_rows<uint8_t, true>;
+}
+
 static moq_status copy(const moq_tensor *tensor, const moq_tensor *rows, bool gather, void *stream,
                        moq_err *err) {
-    bool wide = moq_dtype_size(tensor->dtype) == 4;
     int leading = tensor->ndim - 1;
     copy_args args = {.tensor = tensor->data,
                       .rows = rows->data,
@@ -69,10 +81,7 @@ static moq_status copy(const moq_tensor *tensor, const moq_tensor *rows, bool ga
     }
     int64_t spans = (args.columns + SPAN - 1) / SPAN;
     moq_launch launch = {.what = gather ? "gathering the rows of x" : "scattering the rows of out",
-                         .kernel = wide ? (gather ? (const void *)copy_rows<uint32_t, true>
-                                                  : (const void *)copy_rows<uint32_t, false>)
-                                        : (gather ? (const void *)copy_rows<uint16_t, true>
-                                                  : (const void *)copy_rows<uint16_t, false>),
+                         .kernel = kernel_for(moq_dtype_size(tensor->dtype), gather),
                          .grid = dim3((unsigned)(args.count < INT32_MAX ? args.count : INT32_MAX),
                                       (unsigned)(spans < MAX_Y ? spans : MAX_Y)),
                          .block = dim3(THREADS),

@@ -518,7 +518,7 @@ static __device__ __forceinline__ void clear_codes(const decode_args *a, const b
 
 template <class S>
 static __device__ __forceinline__ void consume(const decode_args *a, const block_memory *b) {
-    bool given = S::mode == MOQ_INPUT_E4M3_TENSOR && a->input_scale;
+    bool given = S::coded || (S::mode == MOQ_INPUT_E4M3_TENSOR && a->input_scale);
     segment rest = cluster_rows(a);
     group_round<S> r;
     r.count = 0;
@@ -689,6 +689,8 @@ static size_t lay_out(decode_args *a, way *w, bool by_groups, const moq_cuda_dev
 
 template <int GROUPS, int TOKENS> static const void *kernel_of(moq_input_mode mode) {
     switch (mode) {
+    case MOQ_INPUT_AS_IS:
+        return (const void *)fp8_few<shape<GROUPS, TOKENS, MOQ_INPUT_AS_IS>>;
     case MOQ_INPUT_E4M3_TENSOR:
         return (const void *)fp8_few<shape<GROUPS, TOKENS, MOQ_INPUT_E4M3_TENSOR>>;
     case MOQ_INPUT_E4M3_TOKEN:
@@ -719,13 +721,14 @@ extern "C" moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err
     args.output_scale = call->output_scale;
     args.block_scale = (const float *)call->weight_scale;
     args.partitions = moq_partitions_of(spec);
+    moq_input_mode mode = spec->quantized_input ? MOQ_INPUT_AS_IS : spec->input;
     while (1 << args.log_rows < args.m)
         args.log_rows++;
     way w = moq_fp8_few_expand_way(call);
     size_t shared = lay_out(&args, &w, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",
-                         .kernel = kernel_for(&w, spec->input),
+                         .kernel = kernel_for(&w, mode),
                          .grid = dim3((unsigned)(w.clusters * w.ranks)),
                          .block = dim3((unsigned)(128 * w.groups + 128)),
                          .cluster = w.ranks > 1 ? (unsigned)w.ranks : 0,

@@ -20,14 +20,16 @@ namespace moq::fp8_few {
 #define MAX_TOKENS 16
 
 /* What is known when the kernel is compiled: warpgroups that multiply, tokens that an operand has
- * room for, and how x is quantized. Two warpgroups and half of the shared memory leave room for a
- * block of the next call. */
+ * room for, and how x is quantized; AS_IS: it is codes. Two warpgroups and half of the shared
+ * memory leave room for a block of the next call. */
 template <int GROUPS, int TOKENS, int MODE> struct shape {
     static constexpr int groups = GROUPS, warps = 4 * GROUPS, consumers = 128 * GROUPS;
     static constexpr int threads = consumers + 128;    /* the producer's gives its registers away */
     static constexpr int blocks = GROUPS == 2 ? 2 : 1; /* a multiprocessor */
     static constexpr int registers = GROUPS == 2 ? 104 : 112;
     static constexpr int tokens = TOKENS, mode = MODE;
+    static constexpr bool coded = MODE == MOQ_INPUT_AS_IS;
+    static constexpr int x_bytes = coded ? 1 : 2; /* of a value */
     /* Tokens that the pieces of a warp are of, in turn. */
     static constexpr int tokens_of_warp = TOKENS > warps ? TOKENS / warps : 1;
     /* What a warp has of a tile: 8 rows of W and pairs of tokens, some a lane. */
@@ -116,7 +118,7 @@ template <class S> struct x_share {
     int turns;                 /* of a warp */
     /* The token of each of the warp's pieces in turn, and where its first column is. */
     int token[S::tokens_of_warp];
-    const uint16_t *row[S::tokens_of_warp];
+    const uint8_t *row[S::tokens_of_warp];
 };
 
 template <class S>
@@ -130,7 +132,7 @@ static __device__ __forceinline__ x_share<S> share_of(const decode_args *a, int 
 #pragma unroll
     for (int i = 0; i < S::tokens_of_warp; i++) {
         r.token[i] = (i * S::warps + (int)threadIdx.x / 32) & ((1 << a->log_rows) - 1);
-        r.row[i] = (const uint16_t *)a->x.data + r.token[i] * a->x.stride + column;
+        r.row[i] = (const uint8_t *)a->x.data + (r.token[i] * a->x.stride + column) * S::x_bytes;
     }
     return r;
 }
@@ -171,9 +173,11 @@ static __device__ __forceinline__ void load_pieces(const x_share<S> *r, x_piece 
     for (int i = 0; i < BATCH; i++) {
         p[i].value = moq_chunk();
         if (p[i].chunk >= 0) {
-            const uint4 *from = (const uint4 *)(r->row[i % S::tokens_of_warp] + p[i].chunk * 16);
+            const uint4 *from =
+                (const uint4 *)(r->row[i % S::tokens_of_warp] + p[i].chunk * 16 * S::x_bytes);
             p[i].value.word[0] = from[0];
-            p[i].value.word[1] = from[1];
+            if (!S::coded)
+                p[i].value.word[1] = from[1];
         }
     }
 }
@@ -215,8 +219,11 @@ static __device__ __forceinline__ void store_pieces(const decode_args *a, const 
         int token = r->token[i % S::tokens_of_warp];
         if (!is_anyones(&p[i]))
             continue;
-        moq_widen(&x, &p[i].value, value);
-        if (S::mode == MOQ_INPUT_E4M3_TENSOR) {
+        if (!S::coded)
+            moq_widen(&x, &p[i].value, value);
+        if (S::coded) {
+            code = p[i].value.word[0];
+        } else if (S::mode == MOQ_INPUT_E4M3_TENSOR) {
             code = moq_codes_multiplied(value, inverse);
         } else if (S::mode == MOQ_INPUT_E4M3_TOKEN) {
             if (i < S::tokens_of_warp)

@@ -197,7 +197,7 @@ static areas areas_of(const moq_linear_call *call, const method *way) {
     moq_cuda_quantize q = quantize_of(call);
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP;
     areas w = {.tokens = way->columns * moq_fp8_many_tokens(way->shape)};
-    if (way->shape->fused)
+    if (way->shape->fused || spec->quantized_input)
         return w;
     reserve(&w, w.tokens * spec->in_features);
     w.scales = reserve(&w, 4 * w.tokens * (groups ? divide_up(spec->in_features, STEP) : 1));
@@ -290,7 +290,10 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
     uint32_t token_box = (uint32_t)s->tokens / (s->share == MOQ_SHARE_TOKENS ? 2 : 1);
     MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
     if (s->fused)
-        tokens = weights; /* it is not looked at */
+        tokens = weights;                 /* it is not looked at */
+    else if (call->spec->quantized_input) /* what is beyond its rows arrives as zeros */
+        MOQ_TRY(moq_tensor_map_rows(&tokens, call->x->data, call->m, a.k, call->x->stride[0],
+                                    token_box, err));
     else
         MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
     moq_launch launch = {
@@ -316,7 +319,7 @@ extern "C" int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call) {
 extern "C" moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err) {
     method way = moq_fp8_many_expand_way(call);
     areas w = areas_of(call, &way);
-    if (!way.shape->fused)
+    if (!way.shape->fused && !call->spec->quantized_input)
         MOQ_TRY(quantize(call, &w, err));
     return multiply_codes(call, &way, &w, err);
 }

@@ -1,0 +1,159 @@
+"""One engine of vLLM: tokens a second of decoding and of a prompt, as one line of JSON.
+
+    python3 -m benchmarks.vllm_engine DIRECTORY [--compile] [--backend NAME] [--profile] ...
+
+Decoding: B sequences with prompts of 16 random tokens, greedy; seconds of N more tokens after the first, the
+difference of two runs of the same prompts. A prompt: one of P random tokens, up to its first token. The least
+of three, and the median of five. Engines of several processes may be made at once; a file's lock has them
+measure one after the other. What the environment says (MOQEXT_..., VLLM_PLUGINS) holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the model is asked for its methods
+
+PROMPT = 16
+MORE = {1: 256, 16: 128, 64: 128}
+"""Tokens that are timed, by the number of sequences."""
+LOCK = Path("/tmp/moqext-vllm.lock")
+"""Held by the process that measures."""
+CACHE_BYTES = 4 << 30
+
+
+def make_engine(options: argparse.Namespace) -> Any:
+    """vLLM with CUDA graphs of the batches that are timed."""
+    from vllm import LLM
+
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted(options.batches)}
+    if not options.compile:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    more: dict[str, Any] = {"linear_backend": options.backend} if options.backend else {}
+    if options.dummy:
+        more["load_format"] = "dummy"
+    return LLM(
+        options.directory,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        gpu_memory_utilization=0.04,
+        max_num_seqs=max(options.batches),
+        max_num_batched_tokens=max(options.prompt, 2048),
+        max_model_len=max(options.prompt + 16, 2048),
+        compilation_config=compilation,
+        **more,
+    )
+
+
+class Engine:
+    """An engine and the random prompts it is given."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        begin = time.perf_counter()
+        self.llm = make_engine(options)
+        self.start_seconds = time.perf_counter() - begin
+        self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.random = random.Random(7)
+
+    def prompts(self, count: int, tokens: int) -> list[dict[str, list[int]]]:
+        """Random ones."""
+        draw = self.random.randrange
+        return [{"prompt_token_ids": [draw(self.vocabulary) for _ in range(tokens)]} for _ in range(count)]
+
+    def seconds(self, prompts: list[dict[str, list[int]]], new: int) -> float:
+        """What `new` tokens of each prompt take."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(max_tokens=new, detokenize=False, temperature=0, ignore_eos=True)
+        begin = time.perf_counter()
+        found = self.llm.generate(prompts, how, use_tqdm=False)
+        spent = time.perf_counter() - begin
+        assert all(len(each.outputs[0].token_ids) == new for each in found)
+        return spent
+
+    def decode(self, batch: int) -> float:
+        """Tokens a second of each of `batch` sequences."""
+        more = MORE.get(batch, 64)
+        found = []
+        for _ in range(3):
+            prompts = self.prompts(batch, PROMPT)
+            first = self.seconds(prompts, 1)
+            found.append((self.seconds(prompts, 1 + more) - first) / more)
+        return 1 / min(found)
+
+    def prefill(self, tokens: int) -> float:
+        """Tokens a second of one prompt."""
+        found = [self.seconds(self.prompts(1, tokens), 1) for _ in range(6)][1:]
+        return tokens / statistics.median(found)
+
+    def methods(self) -> dict[str, int]:
+        """How many linears of the model have which method and kernel."""
+        worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        counts: Counter[str] = Counter()
+        for module in worker.model_runner.model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                kernel = getattr(method, "kernel", None)
+                names = [type(each).__name__ for each in (method, kernel) if each is not None]
+                counts[" ".join(names)] += 1
+        return dict(counts)
+
+    def profile(self, batch: int, tokens: int = PROMPT, steps: int = 8) -> None:
+        """Prints what the kernels of a step take, by name, in microseconds."""
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as profiler
+
+        prompts = self.prompts(batch, tokens)
+        self.seconds(prompts, steps)
+        with profiler(activities=[ProfilerActivity.CUDA]) as found:
+            self.seconds(prompts, steps)
+        times: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for event in found.events():
+            times[event.name] += event.device_time_total
+            calls[event.name] += 1
+        print(f"profile of {steps} steps, {batch} sequences of {tokens} tokens first: us a step, calls")
+        for name, spent in times.most_common(18):
+            print(f"{spent / steps:9.1f} {calls[name] / steps:7.1f}  {name[:110]}")
+
+
+def main() -> None:
+    """Makes the engine, measures and prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile, with piecewise graphs")
+    parser.add_argument("--backend", help="of vLLM's own linears")
+    parser.add_argument("--dummy", action="store_true", help="weights that vLLM makes up")
+    parser.add_argument("--batches", type=int, nargs="+", default=sorted(MORE))
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches")
+    options = parser.parse_args()
+    engine = Engine(options)
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        row: dict[str, Any] = {"name": options.name, "compile": options.compile}
+        row["decode"] = {batch: round(engine.decode(batch), 2) for batch in options.batches}
+        row["prefill"] = round(engine.prefill(options.prompt), 1) if options.prompt else None
+        row |= {"start_seconds": round(engine.start_seconds, 1), "methods": engine.methods()}
+        print("ROW", json.dumps(row), flush=True)
+        for batch in options.profile:
+            engine.profile(batch)
+        if options.profile and options.prompt:
+            engine.profile(1, options.prompt, 1)
+
+
+if __name__ == "__main__":
+    main()

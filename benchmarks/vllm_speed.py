@@ -1,0 +1,118 @@
+"""Llama of 8 billion weights in vLLM: moqext's linears beside vLLM's own, in engines of one machine.
+
+    PYTHONPATH=.:python python3 -m benchmarks.vllm_speed --output FILE [--ways NAME ...] [--directory DIR]
+
+Needs a Python with vLLM 0.33 or later and the plug-in's entry point. Every way is a process of its own
+(`benchmarks.vllm_engine`); several start at once and measure one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+
+WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "bfloat16": ("bfloat16", {}, ["--dummy"]),
+    "NVFP4 moqext": ("NVFP4", {}, []),
+    "NVFP4 moqext auto": ("NVFP4", {"MOQEXT_VLLM_COMPUTE": "auto"}, []),
+    "NVFP4 moqext, vLLM's norms": ("NVFP4", {"MOQEXT_VLLM_OPS": "0"}, []),
+    "NVFP4 moqext, MOQEXT_PDL=1": ("NVFP4", {"MOQEXT_PDL": "1"}, []),
+    "NVFP4 Marlin": ("NVFP4", {"VLLM_PLUGINS": "none"}, ["--backend", "marlin"]),
+    "NVFP4 Humming": ("NVFP4", {"VLLM_PLUGINS": "none"}, ["--backend", "humming"]),
+    "FP8 moqext": ("FP8", {}, []),
+    "FP8 moqext, vLLM's norms": ("FP8", {"MOQEXT_VLLM_OPS": "0"}, []),
+    "FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
+}
+"""Format of the checkpoint, variables of the environment, arguments of the engine."""
+
+AT_ONCE = 4
+
+
+def make_checkpoints(directory: Path, formats: set[str]) -> None:
+    """Writes those that are missing; of bfloat16 no weights."""
+    import torch
+
+    from benchmarks import vllm_checkpoint
+    from benchmarks.llama import make_config
+
+    for quant_algo in sorted(formats):
+        if quant_algo != "bfloat16":
+            vllm_checkpoint.write(directory / quant_algo, quant_algo, "cuda")
+            torch.cuda.empty_cache()
+        else:
+            (directory / quant_algo).mkdir(parents=True, exist_ok=True)
+            config = {
+                **make_config(False).to_dict(),
+                "architectures": ["LlamaForCausalLM"],
+                "dtype": "bfloat16",
+            }
+            (directory / quant_algo / "config.json").write_text(json.dumps(config))
+
+
+def start(directory: Path, way: str, compiled: bool, more: list[str]) -> subprocess.Popen[str]:
+    """The process of a way."""
+    quant_algo, variables, arguments = WAYS[way]
+    command = [sys.executable, "-m", "benchmarks.vllm_engine", str(directory / quant_algo), "--name", way]
+    command += [*arguments, *(["--compile"] if compiled else []), *more]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], way: str) -> dict[str, Any]:
+    """What a process measured; prints its profiles, or why it failed."""
+    text = process.communicate()[0]
+    lines = text.splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("ROW ")]
+    if not rows:
+        print(f"{way} failed:", *lines[-25:], sep="\n  ", flush=True)
+        return {"name": way, "failed": lines[-1] if lines else ""}
+    row: dict[str, Any] = json.loads(lines[rows[0]].removeprefix("ROW "))
+    decode = "  ".join(f"{batch}: {speed:7.1f}" for batch, speed in row["decode"].items())
+    kind = "torch.compile" if row["compile"] else "graphs"
+    prompt = f"prompt {row['prefill']:.0f}" if row["prefill"] else ""
+    print(f"{way:28} {kind:13} tokens/s a sequence  {decode}  {prompt}  {row['methods']}", flush=True)
+    for line in lines[rows[0] + 1 :]:
+        if line.startswith("profile") or line[:9].strip().replace(".", "").isdigit():
+            print(line)
+    return row
+
+
+def main() -> None:
+    """Measures the ways asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--directory", type=Path, default=Path("/tmp/moqext-llama"))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--modes", nargs="+", default=["graphs", "compile"], choices=["graphs", "compile"])
+    options, more = parser.parse_known_args()
+    begin = time.perf_counter()
+    make_checkpoints(options.directory, {WAYS[way][0] for way in options.ways})
+    print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)
+    waiting = [(way, mode == "compile") for mode in options.modes for way in options.ways]
+    running: list[tuple[str, subprocess.Popen[str]]] = []
+    rows = []
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            way, compiled = waiting.pop(0)
+            running.append((way, start(options.directory, way, compiled, more)))
+        way, process = running.pop(0)
+        rows.append(finish(process, way))
+        if options.output:
+            record.write("vllm", rows, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""vLLM's own RMSNorm and SiluAndMul between moqext's linears, by moqext's kernels.
+
+Kernels of moqext that follow each other on a GPU reach over each other (docs/lab/neighbours.md); one of
+another library between two of them ends that. The classes here stand in vLLM's registry for out-of-tree
+layers, so that every model makes them in the place of vLLM's. Each decides when it is made whether moqext
+runs it, and call by call whether the tensors are such that it can; in all other cases vLLM's own code runs.
+"""
+
+import logging
+import os
+from typing import Any, Literal
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.platforms import current_platform
+
+from moqext_torch import rms_norm, silu_and_mul
+from moqext_vllm.compile_key import enter_setting
+from moqext_vllm.config import MoqextConfig
+
+logger = logging.getLogger("vllm.moqext")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
+    """vLLM's RMSNorm; with a residual moqext rounds the sum to the model's dtype before it is squared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vllm_forward = self._forward_method
+        config = find_config(self)
+        if (
+            config is not None
+            and not _norms_are_fused(config)
+            and self.has_weight
+            and self.variance_size_override is None
+        ):
+            self.model_width = config.model_config.get_hidden_size()
+            _hand_over(self)
+
+    def moqext_forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """The norm of x [..., hidden_size], or that of x + residual and the sum itself, as new tensors."""
+        if not self._runs(x, residual):
+            return self.vllm_forward(x, residual)
+        return rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+
+    def _runs(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether moqext has this norm. Those of heads stay vLLM's: torch.compile joins them with others."""
+        return (
+            (x.dim() == 2 or self.hidden_size == self.model_width)
+            and x.dtype in DTYPES
+            and self.weight.dtype == x.dtype
+            and x.shape[-1] == self.hidden_size
+            and (residual is None or (residual.dtype == x.dtype and residual.shape == x.shape))
+        )
+
+
+class MoqextSiluAndMul(SiluAndMul):  # type: ignore[misc]
+    """vLLM's SiluAndMul: silu in float32, rounded to the model's dtype, times the other half."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vllm_forward = self._forward_method
+        if find_config(self) is not None:
+            _hand_over(self)
+
+    def moqext_forward(self, x: torch.Tensor) -> Any:
+        """silu(gate) * up of x [..., 2 * width], gates first, as a new tensor."""
+        return silu_and_mul(x) if x.dtype in DTYPES else self.vllm_forward(x)
+
+
+LAYERS: tuple[type[CustomOp], ...] = (MoqextRMSNorm, MoqextSiluAndMul)
+
+
+def read_switch() -> Literal["", "0", "1"]:
+    """What MOQEXT_VLLM_OPS says.
+
+    Returns:
+        "0" for vLLM's own kernels, "1" for moqext's also on the CPU, "" without it: moqext's on CUDA.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    value = os.environ.get("MOQEXT_VLLM_OPS") or ""
+    if value == "" or value == "0" or value == "1":
+        return value
+    raise ValueError(f"MOQEXT_VLLM_OPS: expected 0 or 1, got {value!r}")
+
+
+def find_config(layer: CustomOp) -> Any:
+    """The configuration of the engine, where moqext runs a layer that is being made in it, or None.
+
+    It does in models whose linears moqext runs, unless the user has turned the layer off (`custom_ops` with
+    "-rms_norm"), or wants results that do not depend on the batch, which vLLM has kernels of its own for.
+
+    Raises:
+        ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
+    """
+    switch = read_switch()
+    config = get_current_vllm_config_or_none()
+    if switch == "0" or config is None or not isinstance(config.quant_config, MoqextConfig):
+        return None
+    if not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
+        return None
+    if envs.VLLM_BATCH_INVARIANT or f"-{layer.name}" in config.compilation_config.custom_ops:
+        return None
+    return config
+
+
+def _hand_over(layer: Any) -> None:
+    """Makes moqext run a layer."""
+    layer._forward_method = layer.moqext_forward
+    enter_setting(layer.name, True)
+
+
+def _norms_are_fused(config: Any) -> bool:
+    """Whether vLLM joins norms with the sums of ranks: that pass of its looks for norms of vLLM's."""
+    return bool(getattr(config.compilation_config.pass_config, "fuse_allreduce_rms", False))
+
+
+def register_layers() -> None:
+    """Puts the classes into vLLM's registry, unless another plug-in has the place."""
+    for layer in LAYERS:
+        base = layer.__base__
+        assert base is not None
+        held = op_registry_oot.get(base.__name__)
+        if held is None:
+            own = base.name
+            CustomOp.register_oot(name=base.__name__)(layer)
+            layer.name = own  # what users call it in `custom_ops`
+        elif held is not layer:
+            logger.warning("moqext leaves %s to %s of another plug-in", base.__name__, held)
