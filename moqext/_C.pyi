@@ -237,6 +237,7 @@ def moe_plan(
     beta: float | None,
     limit: float | None,
     interleaved: bool,
+    capability: str | None = None,
 ) -> MoEPlan: ...
 
 @final

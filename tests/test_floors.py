@@ -109,6 +109,7 @@ ROOMS = {  # of csrc/cuda: the rooms that a file of each may include from, besid
     "device": set(),
     "tensor": {"device", "runtime"},
     "linear": {"device", "runtime", "tensor", "choice"},
+    "moe": {"device", "runtime", "tensor", "linear", "choice"},
 }
 CUDA_FILES = [path for path in C_FILES if path.is_relative_to(CSRC / "cuda")]
 

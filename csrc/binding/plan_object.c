@@ -4,11 +4,34 @@
 #include "binding/args.h"
 #include "binding/call.h"
 #include "binding/long_call.h"
+#include "binding/py_cublaslt.h"
+#include "ops/target.h"
 #include "ops/tune.h"
 
 PyObject *moq_plan_object_new(PyTypeObject *type) {
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     return allocate(type, 0);
+}
+
+int moq_plan_find_target(moq_state *state, PyObject *capability, moq_device device,
+                         moq_target *target) {
+    moq_err err;
+    if (moq_arg_absent(capability)) {
+        char reason[256]; /* the target has it */
+        if (device.kind == MOQ_CUDA)
+            moq_cublaslt_find_in_path(reason, sizeof reason);
+        Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
+        *target = moq_find_target(device);
+        Py_END_ALLOW_THREADS
+        return 0;
+    }
+    const char *text = moq_arg_text(capability, "capability");
+    if (!text)
+        return -1;
+    if (moq_assume_target(device, text, target, &err) == MOQ_OK)
+        return 0;
+    moq_raise(state, &err);
+    return -1;
 }
 
 static moq_plan *plan_of(PyObject *self) {

@@ -6,10 +6,8 @@
 #include "binding/args.h"
 #include "binding/call.h"
 #include "binding/plan_object.h"
-#include "binding/py_cublaslt.h"
 #include "binding/py_weight.h"
 #include "ops/linear_call.h"
-#include "ops/target.h"
 
 #include <stdlib.h>
 
@@ -43,27 +41,6 @@ static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) 
     return -1;
 }
 
-/* What the layer's device is, or what `capability` says it is. */
-static int find_target(moq_state *state, PyObject *capability, moq_linear_spec *spec) {
-    moq_err err;
-    if (moq_arg_absent(capability)) {
-        char reason[256]; /* the target has it */
-        if (spec->device.kind == MOQ_CUDA)
-            moq_cublaslt_find_in_path(reason, sizeof reason);
-        Py_BEGIN_ALLOW_THREADS /* the first question to a driver takes its time */
-        spec->target = moq_find_target(spec->device);
-        Py_END_ALLOW_THREADS
-        return 0;
-    }
-    const char *text = moq_arg_text(capability, "capability");
-    if (!text)
-        return -1;
-    if (moq_assume_target(spec->device, text, &spec->target, &err) == MOQ_OK)
-        return 0;
-    moq_raise(state, &err);
-    return -1;
-}
-
 /* Reads the arguments of linear_plan(). */
 static int resolve(moq_state *state, PyObject **v, linear_object *self) {
     moq_linear_spec *spec = &self->spec;
@@ -85,7 +62,9 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
         moq_raise(state, &err);
         return -1;
     }
-    return parse_options(state, v + 8, spec) < 0 ? -1 : find_target(state, v[7], spec);
+    return parse_options(state, v + 8, spec) < 0
+               ? -1
+               : moq_plan_find_target(state, v[7], spec->device, &spec->target);
 }
 
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,

@@ -37,17 +37,18 @@ enum {
     BETA,
     LIMIT,
     INTERLEAVED,
+    CAPABILITY,
     ARGS
 };
 
 static const moq_signature MOE_PLAN = {
     "moe_plan",
     ARGS,
-    ARGS,
+    CAPABILITY,
     ARGS,
     {KW_quant_algo, KW_num_experts, KW_hidden_size, KW_intermediate_size, KW_top_k, KW_activation,
      KW_gated, KW_group_size, KW_dtype, KW_device, KW_compute, KW_global_num_experts, KW_alpha,
-     KW_beta, KW_limit, KW_interleaved}};
+     KW_beta, KW_limit, KW_interleaved, KW_capability}};
 
 /* A number, or NaN where there is none. */
 static int take_number(PyObject *value, const char *name, double *out) {
@@ -111,24 +112,39 @@ static int take_interleaving(PyObject *value, moe_object *self) {
     return truth < 0 ? -1 : 0;
 }
 
+/* Reads the arguments of moe_plan(). */
+static int resolve(moq_state *state, PyObject **v, moe_object *self) {
+    moq_linear_spec *w13 = &self->spec.w13;
+    moq_moe_names names = {0};
+    moq_err err;
+    if (take_names(v, &names) < 0)
+        return -1;
+    if (moq_moe_resolve(&names, &self->spec, &err) != MOQ_OK) {
+        moq_raise(state, &err);
+        return -1;
+    }
+    if (moq_plan_find_target(state, v[CAPABILITY], w13->device, &w13->target) < 0)
+        return -1;
+    self->spec.w2.target = w13->target;
+    return take_interleaving(v[INTERLEAVED], self);
+}
+
 static PyObject *moe_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                           PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
     PyObject *v[ARGS];
-    moq_moe_names names = {0};
     moq_err err;
-    if (moq_args_parse(state, &MOE_PLAN, args, nargs, kwnames, v) < 0 || take_names(v, &names) < 0)
+    if (moq_args_parse(state, &MOE_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
     PyObject *object = moq_plan_object_new(state->moe_plan_type);
     moe_object *self = (moe_object *)object;
-    if (object && (moq_moe_resolve(&names, &self->spec, &err) != MOQ_OK ||
-                   moq_plan_make(&MOQ_MOE, &self->spec, getenv("MOQEXT_KERNEL"), &self->base.plan,
-                                 &err) != MOQ_OK)) {
+    if (object && resolve(state, v, self) < 0)
+        Py_CLEAR(object);
+    if (object && moq_plan_make(&MOQ_MOE, &self->spec, getenv("MOQEXT_KERNEL"), &self->base.plan,
+                                &err) != MOQ_OK) {
         moq_raise(state, &err);
         Py_CLEAR(object);
     }
-    if (object && take_interleaving(v[INTERLEAVED], self) < 0)
-        Py_CLEAR(object);
     return object;
 }
 
@@ -263,8 +279,8 @@ static PyType_Spec MOE_TYPE = {
 static PyMethodDef METHODS[] = {
     {"moe_plan", (PyCFunction)(void (*)(void))moe_plan, METH_FASTCALL | METH_KEYWORDS,
      "moe_plan(quant_algo, num_experts, hidden_size, intermediate_size, top_k, activation, gated, "
-     "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit, interleaved) -> "
-     "MoEPlan"},
+     "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit, interleaved, "
+     "capability=None) -> MoEPlan"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,7 +6,7 @@
 #include "binding/mapping.h"
 #include "binding/py_weight.h"
 #include "binding/stream.h"
-#include "ops/transfer.h"
+#include "ops/bias_prepare.h"
 #include "ops/weight_prepare.h"
 
 #include <stdio.h>
@@ -438,14 +438,11 @@ static moq_weight_sources sources_of(const weight_args *p) {
     };
 }
 
-static moq_status prepare_bias(const weight_args *p, bool only_checks, moq_err *err) {
+static moq_status prepare_bias(const weight_args *p, moq_prepare_way way, moq_err *err) {
     moq_param_spec wanted[MAX_OUTPUTS];
     int count = find_wanted(p, wanted);
     MOQ_TRY(moq_check_params(wanted + count - 1, 1, &p->params, "out", err));
-    moq_status status = moq_check_copy(&p->bias.view, &p->params.of[MOQ_PARAM_BIAS], err);
-    if (status == MOQ_OK && !only_checks)
-        status = moq_run_copy(&p->bias.view, &p->params.of[MOQ_PARAM_BIAS], err);
-    return status;
+    return moq_bias_prepare(p->w, &p->bias.view, way, &p->params.of[MOQ_PARAM_BIAS], err);
 }
 
 /* Checks or writes one weight, without the GIL. */
@@ -462,14 +459,8 @@ static int prepare_values(moq_state *state, weight_args *p, moq_prepare_way way)
     moq_long_call call;
     moq_long_call_begin(&call);
     status = moq_weight_prepare(p->w, &sources, way, &p->params, &err);
-    if (status == MOQ_OK && p->has_bias) {
-        status = prepare_bias(p, way.only_checks, &err);
-        moq_err named = err;
-        if (status != MOQ_OK) /* what the boundary calls x, and out, is the bias */
-            moq_fail(&err, status, "bias%s",
-                     named.message[0] == 'x' ? named.message + 1
-                                             : ": expected as prepared_params say");
-    }
+    if (status == MOQ_OK && p->has_bias)
+        status = prepare_bias(p, way, &err);
     status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
     return status == MOQ_OK ? 0 : raise_of(state, p, &err);

@@ -126,16 +126,10 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
 }
 
 moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
-    char device[32];
     *spec = (moq_moe_spec){0};
     MOQ_TRY(take_sizes(names, spec, err));
     MOQ_TRY(take_activation(names, spec, err));
-    MOQ_TRY(resolve_weights(names, spec, err));
-    if (names->device.kind == MOQ_CPU)
-        return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                    "experts (%s) run on the CPU, and not yet on %s; their linears do, one by one",
-                    spec->w13.algo, moq_device_text(names->device, device, sizeof device));
+    return resolve_weights(names, spec, err);
 }
 
 static moq_weight stack_of(const moq_linear_spec *layer, int32_t experts) {

@@ -27,6 +27,10 @@
 
 #include "core/linear.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define MOQ_MOE_TOP_K 32
 
 typedef enum { MOQ_MOE_SILU, MOQ_MOE_GELU, MOQ_MOE_GELU_TANH, MOQ_MOE_RELU2 } moq_moe_activation;
@@ -59,9 +63,8 @@ typedef struct {
     double alpha, beta, limit;
 } moq_moe_names;
 
-/* MOQ_ERR_UNSUPPORTED for a known algorithm, device or compute mode that has no experts,
- * MOQ_ERR_VALUE for an unknown one or sizes that cannot be. The spec points into itself: not to be
- * copied. */
+/* MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that has no experts, MOQ_ERR_VALUE for
+ * an unknown one or sizes that cannot be. The spec points into itself: not to be copied. */
 moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err);
 
 /* The stacks of all experts. Their activation scales are one an expert, for gate and up alike. */
@@ -81,16 +84,19 @@ typedef struct {
     const uint8_t *weight;
     const void *weight_scale;
     const float *output_scale;
+    const float *fold_scale;  /* [E, N] where moq_linear_folds, else NULL */
     const float *input_scale; /* [E, P], equal within an expert */
     const float *pre_quant_scale;
     const float *bias;
 } moq_moe_weight;
 
-/* One call of prepared experts, already checked. */
+/* One call of prepared experts, already checked. On CUDA x and y are matrices [tokens, H] of
+ * contiguous rows, and those of x, like the weights, begin at addresses that are multiples of 16.
+ */
 typedef struct {
     const moq_moe_spec *spec;
     int64_t tokens;            /* rows of x and y */
-    const moq_tensor *x;       /* [..., H], any strides */
+    const moq_tensor *x;       /* [..., H], any strides on the CPU */
     const moq_tensor *y;       /* [..., H], contiguous rows */
     const moq_tensor *weights; /* float32 [..., top_k], any strides */
     const moq_tensor *ids;     /* int32 or int64 [..., top_k], any strides */
@@ -99,7 +105,11 @@ typedef struct {
     bool accumulate;
     moq_moe_weight w13, w2;
     moq_way way;
-    void *stream, *workspace;
+    void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
+    void *workspace; /* of the bytes that the kernel's row of the table asks for, or NULL */
 } moq_moe_call;
 
+#ifdef __cplusplus
+}
+#endif
 #endif

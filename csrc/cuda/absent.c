@@ -1,6 +1,7 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. See cuda.h. */
 #include "cuda/cuda.h"
 #include "cuda/linear/cuda_linear.h"
+#include "cuda/moe/cuda_moe.h"
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/tensor/cuda_layout.h"
 #include "cuda/tensor/cuda_nvfp4_pack.h"
@@ -156,6 +157,61 @@ moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {
 }
 
 int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_simt(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_simt_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_mma_fp8_as_f16(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_mma_fp8_as_f16_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_mma_fp8_as_e4m3(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_mma_fp8_as_e4m3_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_mma_nvfp4(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_many_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }

@@ -3,6 +3,7 @@
 #include "ops/linear_kernels.h"
 
 #include "core/formats.h"
+#include "core/invariant.h"
 #include "cpu/cpu_linear.h"
 #include "cuda/choice/choice.h"
 #include "cuda/choice/choice_cublaslt.h"
@@ -11,6 +12,7 @@
 #include "ops/linear_call.h"
 
 #include <stdio.h>
+#include <string.h>
 
 bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size) {
     char device[32];
@@ -427,6 +429,15 @@ static const moq_linear_kernel KERNELS[] = {
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 _Static_assert(KERNEL_COUNT <= MOQ_MAX_KERNELS, "a plan must hold every kernel of the table");
+
+bool moq_linear_runs_on_cuda(const char *name, const moq_linear_spec *spec, char *reason,
+                             size_t size) {
+    for (int i = 0; i < KERNEL_COUNT; i++)
+        if (strcmp(KERNELS[i].name.family, "cuda") == 0 && strcmp(KERNELS[i].name.name, name) == 0)
+            return KERNELS[i].can_run(spec, MOQ_ANY_TOKENS, reason, size);
+    MOQ_ASSERT(!"a kernel of the table");
+    return false;
+}
 
 const moq_linear_kernel *moq_linear_kernel_at(int index) {
     return &KERNELS[index];

@@ -42,6 +42,11 @@ double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice
  * at most six significant bits. */
 bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size);
 
+/* Whether the CUDA kernel of a name, "simt", can run the layer with some number of tokens, or the
+ * reason why not. */
+bool moq_linear_runs_on_cuda(const char *name, const moq_linear_spec *spec, char *reason,
+                             size_t size);
+
 /* A row of the table: 0 to MOQ_LINEAR.kernel_count - 1. */
 const moq_linear_kernel *moq_linear_kernel_at(int index);
 

@@ -1,6 +1,9 @@
 /* The call of experts: shapes and layouts checked, a kernel picked, run. See ops/moe_call.h. */
 #include "ops/moe_call.h"
 
+#include "cuda/tensor/cuda_rows.h"
+#include "ops/target.h"
+
 #include <string.h>
 
 /* ---- checks ---- */
@@ -91,11 +94,29 @@ static moq_status check_y(const moq_tensor *x, const moq_tensor *y, moq_err *err
 
 /* ---- the call ---- */
 
+/* With the device current. */
 static moq_status run(moq_job *job, moq_err *err) {
     moq_moe_job *j = (moq_moe_job *)job;
     j->call.stream = job->stream;
     j->call.workspace = job->workspace;
-    return j->kernel->run(&j->call, err);
+    moq_matrix_place(job, &j->y);
+    MOQ_TRY(moq_matrix_fill(job, &j->x, err));
+    if (j->call.accumulate && j->y.copied) /* what is added to */
+        MOQ_TRY(moq_cuda_gather_rows(j->y.given, &j->y.tensor, job->stream, err));
+    MOQ_TRY(j->kernel->run(&j->call, err));
+    return moq_matrix_hand_back(job, &j->y, err);
+}
+
+/* Finds the matrices and what the job works in: first the kernel's part, then copies. */
+static void place(moq_moe_job *j) {
+    moq_matrix_open_input(&j->x, j->call.x, NULL);
+    moq_matrix_open_output(&j->y, j->call.y);
+    j->call.x = moq_matrix_tensor(&j->x);
+    j->call.y = moq_matrix_tensor(&j->y);
+    if (j->kernel->workspace)
+        moq_job_reserve(&j->job, j->kernel->workspace(&j->call));
+    moq_matrix_reserve(&j->job, &j->x);
+    moq_matrix_reserve(&j->job, &j->y);
 }
 
 static moq_moe_weight weight_at(const moq_params *params, int place) {
@@ -104,6 +125,7 @@ static moq_moe_weight weight_at(const moq_params *params, int place) {
         .weight = of[MOQ_PARAM_WEIGHT].data,
         .weight_scale = of[MOQ_PARAM_WEIGHT_SCALE].data,
         .output_scale = of[MOQ_PARAM_OUTPUT_SCALE].data,
+        .fold_scale = of[MOQ_PARAM_FOLD_SCALE].data,
         .input_scale = of[MOQ_PARAM_INPUT_SCALE].data,
         .pre_quant_scale = of[MOQ_PARAM_PRE_QUANT_SCALE].data,
         .bias = of[MOQ_PARAM_BIAS].data,
@@ -113,7 +135,6 @@ static moq_moe_weight weight_at(const moq_params *params, int place) {
 moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *params,
                                const moq_moe_inputs *in, moq_choice choice, moq_moe_job *job,
                                moq_err *err) {
-    (void)err;
     job->kernel = moq_moe_kernel_at(choice.kernel);
     job->call = (moq_moe_call){
         .spec = spec,
@@ -130,6 +151,12 @@ moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *param
         .way = choice.way,
     };
     moq_job_open(&job->job, spec->w13.device, run);
+    if (spec->w13.device.kind == MOQ_CUDA) {
+        MOQ_TRY(moq_check_target(spec->w13.device, &spec->w13.target, err));
+        MOQ_TRY(moq_check_address(job->call.w13.weight, "w13_weight", err));
+        MOQ_TRY(moq_check_address(job->call.w2.weight, "w2_weight", err));
+    }
+    place(job);
     return MOQ_OK;
 }
 

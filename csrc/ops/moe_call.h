@@ -25,6 +25,7 @@ typedef struct {
     moq_job job; /* first: ops/job.h */
     moq_moe_call call;
     const moq_moe_kernel *kernel;
+    moq_matrix x, y;
 } moq_moe_job;
 
 /* Checks a call and picks the kernel. The job refers to the plan's problem and to the inputs. */

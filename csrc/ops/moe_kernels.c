@@ -1,11 +1,15 @@
 /* The table of kernels for experts: who can run which layer, why not, and what it is expected to
- * take. On the CPU experts are linears, and a kernel can do them where it can do both of one
- * expert. */
+ * take. On the CPU, and on any chip, experts are linears, and a kernel can do them where it can do
+ * both of one expert. */
 #include "ops/moe_kernels.h"
 
 #include "cpu/cpu_moe.h"
+#include "cuda/choice/choice_moe.h"
+#include "cuda/moe/cuda_moe.h"
 #include "ops/linear_kernels.h"
 #include "ops/moe_call.h"
+
+#include <stdio.h>
 
 #define CPU_KERNEL(isa_name, level)                                                                \
     static bool can_run_##isa_name(const moq_moe_spec *spec, int64_t tokens, char *reason,         \
@@ -21,7 +25,8 @@
         return moq_cpu_moe(moq_linear_tiles_of(level), call, err);                                 \
     }
 
-#define CPU_ROW(isa_name) {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, run_##isa_name}
+#define CPU_ROW(isa_name)                                                                          \
+    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -29,8 +34,53 @@ CPU_KERNEL(avx512, MOQ_ISA_AVX512)
 CPU_KERNEL(avx512bf16, MOQ_ISA_AVX512BF16)
 CPU_KERNEL(amx, MOQ_ISA_AMX)
 
+/* ---- CUDA ---- */
+
+/* Slots are sorted by counts that a block holds in its shared memory. */
+static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size) {
+    if (spec->experts <= MOQ_CUDA_MOE_EXPERTS)
+        return true;
+    snprintf(reason, size, "needs at most %d experts, got %d", MOQ_CUDA_MOE_EXPERTS,
+             (int)spec->experts);
+    return false;
+}
+
+/* Where the kernel of linears can do both of one expert. */
+#define CUDA_KERNEL(name, kernel)                                                                  \
+    static bool can_run_##kernel(const moq_moe_spec *spec, int64_t tokens, char *reason,           \
+                                 size_t size) {                                                    \
+        (void)tokens;                                                                              \
+        return moq_linear_runs_on_cuda(name, &spec->w13, reason, size) &&                          \
+               moq_linear_runs_on_cuda(name, &spec->w2, reason, size) &&                           \
+               has_few_experts(spec, reason, size);                                                \
+    }
+
+#define CUDA_ROW(name, kernel, room)                                                               \
+    {{"cuda", name},                                                                               \
+     can_run_##kernel,                                                                             \
+     moq_cuda_moe_##kernel##_seconds,                                                              \
+     moq_cuda_moe_##room##_workspace,                                                              \
+     moq_cuda_moe_##kernel}
+
+CUDA_KERNEL("simt", simt)
+CUDA_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
+CUDA_KERNEL("sm80_fp8", mma_fp8_as_f16)
+CUDA_KERNEL("sm80_nvfp4", mma_nvfp4)
+CUDA_KERNEL("sm90_fp8_many", fp8_many)
+CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
+
 static const moq_moe_kernel KERNELS[] = {
-    CPU_ROW(portable), CPU_ROW(avx2), CPU_ROW(avx512), CPU_ROW(avx512bf16), CPU_ROW(amx),
+    CPU_ROW(portable),
+    CPU_ROW(avx2),
+    CPU_ROW(avx512),
+    CPU_ROW(avx512bf16),
+    CPU_ROW(amx),
+    CUDA_ROW("simt", simt, simt),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, mma_fp8_as_e4m3),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, mma_fp8_as_f16),
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4, mma_nvfp4),
+    CUDA_ROW("sm90_fp8_many", fp8_many, many),
+    CUDA_ROW("sm90_nvfp4_many", nvfp4_many, many),
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -55,15 +105,17 @@ static double cost(const void *problem, int kernel, int64_t tokens) {
 }
 
 static moq_way choose(const void *problem, int kernel, int64_t tokens, int32_t variant) {
-    (void)problem, (void)kernel, (void)tokens;
-    return moq_way_of(variant, 0, 1);
+    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, tokens, variant)
+                                  : moq_way_of(variant, 0, 1);
 }
 
-/* "auto" is "exact" on the CPU. */
+/* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */
 static moq_compute compute(const void *problem, int kernel) {
-    moq_compute asked = ((const moq_moe_spec *)problem)->w13.compute;
-    (void)kernel;
-    return asked == MOQ_COMPUTE_AUTO ? MOQ_COMPUTE_EXACT : asked;
+    const moq_linear_spec *w13 = &((const moq_moe_spec *)problem)->w13;
+    if (w13->compute != MOQ_COMPUTE_AUTO)
+        return w13->compute;
+    return moq_linear_has_choice(w13) && KERNELS[kernel].folds ? MOQ_COMPUTE_FP8
+                                                               : MOQ_COMPUTE_EXACT;
 }
 
 static moq_layer layer(const void *problem) {

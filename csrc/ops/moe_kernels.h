@@ -10,7 +10,11 @@ typedef struct {
     /* As for linears (ops/linear_kernels.h). */
     bool (*can_run)(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
     double (*cost)(const moq_moe_spec *spec, int64_t tokens);
+    int64_t (*workspace)(const moq_moe_call *call);
     moq_status (*run)(const moq_moe_call *call, moq_err *err);
+    uint64_t (*variants)(const moq_moe_call *call);
+    moq_way (*choose)(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+    bool folds;
 } moq_moe_kernel;
 
 /* Experts as the rules of the plan know them; their problems are moq_moe_spec. */

@@ -2,29 +2,75 @@
 #include "ops/moe_call.h"
 #include "ops/tune.h"
 
+#include <stdlib.h>
+
 typedef struct {
     const moq_moe_spec *spec;
     const moq_params *params;
     int64_t tokens;
-    moq_tensor x, y, weights, ids;
+    int weights; /* how many copies of the stacks there are */
+    const void *w13[MOQ_MAX_WEIGHT_COPIES], *w2[MOQ_MAX_WEIGHT_COPIES];
+    moq_tensor x, y, weight, ids;
+    int32_t *turn_ids; /* of each turn, one after the other */
     moq_moe_inputs inputs;
 } subject;
 
-/* Tokens take turns with neighbours, so that every expert has as many of them as any other. */
+static int64_t slots_of(const subject *s) {
+    return s->tokens * s->spec->top_k;
+}
+
+/* Turns that meet all experts before the first is met again, at least one a copy of the stacks. */
+static int count_turns(const subject *s) {
+    int64_t turns = s->spec->experts / (slots_of(s) < s->spec->experts ? slots_of(s) : 1);
+    turns = turns > s->weights ? turns : s->weights;
+    return turns < MOQ_MAX_WEIGHT_COPIES ? (int)turns : MOQ_MAX_WEIGHT_COPIES;
+}
+
+/* Tokens take turns with neighbours, so that every expert has as many of them as any other. A turn
+ * goes on where the one before ended, so that few tokens find no expert in a cache. */
+static moq_status make_ids(subject *s, moq_tune_memory *memory, int turns, moq_err *err) {
+    int64_t slots = slots_of(s), count = slots * turns;
+    size_t bytes = (size_t)count * sizeof(int32_t);
+    int32_t *ids = malloc(bytes);
+    void *out = NULL;
+    if (!ids)
+        return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+    for (int64_t i = 0; i < count; i++)
+        ids[i] = (int32_t)(i % s->spec->experts);
+    moq_status status = moq_tune_allocate(memory, (int64_t)bytes, &out, err);
+    if (status == MOQ_OK)
+        status = moq_tune_write(memory, out, ids, bytes, err);
+    free(ids);
+    s->turn_ids = out;
+    return status;
+}
+
+static moq_status copy_stacks(subject *s, moq_tune_memory *memory, moq_err *err) {
+    const moq_tensor *w13 = &s->params->of[MOQ_PARAM_OF_W13 + MOQ_PARAM_WEIGHT];
+    const moq_tensor *w2 = &s->params->of[MOQ_PARAM_OF_W2 + MOQ_PARAM_WEIGHT];
+    int64_t bytes = moq_tensor_numel(w13) * (int64_t)moq_dtype_size(w13->dtype) +
+                    moq_tensor_numel(w2) * (int64_t)moq_dtype_size(w2->dtype);
+    MOQ_TRY(moq_tune_count_copies(memory, bytes, &s->weights, err));
+    MOQ_TRY(moq_tune_copy(memory, w13, s->weights, s->w13, err));
+    return moq_tune_copy(memory, w2, s->weights, s->w2, err);
+}
+
 static moq_status make(void *data, moq_tune_memory *memory, int *copies, moq_err *err) {
     subject *s = data;
-    const moq_moe_spec *spec = s->spec;
-    int64_t hidden = spec->w13.in_features, k = spec->top_k;
-    MOQ_TRY(moq_tune_make_matrix(memory, spec->w13.dtype, s->tokens, hidden, &s->x, err));
-    MOQ_TRY(moq_tune_make_matrix(memory, spec->w13.dtype, s->tokens, hidden, &s->y, err));
-    MOQ_TRY(moq_tune_make_matrix(memory, MOQ_DT_F32, s->tokens, k, &s->weights, err));
-    MOQ_TRY(moq_tune_make_matrix(memory, MOQ_DT_I32, s->tokens, k, &s->ids, err));
+    int64_t hidden = s->spec->w13.in_features, k = s->spec->top_k;
+    moq_dtype dtype = s->spec->w13.dtype;
+    MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->tokens, hidden, &s->x, err));
+    MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->tokens, hidden, &s->y, err));
+    MOQ_TRY(moq_tune_make_matrix(memory, MOQ_DT_F32, s->tokens, k, &s->weight, err));
     MOQ_TRY(moq_tune_fill(memory, &s->x, err));
-    MOQ_TRY(moq_tune_fill(memory, &s->weights, err));
-    for (int64_t i = 0; i < s->tokens * k; i++)
-        ((int32_t *)s->ids.data)[i] = (int32_t)(i % spec->experts);
-    s->inputs = (moq_moe_inputs){.x = &s->x, .weights = &s->weights, .ids = &s->ids, .y = &s->y};
-    *copies = 1;
+    MOQ_TRY(moq_tune_fill(memory, &s->weight, err));
+    MOQ_TRY(copy_stacks(s, memory, err));
+    *copies = count_turns(s);
+    MOQ_TRY(make_ids(s, memory, *copies, err));
+    s->ids = s->weight;
+    s->ids.dtype = MOQ_DT_I32;
+    s->ids.data = s->turn_ids;
+    s->inputs = (moq_moe_inputs){.x = &s->x, .weights = &s->weight, .ids = &s->ids, .y = &s->y};
     return MOQ_OK;
 }
 
@@ -34,12 +80,17 @@ static moq_status open_job(void *data, moq_choice choice, moq_job *job, moq_err 
 }
 
 static uint64_t variants(void *data, const moq_job *job) {
-    (void)data, (void)job;
-    return 1;
+    const moq_moe_job *j = (const moq_moe_job *)job;
+    (void)data;
+    return j->kernel->variants ? j->kernel->variants(&j->call) : 1;
 }
 
 static void turn(void *data, moq_job *job, int copy) {
-    (void)data, (void)job, (void)copy;
+    subject *s = data;
+    moq_moe_call *call = &((moq_moe_job *)job)->call;
+    s->ids.data = s->turn_ids + copy * slots_of(s);
+    call->w13.weight = s->w13[copy % s->weights];
+    call->w2.weight = s->w2[copy % s->weights];
 }
 
 moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64_t tokens,

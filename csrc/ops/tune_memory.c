@@ -84,6 +84,14 @@ static void fill_tile(float *values) {
     }
 }
 
+moq_status moq_tune_write(const moq_tune_memory *memory, void *to, const void *from, size_t bytes,
+                          moq_err *err) {
+    if (on_cuda(memory))
+        return moq_cuda_upload(to, from, bytes, memory->stream, err);
+    memcpy(to, from, bytes);
+    return MOQ_OK;
+}
+
 moq_status moq_tune_fill(const moq_tune_memory *memory, const moq_tensor *matrix, moq_err *err) {
     size_t size = moq_dtype_size(matrix->dtype);
     size_t bytes = (size_t)moq_tensor_numel(matrix) * size, step = TILE * size;
@@ -98,10 +106,7 @@ moq_status moq_tune_fill(const moq_tune_memory *memory, const moq_tensor *matrix
     }
     for (size_t at = 0; at < bytes && status == MOQ_OK; at += step) {
         size_t part = bytes - at < step ? bytes - at : step;
-        if (on_cuda(memory))
-            status = moq_cuda_upload(to + at, tile, part, memory->stream, err);
-        else
-            memcpy(to + at, tile, part);
+        status = moq_tune_write(memory, to + at, tile, part, err);
     }
     free(values);
     free(tile);

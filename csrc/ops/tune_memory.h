@@ -22,6 +22,9 @@ moq_status moq_tune_allocate(moq_tune_memory *memory, int64_t bytes, void **out,
 /* A contiguous matrix without values: inputs still to be filled, outputs. */
 moq_status moq_tune_make_matrix(moq_tune_memory *memory, moq_dtype dtype, int64_t m,
                                 int64_t columns, moq_tensor *out, moq_err *err);
+/* Copies bytes of the host to memory of the device. */
+moq_status moq_tune_write(const moq_tune_memory *memory, void *to, const void *from, size_t bytes,
+                          moq_err *err);
 /* Values about as normal activations are, from -2 to 2 with a variance of 1/3, equal in every run.
  */
 moq_status moq_tune_fill(const moq_tune_memory *memory, const moq_tensor *matrix, moq_err *err);

@@ -134,18 +134,35 @@ static moq_status read_per_partition(const moq_weight *w, const moq_source *sour
     return MOQ_OK;
 }
 
-/* As read_scales of the rows of a partition, which may be by turns with those of another one. */
-static moq_status read_row_scales(const moq_source *source, int32_t p, int64_t count, void *stream,
-                                  float *out, moq_err *err) {
-    moq_tensor one = moq_source_part(source, p);
-    if (one.device.kind != MOQ_CPU || one.ndim != 1 || one.shape[0] != count ||
-        moq_tensor_is_contiguous(&one))
-        return read_scales(source, p, "weight_scale", count, stream, out, err);
-    int64_t step = one.stride[0] * (int64_t)moq_dtype_size(one.dtype);
+/* One by one, from a vector on the host with any stride. */
+static moq_status read_apart(const moq_tensor *t, int64_t count, float *out, moq_err *err) {
+    int64_t step = t->stride[0] * (int64_t)moq_dtype_size(t->dtype);
+    moq_tensor one = *t;
     one.ndim = 0;
     for (int64_t i = 0; i < count; i++, one.data = (char *)one.data + step)
         MOQ_TRY(moq_read_scales(&one, "weight_scale", 1, out + i, err));
     return MOQ_OK;
+}
+
+/* As read_scales of the rows of a partition, which may be by turns with those of another one. */
+static moq_status read_row_scales(const moq_source *source, int32_t p, int64_t count, void *stream,
+                                  float *out, moq_err *err) {
+    moq_tensor rows = moq_source_part(source, p);
+    if (rows.ndim != 1 || rows.shape[0] != count || moq_tensor_is_contiguous(&rows))
+        return read_scales(source, p, "weight_scale", count, stream, out, err);
+    if (rows.device.kind == MOQ_CPU)
+        return read_apart(&rows, count, out, err);
+    size_t bytes = (size_t)((count - 1) * rows.stride[0] + 1) * moq_dtype_size(rows.dtype);
+    void *memory = malloc(bytes); /* with what lies between */
+    if (!memory)
+        return no_memory(err);
+    moq_status status = moq_cuda_download(memory, rows.data, bytes, stream, err);
+    rows.data = memory;
+    rows.device = (moq_device){.kind = MOQ_CPU};
+    if (status == MOQ_OK)
+        status = read_apart(&rows, count, out, err);
+    free(memory);
+    return status;
 }
 
 /* One value per row: a vector for the layer, or one vector per partition. */

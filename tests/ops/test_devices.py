@@ -39,7 +39,6 @@ CALLS = {
     "input_scale ": lambda: ops.shared_input_scale(remote((2, 2), FLOAT32)),
     "input_scale  ": lambda: ops.expert_alphas(remote((2,), FLOAT32), np.ones(2, np.float32)),
     "weight_scale_2 ": lambda: ops.expert_alphas(np.ones(2, np.float32), remote((2,), FLOAT32)),
-    "router_logits": lambda: ops.route(remote((2, 8), FLOAT32), 2, scoring="softmax"),
     "correction_bias": lambda: ops.route(
         np.zeros((2, 8), np.float32), 2, scoring="sigmoid", correction_bias=remote((8,), FLOAT32)
     ),
@@ -67,6 +66,7 @@ NOWHERE = {
     "packed": lambda: ops.unpack_fp4(nowhere((2, 16), UINT8)),
     "swizzled": lambda: ops.unswizzle_block_scales(nowhere((128, 4), UINT8), (1, 1)),
     "stack": lambda: ops.swap_gate_up(nowhere((2, 16), UINT8)),
+    "router_logits": lambda: ops.route(nowhere((2, 8), FLOAT32), 2, scoring="softmax"),
     "weight": lambda: ops.requantize_to_max(nowhere((2, 16), UINT8), np.ones(1, np.float32), [2]),
 }
 

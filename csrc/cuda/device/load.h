@@ -70,6 +70,29 @@ static __device__ __forceinline__ void moq_widen(const moq_rows *x, const moq_ch
     }
 }
 
+static __device__ __forceinline__ float moq_load_one(const void *data, int64_t at,
+                                                     moq_dtype dtype) {
+    if (dtype == MOQ_DT_F32)
+        return ((const float *)data)[at];
+    if (dtype == MOQ_DT_BF16)
+        return __bfloat162float(((const __nv_bfloat16 *)data)[at]);
+    return __half2float(((const __half *)data)[at]);
+}
+
+/* Values column to column + 15 of a row at an address that is a multiple of 16, zeros from k on. */
+static __device__ __forceinline__ void
+moq_load_values(const moq_rows *x, int64_t row, int64_t column, int64_t k, float (&value)[16]) {
+    if (column + 16 <= k) {
+        moq_chunk chunk = moq_load_chunk(x, row, (int)column);
+        moq_widen(x, &chunk, value);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] =
+            column + i < k ? moq_load_one(x->data, row * x->stride + column + i, x->dtype) : 0.0f;
+}
+
 /* ---- amax and scales ---- */
 
 /* The largest magnitude's bits; NaN is above all others. */
@@ -196,15 +219,6 @@ typedef struct {
     moq_dtype bias_dtype;
     const void *bias; /* [N], or NULL */
 } moq_output;
-
-static __device__ __forceinline__ float moq_load_one(const void *data, int64_t at,
-                                                     moq_dtype dtype) {
-    if (dtype == MOQ_DT_F32)
-        return ((const float *)data)[at];
-    if (dtype == MOQ_DT_BF16)
-        return __bfloat162float(((const __nv_bfloat16 *)data)[at]);
-    return __half2float(((const __half *)data)[at]);
-}
 
 /* Two outputs of 16 bits, rounded to nearest even; the first is in the lower half. */
 static __device__ __forceinline__ uint32_t moq_narrow_pair(moq_dtype dtype, float low, float high) {

@@ -3,6 +3,7 @@
  * written a value, with some 25 instructions a value not far behind: exp is a polynomial so that
  * its bits are those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does
  * it. */
+#include "cuda/device/logistic.h"
 #include "cuda/tensor/cuda_quantize_rows.h"
 
 namespace moq::quantization {
@@ -16,15 +17,7 @@ static __device__ __forceinline__ float reciprocal(float d) {
 /* silu of max(gate, MOQ_SILU_LEAST). */
 static __device__ __forceinline__ float silu(float g) {
     float h = fminf(g, MOQ_SILU_MOST);
-    float shifted = __fmaf_rn(h, MOQ_MINUS_LOG2E, MOQ_RINT_MAGIC);
-    float f = __fmaf_rn(h, MOQ_MINUS_LOG2E, -__fsub_rn(shifted, MOQ_RINT_MAGIC));
-    float p = __fmaf_rn(MOQ_EXP2_C5, f, MOQ_EXP2_C4);
-    p = __fmaf_rn(p, f, MOQ_EXP2_C3);
-    p = __fmaf_rn(p, f, MOQ_EXP2_C2);
-    p = __fmaf_rn(p, f, MOQ_EXP2_C1);
-    p = __fmaf_rn(p, f, 1.0f);
-    p = __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
-    return __fmul_rn(g, reciprocal(__fadd_rn(1.0f, p)));
+    return __fmul_rn(g, reciprocal(__fadd_rn(1.0f, moq_exp_of_minus(h))));
 }
 
 template <int DT, int N>

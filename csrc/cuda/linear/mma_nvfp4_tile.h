@@ -1,0 +1,250 @@
+/* A tile of the NVFP4 linear by products of warps: what a block does of mma_nvfp4_linear.cu, whose
+ * head tells how, and of experts (cuda/moe). */
+#ifndef MOQ_CUDA_LINEAR_MMA_NVFP4_TILE_H
+#define MOQ_CUDA_LINEAR_MMA_NVFP4_TILE_H
+
+#include "core/nvfp4_packed.h"
+#include "cuda/device/load.h"
+#include "cuda/device/mma_tile.h"
+#include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/ptx.h"
+
+namespace moq::mma_nvfp4 {
+
+#define LANES      32
+#define VECTOR     16                                   /* bytes of a copy */
+#define UNIT_PARTS (MOQ_PACK_BYTES / VECTOR)            /* copies of a unit */
+#define BLOCK_X    (MOQ_PACK_K * (int)sizeof(uint16_t)) /* bytes of a row of x for one */
+
+static_assert(BLOCK_X == MMA_ROW, "64 values of x are a row of a step");
+
+typedef struct {
+    const uint8_t *x;
+    int64_t x_stride;     /* bytes */
+    int64_t m, k;         /* rows and columns of x */
+    int n, slabs, blocks; /* rows of W, and the units that hold them */
+    int splits;           /* of K, blockIdx.y being the number of one */
+    float *parts;         /* [splits, m, n] of sums where there are several */
+} nvfp4_args;
+
+/* What a block computes. */
+typedef struct {
+    const uint8_t *weight;
+    const float *output_scale;
+    moq_output out;
+    int slab;   /* the first of SHAPE::TILE_SLABS */
+    int tokens; /* rows of x from `first` on, at most SHAPE::TOKENS */
+    int64_t first;
+} nvfp4_place;
+
+/* ---- shapes of tiles ---- */
+
+template <int TOKENS_, int ROWS_, int WT_, int WR_, int WK_, int BLOCKS_, int STAGES_>
+struct tiling {
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_;
+    static constexpr int WT = WT_, WR = WR_, WK = WK_; /* warps */
+    static constexpr int BLOCKS = BLOCKS_, STAGES = STAGES_;
+    static constexpr int THREADS = LANES * WT * WR * WK;
+    static constexpr int TILE_SLABS = ROWS / MOQ_PACK_ROWS;
+    static constexpr int SLABS = TILE_SLABS / WR, TILES = TOKENS / WT / 8; /* of a warp */
+    static constexpr int X_BYTES = BLOCKS * TOKENS * MMA_ROW;
+    static constexpr int STAGE = X_BYTES + BLOCKS * TILE_SLABS * MOQ_PACK_BYTES;
+    static_assert(BLOCKS % WK == 0 && STAGE % MMA_ROW == 0, "");
+    static_assert((WK - 1) * ROWS * TOKENS * 4 <= STAGES * STAGE, "sums of shares fit into it");
+};
+
+/* ---- copies ---- */
+
+/* What a thread copies of W each step, as row_copies does of x: the units of a slab together. */
+template <class SHAPE> struct unit_copies {
+    static constexpr int SLAB = SHAPE::BLOCKS * UNIT_PARTS; /* copies of a slab, side by side */
+    static constexpr int ALL = SHAPE::TILE_SLABS * SLAB;
+    static constexpr int COUNT = (ALL + SHAPE::THREADS - 1) / SHAPE::THREADS;
+
+    const uint8_t *from[COUNT];
+    int block[COUNT]; /* of the step */
+    int blocks;       /* that there are from this step on */
+
+    __device__ __forceinline__ unit_copies(const nvfp4_args *a, const uint8_t *weight, int slab,
+                                           int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int index = i * SHAPE::THREADS + (int)threadIdx.x, which = slab + index / SLAB;
+            int64_t unit = (int64_t)min(which, a->slabs - 1) * a->blocks + first;
+            block[i] = which < a->slabs ? index % SLAB / UNIT_PARTS : INT32_MAX;
+            from[i] = weight + unit * MOQ_PACK_BYTES + index % SLAB * VECTOR;
+        }
+        blocks = a->blocks - first;
+    }
+
+    __device__ __forceinline__ void copy(uint32_t to) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            int index = i * SHAPE::THREADS + (int)threadIdx.x;
+            if (ALL % SHAPE::THREADS == 0 || index < ALL)
+                copy_async_16(to + index * VECTOR, from[i], block[i] < blocks ? VECTOR : 0);
+            from[i] += SHAPE::BLOCKS * MOQ_PACK_BYTES;
+        }
+        blocks -= SHAPE::BLOCKS;
+    }
+};
+
+/* ---- products ---- */
+
+template <moq_nvfp4_type TYPE>
+static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
+                                                const uint32_t (&x)[2]) {
+    if (TYPE == MOQ_NVFP4_F16)
+        mma_f16(sum, w, x);
+    else
+        mma_bf16(sum, w, x);
+}
+
+/* What a lane has of a unit: a word of codes and two scales for each group. */
+typedef struct {
+    uint32_t word[MOQ_PACK_GROUPS];
+    uint32_t scale[MOQ_PACK_GROUPS / 2];
+} unit_part;
+
+static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int lane) {
+    int g = lane / 4, t = lane % 4;
+    uint4 words = *(const uint4 *)(unit + moq_pack_word_at(g, t, 0));
+    uint2 scales = *(const uint2 *)(unit + moq_pack_scale_at(g, 0));
+    return {{words.x, words.y, words.z, words.w}, {scales.x, scales.y}};
+}
+
+/* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
+ * that a lane names to ldmatrix first. */
+template <moq_nvfp4_type TYPE, class SHAPE>
+static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS][SHAPE::TILES][4],
+                                                      const uint8_t *units, uint32_t x, int lane) {
+    unit_part part[SHAPE::SLABS];
+#pragma unroll
+    for (int i = 0; i < SHAPE::SLABS; i++)
+        part[i] = load_unit(units + i * SHAPE::BLOCKS * MOQ_PACK_BYTES, lane);
+#pragma unroll
+    for (int half = 0; half < 2; half++) { /* two groups, four parts of a row of x */
+        uint32_t w[SHAPE::SLABS][2][4];
+#pragma unroll
+        for (int i = 0; i < SHAPE::SLABS * 2; i++)
+            moq_nvfp4_fragment<TYPE>(part[i / 2].word[2 * half + i % 2],
+                                     moq_nvfp4_scales<TYPE>(part[i / 2].scale[half], i % 2),
+                                     w[i / 2][i % 2]);
+        uint32_t at = x + part_at(4 * half + lane / 8, lane);
+#pragma unroll
+        for (int j = 0; j < SHAPE::TILES; j++) {
+            uint32_t four[4];
+            load_matrices(four, at + j * 8 * MMA_ROW);
+            uint32_t first[2] = {four[0], four[1]}, second[2] = {four[2], four[3]};
+#pragma unroll
+            for (int i = 0; i < SHAPE::SLABS; i++)
+                multiply<TYPE>(sum[i][j], w[i][0], first);
+#pragma unroll
+            for (int i = 0; i < SHAPE::SLABS; i++)
+                multiply<TYPE>(sum[i][j], w[i][1], second);
+        }
+    }
+}
+
+/* ---- the tile ---- */
+
+static __device__ __forceinline__ void store_sum(const nvfp4_args *a, const moq_output *out,
+                                                 int64_t m, int n, float sum, float scale,
+                                                 float bias) {
+    if (a->splits > 1)
+        a->parts[((int64_t)blockIdx.y * a->m + m) * a->n + n] = sum;
+    else
+        moq_store_output(out, m, n, __fmul_rn(sum, scale), bias);
+}
+
+/* By all threads of a block, with SHAPE::STAGES * SHAPE::STAGE bytes of shared memory. */
+template <class SHAPE, moq_nvfp4_type TYPE>
+static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvfp4_place &p,
+                                                  uint8_t *memory) {
+    int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    int share = warp / (SHAPE::WT * SHAPE::WR);
+    int wr = warp / SHAPE::WT % SHAPE::WR * SHAPE::SLABS, wt = warp % SHAPE::WT * SHAPE::TILES * 8;
+    int slab = p.slab, tokens = p.tokens;
+    int64_t first = p.first;
+    int all = (a.blocks + SHAPE::BLOCKS - 1) / SHAPE::BLOCKS;
+    int begin = (int)((int64_t)all * blockIdx.y / a.splits);
+    int steps = (int)((int64_t)all * (blockIdx.y + 1) / a.splits) - begin;
+    uint32_t ring = shared_address(memory);
+    unit_copies<SHAPE> w(&a, p.weight, slab, begin * SHAPE::BLOCKS);
+    row_copies<SHAPE::TOKENS, SHAPE::BLOCKS, SHAPE::THREADS> x(
+        a.x + first * a.x_stride, a.x_stride, a.k * 2, tokens,
+        (int64_t)begin * SHAPE::BLOCKS * MMA_ROW);
+
+    launch_dependents();
+#pragma unroll
+    for (int i = 0; i < SHAPE::STAGES - 1; i++) {
+        if (i < steps)
+            w.copy(ring + i * SHAPE::STAGE + SHAPE::X_BYTES);
+    }
+    wait_for_predecessor();
+#pragma unroll
+    for (int i = 0; i < SHAPE::STAGES - 1; i++) {
+        if (i < steps)
+            x.copy(ring + i * SHAPE::STAGE);
+        copy_async_commit();
+    }
+    float sum[SHAPE::SLABS][SHAPE::TILES][4] = {};
+    int stage = 0, free = (SHAPE::STAGES - 1) * SHAPE::STAGE;
+    for (int step = 0; step < steps; step++) {
+        copy_async_wait<SHAPE::STAGES - 2>();
+        __syncthreads(); /* this step is there, and the one before has been read by all */
+        if (step + SHAPE::STAGES - 1 < steps) {
+            w.copy(ring + free + SHAPE::X_BYTES);
+            x.copy(ring + free);
+        }
+        copy_async_commit();
+#pragma unroll
+        for (int i = 0; i < SHAPE::BLOCKS / SHAPE::WK; i++) {
+            int block = i * SHAPE::WK + share;
+            multiply_block<TYPE, SHAPE>(
+                sum,
+                memory + stage + SHAPE::X_BYTES + (wr * SHAPE::BLOCKS + block) * MOQ_PACK_BYTES,
+                ring + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane);
+        }
+        free = stage;
+        stage += SHAPE::STAGE;
+        if (stage == SHAPE::STAGES * SHAPE::STAGE)
+            stage = 0;
+    }
+    if (SHAPE::WK > 1) {
+        copy_async_wait<0>();
+        add_shares<SHAPE::SLABS * SHAPE::TILES * 4, SHAPE::THREADS / SHAPE::WK, SHAPE::WK>(
+            &sum[0][0][0], (float *)memory, share);
+        if (share > 0)
+            return;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * SHAPE::SLABS; i++) { /* rows g and g + 8 of a slab */
+        int n = (slab + wr + i / 2) * MOQ_PACK_ROWS + i % 2 * 8 + lane / 4;
+        if (n >= a.n)
+            continue;
+        float scale = MOQ_NVFP4_FACTOR * p.output_scale[n], bias = moq_load_bias(&p.out, n);
+#pragma unroll
+        for (int j = 0; j < 2 * SHAPE::TILES; j++) {
+            int token = wt + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            if (token < tokens)
+                store_sum(&a, &p.out, first + token, n, sum[i / 2][j / 2][i % 2 * 2 + j % 2], scale,
+                          bias);
+        }
+    }
+}
+
+/* ---- shapes ---- */
+
+/* By their tokens, the last for many of them: of some twenty the fastest on an H200
+ * (docs/lab/any-chip.md). At most 96 KiB of shared memory: what every chip has but for 8.0 and 9.0
+ * is 99. */
+typedef tiling<8, 64, 1, 4, 2, 4, 5> tiling_8;
+typedef tiling<16, 64, 1, 4, 2, 4, 5> tiling_16;
+typedef tiling<32, 128, 1, 4, 2, 2, 4> tiling_32;
+typedef tiling<64, 64, 1, 2, 2, 2, 4> tiling_64;
+typedef tiling<128, 128, 1, 4, 1, 1, 4> tiling_128;
+
+} // namespace moq::mma_nvfp4
+
+#endif

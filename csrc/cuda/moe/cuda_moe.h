@@ -1,0 +1,46 @@
+/* The kernels of experts on the CUDA floor. Each takes a call that was checked (core/moe.h), on the
+ * device of its spec; what a kernel cannot do is said by its predicate in ops/moe_kernels.c. The
+ * workspace of a kernel is a number of bytes that the call needs on the device.
+ *
+ * Nothing is read back from the device: grids are as large as the slots of the call could ask for,
+ * and blocks without work end at once. Calls can be captured, and repeat bit by bit. */
+#ifndef MOQ_CUDA_MOE_CUDA_MOE_H
+#define MOQ_CUDA_MOE_CUDA_MOE_H
+
+#include "core/moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Experts of a layer whose slots are sorted on the device. */
+#define MOQ_CUDA_MOE_EXPERTS 1024
+
+/* ---- any chip, any number of tokens: as the linears of cuda/linear ---- */
+
+/* Every layer, on plain CUDA cores; sm_80 and up. */
+moq_status moq_cuda_moe_simt(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_simt_workspace(const moq_moe_call *call);
+
+/* FP8 weights, H and I multiples of 16: products of warps, of the codes as fp16 on sm_80 and up, or
+ * as e4m3 on sm_89 and up. */
+moq_status moq_cuda_moe_mma_fp8_as_f16(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_fp8_as_f16_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_mma_fp8_as_e4m3(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_fp8_as_e4m3_workspace(const moq_moe_call *call);
+
+/* Packed NVFP4 weights as they are, x and y of 16 bits; sm_80 and up. */
+moq_status moq_cuda_moe_mma_nvfp4(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call);
+
+/* ---- Hopper (sm_90a), many tokens, x and y of 16 bits ---- */
+
+/* FP8 weights, H and I multiples of 16; packed NVFP4 weights as they are. */
+moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err);
+moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_many_workspace(const moq_moe_call *call); /* of both */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

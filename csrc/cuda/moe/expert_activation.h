@@ -1,0 +1,67 @@
+/* Activations between the two projections of an expert on the device: core/moe.h has the formulas,
+ * cpu/cpu_moe_activation.c the same. */
+#ifndef MOQ_CUDA_MOE_EXPERT_ACTIVATION_H
+#define MOQ_CUDA_MOE_EXPERT_ACTIVATION_H
+
+#include "core/moe.h"
+#include "cuda/device/logistic.h"
+
+#include <math.h>
+
+namespace moq::moe {
+
+typedef struct {
+    moq_moe_activation kind;
+    float alpha, beta, limit, least;
+} activation;
+
+static inline activation activation_of(const moq_moe_spec *spec) {
+    activation a = {spec->activation, 1.0f, 0.0f, INFINITY, 0.0f};
+    if (spec->gated) { /* others have no numbers */
+        a.alpha = spec->alpha;
+        a.beta = spec->beta;
+        a.limit = spec->limit;
+    }
+    a.least = a.alpha > 0.0f ? MOQ_SILU_LEAST / a.alpha : -INFINITY;
+    return a;
+}
+
+/* Where both forms of gelu are as good as zero. */
+#define GELU_LEAST -16.0f
+
+static __device__ __forceinline__ float gelu(float z) {
+    float low = z < GELU_LEAST ? GELU_LEAST : z;
+    return 0.5f * low * erfcf(low * -0x1.6a09e6p-1f); /* 1 / sqrt(2) */
+}
+
+/* (1 + tanh(a)) / 2 is the logistic function of 2 a. */
+static __device__ __forceinline__ float gelu_tanh(float z) {
+    float low = z < GELU_LEAST ? GELU_LEAST : z;
+    return low * moq_sigmoid(0x1.988454p+0f * (low + 0.044715f * low * low * low)); /* sqrt(8/pi) */
+}
+
+static __device__ __forceinline__ float relu2(float z) {
+    float r = z < 0.0f ? 0.0f : z;
+    return r * r;
+}
+
+/* act of a gate, and of up, which is 1 where there is none. NaN stays one throughout. */
+static __device__ __forceinline__ float activate(const activation *a, float gate, float up) {
+    switch (a->kind) {
+    case MOQ_MOE_GELU:
+        return gelu(gate) * up;
+    case MOQ_MOE_GELU_TANH:
+        return gelu_tanh(gate) * up;
+    case MOQ_MOE_RELU2:
+        return relu2(gate) * up;
+    default:
+        break;
+    }
+    float cut = gate > a->limit ? a->limit : gate, g = cut < a->least ? a->least : cut;
+    float low = up < -a->limit ? -a->limit : up;
+    return g * moq_sigmoid(a->alpha * g) * ((low > a->limit ? a->limit : low) + a->beta);
+}
+
+} // namespace moq::moe
+
+#endif

@@ -1,0 +1,371 @@
+/* What experts do to rows beside multiplying them (core/moe.h has the formulas):
+ *
+ *   h[r] = rounded(x[t] * w), rounded(... * pre_quant_scale[e]), quantized    for W13
+ *   g[r] = rounded(act(u[r])), rounded(... * pre_quant_scale[e]), quantized   for W2
+ *   y[t] = rounded(out[t] + sum_j w d[row of slot j])
+ *
+ * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
+ * a pass before the one that writes; the values are made anew for it, which costs less than keeping
+ * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
+ * Bound by memory: u and d are float32. */
+#include "cuda/device/ptx.h"
+#include "cuda/moe/expert_activation.h"
+#include "cuda/moe/expert_rows.h"
+#include "cuda/runtime/launch.h"
+
+namespace moq::moe {
+
+#define THREADS 128
+#define SPAN    (16 * THREADS) /* columns that a block has at a time */
+
+typedef struct {
+    moq_rows from; /* x, or u */
+    activation act;
+    bool gated;
+    bool aligned; /* rows of u, and their halves, begin at multiples of 16 bytes */
+    moq_dtype dtype;
+    int64_t k, first; /* columns, and the token of slot 0 */
+    int64_t scale_stride;
+    int32_t top_k;
+    bool by_row; /* rows are read in their order, not gathered from x */
+    slot_groups groups;
+    const float *weights; /* router weights on the input, or NULL */
+    slot_tensor weight_at;
+    const float *smooth;      /* [E, K] or NULL */
+    const float *input_scale; /* [E, parts] */
+    int parts;
+    void *out;
+    int64_t stride; /* bytes of a row of out */
+    float *scales;
+} row_args;
+
+/* ---- values ---- */
+
+static __device__ __forceinline__ void round_values(moq_dtype dtype, float (&value)[16]) {
+    if (dtype == MOQ_DT_F32)
+        return;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+        float2 pair = moq_widen_pair(moq_narrow_pair(dtype, value[i], value[i + 1]), dtype);
+        value[i] = pair.x;
+        value[i + 1] = pair.y;
+    }
+}
+
+/* Columns of u, which may begin anywhere. */
+static __device__ __forceinline__ void load_u(const row_args *a, const moq_rows *u, int64_t row,
+                                              int64_t column, float (&value)[16]) {
+    if (a->aligned) {
+        moq_load_values(u, row, column, a->k, value);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] =
+            column + i < a->k ? ((const float *)u->data)[row * u->stride + column + i] : 0.0f;
+}
+
+static __device__ __forceinline__ void load_activated(const row_args *a, int64_t row,
+                                                      int64_t column, float (&value)[16]) {
+    float up[16];
+    moq_rows half = a->from;
+    load_u(a, &a->from, row, column, value);
+    half.data = (const float *)half.data + a->k;
+    if (a->gated)
+        load_u(a, &half, row, column, up);
+#pragma unroll
+    for (int i = 0; i < 16; i++) /* no column of g beyond the ends is anything but 0 */
+        value[i] = column + i < a->k ? activate(&a->act, value[i], a->gated ? up[i] : 1.0f) : 0.0f;
+    round_values(a->dtype, value);
+}
+
+/* The row of a block. */
+typedef struct {
+    int row, expert;
+    int64_t from; /* row of x, or of u */
+    float weight; /* of the router, 1 where it is not on the input */
+} row_place;
+
+template <bool OF_U>
+static __device__ __forceinline__ void make_values(const row_args *a, const row_place *p,
+                                                   int64_t column, float (&value)[16]) {
+    if (OF_U)
+        load_activated(a, p->from, column, value);
+    else
+        moq_load_values(&a->from, p->from, column, a->k, value);
+    if (!OF_U && a->weights) {
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            value[i] = column + i < a->k ? __fmul_rn(value[i], p->weight) : 0.0f;
+        round_values(a->dtype, value);
+    }
+    if (!a->smooth)
+        return;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        value[i] = column + i < a->k ? __fmul_rn(value[i], a->smooth[p->expert * a->k + column + i])
+                                     : 0.0f;
+    round_values(a->dtype, value);
+}
+
+template <bool OF_U>
+static __device__ __forceinline__ row_place place_of(const row_args *a, int row) {
+    row_place p = {row, a->groups.owner[row], row, 1.0f};
+    if (OF_U || a->by_row)
+        return p;
+    int slot = a->groups.slot[row];
+    p.from = a->first + slot / a->top_k;
+    if (a->weights)
+        p.weight = a->weights[slot_offset(&a->weight_at, p.from, slot % a->top_k)];
+    return p;
+}
+
+/* ---- rows ---- */
+
+/* The largest magnitude of the block's row, in all threads. */
+template <bool OF_U>
+static __device__ __forceinline__ float find_amax(const row_args *a, const row_place *p) {
+    __shared__ uint32_t shared[THREADS / 32];
+    uint32_t most = 0;
+    for (int64_t column = (int64_t)threadIdx.x * 16; column < a->k; column += SPAN) {
+        float value[16];
+        make_values<OF_U>(a, p, column, value);
+        most = max(most, moq_amax_bits(value));
+    }
+    most = moq_max_of_lanes(most, 32);
+    if (threadIdx.x % 32 == 0)
+        shared[threadIdx.x / 32] = most;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++)
+        most = max(most, shared[i]);
+    return __uint_as_float(most);
+}
+
+static __device__ __forceinline__ void store_values(const row_args *a, int row, int64_t column,
+                                                    const float (&value)[16]) {
+    bool wide = a->dtype == MOQ_DT_F32;
+    uint4 *to = (uint4 *)((uint8_t *)a->out + row * a->stride + column * (wide ? 4 : 2));
+    if (wide) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            to[i] =
+                make_uint4(__float_as_uint(value[4 * i]), __float_as_uint(value[4 * i + 1]),
+                           __float_as_uint(value[4 * i + 2]), __float_as_uint(value[4 * i + 3]));
+        return;
+    }
+    uint32_t word[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        word[i] = moq_narrow_pair(a->dtype, value[2 * i], value[2 * i + 1]);
+    to[0] = make_uint4(word[0], word[1], word[2], word[3]);
+    to[1] = make_uint4(word[4], word[5], word[6], word[7]);
+}
+
+/* Codes of a thread's columns; the eight lanes of a group come together. */
+template <int FORM>
+static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
+                                                   int64_t column, float scale,
+                                                   float (&value)[16]) {
+    uint4 codes;
+    if (FORM == ROWS_TENSOR) {
+        codes = moq_codes_multiplied(value, scale);
+    } else if (FORM == ROWS_TOKEN) {
+        codes = moq_codes_divided(value, scale);
+    } else {
+        scale = moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
+        codes = moq_codes_divided(value, scale);
+        if (threadIdx.x % 8 == 0 && column < a->k)
+            a->scales[column / 128 * a->scale_stride + p->row] = scale;
+    }
+    if (column < a->k)
+        *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
+}
+
+template <bool OF_U, int FORM>
+static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
+    launch_dependents();
+    wait_for_predecessor();
+    int row = (int)blockIdx.x;
+    if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
+        return;
+    row_place p = place_of<OF_U>(&a, row);
+    float scale = 1.0f;
+    if (FORM == ROWS_TENSOR)
+        scale = __frcp_rn(a.input_scale[p.expert * a.parts]);
+    if (FORM == ROWS_TOKEN || FORM == ROWS_AMAX) {
+        float amax = find_amax<OF_U>(&a, &p);
+        scale = moq_token_scale(amax);
+        if (threadIdx.x == 0)
+            a.scales[row] = FORM == ROWS_AMAX ? amax : scale;
+    }
+    for (int64_t base = 0; base < a.k; base += SPAN) { /* lanes stay together */
+        int64_t column = base + (int64_t)threadIdx.x * 16;
+        float value[16] = {};
+        if (column < a.k)
+            make_values<OF_U>(&a, &p, column, value);
+        if (FORM != ROWS_VALUES && FORM != ROWS_AMAX)
+            store_codes<FORM>(&a, &p, column, scale, value);
+        else if (column < a.k)
+            store_values(&a, row, column, value);
+    }
+}
+
+/* ---- the sum over slots ---- */
+
+#define SUM_THREADS 256
+
+typedef struct {
+    const float *d, *weights;
+    slot_tensor weight_at;
+    const int32_t *row;
+    moq_output y;
+    int64_t first, columns;
+    int32_t top_k;
+    bool weighted, accumulate;
+} sum_args;
+
+static __global__ void __launch_bounds__(SUM_THREADS) combine(const __grid_constant__ sum_args a) {
+    __shared__ int rows[MOQ_MOE_TOP_K];
+    __shared__ float weights[MOQ_MOE_TOP_K];
+    int64_t token = blockIdx.x;
+    launch_dependents();
+    wait_for_predecessor();
+    if ((int)threadIdx.x < a.top_k) {
+        int j = threadIdx.x;
+        rows[j] = a.row[token * a.top_k + j];
+        weights[j] = a.weighted ? a.weights[slot_offset(&a.weight_at, a.first + token, j)] : 1.0f;
+    }
+    __syncthreads();
+    int64_t at = (a.first + token) * a.y.stride;
+    for (int64_t column = (int64_t)blockIdx.y * SUM_THREADS + threadIdx.x; column < a.columns;
+         column += (int64_t)gridDim.y * SUM_THREADS) {
+        float sum = a.accumulate ? moq_load_one(a.y.data, at + column, a.y.dtype) : 0.0f;
+#pragma unroll 8
+        for (int j = 0; j < a.top_k; j++) {
+            if (rows[j] >= 0)
+                sum = __fadd_rn(sum, __fmul_rn(weights[j], a.d[rows[j] * a.columns + column]));
+        }
+        moq_store_output(&a.y, a.first + token, (int)column, sum, 0.0f);
+    }
+}
+
+/* ---- launch ---- */
+
+int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
+    int64_t size = form == ROWS_VALUES || form == ROWS_AMAX ? (int64_t)moq_dtype_size(dtype) : 1;
+    return (columns + 15) / 16 * 16 * size;
+}
+
+int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
+    if (form == ROWS_GROUP)
+        return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
+    return form == ROWS_AMAX || form == ROWS_TOKEN ? rows * (int64_t)sizeof(float) : 0;
+}
+
+template <bool OF_U> static const void *kernel_for(row_form form) {
+    switch (form) {
+    case ROWS_AMAX:
+        return (const void *)make_rows<OF_U, ROWS_AMAX>;
+    case ROWS_TENSOR:
+        return (const void *)make_rows<OF_U, ROWS_TENSOR>;
+    case ROWS_TOKEN:
+        return (const void *)make_rows<OF_U, ROWS_TOKEN>;
+    case ROWS_GROUP:
+        return (const void *)make_rows<OF_U, ROWS_GROUP>;
+    default:
+        return (const void *)make_rows<OF_U, ROWS_VALUES>;
+    }
+}
+
+static moq_status launch(const char *what, const void *kernel, dim3 grid, int threads, void *stream,
+                         void *args, moq_err *err) {
+    moq_launch launch = {.what = what,
+                         .kernel = kernel,
+                         .grid = grid,
+                         .block = dim3((unsigned)threads),
+                         .stream = (cudaStream_t)stream,
+                         .overlap = true};
+    void *parameters[] = {args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+/* What both kinds of rows have in common. */
+static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
+                        const moq_linear_spec *spec, const moq_moe_weight *weight,
+                        const expert_rows *rows) {
+    const moq_moe_spec *moe = chunk->call->spec;
+    row_args a = {};
+    a.dtype = spec->dtype;
+    a.k = spec->in_features;
+    a.first = chunk->first;
+    a.top_k = moe->top_k;
+    a.groups = *groups;
+    a.smooth = weight->pre_quant_scale;
+    a.input_scale = weight->input_scale;
+    a.parts = spec->partition_count;
+    a.out = rows->data;
+    a.stride = row_bytes(rows->form, spec->dtype, spec->in_features);
+    a.scales = rows->scales;
+    a.scale_stride = rows->scale_stride;
+    return a;
+}
+
+moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
+                          const expert_rows *rows, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    row_args a = args_of(chunk, groups, &call->spec->w13, &call->w13, rows);
+    a.from = moq_rows_of(call->x);
+    if (call->weights_on_input) {
+        a.weights = (const float *)call->weights->data;
+        a.weight_at = slot_tensor_of(call->weights);
+    }
+    return launch("rows of experts", kernel_for<false>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
+}
+
+moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
+                          const expert_rows *rows, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_moe_spec *spec = call->spec;
+    row_args a = args_of(chunk, groups, &spec->w2, &call->w2, rows);
+    a.from = {u, spec->w13.out_features, MOQ_DT_F32};
+    a.act = activation_of(spec);
+    a.gated = spec->gated;
+    a.aligned = a.k % 4 == 0;
+    return launch("activation of experts", kernel_for<true>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
+}
+
+moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, const void *g,
+                          const expert_rows *rows, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_linear_spec *w2 = &call->spec->w2;
+    row_args a = args_of(chunk, groups, w2, &call->w2, rows);
+    a.from = {g, (w2->in_features + 15) / 16 * 16, w2->dtype};
+    a.by_row = true;
+    return launch("rows of experts", kernel_for<false>(rows->form),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
+}
+
+moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, const float *d,
+                        moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    sum_args a = {};
+    a.d = d;
+    a.weights = (const float *)call->weights->data;
+    a.weight_at = slot_tensor_of(call->weights);
+    a.row = groups->row;
+    a.y = {call->y->data, call->y->stride[0], call->y->dtype, MOQ_DT_NONE, NULL};
+    a.first = chunk->first;
+    a.columns = call->spec->w2.out_features;
+    a.top_k = call->spec->top_k;
+    a.weighted = !call->weights_on_input;
+    a.accumulate = call->accumulate;
+    int64_t spans = (a.columns + SUM_THREADS - 1) / SUM_THREADS;
+    unsigned wide = (unsigned)(spans < 64 ? spans : 64);
+    return launch("combining experts", (const void *)combine, dim3((unsigned)chunk->tokens, wide),
+                  SUM_THREADS, call->stream, &a, err);
+}
+
+} // namespace moq::moe

@@ -1,0 +1,48 @@
+/* Rows on their way to the two products of experts and from them: for launchers of this room. */
+#ifndef MOQ_CUDA_MOE_EXPERT_ROWS_H
+#define MOQ_CUDA_MOE_EXPERT_ROWS_H
+
+#include "cuda/device/load.h"
+#include "cuda/moe/group.h"
+
+namespace moq::moe {
+
+/* What a product is given of its rows. */
+typedef enum {
+    ROWS_VALUES, /* of the layer's dtype */
+    ROWS_AMAX,   /* these, and of each row the largest magnitude */
+    ROWS_TENSOR, /* e4m3 with the input_scale of the expert */
+    ROWS_TOKEN,  /* e4m3 and a scale a row */
+    ROWS_GROUP   /* e4m3 and a scale a row and 128 columns, [columns / 128, scale_stride] */
+} row_form;
+
+/* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are zeros.
+ */
+typedef struct {
+    row_form form;
+    void *data;    /* values, or codes */
+    float *scales; /* or amax */
+    int64_t scale_stride;
+} expert_rows;
+
+/* Bytes of a row, and of all scales or amax. */
+int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns);
+int64_t scale_bytes(row_form form, int64_t rows, int64_t columns);
+
+/* h: rows of x as w13 takes them. */
+moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
+                          const expert_rows *rows, moq_err *err);
+/* g: act(u), u float32 [rows, P * I], as w2 takes it. */
+moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
+                          const expert_rows *rows, moq_err *err);
+/* g as w2 takes it where it is there already, [rows, I] of the layer's dtype, each row at a
+ * multiple of 16 values. */
+moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, const void *g,
+                          const expert_rows *rows, moq_err *err);
+/* y from d, float32 [rows, H]. */
+moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, const float *d,
+                        moq_err *err);
+
+} // namespace moq::moe
+
+#endif

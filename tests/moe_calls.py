@@ -1,0 +1,68 @@
+"""Calls of experts wherever they run: what tests hand over and get back are arrays of the host."""
+
+from typing import Any
+
+import numpy as np
+
+from moqext import MoEMethod, reference
+
+from .linear_cases import poisoned
+from .moe_cases import assert_experts_close
+
+
+def options_of(method: MoEMethod) -> dict[str, Any]:
+    """What the reference is told of a layer."""
+    names = ("activation", "gated", "interleaved", "alpha", "beta", "limit", "group_size", "compute", "dtype")
+    return {name: getattr(method, name) for name in names} | {"quant_algo": method.quant_algo}
+
+
+def as_values(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers of an array of a layer's dtype."""
+    return reference.as_float32(stored) if dtype != "float32" else np.asarray(stored, np.float32)
+
+
+def moved(method: MoEMethod, array: Any, dtype: str | None = None) -> Any:
+    """An array where the layer is: itself, or a tensor of torch."""
+    if array is None or method.device == "cpu":
+        return array
+    from .cuda.cases import to_cuda  # wants torch
+
+    return to_cuda(array, dtype)
+
+
+def prepared(method: MoEMethod, stacks: dict[str, np.ndarray]) -> Any:
+    """Prepared tensors where the layer is, from stacks of the host."""
+    return method.prepare({name: moved(method, stack) for name, stack in stacks.items()})
+
+
+def moved_inputs(method: MoEMethod, x: Any, params: Any, weights: Any, ids: Any) -> tuple[Any, Any, Any, Any]:
+    """The inputs of a call where the layer is; the parameters are there already."""
+    return moved(method, x, method.dtype), params, moved(method, weights), moved(method, ids)
+
+
+def run(method: MoEMethod, params: Any, x: Any, weights: Any, ids: Any, **options: Any) -> np.ndarray:
+    """y into a poisoned output, or into `out`, of prepared experts."""
+    out = options.pop("out", None)
+    result = poisoned(x.shape, method.dtype) if out is None else out
+    target = moved(method, result, method.dtype)
+    if "expert_map" in options:
+        options["expert_map"] = moved(method, options["expert_map"])
+    assert method(*moved_inputs(method, x, params, weights, ids), out=target, **options) is target
+    if method.device != "cpu":
+        from .cuda.cases import to_numpy
+
+        result[...] = to_numpy(target)
+    return result
+
+
+def call(
+    method: MoEMethod, stacks: dict[str, np.ndarray], x: Any, weights: Any, ids: Any, **options: Any
+) -> np.ndarray:
+    """y of the stacks of a checkpoint."""
+    return run(method, prepared(method, stacks), x, weights, ids, **options)
+
+
+def check(y: Any, method: MoEMethod, stacks: Any, x: Any, weights: Any, ids: Any, **options: Any) -> None:
+    """The contract of outputs, beyond what the rounding of g leaves undecided."""
+    values = as_values(x, method.dtype)
+    assert_experts_close(y, values, stacks, weights, ids, **options_of(method), **options)
