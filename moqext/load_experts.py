@@ -23,9 +23,6 @@ from moqext.stack_experts import fill_stacks, read_input_scales
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
 
-_KEPT = ("_weight", "_weight_scale")
-"""Stacks whose bytes may be those of the checkpoint."""
-
 
 class ExpertPart(NamedTuple):
     """The experts of a layer that have one format.
@@ -344,24 +341,14 @@ def _prepare(method: MoEMethod, stacks: ExpertStacks) -> Mapping[str, Any]:
     """
     there = {name for name, filled in stacks.filled.items() if filled.any()}
     wanted = {name: spec for name, spec in method.prepared_params.items() if spec.required or name in there}
-    kept = {name for name in wanted if _stays(method, name)}
+    kept = {name for name in wanted if method.keeps(name)}
     if method.device != "cpu":
         codes = {name for name in there if method.checkpoint_params[name].dtype != "float32"}
         stacks = ExpertStacks(stacks | {name: _beside(stacks[name], method) for name in codes}, stacks.filled)
-        kept &= codes
         if any(spec.dtype != "float32" and name not in kept for name, spec in wanted.items()):
             return method.prepare(stacks)
     out = {name: stacks[name] if name in kept else _room(method, spec) for name, spec in wanted.items()}
     return method.prepare(stacks, out)
-
-
-def _stays(method: MoEMethod, name: str) -> bool:
-    """Whether a prepared stack has the bytes of the checkpoint's."""
-    before, after = method.checkpoint_params.get(name), method.prepared_params[name]
-    same = before is not None and (before.shape, before.dtype) == (after.shape, after.dtype)
-    in_turns = method.interleaved and name.startswith("w13_")
-    swizzled = name.endswith("_weight_scale") and method.compute == "fp4" and method.device != "cpu"
-    return same and not in_turns and not swizzled and name.endswith(_KEPT)
 
 
 def _room(method: MoEMethod, spec: ParamSpec) -> Any:

@@ -240,6 +240,10 @@ class MoEMethod(PlannedMethod):
             given[~params.filled[name].reshape(shape)] = np.nan
         return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=4)
 
+    def keeps(self, name: str) -> bool:
+        """As `LinearMethod.keeps`; rows that take turns in the checkpoint change places."""
+        return super().keeps(name) and not (self.interleaved and name.startswith("w13_"))
+
     # --------------------------------------------------------------------------------------------- call
 
     def __call__(

@@ -273,11 +273,6 @@ class QuantMoE(PreparedModule):
         super()._gather()
         self._call = self.method
 
-    def _keeps(self, method: MoEMethod, role: str) -> bool:
-        moved = self.description.interleaved and role.startswith("w13")
-        swizzled = role.endswith("weight_scale") and _swizzles(method)
-        return super()._keeps(method, role) and not (moved or swizzled)
-
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         for stack in ("w13", "w2"):
             codes, scales = f"{stack}_weight", f"{stack}_weight_scale"
@@ -300,7 +295,7 @@ class QuantMoE(PreparedModule):
                 f"QuantMoE: {about.quant_algo} prepared with compute={about.compute!r} has the checkpoint's "
                 "tensors no more; load the checkpoint again"
             )
-        elif _swizzles(self.method):
+        elif about.compute == "fp4" and self.method.device != "cpu":  # swizzled
             halves = 2 if about.gated and codes.startswith("w13") else 1
             parts = stored[scales].chunk(halves, dim=1)
             size = (shape[0], shape[1] // halves, shape[2])
@@ -364,11 +359,6 @@ def stored_roles(record: LayerRecord) -> dict[str, set[str]]:
     for projection in record.projections:
         roles.setdefault(projection.role, set()).update(projection.tensors)
     return roles
-
-
-def _swizzles(method: MoEMethod) -> bool:
-    """Whether prepared block scales are in another order than the checkpoint's."""
-    return method.compute == "fp4" and method.device != "cpu"
 
 
 def _alternating(stack: torch.Tensor) -> torch.Tensor:
