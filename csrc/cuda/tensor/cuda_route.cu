@@ -3,12 +3,13 @@
  *
  * A warp has a token. Expert i is with lane i % 32, which keeps its experts in registers, N of them
  * at most: the 32 sums of which S is made are those of the lanes. A value is ranked as an integer
- * key; the best of all is found by two reductions of the warp, of keys and then, among those who
- * have the largest, of indices. Only groups go through shared memory, since their members are
- * neighbours and belong to different lanes.
+ * key; the best of all is found by a reduction of the warp, and among equals by one more, of
+ * indices. Groups go through shared memory, since their members are neighbours and belong to
+ * different lanes.
  *
- * Bound by latency with few tokens: the start of a kernel, one load from memory, and about 100
- * cycles for a chosen expert. With many it is bound by instructions, a thousand or so a token. */
+ * Bound by latency with few tokens: the start of a kernel, one load from memory, and what a chosen
+ * expert takes, one after the other. Loops over them are not unrolled: the code of a kernel that
+ * runs once comes from memory, too. */
 #include "cuda/device/ptx.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
@@ -46,9 +47,9 @@ static __device__ __forceinline__ float load_float(const void *data, moq_dtype d
     return moq_widen_pair(((const uint16_t *)data)[at], dtype).x;
 }
 
-static __device__ __forceinline__ float load_logit(const route_args &a, int64_t row, int expert) {
-    return load_float(a.logits.data, a.logits_dtype,
-                      row_offset(&a.logits, row) + expert * a.logits.inner);
+/* Of rows without one stride, which take divisions. */
+static __device__ __noinline__ int64_t offset_of_row(const quantize_input *logits, int64_t row) {
+    return row_offset(logits, row);
 }
 
 /* ---- scores ---- */
@@ -119,30 +120,38 @@ typedef struct {
     int32_t key, index;
 } candidate;
 
+/* That of keys `first` to `first` + N - 1, as a tree. */
 template <int N>
-static __device__ __forceinline__ candidate best_of_lane(const int32_t (&key)[N], int lane) {
-    candidate best = {key[0], lane};
-#pragma unroll
-    for (int j = 1; j < N; j++) {
-        if (key[j] > best.key)
-            best = {key[j], j * LANES + lane};
+static __device__ __forceinline__ candidate best_of_lane(const int32_t *key, int lane, int first) {
+    if constexpr (N == 1) {
+        return {key[0], first * LANES + lane};
+    } else {
+        candidate low = best_of_lane<N / 2>(key, lane, first);
+        candidate high = best_of_lane<N / 2>(key + N / 2, lane, first + N / 2);
+        return high.key > low.key ? high : low;
     }
-    return best;
 }
 
-/* Takes the best of the warp away and tells every lane which one it was; `own` is the best that the
- * lane has, before and after. */
+/* Takes the best of the warp away; true in the lane that has it, whose best before is `taken`.
+ * `own` is the best that a lane has, before and after. */
 template <int N>
-static __device__ __forceinline__ candidate take_best(int32_t (&key)[N], candidate &own, int lane) {
+static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &own,
+                                                 candidate &taken, int lane) {
     int32_t most = __reduce_max_sync(ALL, own.key);
-    int32_t index = __reduce_min_sync(ALL, own.key == most ? own.index : INT32_MAX);
-    if (index % LANES == lane) {
+    bool mine = own.key == most;
+    uint32_t equals = __ballot_sync(ALL, mine);
+    if (equals & (equals - 1)) {
+        int32_t least = __reduce_min_sync(ALL, mine ? own.index : INT32_MAX);
+        mine = mine && own.index == least;
+    }
+    if (mine) {
+        taken = own;
 #pragma unroll
         for (int j = 0; j < N; j++)
-            key[j] = index / LANES == j ? NO_KEY : key[j];
-        own = best_of_lane(key, lane);
+            key[j] = own.index / LANES == j ? NO_KEY : key[j];
+        own = best_of_lane<N>(key, lane, 0);
     }
-    return {most, index};
+    return mine;
 }
 
 /* ---- groups ---- */
@@ -156,10 +165,10 @@ static __device__ __forceinline__ void rank_groups(const route_args &a, const in
     int steps = (size + share - 1) / share;
     bool two = a.bias != NULL && size > 1;
     for (int first = 0; first < a.groups; first += LANES / share) {
-        int g = first + lane / share, step = g % steps;
+        int g = first + lane / share, part = lane & (share - 1), step = g % steps;
         int32_t best = NO_KEY, second = NO_KEY;
         for (int i = 0; i < steps; i++) {
-            int at = step * share + lane % share;
+            int at = step * share + part;
             step = step + 1 == steps ? 0 : step + 1;
             int32_t key = g < a.groups && at < size ? member[g * size + at] : NO_KEY;
             second = max(second, min(best, key));
@@ -171,7 +180,7 @@ static __device__ __forceinline__ void rank_groups(const route_args &a, const in
             second = max(min(best, best_there), max(second, second_there));
             best = max(best, best_there);
         }
-        if (g < a.groups && lane % share == 0)
+        if (g < a.groups && part == 0)
             group[g] = two ? key_of(__fadd_rn(value_of(best), value_of(second))) : best;
     }
 }
@@ -188,12 +197,12 @@ static __device__ __forceinline__ void choose_groups(const route_args &a, int32_
         if (g < a.groups)
             group[g] = false;
     }
-    candidate own = best_of_lane(key, lane);
+    candidate own = best_of_lane<M>(key, lane, 0), taken;
     __syncwarp();
+#pragma unroll 1
     for (int t = 0; t < a.top_groups; t++) {
-        candidate best = take_best(key, own, lane);
-        if (lane == 0)
-            group[best.index] = true;
+        if (take_best(key, own, taken, lane))
+            group[taken.index] = true;
     }
 }
 
@@ -236,6 +245,7 @@ static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t
     float u = score(a.scoring, logit, most);
     if (a.divides_by_chosen) {
         divisor = 0.0f;
+#pragma unroll 1
         for (int t = 0; t < a.top_k; t++)
             divisor = __fadd_rn(divisor, __shfl_sync(ALL, u, t));
         divisor = __fadd_rn(divisor, MOQ_ROUTE_TINY);
@@ -247,71 +257,85 @@ static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t
     }
 }
 
+/* Scores in the places of the logits of a lane's experts, and what they are to be divided by. */
+template <int N>
+static __device__ __forceinline__ float score_all(const route_args &a, float (&value)[N],
+                                                  const int32_t (&key)[N], float most) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        value[j] = key[j] == NO_KEY ? 0.0f : score(a.scoring, value[j], most);
+    if (a.scoring != MOQ_ROUTE_SOFTMAX)
+        return 1.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        sum = __fadd_rn(sum, value[j]);
+    return sum_of_lanes(sum);
+}
+
+/* Takes the best experts away, one after the other; the one of place t is with lane t. */
+template <int N>
+static __device__ __forceinline__ candidate take_experts(const route_args &a, int32_t (&key)[N],
+                                                         candidate *places, int lane) {
+    candidate own = best_of_lane<N>(key, lane, 0), taken;
+    __syncwarp(); /* the token before has read its places */
+#pragma unroll 1
+    for (int t = 0; t < a.top_k; t++) {
+        if (take_best(key, own, taken, lane))
+            places[t] = taken;
+    }
+    __syncwarp();
+    return lane < a.top_k ? places[lane] : (candidate){NAN_KEY, 0};
+}
+
 template <int N>
 static __device__ __forceinline__ void route_token(const route_args &a, int64_t row,
-                                                   int32_t *shared, int lane) {
+                                                   candidate *places, int32_t *shared, int lane) {
     bool softmax = a.scoring == MOQ_ROUTE_SOFTMAX, biased = a.bias != NULL;
-    int32_t key[N], chosen = 0, chosen_key = NO_KEY;
+    int64_t offset = a.logits.outer ? offset_of_row(&a.logits, row) : row * a.logits.stride;
+    int32_t key[N];
     float value[N]; /* logits, then scores */
-    float divisor = 1.0f;
-    int64_t offset = row_offset(&a.logits, row);
+    float bias[N];
 #pragma unroll
     for (int j = 0; j < N; j++) {
         int i = j * LANES + lane;
-        value[j] = i < a.experts
-                       ? load_float(a.logits.data, a.logits_dtype, offset + i * a.logits.inner)
-                       : 0.0f;
-        key[j] = i < a.experts ? key_of(value[j]) : NO_KEY;
+        bool there = i < a.experts;
+        value[j] =
+            there ? load_float(a.logits.data, a.logits_dtype, offset + i * a.logits.inner) : 0.0f;
+        bias[j] = there && biased ? load_float(a.bias, a.bias_dtype, i * a.bias_step) : 0.0f;
+        key[j] = there ? key_of(value[j]) : NO_KEY;
     }
-    candidate own = best_of_lane(key, lane);
-    float most = value_of(__reduce_max_sync(ALL, own.key));
-    if (biased || (softmax && !a.divides_by_chosen)) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            value[j] = key[j] == NO_KEY ? 0.0f : score(a.scoring, value[j], most);
-    }
-    if (softmax && (biased || !a.divides_by_chosen)) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            sum = __fadd_rn(sum, value[j]);
-        divisor = sum_of_lanes(sum);
-    }
+    float most = value_of(__reduce_max_sync(ALL, best_of_lane<N>(key, lane, 0).key));
+    float divisor = 1.0f;
+    if (biased || (softmax && !a.divides_by_chosen))
+        divisor = score_all(a, value, key, most);
     if (biased) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            if (key[j] <= NAN_KEY)
-                continue;
-            float bias =
-                load_float(a.bias, a.bias_dtype, (int64_t)(j * LANES + lane) * a.bias_step);
-            key[j] = key_of(__fadd_rn(__fdiv_rn(value[j], divisor), bias));
+            float v = softmax ? __fdiv_rn(value[j], divisor) : value[j];
+            key[j] = key[j] > NAN_KEY ? key_of(__fadd_rn(v, bias[j])) : key[j];
         }
     }
     if (a.top_groups < a.groups)
         keep_groups(a, key, shared, lane);
-    if (biased || a.top_groups < a.groups)
-        own = best_of_lane(key, lane);
-    for (int t = 0; t < a.top_k; t++) {
-        candidate best = take_best(key, own, lane);
-        if (lane == t)
-            chosen = best.index, chosen_key = best.key;
-    }
-    float logit = value_of(chosen_key);
+    candidate chosen = take_experts(a, key, places, lane);
+    float logit = value_of(chosen.key);
     if (biased && lane < a.top_k)
-        logit = load_logit(a, row, chosen);
-    write_chosen(a, row, logit, chosen, most, divisor, lane);
+        logit = load_float(a.logits.data, a.logits_dtype, offset + chosen.index * a.logits.inner);
+    write_chosen(a, row, logit, chosen.index, most, divisor, lane);
 }
 
 template <int N>
 static __global__ void __launch_bounds__(WARPS *LANES)
     route_tokens(const __grid_constant__ route_args a) {
     extern __shared__ int32_t shared[];
+    __shared__ candidate places[WARPS][LANES];
     int lane = (int)threadIdx.x, warp = (int)threadIdx.y;
     wait_for_predecessor();
     launch_dependents();
     int64_t row = (int64_t)blockIdx.x * blockDim.y + warp;
     for (; row < a.count; row += (int64_t)gridDim.x * blockDim.y)
-        route_token<N>(a, row, shared + warp * (a.experts + a.groups), lane);
+        route_token<N>(a, row, places[warp], shared + warp * (a.experts + a.groups), lane);
 }
 
 /* ---- launching ---- */
