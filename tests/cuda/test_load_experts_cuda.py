@@ -8,7 +8,7 @@ import pytest
 
 from moqext import Checkpoint, ExpertLayer, MoEMethod, ops, reference
 
-from ..moe_cases import random_routing, random_stacks
+from ..moe_cases import ALGOS, random_routing, random_stacks
 from .cases import to_cuda, to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -139,6 +139,35 @@ def test_biases_that_do_not_fit_are_named(rng: Any) -> None:
             method.prepare(
                 params | {"w2_bias": torch.zeros(EXPERTS, HIDDEN, dtype=torch.int32, device=place)}
             )
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("at_home", [False, True])
+def test_what_is_refused_leaves_both_stacks_as_they_were(rng: Any, algo: str, at_home: bool) -> None:
+    """A bad code or scale of the second one, and a bias that does not fit, with scales here or there."""
+    good, other = (random_stacks(rng, algo, EXPERTS, HIDDEN, INTERMEDIATE, bias="float32") for _ in range(2))
+    method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE, top_k=2, device="cuda:0")
+    out = method.prepare({name: to_cuda(value) for name, value in good.items()})
+    before = {name: to_numpy(value).tobytes() for name, value in out.items()}
+    codes = "w2_weight_scale" if "NVFP4" in algo else "w2_weight"
+    scale = "w2_weight_scale_2" if "NVFP4" in algo else "w2_weight_scale"
+    for name, value in ((codes, 0x7F), (scale, np.nan), ("w2_bias", None)):
+        stacks = {key: np.array(stack) for key, stack in other.items()}
+        if value is None:
+            stacks[name] = stacks[name][:, 1:]
+        else:
+            stacks[name].reshape(EXPERTS, -1)[2, -1] = value
+        specs = method.checkpoint_params
+        params = {
+            key: stack if at_home and specs[key].dtype == "float32" else to_cuda(stack)
+            for key, stack in stacks.items()
+        }
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            method.prepare(params, out)
+        assert {key: to_numpy(tensor).tobytes() for key, tensor in out.items()} == before
+    method.prepare({name: to_cuda(value) for name, value in other.items()}, out)
+    fresh = method.prepare({name: to_cuda(value) for name, value in other.items()})
+    assert all(to_numpy(out[name]).tobytes() == to_numpy(value).tobytes() for name, value in fresh.items())
 
 
 def test_experts_of_a_checkpoint_are_what_its_numbers_say(rng: Any, data: Path) -> None:
