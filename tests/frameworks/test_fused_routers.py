@@ -81,9 +81,16 @@ def test_what_a_router_chooses(rng, data, directory):
 def test_models_are_what_they_were(rng, data, directory):
     """Logits within a rounding, the same state, and nothing in float32."""
     plain, fused = pair(data / directory, dtype=torch.bfloat16)
-    ids = random_ids(rng, plain, 2, 9)
+    ids, chosen = random_ids(rng, plain, 2, 9), []
+    for gate, _ in routers(fused):
+        gate.register_forward_hook(lambda gate, args, result: chosen.append(result))
+    found = fused(ids).logits
+    for block in plain.modules():
+        if hasattr(block, "gate"):  # of equal logits torch takes any
+            block.gate.register_forward_hook(lambda gate, args, result: chosen.pop(0))
     limit = 2.5e-3 * (4 * fused.config.num_hidden_layers + 1)
-    assert error(fused(ids).logits, plain(ids).logits) <= 8 * limit  # bfloat16 all the way
+    assert error(found, plain(ids).logits) <= 4 * limit  # bfloat16 all the way
+    assert not chosen
     assert fused.state_dict().keys() == plain.state_dict().keys()
     assert moqext_transformers.fuse(fused)["routers"] == 0, "fused twice"
     plain, fused = pair(data / directory, dtype=torch.float32)
