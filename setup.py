@@ -344,6 +344,7 @@ class BuildExt(build_ext):
         units = [self.c_unit(ext, path, facts.get(path.name, [])) for path in sources]
         units += [self.cuda_unit(toolkit, path, archs) for path in cuda_sources]
         compile_all(units)
+        self.compiler.force = True  # the library that is there may be of another flavour, and later
         self.compiler.link_shared_object(
             [str(unit.target) for unit in units],
             self.get_ext_fullpath(ext.name),

@@ -6,23 +6,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from moqext._C import UnsupportedQuantization
+from moqext._C import UnsupportedQuantization, describe_tensor
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
 from moqext.expert_form import ExpertForm, find_forms, instead_of_running, is_gated, parts_of, role_of
 from moqext.expert_stacks import ExpertStacks
 from moqext.linear import Tensor
+from moqext.method import ParamSpec
 from moqext.moe import Activation, MoEMethod
+from moqext.ops import to_device, to_host
 from moqext.records import LayerRecord
 from moqext.spelling import Compute, Device, Dtype
 from moqext.stack_experts import fill_stacks, read_input_scales
 
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
-
-_KEPT = ("_weight", "_weight_scale")
-"""Stacks whose bytes may be those of the checkpoint."""
 
 
 class ExpertPart(NamedTuple):
@@ -81,7 +80,8 @@ class ExpertLayer:
             topk_weights: float32 [..., top_k].
             topk_ids: int32 or int64 [..., top_k], numbers of experts in the container.
             expert_map: int32 [global_num_experts]: the place of each expert in `experts`, -1 for one whose
-                slots count nothing. None maps each expert that is here to its place.
+                slots count nothing. None maps each expert that is here to its place. Where experts are in
+                several formats a map on a CUDA device is read, which waits for it.
             apply_router_weight_on_input: Weights multiply x instead of outputs; top_k has to be 1.
             out: [..., hidden_size] to be written.
             accumulate: Adds to what `out` holds.
@@ -109,6 +109,8 @@ class ExpertLayer:
         return cast(Tensor, out)
 
     def _host_map(self, expert_map: Any) -> NDArray[np.int32]:
+        if describe_tensor(expert_map)["device"] != "cpu":
+            expert_map = to_host(expert_map)
         given = expert_map if isinstance(expert_map, np.ndarray) else np.from_dlpack(expert_map)
         if given.dtype != np.int32 or given.shape != (self.global_num_experts,):
             raise ValueError(
@@ -118,13 +120,13 @@ class ExpertLayer:
         return cast(NDArray[np.int32], given)
 
     def _map_parts(self, places: NDArray[np.int32]) -> list[Any]:
-        """For each part the map to its stacks, from that to places in `experts`."""
+        """For each part the map to its stacks, where they are, from that to places in `experts`."""
         here = (places >= 0) & (places < len(self.experts))
         maps: list[Any] = []
         for part in self.parts:
             rows = {number: row for row, number in enumerate(part.experts)}
             local = np.array([*(rows.get(number, -1) for number in self.experts), -1], np.int32)
-            maps.append(local[np.where(here, places, -1)])
+            maps.append(_beside(local[np.where(here, places, -1)], part.method))
         return maps
 
     @property
@@ -332,17 +334,28 @@ def _complete_input_scales(
 
 
 def _prepare(method: MoEMethod, stacks: ExpertStacks) -> Mapping[str, Any]:
-    """The prepared stacks; on the CPU those whose bytes stay as they are keep their memory."""
-    if method.device != "cpu":
-        return method.prepare(stacks)
-    before = method.checkpoint_params
+    """The prepared stacks; those whose bytes stay as they are keep their memory.
+
+    On a CUDA device that is the memory that codes were copied to, and only where all of them stay: packed
+    ones are written beside what they are packed from.
+    """
     there = {name for name, filled in stacks.filled.items() if filled.any()}
-    out: dict[str, Any] = {}
-    for name, spec in method.prepared_params.items():
-        same = name in before and (before[name].shape, before[name].dtype) == (spec.shape, spec.dtype)
-        in_turns = method.interleaved and name.startswith("w13_")
-        if same and not in_turns and name.endswith(_KEPT):
-            out[name] = stacks[name]
-        elif spec.required or name in there:
-            out[name] = np.empty(spec.shape, np.float32 if spec.dtype == "float32" else np.uint8)
+    wanted = {name: spec for name, spec in method.prepared_params.items() if spec.required or name in there}
+    kept = {name for name in wanted if method.keeps(name)}
+    if method.device != "cpu":
+        codes = {name for name in there if method.checkpoint_params[name].dtype != "float32"}
+        stacks = ExpertStacks(stacks | {name: _beside(stacks[name], method) for name in codes}, stacks.filled)
+        if any(spec.dtype != "float32" and name not in kept for name, spec in wanted.items()):
+            return method.prepare(stacks)
+    out = {name: stacks[name] if name in kept else _room(method, spec) for name, spec in wanted.items()}
     return method.prepare(stacks, out)
+
+
+def _room(method: MoEMethod, spec: ParamSpec) -> Any:
+    """Memory for a prepared stack."""
+    return _beside(np.empty(spec.shape, np.float32 if spec.dtype == "float32" else np.uint8), method)
+
+
+def _beside(array: NDArray[Any], method: MoEMethod) -> Any:
+    """The array in memory of the method's device."""
+    return array if method.device == "cpu" else to_device(np.ascontiguousarray(array), method.device)

@@ -74,6 +74,20 @@ class PlannedMethod:
         """The tensors `prepare` returns, by name; known before any weight is loaded."""
         return {spec[0]: ParamSpec(*spec[1:]) for spec in self._plan.prepared_params()}
 
+    def keeps(self, name: str) -> bool:
+        """Whether codes or block scales stay as they are when they are prepared.
+
+        Then `out` of `prepare` may have the very tensor that `params` have.
+
+        Args:
+            name: Of a tensor, in the checkpoint and prepared.
+        """
+        stored, prepared = self.checkpoint_params.get(name), self.prepared_params.get(name)
+        if stored is None or prepared is None or stored.dtype == "float32":
+            return False
+        swizzled = self.compute == "fp4" and self.device != "cpu" and name.endswith("weight_scale")
+        return stored[:2] == prepared[:2] and not swizzled
+
     def tune(self, tokens: Sequence[int], params: Mapping[str, Any]) -> list[Timing]:
         """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.
 

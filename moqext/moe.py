@@ -56,7 +56,7 @@ class MoEMethod(PlannedMethod):
         limit: Likewise: gate is at most limit, up within -limit and limit.
         group_size: As for `LinearMethod`, like the next three.
         dtype: Of x and y.
-        device: Only "cpu" so far.
+        device: As for `LinearMethod`.
         compute: What is multiplied.
         global_num_experts: Of how many experts `topk_ids` tells, where `expert_map` says which are here;
             None for `num_experts`.
@@ -240,6 +240,10 @@ class MoEMethod(PlannedMethod):
             given[~params.filled[name].reshape(shape)] = np.nan
         return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=4)
 
+    def keeps(self, name: str) -> bool:
+        """As `LinearMethod.keeps`; rows that take turns in the checkpoint change places."""
+        return super().keeps(name) and not (self.interleaved and name.startswith("w13_"))
+
     # --------------------------------------------------------------------------------------------- call
 
     def __call__(
@@ -259,7 +263,7 @@ class MoEMethod(PlannedMethod):
         Args:
             x: [..., hidden_size] of `dtype`, any strides.
             params: What `prepare` returned, of this method or one of the same description.
-            topk_weights: float32 [..., top_k].
+            topk_weights: float32 [..., top_k], beside x like all that follow.
             topk_ids: int32 or int64 [..., top_k]. A slot whose id is negative or no number of an expert
                 counts nothing.
             expert_map: int32 [global_num_experts]: the number of each expert among those that are here, -1

@@ -535,9 +535,9 @@ def route(
     | DeepSeek-V4 | scoring="sqrtsoftplus", renormalize=True, correction_bias=, routed_scaling_factor= |
 
     Arithmetic is float32 and laid down operation by operation, exp included, so ids and weights have the bits
-    of `moqext.reference.route` on every processor, with any number of threads; a token's result depends on
-    its own logits alone. Without a bias logits are compared, not scores, so that logits that differ are never
-    taken for equals.
+    of `moqext.reference.route` on every processor, with any number of threads, and on CUDA devices, where it
+    is one kernel; a token's result depends on its own logits alone. Without a bias logits are compared, not
+    scores, so that logits that differ are never taken for equals.
 
     -0 equals +0. A NaN logit (or score + bias) is less than all others, -infinity included: its expert is
     chosen only where there are no others, and has the weight NaN; the other weights are as if it were not
@@ -546,7 +546,7 @@ def route(
 
     Args:
         router_logits: [..., E] of float32, bfloat16 or float16, any strides; a raw uint16 array is bfloat16.
-            E is 1 to 1024. In host memory.
+            E is 1 to 1024.
         top_k: experts of a token: 1 to 32, and no more than there are in topk_groups groups.
         scoring: see the table.
         renormalize: divide by the sum of the chosen scores; changes nothing with "topk_softmax".
@@ -555,7 +555,7 @@ def route(
         correction_bias: [E] of float32, bfloat16 or float16, or None; not with "topk_softmax".
         routed_scaling_factor: positive and finite.
         out: contiguous tensors (float32, int32) of the shapes of the results, apart from all others.
-        stream: for tensors on the CPU None.
+        stream: CUDA stream, None for the current one; must be None on the CPU.
 
     Returns:
         (weights float32 [..., top_k], ids int32 [..., top_k]): `out`, or new tensors of the framework of
@@ -564,8 +564,8 @@ def route(
     Raises:
         TypeError: an argument of another kind or dtype.
         ValueError: a number, shape or scoring that is not accepted.
-        BufferError: logits on a CUDA device, where routing comes with a later release, other tensors that are
-            not beside them, or an output that is read-only or overlaps another tensor.
+        BufferError: a device that cannot be used, other tensors that are not beside the logits, or an output
+            that is read-only or overlaps another tensor.
     """
     return _C.route(
         router_logits,

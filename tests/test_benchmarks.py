@@ -82,6 +82,28 @@ def test_linears_among_neighbours(tmp_path: Path) -> None:
     assert record["rows"] == []  # times are of a GPU
 
 
+def test_experts_by_themselves_and_in_blocks(tmp_path: Path) -> None:
+    """Small ones: every output is what the codes mean for the input and the routing that it has."""
+    pytest.importorskip("torch")
+    record = run(tmp_path, "moe", "--tiny", "--device", "cpu", "--tokens", "1", "16", keep="--output")
+    algos = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4, fp8", "bfloat16")
+    places = [("uniform", None), ("power law", None), ("router", "torch"), ("router", "moqext")]
+    expected = {
+        (tokens, algo, routing, neighbours)
+        for tokens in (1, 16)
+        for algo in algos
+        for routing, neighbours in places
+    }
+    names = ("tokens", "quant_algo", "routing", "neighbours")
+    found = {tuple(check.get(name) for name in names) for check in record["checks"]}
+    assert {check for check in found if check[1] != "bfloat16"} == {
+        check for check in expected if check[1] != "bfloat16"
+    }
+    assert found <= expected  # torch has no grouped product everywhere
+    assert all(0 < check["error"] < 2.5e-3 for check in record["checks"] if check["quant_algo"] != "bfloat16")
+    assert record["rows"] == []  # times are of a GPU
+
+
 def test_policies_of_programmatic_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     edges = importlib.import_module("benchmarks.graph_edges")
@@ -118,6 +140,50 @@ def test_the_page_of_experts_is_what_its_results_make(cpu_page: Any) -> None:
     """Else: python -m benchmarks.moe_cpu_page."""
     module = importlib.import_module("benchmarks.moe_cpu_page")
     assert module.PAGE.read_text() == module.page_text()
+
+
+def test_the_page_of_experts_on_cuda_is_what_its_results_make(cpu_page: Any) -> None:
+    """Else: python -m benchmarks.moe_page."""
+    files = importlib.import_module("benchmarks.moe_page").page_files()
+    for name, text in files.items():
+        assert (ROOT / "docs" / "results" / name).read_text() == text, name
+    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-experts.*")} == set(files)
+
+
+def test_the_page_of_experts_on_cuda(cpu_page: Any) -> None:
+    """A result with what a run writes: every table has its figures, every goal its verdict."""
+    module = importlib.import_module("benchmarks.moe_page")
+
+    def row(tokens: int, algo: str | None, neighbours: str, policy: str, us: float) -> dict[str, Any]:
+        routing = "uniform" if neighbours == "alone" else "router"
+        about = {"model": "small", "tokens": tokens, "routing": routing, "quant_algo": algo}
+        about |= {"neighbours": neighbours, "policy": policy, "seconds": us * 1e-6, "active_experts": 8.0}
+        return about if algo is None else about | {"floor_seconds": 4e-6, "flop": 4e9}
+
+    rows = [row(1, "bfloat16", "alone", "all", 30)]
+    rows += [row(1, "FP8", "alone", "all", 10), row(1, "FP8", "alone", "none", 12)]
+    rows += [row(1, "NVFP4", "alone", "all", 9.5), row(4096, "NVFP4, fp8", "alone", "all", 5)]
+    rows += [row(1, None, "torch", "all", 20), row(1, "FP8", "torch", "all", 31.5)]
+    assert [module.goal(each) for each in rows[:3]] == [None, 5e-6 + 4e-6 / 0.95, 5e-6 + 4e-6 / 0.95]
+    assert module.goal(rows[4]) == 4e9 / 850e12
+    table = module.times_table(rows, "uniform", "all").splitlines()
+    assert table[2] == "| 1 | 8 | 30.0 (13%) | 10.0 (40%) **3.00×** | 9.5 (42%) **3.16×** |  |"
+    assert "| 12.0 (33%) **2.50×** |" in module.times_table(rows, "uniform", "none")
+    assert "31.5 (+11.5)" in module.blocks_table(rows)
+    verdicts = [line.split("|")[-2].strip() for line in module.goals_table(rows).splitlines()[2:]]
+    assert verdicts == ["missed", "met", "missed"]
+    sizes = {"experts": 8, "of_all": None, "top_k": 2, "hidden": 256, "intermediate": 128}
+    rate = {"bytes_per_second": 3e12, "flop_per_second": 8e14}
+    result = {
+        "environment": {"gpu": "GPU", "torch": "2", "driver": "1", "date": "2026-01-01T00:00"},
+        "ceilings": {"fp8": rate, "bfloat16": rate},
+        "models": {"small": sizes},
+        "rows": rows,
+        "checks": [{"quant_algo": "FP8", "error": 1e-3}],
+        "host": [{"model": "small", "quant_algo": "FP8", "seconds": 7e-6}],
+    }
+    assert "| small | `FP8` | 7.0 |" in module.section("gpu", result)
+    assert module.plot(result).startswith("<svg")
 
 
 def test_the_page_of_neighbours_is_what_its_results_make(cpu_page: Any) -> None:

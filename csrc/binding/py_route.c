@@ -111,7 +111,7 @@ static PyObject *run(moq_state *state, PyObject *const *v, const moq_arg *logits
         moq_long_call call;
         moq_err err;
         moq_long_call_begin(&call);
-        moq_status status = moq_run_route(plan, &out[0].view, &out[1].view, &err);
+        moq_status status = moq_run_route(plan, &out[0].view, &out[1].view, stream, &err);
         status = moq_long_call_end(&call, status, &err);
         failed = status == MOQ_OK ? 0 : -1;
         if (failed)

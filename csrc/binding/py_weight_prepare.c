@@ -468,7 +468,7 @@ static int prepare_values(moq_state *state, weight_args *p, moq_prepare_way way)
 
 static int prepare_all(moq_state *state, prepare_args *args, bool fresh) {
     moq_prepare_way way = {.fresh = fresh};
-    bool given = args->count > 1 && !fresh && args->part[0].w->device.kind == MOQ_CPU;
+    bool given = args->count > 1 && !fresh;
     for (int round = given ? 0 : 1; round < 2; round++) {
         way.only_checks = round == 0;
         for (int i = 0; i < args->count; i++) {

@@ -39,14 +39,18 @@ static moq_status upload(const moq_tensor *bias, void *stream, const moq_tensor 
     return status;
 }
 
-static moq_status copy_on_device(const moq_tensor *bias, void *stream, const moq_tensor *out,
-                                 moq_err *err) {
+static moq_status check_on_device(const moq_tensor *bias, const moq_tensor *out, moq_err *err) {
     char expected[128], got[128];
     MOQ_TRY(moq_check_activation(bias, "bias", err));
-    if (!moq_same_shape(bias, out))
-        return moq_fail(err, MOQ_ERR_VALUE, "bias: expected shape %s, got %s",
-                        moq_shape_text(out, expected, sizeof expected),
-                        moq_shape_text(bias, got, sizeof got));
+    if (moq_same_shape(bias, out))
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_VALUE, "bias: expected shape %s, got %s",
+                    moq_shape_text(out, expected, sizeof expected),
+                    moq_shape_text(bias, got, sizeof got));
+}
+
+static moq_status copy_on_device(const moq_tensor *bias, void *stream, const moq_tensor *out,
+                                 moq_err *err) {
     moq_scale_copy copy = {
         .scales = bias->data,
         .dtype = bias->dtype,
@@ -58,6 +62,13 @@ static moq_status copy_on_device(const moq_tensor *bias, void *stream, const moq
         .out_step = out->shape[1],
     };
     return moq_cuda_copy_scales(&copy, stream, err);
+}
+
+static moq_status check_for_cuda(const moq_tensor *bias, const moq_tensor *out, moq_err *err) {
+    if (bias->device.kind == MOQ_CUDA)
+        return check_on_device(bias, out, err);
+    moq_tensor home = moq_describe(MOQ_DT_F32, out->ndim, out->shape);
+    return name_bias(moq_check_copy(bias, &home, err), err);
 }
 
 static moq_status prepare_on_cuda(const moq_tensor *bias, void *stream, const moq_tensor *out,
@@ -74,6 +85,9 @@ moq_status moq_bias_prepare(const moq_weight *weight, const moq_tensor *bias, mo
     bool entered;
     if (weight->device.kind == MOQ_CPU)
         return prepare_on_host(bias, way.only_checks, out, err);
+    MOQ_TRY(check_for_cuda(bias, out, err));
+    if (way.only_checks)
+        return MOQ_OK;
     MOQ_TRY(moq_cuda_enter(weight->device.index, &entered, err));
     moq_status status = prepare_on_cuda(bias, way.stream, out, err);
     moq_cuda_leave(entered);

@@ -3,6 +3,8 @@
 
 #include "cpu/cpu_route.h"
 #include "cpu/float_mode.h"
+#include "cuda/cuda.h"
+#include "cuda/tensor/cuda_route.h"
 #include "ops/check.h"
 
 #include <math.h>
@@ -30,11 +32,6 @@ moq_status moq_route_scoring_from_name(const char *name, moq_route_scoring *out,
 
 static moq_status check_logits(const moq_tensor *logits, moq_err *err) {
     char shape[128];
-    if (logits->device.kind == MOQ_CUDA)
-        return moq_fail(err, MOQ_ERR_BUFFER,
-                        "router_logits: expected a tensor in host memory, got one on cuda:%d; "
-                        "routing on CUDA devices comes with a later release",
-                        (int)logits->device.index);
     MOQ_TRY(moq_check_activation(logits, "router_logits", err));
     int64_t experts = logits->ndim > 0 ? logits->shape[logits->ndim - 1] : 0;
     if (experts < 1 || experts > MOQ_ROUTE_EXPERTS)
@@ -110,13 +107,26 @@ moq_status moq_plan_route(const moq_route *asked, moq_route_plan *plan, moq_err 
     return MOQ_OK;
 }
 
+static moq_status run_on_cuda(const moq_route *route, float *weights, int32_t *ids, void *stream,
+                              moq_err *err) {
+    bool entered;
+    MOQ_TRY(moq_cuda_enter(route->logits.device.index, &entered, err));
+    moq_status status = moq_cuda_route(route, weights, ids, stream, err);
+    moq_cuda_leave(entered);
+    return status;
+}
+
 moq_status moq_run_route(const moq_route_plan *plan, const moq_tensor *weights,
-                         const moq_tensor *ids, moq_err *err) {
+                         const moq_tensor *ids, void *stream, moq_err *err) {
     const moq_route *route = &plan->route;
     const moq_tensor *inputs[] = {&route->logits, route->bias.ndim >= 0 ? &route->bias : NULL,
                                   weights};
     MOQ_TRY(moq_check_output(weights, "out[0]", &plan->weights, inputs, 2, err));
     MOQ_TRY(moq_check_output(ids, "out[1]", &plan->ids, inputs, 3, err));
+    if (moq_tensor_numel(ids) == 0)
+        return MOQ_OK;
+    if (route->logits.device.kind == MOQ_CUDA)
+        return run_on_cuda(route, weights->data, ids->data, stream, err);
     unsigned flushes = moq_enter_float_mode();
     moq_cpu_route(route, weights->data, ids->data);
     moq_leave_float_mode(flushes);

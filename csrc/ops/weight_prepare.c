@@ -628,8 +628,6 @@ static moq_status prepare_anywhere(const moq_weight *w, const moq_weight_sources
     MOQ_TRY(moq_check_params(wanted, count, params, "out", err));
     if (w->device.kind == MOQ_CPU)
         return prepare(w, sources, way, params, err);
-    if (way.only_checks)
-        return moq_fail(err, MOQ_ERR_INTERNAL, "prepare: only_checks is for weights on the CPU");
     MOQ_TRY(moq_cuda_enter(w->device.index, &entered, err));
     moq_status status = prepare_on_stream(w, sources, way, params, err);
     moq_cuda_leave(entered);

@@ -13,7 +13,8 @@
  * it are looked at on the host, and FP8 codes are written from there. Where the scale is on the
  * device, kernels meet it on the way, and the work is done once more with that known.
  *
- * For swizzled NVFP4 weights the host waits after the checks, too.
+ * For swizzled NVFP4 weights the host waits after the checks, too. Checks alone are what is done
+ * where several weights are to be written or none.
  *
  * Factors of partitions of packed NVFP4 go with the launch of a matrix; those of a stack lie in the
  * workspace, float32 [experts, partitions], copied and checked before. */
@@ -39,6 +40,7 @@ typedef struct {
     moq_params *params;
     void *stream;
     bool fresh;
+    bool only_checks;
     moq_findings *note;  /* what was met, for the host */
     moq_findings *found; /* where checks tell it: there, or where later kernels see it */
     float *scale;        /* of rows or blocks, on the device */
@@ -473,12 +475,17 @@ static bool is_swizzled(const moq_weight *w) {
     return w->weight == MOQ_WEIGHT_E2M1_SWIZZLED;
 }
 
+static moq_status queue_checks(const job *j, moq_err *err) {
+    MOQ_TRY(copy_input_scales(j, true, false, err));
+    if (j->part_factor)
+        MOQ_TRY(place_part_factors(j, err));
+    return check_codes(j, err);
+}
+
 /* All that can be queued before the wait. */
 static moq_status queue(const job *j, moq_err *err) {
-    if (is_swizzled(j->w)) {
-        MOQ_TRY(copy_input_scales(j, true, false, err));
-        return check_codes(j, err);
-    }
+    if (is_swizzled(j->w) || j->only_checks)
+        return queue_checks(j, err);
     if (!j->fresh)
         MOQ_TRY(copy_input_scales(j, true, false, err));
     MOQ_TRY(j->w->checkpoint == MOQ_WEIGHT_E2M1 ? queue_packed(j, err) : queue_fp8(j, err));
@@ -583,18 +590,26 @@ static moq_status bring_codes(const job *j, const moq_source *source,
     return MOQ_OK;
 }
 
-/* All codes by way of `codes`, on the host, checked before any is written. */
-static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uint8_t *codes,
-                               moq_err *err) {
+/* All codes to `codes`, on the host, and checked there. */
+static moq_status bring_all_codes(const job *j, const moq_prepare_scales *home, uint8_t *codes,
+                                  moq_err *err) {
     const moq_weight *w = j->w;
-    int64_t span = w->out_features * w->in_features, experts = moq_weight_matrices(w);
-    for (int64_t e = 0; e < experts; e++) {
+    int64_t span = w->out_features * w->in_features;
+    for (int64_t e = 0; e < moq_weight_matrices(w); e++) {
         const moq_weight_sources from = moq_sources_of(j->sources, e);
         const moq_prepare_scales mine = moq_prepare_scales_of(w, home, e);
         moq_status status = bring_codes(j, &from.weight, &mine, codes + e * span, err);
         if (status != MOQ_OK)
             return moq_weight_name_expert(w, e, status, err);
     }
+    return MOQ_OK;
+}
+
+/* All codes by way of `codes`, on the host, where they were checked. */
+static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uint8_t *codes,
+                               moq_err *err) {
+    const moq_weight *w = j->w;
+    int64_t span = w->out_features * w->in_features, experts = moq_weight_matrices(w);
     for (int64_t e = 0; e < experts; e++) {
         const moq_prepare_scales mine = moq_prepare_scales_of(w, home, e);
         const moq_prepare_out out = {.weight = codes + e * span};
@@ -622,10 +637,13 @@ static moq_status prepare_at_home(const job *j, moq_err *err) {
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the codes of a linear layer");
     moq_status status = moq_prepare_scales_at_home(w, j->sources, j->stream, &home, err);
     if (status == MOQ_OK)
+        status = bring_all_codes(j, &home, codes, err);
+    if (status == MOQ_OK && !j->only_checks)
         status = fill_at_home(j, &home, codes, err);
     free(home.memory);
     free(codes);
-    MOQ_TRY(status);
+    if (status != MOQ_OK || j->only_checks)
+        return status;
     MOQ_TRY(forget_findings(j, err));
     MOQ_TRY(copy_input_scales(j, false, true, err));
     MOQ_TRY(write_input_scales(j, err));
@@ -669,7 +687,7 @@ static moq_status prepare(job *j, moq_err *err) {
         MOQ_TRY(pack_again(j, err));
     if (j->note->bad_code)
         return refuse_bad_code(j, err);
-    if (!swizzled && (j->fresh || !has_input_scales(j)))
+    if (j->only_checks || (!swizzled && (j->fresh || !has_input_scales(j))))
         return MOQ_OK;
     MOQ_TRY(swizzled ? queue_swizzled(j, err) : write_input_scales(j, err));
     return moq_cuda_wait(j->stream, err);
@@ -684,7 +702,7 @@ moq_status moq_prepare_on_cuda(const moq_weight *w, const moq_weight_sources *so
     moq_tensor *out = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? &params->of[MOQ_PARAM_WEIGHT_SCALE]
                                                              : &params->of[MOQ_PARAM_OUTPUT_SCALE];
     float *scale = way.fresh ? out->data : (float *)((char *)way.workspace + SCALES_AT);
-    bool sees = !way.fresh && !is_swizzled(w);
+    bool sees = !way.fresh && !way.only_checks && !is_swizzled(w);
     bool packed_stack = w->experts && w->weight == MOQ_WEIGHT_E2M1_PACKED;
     job j = {
         .w = w,
@@ -693,6 +711,7 @@ moq_status moq_prepare_on_cuda(const moq_weight *w, const moq_weight_sources *so
         .params = params,
         .stream = way.stream,
         .fresh = way.fresh,
+        .only_checks = way.only_checks,
         .note = note,
         .found = sees ? way.workspace : note,
         .scale = scale,

@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.loading import BLOCK, in_shape
-from moqext_sglang.prepared import prepare
+from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
 from moqext_torch.op import is_plain_call
@@ -206,6 +206,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         if self.prepared and not self._fresh:
+            self._settle(layer)  # where restore_weights_before_loading unpacked it, and nothing was loaded
             return
         specs = self.method.checkpoint_params
         given = [
@@ -218,7 +219,30 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             self.prepared = prepare(layer, self.method, given, self.prepared, stacks)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
+        self._settle(layer)
         self._fresh.clear()
+
+    def _settle(self, layer: Any) -> None:
+        for stack in ("w13_", "w2_"):
+            settle(layer, self.method, self.prepared, stack)
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Puts the checkpoint's stacks back where packed ones took their places.
+
+        Raises:
+            UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
+        """
+        about = self.about
+        rows = about.intermediate_size * (2 if about.gated else 1)
+        shapes = {
+            "w13_": (about.num_experts, rows, about.hidden_size),
+            "w2_": (about.num_experts, about.hidden_size, about.intermediate_size),
+        }
+        try:
+            for stack, shape in shapes.items():
+                restore(layer, self.method, self.prepared, shape, stack)
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
 
     def _stacks(self, tensors: dict[str, Any]) -> Any:
         """Stacks that know which of their slots are filled."""

@@ -11,6 +11,7 @@ from moqext_torch.experts import QuantExperts
 from moqext_torch.quant_linear import QuantLinear
 from moqext_torch.quant_moe import QuantMoE
 from moqext_torch.replace import replace_linears
+from moqext_torch.routing import route
 
 __all__ = [
     "QuantExperts",
@@ -21,5 +22,6 @@ __all__ = [
     "replace_linears",
     "rms_norm",
     "rotary_embedding",
+    "route",
     "silu_and_mul",
 ]

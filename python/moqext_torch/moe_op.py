@@ -12,7 +12,7 @@ import torch
 from moqext import MoEMethod
 from moqext_torch.op import NO_GRADIENT, wants_gradient
 
-_KINDS = ("weight_scale", "output_scale", "input_scale", "pre_quant_scale", "bias")
+_KINDS = ("weight_scale", "output_scale", "fold_scale", "input_scale", "pre_quant_scale", "bias")
 CODES = ("w13_weight", "w2_weight")
 ROLES = (*CODES, *(f"{stack}_{kind}" for stack in ("w13", "w2") for kind in _KINDS))
 """Every prepared tensor that experts may have, in the order of the operation's arguments."""

@@ -74,11 +74,6 @@ class PreparedModule(torch.nn.Module):
         """
         raise NotImplementedError
 
-    def _keeps(self, method: Any, role: str) -> bool:
-        """Whether a prepared tensor has the bytes of the checkpoint's."""
-        stored, prepared = method.checkpoint_params[role], method.prepared_params.get(role)
-        return stored.dtype != "float32" and prepared is not None and stored[:2] == prepared[:2]
-
     def _refuse_move(self, like: torch.Tensor) -> None:
         """Raises where the module does not run on the device and in the dtype of a tensor."""
 
@@ -141,7 +136,7 @@ class PreparedModule(torch.nn.Module):
         room = {}
         for role in roles:
             spec = method.prepared_params[role]
-            if role in given and self._keeps(method, role):
+            if role in given and method.keeps(role):
                 room[role] = given[role].contiguous()
             else:
                 device = given[self.CODES[0]].device

@@ -253,15 +253,11 @@ class QuantLinear(PreparedModule):
         bias = self.bias if self.prepared_bias is None else self.prepared_bias
         self._call = (self.method, self._prepared, bias)
 
-    def _keeps(self, method: LinearMethod, role: str) -> bool:
-        swizzled = role == "weight_scale" and self.compute == "fp4" and method.device != "cpu"
-        return super()._keeps(method, role) and not swizzled
-
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         if self._specs["weight_scale"].dtype == "float32":
             return
         if "weight_scale" in stored:
-            if not self._keeps(self.method, "weight_scale"):
+            if not self.method.keeps("weight_scale"):
                 swizzled = stored["weight_scale"]
                 stored["weight_scale"] = unswizzle_block_scales(swizzled, self._specs["weight_scale"].shape)
         elif stored["weight"].dim() == 3:  # packed for CUDA

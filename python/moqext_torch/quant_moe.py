@@ -12,6 +12,7 @@ import torch
 from moqext import Checkpoint, CheckpointError, LayerRecord, MoEMethod, UnsupportedQuantization, stack_experts
 from moqext.expert_form import find_forms
 from moqext.naming import PROJECTIONS
+from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.spelling import Compute
 from moqext_torch.exchange import NAMED, as_torch
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
@@ -272,24 +273,34 @@ class QuantMoE(PreparedModule):
         super()._gather()
         self._call = self.method
 
-    def _keeps(self, method: MoEMethod, role: str) -> bool:
-        moved = self.description.interleaved and role.startswith("w13")
-        return super()._keeps(method, role) and not moved
-
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
-        prepared = self.method.prepared_params
-        for role, spec in self._specs.items():
-            if not self._is_freed(role) or self._keeps(self.method, role):
-                continue
-            if role not in prepared or prepared[role][:2] != spec[:2]:
-                if role in stored or spec.required:
-                    raise RuntimeError(
-                        f"QuantMoE: {self.description.quant_algo} prepared with "
-                        f"compute={self.description.compute!r} has the checkpoint's tensors no more; load "
-                        "the checkpoint again"
-                    )
-            elif role in stored:
-                stored[role] = _alternating(stored[role])
+        for stack in ("w13", "w2"):
+            codes, scales = f"{stack}_weight", f"{stack}_weight_scale"
+            if self._is_freed(scales):
+                self._restore_nvfp4(codes, scales, stored)
+            if self.description.interleaved and stack == "w13":
+                freed = [role for role in (codes, scales) if self._is_freed(role)]
+                stored |= {role: _alternating(stored[role]) for role in freed}
+
+    def _restore_nvfp4(self, codes: str, scales: str, stored: dict[str, torch.Tensor]) -> None:
+        """Codes and block scales as the checkpoint has them, gate's rows first."""
+        about, shape = self.description, self._specs[scales].shape
+        group = about.group_size or 16
+        if scales not in stored and stored[codes].dim() == 4:  # packed for CUDA
+            weight = (*shape[:2], shape[2] * group)
+            stored[codes], unpacked = unpack_nvfp4(stored[codes], weight, group)
+            stored[scales] = unpacked.view(torch.float8_e4m3fn)
+        elif scales not in stored:
+            raise RuntimeError(
+                f"QuantMoE: {about.quant_algo} prepared with compute={about.compute!r} has the checkpoint's "
+                "tensors no more; load the checkpoint again"
+            )
+        elif about.compute == "fp4" and self.method.device != "cpu":  # swizzled
+            halves = 2 if about.gated and codes.startswith("w13") else 1
+            parts = stored[scales].chunk(halves, dim=1)
+            size = (shape[0], shape[1] // halves, shape[2])
+            rows = [unswizzle_block_scales(part.contiguous(), size) for part in parts]
+            stored[scales] = torch.cat([as_carrier(part) for part in rows], 1).view(stored[scales].dtype)
 
     def _checked(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         spec = self._specs[role]

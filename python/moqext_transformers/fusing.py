@@ -3,22 +3,20 @@
 A layer of Transformers has some 45 small kernels between its linears, which take longer than linears in four
 bits. The modules that are known here keep their place, names and tensors and get a `forward` of the same
 steps, each rounded where it was, in fewer calls: q, k and v are one linear, gate and up another, and norms,
-activation and rotary embedding are one kernel each.
+activation and rotary embedding are one kernel each. Routers of experts are one behind their logits.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moqext_torch import QuantLinear, rms_norm, rotary_embedding, silu_and_mul
+from moqext_transformers.fused_class import FUSED_DTYPES, Fused, text_of, turn_into
 from moqext_transformers.fused_linear import FusedLinear, Part
+from moqext_transformers.routers import fuse_router
 from moqext_transformers.texts import digest, global_of
-
-FUSED_DTYPES = (torch.bfloat16, torch.float16)
-"""In float32, norms and activation stay torch's: the silu of moqext is exact to 2^-19 alone."""
 
 
 def fuse(model: torch.nn.Module) -> dict[str, int]:
@@ -31,53 +29,22 @@ def fuse(model: torch.nn.Module) -> dict[str, int]:
         model: with moqext's linears; it is changed in place. One that was fused stays as it is.
 
     Returns:
-        How many "norms", "attentions", "mlps" and "layers" were fused by this call.
+        How many "norms", "attentions", "mlps", "layers" and "routers" were fused by this call.
 
     Raises:
         RuntimeError: a linear to be fused, prepared before, has the checkpoint's tensors no more.
     """
-    counts = dict.fromkeys(("norms", "attentions", "mlps", "layers"), 0)
+    counts = dict.fromkeys(("norms", "attentions", "mlps", "layers", "routers"), 0)
     modules = [module for module in model.modules() if "forward" not in module.__dict__]
     for kind, turn in (
         ("norms", _fuse_norm),
         ("mlps", _fuse_mlp),
         ("attentions", _fuse_attention),
         ("layers", _fuse_layer),  # after their norms
+        ("routers", fuse_router),  # by their blocks
     ):
         counts[kind] = sum(turn(module) for module in modules)
     return counts
-
-
-class Fused:
-    """A module of Transformers with another `forward`; its class is made at run time and pickled by parts."""
-
-    made_from: tuple[type, type]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, self.made_from, self.__getstate__()
-
-
-@cache
-def _class(mixin: type, original: type) -> type:
-    """A subclass of a model's class, under its name: Transformers finds modules by their class."""
-    made = type(original.__name__, (mixin, original), {"made_from": (mixin, original)})
-    made.__module__ = original.__module__
-    return made
-
-
-def _new(mixin: type, original: type) -> Any:
-    made = _class(mixin, original)
-    return made.__new__(made)
-
-
-def _turn(module: Any, mixin: type) -> bool:
-    """Gives a module the forward of `mixin`."""
-    module.__class__ = _class(mixin, type(module))
-    return True
-
-
-def _text(module: torch.nn.Module) -> str:
-    return "" if isinstance(module, Fused) else digest(type(module).forward)
 
 
 # ------------------------------------------------------------------------------------------------- norms
@@ -102,7 +69,7 @@ class _Norm(Fused):
 
 
 def _fuse_norm(module: Any) -> bool:
-    return _text(module) == NORM and _turn(module, _Norm)
+    return text_of(module) == NORM and turn_into(module, _Norm)
 
 
 # -------------------------------------------------------------------------------------------------- mlps
@@ -136,12 +103,12 @@ def _is_silu(activation: Any) -> bool:
 
 
 def _fuse_mlp(module: Any) -> bool:
-    text = _text(module)
+    text = text_of(module)
     if text == PACKED_MLP and _is_silu(module.activation_fn) and isinstance(module.gate_up_proj, QuantLinear):
-        return _turn(module, _PackedMLP)
+        return turn_into(module, _PackedMLP)
     if text != MLP or not _is_silu(module.act_fn):
         return False
-    return _join(module, "fused_gate_up", ("gate_proj", "up_proj")) and _turn(module, _MLP)
+    return _join(module, "fused_gate_up", ("gate_proj", "up_proj")) and turn_into(module, _MLP)
 
 
 def _join(module: Any, name: str, parts: tuple[str, ...]) -> bool:
@@ -291,14 +258,14 @@ _MIXINS = {
 
 
 def _fuse_attention(module: Any) -> bool:
-    text = _text(module)
+    text = text_of(module)
     forward: Callable[..., Any] = type(module).forward
     if text not in ATTENTION or not _turns_halves(forward):
         return False
     eager = global_of(forward, "eager_attention_forward")
     if eager is None or not _join(module, "fused_qkv", ("q_proj", "k_proj", "v_proj")):
         return False
-    _turn(module, _MIXINS[ATTENTION[text]])
+    turn_into(module, _MIXINS[ATTENTION[text]])
     module.gives_kwargs, module.eager_attention = text in NEW_CACHE, eager
     return True
 
@@ -331,10 +298,10 @@ class _Layer(Fused):
 
 
 def _fuse_layer(module: Any) -> bool:
-    text = _text(module)
+    text = text_of(module)
     if text not in LAYERS or not isinstance(module.post_attention_layernorm, _Norm):
         return False
     cache = "past_key_values" if text == LAYERS[0] else "cache"
-    _turn(module, _Layer)
+    turn_into(module, _Layer)
     module.argument_names = ("attention_mask", "position_ids", cache, "use_cache", "position_embeddings")
     return True

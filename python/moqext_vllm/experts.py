@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.utils import replace_parameter
 
 from moqext import CheckpointError, LayerQuant, MoEMethod, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
+from moqext_torch.moe_op import CODES
 from moqext_vllm.parameters import as_blocks, is_marked, marked
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
@@ -28,7 +30,7 @@ ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows
 
 
 class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Experts of one layer, on the CPU.
+    """Experts of one layer: the checkpoint's stacks as vLLM's parameters, then what moqext makes of them.
 
     Args:
         quant: how the layer is quantized.
@@ -96,29 +98,14 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         assert self.method is not None
-        specs = self.method.checkpoint_params
+        if self._is_settled(layer):
+            return
         given = self._loaded(layer)
-        room = {}
-        for role, spec in self.method.prepared_params.items():
-            if not spec.required and role not in given:
-                continue
-            held = getattr(layer, f"moqext_{role}", None)
-            if role in given and specs[role].dtype != "float32" and specs[role][:2] == spec[:2]:
-                room[role] = held if held is not None and not _same(held, given[role]) else given[role]
-            elif held is not None and tuple(held.shape) == spec.shape:
-                room[role] = held
-            else:
-                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=layer.w2_weight.device)
         try:
-            prepared = self.method.prepare(given, room)
+            prepared = self.method.prepare(given, self._room(layer, given))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
-        self.sources = {}
-        for role, tensor in prepared.items():
-            kept = role in given and _same(tensor, given[role])
-            self.sources[role] = role if kept else f"moqext_{role}"
-            if not kept:
-                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+        self._settle(layer, prepared)
 
     def apply(
         self,
@@ -199,6 +186,48 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return (*shape, 1)
         return shape
 
+    def _is_settled(self, layer: Any) -> bool:
+        """Whether codes stand packed in the places of the checkpoint's, and nothing was loaded since."""
+        assert self.method is not None
+        specs = self.method.checkpoint_params
+        return any(tuple(getattr(layer, role).shape) != specs[role].shape for role in CODES)
+
+    def _room(self, layer: Any, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors for `prepare` to write: the checkpoint's where bytes stay, those of before at a reload."""
+        assert self.method is not None
+        room = {}
+        for role, spec in self.method.prepared_params.items():
+            held = getattr(layer, f"moqext_{role}", None)
+            if not spec.required and role not in given:
+                continue
+            if role in given and self.method.keeps(role):
+                room[role] = given[role]
+            elif held is not None and tuple(held.shape) == spec.shape and not held.is_meta:
+                room[role] = held
+            else:
+                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=layer.w2_weight.device)
+        return room
+
+    def _settle(self, layer: Any, prepared: Any) -> None:
+        """Keeps the prepared stacks: codes in the place of the checkpoint's, all others beside them.
+
+        Block scales that are packed with the codes are freed.
+        """
+        assert self.method is not None
+        specs = self.method.checkpoint_params
+        self.sources = {}
+        for role, tensor in prepared.items():
+            if role in specs and specs[role].dtype != "float32":
+                if tensor.data_ptr() != getattr(layer, role).data_ptr():
+                    replace_parameter(layer, role, tensor)
+                self.sources[role] = role
+            else:
+                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+                self.sources[role] = f"moqext_{role}"
+        for role, spec in specs.items():
+            if spec.dtype != "float32" and role not in prepared:
+                replace_parameter(layer, role, getattr(layer, role).data.new_empty(0))
+
     def _loaded(self, layer: Any) -> dict[str, torch.Tensor]:
         """The stacks of the checkpoint, without optional ones that it does not have.
 
@@ -231,10 +260,6 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if len(empty) < everything:
                 found[role] = tensor
         return found
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
 
 
 def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:

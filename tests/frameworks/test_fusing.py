@@ -19,15 +19,15 @@ from moqext_transformers.texts import digest  # noqa: E402
 
 from .test_transformers import GREEDY, error, export, random_ids, small  # noqa: E402
 
-EVERYTHING = {"norms": 5, "attentions": 2, "mlps": 2, "layers": 2}
+EVERYTHING = {"norms": 5, "attentions": 2, "mlps": 2, "layers": 2, "routers": 0}
 KNOWN = {
     "llama": EVERYTHING,
     "mistral": EVERYTHING,
     "qwen2": EVERYTHING,
     "qwen3": EVERYTHING | {"norms": 9},
     "granite": EVERYTHING | {"layers": 0},  # it scales what it adds
-    "phi3": {"norms": 5, "attentions": 0, "mlps": 2, "layers": 0},  # q, k and v are one in the file
-    "gemma": {"norms": 0, "attentions": 2, "mlps": 0, "layers": 0},  # norms add one to their weights; gelu
+    "phi3": EVERYTHING | {"attentions": 0, "layers": 0},  # q, k and v are one in the file
+    "gemma": EVERYTHING | {"norms": 0, "mlps": 0, "layers": 0},  # norms add one to their weights; gelu
     "gemma2": dict.fromkeys(EVERYTHING, 0),
     "phi": dict.fromkeys(EVERYTHING, 0),
 }

@@ -352,8 +352,10 @@ def test_arguments_that_cannot_be():
 def test_a_device_that_experts_do_not_run_on_is_refused():
     """By name, before anything is prepared."""
     about = QuantMoE("NVFP4", EXPERTS, HIDDEN, INTERMEDIATE, top_k=2).description
-    with pytest.raises(moqext.UnsupportedQuantization, match=r"experts \(NVFP4\) .* not yet on cuda:0"):
-        find_moe_method(about, torch.bfloat16, torch.device("cuda", 0))
+    with pytest.raises(
+        moqext.UnsupportedQuantization, match=r"no kernel can run NVFP4 4 experts .* on cuda:63"
+    ):
+        find_moe_method(about, torch.bfloat16, torch.device("cuda", 63))
 
 
 @pytest.mark.parametrize("prepared", [False, True])

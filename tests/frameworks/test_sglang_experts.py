@@ -10,8 +10,10 @@ from sglang.srt.layers.moe.token_dispatcher import standard  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 
 from moqext import CheckpointError, UnsupportedQuantization  # noqa: E402
-from moqext_sglang import register  # noqa: E402
+from moqext.ops import pack_nvfp4, unpack_nvfp4  # noqa: E402
+from moqext_sglang import experts, register  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
+from moqext_torch.moe_op import find_moe_method  # noqa: E402
 
 from ..moe_cases import ALGOS  # noqa: E402
 from . import sglang_cases as cases  # noqa: E402
@@ -185,6 +187,73 @@ def test_reload_in_place(rng, algo):
     assert torch.equal(layer(x, chosen), direct(second, x, chosen))
 
 
+class _Packed:
+    """MoEMethod of NVFP4 as it is on CUDA: codes and block scales are one prepared stack, packed."""
+
+    STACKS = ("w13", "w2")
+
+    def __init__(self, method):
+        self.method = method
+        self.shapes, specs = {}, method.prepared_params
+        for stack in self.STACKS:
+            experts, rows, half = specs[f"{stack}_weight"].shape
+            self.shapes[stack] = (experts, rows, 2 * half)
+            shape = (experts, 4 * -(-rows // 64), -(-2 * half // 64), 576)
+            specs[f"{stack}_weight"] = specs[f"{stack}_weight"]._replace(shape=shape, dtype="uint8")
+            del specs[f"{stack}_weight_scale"]
+        self.prepared_params = specs
+
+    def __getattr__(self, name):
+        return getattr(self.method, name)
+
+    def keeps(self, name):
+        return False
+
+    def prepare(self, params, out):
+        plain = self.method.prepare(params)
+        for role, tensor in out.items():
+            if role.endswith("_weight"):
+                pack_nvfp4(plain[role], plain[f"{role}_scale"], out=tensor)
+            else:
+                tensor.copy_(plain[role])
+        return out
+
+    def __call__(self, x, params, weights, ids, **options):
+        plain = dict(params)
+        for stack, shape in self.shapes.items():
+            codes, scales = unpack_nvfp4(params[f"{stack}_weight"], shape, 16)
+            plain |= {f"{stack}_weight": codes, f"{stack}_weight_scale": scales.view(torch.float8_e4m3fn)}
+        return self.method(x, plain, weights, ids, **options)
+
+
+def test_packed_stacks_are_unpacked_for_a_reload(rng, monkeypatch):
+    """Packed ones keep their places, and no stack of the checkpoint stays beside them."""
+    monkeypatch.setattr(experts, "find_moe_method", lambda *about: _Packed(find_moe_method(*about)))
+    first, second = (moe_case(rng, "NVFP4") for _ in range(2))
+    layer = ready(first)
+    method, (x, chosen) = layer.quant_method, routed(rng)
+    before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
+    for given, case in ((None, first), (None, first), (second, second)):
+        for stack in _Packed.STACKS:
+            assert getattr(layer, f"{stack}_weight").data_ptr() == before[f"{stack}_weight"]
+            assert getattr(layer, f"{stack}_weight_scale").numel() == 0
+        method.restore_weights_before_loading(layer)
+        for role in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
+            assert tuple(getattr(layer, role).shape) == method.method.checkpoint_params[role].shape
+        if given is not None:
+            load_experts(layer, given)
+        method.process_weights_after_loading(layer)
+        assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
+        assert torch.equal(layer(x, chosen), direct(case, x, chosen))
+
+
+def test_folded_stacks_are_not_loaded_again(rng, monkeypatch):
+    monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "fp8")
+    layer = ready(moe_case(rng, "NVFP4"))
+    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.experts: .* cannot be loaded"):
+        layer.quant_method.restore_weights_before_loading(layer)
+
+
 @pytest.mark.parametrize(
     "options, told",
     [
@@ -204,9 +273,7 @@ def test_other_ways_are_refused_by_name(rng, options, told):
         experts_of(case, config_for("NVFP4"), **options)
 
 
-def test_experts_on_cuda_are_refused_by_name(rng, monkeypatch):
-    from moqext_sglang import experts
-
+def test_experts_without_a_kernel_are_refused_by_name(rng, monkeypatch):
     def refuse(about, dtype, device):
         raise UnsupportedQuantization("no kernel for experts on cuda:0")
 

@@ -252,6 +252,9 @@ class _Packed:
     def __getattr__(self, name):
         return getattr(self.method, name)
 
+    def keeps(self, name):
+        return False
+
     def prepare(self, params, out):
         plain = self.method.prepare(params)
         pack_nvfp4(plain["weight"], plain["weight_scale"], out=out["weight"])

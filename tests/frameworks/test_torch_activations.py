@@ -33,10 +33,24 @@ def calls(rng, dtype=torch.bfloat16):
             NAMED.rotary_embedding.default,
             (heads[:, :, 1:], angles, angles.flip(-1)),
         ),
+        "route": (
+            lambda logits, top_k, scoring, renormalize, groups, kept, bias, factor: moqext_torch.route(
+                logits,
+                top_k,
+                scoring=scoring,
+                renormalize=renormalize,
+                num_groups=groups,
+                topk_groups=kept,
+                correction_bias=bias,
+                routed_scaling_factor=factor,
+            ),
+            NAMED.route.default,
+            (x, 3, "sigmoid", True, 8, 4, weight, 2.5),
+        ),
     }
 
 
-NAMES = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding")
+NAMES = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding", "route")
 
 
 def same(first, second):

@@ -1,0 +1,193 @@
+"""Writes the tables and plots of docs/results/cuda-experts.md from benchmarks/results/moe_cuda.*.json.
+
+python -m benchmarks.moe_page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import layers
+from benchmarks.cpu_page import fill
+from benchmarks.cuda_page import PAGES, lines
+from benchmarks.moe_layers import UNIFORM
+from benchmarks.neighbour_chain import NEIGHBOURS
+from benchmarks.neighbours import ALL, ALONE, NONE
+from benchmarks.record import RESULTS
+from moqext.bench import PEER
+from moqext.bench_plot import roofline
+
+PAGE = PAGES / "cuda-experts.md"
+MARKS = ("<!-- results: python -m benchmarks.moe_page -->", "<!-- end of results -->")
+
+FEW, START = 64, 5e-6
+RATES = {layers.NVFP4: 0.87}
+"""Of the floor's rate that NVFP4 reaches up to `FEW` tokens behind a start; others `FP8_RATE`."""
+
+FP8_RATE = 0.95
+MANY = 4096
+SPEEDS = {layers.NVFP4: 600e12, layers.NVFP4_FP8: 850e12}
+"""Operations a second with `MANY` tokens; FP8 `FP8_SPEED`."""
+
+FP8_SPEED = 900e12
+
+Row = Mapping[str, Any]
+
+
+def called(algo: str | None) -> str:
+    """Of a column."""
+    return "torch bfloat16" if algo == PEER else f"`{algo}`"
+
+
+def goal(row: Row) -> float | None:
+    """Seconds that a layer by itself may take; None where nothing is asked."""
+    algo = row["quant_algo"]
+    if algo == PEER or row["neighbours"] != ALONE or row["routing"] != UNIFORM:
+        return None
+    if row["tokens"] <= FEW:
+        return START + float(row["floor_seconds"]) / RATES.get(algo, FP8_RATE)
+    return float(row["flop"]) / SPEEDS.get(algo, FP8_SPEED) if row["tokens"] == MANY else None
+
+
+def times_table(rows: Sequence[Row], routing: str, policy: str) -> str:
+    """Layers by themselves: microseconds, share of the floor, and times as fast as torch."""
+    own = [row for row in rows if (row["neighbours"], row["routing"]) == (ALONE, routing)]
+    algos = list(dict.fromkeys(row["quant_algo"] for row in own))
+    found = {(row["tokens"], row["quant_algo"], row["policy"]): row for row in own}
+    head = ["tokens", "experts", *(called(algo) for algo in algos)]
+    body = []
+    for tokens in dict.fromkeys(row["tokens"] for row in own):
+        peer = found.get((tokens, PEER, ALL))
+        line = [str(tokens), ""]
+        for algo in algos:
+            row = found.get((tokens, algo, ALL if algo == PEER else policy))
+            line.append(_cell(row, peer))
+            line[1] = f"{row['active_experts']:.0f}" if row else line[1]
+        body.append(line)
+    return lines(head, body, 0)
+
+
+def _cell(row: Row | None, peer: Row | None) -> str:
+    if row is None:
+        return ""
+    text = f"{row['seconds'] * 1e6:.1f} ({row['floor_seconds'] / row['seconds']:.0%})"
+    if peer is None or row["quant_algo"] == PEER:
+        return text
+    return f"{text} **{peer['seconds'] / row['seconds']:.2f}×**"
+
+
+def blocks_table(rows: Sequence[Row]) -> str:
+    """Blocks of a decoder layer, and what their experts add."""
+    own = [row for row in rows if row["neighbours"] in NEIGHBOURS]
+    found = {
+        (row["tokens"], *(row[name] for name in ("neighbours", "policy", "quant_algo"))): row for row in own
+    }
+    cases = [(kind, policy) for kind in NEIGHBOURS for policy in (ALL, NONE)]
+    head = ["tokens", "experts in", *(f"{kind}'s, {policy}" for kind, policy in cases)]
+    body = []
+    for tokens, algo in dict.fromkeys((row["tokens"], row["quant_algo"]) for row in own):
+        line = [str(tokens), "none" if algo is None else called(algo)]
+        for kind, policy in cases:
+            row = found.get((tokens, kind, policy, algo))
+            least = found.get((tokens, kind, policy, None)) or found.get((tokens, kind, ALL, None))
+            line.append(_added(row, least))
+        body.append(line)
+    return lines(head, body, 2)
+
+
+def _added(row: Row | None, least: Row | None) -> str:
+    if row is None:
+        return ""
+    text = f"{row['seconds'] * 1e6:.1f}"
+    if row["quant_algo"] is None or least is None:
+        return text
+    return f"{text} (+{(row['seconds'] - least['seconds']) * 1e6:.1f})"
+
+
+def goals_table(rows: Sequence[Row]) -> str:
+    """What was asked for and what came, of layers by themselves."""
+    asked = [(row, goal(row)) for row in rows if row["policy"] == ALL]
+    body = [
+        [row["model"], called(row["quant_algo"]), str(row["tokens"]), f"{most * 1e6:.1f}",
+         f"{row['seconds'] * 1e6:.1f}", "met" if row["seconds"] <= most else "missed"]
+        for row, most in asked
+        if most is not None
+    ]  # fmt: skip
+    return lines(["model", "experts in", "tokens", "goal", "reached", ""], body, 2)
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """What a call outside of a graph costs the host."""
+    body = [[row["model"], called(row["quant_algo"]), f"{row['seconds'] * 1e6:.1f}"] for row in rows]
+    return lines(["model", "experts in", "time"], body, 2)
+
+
+def model_section(model: str, sizes: Row, rows: Sequence[Row]) -> list[str]:
+    """All tables of a model."""
+    of_all = f" of {sizes['of_all']}" if sizes["of_all"] else ""
+    parts = [
+        f"#### {model}",
+        f"{sizes['experts']}{of_all} experts, top {sizes['top_k']}, hidden size {sizes['hidden']}, "
+        f"intermediate size {sizes['intermediate']}.",
+    ]
+    for routing in dict.fromkeys(row["routing"] for row in rows if row["neighbours"] == ALONE):
+        for policy, how in ((ALL, "launched programmatically"), (NONE, "not")):
+            parts += [f"By themselves, {routing}, {how}, µs:", times_table(rows, routing, policy)]
+    if any(row["neighbours"] != ALONE for row in rows):
+        parts += ["A block, µs, and in brackets what its experts add:", blocks_table(rows)]
+    return parts
+
+
+def section(name: str, result: Mapping[str, Any]) -> str:
+    """All tables of a chip."""
+    about, rows = result["environment"], result["rows"]
+    worst = max(check["error"] for check in result["checks"] if check["quant_algo"] != PEER)
+    rates = result["ceilings"]
+    facts = (
+        f"torch {about['torch']}, driver {about['driver']}, {about['date'][:10]}; copies run at "
+        f"{rates['fp8']['bytes_per_second'] / 1e12:.2f} TB/s, bfloat16 products at "
+        f"{rates['bfloat16']['flop_per_second'] / 1e12:.0f} and FP8 products at "
+        f"{rates['fp8']['flop_per_second'] / 1e12:.0f} Tflop/s. {len(result['checks'])} outputs compared "
+        f"with float64, moqext's largest relative error {worst:.1e}."
+    )
+    parts = [f"### {about['gpu']}", facts, f"![speed over tokens]({plot_name(name)})"]
+    for model, sizes in result["models"].items():
+        parts += model_section(model, sizes, [row for row in rows if row["model"] == model])
+    parts += ["Goals, µs:", goals_table(rows)]
+    if result["host"]:
+        parts += [
+            "What a call of one token outside of a graph costs the host, µs:",
+            host_table(result["host"]),
+        ]
+    return "\n\n".join(parts)
+
+
+def plot_name(name: str) -> str:
+    """The file of a chip's plot."""
+    return f"{PAGE.stem}.{name}.svg"
+
+
+def plot(result: Mapping[str, Any]) -> str:
+    """Operations a second of layers by themselves."""
+    rows = [
+        {**row, "shape": [result["models"][row["model"]][name] for name in ("hidden", "intermediate")]}
+        for row in result["rows"]
+        if (row["neighbours"], row["policy"], row["routing"]) == (ALONE, ALL, UNIFORM)
+    ]
+    return roofline(rows, f"Experts of {', '.join(result['models'])} on an {result['environment']['gpu']}")
+
+
+def page_files() -> dict[str, str]:
+    """The page and plots as the recorded results make them."""
+    paths = sorted(RESULTS.glob("moe_cuda.*.json"))
+    results = {path.name.split(".")[1]: json.loads(path.read_text()) for path in paths}
+    sections = [section(name, result) for name, result in results.items()]
+    text = fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)
+    return {PAGE.name: text} | {plot_name(name): plot(result) for name, result in results.items()}
+
+
+if __name__ == "__main__":
+    for file, content in page_files().items():
+        (PAGES / file).write_text(content, encoding="utf-8")
