@@ -2,19 +2,15 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.vllm_cases import DATA, GENERATED
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
-DATA = Path(__file__).resolve().parent.parent / "data"
-GENERATED = [  # whose heads vLLM's attention on the CPU knows: of 32 columns
-    *("llama_fp8_kvfp8", "llama_fp8_pb_wo", "llama_fp8_pc_pt", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4"),
-    *("llama_w4a8_nvfp4_fp8", "qwen3moe_fp8", "qwen3moe_nvfp4"),
-]
 LOADED = [
     *("fp8_bias_kvfp8", "fp8_excluded", "fp8_kvcast", "fp8_lm_head", "fp8_pb_real", "fp8_pb_wo_one_block"),
     *(
@@ -36,12 +32,6 @@ LOADED = [
     *("nvfp4_uncalibrated", "nvfp4_zero", "qwen3moe_mixed", "w4a16_nvfp4", "w4a16_nvfp4_group_32"),
     "w4a8_nvfp4_fp8",
 ]
-
-
-@pytest.fixture(scope="module")
-def served(engine):
-    found = engine("tokens", *(DATA / "checkpoints" / name for name in GENERATED))
-    return dict(zip(GENERATED, found, strict=True))
 
 
 @pytest.fixture(scope="module")
