@@ -1,5 +1,6 @@
-"""What the tests of vLLM share: genuine checkpoints that its engine runs on a CPU, and made ones of other sizes."""
+"""What the tests of vLLM share: genuine checkpoints that its engine runs on a CPU, and made ones."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +66,30 @@ def write_llama(directory, algo, rng, *, hidden, inner, heads, kv_heads, layers=
     }
     quantization = {"quant_algo": algo, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
     return write_checkpoint(directory, tensors, quantization, **LLAMA, **sizes)
+
+
+def change(directory, edit):
+    """Edits the tensors of a checkpoint of one file: `edit` is given dtypes, shapes and bytes by name."""
+    path = Path(directory) / "model.safetensors"
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    meta = header.pop("__metadata__", None)
+    tensors = {
+        name: (about["dtype"], about["shape"], raw[8 + size :][slice(*about["data_offsets"])])
+        for name, about in header.items()
+    }
+    edit(tensors)
+    body, header = b"", {} if meta is None else {"__metadata__": meta}
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def multiply(tensors, name, factor):
+    """Multiplies a float32 tensor of `change`."""
+    dtype, shape, data = tensors[name]
+    assert dtype == "F32"
+    tensors[name] = (dtype, shape, (np.float32(factor) * np.frombuffer(data, np.float32)).tobytes())
