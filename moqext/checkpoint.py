@@ -75,7 +75,7 @@ class Checkpoint:
         self.files = TensorFiles(self.directory, headers_only=self.headers_only)
         documents = list(config_documents(self.directory))
         self.config: QuantConfig | None = QuantConfig(documents) if documents else None
-        self._findings: dict[bool, Findings] = {}
+        self._findings: dict[tuple[bool, bool], Findings] = {}
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:
@@ -164,26 +164,29 @@ class Checkpoint:
         names = self.files.named.keys() | self.tensors.keys()
         return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
 
-    def findings(self, *, block_scales: bool | None = None) -> Findings:
+    def findings(self, *, block_scales: bool | None = None, values: bool = True) -> Findings:
         """Layers, cache scales and problems together.
 
         Args:
             block_scales: whether to read the block scales to judge their values, a ninth of an NVFP4
                 checkpoint. None reads them where they are at most 256 MiB in all. Single and per-row scales
                 are always read.
+            values: whether to read scales at all; without them the headers alone are judged, and nothing of
+                the files but these is read.
         """
         if block_scales is None:
-            block_scales = block_scale_bytes(self.tensors) <= BLOCK_SCALES_READ
-        if block_scales not in self._findings:
-            self._findings[block_scales] = find_layers(
+            block_scales = values and block_scale_bytes(self.tensors) <= BLOCK_SCALES_READ
+        key = (values, values and block_scales)
+        if key not in self._findings:
+            self._findings[key] = find_layers(
                 self.tensors,
                 self.config,
-                None if self.headers_only else self.tensor,
+                self.tensor if values and not self.headers_only else None,
                 architectures=self.architectures,
                 model=self.model_config,
-                block_scales=block_scales,
+                block_scales=key[1],
             )
-        return self._findings[block_scales]
+        return self._findings[key]
 
     def dequantize(self, layer: str | LayerRecord | Projection) -> NDArray[np.float32]:
         """The weight of a layer, exactly what its codes and scales mean.

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_vllm.check import check_checkpoint
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
@@ -94,6 +95,16 @@ class MoqextConfig(QuantizationConfig):
             UnsupportedQuantization: its cache format does not run.
         """
         return cls(QuantConfig.from_dict(config))
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Looks at the whole checkpoint: vLLM calls this before it loads anything.
+
+        Raises:
+            CheckpointError: there is something wrong with it.
+        """
+        check_checkpoint(model_name)
 
     def has_blocked_weights(self) -> bool:
         """Whether vLLM is to turn on its own quantization of blocks: moqext has its own."""

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.utils import replace_parameter
 
 from moqext import CheckpointError, LayerQuant, MoEMethod, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import CODES
-from moqext_vllm.parameters import as_blocks, is_marked, marked
+from moqext_vllm.dequantize import expert_weights
+from moqext_vllm.parameters import as_blocks, begin_load, end_load, is_marked, marked, was_skipped
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
     "silu": ("silu", True, False),
@@ -46,6 +48,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.compute = compute
         self.method: MoEMethod | None = None
         self.sources: dict[str, str] = {}  # where each prepared tensor stands in the layer
+        self.is_prepared = False
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         """None: the kernels are not vLLM's."""
@@ -54,6 +57,26 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def uses_weight_scale_2_pattern(self) -> bool:
         """Whether the scale of a whole weight is called weight_scale_2, as the loader asks."""
         return "FP4" in str(self.quant.quant_algo)
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether experts may change places: all of their tensors are parameters then, experts first."""
+        return True
+
+    def dequantize_weight(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights w13 and w2 of the model's dtype, [experts, rows, columns], for vLLM to quantize anew.
+
+        Raises:
+            CheckpointError: a slot was never filled.
+            NotImplementedError: the weights were prepared already.
+        """
+        assert self.method is not None
+        if self.is_prepared:
+            raise NotImplementedError(
+                f"{self.prefix}: the weights are prepared, and no longer the checkpoint's"
+            )
+        method, dtype = self.method, getattr(torch, self.method.dtype)
+        return expert_weights(self._loaded(layer), self.quant, method.gated, method.interleaved, dtype)
 
     def create_weights(
         self,
@@ -100,12 +123,20 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         assert self.method is not None
         if self._is_settled(layer):
             return
+        specs = self.method.checkpoint_params
+        largest = self._largest_input_scales(layer)  # first of all: no rank waits for one that raised
         given = self._loaded(layer)
+        for role, scale in largest.items():
+            absent = role not in given
+            scales = torch.full(specs[role].shape, scale) if absent else given[role]
+            given[role] = torch.where(scales > 0, scales.clamp_min(scale), scales)
         try:
             prepared = self.method.prepare(given, self._room(layer, given))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
         self._settle(layer, prepared)
+        end_load(layer)
+        self.is_prepared = True
 
     def apply(
         self,
@@ -171,6 +202,35 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
 
+    def _largest_input_scales(self, layer: Any) -> dict[str, float]:
+        """The largest activation scale of the experts of all ranks, where one serves all experts of a layer.
+
+        Ranks that have experts of their own exchange theirs, so that x is quantized as on one rank.
+        """
+        assert self.method is not None
+        roles = [role for role in ("w13_input_scale", "w2_input_scale") if hasattr(layer, role)]
+        roles = [role for role in roles if role in self.method.prepared_params]
+        parallel = self.moe.moe_parallel_config
+        if not roles or self.compute == "fp4" or not parallel.use_ep or parallel.ep_size == 1:
+            return {}
+        found = []
+        for role in roles:
+            scales = getattr(layer, role).data.float().cpu()
+            filled = scales.isfinite() & (not (self.is_prepared and was_skipped(getattr(layer, role))))
+            found.append(scales.where(filled, torch.zeros(())).max())
+        largest = torch.stack(found)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=get_ep_group().cpu_group)
+        return {role: scale for role, scale in zip(roles, largest.tolist(), strict=True) if scale > 0}
+
+    def _keep(self, layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """Keeps a prepared tensor beside the checkpoint's, as a parameter where vLLM moves experts."""
+        if not self.moe.moe_parallel_config.enable_eplb:
+            layer.register_buffer(name, tensor)  # vLLM's reload keeps no other in step
+        elif (held := getattr(layer, name, None)) is None:
+            layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        else:
+            held.data = tensor
+
     def _has_rows(self, role: str, method: MoEMethod) -> bool:
         """Whether a float scale has a value for rows, not one for all of a weight."""
         shape = method.checkpoint_params[role].shape
@@ -198,6 +258,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         room = {}
         for role, spec in self.method.prepared_params.items():
             held = getattr(layer, f"moqext_{role}", None)
+            held = None if held is None else held.data
             if not spec.required and role not in given:
                 continue
             if role in given and self.method.keeps(role):
@@ -222,7 +283,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                     replace_parameter(layer, role, tensor)
                 self.sources[role] = role
             else:
-                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+                self._keep(layer, f"moqext_{role}", tensor)
                 self.sources[role] = f"moqext_{role}"
         for role, spec in specs.items():
             if spec.dtype != "float32" and role not in prepared:
@@ -241,12 +302,13 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if parameter is None:
                 continue
             tensor = parameter.data.reshape(spec.shape)
+            skipped = self.is_prepared and was_skipped(parameter)
             halves = 2 if role.startswith("w13") and self.method.gated and tensor.dim() > 1 else 1
             empty = [
                 (expert, half)
                 for expert, stack in enumerate(tensor)
                 for half, slot in enumerate(stack.chunk(halves) if halves > 1 else [stack])
-                if is_marked(slot)
+                if skipped or is_marked(slot)
             ]
             everything = len(tensor) * halves
             optional_scale = not spec.required and role.endswith("input_scale")
@@ -266,6 +328,7 @@ def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
     """A loader that takes the scales of rows and blocks in every shape that exporters write."""
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        begin_load(param)
         if getattr(param, "quant_method", None) == "block":
             loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
         return weight_loader(param, loaded_weight, *rest, **options)

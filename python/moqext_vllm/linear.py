@@ -13,7 +13,8 @@ from moqext import CheckpointError, LayerQuant, LinearMethod, UnsupportedQuantiz
 from moqext_torch.exchange import NAMED
 from moqext_torch.op import ROLES, find_method, is_plain_call
 from moqext_vllm import quantized_input
-from moqext_vllm.parameters import BLOCK, is_marked, make_parameter, slots
+from moqext_vllm.dequantize import is_identity, linear_weight, weight_by_product
+from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, slots, was_skipped
 
 
 class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -36,6 +37,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.one_input_scale = False
         self.sources: tuple[str | None, ...] = ()  # where each prepared tensor stands in the layer
         self.method: LinearMethod | None = None
+        self.is_new = False  # whether nothing ran since the weights were prepared
         self.coded: LinearMethod | None = None  # for activations that are codes already
 
     def create_weights(
@@ -112,20 +114,44 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 out_dtype,
             )
         params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
+        if self.is_new:
+            self.is_new = out_dtype is None and is_identity(x, self.in_features)
+            if self.is_new:  # as vLLM asks for the weight of MLA's kv_b_proj
+                return self._by_product(params, x.device).to(x.dtype)
         method = self.method if out_dtype is None else self.coded
         assert method is not None  # vLLM prepares before it runs
         return method(x, params, None if bias is None else bias.data)
 
+    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The weight [rows, columns] of the model's dtype, which vLLM may quantize anew.
+
+        Before the weights were prepared and after.
+
+        Raises:
+            CheckpointError: a slot was never filled.
+        """
+        if self.method is None:
+            return linear_weight(self._loaded(layer), self.quant, self.partitions, self.dtype)
+        found = [None if name is None else getattr(layer, name).data for name in self.sources]
+        params = {role: tensor for role, tensor in zip(ROLES, found, strict=True) if tensor is not None}
+        return self._by_product(params, layer.weight.device).T.to(self.dtype).contiguous()
+
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _find_method(self, device: torch.device, quantized_input: bool = False) -> LinearMethod:
+    def _by_product(self, params: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        method = self._find_method(device, dtype=torch.float32)
+        return weight_by_product(method, params, self.partitions, device)
+
+    def _find_method(
+        self, device: torch.device, quantized_input: bool = False, dtype: torch.dtype | None = None
+    ) -> LinearMethod:
         try:
             return find_method(
                 str(self.quant.quant_algo),
                 self.in_features,
                 self.partitions,
                 self.quant.group_size,
-                self.dtype,
+                dtype or self.dtype,
                 torch.device("cpu") if device.type == "meta" else device,
                 self.compute,
                 self.one_input_scale,
@@ -162,10 +188,12 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         found: dict[str, torch.Tensor] = {}
         for role, spec in self._find_method(layer.weight.device).checkpoint_params.items():
             tensor = getattr(layer, role).data
-            empty = [index for index, slot in enumerate(slots(tensor, self.partitions)) if is_marked(slot)]
+            parts = slots(tensor, self.partitions)
+            skipped = self.method is not None and was_skipped(getattr(layer, role))
+            empty = [index for index, slot in enumerate(parts) if skipped or is_marked(slot)]
             if not empty:
                 found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
-            elif spec.required or len(empty) < len(slots(tensor, self.partitions)):
+            elif spec.required or len(empty) < len(parts):
                 raise CheckpointError(
                     f"{self.prefix}: {role} was never loaded{_of_parts(empty, len(self.partitions))}"
                 )
@@ -203,10 +231,12 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                     replace_parameter(layer, role, tensor)
                 sources.append(role)
             else:
-                layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
+                layer.register_buffer(f"moqext_{role}", tensor)  # vLLM's reload keeps no other in step
                 sources.append(f"moqext_{role}")
+        end_load(layer)
         self.sources = tuple(sources)
         self.method = method
+        self.is_new = True
         if self.quant.quant_algo == "FP8" and len(self.partitions) == 1 and "input_scale" in prepared:
             self.coded = self._find_method(layer.weight.device, quantized_input=True)
             quantized_input.offer(layer)

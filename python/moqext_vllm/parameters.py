@@ -29,11 +29,41 @@ BLOCK = 128
 
 def marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the default device whose slots all count as never filled."""
-    if dtype == torch.float32:
-        return torch.full(tuple(shape), _FLOAT_MARK, dtype=torch.int32).view(torch.float32)
-    if dtype in _MARKS:
-        return torch.full(tuple(shape), _MARKS[dtype], dtype=torch.uint8).view(dtype)
-    return torch.full(tuple(shape), float("nan"), dtype=dtype)
+    return mark(torch.empty(tuple(shape), dtype=dtype))
+
+
+def mark(tensor: torch.Tensor) -> torch.Tensor:
+    """Has all slots of a tensor count as never filled."""
+    if tensor.dtype == torch.float32:
+        tensor.view(torch.int32).fill_(_FLOAT_MARK)
+    elif tensor.dtype in _MARKS:
+        tensor.view(torch.uint8).fill_(_MARKS[tensor.dtype])
+    else:
+        tensor.fill_(float("nan"))
+    return tensor
+
+
+def begin_load(param: torch.Tensor) -> None:
+    """Marks a parameter whose first slot is about to be filled.
+
+    At a reload it is memory that nothing has written, or holds the prepared tensors of before. vLLM counts
+    what a loader copies, and calls it for a tensor without memory first.
+    """
+    if not param.is_meta and not hasattr(param, "moqext_begun"):
+        mark(param.data)
+        param.moqext_begun = True  # type: ignore[attr-defined]
+
+
+def was_skipped(param: torch.Tensor) -> bool:
+    """Whether a reload filled no slot of a parameter."""
+    return not hasattr(param, "moqext_begun")
+
+
+def end_load(layer: torch.nn.Module) -> None:
+    """Has the next load of a layer's parameters count as a reload."""
+    for param in layer.parameters(recurse=False):
+        if hasattr(param, "moqext_begun"):
+            del param.moqext_begun
 
 
 def is_marked(slot: torch.Tensor) -> bool:
@@ -128,6 +158,7 @@ def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
     """A loader that takes scales in every shape of exporters, and one for a layer that is fused on disk."""
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        begin_load(param)
         if isinstance(param, PerTensorScaleParameter):
             shard = rest[0] if rest else options.get("loaded_shard_id")
             if shard is None or isinstance(shard, tuple):

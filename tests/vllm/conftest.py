@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm_cases import DATA, GENERATED
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SETTINGS = {
@@ -25,14 +27,20 @@ if find_spec("moqext_torch") is None:
     sys.path.insert(0, str(ROOT / "python"))
 
 
+def make_distribution(directory, name, version):
+    """The metadata of a distribution that is not installed, for `importlib.metadata`."""
+    info = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return info
+
+
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
     """The variables of a process in which vLLM finds the plug-in."""
     paths = [path for path in sys.path if path]
     if not any(entry.name == "moqext" for entry in entry_points(group="vllm.general_plugins")):
-        info = tmp_path_factory.mktemp("installed") / "moqext_checkout-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moqext-checkout\nVersion: 0\n")
+        info = make_distribution(tmp_path_factory.mktemp("installed"), "moqext-checkout", "0")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         value = project["entry-points"]["vllm.general_plugins"]["moqext"]
         (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmoqext = {value}\n")
@@ -58,3 +66,10 @@ def engine(environment):
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def served(engine):
+    """The tokens of each genuine checkpoint in the engine, and which methods its layers have."""
+    found = engine("tokens", *(DATA / "checkpoints" / name for name in GENERATED))
+    return dict(zip(GENERATED, found, strict=True))

@@ -166,17 +166,155 @@ def compare_layers(directory, model):
     return [checked, wrong]
 
 
-def reload(directory):
-    """The tokens before and after a reload, and whether every tensor kept its place."""
-    llm = make_engine(directory)
-    before, places = generate(llm), llm.apply_model(addresses)[0]
-    llm.collective_rpc("reload_weights")
-    say([before, generate(llm), places == llm.apply_model(addresses)[0]])
+def reload(*pairs):
+    """What reloads do, for pairs of directories of the same shapes, "one,other": tokens by what was loaded.
+
+    Last comes whether all parameters are the same objects at the same places as at first.
+    """
+    for pair in pairs:
+        directory, other = pair.split(",")
+        llm = make_engine(directory)
+        places = llm.apply_model(addresses)[0]
+        found = {"first": generate(llm)}
+        llm.collective_rpc("reload_weights")
+        found["again"] = generate(llm)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+        found["other"] = generate(llm)
+        llm.collective_rpc(update, args=(directory,))
+        found["back"] = generate(llm)
+        in_place = places == llm.apply_model(addresses)[0]
+        del llm
+        llm = make_engine(other)
+        found["other alone"] = generate(llm)
+        try:
+            llm.collective_rpc(update, args=(directory, "layers.0.self_attn.k_proj.weight"))
+        except Exception as error:
+            found["lacking"] = [type(error).__name__, str(error)]
+        say([found, in_place])
+        del llm
+
+
+def update(worker, directory, but="nothing"):
+    """Hands the weights of a directory to the model, as a trainer would."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(directory, "model.safetensors"))
+    given = ((name, tensor) for name, tensor in tensors.items() if not name.endswith(but))
+    worker.model_runner.reload_weights(weights_iterator=given)
 
 
 def addresses(model):
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.data_ptr() for name, tensor in tensors}
+    return {name: [id(tensor), tensor.data_ptr()] for name, tensor in tensors}
+
+
+def weights(*directories):
+    """The largest relative error of the weights that layers hand out, before they are prepared and after."""
+    from unittest import mock
+
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from moqext_vllm.experts import MoqextModelOptMoEMethod
+    from moqext_vllm.linear import MoqextModelOptLinearMethod
+
+    prepare_linear = MoqextModelOptLinearMethod.process_weights_after_loading
+    prepare_experts = MoqextModelOptMoEMethod.process_weights_after_loading
+    for directory in directories:
+        held = {}
+
+        def linear(method, layer, held=held):
+            found = {"stored": method.dequantize_weight(layer)}
+            prepare_linear(method, layer)
+            columns = method.in_features
+            found["product"] = method.apply(layer, torch.eye(columns, device=layer.weight.device)).T
+            found["prepared"] = method.dequantize_weight(layer)
+            held[method.prefix] = found
+
+        def experts(method, layer, held=held):
+            w13, w2 = method.dequantize_weight(layer)
+            held[method.prefix.removesuffix(".routed_experts")] = {"w13": w13, "w2": w2}
+            prepare_experts(method, layer)
+
+        with (
+            mock.patch.object(MoqextModelOptLinearMethod, "process_weights_after_loading", linear),
+            mock.patch.object(MoqextModelOptMoEMethod, "process_weights_after_loading", experts),
+        ):
+            llm = make_engine(directory, hf_overrides=without_cache(directory))
+        say({name: worst(directory, name, found) for name, found in held.items()})
+        del llm
+
+
+def worst(directory, name, found):
+    """The largest relative error of a layer's weights, by where they are from."""
+    import moqext
+
+    with moqext.Checkpoint(directory) as checkpoint:
+        if "w13" in found:
+            parts = [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")]["mixtral" in str(directory)]
+            each = [
+                [torch.tensor(checkpoint.dequantize(f"{name}.{expert}.{part}")) for part in parts]
+                for expert in range(len(found["w2"]))
+            ]
+            expected = {
+                "w13": torch.stack([torch.cat([gate, up]) for gate, up, _ in each]),
+                "w2": torch.stack([down for _, _, down in each]),
+            }
+        else:
+            parent, _, own = name.rpartition(".")
+            parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
+            weight = torch.cat([torch.tensor(checkpoint.dequantize(part)) for part in parts])
+            expected = dict.fromkeys(found, weight)
+    errors = {}
+    for key, value in found.items():
+        rows = expected[key].shape[-2]
+        value = value.cpu()[..., :rows, :]  # a head's rows are padded
+        error = (value - expected[key]).abs() / expected[key].abs().clamp_min(1e-30)
+        errors[key] = float(error.max())
+    return errors
+
+
+def tokens_split(directory, options):
+    """The tokens of a checkpoint that the engine's own workers share."""
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **json.loads(options))
+    say(generate(llm))
+
+
+def split(*cases):
+    """The tokens of checkpoints whose layers are split, or what is raised: this process is one rank of two.
+
+    A case is a JSON list of a directory and options of the engine.
+    """
+    import gc
+    import os
+    from itertools import count
+
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    number = count()
+    rank = int(os.environ["RANK"])
+
+    def meeting(executor):
+        return f"file://{os.environ['MEETING']}{next(number)}", rank, rank
+
+    ExecutorWithExternalLauncher._distributed_args = meeting
+    for case in cases:
+        directory, options = json.loads(case)
+        try:
+            llm = make_engine(
+                directory,
+                hf_overrides=without_cache(directory),
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=2,
+                **options,
+            )
+            say(generate(llm))
+            del llm
+        except Exception as error:
+            say([type(error).__name__, str(error)])
+        gc.collect()
 
 
 def cache_scales(directory):

@@ -1,0 +1,46 @@
+"""What is wrong with a checkpoint as a whole, told by the headers of its files before vLLM loads anything.
+
+The methods of layers see what reaches them, one layer after the other; a file that is missing, or a scale
+that was lost, is seen here first, with its name and all the others.
+"""
+
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+
+from moqext import Checkpoint, CheckpointError
+
+logger = logging.getLogger("vllm.moqext")
+
+SHOWN = 10
+"""Problems that an error tells; the rest are counted."""
+
+
+def check_checkpoint(model: str) -> None:
+    """Reads the headers of a checkpoint's files, nothing else; with MOQEXT_VLLM_CHECK=0 nothing at all.
+
+    Args:
+        model: its directory; of a name of the Hub, and of files of other kinds, nothing is known.
+
+    Raises:
+        CheckpointError: with them a layer would be wrong, or there is no way to run it.
+    """
+    if os.environ.get("MOQEXT_VLLM_CHECK") == "0" or not Path(model).is_dir():
+        return
+    with Checkpoint(model) as checkpoint:
+        if not checkpoint.tensors:
+            return
+        problems = (*checkpoint.file_problems, *checkpoint.findings(values=False).all_problems())
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        lines = [
+            f"{problem.code}: {' '.join(part for part in (problem.layer, problem.message) if part)}"
+            for problem in errors[:SHOWN]
+        ]
+        more = [f"and {len(errors) - SHOWN} more (moqext inspect tells all)"] if len(errors) > SHOWN else []
+        raise CheckpointError("\n  ".join([f"{len(errors)} errors:", *lines, *more]), file=model)
+    warnings = Counter(problem.code for problem in problems if problem.severity == "warning")
+    if warnings:
+        told = ", ".join(f"{code} × {count}" for code, count in sorted(warnings.items()))
+        logger.warning("%s: %s; moqext inspect tells where", model, told)

@@ -1,0 +1,137 @@
+"""Layers that are split between two ranks, by rows and columns or by experts: the tokens of one rank."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.vllm_cases import DATA, change, multiply, write_llama
+
+pytest.importorskip("vllm")
+ENGINE = Path(__file__).resolve().parent / "engine.py"
+pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
+
+EXPERTS = {"enable_expert_parallel": True}
+SPLIT = {  # by name: what runs on two ranks, with which options
+    "experts of NVFP4": ("qwen3moe_nvfp4", {}),
+    "experts of NVFP4, each on one rank": ("qwen3moe_nvfp4", EXPERTS),
+    "experts of FP8": ("qwen3moe_fp8", {}),
+    "experts of FP8, each on one rank": ("qwen3moe_fp8", EXPERTS),
+    "experts of FP8 with unequal scales of activations": ("unequal", EXPERTS),
+    "files of other ranks' experts unread": ("unequal", EXPERTS | {"enable_ep_weight_filter": True}),
+    "FP8": ("llama_fp8_kvfp8", {}),
+    "NVFP4": ("llama_nvfp4_kvfp8", {}),
+    "W4A8_NVFP4_FP8": ("llama_w4a8_nvfp4_fp8", {}),
+    "FP8_PB_WO": ("blocks", {}),
+    "rows of a block": ("llama_fp8_pb_wo", {}),
+    "columns of a group": ("groups", {}),
+    "rows of an expert's group": ("qwen3moe_mixed", {}),
+}
+REFUSED = {
+    "rows of a block": ("model.layers.0.self_attn.qkv_proj", "64+32+32 rows, no multiples of the 128"),
+    "columns of a group": ("model.layers.0.mlp.down_proj", "24 of 48 columns, no multiple of the 16"),
+    "rows of an expert's group": (
+        "model.layers.0.mlp.experts",
+        "24 rows of an expert, no multiple of the 16",
+    ),
+}
+RUN = [name for name in SPLIT if name not in REFUSED]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Checkpoints by name; those that are made have what the genuine ones have not."""
+    place = tmp_path_factory.mktemp("made")
+    rng = np.random.default_rng(5)  # one model, whose tokens do not hang on a last bit
+    made = {
+        "blocks": write_llama(place / "blocks", "FP8_PB_WO", rng, hidden=512, inner=512, heads=4, kv_heads=2),
+        "groups": write_llama(place / "groups", "NVFP4", rng, hidden=128, inner=48, heads=4, kv_heads=2),
+        "unequal": place / "unequal",
+        "qwen3moe_mixed": DATA / "exports" / "qwen3moe_mixed",
+    }
+    shutil.copytree(DATA / "checkpoints" / "qwen3moe_fp8", made["unequal"])
+
+    def scale(tensors):
+        for name in list(tensors):
+            if ".experts.3." in name and name.endswith("input_scale"):
+                multiply(tensors, name, 16)
+
+    change(made["unequal"], scale)
+    names = {name for name, _ in SPLIT.values()}
+    return {name: made.get(name, DATA / "checkpoints" / name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone(engine, directories):
+    """The tokens of one rank."""
+    names = sorted({SPLIT[name][0] for name in RUN})
+    return dict(zip(names, engine("tokens", *(directories[name] for name in names)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def split(environment, directories, tmp_path_factory):
+    """What each of two ranks says of all cases: experts come first, as vLLM makes their groups once."""
+    meeting = tmp_path_factory.mktemp("meeting") / f"moqext-{os.getpid()}-"
+    cases = [json.dumps([str(directories[name]), options]) for name, options in SPLIT.values()]
+    command = [sys.executable, str(ENGINE), "split", *cases]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment
+            | {"MEETING": str(meeting), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = []
+    try:
+        for rank in ranks:
+            text = rank.communicate(timeout=600)[0]
+            lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+            assert len(lines) == len(cases), text[-6000:]
+            said.append([json.loads(line.removeprefix("RESULT ")) for line in lines])
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return dict(zip(SPLIT, zip(*said, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_two_ranks_have_the_tokens_of_one(split, alone, name):
+    first, second = split[name]
+    assert first == second
+    assert first == alone[SPLIT[name][0]][0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_split_a_scale_is_refused_by_name(split, name):
+    for kind, message in split[name]:
+        assert kind == "UnsupportedQuantization"
+        for text in REFUSED[name]:
+            assert text in message
+
+
+def test_the_largest_scale_of_activations_matters(alone):
+    """Or the cases with unequal ones would pass whatever the ranks exchange."""
+    assert alone["unequal"][0] != alone["qwen3moe_fp8"][0]
+
+
+def test_workers_of_the_engine(engine, alone):
+    """The engine starts its own two workers, and shares a checkpoint between them."""
+    options = {"tensor_parallel_size": 2}
+    found = engine(
+        "tokens_split",
+        DATA / "checkpoints" / "llama_nvfp4_kvfp8",
+        json.dumps(options),
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )
+    assert found == [alone["llama_nvfp4_kvfp8"][0]]
