@@ -7,9 +7,8 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
-from moqext.ops import unpack_nvfp4
 from moqext_sglang.loading import BLOCK, Slots
-from moqext_sglang.prepared import has_the_bytes, prepare
+from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.op import ROLES, find_method, is_plain_call
 
 
@@ -115,7 +114,7 @@ class MoqextLinearMethod(LinearMethodBase):
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         if self.prepared and not self.slots.fresh:
-            self._settle(layer)  # where restore_weights_before_loading unpacked it, and nothing was loaded
+            settle(layer, self.method, self.prepared)  # it was unpacked, and nothing was loaded
             return
         given = self.slots.given(self.method.checkpoint_params)
         if not self.prepared:
@@ -124,7 +123,7 @@ class MoqextLinearMethod(LinearMethodBase):
             self.prepared = prepare(layer, self.method, given, self.prepared)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
-        self._settle(layer)
+        settle(layer, self.method, self.prepared)
         self.slots.fresh.clear()
 
     def _choose(self, layer: Any, given: list[str]) -> None:
@@ -136,31 +135,17 @@ class MoqextLinearMethod(LinearMethodBase):
                 about.in_features, about.out_partitions, layer.orig_dtype, layer.weight.device, True
             )
 
-    def _settle(self, layer: Any) -> None:
-        """Packed codes take the place of the checkpoint's, which are freed with their block scales."""
-        stored, specs = self.method.checkpoint_params, self.method.prepared_params
-        if not has_the_bytes("weight", stored, specs):
-            layer.weight.data = self.prepared["weight"]
-            if "weight_scale" not in specs:
-                layer.weight_scale.data = layer.weight_scale.data.new_empty(0)
-
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's tensors back where packed ones took their places.
 
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
         """
-        stored, specs = self.method.checkpoint_params, self.method.prepared_params
-        if not self.prepared or has_the_bytes("weight", stored, specs):
-            return
-        if "weight_scale" in specs or len(specs["weight"].shape) != 3:
-            raise UnsupportedQuantization(
-                f"{self.prefix}: {self.quant_algo} prepared with compute={self.compute!r} cannot be loaded "
-                "again"
-            )
-        shape = (self.method.out_features, self.method.in_features)
-        codes, scales = unpack_nvfp4(self.prepared["weight"], shape, self.method.group_size or 16)
-        layer.weight.data, layer.weight_scale.data = codes, scales.view(torch.float8_e4m3fn)
+        if self.prepared:
+            try:
+                restore(layer, self.method, self.prepared)
+            except UnsupportedQuantization as error:
+                raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from moqext import ParamSpec
+from moqext import ParamSpec, UnsupportedQuantization
+from moqext.ops import unpack_nvfp4
 from moqext_torch.exchange import NAMED
 
 Specs = Mapping[str, ParamSpec]
@@ -69,3 +70,47 @@ def prepare(
         if not has_the_bytes(role, stored, specs) and not role.endswith("weight"):
             layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
     return out
+
+
+def _in_another_layout(method: Any) -> list[str]:
+    """Roles of codes whose prepared tensor is not the checkpoint's."""
+    stored, specs = method.checkpoint_params, method.prepared_params
+    return [role for role in specs if role.endswith("weight") and not has_the_bytes(role, stored, specs)]
+
+
+def settle(layer: Any, method: Any, prepared: Mapping[str, torch.Tensor]) -> None:
+    """Packed codes take the place of the checkpoint's, which are freed with their block scales.
+
+    Args:
+        layer: of SGLang.
+        method: as for `prepare`.
+        prepared: what that returned.
+    """
+    for role in _in_another_layout(method):
+        getattr(layer, role).data = prepared[role]
+        if f"{role}_scale" not in method.prepared_params:
+            scales = getattr(layer, f"{role}_scale")
+            scales.data = scales.data.new_empty(0)
+
+
+def restore(layer: Any, method: Any, prepared: Mapping[str, torch.Tensor]) -> None:
+    """Puts the checkpoint's tensors back where packed ones took their places; the packed stay in `prepared`.
+
+    Args:
+        layer: of SGLang.
+        method: as for `prepare`.
+        prepared: what that returned.
+
+    Raises:
+        UnsupportedQuantization: codes that were folded for good.
+    """
+    stored, specs = method.checkpoint_params, method.prepared_params
+    for role in _in_another_layout(method):
+        *rows, half = stored[role].shape
+        if f"{role}_scale" in specs or len(specs[role].shape) != len(rows) + 2:
+            raise UnsupportedQuantization(
+                f"{method.quant_algo} prepared with compute={method.compute!r} cannot be loaded again"
+            )
+        codes, scales = unpack_nvfp4(prepared[role], (*rows, 2 * half), method.group_size or 16)
+        getattr(layer, role).data = codes
+        getattr(layer, f"{role}_scale").data = scales.view(torch.float8_e4m3fn)
