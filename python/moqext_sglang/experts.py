@@ -135,7 +135,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         halves = (
             2 if self.about.gated and role.startswith("w13") and not role.endswith("pre_quant_scale") else 1
         )
-        slots = torch.zeros(spec.shape[0], halves, dtype=torch.float32).squeeze(-1)
+        slots = torch.zeros(spec.shape[0], halves, dtype=torch.float32, device="cpu").squeeze(-1)
         mark: Any = torch.nn.Parameter(slots, requires_grad=False)
         mark.quant_method = "tensor"
         self.marks[role] = mark
@@ -177,7 +177,11 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
                 layer.weight_loader(param, tensor, name, shard_id, expert_id)
             mark = self.marks[role]
             layer.weight_loader(
-                mark, torch.ones(()), "scale", shard_id if mark.dim() > 1 else "w2", expert_id
+                mark,
+                torch.ones((), device="cpu"),
+                "scale",
+                shard_id if mark.dim() > 1 else "w2",
+                expert_id,
             )
             self._fresh.add((role, expert_id))
 
@@ -186,10 +190,10 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
     def _fill_factors(self, layer: Any, role: str, param: Any, tensor: torch.Tensor, expert: int) -> None:
         """Factors of an expert's input, which gate and up have in common."""
         place: Any = torch.nn.Parameter(
-            torch.full((param.shape[0],), -1.0, dtype=torch.float32), requires_grad=False
+            torch.full((param.shape[0],), -1.0, dtype=torch.float32, device="cpu"), requires_grad=False
         )
         place.quant_method = "tensor"
-        layer.weight_loader(place, torch.ones(()), "scale", "w2", expert)
+        layer.weight_loader(place, torch.ones((), device="cpu"), "scale", "w2", expert)
         for number in (place.data > 0).nonzero().flatten().tolist():
             held = param.data[number]
             if (role, expert) in self._fresh and not torch.equal(held.cpu(), tensor.to(held.dtype).cpu()):
@@ -206,7 +210,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         if self.prepared and not self._fresh:
-            self._settle(layer)  # where restore_weights_before_loading unpacked it, and nothing was loaded
+            settle(layer, self.method, self.prepared)  # they were unpacked, and nothing was loaded
             return
         specs = self.method.checkpoint_params
         given = [
@@ -219,12 +223,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             self.prepared = prepare(layer, self.method, given, self.prepared, stacks)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
-        self._settle(layer)
+        settle(layer, self.method, self.prepared)
         self._fresh.clear()
-
-    def _settle(self, layer: Any) -> None:
-        for stack in ("w13_", "w2_"):
-            settle(layer, self.method, self.prepared, stack)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's stacks back where packed ones took their places.
@@ -232,17 +232,11 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
         """
-        about = self.about
-        rows = about.intermediate_size * (2 if about.gated else 1)
-        shapes = {
-            "w13_": (about.num_experts, rows, about.hidden_size),
-            "w2_": (about.num_experts, about.hidden_size, about.intermediate_size),
-        }
-        try:
-            for stack, shape in shapes.items():
-                restore(layer, self.method, self.prepared, shape, stack)
-        except UnsupportedQuantization as error:
-            raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
+        if self.prepared:
+            try:
+                restore(layer, self.method, self.prepared)
+            except UnsupportedQuantization as error:
+                raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
 
     def _stacks(self, tensors: dict[str, Any]) -> Any:
         """Stacks that know which of their slots are filled."""

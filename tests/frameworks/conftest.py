@@ -4,5 +4,22 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 if find_spec("moqext_torch") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "python"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the layers of a test run: on the CPU always, on CUDA too where torch and moqext have it."""
+    import torch
+
+    from moqext import _C
+
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("torch has no CUDA device")
+        if not _C.build_info()["cuda"]:
+            pytest.skip("moqext was built without CUDA")
+    return request.param

@@ -1,9 +1,14 @@
-"""Layers of SGLang over random checkpoints, on one rank or one of two, without processes beside it."""
+"""Layers of SGLang over random checkpoints, on one rank or one of two, without processes beside it.
+
+They are made and called within `engine(device)`, where new tensors are on the device, as while SGLang loads
+a model; tensors of a checkpoint are on the CPU.
+"""
 
 import types
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from .sglang_stand_ins import stand_in
@@ -39,10 +44,25 @@ RANK = {
 
 
 @contextmanager
-def engine():
-    """One rank of SGLang on the CPU, without processes beside it."""
-    with get_context().override_server_args(device="cpu"), get_parallel().override(**RANK):
+def engine(device="cpu"):
+    """One rank of SGLang, without processes beside it."""
+    with (
+        get_context().override_server_args(device=device),
+        get_parallel().override(**RANK),
+        torch.device(device),
+    ):
         yield
+
+
+@contextmanager
+def bfloat16_by_default():
+    """New tensors have the dtype of the model, as while SGLang makes one."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def one_of_two(rank, experts="rows"):
@@ -63,6 +83,20 @@ def config_for(algo, packed=None, **fields):
         "packed_modules_mapping": packed or {},
     }
     return QUANTIZATION_METHODS[name].from_config(document)
+
+
+def cut(case, rank, ranks, axis):
+    """What one of several ranks has of a case: its rows of each part (axis 0), or its columns (axis 1)."""
+    parts = []
+    for part in case.parts:
+        mine = dict(part)
+        for role, array in part.items():
+            if array.ndim == 2 or (array.ndim == 1 and (role == "pre_quant_scale") == (axis == 1)):
+                mine[role] = np.split(array, ranks, axis=min(axis, array.ndim - 1))[rank]
+        parts.append(mine)
+    if axis == 1:
+        return replace(case, parts=parts, in_features=case.in_features // ranks)
+    return replace(case, parts=parts, out_partitions=[rows // ranks for rows in case.out_partitions])
 
 
 def part_tensors(case):

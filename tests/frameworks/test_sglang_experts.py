@@ -1,5 +1,8 @@
 """Experts of SGLang over moqext: created, loaded tensor by tensor, prepared, called and loaded again."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from .sglang_stand_ins import stand_in
@@ -9,7 +12,7 @@ stand_in()
 from sglang.srt.layers.moe.token_dispatcher import standard  # noqa: E402
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 
-from moqext import CheckpointError, UnsupportedQuantization  # noqa: E402
+from moqext import CheckpointError, MoEMethod, UnsupportedQuantization  # noqa: E402
 from moqext.ops import pack_nvfp4, unpack_nvfp4  # noqa: E402
 from moqext_sglang import experts, register  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
@@ -18,19 +21,16 @@ from moqext_torch.moe_op import find_moe_method  # noqa: E402
 from ..moe_cases import ALGOS  # noqa: E402
 from . import sglang_cases as cases  # noqa: E402
 from .sglang_cases import config_for, experts_of, load_experts, one_of_two, torch  # noqa: E402
-from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_case, stacks_of  # noqa: E402
+from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_case, random_call, stacks_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(autouse=True)
-def _rank():
+def _rank(device):
     register()
-    with cases.engine(), torch.inference_mode():
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # as SGLang does while it makes a model
+    with cases.engine(device), torch.inference_mode(), cases.bfloat16_by_default():
         yield
-        torch.set_default_dtype(default)
 
 
 def ready(case, **options):
@@ -40,53 +40,57 @@ def ready(case, **options):
     return layer
 
 
-def routed(rng, tokens=7):
-    x = torch.from_numpy(rng.standard_normal((tokens, HIDDEN), dtype="float32")).bfloat16()
-    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)]).int()
-    weights = torch.rand(tokens, TOP_K, dtype=torch.float32)
-    return x, StandardTopKOutput(weights, ids, torch.zeros(tokens, EXPERTS))
+@pytest.fixture
+def routed(rng, device):
+    """`routed()`: activations of some tokens, and the experts of each, on the device of the test."""
+
+    def made():
+        x, weights, ids = (tensor.to(device) for tensor in random_call(rng, 7))
+        return x, StandardTopKOutput(weights, ids, torch.zeros(7, EXPERTS))
+
+    return made
 
 
 def direct(case, x, chosen):
     """The same experts by MoEMethod alone."""
-    method = case.method()
-    params = method.prepare(stacks_of(case))
+    method = case.method(device=x.device)
+    params = method.prepare({role: tensor.to(x.device) for role, tensor in stacks_of(case).items()})
     return method(x, params, chosen.topk_weights, chosen.topk_ids)
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_equals_moe_method(rng, algo):
+def test_equals_moe_method(rng, algo, routed):
     case = moe_case(rng, algo)
     layer = ready(case)
     assert type(layer.quant_method) is MoqextFusedMoEMethod
     assert layer.runner_backend is None
-    x, chosen = routed(rng)
+    x, chosen = routed()
     before = x.clone()
     assert torch.equal(layer(x, chosen), direct(case, x, chosen))
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
-def test_experts_without_a_gate(rng, algo):
+def test_experts_without_a_gate(rng, algo, routed):
     case = moe_case(rng, algo, gated=False, activation="relu2")
     layer = ready(case)
-    x, chosen = routed(rng)
+    x, chosen = routed()
     assert torch.equal(layer(x, chosen), direct(case, x, chosen))
 
 
-def test_the_factor_of_all_weights(rng):
+def test_the_factor_of_all_weights(rng, routed):
     case = moe_case(rng, "NVFP4")
     layer = ready(case, routed_scaling_factor=2.5)
     assert not layer.should_fuse_routed_scaling_factor_in_topk
-    x, chosen = routed(rng)
+    x, chosen = routed()
     scaled = chosen._replace(topk_weights=chosen.topk_weights * 2.5)
     assert torch.equal(layer(x, chosen), direct(case, x, scaled))
 
 
-def test_padding_counts_nothing(rng):
+def test_padding_counts_nothing(rng, routed):
     case = moe_case(rng, "FP8")
     layer = ready(case)
-    x, chosen = routed(rng)
+    x, chosen = routed()
     ids = chosen.topk_ids.clone()
     ids[2] = -1
     y = layer(x, chosen._replace(topk_ids=ids))
@@ -95,11 +99,12 @@ def test_padding_counts_nothing(rng):
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
-def test_experts_of_one_rank(rng, algo, monkeypatch):
+def test_experts_of_one_rank(rng, algo, monkeypatch, device, routed):
     """Each of two ranks has half of the experts; what they give sums to the whole."""
-    monkeypatch.setattr(standard, "get_device", lambda: "cpu")  # asked for where experts are on several ranks
+    if device == "cpu":  # SGLang asks for its own where experts are on several ranks
+        monkeypatch.setattr(standard, "get_device", lambda: "cpu")
     case = moe_case(rng, algo)
-    x, chosen = routed(rng)
+    x, chosen = routed()
     total = torch.zeros(x.shape, dtype=torch.float32)
     for rank in (0, 1):
         with one_of_two(rank, "experts"):
@@ -110,24 +115,36 @@ def test_experts_of_one_rank(rng, algo, monkeypatch):
     assert (total - expected).abs().max() <= 1e-2 * expected.abs().max()
 
 
+def rows_of_a_rank(case, rank):
+    """What one of two ranks has of the stacks: half of the rows of gate and up, and columns of down."""
+    half, found = slice(rank * INTERMEDIATE // 2, (rank + 1) * INTERMEDIATE // 2), {}
+    for role, stack in stacks_of(case).items():
+        kind, stack = stack.dtype, stack.view(torch.uint8) if stack.itemsize == 1 else stack
+        if role.startswith("w13") and stack.dim() > 1 and stack.shape[1] == 2 * INTERMEDIATE:
+            stack = torch.cat([part[:, half] for part in stack.chunk(2, dim=1)], dim=1)
+        elif role.startswith("w2") and stack.dim() == 3:
+            stack = stack.chunk(2, dim=2)[rank]
+        found[role] = stack.contiguous().view(kind)
+    return found
+
+
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"])
-def test_rows_of_one_rank(rng, algo):
+def test_rows_of_one_rank(rng, algo, device, routed):
     """Each of two ranks has half of the rows of gate and up, under the scales of the whole."""
     case = moe_case(rng, algo)
-    stacks = stacks_of(case)
+    x, chosen = routed()
+    method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE // 2, top_k=TOP_K, device=device)
     for rank in (0, 1):
         with one_of_two(rank):
             layer = ready(case)
-        half = INTERMEDIATE // 2
-        for part in (0, 1):
-            whole = stacks["w13_weight"][:, part * INTERMEDIATE + rank * half :][:, :half]
-            mine = layer.w13_weight[:, part * half : part * half + half]
-            assert torch.equal(mine.view(torch.uint8), whole.view(torch.uint8))
-        whole = stacks["w2_weight"].chunk(2, dim=2)[rank]
-        assert torch.equal(layer.w2_weight.view(torch.uint8), whole.view(torch.uint8))
-        if algo != "FP8_PER_CHANNEL_PER_TOKEN":
-            role = "weight_scale" if algo == "FP8" else "weight_scale_2"
-            assert torch.equal(getattr(layer, f"w13_{role}"), stacks[f"w13_{role}"])
+        stacks = rows_of_a_rank(case, rank)
+        expected = method.prepare({role: stack.to(device) for role, stack in stacks.items()})
+        assert layer.quant_method.prepared.keys() == expected.keys()
+        for role, tensor in expected.items():
+            found = layer.quant_method.prepared[role]
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), role
+        y = layer.quant_method.apply(layer, standard.StandardDispatchOutput(x, None, chosen)).hidden_states
+        assert torch.equal(y, method(x, expected, chosen.topk_weights, chosen.topk_ids))
 
 
 def test_ranks_that_would_share_a_scale_are_refused(rng):
@@ -155,11 +172,11 @@ def test_a_slot_that_was_never_filled_is_named(rng, skip, told):
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_a_call_before_loading_is_refused(rng):
+def test_a_call_before_loading_is_refused(rng, routed):
     case = moe_case(rng, "FP8")
     layer = experts_of(case, config_for("FP8"))
     with pytest.raises(RuntimeError, match="before its weights were loaded"):
-        layer(*routed(rng))
+        layer(*routed())
 
 
 def test_input_scales_of_gate_and_up_are_kept_apart(rng):
@@ -167,91 +184,24 @@ def test_input_scales_of_gate_and_up_are_kept_apart(rng):
     case = moe_case(rng, "FP8")
     layer = ready(case)
     stacks = stacks_of(case)
-    assert torch.equal(layer.w13_input_scale, stacks["w13_input_scale"])
-    assert torch.equal(layer.w2_input_scale, stacks["w2_input_scale"])
+    assert torch.equal(layer.w13_input_scale.cpu(), stacks["w13_input_scale"])
+    assert torch.equal(layer.w2_input_scale.cpu(), stacks["w2_input_scale"])
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_reload_in_place(rng, algo):
+def test_reload_in_place(rng, algo, routed):
     first, second = moe_case(rng, algo), moe_case(rng, algo)
     layer = ready(first)
     method = layer.quant_method
     before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
     method.process_weights_after_loading(layer)  # nothing was loaded: nothing happens
     method.restore_weights_before_loading(layer)
-    x, chosen = routed(rng)
+    x, chosen = routed()
     assert torch.equal(layer(x, chosen), direct(first, x, chosen))
     load_experts(layer, second)
     method.process_weights_after_loading(layer)
     assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
     assert torch.equal(layer(x, chosen), direct(second, x, chosen))
-
-
-class _Packed:
-    """MoEMethod of NVFP4 as it is on CUDA: codes and block scales are one prepared stack, packed."""
-
-    STACKS = ("w13", "w2")
-
-    def __init__(self, method):
-        self.method = method
-        self.shapes, specs = {}, method.prepared_params
-        for stack in self.STACKS:
-            experts, rows, half = specs[f"{stack}_weight"].shape
-            self.shapes[stack] = (experts, rows, 2 * half)
-            shape = (experts, 4 * -(-rows // 64), -(-2 * half // 64), 576)
-            specs[f"{stack}_weight"] = specs[f"{stack}_weight"]._replace(shape=shape, dtype="uint8")
-            del specs[f"{stack}_weight_scale"]
-        self.prepared_params = specs
-
-    def __getattr__(self, name):
-        return getattr(self.method, name)
-
-    def keeps(self, name):
-        return False
-
-    def prepare(self, params, out):
-        plain = self.method.prepare(params)
-        for role, tensor in out.items():
-            if role.endswith("_weight"):
-                pack_nvfp4(plain[role], plain[f"{role}_scale"], out=tensor)
-            else:
-                tensor.copy_(plain[role])
-        return out
-
-    def __call__(self, x, params, weights, ids, **options):
-        plain = dict(params)
-        for stack, shape in self.shapes.items():
-            codes, scales = unpack_nvfp4(params[f"{stack}_weight"], shape, 16)
-            plain |= {f"{stack}_weight": codes, f"{stack}_weight_scale": scales.view(torch.float8_e4m3fn)}
-        return self.method(x, plain, weights, ids, **options)
-
-
-def test_packed_stacks_are_unpacked_for_a_reload(rng, monkeypatch):
-    """Packed ones keep their places, and no stack of the checkpoint stays beside them."""
-    monkeypatch.setattr(experts, "find_moe_method", lambda *about: _Packed(find_moe_method(*about)))
-    first, second = (moe_case(rng, "NVFP4") for _ in range(2))
-    layer = ready(first)
-    method, (x, chosen) = layer.quant_method, routed(rng)
-    before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
-    for given, case in ((None, first), (None, first), (second, second)):
-        for stack in _Packed.STACKS:
-            assert getattr(layer, f"{stack}_weight").data_ptr() == before[f"{stack}_weight"]
-            assert getattr(layer, f"{stack}_weight_scale").numel() == 0
-        method.restore_weights_before_loading(layer)
-        for role in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
-            assert tuple(getattr(layer, role).shape) == method.method.checkpoint_params[role].shape
-        if given is not None:
-            load_experts(layer, given)
-        method.process_weights_after_loading(layer)
-        assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
-        assert torch.equal(layer(x, chosen), direct(case, x, chosen))
-
-
-def test_folded_stacks_are_not_loaded_again(rng, monkeypatch):
-    monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "fp8")
-    layer = ready(moe_case(rng, "NVFP4"))
-    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.experts: .* cannot be loaded"):
-        layer.quant_method.restore_weights_before_loading(layer)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +225,7 @@ def test_other_ways_are_refused_by_name(rng, options, told):
 
 def test_experts_without_a_kernel_are_refused_by_name(rng, monkeypatch):
     def refuse(about, dtype, device):
-        raise UnsupportedQuantization("no kernel for experts on cuda:0")
+        raise UnsupportedQuantization("no kernel for experts here")
 
     monkeypatch.setattr(experts, "find_moe_method", refuse)
     case = moe_case(rng, "NVFP4")
@@ -283,10 +233,10 @@ def test_experts_without_a_kernel_are_refused_by_name(rng, monkeypatch):
         experts_of(case, config_for("NVFP4"))
 
 
-def test_compiles_without_a_break(rng):
+def test_compiles_without_a_break(rng, routed):
     case = moe_case(rng, "FP8")
     layer = ready(case)
-    x, chosen = routed(rng)
+    x, chosen = routed()
     expected = layer(x, chosen)
 
     def call(x, weights, ids):
@@ -299,3 +249,96 @@ def test_compiles_without_a_break(rng):
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         given = (t.clone() for t in (x, chosen.topk_weights, chosen.topk_ids))
         assert torch.equal(compiled(*given), expected)
+
+
+class _Packed:
+    """MoEMethod of NVFP4 as it is on CUDA: codes and block scales of a stack are one tensor, packed."""
+
+    def __init__(self, method):
+        self.method = method
+        self.prepared_params = {
+            role: spec for role, spec in method.prepared_params.items() if not role.endswith("weight_scale")
+        }
+        for role in ("w13_weight", "w2_weight"):
+            count, rows, half = method.checkpoint_params[role].shape
+            shape = (count, 4 * -(-rows // 64), -(-half // 32), 576)
+            self.prepared_params[role] = method.prepared_params[role]._replace(shape=shape, dtype="uint8")
+
+    def __getattr__(self, name):
+        return getattr(self.method, name)
+
+    def prepare(self, params, out):
+        plain = self.method.prepare(params)
+        for role, tensor in out.items():
+            if role.endswith("_weight"):
+                pack_nvfp4(plain[role], plain[f"{role}_scale"], out=tensor)
+            else:
+                tensor.copy_(plain[role])
+        return out
+
+    def __call__(self, x, params, *call, **options):
+        plain = dict(params)
+        for role in ("w13_weight", "w2_weight"):
+            count, rows, half = self.method.checkpoint_params[role].shape
+            plain[role], scales = unpack_nvfp4(params[role], (count, rows, 2 * half))
+            plain[f"{role}_scale"] = scales.view(torch.float8_e4m3fn)
+        return self.method(x, plain, *call, **options)
+
+
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, routed):
+    """Packed stacks keep their places; what is loaded again of the checkpoint is all, a part or nothing."""
+    if device == "cpu":
+        monkeypatch.setattr(experts, "find_moe_method", lambda *about: _Packed(find_moe_method(*about)))
+    first, second = (moe_case(rng, "NVFP4") for _ in range(2))
+    layer = ready(first)
+    method = layer.quant_method
+    before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
+    assert layer.w13_weight.shape == (EXPERTS, 4 * 2 * INTERMEDIATE // 64, HIDDEN // 64, 576)
+    assert layer.w13_weight_scale.numel() == layer.w2_weight_scale.numel() == 0
+    x, chosen = routed()
+    assert torch.equal(layer(x, chosen), direct(first, x, chosen))
+    skipped = {(role, 1, shard) for role in second.stacks for shard in ("w1", "w2", "w3")}
+    mixed = replace(first, stacks={role: np.array(stack) for role, stack in second.stacks.items()})
+    for role, stack in mixed.stacks.items():
+        stack[1] = first.stacks[role][1]
+    for given, skip, expected in ((None, (), first), (second, skipped, mixed), (second, (), second)):
+        method.restore_weights_before_loading(layer)
+        assert layer.w2_weight.shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
+        if given is not None:
+            load_experts(layer, given, skip)
+        method.process_weights_after_loading(layer)
+        assert {role: tensor.data_ptr() for role, tensor in method.prepared.items()} == before
+        assert layer.w2_weight.data_ptr() == before["w2_weight"]
+        assert layer.w2_weight_scale.numel() == 0
+        assert torch.equal(layer(x, chosen), direct(expected, x, chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_graph_of_a_layer(rng, algo, routed):
+    """Nothing of a call waits for the device, or it could not be captured; other activations, experts and
+    weights reach the graph."""
+    first, second = moe_case(rng, algo), moe_case(rng, algo)
+    layer = ready(first)
+    x, chosen = routed()
+    layer(x, chosen)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x, chosen)
+
+    def replayed():
+        captured.fill_(float("nan"))
+        graph.replay()
+        return captured
+
+    assert torch.equal(replayed(), direct(first, x, chosen))
+    other_x, other = routed()
+    x.copy_(other_x)
+    chosen.topk_weights.copy_(other.topk_weights)
+    chosen.topk_ids.copy_(other.topk_ids)
+    assert torch.equal(replayed(), direct(first, x, chosen))
+    layer.quant_method.restore_weights_before_loading(layer)
+    load_experts(layer, second)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(replayed(), direct(second, x, chosen))

@@ -18,8 +18,9 @@ from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
 from moqext_torch.op import find_method  # noqa: E402
 
 from . import sglang_cases as cases  # noqa: E402
-from .sglang_cases import config_for, linear_of, load_linear, one_of_two, part_tensors, torch  # noqa: E402
-from .torch_cases import ALGOS, case_of, random_x, tensors_of  # noqa: E402
+from . import torch_cases  # noqa: E402
+from .sglang_cases import config_for, cut, linear_of, load_linear, one_of_two, torch  # noqa: E402
+from .torch_cases import ALGOS, case_of, tensors_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 KINDS = {
@@ -32,19 +33,27 @@ KINDS = {
 
 
 @pytest.fixture(autouse=True)
-def _rank():
+def _rank(device):
     register()
-    with cases.engine(), torch.inference_mode():
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # as SGLang does while it makes a model
+    with cases.engine(device), torch.inference_mode(), cases.bfloat16_by_default():
         yield
-        torch.set_default_dtype(default)
+
+
+@pytest.fixture
+def random_x(rng, device):
+    """`random_x(case, *shape, **options)`: activations on the device of the test."""
+    return lambda case, *shape, **options: torch_cases.random_x(rng, case, *shape, **options).to(device)
+
+
+def alone(case, x):
+    """The same layer by LinearMethod alone, and its prepared tensors."""
+    method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype, device=x.device)
+    return method, method.prepare({role: tensor.to(x.device) for role, tensor in tensors_of(case).items()})
 
 
 def direct(case, x, bias=None):
-    """The same layer by LinearMethod alone."""
-    method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype)
-    params = method.prepare({role: t.contiguous() for role, t in tensors_of(case).items()})
+    """What LinearMethod alone gives."""
+    method, params = alone(case, x)
     return method(x, params, bias)
 
 
@@ -57,18 +66,18 @@ def ready(kind, case, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("algo", ALGOS)
-def test_equals_linear_method(rng, algo, kind):
+def test_equals_linear_method(rng, algo, kind, random_x):
     case = case_of(rng, algo, KINDS[kind], 256)
     layer, _ = ready(kind, case)
     assert type(layer.quant_method) is MoqextLinearMethod
-    x = random_x(rng, case, 5)
+    x = random_x(case, 5)
     y, bias = layer(x)
     assert bias is None
     assert torch.equal(y, direct(case, x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_bias_and_dtypes(rng, dtype):
+def test_bias_and_dtypes(rng, dtype, random_x):
     case = case_of(rng, "NVFP4", (64, 64))
     layer, _ = linear_of("merged", case, config_for("NVFP4"), dtype=dtype, bias=True)
     load_linear(layer, case, (0, 1))
@@ -76,40 +85,38 @@ def test_bias_and_dtypes(rng, dtype):
     for part in (0, 1):
         layer.bias.weight_loader(layer.bias, bias[64 * part : 64 * part + 64], part)
     layer.quant_method.process_weights_after_loading(layer)
-    x = random_x(rng, case, 3, dtype=dtype)
+    x = random_x(case, 3, dtype=dtype)
     assert torch.equal(layer(x)[0], direct(case, x, bias))
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PB_WO"])
 @pytest.mark.parametrize("kind", ["merged", "qkv"])
-def test_one_rank_of_two(rng, algo, kind):
-    """The parts of a rank are those of its rows, the scales of each part the same on every rank."""
+def test_one_rank_of_two(rng, algo, kind, random_x):
+    """Each part has the rows of its rank, under the scales of the whole."""
     rows = {"merged": (256, 256), "qkv": (512, 256, 256)}[kind]
     case = case_of(rng, algo, rows, 128)
-    x, ys = random_x(rng, case, 4), []
+    x = random_x(case, 4)
     for rank in (0, 1):
         with one_of_two(rank):
             layer, _ = ready(kind, case)
         assert layer.quant_method.method.out_partitions == tuple(n // 2 for n in rows)
-        ys.append(layer(x)[0].split([n // 2 for n in rows], dim=-1))
-    whole = direct(case, x).split(list(rows), dim=-1)
-    for part, expected in enumerate(whole):
-        assert torch.equal(torch.cat([y[part] for y in ys], dim=-1), expected)
+        assert torch.equal(layer(x)[0], direct(cut(case, rank, 2, axis=0), x))
 
 
 @pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ"])
-def test_columns_of_one_rank(rng, algo):
+def test_columns_of_one_rank(rng, algo, random_x):
     case = case_of(rng, algo, (64,), 256)
-    tensors = next(part_tensors(case))
     for rank in (0, 1):
         with one_of_two(rank):
             layer, _ = ready("row", case)
-        params = layer.quant_method.prepared
-        expected = tensors["weight"].chunk(2, dim=1)[rank]
-        assert torch.equal(params["weight"].view(torch.uint8), expected.view(torch.uint8))
-        if "pre_quant_scale" in tensors:
-            half = tensors["pre_quant_scale"].chunk(2)[rank].float()
-            assert torch.equal(params["pre_quant_scale"], half)
+        part = cut(case, rank, 2, axis=1)
+        x = random_x(part, 4)
+        method, expected = alone(part, x)
+        found = layer.quant_method.prepared
+        assert found.keys() == expected.keys()
+        for role, tensor in expected.items():
+            assert torch.equal(found[role].view(torch.uint8), tensor.view(torch.uint8)), role
+        assert torch.equal(layer.quant_method.apply(layer, x), method(x, expected))
 
 
 def test_ranks_that_would_share_a_scale_are_refused(rng):
@@ -127,11 +134,11 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
         linear_of("merged", case, config_for("FP8_PB_WO"), prefix="model.layers.0.mlp.gate_up_proj")
 
 
-def test_parts_that_end_within_a_block(rng):
+def test_parts_that_end_within_a_block(rng, random_x):
     """Each part begins with a block of its own, as its file has it."""
     case = case_of(rng, "FP8_PB_WO", (192, 64, 40), 130)
     layer, _ = ready("merged", case)
-    x = random_x(rng, case, 3)
+    x = random_x(case, 3)
     assert torch.equal(layer(x)[0], direct(case, x))
 
 
@@ -149,11 +156,11 @@ def test_a_slot_that_was_never_filled_is_named(rng, algo, role):
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_nothing_loaded_is_refused_and_a_call_before_it_too(rng):
+def test_nothing_loaded_is_refused_and_a_call_before_it_too(rng, random_x):
     case = case_of(rng, "FP8")
     layer, _ = linear_of("column", case, config_for("FP8"))
     with pytest.raises(RuntimeError, match="before its weights were loaded"):
-        layer(random_x(rng, case, 1))
+        layer(random_x(case, 1))
     with pytest.raises(CheckpointError, match=r"mlp\.x: weight was never loaded"):
         layer.quant_method.process_weights_after_loading(layer)
 
@@ -167,17 +174,17 @@ def test_a_damaged_scale_names_the_layer(rng):
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_an_absent_input_scale_stays_absent(rng):
+def test_an_absent_input_scale_stays_absent(rng, random_x):
     case = case_of(rng, "FP8", (40,))
     del case.parts[0]["input_scale"]
     layer, _ = ready("column", case)
-    x = random_x(rng, case, 3)
+    x = random_x(case, 3)
     assert "input_scale" not in layer.quant_method.prepared
     assert torch.equal(layer(x)[0], direct(case, x))
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_reload_in_place(rng, algo):
+def test_reload_in_place(rng, algo, random_x):
     """New weights go to the memory of the old ones, which graphs hold, whichever tensors come."""
     first, second = (case_of(rng, algo, KINDS["merged"], 256) for _ in range(2))
     layer, names = ready("merged", first)
@@ -185,7 +192,7 @@ def test_reload_in_place(rng, algo):
     before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
     parameters = dict(layer.named_parameters())
     method.process_weights_after_loading(layer)  # nothing was loaded: nothing happens
-    x = random_x(rng, first, 4)
+    x = random_x(first, 4)
     assert torch.equal(layer(x)[0], direct(first, x))
     method.restore_weights_before_loading(layer)
     load_linear(layer, second, names)
@@ -195,13 +202,13 @@ def test_reload_in_place(rng, algo):
     assert torch.equal(layer(x)[0], direct(second, x))
 
 
-def test_a_head_pads_its_vocabulary(rng):
+def test_a_head_pads_its_vocabulary(rng, random_x):
     case = case_of(rng, "NVFP4", (100,), 128)
     config = config_for("NVFP4", exclude_modules=[])
     layer = ParallelLMHead(100, 128, params_dtype=torch.bfloat16, quant_config=config, prefix="lm_head")
     load_linear(layer, case, (None,))
     layer.quant_method.process_weights_after_loading(layer)
-    x = random_x(rng, case, 2)
+    x = random_x(case, 2)
     y = layer.quant_method.apply(layer, x)
     assert y.shape == (2, 128)
     assert torch.equal(y[:, :100], direct(case, x))
@@ -211,10 +218,10 @@ def test_a_head_pads_its_vocabulary(rng):
         layer.quant_method.apply(layer, x)
 
 
-def test_compiles_without_a_break(rng):
+def test_compiles_without_a_break(rng, random_x):
     case = case_of(rng, "FP8", (64,))
     layer, _ = ready("column", case)
-    x = random_x(rng, case, 4)
+    x = random_x(case, 4)
     with torch.inference_mode(False), torch.no_grad():
         compiled = torch.compile(
             lambda x: layer.quant_method.apply(layer, x), fullgraph=True, backend="aot_eager"
@@ -272,12 +279,13 @@ class _Packed:
         return self.method(x, plain, bias)
 
 
-def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch):
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, random_x):
     """The packed tensor keeps its place; what is loaded again of the checkpoint is all, a part or nothing."""
-    monkeypatch.setattr(linear, "find_method", lambda *about: _Packed(find_method(*about)))
+    if device == "cpu":
+        monkeypatch.setattr(linear, "find_method", lambda *about: _Packed(find_method(*about)))
     first, second = (case_of(rng, "NVFP4", (64, 64), 128) for _ in range(2))
     layer, names = ready("merged", first)
-    method, x = layer.quant_method, random_x(rng, first, 4)
+    method, x = layer.quant_method, random_x(first, 4)
     before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
     assert layer.weight.shape == (8, 2, 576)
     assert layer.weight_scale.numel() == 0
@@ -294,3 +302,31 @@ def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch):
         assert layer.weight.data_ptr() == before["weight"]
         assert layer.weight_scale.numel() == 0
         assert torch.equal(layer(x)[0], direct(case, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_graph_of_a_layer(rng, algo, random_x):
+    """Nothing of a call waits for the device, or it could not be captured; other activations and weights
+    reach the graph."""
+    first, second = (case_of(rng, algo, KINDS["merged"], 256) for _ in range(2))
+    layer, names = ready("merged", first)
+    x = random_x(first, 4)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)[0]
+
+    def replayed():
+        captured.fill_(float("nan"))
+        graph.replay()
+        return captured
+
+    assert torch.equal(replayed(), direct(first, x))
+    x.copy_(random_x(first, 4))
+    assert torch.equal(replayed(), direct(first, x))
+    layer.quant_method.restore_weights_before_loading(layer)
+    load_linear(layer, second, names)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(replayed(), direct(second, x))

@@ -26,9 +26,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 @pytest.fixture(autouse=True)
-def _rank():
+def _rank(device):
     register()
-    with cases.engine(), torch.inference_mode():
+    with cases.engine(device), torch.inference_mode():
         yield
 
 
@@ -52,13 +52,8 @@ def loaded(path, config):
     quant = get_quantization_config(name).from_config(
         {**config.to_dict(), "packed_modules_mapping": getattr(kind, "packed_modules_mapping", {})}
     )
-    with torch.device("cpu"):
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = kind(config=about, quant_config=quant)
-        finally:
-            torch.set_default_dtype(default)
+    with cases.bfloat16_by_default():
+        model = kind(config=about, quant_config=quant)
     checkpoint = Checkpoint(path)
     model.load_weights((tensor, stored_tensor(checkpoint, tensor)) for tensor in checkpoint.tensors)
     for _, module in model.named_modules():
@@ -69,7 +64,7 @@ def loaded(path, config):
 
 
 @pytest.mark.parametrize("path", list(runnable()), ids=lambda path: path.name)
-def test_a_genuine_checkpoint(path, rng):
+def test_a_genuine_checkpoint(path, rng, device):
     """Each layer, called in the model's place, gives what Checkpoint.load gives; the cache has its scales."""
     config = moqext.QuantConfig.from_pretrained(path)
     model, checkpoint = loaded(path, config)
@@ -79,14 +74,15 @@ def test_a_genuine_checkpoint(path, rng):
         if type(method) is MoqextLinearMethod:
             parent, _, own = name.rpartition(".")
             names = [f"{parent}.{part}" for part in FUSED.get(own, (own,))]
-            layer = checkpoint.load(names, dtype="bfloat16")
-            x = torch.from_numpy(
-                rng.standard_normal((3, method.method.in_features), dtype="float32")
-            ).bfloat16()
+            layer = checkpoint.load(names, device=device, dtype="bfloat16")
+            values = rng.standard_normal((3, method.method.in_features), dtype="float32")
+            x = torch.from_numpy(values).to(device, torch.bfloat16)
             assert torch.equal(method.apply(module, x), layer(x)), name
             found += len(names)
         elif type(method) is MoqextFusedMoEMethod:
-            layer = checkpoint.load(name, dtype="bfloat16", top_k=method.about.top_k, activation="silu")
+            layer = checkpoint.load(
+                name, device=device, dtype="bfloat16", top_k=method.about.top_k, activation="silu"
+            )
             for role, tensor in layer.params.items():
                 mine = method.prepared[role]
                 theirs = as_torch(tensor, mine.dtype).reshape(mine.shape)
