@@ -1,0 +1,69 @@
+/* How a call of experts with few tokens on Hopper is shared out (sm90_moe_few.h): blocks, the slabs
+ * of each, clusters, and shared memory. Plain C, which asks nothing but the description. */
+#ifndef MOQ_CUDA_CHOICE_MOE_FEW_H
+#define MOQ_CUDA_CHOICE_MOE_FEW_H
+
+#include "core/moe.h"
+#include "core/nvfp4_packed.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_MOE_FEW_WARPS   8
+#define MOQ_MOE_FEW_CHUNK   8  /* slots of an expert that are multiplied at once */
+#define MOQ_MOE_FEW_STAGES  16 /* of a warp, at most */
+#define MOQ_MOE_FEW_SLOTS   1024
+#define MOQ_MOE_FEW_EXPERTS 1024
+#define MOQ_MOE_FEW_COLUMNS (1 << 16)
+
+#define MOQ_MOE_FEW_STAGE_BLOCKS 2 /* of K in a stage of packed NVFP4 weights */
+
+/* A way, the row of a form: blocks of a multiprocessor in the first kernel, and in the second slabs
+ * of a block and blocks of a cluster, all powers of two. */
+#define MOQ_MOE_FEW_ROW(log_up, log_slabs, log_cluster)                                            \
+    ((log_up) | (log_slabs) << 1 | (log_cluster) << 3)
+#define MOQ_MOE_FEW_WAYS 32
+
+/* Offsets of the tables in shared memory. */
+typedef struct {
+    int expert, sorted, chunk, count, chunks;
+} moq_moe_few_tables;
+
+/* One of the two kernels. */
+typedef struct {
+    int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
+    int slabs;         /* of a warp's stage, at most */
+    int stages;        /* of a warp */
+    int parked_at;     /* sums of items that are spread over warps */
+    int weights_at;    /* of slots: down */
+    int sums_at;       /* down: [slots][rows of a block] float32 */
+    int shared;        /* bytes of all that */
+    moq_moe_few_tables tables;
+} moq_moe_few_half;
+
+typedef struct {
+    moq_moe_few_half up, down;
+} moq_moe_few_share;
+
+/* Bytes of what is between the kernels, [slots, I]. */
+int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
+
+/* Whether the kernels of packed NVFP4 weights as they are take the layer and so many tokens, or 0
+ * for any number that suits them; a reason if not. The device is not looked at. */
+bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
+
+/* Seconds of a whole call. */
+double moq_moe_nvfp4_few_seconds(const moq_moe_spec *spec, int64_t tokens);
+
+/* The way of a call in a variant: 0 is the best one, the others are those of MOQ_MOE_FEW_WAYS. */
+moq_way moq_moe_nvfp4_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+
+/* The call shared out in its way. */
+void moq_moe_nvfp4_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
+                                 moq_moe_few_share *share);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
