@@ -41,18 +41,43 @@ int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens) {
     return slots_of(spec, tokens) * spec->w2.in_features * (int64_t)moq_dtype_size(spec->w2.dtype);
 }
 
-/* ---- shared memory ---- */
-
-static int stage_bytes_of(int slabs) {
-    return slabs * MOQ_MOE_FEW_STAGE_BLOCKS * MOQ_PACK_BYTES;
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+    int64_t maxima = spec->w2.input == MOQ_INPUT_E4M3_TOKEN
+                         ? slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS) * 4
+                         : 0;
+    return moq_moe_few_inner_bytes(spec, tokens) + maxima;
 }
+
+/* ---- formats ---- */
+
+/* Weights as a kernel goes through them. */
+typedef struct {
+    int columns, bytes; /* of a block of K of a slab */
+    int stage;          /* blocks of a stage */
+    int alignment;      /* of the ring, beyond what shared memory has */
+    int log_slabs;      /* of a stage of the second kernel, at most */
+} format;
+
+static const format NVFP4 = {MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_BLOCKS, 0, 2};
+static const format FP8 = {128, 16 * 128, MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+
+static const format *format_of(const moq_moe_spec *spec) {
+    return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
+}
+
+static int64_t blocks_of(const moq_moe_spec *spec, int64_t columns) {
+    return divide_up(columns, format_of(spec)->columns);
+}
+
+/* ---- shared memory ---- */
 
 /* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
 static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int stages,
                     moq_moe_few_half *h) {
+    const format *f = format_of(spec);
     int used = 0;
     h->stages = stages;
-    take(&used, (int64_t)MOQ_MOE_FEW_WARPS * stages * stage_bytes_of(h->slabs));
+    take(&used, (int64_t)MOQ_MOE_FEW_WARPS * stages * h->slabs * f->stage * f->bytes);
     h->parked_at = take(&used, (int64_t)MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4);
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, sums ? slots * 4 : 0);
@@ -61,18 +86,20 @@ static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int s
     h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);
     h->tables.count = take(&used, slots > LANES ? spec->experts * 4 : 0);
     h->tables.chunks = take(&used, 4);
-    h->shared = used;
+    h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
+    h->shared = used + f->alignment;
 }
 
 /* As many stages as there is room for, and use: a warp has so many blocks of K. False where there
  * is no room for two. */
 static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t blocks,
                       moq_moe_few_half *h) {
+    const format *f = format_of(spec);
     if (sums > BLOCK_BYTES)
         return false;
     lay_out(spec, slots, sums, 0, h);
-    int64_t room = (BLOCK_BYTES - h->shared) / (MOQ_MOE_FEW_WARPS * stage_bytes_of(h->slabs));
-    int64_t use = divide_up(blocks, MOQ_MOE_FEW_STAGE_BLOCKS) + 1;
+    int64_t room = (BLOCK_BYTES - h->shared) / (MOQ_MOE_FEW_WARPS * h->slabs * f->stage * f->bytes);
+    int64_t use = divide_up(blocks, f->stage) + 1;
     int64_t stages = room < use ? room : use;
     if (stages < 2)
         return false;
@@ -89,7 +116,7 @@ static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
     h->grid = spec->w13.target.sm_count << log_blocks;
     h->cluster = 1;
     h->slabs = spec->gated ? 2 : 1;
-    int64_t blocks = divide_up(items, h->grid) * moq_pack_blocks(spec->w13.in_features);
+    int64_t blocks = divide_up(items, h->grid) * blocks_of(spec, spec->w13.in_features);
     return fill_half(spec, slots, 0, divide_up(blocks, MOQ_MOE_FEW_WARPS), h);
 }
 
@@ -100,11 +127,13 @@ static int64_t down_slabs(const moq_moe_spec *spec) {
 static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, int log_slabs, int log_cluster,
                          moq_moe_few_half *h) {
     int64_t slots = slots_of(spec, tokens), rows = (int64_t)MOQ_PACK_ROWS << log_slabs;
+    if (log_slabs > format_of(spec)->log_slabs)
+        return false;
     h->slabs = 1 << log_slabs;
     h->cluster = 1 << log_cluster;
     h->grid = (int)(divide_up(down_slabs(spec), h->slabs) * h->cluster);
     int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
-    int64_t blocks = items * moq_pack_blocks(spec->w2.in_features);
+    int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
     return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
                      divide_up(blocks, MOQ_MOE_FEW_WARPS), h);
 }
@@ -118,9 +147,16 @@ static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
            lay_out_down(spec, tokens, row >> 1 & 3, row >> 3, &share->down);
 }
 
-/* Bytes of a layer's weights of `rows` rows. */
-static double weight_bytes(int64_t rows, int64_t columns) {
-    return (double)moq_pack_slabs(rows) * (double)moq_pack_blocks(columns) * MOQ_PACK_BYTES;
+/* Bytes of `slabs` slabs of a weight. */
+static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t columns) {
+    return (double)slabs * (double)blocks_of(spec, columns) * format_of(spec)->bytes;
+}
+
+/* Of all weights of an expert. */
+static double expert_bytes(const moq_moe_spec *spec) {
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    return slab_bytes(spec, divide_up(w13->out_features, MOQ_PACK_ROWS), w13->in_features) +
+           slab_bytes(spec, divide_up(w2->out_features, MOQ_PACK_ROWS), w2->in_features);
 }
 
 /* Experts that have a slot, as they are expected of a router that likes all. */
@@ -138,9 +174,7 @@ static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
  * multiprocessor cannot read as fast where it has to read for long. */
 static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
     double chunks = fmax(1, active_experts(spec, tokens));
-    double slab =
-        weight_bytes(MOQ_PACK_SLABS * MOQ_PACK_ROWS, spec->w2.in_features) / MOQ_PACK_SLABS;
-    double weights = ceil(chunks / h->cluster) * h->slabs * slab;
+    double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
     double inner = (double)moq_moe_few_inner_bytes(spec, tokens) / h->cluster;
     double each = ceil((double)h->grid / spec->w2.target.sm_count);
     double bytes = each * (weights + 0.5 * inner);
@@ -151,14 +185,13 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
 
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {
     double up = active_experts(spec, tokens) *
-                weight_bytes(spec->w13.out_features, spec->w13.in_features) /
+                slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features) /
                 spec->w13.target.sm_count;
     int best = -1;
     double least = INFINITY;
     for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++) {
         moq_moe_few_share share;
-        if ((row & 1) != (up > ONE_BLOCK) || (row >> 1 & 3) == 3 ||
-            !lay_out_row(spec, tokens, row, &share))
+        if ((row & 1) != (up > ONE_BLOCK) || !lay_out_row(spec, tokens, row, &share))
             continue;
         double seconds = down_seconds(spec, tokens, &share.down);
         if (seconds < least) {
@@ -169,16 +202,15 @@ static int best_row(const moq_moe_spec *spec, int64_t tokens) {
     return best;
 }
 
-moq_way moq_moe_nvfp4_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
+moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
     moq_moe_few_share share;
     int row = variant - 1;
-    bool can = row >= 0 && row < MOQ_MOE_FEW_WAYS && (row >> 1 & 3) < 3 &&
-               lay_out_row(spec, tokens, row, &share);
+    bool can = row >= 0 && row < MOQ_MOE_FEW_WAYS && lay_out_row(spec, tokens, row, &share);
     return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens), 1);
 }
 
-void moq_moe_nvfp4_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
-                                 moq_moe_few_share *share) {
+void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
+                           moq_moe_few_share *share) {
     bool fits = lay_out_row(spec, tokens, moq_form_row(way.form), share);
     MOQ_ASSERT(fits);
     (void)fits;
@@ -191,35 +223,34 @@ static bool is_exact_packed(const moq_linear_spec *layer) {
            (layer->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(layer));
 }
 
-static bool takes_layer(const moq_moe_spec *spec, char *reason, size_t size) {
+static bool is_fp8(const moq_linear_spec *layer) {
+    return layer->weight == MOQ_WEIGHT_E4M3_ROW || layer->weight == MOQ_WEIGHT_E4M3_BLOCK;
+}
+
+/* Both inner dimensions are multiples of `columns`. */
+static bool takes_sizes(const moq_moe_spec *spec, int columns, char *reason, size_t size) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    if (!is_exact_packed(w13) || !is_exact_packed(w2))
+    long long hidden = w13->in_features, inner = w2->in_features;
+    if (hidden % columns || inner % columns)
         snprintf(reason, size,
-                 "multiplies NVFP4 weights exactly, %s with compute %s asks for another", w13->algo,
-                 moq_compute_name(w13->compute));
-    else if (w13->dtype != MOQ_DT_BF16 && w13->dtype != MOQ_DT_F16)
-        snprintf(reason, size, "needs bfloat16 or float16, got %s", moq_dtype_name(w13->dtype));
-    else if (w13->pre_quant_scale)
-        snprintf(reason, size, "multiplies x as it is, %s smooths it", w13->algo);
-    else if (w13->in_features % MOQ_PACK_K || w2->in_features % MOQ_PACK_K)
-        snprintf(reason, size,
-                 "needs hidden and intermediate sizes that are multiples of %d, got "
-                 "%lld and %lld",
-                 MOQ_PACK_K, (long long)w13->in_features, (long long)w2->in_features);
-    else if (w13->in_features > MOQ_MOE_FEW_COLUMNS || w2->in_features > MOQ_MOE_FEW_COLUMNS)
+                 "needs hidden and intermediate sizes that are multiples of %d, got %lld and %lld",
+                 columns, hidden, inner);
+    else if (hidden > MOQ_MOE_FEW_COLUMNS || inner > MOQ_MOE_FEW_COLUMNS)
         snprintf(reason, size, "needs hidden and intermediate sizes up to %d, got %lld and %lld",
-                 MOQ_MOE_FEW_COLUMNS, (long long)w13->in_features, (long long)w2->in_features);
+                 MOQ_MOE_FEW_COLUMNS, hidden, inner);
     else if (spec->experts > MOQ_MOE_FEW_EXPERTS)
         snprintf(reason, size, "needs at most %d experts, got %d", MOQ_MOE_FEW_EXPERTS,
                  (int)spec->experts);
+    else if (w13->dtype != MOQ_DT_BF16 && w13->dtype != MOQ_DT_F16)
+        snprintf(reason, size, "needs bfloat16 or float16, got %s", moq_dtype_name(w13->dtype));
+    else if (w13->pre_quant_scale)
+        snprintf(reason, size, "does not smooth x, %s does", w13->algo);
     else
         return true;
     return false;
 }
 
-bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
-    if (!takes_layer(spec, reason, size))
-        return false;
+static bool takes_tokens(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
     if (tokens > MOQ_MOE_FEW_SLOTS / spec->top_k)
         snprintf(reason, size, "needs at most %d slots, got %lld tokens of %d", MOQ_MOE_FEW_SLOTS,
                  (long long)tokens, (int)spec->top_k);
@@ -230,13 +261,29 @@ bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *rea
     return false;
 }
 
+bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    if (is_exact_packed(&spec->w13) && is_exact_packed(&spec->w2))
+        return takes_sizes(spec, MOQ_PACK_K, reason, size) &&
+               takes_tokens(spec, tokens, reason, size);
+    snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
+             spec->w13.algo, moq_compute_name(spec->w13.compute));
+    return false;
+}
+
+/* A lane has 32 columns, all or none. */
+bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    if (is_fp8(&spec->w13) && is_fp8(&spec->w2))
+        return takes_sizes(spec, 32, reason, size) && takes_tokens(spec, tokens, reason, size);
+    snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->w13.algo,
+             moq_compute_name(spec->w13.compute));
+    return false;
+}
+
 /* Seconds, of H200: the starts of two kernels and the way from the ids to the weights, then the
  * weights of the experts that have slots, once for each 8 of them. */
-double moq_moe_nvfp4_few_seconds(const moq_moe_spec *spec, int64_t tokens) {
+double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens) {
     double active = active_experts(spec, tokens);
     double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
-    double bytes = weight_bytes(spec->w13.out_features, spec->w13.in_features) +
-                   weight_bytes(spec->w2.out_features, spec->w2.in_features);
-    return 5.5e-6 + sqrt(active * active + again * again) * bytes /
+    return 5.5e-6 + sqrt(active * active + again * again) * expert_bytes(spec) /
                         moq_memory_rate(&spec->w13.target, 3.9e12);
 }

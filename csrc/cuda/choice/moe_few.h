@@ -17,7 +17,9 @@ extern "C" {
 #define MOQ_MOE_FEW_EXPERTS 1024
 #define MOQ_MOE_FEW_COLUMNS (1 << 16)
 
-#define MOQ_MOE_FEW_STAGE_BLOCKS 2 /* of K in a stage of packed NVFP4 weights */
+/* Blocks of K in a stage: of 64 columns of packed NVFP4 weights, of 128 of FP8. */
+#define MOQ_MOE_NVFP4_FEW_BLOCKS 2
+#define MOQ_MOE_FP8_FEW_BLOCKS   1
 
 /* A way, the row of a form: blocks of a multiprocessor in the first kernel, and in the second slabs
  * of a block and blocks of a cluster, all powers of two. */
@@ -38,6 +40,7 @@ typedef struct {
     int parked_at;     /* sums of items that are spread over warps */
     int weights_at;    /* of slots: down */
     int sums_at;       /* down: [slots][rows of a block] float32 */
+    int scales_at;     /* of tokens, by place among the sorted slots */
     int shared;        /* bytes of all that */
     moq_moe_few_tables tables;
 } moq_moe_few_half;
@@ -46,22 +49,25 @@ typedef struct {
     moq_moe_few_half up, down;
 } moq_moe_few_share;
 
-/* Bytes of what is between the kernels, [slots, I]. */
+/* Bytes of g, [slots, I], which is between the kernels, and of all that is. */
 int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens);
 
-/* Whether the kernels of packed NVFP4 weights as they are take the layer and so many tokens, or 0
- * for any number that suits them; a reason if not. The device is not looked at. */
+/* Whether the kernel of packed NVFP4 weights as they are, or that of FP8, takes the layer and so
+ * many tokens, or 0 for any number that suits it; a reason if not. The device is not looked at. */
 bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
+bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
 
 /* Seconds of a whole call. */
-double moq_moe_nvfp4_few_seconds(const moq_moe_spec *spec, int64_t tokens);
+double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens);
 
-/* The way of a call in a variant: 0 is the best one, the others are those of MOQ_MOE_FEW_WAYS. */
-moq_way moq_moe_nvfp4_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+/* The way of a call in a variant: 0 is the best one, the others are those of MOQ_MOE_FEW_ROW and
+ * one more. */
+moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
 
 /* The call shared out in its way. */
-void moq_moe_nvfp4_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
-                                 moq_moe_few_share *share);
+void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
+                           moq_moe_few_share *share);
 
 #ifdef __cplusplus
 }

@@ -15,6 +15,10 @@ extern "C" {
 moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call);
 
+/* FP8 weights, few tokens: likewise. */
+moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call);
+
 #ifdef __cplusplus
 }
 #endif
