@@ -53,16 +53,21 @@ int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
 /* Weights as a kernel goes through them. */
 typedef struct {
     int columns, bytes; /* of a block of K of a slab */
-    int stage;          /* blocks of a stage */
+    int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
     int alignment;      /* of the ring, beyond what shared memory has */
     int log_slabs;      /* of a stage of the second kernel, at most */
 } format;
 
-static const format NVFP4 = {MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_BLOCKS, 0, 2};
-static const format FP8 = {128, 16 * 128, MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+static const format NVFP4 = {MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 2};
+static const format FP8 = {128, 16 * 128, 0, MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
+}
+
+/* Blocks of K in a stage of so many slabs. */
+static int stage_blocks(const format *f, int slabs) {
+    return f->units ? f->units / slabs : f->blocks;
 }
 
 static int64_t blocks_of(const moq_moe_spec *spec, int64_t columns) {
@@ -77,7 +82,8 @@ static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int s
     const format *f = format_of(spec);
     int used = 0;
     h->stages = stages;
-    take(&used, (int64_t)MOQ_MOE_FEW_WARPS * stages * h->slabs * f->stage * f->bytes);
+    take(&used,
+         (int64_t)MOQ_MOE_FEW_WARPS * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
     h->parked_at = take(&used, (int64_t)MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4);
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, sums ? slots * 4 : 0);
@@ -98,8 +104,9 @@ static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int
     if (sums > BLOCK_BYTES)
         return false;
     lay_out(spec, slots, sums, 0, h);
-    int64_t room = (BLOCK_BYTES - h->shared) / (MOQ_MOE_FEW_WARPS * h->slabs * f->stage * f->bytes);
-    int64_t use = divide_up(blocks, f->stage) + 1;
+    int64_t room = (BLOCK_BYTES - h->shared) /
+                   (MOQ_MOE_FEW_WARPS * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
+    int64_t use = divide_up(blocks, stage_blocks(f, h->slabs)) + 1;
     int64_t stages = room < use ? room : use;
     if (stages < 2)
         return false;

@@ -17,9 +17,10 @@ extern "C" {
 #define MOQ_MOE_FEW_EXPERTS 1024
 #define MOQ_MOE_FEW_COLUMNS (1 << 16)
 
-/* Blocks of K in a stage: of 64 columns of packed NVFP4 weights, of 128 of FP8. */
-#define MOQ_MOE_NVFP4_FEW_BLOCKS 2
-#define MOQ_MOE_FP8_FEW_BLOCKS   1
+/* What a stage has: units of packed NVFP4 weights, a slab by 64 columns, or of FP8 as many slabs by
+ * 128 columns as there are. */
+#define MOQ_MOE_NVFP4_FEW_UNITS 4
+#define MOQ_MOE_FP8_FEW_BLOCKS  1
 
 /* A way, the row of a form: blocks of a multiprocessor in the first kernel, and in the second slabs
  * of a block and blocks of a cluster, all powers of two. */

@@ -1,22 +1,16 @@
-/* The logistic function in float32, operation by operation as core/activation.h has it, so that its
- * bits are those of cpu/sigmoid.h. */
+/* exp(-h) and the logistic function on the device, as core/activation.h defines them: the bits of
+ * cpu/sigmoid.h. */
 #ifndef MOQ_CUDA_DEVICE_SIGMOID_H
 #define MOQ_CUDA_DEVICE_SIGMOID_H
 
 #include "core/activation.h"
-#include "cuda/device/ptx.h"
+
+#include <cuda_runtime.h>
 
 namespace moq {
 
-/* 1 / d, rounded as __frcp_rn does it, for d from 1 to 2^120. */
-static __device__ __forceinline__ float moq_reciprocal(float d) {
-    float r = reciprocal_near(d);
-    return __fmaf_rn(__fmaf_rn(-d, r, 1.0f), r, r);
-}
-
-/* 1 / (1 + exp(-z)) of z from MOQ_SILU_LEAST on. */
-static __device__ __forceinline__ float moq_sigmoid(float z) {
-    float h = fminf(z, MOQ_SILU_MOST);
+/* exp(-h) for MOQ_SILU_LEAST <= h <= MOQ_SILU_MOST. */
+static __device__ __forceinline__ float moq_exp_of_minus(float h) {
     float shifted = __fmaf_rn(h, MOQ_MINUS_LOG2E, MOQ_RINT_MAGIC);
     float f = __fmaf_rn(h, MOQ_MINUS_LOG2E, -__fsub_rn(shifted, MOQ_RINT_MAGIC));
     float p = __fmaf_rn(MOQ_EXP2_C5, f, MOQ_EXP2_C4);
@@ -24,8 +18,14 @@ static __device__ __forceinline__ float moq_sigmoid(float z) {
     p = __fmaf_rn(p, f, MOQ_EXP2_C2);
     p = __fmaf_rn(p, f, MOQ_EXP2_C1);
     p = __fmaf_rn(p, f, 1.0f);
-    p = __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
-    return moq_reciprocal(__fadd_rn(1.0f, p));
+    return __uint_as_float(__float_as_uint(p) + (__float_as_uint(shifted) << 23));
+}
+
+/* 1 / (1 + exp(-z)), with z between the two ends; what a NaN gives is nobody's business, since
+ * whoever asks multiplies with z. */
+static __device__ __forceinline__ float moq_sigmoid(float z) {
+    float h = fminf(fmaxf(z, MOQ_SILU_LEAST), MOQ_SILU_MOST);
+    return __frcp_rn(__fadd_rn(1.0f, moq_exp_of_minus(h)));
 }
 
 } // namespace moq

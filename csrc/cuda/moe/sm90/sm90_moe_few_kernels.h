@@ -152,6 +152,15 @@ static __device__ __forceinline__ column column_of(const warp_parts *p, const wa
     return c;
 }
 
+/* 16 bytes of x or g. */
+static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
+    uint4 v;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
 /* rounded(x * w), two at a time. */
 template <int WORDS>
 static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float weight) {
@@ -163,61 +172,70 @@ static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float we
     }
 }
 
+/* A stage of a warp: what it multiplies, whose x is in registers, and what comes next. */
+typedef struct {
+    walk at, ahead;
+    column own, next;
+    int blocks, more; /* of K, in this stage and in the next */
+    uint32_t stage, bar;
+    int parity;
+} stage_view;
+
 /* The way of a warp through its part, from filled stages on. At the beginning of an item `begin`
  * asks for what its end needs, and `finish` gets that, the item's row, chunk and sums. */
 template <class F, bool UP, class BEGIN, class FINISH>
 static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<F> *f,
                                                       float *parked, uint32_t parked_bar,
                                                       BEGIN begin, FINISH finish) {
-    walk at = walk_of(&p->own, p->warp);
-    if (at.left == 0)
+    stage_view v = {};
+    v.at = walk_of(&p->own, p->warp);
+    if (v.at.left == 0)
         return;
     typename F::places places = F::places_of(p);
     ring_place place = {0, 0};
-    column own = column_of<F, UP>(p, &at), next = own;
-    typename F::columns x = {}, x_next = {};
-    int blocks = stage_of(&p->own, &at, F::stage_blocks), first = at.block;
-    F::load(p, &own, &at, blocks, &x);
-    auto found = begin(at.row, own.chunk);
+    v.own = v.next = column_of<F, UP>(p, &v.at);
+    v.blocks = stage_of(&p->own, &v.at, F::stage_blocks);
+    typename F::columns x = {};
+    F::load(p, &v.own, &v.at, v.blocks, &x);
+    int first = v.at.block;
+    auto found = begin(v.at.row, v.own.chunk);
     sums<F> sum = {};
 #pragma unroll 1
     while (true) {
-        walk ahead = at;
-        if (walk_on(&p->own, &ahead, blocks))
-            next = column_of<F, UP>(p, &ahead);
-        int more = ahead.left > 0 ? stage_of(&p->own, &ahead, F::stage_blocks) : 0;
-        F::load(p, &next, &ahead, more, &x_next);
-        mbarrier_wait(p->full + 8u * place.index, place.parity);
-        if (UP && p->a->weights_on_input)
-            weigh<sizeof x.part / 16>(&x.part[0], F::dtype, own.weight);
-        F::multiply(p, places, (uint32_t)(place.index * F::stage_bytes), &own, blocks, &x, sum);
+        v.ahead = v.at;
+        if (walk_on(&p->own, &v.ahead, v.blocks))
+            v.next = column_of<F, UP>(p, &v.ahead);
+        v.more = v.ahead.left > 0 ? stage_of(&p->own, &v.ahead, F::stage_blocks) : 0;
+        v.stage = (uint32_t)(place.index * F::stage_bytes);
+        v.bar = p->full + 8u * place.index;
+        v.parity = place.parity;
+        F::template multiply<UP>(p, places, v, &x, sum);
         warp_meets();
         if (f->at.left > 0)
             fill_stage(p, f, place.index);
         advance(&place, p->a->stages);
-        if (ahead.block == 0 || ahead.left == 0) {
+        if (v.ahead.block == 0 || v.ahead.left == 0) {
             float *mine = parked + p->warp * (4 * F::slabs * 32);
             if (first > 0) {
                 leave_sums<4 * F::slabs>(mine, &sum[0][0][0], p->lane);
                 warp_releases<false>(parked_bar + 8u * p->warp);
             } else {
                 collect_sums<4 * F::slabs>(&p->own, parked, parked_bar, p->warp,
-                                           p->own.blocks - at.block - blocks, &sum[0][0][0],
+                                           p->own.blocks - v.at.block - v.blocks, &sum[0][0][0],
                                            p->lane);
-                finish(at.row, own.chunk, sum, found);
+                finish(v.at.row, v.own.chunk, sum, found);
             }
-            if (ahead.left == 0)
+            if (v.ahead.left == 0)
                 return;
 #pragma unroll
             for (int i = 0; i < 4 * F::slabs; i++)
                 (&sum[0][0][0])[i] = 0;
             first = 0;
-            found = begin(ahead.row, next.chunk);
+            found = begin(v.ahead.row, v.next.chunk);
         }
-        at = ahead;
-        own = next;
-        blocks = more;
-        x = x_next;
+        v.at = v.ahead;
+        v.own = v.next;
+        v.blocks = v.more;
     }
 }
 

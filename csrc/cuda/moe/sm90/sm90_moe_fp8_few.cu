@@ -70,12 +70,12 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
                                                 const walk *at, int count, columns *x) {
         const stack *w = &p->a->w;
         int first = at->block * BLOCK + p->lane % 4 * 32;
-        const uint4 *from = (const uint4 *)(c->row + 2 * first);
+        const uint8_t *from = c->row + 2 * first;
         if (count == 0)
             return;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            x->part[i] = first < w->columns ? from[i] : make_uint4(0, 0, 0, 0);
+            x->part[i] = first < w->columns ? load_part(from + 16 * i) : make_uint4(0, 0, 0, 0);
         if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
             load_scales(p, c, at, x);
     }
@@ -147,9 +147,22 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         }
     }
 
+    /* x of the next stage is asked for first: all of it is needed at once. */
+    template <bool UP>
     static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
-                                                    uint32_t stage, const column *c, int,
-                                                    const columns *x, float (&sum)[SLABS][1][4]) {
+                                                    const stage_view &v, columns *x,
+                                                    float (&sum)[SLABS][1][4]) {
+        columns own = *x;
+        load(p, &v.next, &v.ahead, v.more, x);
+        mbarrier_wait(v.bar, v.parity);
+        if (UP && p->a->weights_on_input)
+            weigh<4>(own.part, DT, v.own.weight);
+        multiply_stage(p, at + v.stage, &v.own, &own, sum);
+    }
+
+    static __device__ __forceinline__ void multiply_stage(const warp_parts *p, uint32_t stage,
+                                                          const column *c, const columns *x,
+                                                          float (&sum)[SLABS][1][4]) {
         float scale = scale_of(p, c, x), part[SLABS][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -157,7 +170,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             quantize(&x->part[2 * half], scale, codes);
 #pragma unroll
             for (int i = 0; i < SLABS; i++) {
-                uint32_t from = (at + stage + i * BOX) ^ half * 16;
+                uint32_t from = (stage + i * BOX) ^ half * 16;
                 multiply_half(load_shared(from), load_shared(from + BOX / 2), codes,
                               MODE == MOQ_INPUT_E4M3_GROUP ? part[i] : sum[i][0]);
             }

@@ -17,7 +17,7 @@ namespace moq::moe_few {
 #define X_BLOCK (2 * MOQ_PACK_K) /* bytes of a token in a block of K */
 
 template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
-    static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_NVFP4_FEW_BLOCKS;
+    static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_NVFP4_FEW_UNITS / SLABS;
     static constexpr int slab_bytes = stage_blocks * MOQ_PACK_BYTES;
     static constexpr int stage_bytes = SLABS * slab_bytes, alignment = 128;
     static constexpr moq_dtype dtype = TYPE == MOQ_NVFP4_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
@@ -55,35 +55,55 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
         return moq_unit_places_of(p->ring, p->lane);
     }
 
+    static __device__ __forceinline__ void load_block(const uint8_t *from, int i, columns *x) {
+        x->part[2 * i] = load_part(from + i * X_BLOCK);
+        x->part[2 * i + 1] = load_part(from + i * X_BLOCK + 16);
+    }
+
+    static __device__ __forceinline__ const uint8_t *columns_at(const warp_parts *p,
+                                                                const column *c, const walk *at) {
+        return c->row + at->block * X_BLOCK + p->lane % 4 * 32;
+    }
+
     static __device__ __forceinline__ void load(const warp_parts *p, const column *c,
                                                 const walk *at, int count, columns *x) {
-        const uint4 *from = (const uint4 *)(c->row + at->block * X_BLOCK + p->lane % 4 * 32);
+#pragma unroll
+        for (int i = 0; i < stage_blocks; i++)
+            if (i < count)
+                load_block(columns_at(p, c, at), i, x);
+    }
+
+    /* Where a block has been multiplied, its registers take x of the next stage's. */
+    template <bool UP>
+    static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
+                                                    const stage_view &v, columns *x,
+                                                    float (&sum)[SLABS][1][4]) {
+        const uint8_t *next = columns_at(p, &v.next, &v.ahead);
+        mbarrier_wait(v.bar, v.parity);
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++) {
-            if (i < count) {
-                x->part[2 * i] = from[i * (X_BLOCK / 16)];
-                x->part[2 * i + 1] = from[i * (X_BLOCK / 16) + 1];
-            }
+            if (i < v.blocks)
+                multiply_block<UP>(p, at, v.stage + i * MOQ_PACK_BYTES, v.own.weight,
+                                   &x->part[2 * i], sum);
+            if (i < v.more)
+                load_block(next, i, x);
         }
     }
 
-    static __device__ __forceinline__ void multiply(const warp_parts *, const places &at,
-                                                    uint32_t stage, const column *, int count,
-                                                    const columns *x, float (&sum)[SLABS][1][4]) {
+    template <bool UP>
+    static __device__ __forceinline__ void multiply_block(const warp_parts *p, const places &at,
+                                                          uint32_t unit, float weight, uint4 *x,
+                                                          float (&sum)[SLABS][1][4]) {
+        if (UP && p->a->weights_on_input)
+            weigh<2>(x, dtype, weight);
+        const uint4 part[1][2] = {{x[0], x[1]}};
+        if constexpr (SLABS == 1) {
+            moq_multiply_units<nvfp4, 1>(at, unit, part, sum);
+        } else {
 #pragma unroll
-        for (int i = 0; i < stage_blocks; i++) {
-            if (i >= count)
-                break;
-            const uint4 part[1][2] = {{x->part[2 * i], x->part[2 * i + 1]}};
-            uint32_t unit = stage + i * MOQ_PACK_BYTES;
-            if constexpr (SLABS == 1) {
-                moq_multiply_units<nvfp4, 1>(at, unit, part, sum);
-            } else {
-#pragma unroll
-                for (int slab = 0; slab < SLABS; slab += 2)
-                    moq_multiply_units<nvfp4, 2>(at, unit + slab * slab_bytes, part,
-                                                 (float (&)[2][1][4])sum[slab]);
-            }
+            for (int slab = 0; slab < SLABS; slab += 2)
+                moq_multiply_units<nvfp4, 2>(at, unit + slab * slab_bytes, part,
+                                             (float (&)[2][1][4])sum[slab]);
         }
     }
 
