@@ -86,7 +86,7 @@ static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int s
          (int64_t)MOQ_MOE_FEW_WARPS * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
     h->parked_at = take(&used, (int64_t)MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4);
     h->sums_at = take(&used, sums);
-    h->weights_at = take(&used, sums ? slots * 4 : 0);
+    h->weights_at = take(&used, slots * 4);
     h->tables.expert = take(&used, slots * 4);
     h->tables.sorted = take(&used, slots * 2);
     h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);

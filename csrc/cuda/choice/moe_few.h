@@ -39,7 +39,7 @@ typedef struct {
     int slabs;         /* of a warp's stage, at most */
     int stages;        /* of a warp */
     int parked_at;     /* sums of items that are spread over warps */
-    int weights_at;    /* of slots: down */
+    int weights_at;    /* of slots */
     int sums_at;       /* down: [slots][rows of a block] float32 */
     int scales_at;     /* of tokens, by place among the sorted slots */
     int shared;        /* bytes of all that */

@@ -1,7 +1,6 @@
 /* Experts on Hopper (sm_90a): the surface of this room. Each takes a call that was checked, on the
- * device of its layer; what it cannot do is said by its predicate in cuda/choice. x and y are
- * matrices [T, H] of contiguous rows at multiples of 16 bytes, ids and weights matrices [T, top_k]
- * of any strides. The workspace is a number of bytes on the device that need not be zero. */
+ * device of its layer; what it cannot do is said by its predicate in cuda/choice. The
+ * workspace is a number of bytes on the device that need not be zero. */
 #ifndef MOQ_CUDA_MOE_SM90_CUDA_MOE_SM90_H
 #define MOQ_CUDA_MOE_SM90_CUDA_MOE_SM90_H
 

@@ -12,6 +12,7 @@
 #include "cuda/choice/moe_few.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
+#include "cuda/moe/group.h"
 
 namespace moq::moe_few {
 
@@ -25,12 +26,8 @@ namespace moq::moe_few {
 
 /* What the router says, and where tables of it lie in shared memory. */
 typedef struct {
-    const void *ids; /* [tokens, top_k] of int32, or int64 where wide; strides in elements */
-    int64_t id_token, id_slot;
-    bool wide;
-    const float *weights; /* [tokens, top_k] */
-    int64_t weight_token, weight_slot;
-    const int32_t *map; /* [global_experts], or NULL */
+    moe::slot_tensor ids, weights; /* of int32 or int64, and of float32 */
+    const int32_t *map;            /* [global_experts], or NULL */
     int global_experts, experts, top_k, slots;
     moq_moe_few_tables at;
 } routing;
@@ -75,9 +72,9 @@ static_assert(MOQ_MOE_FEW_SLOTS <= 0x1000 && CHUNK <= 15 && MOQ_MOE_FEW_EXPERTS 
  * know an older state: a block may be here before what the router wrote. */
 static __device__ __forceinline__ int expert_of_slot(const routing *r, int slot) {
     int token = slot / r->top_k;
-    int64_t at = token * r->id_token + (slot - token * r->top_k) * r->id_slot;
-    int64_t id = r->wide ? (int64_t)__ldcg((const long long *)r->ids + at)
-                         : (int64_t)__ldcg((const int *)r->ids + at);
+    int64_t at = moe::slot_offset(&r->ids, token, slot - token * r->top_k);
+    int64_t id = r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + at)
+                                            : (int64_t)__ldcg((const int *)r->ids.data + at);
     if (id < 0 || id >= r->global_experts)
         return -1;
     int local = r->map ? __ldcg(r->map + id) : (int)id;
@@ -86,8 +83,8 @@ static __device__ __forceinline__ int expert_of_slot(const routing *r, int slot)
 
 static __device__ __forceinline__ float weight_of_slot(const routing *r, int slot) {
     int token = slot / r->top_k;
-    return __ldcg(r->weights + token * r->weight_token +
-                  (slot - token * r->top_k) * r->weight_slot);
+    return __ldcg((const float *)r->weights.data +
+                  moe::slot_offset(&r->weights, token, slot - token * r->top_k));
 }
 
 /* The sum of the lanes up to this one. */

@@ -54,8 +54,9 @@ typedef struct {
     int64_t x_stride;
     float *maxima; /* [slots, pairs]: of |g|, where a format needs them */
     int pairs;     /* slabs of I */
-    int stages, parked_at, scales_at;
-    bool weights_on_input; /* up */
+    int stages, parked_at, scales_at, weights_at;
+    bool weighted;         /* the kernel needs the router's weights: */
+    bool weights_on_input; /* the first does here, the second elsewhere */
 } common_args;
 
 typedef struct {
@@ -70,8 +71,8 @@ typedef struct {
     void *y; /* [tokens, H] */
     int64_t y_stride;
     int tokens, slabs, log_cluster;
-    int weights_at, sums_at;
-    bool weighted, accumulate;
+    int sums_at;
+    bool accumulate;
 } down_args;
 
 /* Barriers of a block. */
@@ -91,7 +92,8 @@ typedef struct {
     int slab, slab_step, slabs;
     uint32_t ring, full;
     uint64_t policy;
-    const float *scale; /* of x, by place among the sorted slots, where tokens have one */
+    float *scale;  /* of x, by place among the sorted slots, where tokens have one */
+    float *weight; /* of slots, where they are needed */
 } warp_parts;
 
 /* A row of x for the lane: of the slot that is its column of the products. Columns without a slot
@@ -148,7 +150,7 @@ static __device__ __forceinline__ column column_of(const warp_parts *p, const wa
     int64_t row = UP ? slot / p->a->route.top_k : slot;
     c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
     if (UP && p->a->weights_on_input)
-        c.weight = weight_of_slot(&p->a->route, slot);
+        c.weight = p->weight[slot];
     return c;
 }
 
@@ -250,12 +252,19 @@ static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *
     p->ring = shared_address(shared) + (uint32_t)(p->warp * a->stages * F::stage_bytes);
     p->full = shared_address(bar->full + p->warp * MAX_STAGES);
     p->policy = policy_evict_first();
-    p->scale = (const float *)(shared + a->scales_at);
+    p->scale = (float *)(shared + a->scales_at);
+    p->weight = (float *)(shared + a->weights_at);
     if (p->lane < a->stages)
         mbarrier_init(p->full + 8u * p->lane, 1);
     if (p->lane == 0)
         mbarrier_init(shared_address(&bar->parked[p->warp]), WARP_ARRIVALS);
     mbarrier_init_fence();
+}
+
+/* There for everybody after group_slots. */
+static __device__ __forceinline__ void load_weights(const warp_parts *p) {
+    for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += THREADS)
+        p->weight[i] = weight_of_slot(&p->a->route, i);
 }
 
 /* Dynamic shared memory from where the format's boxes may lie. */
@@ -362,8 +371,8 @@ static __device__ __forceinline__ void give_sums(const down_args *a, const warp_
 
 /* y of the block's rows, from `first` on, in the order of slots. */
 template <class F>
-static __device__ __forceinline__ void combine(const down_args *a, const tables *t,
-                                               const float *weight, const float *sums, int first) {
+static __device__ __forceinline__ void combine(const down_args *a, const warp_parts *p,
+                                               const float *sums, int first) {
     const int rows = F::slabs * SLAB >> a->log_cluster, top_k = a->common.route.top_k;
     for (int i = (int)threadIdx.x; i < a->tokens * rows; i += THREADS) {
         int token = i / rows, row = i - token * rows;
@@ -372,10 +381,10 @@ static __device__ __forceinline__ void combine(const down_args *a, const tables 
         int64_t at = token * a->y_stride + first + row;
         float sum = a->accumulate ? moq_load_one(a->y, at, F::dtype) : 0;
         for (int slot = token * top_k; slot < (token + 1) * top_k; slot++) {
-            if (t->expert[slot] < 0)
+            if (p->t.expert[slot] < 0)
                 continue;
             float d = sums[slot * rows + row];
-            sum = __fadd_rn(sum, a->weighted ? __fmul_rn(weight[slot], d) : d);
+            sum = __fadd_rn(sum, a->common.weighted ? __fmul_rn(p->weight[slot], d) : d);
         }
         ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(F::dtype, sum, 0);
     }
@@ -401,13 +410,12 @@ static __device__ __forceinline__ places_of_block block_places(const warp_parts 
 }
 
 /* From all of x, a warp for a slot. */
-template <class F>
-static __device__ __forceinline__ void find_token_scales(const warp_parts *p, float *scale) {
+template <class F> static __device__ __forceinline__ void find_token_scales(const warp_parts *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         int slot = p->t.sorted[place], token = slot / p->a->route.top_k;
         const uint4 *x = (const uint4 *)((const uint16_t *)p->a->x + token * p->a->x_stride);
-        float weight = p->a->weights_on_input ? weight_of_slot(&p->a->route, slot) : 0;
+        float weight = p->a->weights_on_input ? p->weight[slot] : 0;
         uint32_t most = 0;
         for (int i = p->lane; i < p->a->w.columns / 8; i += 32) {
             uint4 v = x[i];
@@ -419,13 +427,13 @@ static __device__ __forceinline__ void find_token_scales(const warp_parts *p, fl
         }
         most = moq_max_of_lanes(max(most & 0xffff, most >> 16), 32);
         if (p->lane == 0)
-            scale[place] = moq_token_scale(moq_widen_pair(most, F::dtype).x);
+            p->scale[place] = moq_token_scale(moq_widen_pair(most, F::dtype).x);
     }
     __syncthreads();
 }
 
 /* From the maxima of g that the first kernel left. */
-static __device__ __forceinline__ void find_slot_scales(const warp_parts *p, float *scale) {
+static __device__ __forceinline__ void find_slot_scales(const warp_parts *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         const float *from = p->a->maxima + p->t.sorted[place] * p->a->pairs;
@@ -434,7 +442,7 @@ static __device__ __forceinline__ void find_slot_scales(const warp_parts *p, flo
             most = max(most, __float_as_uint(from[i]));
         most = moq_max_of_lanes(most, 32);
         if (p->lane == 0)
-            scale[place] = moq_token_scale(__uint_as_float(most));
+            p->scale[place] = moq_token_scale(__uint_as_float(most));
     }
     __syncthreads();
 }
@@ -454,6 +462,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     clear_counts(&common->route, &p.t);
     wait_for_predecessor();
     launch_dependents(); /* not before: who comes next counts on the ids */
+    load_weights(&p);
     group_slots(&common->route, &p.t);
     uint32_t items = (uint32_t)(*p.t.chunks * common->pairs);
     uint32_t begin = (uint32_t)((uint64_t)items * blockIdx.x / gridDim.x);
@@ -465,7 +474,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     feed<F> f;
     fill_ring<F>(&p, &f);
     if (F::scaled_tokens)
-        find_token_scales<F>(&p, (float *)p.scale);
+        find_token_scales<F>(&p);
     multiply_items<F, true>(
         &p, &f, (float *)(shared + common->parked_at), shared_address(bar.parked),
         [&](int row, uint32_t chunk) { return scales_of_rows<F>(&p, row, chunk); },
@@ -489,9 +498,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (a->log_cluster)
         cluster_arrive();
     /* The kernel before has waited for the ids before it let this one start. */
-    float *weight = (float *)(shared + a->weights_at), *given = (float *)(shared + a->sums_at);
-    for (int i = (int)threadIdx.x; a->weighted && i < common->route.slots; i += THREADS)
-        weight[i] = weight_of_slot(&common->route, i);
+    load_weights(&p);
     group_slots(&common->route, &p.t);
     int rank = (int)blockIdx.x & ((1 << a->log_cluster) - 1);
     int cluster = (int)blockIdx.x >> a->log_cluster, chunks = *p.t.chunks;
@@ -502,11 +509,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
     p.slabs = min(F::slabs, a->slabs - p.slab);
     feed<F> f;
     fill_ring<F>(&p, &f);
+    float *given = (float *)(shared + a->sums_at);
     if (a->log_cluster)
         cluster_wait();
     wait_for_predecessor();
     if (F::scaled_tokens)
-        find_slot_scales(&p, (float *)p.scale);
+        find_slot_scales(&p);
     multiply_items<F, false>(
         &p, &f, (float *)(shared + common->parked_at), shared_address(bar.parked),
         [&](int row, uint32_t chunk) { return scales_of_rows<F>(&p, row, chunk); },
@@ -517,21 +525,15 @@ static __global__ void __launch_bounds__(THREADS, 2)
         cluster_sync();
     else
         __syncthreads();
-    combine<F>(a, &p.t, weight, given, p.slab * SLAB + rank * (F::slabs * SLAB >> a->log_cluster));
+    combine<F>(a, &p, given, p.slab * SLAB + rank * (F::slabs * SLAB >> a->log_cluster));
 }
 
 /* ---- launch ---- */
 
 static inline routing routing_of(const moq_moe_call *call, const moq_moe_few_half *half) {
-    const moq_tensor *ids = call->ids, *weights = call->weights;
     routing r = {};
-    r.ids = ids->data;
-    r.id_token = ids->stride[0];
-    r.id_slot = ids->stride[1];
-    r.wide = ids->dtype == MOQ_DT_I64;
-    r.weights = (const float *)weights->data;
-    r.weight_token = weights->stride[0];
-    r.weight_slot = weights->stride[1];
+    r.ids = moe::slot_tensor_of(call->ids);
+    r.weights = moe::slot_tensor_of(call->weights);
     r.map = call->expert_map;
     r.global_experts = call->spec->global_experts;
     r.experts = call->spec->experts;
@@ -561,6 +563,8 @@ static inline common_args common_of(const moq_moe_call *call, const moq_moe_few_
     c.stages = half->stages;
     c.parked_at = half->parked_at;
     c.scales_at = half->scales_at;
+    c.weights_at = half->weights_at;
+    c.weights_on_input = call->weights_on_input;
     return c;
 }
 
@@ -569,7 +573,7 @@ static inline up_args up_of(const moq_moe_call *call, const moq_moe_few_share *s
     a.common = common_of(call, &share->up, &call->spec->w13, &call->w13);
     a.common.x = call->x->data;
     a.common.x_stride = call->x->stride[0];
-    a.common.weights_on_input = call->weights_on_input;
+    a.common.weighted = call->weights_on_input;
     a.activation = moq_expert_activation_of(call->spec);
     a.g = call->workspace;
     a.inner = (int)call->spec->w2.in_features;
@@ -587,9 +591,8 @@ static inline down_args down_of(const moq_moe_call *call, const moq_moe_few_shar
     a.slabs = (a.common.w.rows + SLAB - 1) / SLAB;
     while (1 << a.log_cluster < share->down.cluster)
         a.log_cluster++;
-    a.weights_at = share->down.weights_at;
     a.sums_at = share->down.sums_at;
-    a.weighted = !call->weights_on_input;
+    a.common.weighted = !call->weights_on_input;
     a.accumulate = call->accumulate;
     return a;
 }
