@@ -34,28 +34,26 @@ static __device__ __forceinline__ float moq_not_above(float value, float most) {
     return value > most ? most : value;
 }
 
-/* The logistic function of any number. */
-static __device__ __forceinline__ float moq_sigmoid_of_any(float z) {
-    return moq_sigmoid(moq_not_below(z, MOQ_SILU_LEAST));
-}
-
-/* What the gate, or the row where there is none, becomes. Below the least of each function it is as
- * good as zero, and has to be where it is infinite. */
-static __device__ __forceinline__ float moq_activate_gate(const moq_expert_activation *a, float z) {
-    const float GELU_LEAST = -16.0f;
-    if (a->kind == MOQ_MOE_SILU) {
-        float gate = moq_not_below(moq_not_above(z, a->limit), a->least);
-        return gate * moq_sigmoid_of_any(a->alpha * gate);
-    }
-    if (a->kind == MOQ_MOE_RELU2) {
+/* gelu, gelu_tanh and relu2, out of line: silu is what models have. Below -16 either gelu is as
+ * good as zero, and has to be where z is infinite. */
+static __device__ __noinline__ float moq_activate_rarely(moq_moe_activation kind, float z) {
+    if (kind == MOQ_MOE_RELU2) {
         float r = moq_not_below(z, 0.0f);
         return r * r;
     }
-    float low = moq_not_below(z, GELU_LEAST);
-    if (a->kind == MOQ_MOE_GELU)
+    float low = moq_not_below(z, -16.0f);
+    if (kind == MOQ_MOE_GELU)
         return 0.5f * low * erfcf(low * -0x1.6a09e6p-1f); /* 1 / sqrt(2) */
-    return low * moq_sigmoid_of_any(0x1.988454p+0f *
-                                    (low + 0.044715f * low * low * low)); /* sqrt(8/pi) */
+    return low *
+           moq_sigmoid(0x1.988454p+0f * (low + 0.044715f * low * low * low)); /* sqrt(8 / pi) */
+}
+
+/* What the gate, or the row where there is none, becomes. */
+static __device__ __forceinline__ float moq_activate_gate(const moq_expert_activation *a, float z) {
+    if (a->kind != MOQ_MOE_SILU)
+        return moq_activate_rarely(a->kind, z);
+    float gate = moq_not_below(moq_not_above(z, a->limit), a->least);
+    return gate * moq_sigmoid(a->alpha * gate);
 }
 
 /* act(u) of gate and up; `up` means nothing where there is no gate. */

@@ -70,7 +70,7 @@ static_assert(MOQ_MOE_FEW_SLOTS <= 0x1000 && CHUNK <= 15 && MOQ_MOE_FEW_EXPERTS 
 
 /* The local expert of a slot, or -1 where it does not count. Read past the first cache, which may
  * know an older state: a block may be here before what the router wrote. */
-static __device__ __forceinline__ int expert_of_slot(const routing *r, int slot) {
+static __device__ __noinline__ int expert_of_slot(const routing *r, int slot) {
     int token = slot / r->top_k;
     int64_t at = moe::slot_offset(&r->ids, token, slot - token * r->top_k);
     int64_t id = r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + at)
@@ -81,7 +81,7 @@ static __device__ __forceinline__ int expert_of_slot(const routing *r, int slot)
     return local >= 0 && local < r->experts ? local : -1;
 }
 
-static __device__ __forceinline__ float weight_of_slot(const routing *r, int slot) {
+static __device__ __noinline__ float weight_of_slot(const routing *r, int slot) {
     int token = slot / r->top_k;
     return __ldcg((const float *)r->weights.data +
                   moe::slot_offset(&r->weights, token, slot - token * r->top_k));
@@ -199,43 +199,40 @@ typedef struct {
     int per_chunk, blocks;
 } work;
 
-/* What is left of a warp's part: `left` steps, the next of which is a block of K of an item. */
+/* A warp on its way through its part, piece by piece: what it has of an item. */
 typedef struct {
-    int left, block, row, chunk;
+    int left;       /* blocks of K of the pieces behind this one */
+    int piece;      /* of this one, from `block` of the item on; 0 at the end */
+    int block, row; /* `row` of the chunk's items */
+    int chunk;
 } walk;
 
+/* Where the parts of the warps begin. */
 static __device__ __forceinline__ int first_step(const work *w, int warp) {
-    return (int)((int64_t)w->steps * warp / WARPS);
+    return (int)((uint32_t)w->steps * (uint32_t)warp / WARPS);
 }
 
 static __device__ __forceinline__ walk walk_of(const work *w, int warp) {
     walk a;
-    int step = first_step(w, warp), item = step / w->blocks;
-    a.left = first_step(w, warp + 1) - step;
+    int step = first_step(w, warp), item = step / w->blocks, left = first_step(w, warp + 1) - step;
     a.block = step - item * w->blocks;
     item += w->begin;
     a.chunk = item / w->per_chunk;
     a.row = item - a.chunk * w->per_chunk;
+    a.piece = min(left, w->blocks - a.block);
+    a.left = left - a.piece;
     return a;
 }
 
-/* Blocks of K in the next stage of up to `most`. */
-static __device__ __forceinline__ int stage_of(const work *w, const walk *a, int most) {
-    return min(most, min(a->left, w->blocks - a->block));
-}
-
-/* Goes on; true where another chunk begins. */
-static __device__ __forceinline__ bool walk_on(const work *w, walk *a, int steps) {
-    a->left -= steps;
-    a->block += steps;
-    if (a->block < w->blocks)
-        return false;
+/* Goes on to the next piece. */
+static __device__ __forceinline__ void walk_on(const work *w, walk *a) {
     a->block = 0;
-    if (++a->row < w->per_chunk)
-        return false;
-    a->row = 0;
-    a->chunk++;
-    return true;
+    if (++a->row == w->per_chunk) {
+        a->row = 0;
+        a->chunk++;
+    }
+    a->piece = min(a->left, w->blocks);
+    a->left -= a->piece;
 }
 
 /* ---- sums of an item that is spread over warps ---- */

@@ -42,6 +42,7 @@ typedef struct {
     const float *input_scale;         /* [experts, parts], or NULL */
     int64_t expert_bytes;
     int rows, columns, blocks; /* of an expert; blocks of K */
+    int slab_bytes;            /* of packed weights */
     int parts, part_blocks;    /* partitions, and block rows of each */
 } stack;
 
@@ -90,6 +91,7 @@ typedef struct {
     work own;
     int warp, lane;
     int slab, slab_step, slabs;
+    int slab_pitch; /* bytes from one to the next, of packed weights */
     uint32_t ring, full;
     uint64_t policy;
     float *scale;  /* of x, by place among the sorted slots, where tokens have one */
@@ -113,20 +115,32 @@ template <class F> struct feed {
 
 template <class F> using sums = float[F::slabs][1][4];
 
+/* Factors and biases of the lane's rows g and g + 8 of each slab. */
+template <class F> struct row_scales {
+    float factor[F::slabs][2], bias[F::slabs][2];
+};
+
 /* ---- a warp ---- */
 
 template <class F> static __device__ __forceinline__ void aim(const warp_parts *p, feed<F> *f) {
-    if (f->at.left > 0)
+    if (f->at.piece > 0)
         F::aim(p, f->at, expert_of_chunk(p->t.chunk[f->at.chunk]), &f->target);
 }
 
+/* Fills a stage where there is something left. */
 template <class F>
 static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *f, int stage) {
-    int blocks = stage_of(&p->own, &f->at, F::stage_blocks);
+    if (f->at.piece == 0)
+        return;
+    int blocks = min(F::stage_blocks, f->at.piece);
     F::fill(p, f->at, &f->target, blocks, p->ring + (uint32_t)(stage * F::stage_bytes),
             p->full + 8u * stage);
-    if (walk_on(&p->own, &f->at, blocks))
+    f->at.block += blocks;
+    f->at.piece -= blocks;
+    if (f->at.piece == 0) {
+        walk_on(&p->own, &f->at);
         aim(p, f);
+    }
 }
 
 template <class F>
@@ -135,14 +149,14 @@ static __device__ __forceinline__ void fill_ring(const warp_parts *p, feed<F> *f
     f->target = {};
     aim(p, f);
 #pragma unroll 1
-    for (int stage = 0; stage < p->a->stages && f->at.left > 0; stage++)
+    for (int stage = 0; stage < p->a->stages; stage++)
         fill_stage(p, f, stage);
 }
 
 template <class F, bool UP>
 static __device__ __forceinline__ column column_of(const warp_parts *p, const walk *at) {
     column c = {};
-    if (at->left <= 0)
+    if (at->piece == 0)
         return c;
     c.chunk = p->t.chunk[at->chunk];
     c.place = first_of_chunk(c.chunk) + min(p->lane / 4, slots_of_chunk(c.chunk) - 1);
@@ -174,11 +188,11 @@ static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float we
     }
 }
 
-/* A stage of a warp: what it multiplies, whose x is in registers, and what comes next. */
+/* A stage of a warp: what it multiplies, whose x is in registers, and whose comes next. */
 typedef struct {
-    walk at, ahead;
+    int blocks, next_blocks; /* of K */
+    int next_block, next_row;
     column own, next;
-    int blocks, more; /* of K, in this stage and in the next */
     uint32_t stage, bar;
     int parity;
 } stage_view;
@@ -189,55 +203,58 @@ template <class F, bool UP, class BEGIN, class FINISH>
 static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<F> *f,
                                                       float *parked, uint32_t parked_bar,
                                                       BEGIN begin, FINISH finish) {
-    stage_view v = {};
-    v.at = walk_of(&p->own, p->warp);
-    if (v.at.left == 0)
+    walk at = walk_of(&p->own, p->warp);
+    if (at.piece == 0)
         return;
     typename F::places places = F::places_of(p);
     ring_place place = {0, 0};
-    v.own = v.next = column_of<F, UP>(p, &v.at);
-    v.blocks = stage_of(&p->own, &v.at, F::stage_blocks);
+    column own = column_of<F, UP>(p, &at);
     typename F::columns x = {};
-    F::load(p, &v.own, &v.at, v.blocks, &x);
-    int first = v.at.block;
-    auto found = begin(v.at.row, v.own.chunk);
-    sums<F> sum = {};
+    F::load(p, &own, at.row, at.block, min(F::stage_blocks, at.piece), &x);
 #pragma unroll 1
     while (true) {
-        v.ahead = v.at;
-        if (walk_on(&p->own, &v.ahead, v.blocks))
-            v.next = column_of<F, UP>(p, &v.ahead);
-        v.more = v.ahead.left > 0 ? stage_of(&p->own, &v.ahead, F::stage_blocks) : 0;
-        v.stage = (uint32_t)(place.index * F::stage_bytes);
-        v.bar = p->full + 8u * place.index;
-        v.parity = place.parity;
-        F::template multiply<UP>(p, places, v, &x, sum);
-        warp_meets();
-        if (f->at.left > 0)
+        walk ahead = at;
+        walk_on(&p->own, &ahead);
+        column next = own;
+        if (ahead.chunk != at.chunk)
+            next = column_of<F, UP>(p, &ahead);
+        const bool whole = at.block == 0;
+        row_scales<F> found = begin(at.row, own.chunk);
+        sums<F> sum = {};
+        int done = at.block;
+#pragma unroll 1
+        while (at.piece > 0) {
+            stage_view v;
+            v.blocks = min(F::stage_blocks, at.piece);
+            at.piece -= v.blocks;
+            done += v.blocks;
+            const bool ends = at.piece == 0;
+            v.own = own;
+            v.next = ends ? next : own;
+            v.next_block = ends ? 0 : done;
+            v.next_row = ends ? ahead.row : at.row;
+            v.next_blocks = min(F::stage_blocks, ends ? ahead.piece : at.piece);
+            v.stage = (uint32_t)(place.index * F::stage_bytes);
+            v.bar = p->full + 8u * place.index;
+            v.parity = place.parity;
+            F::template multiply<UP>(p, places, v, &x, sum);
+            warp_meets();
             fill_stage(p, f, place.index);
-        advance(&place, p->a->stages);
-        if (v.ahead.block == 0 || v.ahead.left == 0) {
-            float *mine = parked + p->warp * (4 * F::slabs * 32);
-            if (first > 0) {
-                leave_sums<4 * F::slabs>(mine, &sum[0][0][0], p->lane);
-                warp_releases<false>(parked_bar + 8u * p->warp);
-            } else {
-                collect_sums<4 * F::slabs>(&p->own, parked, parked_bar, p->warp,
-                                           p->own.blocks - v.at.block - v.blocks, &sum[0][0][0],
-                                           p->lane);
-                finish(v.at.row, v.own.chunk, sum, found);
-            }
-            if (v.ahead.left == 0)
-                return;
-#pragma unroll
-            for (int i = 0; i < 4 * F::slabs; i++)
-                (&sum[0][0][0])[i] = 0;
-            first = 0;
-            found = begin(v.ahead.row, v.next.chunk);
+            advance(&place, p->a->stages);
         }
-        v.at = v.ahead;
-        v.own = v.next;
-        v.blocks = v.more;
+        if (!whole) {
+            leave_sums<4 * F::slabs>(parked + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
+                                     p->lane);
+            warp_releases<false>(parked_bar + 8u * p->warp);
+        } else {
+            collect_sums<4 * F::slabs>(&p->own, parked, parked_bar, p->warp, p->own.blocks - done,
+                                       &sum[0][0][0], p->lane);
+            finish(at.row, own.chunk, sum, found);
+        }
+        if (ahead.piece == 0)
+            return;
+        at = ahead;
+        own = next;
     }
 }
 
@@ -273,11 +290,6 @@ template <class F> static __device__ __forceinline__ uint8_t *aligned(uint8_t *s
 }
 
 /* ---- outputs ---- */
-
-/* Factors and biases of the lane's rows g and g + 8 of each slab. */
-template <class F> struct row_scales {
-    float factor[F::slabs][2], bias[F::slabs][2];
-};
 
 template <class F>
 static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts *p, int row,
@@ -318,6 +330,8 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
                                                   const row_scales<F> &s) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
+        if (c >= slots_of_chunk(chunk))
+            break; /* nobody has such a column */
         int i = p->lane % 4 * 2 + c;
         bool meant = i < slots_of_chunk(chunk);
         int64_t slot = meant ? p->t.sorted[first_of_chunk(chunk) + i] : 0;
@@ -471,6 +485,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     p.slab = 0;
     p.slab_step = common->pairs;
     p.slabs = F::slabs;
+    p.slab_pitch = common->w.slab_bytes * p.slab_step;
     feed<F> f;
     fill_ring<F>(&p, &f);
     if (F::scaled_tokens)
@@ -507,6 +522,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     p.slab = cluster * F::slabs;
     p.slab_step = 1;
     p.slabs = min(F::slabs, a->slabs - p.slab);
+    p.slab_pitch = common->w.slab_bytes;
     feed<F> f;
     fill_ring<F>(&p, &f);
     float *given = (float *)(shared + a->sums_at);

@@ -52,12 +52,15 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
 
     static __device__ __forceinline__ void fill(const warp_parts *p, const walk &at, target *t, int,
                                                 uint32_t to, uint32_t bar) {
-        int slab = p->slab + p->lane * p->slab_step + at.row;
-        if (p->lane == 0)
+        int row = *t + (p->slab + at.row) * SLAB;
+        if (is_elected()) {
             mbarrier_expect(bar, (uint32_t)(p->slabs * BOX));
-        if (p->lane < p->slabs)
-            copy_box_2d(to + p->lane * BOX, &p->a->map, at.block * BLOCK, *t + slab * SLAB, bar,
-                        p->policy);
+#pragma unroll
+            for (int i = 0; i < SLABS; i++)
+                if (i < p->slabs)
+                    copy_box_2d(to + i * BOX, &p->a->map, at.block * BLOCK,
+                                row + i * p->slab_step * SLAB, bar, p->policy);
+        }
     }
 
     /* Pieces of 16 bytes of a row are xored with it. The lane's are 2 t and 2 t + 1. */
@@ -66,10 +69,10 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         return p->ring + (uint32_t)(g * BLOCK + ((2 * t ^ g) << 4));
     }
 
-    static __device__ __forceinline__ void load(const warp_parts *p, const column *c,
-                                                const walk *at, int count, columns *x) {
+    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int row,
+                                                int block, int count, columns *x) {
         const stack *w = &p->a->w;
-        int first = at->block * BLOCK + p->lane % 4 * 32;
+        int first = block * BLOCK + p->lane % 4 * 32;
         const uint8_t *from = c->row + 2 * first;
         if (count == 0)
             return;
@@ -77,20 +80,20 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         for (int i = 0; i < 4; i++)
             x->part[i] = first < w->columns ? load_part(from + 16 * i) : make_uint4(0, 0, 0, 0);
         if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
-            load_scales(p, c, at, x);
+            load_scales(p, c, row, block, x);
     }
 
     static __device__ __forceinline__ void load_scales(const warp_parts *p, const column *c,
-                                                       const walk *at, columns *x) {
+                                                       int item, int block, columns *x) {
         const stack *w = &p->a->w;
 #pragma unroll
         for (int i = 0; i < SLABS; i++) {
-            int part = w->parts == 2 ? i : 0, slab = p->slab + i * p->slab_step + at->row;
+            int part = w->parts == 2 ? i : 0, slab = p->slab + i * p->slab_step + item;
             int row = (expert_of_chunk(c->chunk) * w->parts + part) * w->part_blocks +
                       (slab - part * p->a->pairs) / (BLOCK / SLAB);
             x->w_scale[i] =
                 i < p->slabs
-                    ? __ldg((const float *)w->weight_scale + (int64_t)row * w->blocks + at->block)
+                    ? __ldg((const float *)w->weight_scale + (int64_t)row * w->blocks + block)
                     : 0;
         }
     }
@@ -153,7 +156,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
                                                     const stage_view &v, columns *x,
                                                     float (&sum)[SLABS][1][4]) {
         columns own = *x;
-        load(p, &v.next, &v.ahead, v.more, x);
+        load(p, &v.next, v.next_row, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
         if (UP && p->a->weights_on_input)
             weigh<4>(own.part, DT, v.own.weight);

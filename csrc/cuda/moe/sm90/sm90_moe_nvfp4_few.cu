@@ -26,7 +26,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static constexpr int blocks = stage_blocks, tiles = 1;
     static constexpr moq_nvfp4_type type = TYPE;
 
-    typedef const uint8_t *target; /* in the lane's slab */
+    typedef const uint8_t *target; /* in the first slab */
     typedef moq_unit_places places;
     typedef struct {
         uint4 part[2 * stage_blocks];
@@ -35,24 +35,32 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static __device__ __forceinline__ void aim(const warp_parts *p, const walk &at, int expert,
                                                target *t) {
         const stack *w = &p->a->w;
-        int slab = p->slab + p->lane * p->slab_step + at.row;
         *t = w->weight + expert * w->expert_bytes +
-             ((int64_t)slab * w->blocks + at.block) * MOQ_PACK_BYTES;
+             ((int64_t)(p->slab + at.row) * w->blocks + at.block) * MOQ_PACK_BYTES;
     }
 
     /* The next slab of an expert follows the last block of this one. */
     static __device__ __forceinline__ void fill(const warp_parts *p, const walk &, target *t,
                                                 int count, uint32_t to, uint32_t bar) {
         uint32_t bytes = (uint32_t)(count * MOQ_PACK_BYTES);
-        if (p->lane == 0)
+        if (is_elected()) {
             mbarrier_expect(bar, p->slabs * bytes);
-        if (p->lane < p->slabs)
-            copy_bytes_once(to + p->lane * slab_bytes, *t, bytes, bar, p->policy);
+#pragma unroll
+            for (int i = 0; i < SLABS; i++)
+                if (i < p->slabs)
+                    copy_bytes_once(to + i * slab_bytes, *t + i * p->slab_pitch, bytes, bar,
+                                    p->policy);
+        }
         *t += bytes;
     }
 
     static __device__ __forceinline__ places places_of(const warp_parts *p) {
-        return moq_unit_places_of(p->ring, p->lane);
+        places at = moq_unit_places_of(p->ring, p->lane);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            find_now(at.word[i]);
+        find_now(at.scale);
+        return at;
     }
 
     static __device__ __forceinline__ void load_block(const uint8_t *from, int i, columns *x) {
@@ -61,16 +69,16 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     }
 
     static __device__ __forceinline__ const uint8_t *columns_at(const warp_parts *p,
-                                                                const column *c, const walk *at) {
-        return c->row + at->block * X_BLOCK + p->lane % 4 * 32;
+                                                                const column *c, int block) {
+        return c->row + block * X_BLOCK + p->lane % 4 * 32;
     }
 
-    static __device__ __forceinline__ void load(const warp_parts *p, const column *c,
-                                                const walk *at, int count, columns *x) {
+    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int,
+                                                int block, int count, columns *x) {
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++)
             if (i < count)
-                load_block(columns_at(p, c, at), i, x);
+                load_block(columns_at(p, c, block), i, x);
     }
 
     /* Where a block has been multiplied, its registers take x of the next stage's. */
@@ -78,14 +86,14 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
                                                     const stage_view &v, columns *x,
                                                     float (&sum)[SLABS][1][4]) {
-        const uint8_t *next = columns_at(p, &v.next, &v.ahead);
+        const uint8_t *next = columns_at(p, &v.next, v.next_block);
         mbarrier_wait(v.bar, v.parity);
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++) {
             if (i < v.blocks)
                 multiply_block<UP>(p, at, v.stage + i * MOQ_PACK_BYTES, v.own.weight,
                                    &x->part[2 * i], sum);
-            if (i < v.more)
+            if (i < v.next_blocks)
                 load_block(next, i, x);
         }
     }
@@ -114,6 +122,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
 
 static void describe(stack *w) {
     w->blocks = w->columns / MOQ_PACK_K;
+    w->slab_bytes = w->blocks * MOQ_PACK_BYTES;
     w->expert_bytes = moq_pack_slabs(w->rows) * w->blocks * MOQ_PACK_BYTES;
 }
 
