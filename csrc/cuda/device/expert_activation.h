@@ -4,7 +4,7 @@
 #define MOQ_CUDA_DEVICE_EXPERT_ACTIVATION_H
 
 #include "core/moe.h"
-#include "cuda/device/sigmoid.h"
+#include "cuda/device/logistic.h"
 
 #include <math.h>
 
