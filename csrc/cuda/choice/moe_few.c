@@ -216,6 +216,19 @@ moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t var
     return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens), 1);
 }
 
+uint64_t moq_moe_few_variants(const moq_moe_call *call) {
+    uint64_t variants = 1;
+    moq_moe_few_share share;
+    int best = best_row(call->spec, call->tokens);
+    lay_out_row(call->spec, call->tokens, best, &share);
+    double least = down_seconds(call->spec, call->tokens, &share.down);
+    for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++)
+        if (row != best && lay_out_row(call->spec, call->tokens, row, &share) &&
+            down_seconds(call->spec, call->tokens, &share.down) < 1.5 * least)
+            variants |= 1ull << (row + 1);
+    return variants;
+}
+
 void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
                            moq_moe_few_share *share) {
     bool fits = lay_out_row(spec, tokens, moq_form_row(way.form), share);

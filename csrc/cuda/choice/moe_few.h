@@ -66,6 +66,9 @@ double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens);
  * one more. */
 moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
 
+/* Bit i is set where variant i is worth measuring; bit 0, the choice, always. */
+uint64_t moq_moe_few_variants(const moq_moe_call *call);
+
 /* The call shared out in its way. */
 void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
                            moq_moe_few_share *share);
