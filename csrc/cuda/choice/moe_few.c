@@ -52,14 +52,17 @@ int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
 
 /* Weights as a kernel goes through them. */
 typedef struct {
+    int warps;          /* of a block */
     int columns, bytes; /* of a block of K of a slab */
     int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
     int alignment;      /* of the ring, beyond what shared memory has */
     int log_slabs;      /* of a stage of the second kernel, at most */
 } format;
 
-static const format NVFP4 = {MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 2};
-static const format FP8 = {128, 16 * 128, 0, MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+static const format NVFP4 = {
+    MOQ_MOE_NVFP4_FEW_WARPS, MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 1};
+static const format FP8 = {MOQ_MOE_FP8_FEW_WARPS,  128,  16 * 128, 0,
+                           MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
@@ -76,21 +79,25 @@ static int64_t blocks_of(const moq_moe_spec *spec, int64_t columns) {
 
 /* ---- shared memory ---- */
 
+/* Bytes of counts of more slots than lanes: of each expert, and of those in each 32 slots. */
+static int64_t counts_of(const moq_moe_spec *spec, int64_t slots) {
+    return spec->experts * (4 + 2 * divide_up(slots, LANES));
+}
+
 /* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
 static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int stages,
                     moq_moe_few_half *h) {
     const format *f = format_of(spec);
     int used = 0;
     h->stages = stages;
-    take(&used,
-         (int64_t)MOQ_MOE_FEW_WARPS * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
-    h->parked_at = take(&used, (int64_t)MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4);
+    take(&used, (int64_t)f->warps * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
+    h->parked_at = take(&used, (int64_t)f->warps * h->slabs * 4 * LANES * 4);
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, slots * 4);
     h->tables.expert = take(&used, slots * 4);
     h->tables.sorted = take(&used, slots * 2);
     h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);
-    h->tables.count = take(&used, slots > LANES ? spec->experts * 4 : 0);
+    h->tables.count = take(&used, slots > LANES ? counts_of(spec, slots) : 0);
     h->tables.chunks = take(&used, 4);
     h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
     h->shared = used + f->alignment;
@@ -104,8 +111,8 @@ static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int
     if (sums > BLOCK_BYTES)
         return false;
     lay_out(spec, slots, sums, 0, h);
-    int64_t room = (BLOCK_BYTES - h->shared) /
-                   (MOQ_MOE_FEW_WARPS * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
+    int64_t room =
+        (BLOCK_BYTES - h->shared) / (f->warps * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
     int64_t use = divide_up(blocks, stage_blocks(f, h->slabs)) + 1;
     int64_t stages = room < use ? room : use;
     if (stages < 2)
@@ -124,7 +131,7 @@ static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
     h->cluster = 1;
     h->slabs = spec->gated ? 2 : 1;
     int64_t blocks = divide_up(items, h->grid) * blocks_of(spec, spec->w13.in_features);
-    return fill_half(spec, slots, 0, divide_up(blocks, MOQ_MOE_FEW_WARPS), h);
+    return fill_half(spec, slots, 0, divide_up(blocks, format_of(spec)->warps), h);
 }
 
 static int64_t down_slabs(const moq_moe_spec *spec) {
@@ -142,7 +149,7 @@ static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, int log_slabs
     int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
     int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
     return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
-                     divide_up(blocks, MOQ_MOE_FEW_WARPS), h);
+                     divide_up(blocks, format_of(spec)->warps), h);
 }
 
 /* ---- the way ---- */
@@ -177,17 +184,18 @@ static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
 #define ONE_BLOCK (160 << 10)
 
 /* Seconds of the second kernel by its slabs and clusters, as far as they tell: what the busiest
- * multiprocessor reads, of weights and of g, and the meeting of a cluster. A block alone on its
- * multiprocessor cannot read as fast where it has to read for long. */
+ * multiprocessor reads, of weights and of g, and the meeting of a cluster. */
 static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
+    const moq_target *target = &spec->w2.target;
     double chunks = fmax(1, active_experts(spec, tokens));
     double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
     double inner = (double)moq_moe_few_inner_bytes(spec, tokens) / h->cluster;
-    double each = ceil((double)h->grid / spec->w2.target.sm_count);
-    double bytes = each * (weights + 0.5 * inner);
-    double rate = moq_memory_rate(&spec->w2.target, 4.3e12) / spec->w2.target.sm_count;
-    double alone = each < 2 && bytes > ONE_BLOCK ? 1.15 : 1;
-    return alone * bytes / rate + (h->cluster > 1 ? 0.5e-6 : 0) + 0.1e-6 * h->cluster;
+    double fit = h->cluster > 1 ? (double)moq_clusters_that_fit(target, h->cluster) * h->cluster
+                                : target->sm_count;
+    double each = ceil(h->grid / fit); /* blocks of a multiprocessor, two at once */
+    double bytes = (each > 2 ? 2 * ceil(each / 2) : each) * (weights + inner);
+    double rate = moq_memory_rate(target, 4.3e12) / target->sm_count;
+    return bytes / rate + (h->cluster > 1 ? 0.5e-6 : 0) + 0.1e-6 * h->cluster;
 }
 
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {

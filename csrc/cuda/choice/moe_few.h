@@ -10,16 +10,17 @@
 extern "C" {
 #endif
 
-#define MOQ_MOE_FEW_WARPS   8
-#define MOQ_MOE_FEW_CHUNK   8  /* slots of an expert that are multiplied at once */
-#define MOQ_MOE_FEW_STAGES  16 /* of a warp, at most */
+#define MOQ_MOE_FEW_CHUNK   8 /* slots of an expert that are multiplied at once */
+#define MOQ_MOE_FEW_STAGES  8 /* of a warp, at most */
 #define MOQ_MOE_FEW_SLOTS   1024
 #define MOQ_MOE_FEW_EXPERTS 1024
 #define MOQ_MOE_FEW_COLUMNS (1 << 16)
 
-/* What a stage has: units of packed NVFP4 weights, a slab by 64 columns, or of FP8 as many slabs by
- * 128 columns as there are. */
-#define MOQ_MOE_NVFP4_FEW_UNITS 4
+/* Warps of a block, and what a stage of a warp has: units of packed NVFP4 weights, a slab by 64
+ * columns, or of FP8 as many slabs by 128 columns as there are. */
+#define MOQ_MOE_NVFP4_FEW_WARPS 16
+#define MOQ_MOE_NVFP4_FEW_UNITS 2
+#define MOQ_MOE_FP8_FEW_WARPS   8
 #define MOQ_MOE_FP8_FEW_BLOCKS  1
 
 /* A way, the row of a form: blocks of a multiprocessor in the first kernel, and in the second slabs

@@ -16,7 +16,7 @@
 
 namespace moq::moe_few {
 
-#define WARPS      MOQ_MOE_FEW_WARPS
+/* Whoever includes this has said how many WARPS a block has. */
 #define THREADS    (32 * WARPS)
 #define CHUNK      MOQ_MOE_FEW_CHUNK
 #define MAX_STAGES MOQ_MOE_FEW_STAGES
@@ -39,7 +39,8 @@ typedef struct {
     uint16_t *sorted;
     uint32_t *chunk;
     uint32_t *count;
-    int32_t *chunks; /* how many there are */
+    uint16_t *within; /* [groups of 32 slots][experts]: slots of an expert in a group */
+    int32_t *chunks;  /* how many there are */
 } tables;
 
 static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *shared) {
@@ -48,6 +49,7 @@ static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *sh
     t.sorted = (uint16_t *)(shared + r->at.sorted);
     t.chunk = (uint32_t *)(shared + r->at.chunk);
     t.count = (uint32_t *)(shared + r->at.count);
+    t.within = (uint16_t *)(t.count + r->experts);
     t.chunks = (int32_t *)(shared + r->at.chunks);
     return t;
 }
@@ -123,22 +125,31 @@ static __device__ __forceinline__ void group_lanes(const routing *r, const table
         *t->chunks = (int)(all >> 16);
 }
 
-/* Counts the slots of each expert, in their order; `rank` of a slot is how many its expert has
- * before it. */
-static __device__ __forceinline__ void count_slots(const routing *r, const tables *t, int lane) {
-    for (int first = 0; first < r->slots; first += 32) {
-        int slot = first + lane, expert = slot < r->slots ? t->expert[slot] : -1;
-        uint32_t same = __match_any_sync(ALL_LANES, expert);
-        int rank = __popc(same & ((1u << lane) - 1));
-        uint32_t before = expert >= 0 ? t->count[expert] : 0;
-        __syncwarp();
-        if (expert >= 0) {
-            if (rank == 0)
-                t->count[expert] = before + __popc(same);
-            t->expert[slot] = expert | (int)(before + rank) << 16;
-        }
-        __syncwarp();
+/* Counts the slots of each expert among 32 that follow each other, a warp's lanes: what is kept of
+ * a slot is its expert and how many this has before it. */
+static __device__ __forceinline__ void count_lanes(const routing *r, const tables *t, int group,
+                                                   int lane) {
+    int slot = 32 * group + lane, expert = slot < r->slots ? expert_of_slot(r, slot) : -1;
+    uint32_t same = __match_any_sync(ALL_LANES, expert);
+    int rank = __popc(same & ((1u << lane) - 1));
+    if (slot < r->slots)
+        t->expert[slot] = expert < 0 ? -1 : expert | rank << 16;
+    if (expert >= 0 && rank == 0)
+        t->within[group * r->experts + expert] = (uint16_t)__popc(same);
+}
+
+/* Of an expert: counts within groups become how many are in groups before; their sum. */
+static __device__ __forceinline__ int sum_groups(const routing *r, const tables *t, int groups,
+                                                 int expert) {
+    int sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < groups; i++) {
+        uint16_t *at = t->within + i * r->experts + expert;
+        int own = *at;
+        *at = (uint16_t)sum;
+        sum += own;
     }
+    return sum;
 }
 
 /* Chunks of all experts in their order; counts become where the slots of an expert begin. */
@@ -160,34 +171,38 @@ static __device__ __forceinline__ void chunk_experts(const routing *r, const tab
 
 /* Makes the tables; all threads. Before that, at any time: clear_counts. */
 static __device__ __forceinline__ void group_slots(const routing *r, const tables *t) {
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, groups = (r->slots + 31) / 32;
     if (r->slots <= 32) {
         if (warp == 0)
             group_lanes(r, t, lane);
         __syncthreads();
         return;
     }
-    for (int slot = (int)threadIdx.x; slot < r->slots; slot += THREADS)
-        t->expert[slot] = expert_of_slot(r, slot);
+    __syncthreads(); /* counts are clear */
+    for (int group = warp; group < groups; group += WARPS)
+        count_lanes(r, t, group, lane);
     __syncthreads();
-    if (warp == 0) {
-        count_slots(r, t, lane);
+    for (int expert = (int)threadIdx.x; expert < r->experts; expert += THREADS)
+        t->count[expert] = (uint32_t)sum_groups(r, t, groups, expert);
+    __syncthreads();
+    if (warp == 0)
         chunk_experts(r, t, lane);
-    }
     __syncthreads();
     for (int slot = (int)threadIdx.x; slot < r->slots; slot += THREADS) {
         int both = t->expert[slot], expert = both & 0xffff;
         if (both < 0)
             continue;
-        t->sorted[t->count[expert] + (both >> 16)] = (uint16_t)slot;
+        t->sorted[t->count[expert] + t->within[slot / 32 * r->experts + expert] + (both >> 16)] =
+            (uint16_t)slot;
         t->expert[slot] = expert;
     }
     __syncthreads();
 }
 
 static __device__ __forceinline__ void clear_counts(const routing *r, const tables *t) {
-    for (int i = (int)threadIdx.x; r->slots > 32 && i < r->experts; i += THREADS)
-        t->count[i] = 0;
+    int bytes = r->slots > 32 ? (r->slots + 31) / 32 * r->experts : 0;
+    for (int i = (int)threadIdx.x; i < bytes; i += THREADS)
+        t->within[i] = 0;
 }
 
 /* ---- who does what ---- */

@@ -115,9 +115,9 @@ template <class F> struct feed {
 
 template <class F> using sums = float[F::slabs][1][4];
 
-/* Factors and biases of the lane's rows g and g + 8 of each slab. */
+/* Factors of the lane's rows g and g + 8 of each slab. */
 template <class F> struct row_scales {
-    float factor[F::slabs][2], bias[F::slabs][2];
+    float factor[F::slabs][2];
 };
 
 /* ---- a warp ---- */
@@ -291,6 +291,12 @@ template <class F> static __device__ __forceinline__ uint8_t *aligned(uint8_t *s
 
 /* ---- outputs ---- */
 
+/* The lane's row g + 8 h of slab i, of an item's row. */
+template <class F>
+static __device__ __forceinline__ int row_of(const warp_parts *p, int row, int i, int h) {
+    return (p->slab + i * p->slab_step + row) * SLAB + p->lane / 4 + 8 * h;
+}
+
 template <class F>
 static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts *p, int row,
                                                                uint32_t chunk) {
@@ -300,14 +306,12 @@ static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts 
     float common = F::factor_of_expert(w, expert);
 #pragma unroll
     for (int i = 0; i < 2 * F::slabs; i++) {
-        int n = (p->slab + i / 2 * p->slab_step + row) * SLAB + p->lane / 4 + i % 2 * 8;
-        int64_t at = (int64_t)expert * w->rows + n;
-        float &factor = s.factor[i / 2][i % 2];
-        if (i / 2 >= p->slabs || n >= w->rows)
-            continue;
-        factor = w->output_scale ? common * load_early(w->output_scale + at) : common;
-        if (w->bias)
-            s.bias[i / 2][i % 2] = load_early(w->bias + at);
+        int n = row_of<F>(p, row, i / 2, i % 2);
+        if (i / 2 < p->slabs && n < w->rows)
+            s.factor[i / 2][i % 2] =
+                w->output_scale
+                    ? common * load_early(w->output_scale + (int64_t)expert * w->rows + n)
+                    : common;
     }
     return s;
 }
@@ -315,13 +319,17 @@ static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts 
 /* The linear's output of a lane's sum: row g + 8 h of slab i, column 2 t + c of the chunk. */
 template <class F>
 static __device__ __forceinline__ float output_of(const warp_parts *p, const row_scales<F> &s,
-                                                  const sums<F> &sum, int i, int h, int c,
+                                                  const sums<F> &sum, int row, int i, int h, int c,
                                                   uint32_t chunk) {
+    const stack *w = &p->a->w;
     float factor = s.factor[i][h];
     if (F::scaled_tokens)
         factor *= p->scale[min(first_of_chunk(chunk) + p->lane % 4 * 2 + c, p->a->route.slots - 1)];
     float value = __fmul_rn(sum[i][0][2 * h + c], factor);
-    return p->a->w.bias ? __fadd_rn(value, s.bias[i][h]) : value;
+    int n = row_of<F>(p, row, i, h);
+    if (w->bias && n < w->rows)
+        value = __fadd_rn(value, w->bias[(int64_t)expert_of_chunk(chunk) * w->rows + n]);
+    return value;
 }
 
 template <class F>
@@ -339,8 +347,8 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
         uint32_t most = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float gate = output_of<F>(p, s, sum, 0, h, c, chunk);
-            float up = F::slabs == 2 ? output_of<F>(p, s, sum, F::slabs - 1, h, c, chunk) : 0;
+            float gate = output_of<F>(p, s, sum, row, 0, h, c, chunk);
+            float up = F::slabs == 2 ? output_of<F>(p, s, sum, row, F::slabs - 1, h, c, chunk) : 0;
             uint32_t value =
                 moq_narrow_pair(F::dtype, moq_activate(&a->activation, gate, up), 0) & 0xffff;
             if (meant)
@@ -373,7 +381,7 @@ static __device__ __forceinline__ void give_sums(const down_args *a, const warp_
 #pragma unroll
         for (int j = 0; j < 2 * F::slabs; j++) {
             int row = j / 2 * SLAB + p->lane / 4 + j % 2 * 8, owner = row / rows;
-            float value = output_of<F>(p, s, sum, j / 2, j % 2, c, chunk);
+            float value = output_of<F>(p, s, sum, 0, j / 2, j % 2, c, chunk);
             uint32_t at = to + 4u * (uint32_t)(slot * rows + row - owner * rows);
             if (a->log_cluster)
                 store_remote(address_in((uint32_t)owner, at), value);
@@ -394,11 +402,11 @@ static __device__ __forceinline__ void combine(const down_args *a, const warp_pa
             continue;
         int64_t at = token * a->y_stride + first + row;
         float sum = a->accumulate ? moq_load_one(a->y, at, F::dtype) : 0;
+#pragma unroll 4
         for (int slot = token * top_k; slot < (token + 1) * top_k; slot++) {
-            if (p->t.expert[slot] < 0)
-                continue;
-            float d = sums[slot * rows + row];
-            sum = __fadd_rn(sum, a->common.weighted ? __fmul_rn(p->weight[slot], d) : d);
+            float d = sums[slot * rows + row], weight = p->weight[slot];
+            float more = __fadd_rn(sum, a->common.weighted ? __fmul_rn(weight, d) : d);
+            sum = p->t.expert[slot] < 0 ? sum : more;
         }
         ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(F::dtype, sum, 0);
     }

@@ -14,9 +14,12 @@
  * second.
  *
  * Measured: see docs/lab/moe.md. */
+#include "cuda/choice/moe_few.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
-#include "cuda/moe/sm90/sm90_moe_few_kernels.h"
 #include "cuda/runtime/tensor_map.h"
+
+#define WARPS MOQ_MOE_FP8_FEW_WARPS
+#include "cuda/moe/sm90/sm90_moe_few_kernels.h"
 
 namespace moq::moe_few {
 

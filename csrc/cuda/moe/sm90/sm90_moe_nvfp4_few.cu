@@ -8,8 +8,11 @@
  *
  * Measured: see docs/lab/moe.md. */
 #include "core/nvfp4_packed.h"
+#include "cuda/choice/moe_few.h"
 #include "cuda/device/nvfp4_products.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
+
+#define WARPS MOQ_MOE_NVFP4_FEW_WARPS
 #include "cuda/moe/sm90/sm90_moe_few_kernels.h"
 
 namespace moq::moe_few {
@@ -81,21 +84,19 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
                 load_block(columns_at(p, c, block), i, x);
     }
 
-    /* Where a block has been multiplied, its registers take x of the next stage's. */
+    /* x of the next stage is asked for first. */
     template <bool UP>
     static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
                                                     const stage_view &v, columns *x,
                                                     float (&sum)[SLABS][1][4]) {
-        const uint8_t *next = columns_at(p, &v.next, v.next_block);
+        columns own = *x;
+        load(p, &v.next, 0, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
 #pragma unroll
-        for (int i = 0; i < stage_blocks; i++) {
+        for (int i = 0; i < stage_blocks; i++)
             if (i < v.blocks)
                 multiply_block<UP>(p, at, v.stage + i * MOQ_PACK_BYTES, v.own.weight,
-                                   &x->part[2 * i], sum);
-            if (i < v.next_blocks)
-                load_block(next, i, x);
-        }
+                                   &own.part[2 * i], sum);
     }
 
     template <bool UP>
@@ -132,9 +133,8 @@ template <moq_nvfp4_type TYPE> static const void *up_kernel(bool gated) {
 }
 
 template <moq_nvfp4_type TYPE> static const void *down_kernel(int slabs) {
-    return slabs == 1   ? (const void *)moe_few_down<nvfp4<1, TYPE>>
-           : slabs == 2 ? (const void *)moe_few_down<nvfp4<2, TYPE>>
-                        : (const void *)moe_few_down<nvfp4<4, TYPE>>;
+    return slabs == 1 ? (const void *)moe_few_down<nvfp4<1, TYPE>>
+                      : (const void *)moe_few_down<nvfp4<2, TYPE>>;
 }
 
 extern "C" moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err) {
