@@ -26,7 +26,7 @@
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_FEW_KERNELS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_FEW_KERNELS_H
 
-#include "cuda/device/expert_activation.h"
+#include "cuda/moe/expert_activation.h"
 #include "cuda/moe/sm90/sm90_moe_few.h"
 #include "cuda/runtime/launch.h"
 
@@ -62,7 +62,7 @@ typedef struct {
 
 typedef struct {
     common_args common;
-    moq_expert_activation activation;
+    moe::activation activation;
     void *g; /* [slots, inner] */
     int inner;
 } up_args;
@@ -291,6 +291,21 @@ template <class F> static __device__ __forceinline__ uint8_t *aligned(uint8_t *s
 
 /* ---- outputs ---- */
 
+/* Activations that few models have are out of line. */
+static __device__ __noinline__ float activate_rarely(const moe::activation *a, float gate,
+                                                     float up) {
+    return moe::activate(a, gate, up);
+}
+
+static __device__ __forceinline__ float activate_inline(const moe::activation *a, float gate,
+                                                        float up) {
+    if (a->kind != MOQ_MOE_SILU)
+        return activate_rarely(a, gate, up);
+    moe::activation silu = *a;
+    silu.kind = MOQ_MOE_SILU;
+    return moe::activate(&silu, gate, up);
+}
+
 /* The lane's row g + 8 h of slab i, of an item's row. */
 template <class F>
 static __device__ __forceinline__ int row_of(const warp_parts *p, int row, int i, int h) {
@@ -348,9 +363,9 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float gate = output_of<F>(p, s, sum, row, 0, h, c, chunk);
-            float up = F::slabs == 2 ? output_of<F>(p, s, sum, row, F::slabs - 1, h, c, chunk) : 0;
+            float up = F::slabs == 2 ? output_of<F>(p, s, sum, row, F::slabs - 1, h, c, chunk) : 1;
             uint32_t value =
-                moq_narrow_pair(F::dtype, moq_activate(&a->activation, gate, up), 0) & 0xffff;
+                moq_narrow_pair(F::dtype, activate_inline(&a->activation, gate, up), 0) & 0xffff;
             if (meant)
                 to[8 * h] = (uint16_t)value;
             most = max(most, value & 0x7fff);
@@ -598,7 +613,7 @@ static inline up_args up_of(const moq_moe_call *call, const moq_moe_few_share *s
     a.common.x = call->x->data;
     a.common.x_stride = call->x->stride[0];
     a.common.weighted = call->weights_on_input;
-    a.activation = moq_expert_activation_of(call->spec);
+    a.activation = moe::activation_of(call->spec);
     a.g = call->workspace;
     a.inner = (int)call->spec->w2.in_features;
     return a;
