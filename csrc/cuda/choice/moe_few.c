@@ -193,9 +193,12 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
     double fit = h->cluster > 1 ? (double)moq_clusters_that_fit(target, h->cluster) * h->cluster
                                 : target->sm_count;
     double each = ceil(h->grid / fit); /* blocks of a multiprocessor, two at once */
-    double bytes = (each > 2 ? 2 * ceil(each / 2) : each) * (weights + inner);
+    double turns = ceil(each / 2);
+    double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
     double rate = moq_memory_rate(target, 4.3e12) / target->sm_count;
-    return bytes / rate + (h->cluster > 1 ? 0.5e-6 : 0) + 0.1e-6 * h->cluster;
+    double alone = each < 2 && format_of(spec)->warps < 16 ? 1.3 : 1; /* too few warps */
+    return alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
+           0.1e-6 * h->cluster;
 }
 
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {
