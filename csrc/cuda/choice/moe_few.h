@@ -23,10 +23,9 @@ extern "C" {
 #define MOQ_MOE_FP8_FEW_WARPS   8
 #define MOQ_MOE_FP8_FEW_BLOCKS  1
 
-/* A way, the row of a form: blocks of a multiprocessor in the first kernel, and in the second slabs
- * of a block and blocks of a cluster, all powers of two. */
-#define MOQ_MOE_FEW_ROW(log_up, log_slabs, log_cluster)                                            \
-    ((log_up) | (log_slabs) << 1 | (log_cluster) << 3)
+/* Ways, the rows of forms. Of a row's bits the first is the logarithm of blocks of a multiprocessor
+ * in the first kernel, the next two that of slabs of a block in the second, the last two that of
+ * blocks of a cluster there. */
 #define MOQ_MOE_FEW_WAYS 32
 
 /* Offsets of the tables in shared memory. */
@@ -63,8 +62,7 @@ bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reaso
 /* Seconds of a whole call. */
 double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens);
 
-/* The way of a call in a variant: 0 is the best one, the others are those of MOQ_MOE_FEW_ROW and
- * one more. */
+/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
 moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
 
 /* Bit i is set where variant i is worth measuring; bit 0, the choice, always. */

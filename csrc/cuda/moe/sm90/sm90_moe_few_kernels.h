@@ -1,7 +1,8 @@
-/* The two kernels for experts with few tokens on Hopper, whatever the format of weights:
+/* The two kernels for experts with few tokens on Hopper, whatever the format of weights. For each
+ * slot s of a token t, e its expert:
  *
- *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))        for each slot s of a token t, e its
- * expert down  y[t] = rounded(out[t] + sum_j w (W2[e] g[s] + b2[e]))
+ *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
+ *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
  *
  * x, g and y are bfloat16 or float16. What bounds both is the weights of the experts that have a
  * slot, each read once for up to 8 slots. At one token it is the start of a kernel, the way from
@@ -12,17 +13,16 @@
  * - Gate and up rows of the same numbers are multiplied by the same warp, so that a lane has both
  *   sums of an output and activates it at once. In the second kernel a block, or a cluster of them,
  *   has some slabs of all experts: what becomes of the slots of a token meets in shared memory and
- * is added in the order of slots. No sum depends on timing.
+ *   is added in the order of slots. No sum depends on timing.
  * - A warp has a ring of stages that it fills itself with bulk copies, and waits for nothing else;
- * x, or g, comes from the caches into registers, a stage ahead.
+ *   x, or g, comes from the caches into registers, a stage ahead.
  * - A block takes half of a multiprocessor. The second kernel starts when the first has waited for
  *   the ids (programmatic launch), so that it may read them: it fills its rings with weights while
  *   the first still works, and waits only before it reads g.
  *
  * A format F has the weights: slabs of 16 rows by blocks of K, what a stage has of them, what a
  * lane has of x in a stage, and the products. sm90_moe_nvfp4_few.cu and sm90_moe_fp8_few.cu have
- * one each.
- */
+ * one each. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_FEW_KERNELS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_FEW_KERNELS_H
 
@@ -82,9 +82,8 @@ typedef struct {
     uint64_t parked[WARPS];
 } barriers;
 
-/* What a warp has of a kernel. Lane l < slabs copies slab `slab` + l * `slab_step` + the walk's
- * row.
- */
+/* What a warp has of a kernel. Its stages have the slabs `slab` + i * `slab_step` + the walk's row,
+ * i < slabs. */
 typedef struct {
     const common_args *a;
     tables t;

@@ -3,8 +3,9 @@
  *
  * Weights are in the packed layout (core/nvfp4_packed.h), 0.5625 bytes each. The decoder takes
  * nearly as long as the memory, 14 to 15 ns of a multiprocessor for a unit where the memory of an
- * H200 brings one in 17 (docs/lab/nvfp4-few.md). A stage is two blocks of K of a warp's slabs, a
- * bulk copy for each slab.
+ * H200 brings one in 17 (docs/lab/nvfp4-few.md). Sixteen
+ * warps of 64 registers in half of a multiprocessor: with eight their latencies showed at one
+ * token. A stage is two units, a block of K of two slabs or two of one, a bulk copy for each slab.
  *
  * Measured: see docs/lab/moe.md. */
 #include "core/nvfp4_packed.h"
