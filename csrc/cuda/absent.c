@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/moe/cuda_moe.h"
+#include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/tensor/cuda_layout.h"
 #include "cuda/tensor/cuda_nvfp4_pack.h"
@@ -158,6 +159,26 @@ moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err) {
 }
 
 int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
+moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }

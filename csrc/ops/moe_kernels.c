@@ -5,7 +5,9 @@
 
 #include "cpu/cpu_moe.h"
 #include "cuda/choice/choice_moe.h"
+#include "cuda/choice/moe_few.h"
 #include "cuda/moe/cuda_moe.h"
+#include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "ops/linear_kernels.h"
 #include "ops/moe_call.h"
 
@@ -69,6 +71,37 @@ CUDA_KERNEL("sm80_nvfp4", mma_nvfp4)
 CUDA_KERNEL("sm90_fp8_many", fp8_many)
 CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
 
+/* Code for sm_90a runs on compute capability 9.0 and no other. */
+static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
+    int capability = (int)spec->w13.target.capability;
+    if (!moq_linear_runs_on_cuda("simt", &spec->w13, reason, size))
+        return false;
+    if (capability == 90)
+        return true;
+    snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d", capability / 10,
+             capability % 10);
+    return false;
+}
+
+#define FEW_KERNEL(format)                                                                         \
+    static bool can_run_##format##_few(const moq_moe_spec *spec, int64_t tokens, char *reason,     \
+                                       size_t size) {                                              \
+        return on_hopper(spec, reason, size) &&                                                    \
+               moq_moe_##format##_few_takes(spec, tokens, reason, size);                           \
+    }
+
+#define FEW_ROW(format)                                                                            \
+    {{"cuda", "sm90_" #format "_few"},                                                             \
+     can_run_##format##_few,                                                                       \
+     moq_moe_few_seconds,                                                                          \
+     moq_cuda_moe_##format##_few_workspace,                                                        \
+     moq_cuda_moe_##format##_few,                                                                  \
+     moq_moe_few_variants,                                                                         \
+     moq_moe_few_choose}
+
+FEW_KERNEL(fp8)
+FEW_KERNEL(nvfp4)
+
 static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -81,6 +114,8 @@ static const moq_moe_kernel KERNELS[] = {
     CUDA_ROW("sm80_nvfp4", mma_nvfp4, mma_nvfp4),
     CUDA_ROW("sm90_fp8_many", fp8_many, many),
     CUDA_ROW("sm90_nvfp4_many", nvfp4_many, many),
+    FEW_ROW(fp8),
+    FEW_ROW(nvfp4),
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -338,6 +338,11 @@ static __device__ __forceinline__ void send_words(uint32_t to, uint4 value, uint
                  : "memory");
 }
 
+/* Stores at an address of address_in; it is there for who has come through cluster_sync. */
+static __device__ __forceinline__ void store_remote(uint32_t to, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
 /* Arrives at the barrier that block `rank` of the cluster has at the same place. */
 static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile("{\n"
@@ -445,6 +450,10 @@ static __device__ __forceinline__ uint32_t load_shared_half(uint32_t from) {
     uint16_t value;
     asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
     return value;
+}
+
+static __device__ __forceinline__ void store_shared_word(uint32_t to, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
 static __device__ __forceinline__ void store_shared_pair(uint32_t to, uint2 value) {

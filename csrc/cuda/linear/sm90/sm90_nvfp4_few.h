@@ -6,7 +6,7 @@
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/nvfp4_few.h"
 #include "cuda/device/load.h"
-#include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/nvfp4_products.h"
 #include "cuda/device/ptx.h"
 
 #include <stddef.h>
@@ -327,60 +327,6 @@ static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a,
 
 template <class S> using sums = float[S::slabs][S::tiles][4];
 
-template <class S>
-static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
-                                                uint32_t x0, uint32_t x1) {
-    const uint32_t x[2] = {x0, x1};
-    if (S::type == MOQ_NVFP4_F16)
-        mma_f16(sum, w, x);
-    else
-        mma_bf16(sum, w, x);
-}
-
-/* One or two slabs by a block of K, `x` its columns. Words 0 and 1 have columns 0..3 of the lane's
- * group and 8..11, words 2 and 3 the rest: the steps are such that two neighbouring words of x
- * belong to each. Slabs take turns, so that products that add to the same sums do not follow each
- * other. */
-template <class S, int COUNT>
-static __device__ __forceinline__ void multiply_units(const lane_places<S> &p, uint32_t unit,
-                                                      const uint4 (&x)[S::tiles][2],
-                                                      float (&sum)[COUNT][S::tiles][4]) {
-    constexpr uint32_t slab = S::blocks * MOQ_PACK_BYTES;
-    uint32_t word[COUNT][4], scales[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        scales[i] = load_shared_half(p.scale + unit + i * slab);
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            word[i][j] = load_shared_word(p.word[j] + unit + i * slab);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++)
-        scales[i] = moq_nvfp4_scales<S::type>(scales[i], false);
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-        uint32_t a[COUNT][4], b[COUNT][4];
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            moq_nvfp4_fragment<S::type>(word[i][j], scales[i], a[i]);
-            moq_nvfp4_fragment<S::type>(word[i][j + 1], scales[i], b[i]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int tile = 0; tile < S::tiles; tile++) {
-                const uint32_t *v = &x[tile][half].x + j;
-#pragma unroll
-                for (int i = 0; i < COUNT; i++) {
-                    const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
-                                           b[i][2 * half + 1]};
-                    multiply<S>(sum[i][tile], w, v[0], v[1]);
-                }
-            }
-        }
-    }
-}
-
 /* COUNT slabs by the blocks of a stage. */
 template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
@@ -408,9 +354,9 @@ static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane
         for (int slab = 0; slab < COUNT; slab += 2) {
             uint32_t unit = slab * S::blocks * MOQ_PACK_BYTES;
             if (slab + 1 < COUNT)
-                multiply_units<S, 2>(p, unit, x, (float (&)[2][S::tiles][4])sum[slab]);
+                moq_multiply_units<S, 2>(p, unit, x, (float (&)[2][S::tiles][4])sum[slab]);
             else
-                multiply_units<S, 1>(p, unit, x, (float (&)[1][S::tiles][4])sum[slab]);
+                moq_multiply_units<S, 1>(p, unit, x, (float (&)[1][S::tiles][4])sum[slab]);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)

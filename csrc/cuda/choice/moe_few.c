@@ -1,0 +1,320 @@
+/* Sharing out a call of experts with few tokens: see moe_few.h. */
+#include "cuda/choice/moe_few.h"
+
+#include "core/invariant.h"
+#include "cuda/choice/chip.h"
+
+#include <math.h>
+#include <stdio.h>
+
+/* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
+ * kernels declare. */
+#define BLOCK_BYTES (111 << 10)
+/* Slots up to here are grouped by the lanes of a warp, which need no counts. */
+#define LANES 32
+
+static int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+static int align(int bytes) {
+    return (bytes + 127) / 128 * 128;
+}
+
+/* The next bytes behind `used`. */
+static int take(int *used, int64_t bytes) {
+    int at = *used;
+    *used = align(at + (int)bytes);
+    return at;
+}
+
+static int64_t slots_of(const moq_moe_spec *spec, int64_t tokens) {
+    return tokens * spec->top_k;
+}
+
+/* Chunks of slots at most, or nearly always. */
+static int64_t chunks_of(const moq_moe_spec *spec, int64_t slots) {
+    return slots < spec->experts ? slots : spec->experts + slots / MOQ_MOE_FEW_CHUNK;
+}
+
+int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens) {
+    return slots_of(spec, tokens) * spec->w2.in_features * (int64_t)moq_dtype_size(spec->w2.dtype);
+}
+
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+    int64_t maxima = spec->w2.input == MOQ_INPUT_E4M3_TOKEN
+                         ? slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS) * 4
+                         : 0;
+    return moq_moe_few_inner_bytes(spec, tokens) + maxima;
+}
+
+/* ---- formats ---- */
+
+/* Weights as a kernel goes through them. */
+typedef struct {
+    int warps;          /* of a block */
+    int columns, bytes; /* of a block of K of a slab */
+    int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
+    int alignment;      /* of the ring, beyond what shared memory has */
+    int log_slabs;      /* of a stage of the second kernel, at most */
+} format;
+
+static const format NVFP4 = {
+    MOQ_MOE_NVFP4_FEW_WARPS, MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 1};
+static const format FP8 = {MOQ_MOE_FP8_FEW_WARPS,  128,  16 * 128, 0,
+                           MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+
+static const format *format_of(const moq_moe_spec *spec) {
+    return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
+}
+
+/* Blocks of K in a stage of so many slabs. */
+static int stage_blocks(const format *f, int slabs) {
+    return f->units ? f->units / slabs : f->blocks;
+}
+
+static int64_t blocks_of(const moq_moe_spec *spec, int64_t columns) {
+    return divide_up(columns, format_of(spec)->columns);
+}
+
+/* ---- shared memory ---- */
+
+/* Bytes of counts of more slots than lanes: of each expert, and of those in each 32 slots. */
+static int64_t counts_of(const moq_moe_spec *spec, int64_t slots) {
+    return spec->experts * (4 + 2 * divide_up(slots, LANES));
+}
+
+/* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
+static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int stages,
+                    moq_moe_few_half *h) {
+    const format *f = format_of(spec);
+    int used = 0;
+    h->stages = stages;
+    take(&used, (int64_t)f->warps * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
+    h->parked_at = take(&used, (int64_t)f->warps * h->slabs * 4 * LANES * 4);
+    h->sums_at = take(&used, sums);
+    h->weights_at = take(&used, slots * 4);
+    h->tables.expert = take(&used, slots * 4);
+    h->tables.sorted = take(&used, slots * 2);
+    h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);
+    h->tables.count = take(&used, slots > LANES ? counts_of(spec, slots) : 0);
+    h->tables.chunks = take(&used, 4);
+    h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
+    h->shared = used + f->alignment;
+}
+
+/* As many stages as there is room for, and use: a warp has so many blocks of K. False where there
+ * is no room for two. */
+static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t blocks,
+                      moq_moe_few_half *h) {
+    const format *f = format_of(spec);
+    if (sums > BLOCK_BYTES)
+        return false;
+    lay_out(spec, slots, sums, 0, h);
+    int64_t room =
+        (BLOCK_BYTES - h->shared) / (f->warps * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
+    int64_t use = divide_up(blocks, stage_blocks(f, h->slabs)) + 1;
+    int64_t stages = room < use ? room : use;
+    if (stages < 2)
+        return false;
+    lay_out(spec, slots, sums, (int)(stages < MOQ_MOE_FEW_STAGES ? stages : MOQ_MOE_FEW_STAGES), h);
+    return true;
+}
+
+/* ---- the two kernels ---- */
+
+static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
+                       moq_moe_few_half *h) {
+    int64_t slots = slots_of(spec, tokens);
+    int64_t items = chunks_of(spec, slots) * (spec->w2.in_features / MOQ_PACK_ROWS);
+    h->grid = spec->w13.target.sm_count << log_blocks;
+    h->cluster = 1;
+    h->slabs = spec->gated ? 2 : 1;
+    int64_t blocks = divide_up(items, h->grid) * blocks_of(spec, spec->w13.in_features);
+    return fill_half(spec, slots, 0, divide_up(blocks, format_of(spec)->warps), h);
+}
+
+static int64_t down_slabs(const moq_moe_spec *spec) {
+    return divide_up(spec->w2.out_features, MOQ_PACK_ROWS);
+}
+
+static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, int log_slabs, int log_cluster,
+                         moq_moe_few_half *h) {
+    int64_t slots = slots_of(spec, tokens), rows = (int64_t)MOQ_PACK_ROWS << log_slabs;
+    if (log_slabs > format_of(spec)->log_slabs)
+        return false;
+    h->slabs = 1 << log_slabs;
+    h->cluster = 1 << log_cluster;
+    h->grid = (int)(divide_up(down_slabs(spec), h->slabs) * h->cluster);
+    int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
+    int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
+    return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
+                     divide_up(blocks, format_of(spec)->warps), h);
+}
+
+/* ---- the way ---- */
+
+static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
+                        moq_moe_few_share *share) {
+    *share = (moq_moe_few_share){{0}, {0}};
+    return lay_out_up(spec, tokens, row & 1, &share->up) &&
+           lay_out_down(spec, tokens, row >> 1 & 3, row >> 3, &share->down);
+}
+
+/* Bytes of `slabs` slabs of a weight. */
+static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t columns) {
+    return (double)slabs * (double)blocks_of(spec, columns) * format_of(spec)->bytes;
+}
+
+/* Of all weights of an expert. */
+static double expert_bytes(const moq_moe_spec *spec) {
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    return slab_bytes(spec, divide_up(w13->out_features, MOQ_PACK_ROWS), w13->in_features) +
+           slab_bytes(spec, divide_up(w2->out_features, MOQ_PACK_ROWS), w2->in_features);
+}
+
+/* Experts that have a slot, as they are expected of a router that likes all. */
+static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
+    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
+    return all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens));
+}
+
+/* Bytes of weights that a multiprocessor reads beside which two blocks of the first kernel are
+ * better than one and its ring: with one, a block of the second kernel is there from the start. */
+#define ONE_BLOCK (160 << 10)
+
+/* Seconds of the second kernel by its slabs and clusters, as far as they tell: what the busiest
+ * multiprocessor reads, of weights and of g, and the meeting of a cluster. */
+static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
+    const moq_target *target = &spec->w2.target;
+    double chunks = fmax(1, active_experts(spec, tokens));
+    double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
+    double inner = (double)moq_moe_few_inner_bytes(spec, tokens) / h->cluster;
+    double fit = h->cluster > 1 ? (double)moq_clusters_that_fit(target, h->cluster) * h->cluster
+                                : target->sm_count;
+    double each = ceil(h->grid / fit); /* blocks of a multiprocessor, two at once */
+    double turns = ceil(each / 2);
+    double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
+    double rate = moq_memory_rate(target, 4.3e12) / target->sm_count;
+    double alone = each < 2 && format_of(spec)->warps < 16 ? 1.3 : 1; /* too few warps */
+    return alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
+           0.1e-6 * h->cluster;
+}
+
+static int best_row(const moq_moe_spec *spec, int64_t tokens) {
+    double up = active_experts(spec, tokens) *
+                slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features) /
+                spec->w13.target.sm_count;
+    int best = -1;
+    double least = INFINITY;
+    for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++) {
+        moq_moe_few_share share;
+        if ((row & 1) != (up > ONE_BLOCK) || !lay_out_row(spec, tokens, row, &share))
+            continue;
+        double seconds = down_seconds(spec, tokens, &share.down);
+        if (seconds < least) {
+            least = seconds;
+            best = row;
+        }
+    }
+    return best;
+}
+
+moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
+    moq_moe_few_share share;
+    int row = variant - 1;
+    bool can = row >= 0 && row < MOQ_MOE_FEW_WAYS && lay_out_row(spec, tokens, row, &share);
+    return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens), 1);
+}
+
+uint64_t moq_moe_few_variants(const moq_moe_call *call) {
+    uint64_t variants = 1;
+    moq_moe_few_share share;
+    int best = best_row(call->spec, call->tokens);
+    lay_out_row(call->spec, call->tokens, best, &share);
+    double least = down_seconds(call->spec, call->tokens, &share.down);
+    for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++)
+        if (row != best && lay_out_row(call->spec, call->tokens, row, &share) &&
+            down_seconds(call->spec, call->tokens, &share.down) < 1.5 * least)
+            variants |= 1ull << (row + 1);
+    return variants;
+}
+
+void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
+                           moq_moe_few_share *share) {
+    bool fits = lay_out_row(spec, tokens, moq_form_row(way.form), share);
+    MOQ_ASSERT(fits);
+    (void)fits;
+}
+
+/* ---- what the kernels take ---- */
+
+static bool is_exact_packed(const moq_linear_spec *layer) {
+    return layer->weight == MOQ_WEIGHT_E2M1_PACKED &&
+           (layer->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(layer));
+}
+
+static bool is_fp8(const moq_linear_spec *layer) {
+    return layer->weight == MOQ_WEIGHT_E4M3_ROW || layer->weight == MOQ_WEIGHT_E4M3_BLOCK;
+}
+
+/* Both inner dimensions are multiples of `columns`. */
+static bool takes_sizes(const moq_moe_spec *spec, int columns, char *reason, size_t size) {
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    long long hidden = w13->in_features, inner = w2->in_features;
+    if (hidden % columns || inner % columns)
+        snprintf(reason, size,
+                 "needs hidden and intermediate sizes that are multiples of %d, got %lld and %lld",
+                 columns, hidden, inner);
+    else if (hidden > MOQ_MOE_FEW_COLUMNS || inner > MOQ_MOE_FEW_COLUMNS)
+        snprintf(reason, size, "needs hidden and intermediate sizes up to %d, got %lld and %lld",
+                 MOQ_MOE_FEW_COLUMNS, hidden, inner);
+    else if (spec->experts > MOQ_MOE_FEW_EXPERTS)
+        snprintf(reason, size, "needs at most %d experts, got %d", MOQ_MOE_FEW_EXPERTS,
+                 (int)spec->experts);
+    else if (w13->dtype != MOQ_DT_BF16 && w13->dtype != MOQ_DT_F16)
+        snprintf(reason, size, "needs bfloat16 or float16, got %s", moq_dtype_name(w13->dtype));
+    else if (w13->pre_quant_scale)
+        snprintf(reason, size, "does not smooth x, %s does", w13->algo);
+    else
+        return true;
+    return false;
+}
+
+static bool takes_tokens(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    if (tokens > MOQ_MOE_FEW_SLOTS / spec->top_k)
+        snprintf(reason, size, "needs at most %d slots, got %lld tokens of %d", MOQ_MOE_FEW_SLOTS,
+                 (long long)tokens, (int)spec->top_k);
+    else if (best_row(spec, tokens > 0 ? tokens : 1) < 0)
+        snprintf(reason, size, "has no room in shared memory for %lld tokens", (long long)tokens);
+    else
+        return true;
+    return false;
+}
+
+bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    if (is_exact_packed(&spec->w13) && is_exact_packed(&spec->w2))
+        return takes_sizes(spec, MOQ_PACK_K, reason, size) &&
+               takes_tokens(spec, tokens, reason, size);
+    snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
+             spec->w13.algo, moq_compute_name(spec->w13.compute));
+    return false;
+}
+
+/* A lane has 32 columns, all or none. */
+bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    if (is_fp8(&spec->w13) && is_fp8(&spec->w2))
+        return takes_sizes(spec, 32, reason, size) && takes_tokens(spec, tokens, reason, size);
+    snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->w13.algo,
+             moq_compute_name(spec->w13.compute));
+    return false;
+}
+
+/* Seconds, of H200: the starts of two kernels and the way from the ids to the weights, then the
+ * weights of the experts that have slots, once for each 8 of them. */
+double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens) {
+    double active = active_experts(spec, tokens);
+    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
+    return 5.5e-6 + sqrt(active * active + again * again) * expert_bytes(spec) /
+                        moq_memory_rate(&spec->w13.target, 3.9e12);
+}

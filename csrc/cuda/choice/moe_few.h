@@ -1,0 +1,78 @@
+/* How a call of experts with few tokens on Hopper is shared out (sm90_moe_few.h): blocks, the slabs
+ * of each, clusters, and shared memory. Plain C, which asks nothing but the description. */
+#ifndef MOQ_CUDA_CHOICE_MOE_FEW_H
+#define MOQ_CUDA_CHOICE_MOE_FEW_H
+
+#include "core/moe.h"
+#include "core/nvfp4_packed.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_MOE_FEW_CHUNK   8 /* slots of an expert that are multiplied at once */
+#define MOQ_MOE_FEW_STAGES  8 /* of a warp, at most */
+#define MOQ_MOE_FEW_SLOTS   1024
+#define MOQ_MOE_FEW_EXPERTS 1024
+#define MOQ_MOE_FEW_COLUMNS (1 << 16)
+
+/* Warps of a block, and what a stage of a warp has: units of packed NVFP4 weights, a slab by 64
+ * columns, or of FP8 as many slabs by 128 columns as there are. */
+#define MOQ_MOE_NVFP4_FEW_WARPS 16
+#define MOQ_MOE_NVFP4_FEW_UNITS 2
+#define MOQ_MOE_FP8_FEW_WARPS   8
+#define MOQ_MOE_FP8_FEW_BLOCKS  1
+
+/* Ways, the rows of forms. Of a row's bits the first is the logarithm of blocks of a multiprocessor
+ * in the first kernel, the next two that of slabs of a block in the second, the last two that of
+ * blocks of a cluster there. */
+#define MOQ_MOE_FEW_WAYS 32
+
+/* Offsets of the tables in shared memory. */
+typedef struct {
+    int expert, sorted, chunk, count, chunks;
+} moq_moe_few_tables;
+
+/* One of the two kernels. */
+typedef struct {
+    int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
+    int slabs;         /* of a warp's stage, at most */
+    int stages;        /* of a warp */
+    int parked_at;     /* sums of items that are spread over warps */
+    int weights_at;    /* of slots */
+    int sums_at;       /* down: [slots][rows of a block] float32 */
+    int scales_at;     /* of tokens, by place among the sorted slots */
+    int shared;        /* bytes of all that */
+    moq_moe_few_tables tables;
+} moq_moe_few_half;
+
+typedef struct {
+    moq_moe_few_half up, down;
+} moq_moe_few_share;
+
+/* Bytes of g, [slots, I], which is between the kernels, and of all that is. */
+int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens);
+
+/* Whether the kernel of packed NVFP4 weights as they are, or that of FP8, takes the layer and so
+ * many tokens, or 0 for any number that suits it; a reason if not. The device is not looked at. */
+bool moq_moe_nvfp4_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
+bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
+
+/* Seconds of a whole call. */
+double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens);
+
+/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
+moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+
+/* Bit i is set where variant i is worth measuring; bit 0, the choice, always. */
+uint64_t moq_moe_few_variants(const moq_moe_call *call);
+
+/* The call shared out in its way. */
+void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
+                           moq_moe_few_share *share);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

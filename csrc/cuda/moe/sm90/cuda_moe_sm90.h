@@ -1,0 +1,24 @@
+/* Experts on Hopper (sm_90a): the surface of this room. Each takes a call that was checked, on the
+ * device of its layer; what it cannot do is said by its predicate in cuda/choice. The
+ * workspace is a number of bytes on the device that need not be zero. */
+#ifndef MOQ_CUDA_MOE_SM90_CUDA_MOE_SM90_H
+#define MOQ_CUDA_MOE_SM90_CUDA_MOE_SM90_H
+
+#include "core/moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Packed NVFP4 weights as they are, few tokens: choice/moe_few.h. */
+moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call);
+
+/* FP8 weights, few tokens: likewise. */
+moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

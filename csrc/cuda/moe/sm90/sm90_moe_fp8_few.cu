@@ -1,0 +1,252 @@
+/* Experts with FP8 weights for few tokens on Hopper: sm90_moe_few_kernels.h says what is computed
+ * and how.
+ *
+ * Weights are e4m3 as the checkpoint has them, x and g are quantized to e4m3 on the way, by one
+ * scale an expert, one a token, or one for 128 columns. A stage is 128 columns of a warp's slabs, a
+ * box of 16 rows in the 128-byte swizzle for each slab. A lane quantizes the columns that it
+ * multiplies: 32 of a token, of which its groups of 16 bytes of W have the same order, 70 to 150
+ * instructions where the memory takes 440 for a slab. Hopper has no products of e4m3 for a warp
+ * (mma.sync is compiled to conversions and products of float16), so codes become float16, which
+ * holds them, those of x once for all slabs; sums are float32, not the 14 bits of wgmma.
+ *
+ * Who quantizes by token needs the whole row: the first kernel finds the scales of the tokens that
+ * a block has while its rings fill, and leaves the maximum of g of each slot and 16 rows for the
+ * second.
+ *
+ * Measured: see docs/lab/moe.md. */
+#include "cuda/choice/moe_few.h"
+#include "cuda/moe/sm90/cuda_moe_sm90.h"
+#include "cuda/runtime/tensor_map.h"
+
+#define WARPS MOQ_MOE_FP8_FEW_WARPS
+#include "cuda/moe/sm90/sm90_moe_few_kernels.h"
+
+namespace moq::moe_few {
+
+#define BLOCK 128            /* columns, a byte each */
+#define BOX   (SLAB * BLOCK) /* bytes */
+
+/* Two codes as float16. */
+static __device__ __forceinline__ uint32_t widen_codes(uint32_t word, bool high) {
+    uint32_t pair;
+    uint16_t codes = (uint16_t)(high ? word >> 16 : word);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+    return pair;
+}
+
+template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
+    static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_FP8_FEW_BLOCKS;
+    static constexpr int stage_bytes = SLABS * BOX, alignment = 1024;
+    static constexpr moq_dtype dtype = DT;
+    static constexpr bool scaled_tokens = MODE == MOQ_INPUT_E4M3_TOKEN;
+    static_assert(stage_blocks == 1, "a stage is a block");
+
+    typedef int target;      /* the expert's first row among those of all */
+    typedef uint32_t places; /* where the lane's columns of row g are */
+    typedef struct {
+        uint4 part[4];        /* 32 values */
+        float w_scale[SLABS]; /* by blocks */
+    } columns;
+
+    static __device__ __forceinline__ void aim(const warp_parts *p, const walk &, int expert,
+                                               target *t) {
+        *t = expert * p->a->w.rows;
+    }
+
+    static __device__ __forceinline__ void fill(const warp_parts *p, const walk &at, target *t, int,
+                                                uint32_t to, uint32_t bar) {
+        int row = *t + (p->slab + at.row) * SLAB;
+        if (is_elected()) {
+            mbarrier_expect(bar, (uint32_t)(p->slabs * BOX));
+#pragma unroll
+            for (int i = 0; i < SLABS; i++)
+                if (i < p->slabs)
+                    copy_box_2d(to + i * BOX, &p->a->map, at.block * BLOCK,
+                                row + i * p->slab_step * SLAB, bar, p->policy);
+        }
+    }
+
+    /* Pieces of 16 bytes of a row are xored with it. The lane's are 2 t and 2 t + 1. */
+    static __device__ __forceinline__ places places_of(const warp_parts *p) {
+        int g = p->lane / 4, t = p->lane % 4;
+        return p->ring + (uint32_t)(g * BLOCK + ((2 * t ^ g) << 4));
+    }
+
+    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int row,
+                                                int block, int count, columns *x) {
+        const stack *w = &p->a->w;
+        int first = block * BLOCK + p->lane % 4 * 32;
+        const uint8_t *from = c->row + 2 * first;
+        if (count == 0)
+            return;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x->part[i] = first < w->columns ? load_part(from + 16 * i) : make_uint4(0, 0, 0, 0);
+        if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
+            load_scales(p, c, row, block, x);
+    }
+
+    static __device__ __forceinline__ void load_scales(const warp_parts *p, const column *c,
+                                                       int item, int block, columns *x) {
+        const stack *w = &p->a->w;
+#pragma unroll
+        for (int i = 0; i < SLABS; i++) {
+            int part = w->parts == 2 ? i : 0, slab = p->slab + i * p->slab_step + item;
+            int row = (expert_of_chunk(c->chunk) * w->parts + part) * w->part_blocks +
+                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            x->w_scale[i] =
+                i < p->slabs
+                    ? __ldg((const float *)w->weight_scale + (int64_t)row * w->blocks + block)
+                    : 0;
+        }
+    }
+
+    /* The scale of the columns of the lane's token, which four lanes have. */
+    static __device__ __forceinline__ float scale_of_group(const columns *x) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            most = __vmaxu2(most, (&x->part[i / 4].x)[i % 4] & 0x7fff7fffu);
+        most = moq_max_of_lanes(max(most & 0xffff, most >> 16), 4);
+        return moq_group_scale(moq_widen_pair(most, DT).x);
+    }
+
+    /* What the lane's token is quantized by: a scale, or its inverse where all have one. */
+    static __device__ __forceinline__ float scale_of(const warp_parts *p, const column *c,
+                                                     const columns *x) {
+        if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
+            return __frcp_rn(
+                __ldg(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts));
+        else if constexpr (MODE == MOQ_INPUT_E4M3_TOKEN)
+            return p->scale[c->place];
+        else
+            return scale_of_group(x);
+    }
+
+    /* Codes of half of the lane's values as float16. */
+    static __device__ __forceinline__ void quantize(const uint4 *part, float scale,
+                                                    uint32_t (&x)[8]) {
+        float value[16];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float2 pair = moq_widen_pair((&part[i / 4].x)[i % 4], DT);
+            value[2 * i] = pair.x;
+            value[2 * i + 1] = pair.y;
+        }
+        uint4 codes = MODE == MOQ_INPUT_E4M3_TENSOR ? moq_codes_multiplied(value, scale)
+                                                    : moq_codes_divided(value, scale);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = widen_codes((&codes.x)[i / 2], i % 2 != 0);
+    }
+
+    /* 64 columns of a slab, from the lane's vectors of rows g and g + 8. */
+    static __device__ __forceinline__ void multiply_half(uint4 upper, uint4 lower,
+                                                         const uint32_t (&x)[8], float (&sum)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t u = (&upper.x)[i], l = (&lower.x)[i];
+            const uint32_t w[4] = {widen_codes(u, false), widen_codes(l, false),
+                                   widen_codes(u, true), widen_codes(l, true)};
+            const uint32_t b[2] = {x[2 * i], x[2 * i + 1]};
+            mma_f16(sum, w, b);
+        }
+    }
+
+    /* x of the next stage is asked for first: all of it is needed at once. */
+    template <bool UP>
+    static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
+                                                    const stage_view &v, columns *x,
+                                                    float (&sum)[SLABS][1][4]) {
+        columns own = *x;
+        load(p, &v.next, v.next_row, v.next_block, v.next_blocks, x);
+        mbarrier_wait(v.bar, v.parity);
+        if (UP && p->a->weights_on_input)
+            weigh<4>(own.part, DT, v.own.weight);
+        multiply_stage(p, at + v.stage, &v.own, &own, sum);
+    }
+
+    static __device__ __forceinline__ void multiply_stage(const warp_parts *p, uint32_t stage,
+                                                          const column *c, const columns *x,
+                                                          float (&sum)[SLABS][1][4]) {
+        float scale = scale_of(p, c, x), part[SLABS][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t codes[8];
+            quantize(&x->part[2 * half], scale, codes);
+#pragma unroll
+            for (int i = 0; i < SLABS; i++) {
+                uint32_t from = (stage + i * BOX) ^ half * 16;
+                multiply_half(load_shared(from), load_shared(from + BOX / 2), codes,
+                              MODE == MOQ_INPUT_E4M3_GROUP ? part[i] : sum[i][0]);
+            }
+        }
+        if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
+            add_scaled(p, scale, x, part, sum);
+    }
+
+    /* Sums of 128 columns with the scales of x, column by column of the product, and of W. */
+    static __device__ __forceinline__ void add_scaled(const warp_parts *p, float scale,
+                                                      const columns *x,
+                                                      const float (&part)[SLABS][4],
+                                                      float (&sum)[SLABS][1][4]) {
+        float of_column[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            of_column[i] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + i) * 4);
+#pragma unroll
+        for (int i = 0; i < 4 * SLABS; i++)
+            sum[i / 4][0][i % 4] = __fmaf_rn(
+                part[i / 4][i % 4], x->w_scale[i / 4] * of_column[i % 2], sum[i / 4][0][i % 4]);
+    }
+
+    static __device__ __forceinline__ float factor_of_expert(const stack *w, int expert) {
+        return MODE == MOQ_INPUT_E4M3_TENSOR ? __ldg(w->input_scale + expert * w->parts) : 1.0f;
+    }
+};
+
+static moq_status describe(const moq_moe_call *call, common_args *c, moq_err *err) {
+    stack *w = &c->w;
+    w->blocks = (w->columns + BLOCK - 1) / BLOCK;
+    w->expert_bytes = (int64_t)w->rows * w->columns;
+    return moq_tensor_map_rows(&c->map, w->weight, (int64_t)call->spec->experts * w->rows,
+                               w->columns, w->columns, SLAB, err);
+}
+
+typedef struct {
+    const void *up[2], *down[2]; /* of one slab and of two */
+} kernels;
+
+template <moq_dtype DT, moq_input_mode MODE> static kernels kernels_with(void) {
+    kernels k = {
+        {(const void *)moe_few_up<fp8<1, DT, MODE>>, (const void *)moe_few_up<fp8<2, DT, MODE>>},
+        {(const void *)moe_few_down<fp8<1, DT, MODE>>,
+         (const void *)moe_few_down<fp8<2, DT, MODE>>}};
+    return k;
+}
+
+template <moq_dtype DT> static kernels kernels_for(moq_input_mode mode) {
+    return mode == MOQ_INPUT_E4M3_TENSOR  ? kernels_with<DT, MOQ_INPUT_E4M3_TENSOR>()
+           : mode == MOQ_INPUT_E4M3_TOKEN ? kernels_with<DT, MOQ_INPUT_E4M3_TOKEN>()
+                                          : kernels_with<DT, MOQ_INPUT_E4M3_GROUP>();
+}
+
+extern "C" moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err) {
+    const moq_moe_spec *spec = call->spec;
+    moq_moe_few_share share;
+    moq_moe_few_share_out(spec, call->tokens, call->way, &share);
+    up_args up = up_of(call, &share);
+    down_args down = down_of(call, &share);
+    MOQ_TRY(describe(call, &up.common, err));
+    MOQ_TRY(describe(call, &down.common, err));
+    kernels k = spec->w13.dtype == MOQ_DT_F16 ? kernels_for<MOQ_DT_F16>(spec->w13.input)
+                                              : kernels_for<MOQ_DT_BF16>(spec->w13.input);
+    MOQ_TRY(launch_half(call, &share.up, "FP8 experts", k.up[spec->gated], &up, err));
+    return launch_half(call, &share.down, "FP8 experts", k.down[share.down.slabs - 1], &down, err);
+}
+
+extern "C" int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call) {
+    return moq_moe_few_workspace(call->spec, call->tokens);
+}
+
+} // namespace moq::moe_few

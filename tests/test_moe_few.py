@@ -1,0 +1,65 @@
+"""Which layers of experts, and how many tokens, the kernels of few tokens on Hopper are taken for."""
+
+from typing import Any
+
+import pytest
+
+from moqext import _C
+
+NVFP4, FP8 = "cuda:sm90_nvfp4_few", "cuda:sm90_fp8_few"
+
+
+def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
+    """The plan of a layer on a chip that need not be here."""
+    activation = ("silu", True, None, dtype, "cuda:0", compute)
+    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
+
+
+@pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
+@pytest.mark.parametrize(
+    "algo, kernel",
+    [
+        ("NVFP4", NVFP4),
+        ("W4A16_NVFP4", NVFP4),
+        ("FP8", FP8),
+        ("FP8_PER_CHANNEL_PER_TOKEN", FP8),
+        ("FP8_PB_WO", FP8),
+    ],
+)
+def test_models(algo, kernel, chip):
+    """Their experts of one token are never done otherwise."""
+    for sizes in (
+        (128, 2048, 768, 8),
+        (128, 4096, 1536, 8),
+        (8, 4096, 14336, 2),
+        (256, 7168, 256, 8),
+        (32, 7168, 2048, 8),
+        (128, 5120, 8192, 1),
+        (128, 2880, 2880, 4),
+        (512, 2048, 512, 10),
+    ):
+        assert plan(algo, *sizes, chip=chip).backend(1) == kernel
+
+
+def test_more_slots_go_elsewhere():
+    layer = plan("NVFP4", 128, 2048, 768, 8)
+    assert layer.backend(64) == NVFP4
+    assert layer.backend(129) != NVFP4
+
+
+@pytest.mark.parametrize(
+    "algo, sizes, options, kernel, reason",
+    [
+        ("NVFP4", (8, 256, 96, 2), {}, NVFP4, "multiples of 64, got 256 and 96"),
+        ("FP8", (8, 272, 128, 2), {}, FP8, "multiples of 32, got 272 and 128"),
+        ("FP8", (8, 256, 128, 2), {"dtype": "float32"}, FP8, "needs bfloat16 or float16, got float32"),
+        ("FP8", (8, 256, 128, 2), {}, NVFP4, "multiplies NVFP4 weights exactly"),
+        ("NVFP4", (8, 256, 128, 2), {"compute": "fp8"}, NVFP4, "multiplies NVFP4 weights exactly"),
+        ("NVFP4", (8, 256, 128, 2), {}, FP8, "multiplies FP8 weights"),
+        ("NVFP4_AWQ", (8, 256, 128, 2), {}, NVFP4, "does not smooth x"),
+        ("NVFP4", (8, 256, 128, 2), {"chip": "8.0"}, NVFP4, "needs compute capability 9.0"),
+        ("NVFP4", (8, 256, 128, 2), {"chip": "10.0"}, NVFP4, "needs compute capability 9.0"),
+    ],
+)
+def test_what_is_refused(algo, sizes, options, kernel, reason):
+    assert reason in dict(plan(algo, *sizes, **options).explain())[kernel]
