@@ -57,19 +57,17 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
                has_few_experts(spec, reason, size);                                                \
     }
 
-#define CUDA_ROW(name, kernel, room)                                                               \
+#define CUDA_ROW(name, kernel)                                                                     \
     {{"cuda", name},                                                                               \
      can_run_##kernel,                                                                             \
      moq_cuda_moe_##kernel##_seconds,                                                              \
-     moq_cuda_moe_##room##_workspace,                                                              \
+     moq_cuda_moe_##kernel##_workspace,                                                            \
      moq_cuda_moe_##kernel}
 
 CUDA_KERNEL("simt", simt)
 CUDA_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
 CUDA_KERNEL("sm80_fp8", mma_fp8_as_f16)
 CUDA_KERNEL("sm80_nvfp4", mma_nvfp4)
-CUDA_KERNEL("sm90_fp8_many", fp8_many)
-CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
 
 /* Code for sm_90a runs on compute capability 9.0 and no other. */
 static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
@@ -108,12 +106,10 @@ static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    CUDA_ROW("simt", simt, simt),
-    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, mma_fp8_as_e4m3),
-    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, mma_fp8_as_f16),
-    CUDA_ROW("sm80_nvfp4", mma_nvfp4, mma_nvfp4),
-    CUDA_ROW("sm90_fp8_many", fp8_many, many),
-    CUDA_ROW("sm90_nvfp4_many", nvfp4_many, many),
+    CUDA_ROW("simt", simt),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16),
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4),
     FEW_ROW(fp8),
     FEW_ROW(nvfp4),
 };

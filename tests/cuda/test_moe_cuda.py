@@ -34,8 +34,6 @@ KERNELS = (
     "cuda:sm89_fp8",
     "cuda:sm80_fp8",
     "cuda:sm80_nvfp4",
-    "cuda:sm90_fp8_many",
-    "cuda:sm90_nvfp4_many",
 )
 
 

@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     uint32_t ring = fixed_shared_address(smem), scales = ring + a.stages * S::weight_stage;
     uint32_t turn = scales + (S::groups ? a.stages * T * 4 : 0);
     launch_dependents();
-    ring_barriers b = make_barriers(&a, barrier);
+    ring_barriers b = make_barriers(&a, barrier, 1);
     if (threadIdx.x < CONSUMERS) {
         more_registers<232>();
         int group =

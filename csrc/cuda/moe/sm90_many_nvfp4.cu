@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     uint32_t x = fixed_shared_address(smem), units = x + a.stages * S::row_stage;
     uint32_t turn = units + a.stages * S::weight_stage;
     launch_dependents();
-    ring_barriers b = make_barriers(&a, barrier);
+    ring_barriers b = make_barriers(&a, barrier, 2); /* units arrive there, too */
     if (threadIdx.x < CONSUMERS) {
         more_registers<232>();
         int group =

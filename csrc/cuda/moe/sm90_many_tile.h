@@ -284,15 +284,15 @@ typedef struct {
     uint32_t weights, rows, empty;
 } ring_barriers;
 
-/* By all threads, before anything else. */
-static __device__ __forceinline__ ring_barriers make_barriers(const gemm_args *a,
-                                                              uint64_t *memory) {
+/* By all threads, before anything else. `arrivals` are the copies that a stage's rows wait for. */
+static __device__ __forceinline__ ring_barriers make_barriers(const gemm_args *a, uint64_t *memory,
+                                                              int arrivals) {
     uint32_t first = fixed_shared_address(memory);
     ring_barriers b = {first, first + 8 * MANY_STAGES, first + 16 * MANY_STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(b.weights + 8u * i, 1);
-            mbarrier_init(b.rows + 8u * i, 1);
+            mbarrier_init(b.rows + 8u * i, arrivals);
             mbarrier_init(b.empty + 8u * i, CONSUMERS / 32 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
