@@ -21,15 +21,15 @@ HERE = Path(__file__).resolve().parent / "sglang_process"
 
 @pytest.fixture
 def program(tmp_path):
-    """`program(task, directory, **variables)`: what a task of engine.py prints, or None, and its output."""
+    """`program(task, directory, **variables)`: what a task of sglang_engine.py prints, or None, and its output."""
     root = DATA.parent.parent
-    paths = [HERE, entry_point(tmp_path / "installed"), root, root / "python", *filter(None, sys.path)]
+    paths = [HERE, entry_point(tmp_path / "installed"), *filter(None, sys.path), root, root / "python"]
 
     def run(task, directory, **variables):
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "moqext", **variables}
         env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         done = subprocess.run(
-            [sys.executable, HERE / "engine.py", task, directory],
+            [sys.executable, HERE / "sglang_engine.py", task, directory],
             env=env,
             capture_output=True,
             text=True,
@@ -70,9 +70,9 @@ def test_tokens_are_those_of_transformers(tmp_path, program, name):
     assert after == expected
 
 
-def test_without_the_plug_in_the_engine_has_no_method_here(tmp_path, program):
-    """What the tokens above come from is the plug-in: SGLang's own method calls kernels of a GPU."""
+def test_without_the_plug_in_sglang_refuses_it(tmp_path, program):
+    """What the tokens above come from is the plug-in: SGLang's own method is not for float32."""
     directory = without_cache(DATA / "checkpoints" / "llama_fp8_kvfp8", tmp_path / "fp8")
     found, text = program("tokens", directory, MOQEXT_SGLANG="0")
     assert found is None
-    assert "sgl_per_tensor_quant_fp8" in text, text[-3000:]
+    assert "torch.float32 is not supported for quantization method modelopt_fp8" in text, text[-3000:]

@@ -1,4 +1,4 @@
-"""What the test has the engine do, in a process of its own: `engine.py TASK DIRECTORY`.
+"""What the test has the engine do, in a process of its own: `sglang_engine.py TASK DIRECTORY`.
 
 Nothing of the plug-in is imported before SGLang has found it.
 """
