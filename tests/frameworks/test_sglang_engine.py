@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent / "sglang_process"
 
 @pytest.fixture
 def program(tmp_path):
-    """`program(task, directory, **variables)`: what a task of sglang_engine.py prints, or None, and its output."""
+    """`program(task, directory, **variables)`: what a task gives, or None, and all that was said."""
     root = DATA.parent.parent
     paths = [HERE, entry_point(tmp_path / "installed"), *filter(None, sys.path), root, root / "python"]
 
