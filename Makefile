@@ -8,7 +8,7 @@
 #   make cuda-archs   compiles CUDA for every architecture (some 8 minutes of one core), installs nothing
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
-#   make sglang       tests of moqext_sglang with SGLang's own classes, on the CPU (downloads SGLang without its kernels)
+#   make sglang       tests of moqext_sglang with SGLang's own classes and engine (downloads SGLang without its kernels)
 #   make vllm         tests with the real engine of vLLM on the CPU (downloads it; some minutes)
 #   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
@@ -161,7 +161,8 @@ endef
 # SGLang without what needs a GPU: what its classes import, and no kernel libraries, which the tests stand in for.
 SGLANG_NEEDS = transformers==5.19.0 compressed-tensors==0.18.0 apache-tvm-ffi openai triton einops aiohttp fastapi \
   uvicorn ipython requests orjson msgspec pyzmq pybase64 psutil pillow nvidia-ml-py xxhash prometheus-client dill \
-  sentencepiece loguru gguf partial_json_parser
+  sentencepiece loguru gguf partial_json_parser uvloop setproctitle interegular python-multipart zstandard watchfiles \
+  llguidance==1.7.6 tiktoken
 
 .venv-sglang/.installed: export MOQEXT_CUDA = 0
 .venv-sglang/.installed: .venv-sglang/.made $(SOURCES)

@@ -176,13 +176,8 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             else:
                 layer.weight_loader(param, tensor, name, shard_id, expert_id)
             mark = self.marks[role]
-            layer.weight_loader(
-                mark,
-                torch.ones((), device="cpu"),
-                "scale",
-                shard_id if mark.dim() > 1 else "w2",
-                expert_id,
-            )
+            half = shard_id if mark.dim() > 1 else "w2"
+            layer.weight_loader(mark, torch.ones((), device="cpu"), "scale", half, expert_id)
             self._fresh.add((role, expert_id))
 
         return fill
@@ -210,7 +205,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         if self.prepared and not self._fresh:
-            settle(layer, self.method, self.prepared)  # they were unpacked, and nothing was loaded
+            self._settle(layer)  # where restore_weights_before_loading unpacked it, and nothing was loaded
             return
         specs = self.method.checkpoint_params
         given = [
@@ -223,8 +218,12 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             self.prepared = prepare(layer, self.method, given, self.prepared, stacks)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{self.prefix}: {error}") from error
-        settle(layer, self.method, self.prepared)
+        self._settle(layer)
         self._fresh.clear()
+
+    def _settle(self, layer: Any) -> None:
+        for stack in ("w13_", "w2_"):
+            settle(layer, self.method, self.prepared, stack)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's stacks back where packed ones took their places.
@@ -232,11 +231,17 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
         """
-        if self.prepared:
-            try:
-                restore(layer, self.method, self.prepared)
-            except UnsupportedQuantization as error:
-                raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
+        about = self.about
+        rows = about.intermediate_size * (2 if about.gated else 1)
+        shapes = {
+            "w13_": (about.num_experts, rows, about.hidden_size),
+            "w2_": (about.num_experts, about.hidden_size, about.intermediate_size),
+        }
+        try:
+            for stack, shape in shapes.items():
+                restore(layer, self.method, self.prepared, shape, stack)
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
 
     def _stacks(self, tensors: dict[str, Any]) -> Any:
         """Stacks that know which of their slots are filled."""

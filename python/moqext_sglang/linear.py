@@ -114,7 +114,8 @@ class MoqextLinearMethod(LinearMethodBase):
             CheckpointError: a slot was never filled, or holds what no intact checkpoint holds.
         """
         if self.prepared and not self.slots.fresh:
-            settle(layer, self.method, self.prepared)  # it was unpacked, and nothing was loaded
+            # where restore_weights_before_loading unpacked it, and nothing was loaded
+            settle(layer, self.method, self.prepared)
             return
         given = self.slots.given(self.method.checkpoint_params)
         if not self.prepared:
@@ -141,11 +142,10 @@ class MoqextLinearMethod(LinearMethodBase):
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.
         """
-        if self.prepared:
-            try:
-                restore(layer, self.method, self.prepared)
-            except UnsupportedQuantization as error:
-                raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
+        try:
+            restore(layer, self.method, self.prepared, (self.method.out_features, self.method.in_features))
+        except UnsupportedQuantization as error:
+            raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

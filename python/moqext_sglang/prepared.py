@@ -10,21 +10,9 @@ from typing import Any
 
 import torch
 
-from moqext import ParamSpec, UnsupportedQuantization
+from moqext import UnsupportedQuantization
 from moqext.ops import unpack_nvfp4
 from moqext_torch.exchange import NAMED
-
-Specs = Mapping[str, ParamSpec]
-
-
-def has_the_bytes(role: str, stored: Specs, prepared: Specs) -> bool:
-    """Whether a prepared tensor is the checkpoint's, byte for byte."""
-    return (
-        role in stored
-        and role in prepared
-        and stored[role].dtype != "float32"
-        and stored[role][:2] == prepared[role][:2]
-    )
 
 
 @torch.inference_mode(False)
@@ -51,13 +39,13 @@ def prepare(
     Raises:
         ValueError, TypeError: as `prepare` of the method.
     """
-    stored, specs = method.checkpoint_params, method.prepared_params
+    specs = method.prepared_params
     tensors = {role: getattr(layer, role).data for role in given}
     roles = {role for role, spec in specs.items() if spec.required or role in tensors}
     out = {}
     for role in sorted(roles):
         spec = specs[role]
-        if has_the_bytes(role, stored, specs):
+        if method.keeps(role):
             out[role] = tensors[role]
         elif role in before:
             out[role] = before[role]
@@ -67,50 +55,54 @@ def prepare(
     arguments = {role: t.cpu() if t.dtype == torch.float32 else t for role, t in tensors.items()}
     method.prepare(wrap(arguments), out)
     for role, tensor in out.items():
-        if not has_the_bytes(role, stored, specs) and not role.endswith("weight"):
+        if not method.keeps(role) and not role.endswith("weight"):
             layer.register_buffer(f"moqext_{role}", tensor, persistent=False)
     return out
 
 
-def _in_another_layout(method: Any) -> list[str]:
-    """Roles of codes whose prepared tensor is not the checkpoint's."""
-    stored, specs = method.checkpoint_params, method.prepared_params
-    return [role for role in specs if role.endswith("weight") and not has_the_bytes(role, stored, specs)]
-
-
-def settle(layer: Any, method: Any, prepared: Mapping[str, torch.Tensor]) -> None:
+def settle(layer: Any, method: Any, prepared: Mapping[str, torch.Tensor], prefix: str = "") -> None:
     """Packed codes take the place of the checkpoint's, which are freed with their block scales.
 
     Args:
-        layer: of SGLang.
-        method: as for `prepare`.
-        prepared: what that returned.
+        layer: as for `prepare`, like the next one.
+        method: as there.
+        prepared: what `prepare` returned.
+        prefix: of the names of a matrix or a stack: "w13_" or "w2_".
     """
-    for role in _in_another_layout(method):
-        getattr(layer, role).data = prepared[role]
-        if f"{role}_scale" not in method.prepared_params:
-            scales = getattr(layer, f"{role}_scale")
-            scales.data = scales.data.new_empty(0)
+    if method.keeps(f"{prefix}weight"):
+        return
+    getattr(layer, f"{prefix}weight").data = prepared[f"{prefix}weight"]
+    if f"{prefix}weight_scale" not in method.prepared_params:
+        scale = getattr(layer, f"{prefix}weight_scale")
+        scale.data = scale.data.new_empty(0)
 
 
-def restore(layer: Any, method: Any, prepared: Mapping[str, torch.Tensor]) -> None:
-    """Puts the checkpoint's tensors back where packed ones took their places; the packed stay in `prepared`.
+def restore(
+    layer: Any,
+    method: Any,
+    prepared: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    prefix: str = "",
+) -> None:
+    """Puts the checkpoint's tensors back where packed ones took their places.
 
     Args:
-        layer: of SGLang.
-        method: as for `prepare`.
-        prepared: what that returned.
+        layer: as for `settle`, like the next two.
+        method: as there.
+        prepared: as there.
+        shape: rows and columns of the weight; of a stack, experts before them.
+        prefix: as for `settle`.
 
     Raises:
         UnsupportedQuantization: codes that were folded for good.
     """
-    stored, specs = method.checkpoint_params, method.prepared_params
-    for role in _in_another_layout(method):
-        *rows, half = stored[role].shape
-        if f"{role}_scale" in specs or len(specs[role].shape) != len(rows) + 2:
-            raise UnsupportedQuantization(
-                f"{method.quant_algo} prepared with compute={method.compute!r} cannot be loaded again"
-            )
-        codes, scales = unpack_nvfp4(prepared[role], (*rows, 2 * half), method.group_size or 16)
-        getattr(layer, role).data = codes
-        getattr(layer, f"{role}_scale").data = scales.view(torch.float8_e4m3fn)
+    if not prepared or method.keeps(f"{prefix}weight"):
+        return
+    codes = prepared[f"{prefix}weight"]
+    if f"{prefix}weight_scale" in method.prepared_params or codes.dim() != len(shape) + 1:
+        raise UnsupportedQuantization(
+            f"{method.quant_algo} prepared with compute={method.compute!r} cannot be loaded again"
+        )
+    unpacked, scales = unpack_nvfp4(codes, shape, method.group_size or 16)
+    getattr(layer, f"{prefix}weight").data = unpacked
+    getattr(layer, f"{prefix}weight_scale").data = scales.view(torch.float8_e4m3fn)

@@ -267,6 +267,9 @@ class _Packed:
     def __getattr__(self, name):
         return getattr(self.method, name)
 
+    def keeps(self, name):
+        return False
+
     def prepare(self, params, out):
         plain = self.method.prepare(params)
         for role, tensor in out.items():
@@ -311,6 +314,14 @@ def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, routed
         assert layer.w2_weight.data_ptr() == before["w2_weight"]
         assert layer.w2_weight_scale.numel() == 0
         assert torch.equal(layer(x, chosen), direct(expected, x, chosen))
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_folded_stacks_are_not_loaded_again(rng, monkeypatch):
+    monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "fp8")
+    layer = ready(moe_case(rng, "NVFP4"))
+    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.experts: .* cannot be loaded"):
+        layer.quant_method.restore_weights_before_loading(layer)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,61 @@
+"""What the test has the engine do, in a process of its own: `sglang_engine.py TASK DIRECTORY`.
+
+Nothing of the plug-in is imported before SGLang has found it.
+"""
+
+import json
+import sys
+
+PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
+NEW = 16
+OPTIONS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_cache_dtype": "auto",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "context_length": 48,
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+}
+
+
+def generate(engine):
+    """The greedy tokens of every prompt."""
+    how = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    return [out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=how)]
+
+
+def tokens(directory):
+    """Tokens of SGLang's engine, and those after its weights were loaded from the disk again."""
+    import sglang
+
+    engine = sglang.Engine(model_path=directory, **OPTIONS)
+    before = generate(engine)
+    done = engine.update_weights_from_disk(directory)
+    after = generate(engine)
+    print("RESULT", json.dumps([before, done[0], after]), flush=True)
+    engine.shutdown()
+
+
+def reference(directory):
+    """Tokens of Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import moqext_transformers  # noqa: F401
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for prompt in PROMPTS:
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, **greedy)
+        found.append(out[0, len(prompt) :].tolist())
+    print("RESULT", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    {"tokens": tokens, "reference": reference}[sys.argv[1]](sys.argv[2])

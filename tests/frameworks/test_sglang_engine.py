@@ -1,0 +1,78 @@
+"""SGLang's own engine, with its processes, serves genuine checkpoints on the CPU through the plug-in."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("sglang") is None or find_spec("uvloop") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+
+from .test_sglang_config import DATA, entry_point
+
+pytestmark = pytest.mark.sglang
+HERE = Path(__file__).resolve().parent / "sglang_process"
+
+
+@pytest.fixture
+def program(tmp_path):
+    """`program(task, directory, **variables)`: what a task gives, or None, and all that was said."""
+    root = DATA.parent.parent
+    paths = [HERE, entry_point(tmp_path / "installed"), *filter(None, sys.path), root, root / "python"]
+
+    def run(task, directory, **variables):
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "moqext", **variables}
+        env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        done = subprocess.run(
+            [sys.executable, HERE / "sglang_engine.py", task, directory],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            start_new_session=True,  # an engine that fails ends its whole group
+        )
+        text = done.stdout + done.stderr
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        return (json.loads(lines[0].removeprefix("RESULT ")) if lines else None), text
+
+    return run
+
+
+def without_cache(path, directory):
+    """A copy of a checkpoint that says nothing of the cache: Transformers keeps the dtype of the model."""
+    shutil.copytree(path, directory)
+    for name in ("config.json", "hf_quant_config.json"):
+        document = json.loads((directory / name).read_text())
+        inner = document.get("quantization_config") or document.get("quantization") or {}
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            inner.pop(key, None)
+        (directory / name).write_text(json.dumps(document))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "qwen3moe_nvfp4"])
+def test_tokens_are_those_of_transformers(tmp_path, program, name):
+    """All of them, also after `update_weights_from_disk`."""
+    directory = without_cache(DATA / "checkpoints" / name, tmp_path / name)
+    expected, text = program("reference", directory)
+    assert expected is not None, text[-3000:]
+    found, text = program("tokens", directory)
+    assert found is not None, text[-3000:]
+    before, loaded, after = found
+    assert before == expected
+    assert loaded
+    assert after == expected
+
+
+def test_without_the_plug_in_sglang_refuses_it(tmp_path, program):
+    """What the tokens above come from is the plug-in: SGLang's own method is not for float32."""
+    directory = without_cache(DATA / "checkpoints" / "llama_fp8_kvfp8", tmp_path / "fp8")
+    found, text = program("tokens", directory, MOQEXT_SGLANG="0")
+    assert found is None
+    assert "torch.float32 is not supported for quantization method modelopt_fp8" in text, text[-3000:]
