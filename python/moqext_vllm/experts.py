@@ -272,7 +272,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _settle(self, layer: Any, prepared: Any) -> None:
         """Keeps the prepared stacks: codes in the place of the checkpoint's, all others beside them.
 
-        Block scales that are packed with the codes are freed.
+        Block scales that are packed with the codes are freed: vLLM takes a number for what experts share.
         """
         assert self.method is not None
         specs = self.method.checkpoint_params
@@ -287,7 +287,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 self.sources[role] = f"moqext_{role}"
         for role, spec in specs.items():
             if spec.dtype != "float32" and role not in prepared:
-                replace_parameter(layer, role, getattr(layer, role).data.new_empty(0))
+                replace_parameter(layer, role, getattr(layer, role).data.new_empty(()))
 
     def _loaded(self, layer: Any) -> dict[str, torch.Tensor]:
         """The stacks of the checkpoint, without optional ones that it does not have.
