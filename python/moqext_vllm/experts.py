@@ -200,7 +200,10 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 **options,
             )
         except (UnsupportedQuantization, ValueError) as error:
-            raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
+            split = ""
+            if getattr(self.moe, "tp_size", 1) > 1:
+                split = f"; tensor parallelism gives each rank {intermediate_size} rows of an expert"
+            raise UnsupportedQuantization(f"{self.prefix}: {error}{split}") from error
 
     def _largest_input_scales(self, layer: Any) -> dict[str, float]:
         """The largest activation scale of the experts of all ranks, where one serves all experts of a layer.
