@@ -42,7 +42,8 @@ REFUSED = {
     ),
     "rows of an expert's group": (
         "model.layers.0.mlp.experts",
-        "each rank 24 rows of an expert", "multiple of the group size 16",
+        "each rank 24 rows of an expert",
+        "multiple of the group size 16",
     ),
 }
 RUN = [name for name in SPLIT if name not in REFUSED]
