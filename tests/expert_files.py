@@ -33,6 +33,7 @@ def write_checkpoint(directory: Path, tensors: Tensors, quantization: Any, **con
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
         content += data
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the format asks for, so that tensors are aligned
     (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(content))
     quantization = {"quant_algo": quantization} if isinstance(quantization, str) else quantization
     document = {"quantization_config": {"quant_method": "modelopt", **quantization}, **config}

@@ -28,6 +28,11 @@ LLAMA = {
 }
 
 
+def in_order(tensors):
+    """Wide data types first, as safetensors files have them, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: -np.asarray(item[1][1]).itemsize))
+
+
 def write_llama(directory, algo, rng, *, hidden, inner, heads, kv_heads, layers=1):
     """A Llama of random weights in one format, heads of 32 columns or more, as ModelOpt writes it."""
     head = hidden // heads
@@ -65,7 +70,7 @@ def write_llama(directory, algo, rng, *, hidden, inner, heads, kv_heads, layers=
         "head_dim": head,
     }
     quantization = {"quant_algo": algo, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
-    return write_checkpoint(directory, tensors, quantization, **LLAMA, **sizes)
+    return write_checkpoint(directory, in_order(tensors), quantization, **LLAMA, **sizes)
 
 
 def change(directory, edit):
@@ -93,3 +98,75 @@ def multiply(tensors, name, factor):
     dtype, shape, data = tensors[name]
     assert dtype == "F32"
     tensors[name] = (dtype, shape, (np.float32(factor) * np.frombuffer(data, np.float32)).tobytes())
+
+
+def write_deepseek(directory, algo, rng):
+    """A DeepSeek-V3 of two small layers, the second with experts.
+
+    Its latent cache is of DeepSeek's own size: vLLM's MLA on the CPU knows no other than 512 + 64 columns.
+    """
+    hidden, heads, rank, nope, rope, value, latent = 64, 2, 32, 32, 64, 32, 512
+    linears = {
+        "q_a_proj": (rank, hidden),
+        "q_b_proj": (heads * (nope + rope), rank),
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (hidden, heads * value),
+    }
+    tensors: Tensors = {
+        "model.embed_tokens.weight": ("F32", rng.standard_normal((64, hidden), np.float32)),
+        "model.norm.weight": ("F32", np.ones(hidden, np.float32)),
+        "lm_head.weight": ("F32", rng.standard_normal((64, hidden), np.float32)),
+        "model.layers.1.mlp.gate.weight": ("F32", rng.standard_normal((4, hidden), np.float32)),
+        "model.layers.1.mlp.gate.e_score_correction_bias": ("F32", rng.random(4, np.float32)),
+    }
+    shapes = {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        norms |= {"self_attn.q_a_layernorm": rank, "self_attn.kv_a_layernorm": latent}
+        for name, size in norms.items():
+            tensors[f"{prefix}.{name}.weight"] = ("F32", np.ones(size, np.float32))
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in linears.items()}
+    owners = {"model.layers.0.mlp": 64, "model.layers.1.mlp.shared_experts": 32}
+    owners |= {f"model.layers.1.mlp.experts.{expert}": 32 for expert in range(4)}
+    for owner, inner in owners.items():
+        shapes |= {f"{owner}.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")}
+        shapes[f"{owner}.down_proj"] = (hidden, inner)
+    for name, shape in shapes.items():
+        weight = reference.round_to(rng.standard_normal(shape) / np.sqrt(shape[1]), "bfloat16")
+        parts = reference.quantize_weight(weight, algo)
+        parts["input_scale"] = np.float32(0.0123 if algo == "FP8" else 0.002)
+        for role, array in parts.items():
+            tensors[f"{name}.{role}"] = stored(role, np.asarray(array), algo)
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "topk_method": "noaux_tc",  # without it vLLM has no place for e_score_correction_bias
+        "scoring_func": "sigmoid",
+        "hidden_size": hidden,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rank,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
+    }
+    ignore = ["lm_head", "model.layers.1.mlp.gate"]
+    quantization = {"quant_algo": algo, "ignore": ignore, "producer": {"name": "modelopt"}}
+    return write_checkpoint(directory, in_order(tensors), quantization, **LLAMA | config)

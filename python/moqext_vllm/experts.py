@@ -200,7 +200,10 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 **options,
             )
         except (UnsupportedQuantization, ValueError) as error:
-            raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
+            split = ""
+            if getattr(self.moe, "tp_size", 1) > 1:
+                split = f"; tensor parallelism gives each rank {intermediate_size} rows of an expert"
+            raise UnsupportedQuantization(f"{self.prefix}: {error}{split}") from error
 
     def _largest_input_scales(self, layer: Any) -> dict[str, float]:
         """The largest activation scale of the experts of all ranks, where one serves all experts of a layer.
@@ -222,9 +225,12 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=get_ep_group().cpu_group)
         return {role: scale for role, scale in zip(roles, largest.tolist(), strict=True) if scale > 0}
 
+    def _moves_experts(self) -> bool:
+        return bool(self.moe.moe_parallel_config.enable_eplb)
+
     def _keep(self, layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         """Keeps a prepared tensor beside the checkpoint's, as a parameter where vLLM moves experts."""
-        if not self.moe.moe_parallel_config.enable_eplb:
+        if not self._moves_experts():
             layer.register_buffer(name, tensor)  # vLLM's reload keeps no other in step
         elif (held := getattr(layer, name, None)) is None:
             layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -287,7 +293,9 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 self.sources[role] = f"moqext_{role}"
         for role, spec in specs.items():
             if spec.dtype != "float32" and role not in prepared:
-                replace_parameter(layer, role, getattr(layer, role).data.new_empty(()))
+                # vLLM moves a row of each expert's, and cannot tell those of nothing
+                shape = (self.method.num_experts, 1) if self._moves_experts() else (0,)
+                replace_parameter(layer, role, getattr(layer, role).data.new_zeros(shape))
 
     def _loaded(self, layer: Any) -> dict[str, torch.Tensor]:
         """The stacks of the checkpoint, without optional ones that it does not have.

@@ -58,7 +58,13 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.partitions = tuple(output_partition_sizes)
         self.in_features = input_size_per_partition
         self.dtype = params_dtype
-        method = self._find_method(torch.get_default_device())
+        try:
+            method = self._find_method(torch.get_default_device())
+        except UnsupportedQuantization as error:
+            if input_size == input_size_per_partition:
+                raise
+            split = f"tensor parallelism gives each rank {input_size_per_partition} of {input_size} columns"
+            raise UnsupportedQuantization(f"{error}; {split}") from error
         self._refuse_split(method, input_size, output_size, isinstance(layer, ParallelLMHead))
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition

@@ -17,6 +17,7 @@ PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if ON_CUDA else {}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PARTS["fused_qkv_a_proj"] = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def say(value):
@@ -46,7 +47,9 @@ def without_cache(directory):
     """The configuration without a format of the cache: Transformers keeps the dtype of the model."""
     from pathlib import Path
 
-    config = json.loads(Path(directory, "config.json").read_text())["quantization_config"]
+    config = json.loads(Path(directory, "config.json").read_text()).get("quantization_config")
+    if config is None:
+        return {}
     return {"quantization_config": {key: value for key, value in config.items() if "kv_cache" not in key}}
 
 

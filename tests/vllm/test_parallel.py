@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 ENGINE = Path(__file__).resolve().parent / "engine.py"
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
+SECONDS = 400
 EXPERTS = {"enable_expert_parallel": True}
 SPLIT = {  # by name: what runs on two ranks, with which options
     "experts of NVFP4": ("qwen3moe_nvfp4", {}),
@@ -24,20 +25,25 @@ SPLIT = {  # by name: what runs on two ranks, with which options
     "experts of FP8, each on one rank": ("qwen3moe_fp8", EXPERTS),
     "experts of FP8 with unequal scales of activations": ("unequal", EXPERTS),
     "files of other ranks' experts unread": ("unequal", EXPERTS | {"enable_ep_weight_filter": True}),
+    "rows of an expert's group": ("qwen3moe_mixed", {}),
     "FP8": ("llama_fp8_kvfp8", {}),
     "NVFP4": ("llama_nvfp4_kvfp8", {}),
     "W4A8_NVFP4_FP8": ("llama_w4a8_nvfp4_fp8", {}),
     "FP8_PB_WO": ("blocks", {}),
     "rows of a block": ("llama_fp8_pb_wo", {}),
     "columns of a group": ("groups", {}),
-    "rows of an expert's group": ("qwen3moe_mixed", {}),
 }
 REFUSED = {
     "rows of a block": ("model.layers.0.self_attn.qkv_proj", "64+32+32 rows, no multiples of the 128"),
-    "columns of a group": ("model.layers.0.mlp.down_proj", "24 of 48 columns, no multiple of the 16"),
+    "columns of a group": (
+        "model.layers.0.mlp.down_proj",
+        "each rank 24 of 48 columns",
+        "multiple of the group size 16",
+    ),
     "rows of an expert's group": (
         "model.layers.0.mlp.experts",
-        "24 rows of an expert, no multiple of the 16",
+        "each rank 24 rows of an expert",
+        "multiple of the group size 16",
     ),
 }
 RUN = [name for name in SPLIT if name not in REFUSED]
@@ -59,7 +65,7 @@ def directories(tmp_path_factory):
     def scale(tensors):
         for name in list(tensors):
             if ".experts.3." in name and name.endswith("input_scale"):
-                multiply(tensors, name, 16)
+                multiply(tensors, name, 30000)  # codes of x lose most of their bits
 
     change(made["unequal"], scale)
     names = {name for name, _ in SPLIT.values()}
@@ -76,27 +82,23 @@ def alone(engine, directories):
 @pytest.fixture(scope="module")
 def split(environment, directories, tmp_path_factory):
     """What each of two ranks says of all cases: experts come first, as vLLM makes their groups once."""
-    meeting = tmp_path_factory.mktemp("meeting") / f"moqext-{os.getpid()}-"
+    place = tmp_path_factory.mktemp("meeting")
     cases = [json.dumps([str(directories[name]), options]) for name, options in SPLIT.values()]
-    command = [sys.executable, str(ENGINE), "split", *cases]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=environment
-            | {"MEETING": str(meeting), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    every = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MEETING": f"{place}/moqext-{os.getpid()}-"}
+    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    logs = [place / f"rank{rank}" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        variables = environment | every | threads | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("wb") as output:  # a pipe that is full would stop a rank, and with it the other one
+            command = [sys.executable, str(ENGINE), "split", *cases]
+            ranks.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
     said = []
     try:
-        for rank in ranks:
-            text = rank.communicate(timeout=600)[0]
-            lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
-            assert len(lines) == len(cases), text[-6000:]
+        for rank, log in zip(ranks, logs, strict=True):
+            rank.wait(SECONDS)
+            lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+            assert len(lines) == len(cases), log.read_text()[-6000:]
             said.append([json.loads(line.removeprefix("RESULT ")) for line in lines])
     finally:
         for rank in ranks:
