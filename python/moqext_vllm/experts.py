@@ -278,7 +278,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _settle(self, layer: Any, prepared: Any) -> None:
         """Keeps the prepared stacks: codes in the place of the checkpoint's, all others beside them.
 
-        Block scales that are packed with the codes are freed: vLLM takes a number for what experts share.
+        Block scales that are packed with the codes are freed.
         """
         assert self.method is not None
         specs = self.method.checkpoint_params
