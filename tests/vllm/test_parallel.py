@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 ENGINE = Path(__file__).resolve().parent / "engine.py"
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
-SECONDS = 400
+SECONDS = 900
 EXPERTS = {"enable_expert_parallel": True}
 SPLIT = {  # by name: what runs on two ranks, with which options
     "experts of NVFP4": ("qwen3moe_nvfp4", {}),
