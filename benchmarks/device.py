@@ -125,6 +125,7 @@ class Graph:
         edit: Callable[[int], object] | None = None,
     ) -> None:
         self._torch = torch
+        self._kept = call, weights  # the graph reads and writes their memory
         if calls is None:
             probe = Graph(torch, call, weights, 3)
             calls = calls_for(min(probe.replay_seconds(2)))
