@@ -131,8 +131,8 @@ def test_the_shape_of_a_model(rng, monkeypatch, algo, compute, kernel):
 @pytest.mark.parametrize("algo, compute, kernel", FORMATS)
 def test_calls_follow_each_other(rng, monkeypatch, algo, compute, kernel):
     """A call begins while the one before ends, and reads ids that were written just before: in a graph of
-    layers that hand y on in pairs, with ids that each writes anew, every y is that of a call by itself. Longer
-    chains end in zeros or infinities, since an activation is about a square.
+    layers that hand y on in pairs, with ids that each writes anew, every y is that of a call by itself.
+    Longer chains end in zeros or infinities, since an activation is about a square.
     """
     method = layer_of(monkeypatch, kernel, algo, 16, 256, 128, top_k=4, compute=compute)
     layers = [prepared(method, random_stacks(rng, algo, 16, 256, 128)) for _ in range(3)]
