@@ -68,8 +68,17 @@ def engine(environment):
     return run
 
 
+def on_cuda():
+    """Whether engines of the tests are on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(scope="session")
 def served(engine):
     """The tokens of each genuine checkpoint in the engine, and which methods its layers have."""
+    if on_cuda():  # memory of an engine is given back when its process ends
+        return {name: engine("tokens", DATA / "checkpoints" / name)[0] for name in GENERATED}
     found = engine("tokens", *(DATA / "checkpoints" / name for name in GENERATED))
     return dict(zip(GENERATED, found, strict=True))

@@ -52,11 +52,3 @@ double moq_cuda_moe_mma_fp8_as_e4m3_seconds(const moq_moe_spec *spec, int64_t to
 double moq_cuda_moe_mma_nvfp4_seconds(const moq_moe_spec *spec, int64_t tokens) {
     return seconds(spec, tokens, (pace){2.9e12 / 0.5625, 1.85e14, 8});
 }
-
-double moq_cuda_moe_fp8_many_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    return seconds(spec, tokens, (pace){2.5e12, 4e14, 128});
-}
-
-double moq_cuda_moe_nvfp4_many_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    return seconds(spec, tokens, (pace){2.5e12 / 0.5625, 3e14, 128});
-}

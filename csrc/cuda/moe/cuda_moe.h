@@ -33,13 +33,6 @@ int64_t moq_cuda_moe_mma_fp8_as_e4m3_workspace(const moq_moe_call *call);
 moq_status moq_cuda_moe_mma_nvfp4(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call);
 
-/* ---- Hopper (sm_90a), many tokens, x and y of 16 bits ---- */
-
-/* FP8 weights, H and I multiples of 16; packed NVFP4 weights as they are. */
-moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err);
-moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err);
-int64_t moq_cuda_moe_many_workspace(const moq_moe_call *call); /* of both */
-
 #ifdef __cplusplus
 }
 #endif
