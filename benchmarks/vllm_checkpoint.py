@@ -62,6 +62,8 @@ def write(directory: Path, quant_algo: str, device: str, tiny: bool = False) -> 
     if quant_algo != BF16:
         text["quantization_config"] = quantization_config(quant_algo)
     (directory / "config.json").write_text(json.dumps(text))
+    if device == "cuda":
+        torch.cuda.empty_cache()  # engines of other processes come next
 
 
 def layer_tensors(weights: Weights, number: int, layer: nn.Module, quant_algo: str) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,12 @@ AT_ONCE = 4
 
 def make_checkpoints(directory: Path, formats: set[str]) -> None:
     """Writes those that are missing; of bfloat16 no weights."""
-    import torch
-
     from benchmarks import vllm_checkpoint
     from benchmarks.llama import make_config
 
     for quant_algo in sorted(formats):
         if quant_algo != "bfloat16":
             vllm_checkpoint.write(directory / quant_algo, quant_algo, "cuda")
-            torch.cuda.empty_cache()
         else:
             (directory / quant_algo).mkdir(parents=True, exist_ok=True)
             config = {
@@ -98,6 +96,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--modes", nargs="+", default=["graphs", "compile"], choices=["graphs", "compile"])
     options, more = parser.parse_known_args()
+    import torch
+
+    facts = {"gpu": torch.cuda.get_device_name(0), "vllm": version("vllm"), "note": ""}
     begin = time.perf_counter()
     make_checkpoints(options.directory, {WAYS[way][0] for way in options.ways})
     print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)
@@ -111,7 +112,7 @@ def main() -> None:
         way, process = running.pop(0)
         rows.append(finish(process, way))
         if options.output:
-            record.write("vllm", rows, options.output)
+            record.write("vllm", rows, options.output, **facts)
 
 
 if __name__ == "__main__":

@@ -192,6 +192,23 @@ def test_the_page_of_neighbours_is_what_its_results_make(cpu_page: Any) -> None:
     assert module.PAGE.read_text() == module.page_text()
 
 
+def test_the_page_of_vllm_is_what_its_results_make(cpu_page: Any) -> None:
+    """Else: python -m benchmarks.vllm_page."""
+    module = importlib.import_module("benchmarks.vllm_page")
+    assert module.PAGE.read_text() == module.page_text()
+
+
+def test_ways_in_vllm_stand_beside_its_own_of_the_same_mode(cpu_page: Any) -> None:
+    module = importlib.import_module("benchmarks.vllm_page")
+    ways = [("FP8 moqext", False, 30.0), ("FP8 vLLM", False, 20.0), ("FP8 moqext", True, 33.0)]
+    rows = [
+        {"name": name, "compile": compiled, "decode": {"1": speed}, "prefill": None}
+        for name, compiled, speed in ways
+    ]
+    assert "| FP8 moqext | 30.0 (1.50×) |" in module.table(rows, False)
+    assert "| FP8 moqext | 33.0 |" in module.table(rows, True)
+
+
 def test_what_linears_add(cpu_page: Any) -> None:
     module = importlib.import_module("benchmarks.neighbours_page")
 
