@@ -13,10 +13,11 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.vllm.conftest import make_distribution
-from tests.vllm.engine import DTYPE, NEW, PROMPTS
 from tests.vllm_cases import DATA
 
 pytest.importorskip("vllm")
+
+from tests.vllm.engine import DTYPE, NEW, PROMPTS  # noqa: E402
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
 SECONDS = 300
