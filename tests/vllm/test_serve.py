@@ -17,7 +17,8 @@ from tests.vllm_cases import DATA
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engine import DTYPE, NEW, PROMPTS  # noqa: E402
+from tests.vllm.engine import DTYPE, NEW, PROMPTS
+
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
 SECONDS = 300
