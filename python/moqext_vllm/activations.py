@@ -11,17 +11,15 @@ import logging
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.platforms import current_platform
 
 from moqext_torch import rms_norm, silu_and_mul
 from moqext_vllm import quantized_input
 from moqext_vllm.config import MoqextConfig
-from moqext_vllm.settings import read_ops
+from moqext_vllm.settings import runs_ops
 
 logger = logging.getLogger("vllm.moqext")
 
@@ -81,8 +79,8 @@ LAYERS: tuple[type[CustomOp], ...] = (MoqextRMSNorm, MoqextSiluAndMul)
 def find_config(layer: CustomOp) -> Any:
     """The configuration of the engine, where moqext runs a layer that is being made in it, or None.
 
-    It does in models whose linears moqext runs, unless the user has turned the layer off (`custom_ops` with
-    "-rms_norm"), or wants results that do not depend on the batch, which vLLM has kernels of its own for.
+    It does in models whose linears moqext runs where `runs_ops` says so, unless the user has turned the layer
+    off (`custom_ops` with "-rms_norm").
 
     Raises:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
@@ -90,10 +88,7 @@ def find_config(layer: CustomOp) -> Any:
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.quant_config, MoqextConfig):
         return None
-    switch = read_ops()
-    if switch == "0" or not (current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())):
-        return None
-    if envs.VLLM_BATCH_INVARIANT or f"-{layer.name}" in config.compilation_config.custom_ops:
+    if not runs_ops() or f"-{layer.name}" in config.compilation_config.custom_ops:
         return None
     return config
 

@@ -13,9 +13,11 @@ from vllm.model_executor.utils import replace_parameter
 
 from moqext import CheckpointError, LayerQuant, MoEMethod, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
-from moqext_torch.moe_op import CODES
+from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_vllm.dequantize import expert_weights
+from moqext_vllm.dummies import make_up
 from moqext_vllm.parameters import as_blocks, begin_load, end_load, is_marked, marked, was_skipped
+from moqext_vllm.routing import Routing, find_routing
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
     "silu": ("silu", True, False),
@@ -49,6 +51,13 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.method: MoEMethod | None = None
         self.sources: dict[str, str] = {}  # where each prepared tensor stands in the layer
         self.is_prepared = False
+        self.about: Description | None = None  # of the method, for a graph
+        self.routing: Routing | None = None
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the method routes, too, as vLLM asks."""
+        return self.routing is not None
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         """None: the kernels are not vLLM's."""
@@ -102,6 +111,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"of an expert, no multiple of the {group} that share a scale"
             )
         self.method = method
+        self.routing = find_routing(layer, self.moe)
         has_bias = bool(getattr(self.moe, "has_bias", False))
         loader = extra_weight_attrs["weight_loader"]
         for role, spec in method.checkpoint_params.items():
@@ -112,6 +122,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             parameter.weight_loader = _in_shape(loader)
             if role.endswith("weight_scale") and spec.dtype == "float32" and self._has_rows(role, method):
                 parameter.quant_method = "block"  # or the loader takes it for one value
+            make_up(role, parameter)
             layer.register_parameter(role, parameter)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -153,14 +164,31 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         assert self.method is not None  # vLLM prepares before it runs
         params = {role: getattr(layer, name).data for role, name in self.sources.items()}
+        on_input = bool(layer.apply_router_weight_on_input)
+        if torch.compiler.is_compiling():  # on the CPU; elsewhere a graph has vLLM's own operation
+            tensors = [params.get(role) for role in ROLES]
+            return torch.ops.moqext.moe(
+                x, topk_weights, topk_ids, layer.expert_map, on_input, *tensors, *(self.about or ())
+            )
         return self.method(
             x,
             params,
             topk_weights,
             topk_ids,
             expert_map=layer.expert_map,
-            apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
+            apply_router_weight_on_input=on_input,
         )
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Chooses the experts of each token, and runs them as `apply` does."""
+        assert self.routing is not None
+        return self.apply(layer, x, *self.routing(router_logits))
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -182,28 +210,29 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             option: getattr(layer, f"swiglu_{option}", None) if gated else None
             for option in ("alpha", "beta", "limit")
         }
+        about = Description(
+            str(self.quant.quant_algo),
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            top_k=self.moe.experts_per_token,
+            activation=name,
+            gated=gated,
+            interleaved=interleaved,
+            group_size=self.quant.group_size,
+            compute=self.compute,
+            global_num_experts=extra.get("global_num_experts", num_experts),
+            **options,
+        )
         try:
-            return MoEMethod(
-                str(self.quant.quant_algo),
-                num_experts,
-                hidden_size,
-                intermediate_size,
-                top_k=self.moe.experts_per_token,
-                activation=name,
-                gated=gated,
-                interleaved=interleaved,
-                group_size=self.quant.group_size,
-                dtype=dtype,
-                device=torch.get_default_device(),
-                compute=self.compute,
-                global_num_experts=extra.get("global_num_experts", num_experts),
-                **options,
-            )
+            found = find_moe_method(about, dtype, torch.get_default_device())
         except (UnsupportedQuantization, ValueError) as error:
             split = ""
             if getattr(self.moe, "tp_size", 1) > 1:
                 split = f"; tensor parallelism gives each rank {intermediate_size} rows of an expert"
             raise UnsupportedQuantization(f"{self.prefix}: {error}{split}") from error
+        self.about = about._replace(quant_algo=found.quant_algo, group_size=found.group_size)
+        return found
 
     def _largest_input_scales(self, layer: Any) -> dict[str, float]:
         """The largest activation scale of the experts of all ranks, where one serves all experts of a layer.

@@ -33,6 +33,13 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):  # type: ignore[misc]
         super().__init__(quant_config)
         self.prefix = prefix
 
+    def create_weights(self, layer: torch.nn.Module) -> None:
+        """Gives the attention a parameter for each scale, which stays absent where vLLM makes weights up."""
+        super().create_weights(layer)
+        for name in SCALES:
+            if (scale := getattr(layer, name, None)) is not None:
+                scale.dummy_weight_value = ABSENT
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Checks the scales, completes them (one of two serves both), and hands them to vLLM.
 

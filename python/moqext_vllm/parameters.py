@@ -20,6 +20,7 @@ from vllm.model_executor.parameter import (
 
 from moqext import ParamSpec
 from moqext_torch.exchange import NAMED
+from moqext_vllm.dummies import make_up
 
 _FLOAT_MARK = 0x7FE5A5A5
 _MARKS = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0x88}
@@ -144,6 +145,7 @@ def make_parameter(
     else:
         made = PerTensorScaleParameter(data=data, weight_loader=weight_loader)
     made.weight_loader = _in_shape(weight_loader)
+    make_up(role, made)
     return made
 
 

@@ -27,14 +27,15 @@ NEEDED = {  # what has to be there, by module
         "RowvLLMParameter",
     ),
     "vllm.model_executor.utils": ("replace_parameter",),
-}
-NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
     "vllm.config": ("get_current_vllm_config_or_none",),
     "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.forward_context": ("get_forward_context", "is_forward_context_available"),
+    "vllm.platforms": ("current_platform",),
+}
+NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
     "vllm.model_executor.custom_op": ("CustomOp", "op_registry_oot"),
     "vllm.model_executor.layers.activation": ("SiluAndMul",),
     "vllm.model_executor.layers.layernorm": ("RMSNorm",),
-    "vllm.platforms": ("current_platform",),
 }
 
 

@@ -7,17 +7,19 @@ of what variables tell the plug-in: a graph that was made with other ones would 
 import os
 from typing import Any, Literal
 
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 
 NAME = "moqext"
 """Where settings stand in vLLM's `additional_config`, which is part of the key."""
 
 
 def read_ops() -> Literal["auto", "0", "1"]:
-    """What MOQEXT_VLLM_OPS says: "0" for vLLM's own norms and activations, "1" for moqext's on the CPU, too.
+    """What MOQEXT_VLLM_OPS says of norms, activations and routing.
 
     Returns:
-        "auto" without it: moqext's on CUDA.
+        "0" for vLLM's own, "1" for moqext's on the CPU, too, and without it "auto": moqext's on CUDA.
 
     Raises:
         ValueError: it says something else.
@@ -26,6 +28,19 @@ def read_ops() -> Literal["auto", "0", "1"]:
     if value == "auto" or value == "0" or value == "1":
         return value
     raise ValueError(f"MOQEXT_VLLM_OPS: expected 0 or 1, got {value!r}")
+
+
+def runs_ops() -> bool:
+    """Whether moqext runs vLLM's norms, activations and routing here.
+
+    Not where the user wants results that do not depend on the batch, which vLLM has kernels of its own for.
+
+    Raises:
+        ValueError: as for `read_ops`.
+    """
+    switch = read_ops()
+    here = current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())
+    return here and switch != "0" and not envs.VLLM_BATCH_INVARIANT
 
 
 def enter_settings(**settings: Any) -> None:

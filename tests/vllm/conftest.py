@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,10 +76,40 @@ def on_cuda():
     return torch.cuda.is_available()
 
 
+class Answers(dict):
+    """Futures by name, of which a look-up gives the result."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name).result()
+
+
 @pytest.fixture(scope="session")
-def served(engine):
+def each(engine):
+    """`each(task, directories, **variables)`: by name what a task says of each directory.
+
+    On a GPU every one has a process of its own, with which the memory of its engine is given back; a failure
+    is then that name's alone.
+    """
+    with ThreadPoolExecutor(os.cpu_count() if on_cuda() else 1) as pool:
+
+        def run(task, directories, **variables):
+            if on_cuda():
+                return Answers(
+                    (name, pool.submit(lambda one: engine(task, one, **variables)[0], directory))
+                    for name, directory in directories.items()
+                )
+            found = engine(task, *directories.values(), **variables)
+            return dict(zip(directories, found, strict=True))
+
+        yield run
+
+
+def genuine(names, folder="checkpoints"):
+    """Directories of genuine checkpoints by name."""
+    return {name: DATA / folder / name for name in names}
+
+
+@pytest.fixture(scope="session")
+def served(each):
     """The tokens of each genuine checkpoint in the engine, and which methods its layers have."""
-    if on_cuda():  # memory of an engine is given back when its process ends
-        return {name: engine("tokens", DATA / "checkpoints" / name)[0] for name in GENERATED}
-    found = engine("tokens", *(DATA / "checkpoints" / name for name in GENERATED))
-    return dict(zip(GENERATED, found, strict=True))
+    return each("tokens", genuine(GENERATED))

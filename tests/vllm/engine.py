@@ -16,6 +16,14 @@ DTYPE = "bfloat16" if ON_CUDA else "float32"
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if ON_CUDA else {}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    },
+}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PARTS["fused_qkv_a_proj"] = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -105,7 +113,10 @@ def methods(model):
 
 
 def reference(*directories):
-    """The tokens of Transformers."""
+    """The tokens of Transformers, and of each step the second best and how far it is, in last places.
+
+    These are of bfloat16 numbers of the size of the best logit.
+    """
     from transformers import AutoModelForCausalLM
 
     import moqext_transformers  # noqa: F401
@@ -113,7 +124,7 @@ def reference(*directories):
     for directory in directories:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))
         model = model.to(DEVICE).eval()
-        found = []
+        found, seconds = [], []
         for prompt in PROMPTS:
             ids = torch.tensor([prompt], device=DEVICE)
             out = model.generate(
@@ -123,9 +134,14 @@ def reference(*directories):
                 min_new_tokens=NEW,
                 do_sample=False,
                 eos_token_id=None,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
-            found.append(out[0, len(prompt) :].tolist())
-        say(found)
+            found.append(out.sequences[0, len(prompt) :].tolist())
+            best, order = torch.cat(out.logits).float().topk(2)
+            apart = (best[:, 0] - best[:, 1]) / 2.0 ** (best[:, 0].abs().log2().floor() - 7)
+            seconds.append(list(zip(order[:, 1].tolist(), apart.tolist(), strict=True)))
+        say([found, seconds])
 
 
 def layers(*directories):
@@ -211,6 +227,84 @@ def update(worker, directory, but="nothing"):
 def addresses(model):
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: [id(tensor), tensor.data_ptr()] for name, tensor in tensors}
+
+
+def sleep(*directories):
+    """Tokens before sleep and after each level of it, and whether all parameters are where they were.
+
+    After the second level weights are loaded anew. vLLM on the CPU does not sleep: there the memory of
+    parameters is overwritten, and that of buffers kept, as level 2 has it.
+    """
+    for directory in directories:
+        options = {"enable_sleep_mode": True, **GRAPHS} if ON_CUDA else {}
+        llm = make_engine(directory, **options)
+        places = llm.apply_model(addresses)[0]
+        found = {"first": generate(llm)}
+        if ON_CUDA:
+            for level in (1, 2):
+                llm.sleep(level=level)
+                llm.wake_up(tags=["weights"])
+                if level == 2:
+                    llm.collective_rpc("reload_weights")
+                llm.wake_up(tags=["kv_cache"])
+                found[f"level {level}"] = generate(llm)
+        else:
+            llm.apply_model(forget)
+            llm.collective_rpc("reload_weights")
+            found["level 2"] = generate(llm)
+        say([found, places == llm.apply_model(addresses)[0]])
+        del llm
+
+
+def forget(model):
+    """Overwrites all parameters with ones in every bit."""
+    for param in model.parameters():
+        if param.numel():
+            param.data.view(-1).view(torch.uint8).fill_(0xFF)
+
+
+def made_up(*directories):
+    """How many values of the logits of a prompt are finite, of how many, and the methods of layers.
+
+    Of engines that load nothing; directories hold config.json alone.
+    """
+    for directory in directories:
+        llm = make_engine(directory, load_format="dummy")
+        say([generate(llm), llm.apply_model(methods)[0], llm.apply_model(outputs)[0]])
+        del llm
+
+
+def outputs(model):
+    """Of each quantized linear whether its output is finite, and not zero."""
+    found = {}
+    for name, module in model.named_modules():
+        if type(getattr(module, "quant_method", None)).__name__ == "MoqextModelOptLinearMethod":
+            columns = module.quant_method.in_features
+            x = torch.linspace(-1, 1, 3 * columns, device=DEVICE).reshape(3, columns)
+            y = module.quant_method.apply(module, x.to(getattr(torch, DTYPE)))
+            found[name] = bool(y.isfinite().all()) and bool((y != 0).any())
+    return found
+
+
+def routed(directory, how):
+    """The tokens, how often moqext routed, and which methods route themselves; "compiled" or "eager"."""
+    from moqext_vllm import routing
+
+    calls = []
+    route = routing.route
+    routing.route = lambda *args, **options: calls.append(1) or route(*args, **options)
+    llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=how == "eager")
+    say([generate(llm), len(calls), llm.apply_model(routers)[0]])
+
+
+def routers(model):
+    """Of each layer of experts whether its method routes."""
+    found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    return {
+        name: method.is_monolithic
+        for name, method in found.items()
+        if type(method).__name__ == "MoqextModelOptMoEMethod"
+    }
 
 
 def weights(*directories):

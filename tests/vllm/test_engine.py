@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from tests.vllm.conftest import genuine, on_cuda
 from tests.vllm_cases import DATA, GENERATED, change, multiply
 
 pytest.importorskip("vllm")
@@ -32,6 +33,10 @@ LOADED = [
 ]
 
 
+NEAR = 2
+"""Two logits of bfloat16 that are each a last place off."""
+
+
 @pytest.fixture(scope="module")
 def expected(engine):
     found = engine("reference", *(DATA / "checkpoints" / name for name in GENERATED))
@@ -39,9 +44,21 @@ def expected(engine):
 
 
 @pytest.fixture(scope="module")
-def compared(engine):
-    found = engine("layers", *(DATA / "exports" / name for name in LOADED))
-    return dict(zip(LOADED, found, strict=True))
+def compared(each):
+    return each("layers", genuine(LOADED, "exports"))
+
+
+def assert_same(tokens, expected):
+    """Tokens are Transformers'; on a GPU, in bfloat16, they may part where two are near each other."""
+    for found, own, seconds in zip(tokens, *expected, strict=True):
+        parted = next(
+            (step for step, pair in enumerate(zip(found, own, strict=True)) if len({*pair}) > 1), None
+        )
+        if parted is not None:
+            assert on_cuda(), (found, own)
+            second, places = seconds[parted]
+            assert found[parted] == second, (parted, found, own)
+            assert places <= NEAR, (parted, found, own)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -49,7 +66,7 @@ def test_tokens_are_those_of_transformers(served, expected, name):
     tokens, methods = served[name]
     assert methods["MoqextModelOptLinearMethod"] > 0
     assert ("MoqextModelOptMoEMethod" in methods) == name.startswith("qwen3moe")
-    assert tokens == expected[name]
+    assert_same(tokens, expected[name])
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -63,7 +80,7 @@ def test_loaded_layers_have_the_bits_of_moqext(compared, name):
 def test_activations_hand_over_codes(engine, expected):
     pytest.importorskip("vllm.model_executor.layers.fusion.quant_activation")
     tokens, takers, coded, calls = engine("handed_over", DATA / "checkpoints" / "llama_fp8_kvfp8")[0]
-    assert tokens == expected["llama_fp8_kvfp8"]
+    assert_same(tokens, expected["llama_fp8_kvfp8"])
     assert takers > 0
     assert coded == calls / 4  # of the four linears of a layer the one behind the activation
 
