@@ -93,6 +93,8 @@ def _cache_problems(records: list[KVRecord], kv_algo: str | None) -> list[Proble
 
 def _partial(records: list[KVRecord], inventory: Inventory) -> list[Problem]:
     """Attention modules without scales whose like, by name and by linears, have some."""
+    if not records:
+        return []
     children: dict[str, set[str]] = defaultdict(set)
     for module in inventory.modules:
         parent, _, last = module.rpartition(".")

@@ -9,32 +9,29 @@ scales are judged when a reader is given.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import ask, check_linear_shapes, check_repeats, check_roles, decide
+from moqext.decision import ask, check_repeats, decide
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
+from moqext.layer_forms import Forms
 from moqext.naming import (
     FUSED_NAMES,
     PREFIXES,
-    is_embedding,
     is_never_quantized,
     number_order,
     parse_expert_name,
     without_prefix,
 )
-from moqext.partitions import Scalar, parts_of, rows_of_parts
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
-from moqext.stored import Stored, Tensor, is_quantized, recognise
+from moqext.stored import Tensor, is_quantized
 
 _SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
 
@@ -61,6 +58,7 @@ def find_layers(
     """
     inventory = Inventory(tensors)
     scales = Scales(tensors, read, block_scales=block_scales)
+    forms = Forms(inventory, model or {})
     problems: list[Problem] = []
     layers: dict[str, LayerRecord] = {}
     stacked: dict[str, dict[str, str]] = {}
@@ -77,7 +75,7 @@ def find_layers(
         elif len(weight.shape) == 3:
             stacked[module] = roles
         else:
-            layers[module] = _linear(module, roles, inventory, config, scales, model or {})
+            layers[module] = _linear(module, roles, inventory, config, scales, forms)
     layers = mark_partial_input_scales(layers)
     problems += find_fused_problems(layers, unquantized, scales)
     groups = find_expert_groups(layers, unquantized, scales)
@@ -99,19 +97,17 @@ def _linear(
     inventory: Inventory,
     config: QuantConfig | None,
     scales: Scales,
-    model: Mapping[str, Any],
+    forms: Forms,
 ) -> LayerRecord:
     """The record of a linear or an embedding."""
-    stored, partitions = _recognise(module, inventory.infos(roles), model)
-    decision, problems = decide(module, stored, config)
+    form = forms.find(module, roles)
+    decision, problems = decide(module, form.stored, config)
     # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
-    embedding = is_embedding(module) and roles.keys().isdisjoint(("input_scale", "bias"))
+    embedding = form.is_table and roles.keys().isdisjoint(("input_scale", "bias"))
     judged_here = not embedding and parse_expert_name(module) is None
-    problems += check_roles(module, decision.quant_algo, roles, inventory, activations=judged_here)
-    if len(stored.shape) == 2:
-        shape = (stored.shape[0], stored.shape[1])
-        problems += check_linear_shapes(module, shape, roles, inventory, len(partitions))
-    problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
+    problems += forms.judge(module, roles, form, decision.quant_algo, judged_here)
+    if scales.are_read:
+        problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
     problems += check_repeats(module, inventory, scales)
     return LayerRecord(
         name=module,
@@ -121,27 +117,13 @@ def _linear(
         stored_algo=decision.stored_algo,
         rule=decision.rule,
         group_size=decision.group_size,
-        shape=tuple(stored.shape),
+        shape=tuple(form.stored.shape),
         tensors=dict(roles),
         problems=tuple(problems),
-        size=inventory.size(roles),
-        weights=prod(stored.shape),
-        partitions=partitions,
+        size=form.size,
+        weights=form.weights,
+        partitions=form.partitions,
     )
-
-
-def _recognise(
-    module: str, infos: Mapping[str, Tensor], model: Mapping[str, Any]
-) -> tuple[Stored, tuple[int, ...]]:
-    """The format of a weight, and the rows of its parts where each has a scale."""
-    parts = parts_of(module, infos)
-    if not parts:
-        return recognise(infos), ()
-    partitions = rows_of_parts(module, infos["weight"].shape[0], model)
-    if partitions:
-        return recognise({**infos, "weight_scale": Scalar(infos["weight_scale"].dtype)}), partitions
-    message = f"one scale for each of {', '.join(parts)}, whose rows neither names nor config.json tell"
-    return replace(recognise(infos), fault=("shape_mismatch", message)), ()
 
 
 def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:

@@ -102,6 +102,11 @@ class Scales:
         self._read = read
         self._block_scales = block_scales
 
+    @property
+    def are_read(self) -> bool:
+        """Whether anything has a value."""
+        return self._read is not None
+
     def values(self, name: str | None) -> Float32 | None:
         """The values of a scale, None when it is absent, not to be read, or of a type that no scale has."""
         if self._read is None or name is None:

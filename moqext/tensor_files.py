@@ -237,7 +237,7 @@ class TensorFiles:
                 self._report("hole", f"{path.name}: no tensor covers bytes [{begin}, {end})")
             for name, info in header.tensors.items():
                 owner = self.named.get(name)
-                if owner is not None and owner != path:
+                if owner is not None and owner is not path and owner != path:
                     message = f"also in {path.name}; the index says {owner.name}"
                     self._report("duplicate_tensor", message, name)
                     continue

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -227,7 +228,7 @@ def _find_holes(
     holes = []
     end = data_begin
     previous = ""
-    for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
+    for info in sorted(tensors.values(), key=attrgetter("begin", "end")):
         if not info.nbytes:
             continue
         if info.begin < end:

@@ -4,9 +4,12 @@ The methods of layers see what reaches them, one layer after the other; a file t
 that was lost, is seen here first, with its name and all the others.
 """
 
+import gc
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moqext import Checkpoint, CheckpointError
@@ -28,7 +31,7 @@ def check_checkpoint(model: str) -> None:
     """
     if os.environ.get("MOQEXT_VLLM_CHECK") == "0" or not Path(model).is_dir():
         return
-    with Checkpoint(model) as checkpoint:
+    with _without_collections(), Checkpoint(model) as checkpoint:
         if not checkpoint.tensors:
             return
         problems = (*checkpoint.file_problems, *checkpoint.findings(values=False).all_problems())
@@ -44,3 +47,15 @@ def check_checkpoint(model: str) -> None:
     if warnings:
         told = ", ".join(f"{code} × {count}" for code, count in sorted(warnings.items()))
         logger.warning("%s: %s; moqext inspect tells where", model, told)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Has Python not look for garbage among a hundred thousand new objects that are none: a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

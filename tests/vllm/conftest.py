@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -16,6 +17,8 @@ from tests.vllm_cases import DATA, GENERATED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+AT_ONCE = 4
+"""Processes that share the directories of a task on a GPU."""
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -50,21 +53,39 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def engine(environment):
+def start(environment, tmp_path_factory):
+    """`start(task, *arguments, **variables)`: what a task of engine.py prints, and all else it said.
+
+    The former as one JSON value a line, the latter as the text of its log, which lies below `--basetemp`.
+    """
+    place = tmp_path_factory.mktemp("logs")
+
+    def run(task, *arguments, **variables):
+        log = Path(tempfile.mkstemp(".log", f"{task}-", place)[1])
+        with log.open("w") as output:
+            subprocess.run(
+                [sys.executable, HERE / "engine.py", task, *map(str, arguments)],
+                env=environment | variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=900,
+                check=False,
+            )
+        text = log.read_text()
+        lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+        return [json.loads(line.removeprefix("RESULT ")) for line in lines], text
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine(start):
     """`engine(task, *arguments, **variables)`: what a task of engine.py prints, one JSON value a line."""
 
     def run(task, *arguments, **variables):
-        done = subprocess.run(
-            [sys.executable, HERE / "engine.py", task, *map(str, arguments)],
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+        found, text = start(task, *arguments, **variables)
+        assert found, text[-6000:]
+        return found
 
     return run
 
@@ -77,29 +98,31 @@ def on_cuda():
 
 
 class Answers(dict):
-    """Futures by name, of which a look-up gives the result."""
+    """By name a future of what a process said, and which of its values is the one: a look-up gives that."""
 
     def __getitem__(self, name):
-        return super().__getitem__(name).result()
+        process, index = super().__getitem__(name)
+        values, text = process.result()
+        assert index < len(values), text[-6000:]
+        return values[index]
 
 
 @pytest.fixture(scope="session")
-def each(engine):
+def each(start):
     """`each(task, directories, **variables)`: by name what a task says of each directory.
 
-    On a GPU every one has a process of its own, with which the memory of its engine is given back; a failure
-    is then that name's alone.
+    On a GPU several processes share them, and failures of a directory are those of it and the next ones.
     """
-    with ThreadPoolExecutor(os.cpu_count() if on_cuda() else 1) as pool:
+    count = AT_ONCE if on_cuda() else 1
+    with ThreadPoolExecutor(count) as pool:
 
         def run(task, directories, **variables):
-            if on_cuda():
-                return Answers(
-                    (name, pool.submit(lambda one: engine(task, one, **variables)[0], directory))
-                    for name, directory in directories.items()
-                )
-            found = engine(task, *directories.values(), **variables)
-            return dict(zip(directories, found, strict=True))
+            answers, names = Answers(), list(directories)
+            for first in range(min(count, len(names))):
+                own = names[first::count]
+                process = pool.submit(start, task, *(directories[name] for name in own), **variables)
+                answers.update((name, (process, index)) for index, name in enumerate(own))
+            return answers
 
         yield run
 

@@ -1,0 +1,104 @@
+"""What layers of one form have in common, found once: large checkpoints have tens of thousands alike.
+
+Of one form are linears with one last name whose tensors have the same roles, types and shapes.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from moqext.decision import check_linear_shapes, check_roles
+from moqext.inventory import Inventory
+from moqext.naming import is_embedding
+from moqext.partitions import Scalar, parts_of, rows_of_parts
+from moqext.problems import Problem
+from moqext.stored import Stored, Tensor, recognise
+
+
+class Form(NamedTuple):
+    """What tensors and the last name of a linear tell.
+
+    Attributes:
+        key: of the form.
+        stored: the format.
+        partitions: rows of the parts, where each has a scale.
+        size: bytes of the tensors.
+        weights: number of weights.
+        is_table: whether it is an embedding by its name.
+    """
+
+    key: Hashable
+    stored: Stored
+    partitions: tuple[int, ...]
+    size: int
+    weights: int
+    is_table: bool
+
+
+class Forms:
+    """The forms of the linears of a checkpoint.
+
+    Args:
+        inventory: its tensors.
+        model: what config.json holds, for the rows of q, k and v in a fused linear.
+    """
+
+    def __init__(self, inventory: Inventory, model: Mapping[str, Any]) -> None:
+        self._inventory = inventory
+        self._model = model
+        self._known: dict[Hashable, Form] = {}
+        self._flawless: set[Hashable] = set()
+
+    def find(self, module: str, roles: Mapping[str, str]) -> Form:
+        """The form of a linear; `roles` are tensor names by role, with its weight among them."""
+        tensors = self._inventory.tensors
+        infos = [tensors[name] for name in roles.values()]
+        shapes = [(info.dtype, tuple(info.shape)) for info in infos]
+        key = (module[module.rfind(".") + 1 :], *roles, *shapes)
+        form = self._known.get(key)
+        if form is None:
+            stored, partitions = recognise_linear(module, dict(zip(roles, infos, strict=True)), self._model)
+            size, weights = self._inventory.size(roles), prod(stored.shape)
+            form = Form(key, stored, partitions, size, weights, is_embedding(module))
+            self._known[key] = form
+        return form
+
+    def judge(
+        self, module: str, roles: Mapping[str, str], form: Form, algo: str, activations: bool
+    ) -> list[Problem]:
+        """The problems of the tensors of a linear, given its algorithm.
+
+        Args:
+            module: its name.
+            roles: tensor names by role.
+            form: its form.
+            algo: its algorithm.
+            activations: as for `check_roles`.
+        """
+        key = (form.key, algo, activations)
+        foreign = roles.get("weight_scale") in self._inventory.foreign
+        if key in self._flawless and not foreign:
+            return []
+        problems = [*check_roles(module, algo, roles, self._inventory, activations=activations)]
+        if len(form.stored.shape) == 2:
+            rows, columns = form.stored.shape
+            parts = len(form.partitions)
+            problems += check_linear_shapes(module, (rows, columns), roles, self._inventory, parts)
+        if not problems:
+            self._flawless.add(key)
+        return problems
+
+
+def recognise_linear(
+    module: str, infos: Mapping[str, Tensor], model: Mapping[str, Any]
+) -> tuple[Stored, tuple[int, ...]]:
+    """The format of a weight, and the rows of its parts where each has a scale."""
+    parts = parts_of(module, infos)
+    if not parts:
+        return recognise(infos), ()
+    partitions = rows_of_parts(module, infos["weight"].shape[0], model)
+    if partitions:
+        return recognise({**infos, "weight_scale": Scalar(infos["weight_scale"].dtype)}), partitions
+    message = f"one scale for each of {', '.join(parts)}, whose rows neither names nor config.json tell"
+    return replace(recognise(infos), fault=("shape_mismatch", message)), ()
