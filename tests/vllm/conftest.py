@@ -17,7 +17,7 @@ from tests.vllm_cases import DATA, GENERATED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-AT_ONCE = 4
+AT_ONCE = 8
 """Processes that share the directories of a task on a GPU."""
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",

@@ -16,6 +16,7 @@ DTYPE = "bfloat16" if ON_CUDA else "float32"
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if ON_CUDA else {}
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
 GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {
@@ -38,7 +39,7 @@ def make_engine(directory, **options):
     return LLM(
         directory,
         skip_tokenizer_init=True,
-        **{"enforce_eager": True, "max_model_len": 48, "dtype": DTYPE, **MEMORY} | options,
+        **{"enforce_eager": True, "max_model_len": 48, "dtype": DTYPE, **MEMORY, **SIZES} | options,
     )
 
 
@@ -425,6 +426,79 @@ def read_cache_scales(model):
         for name, module in model.named_modules()
         if hasattr(module, "_k_scale_float")
     }
+
+
+def parameters(*directories):
+    """The parameters of models that were built and loaded, before anything is prepared, or what was raised.
+
+    By name: the classes, from the parameter's own to torch's, its shape, dtype and a hash of its bytes, after
+    "marked" where moqext sees that nothing was ever written to one.
+    vLLM's own methods choose no kernels, which not every machine has. Where this vLLM is files of Python
+    alone, it takes the machine for a CPU.
+    """
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not vllm.platforms.current_platform.device_type:
+        vllm.platforms._current_platform = CpuPlatform()
+    import os
+    import tempfile
+
+    from vllm.distributed import init_distributed_environment
+
+    choose_no_kernels()
+    meeting = tempfile.mkdtemp()
+    init_distributed_environment(1, 0, f"file://{meeting}/{os.getpid()}", 0, "gloo")
+    for directory in directories:
+        try:
+            model = load_model(directory)
+            say({name: describe(param) for name, param in model.named_parameters()})
+        except Exception as error:
+            say([type(error).__name__, str(error)])
+
+
+def load_model(directory):
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import destroy_model_parallel, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    how = {"dtype": "bfloat16", "max_model_len": 48, "enforce_eager": True, "skip_tokenizer_init": True}
+    config = EngineArgs(directory, **how).create_engine_config()
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        destroy_model_parallel()  # whether there are groups of experts depends on the model
+        initialize_model_parallel()
+        model = initialize_model(vllm_config=config)
+        get_model_loader(config.load_config).load_weights(model, config.model_config)
+    return model
+
+
+def choose_no_kernels():
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.quantization import modelopt
+
+    experts = SimpleNamespace(is_monolithic=lambda: False)
+    modelopt.select_linear_kernel = lambda *args, **options: None
+    modelopt.expose_input_quant_key = lambda *args: None
+    modelopt.select_fp8_moe_backend = lambda *args, **options: (None, experts)
+    modelopt.select_nvfp4_moe_backend = lambda *args, **options: (None, experts)
+    modelopt.is_global_sf_supported_for_nvfp4_backend = lambda backend: False
+
+
+def describe(param):
+    from hashlib import sha256
+
+    classes = [cls.__name__ for cls in type(param).__mro__]
+    data = param.data.contiguous().reshape(-1).view(torch.uint8).numpy()
+    value = sha256(data).hexdigest()
+    if hasattr(param, "weight_loader") and "moqext_vllm.parameters" in sys.modules:
+        from moqext_vllm.parameters import is_marked
+
+        value = f"marked {value}" if is_marked(param.data) else value
+    return [classes[: classes.index("Parameter") + 1], list(param.shape), str(param.dtype), value]
 
 
 def error(directory):
