@@ -114,7 +114,7 @@ def methods(model):
 
 
 def reference(*directories):
-    """The tokens of Transformers, and of each step the second best and how far it is, in last places.
+    """The tokens of Transformers, and of each step the two best and how far apart they are, in last places.
 
     These are of bfloat16 numbers of the size of the best logit.
     """
@@ -125,7 +125,7 @@ def reference(*directories):
     for directory in directories:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))
         model = model.to(DEVICE).eval()
-        found, seconds = [], []
+        found, bests = [], []
         for prompt in PROMPTS:
             ids = torch.tensor([prompt], device=DEVICE)
             out = model.generate(
@@ -141,8 +141,8 @@ def reference(*directories):
             found.append(out.sequences[0, len(prompt) :].tolist())
             best, order = torch.cat(out.logits).float().topk(2)
             apart = (best[:, 0] - best[:, 1]) / 2.0 ** (best[:, 0].abs().log2().floor() - 7)
-            seconds.append(list(zip(order[:, 1].tolist(), apart.tolist(), strict=True)))
-        say([found, seconds])
+            bests.append(list(zip(order.tolist(), apart.tolist(), strict=True)))
+        say([found, bests])
 
 
 def layers(*directories):

@@ -50,14 +50,12 @@ def compared(each):
 
 def assert_same(tokens, expected):
     """Tokens are Transformers'; on a GPU, in bfloat16, they may part where two are near each other."""
-    for found, own, seconds in zip(tokens, *expected, strict=True):
-        parted = next(
-            (step for step, pair in enumerate(zip(found, own, strict=True)) if len({*pair}) > 1), None
-        )
+    for found, own, bests in zip(tokens, *expected, strict=True):
+        parted = next((step for step in range(len(own)) if found[step] != own[step]), None)
         if parted is not None:
             assert on_cuda(), (found, own)
-            second, places = seconds[parted]
-            assert found[parted] == second, (parted, found, own)
+            two, places = bests[parted]
+            assert sorted(two) == sorted((found[parted], own[parted])), (parted, found, own)
             assert places <= NEAR, (parted, found, own)
 
 
