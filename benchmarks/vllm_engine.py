@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import vllm_random
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the model is asked for its methods
 
 PROMPT = 16
@@ -39,8 +41,13 @@ def make_engine(options: argparse.Namespace) -> Any:
     if not options.compile:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     more: dict[str, Any] = {"linear_backend": options.backend} if options.backend else {}
+    if options.moe_backend:
+        more["moe_backend"] = options.moe_backend
     if options.dummy:
         more["load_format"] = "dummy"
+    if options.random:
+        vllm_random.register()
+        more["load_format"] = vllm_random.LOAD_FORMAT
     return LLM(
         options.directory,
         skip_tokenizer_init=True,
@@ -66,6 +73,7 @@ class Engine:
         self.start_seconds = time.perf_counter() - begin
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self.random = random.Random(7)
+        self.more: int | None = options.more
 
     def prompts(self, count: int, tokens: int) -> list[dict[str, list[int]]]:
         """Random ones."""
@@ -85,7 +93,7 @@ class Engine:
 
     def decode(self, batch: int) -> float:
         """Tokens a second of each of `batch` sequences."""
-        more = MORE.get(batch, 64)
+        more = self.more or MORE.get(batch, 64)
         found = []
         for _ in range(3):
             prompts = self.prompts(batch, PROMPT)
@@ -136,7 +144,10 @@ def main() -> None:
     parser.add_argument("--name", default="")
     parser.add_argument("--compile", action="store_true", help="by torch.compile, with piecewise graphs")
     parser.add_argument("--backend", help="of vLLM's own linears")
+    parser.add_argument("--moe-backend", help="of vLLM's own experts")
     parser.add_argument("--dummy", action="store_true", help="weights that vLLM makes up")
+    parser.add_argument("--random", action="store_true", help="weights of benchmarks.vllm_random")
+    parser.add_argument("--more", type=int, help="tokens that are timed, whatever the number of sequences")
     parser.add_argument("--batches", type=int, nargs="+", default=sorted(MORE))
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches")

@@ -18,7 +18,12 @@ MARKS = ("<!-- results: python -m benchmarks.vllm_page -->", "<!-- end of result
 
 Row = Mapping[str, Any]
 
-BESIDE = {"NVFP4 moqext": "NVFP4 Marlin", "FP8 moqext": "FP8 vLLM"}
+BESIDE = {
+    "NVFP4 moqext": "NVFP4 Marlin",
+    "FP8 moqext": "FP8 vLLM",
+    "experts in NVFP4 moqext": "experts in NVFP4 Marlin",
+    "experts in FP8 moqext": "experts in FP8 vLLM",
+}
 """vLLM's own way for what moqext runs, by the beginning of the way's name."""
 
 

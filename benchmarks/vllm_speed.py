@@ -1,6 +1,8 @@
-"""Llama of 8 billion weights in vLLM: moqext's linears beside vLLM's own, in engines of one machine.
+"""Whole models in vLLM: moqext's layers beside vLLM's own, in engines of one machine.
 
     PYTHONPATH=.:python python3 -m benchmarks.vllm_speed --output FILE [--ways NAME ...] [--directory DIR]
+
+A Llama of 8 billion weights from files, or with `--model moe` a mixture of experts of 30 billion from none.
 
 Needs a Python with vLLM 0.33 or later and the plug-in's entry point. Every way is a process of its own
 (`benchmarks.vllm_engine`); several start at once and measure one after the other.
@@ -18,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import record, vllm_random
 
 WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "bfloat16": ("bfloat16", {}, ["--dummy"]),
@@ -33,6 +35,23 @@ WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
 }
 """Format of the checkpoint, variables of the environment, arguments of the engine."""
+MOE_WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "experts in bfloat16": ("bfloat16", {}, []),
+    "experts in NVFP4 moqext": ("NVFP4", {}, []),
+    "experts in NVFP4 moqext, vLLM's norms and routing": ("NVFP4", {"MOQEXT_VLLM_OPS": "0"}, []),
+    "experts in NVFP4 Marlin": (
+        "NVFP4",
+        {"VLLM_PLUGINS": "none"},
+        ["--backend", "marlin", "--moe-backend", "marlin"],
+    ),
+    "experts in FP8 moqext": ("FP8", {}, []),
+    "experts in FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
+}
+"""The same of the mixture of experts. vLLM's own experts want FlashInfer for FP8, or run Triton's kernels."""
+ALL_WAYS = {
+    **WAYS,
+    **{name: (algo, env, [*more, "--random"]) for name, (algo, env, more) in MOE_WAYS.items()},
+}
 
 AT_ONCE = 4
 
@@ -57,7 +76,7 @@ def make_checkpoints(directory: Path, formats: set[str]) -> None:
 
 def start(directory: Path, way: str, compiled: bool, more: list[str]) -> subprocess.Popen[str]:
     """The process of a way."""
-    quant_algo, variables, arguments = WAYS[way]
+    quant_algo, variables, arguments = ALL_WAYS[way]
     command = [sys.executable, "-m", "benchmarks.vllm_engine", str(directory / quant_algo), "--name", way]
     command += [*arguments, *(["--compile"] if compiled else []), *more]
     return subprocess.Popen(
@@ -81,7 +100,7 @@ def finish(process: subprocess.Popen[str], way: str) -> dict[str, Any]:
     decode = "  ".join(f"{batch}: {speed:7.1f}" for batch, speed in row["decode"].items())
     kind = "torch.compile" if row["compile"] else "graphs"
     prompt = f"prompt {row['prefill']:.0f}" if row["prefill"] else ""
-    print(f"{way:28} {kind:13} tokens/s a sequence  {decode}  {prompt}  {row['methods']}", flush=True)
+    print(f"{way:32} {kind:13} tokens/s a sequence  {decode}  {prompt}  {row['methods']}", flush=True)
     for line in lines[rows[0] + 1 :]:
         if line.startswith("profile") or line[:9].strip().replace(".", "").isdigit():
             print(line)
@@ -93,20 +112,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path)
     parser.add_argument("--directory", type=Path, default=Path("/tmp/moqext-llama"))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--model", choices=["llama", "moe"], default="llama")
+    parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, help="of the model; all without")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="engines that the memory has room for")
     parser.add_argument("--modes", nargs="+", default=["graphs", "compile"], choices=["graphs", "compile"])
     options, more = parser.parse_known_args()
     import torch
 
     facts = {"gpu": torch.cuda.get_device_name(0), "vllm": version("vllm"), "note": ""}
     begin = time.perf_counter()
-    make_checkpoints(options.directory, {WAYS[way][0] for way in options.ways})
+    ways = options.ways or list(MOE_WAYS if options.model == "moe" else WAYS)
+    formats = {ALL_WAYS[way][0] for way in ways}
+    if options.model == "moe":
+        options.directory = options.directory.with_name(options.directory.name + "-moe")
+        for quant_algo in formats:
+            vllm_random.write_config(options.directory / quant_algo, quant_algo)
+    else:
+        make_checkpoints(options.directory, formats)
     print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)
-    waiting = [(way, mode == "compile") for mode in options.modes for way in options.ways]
+    waiting = [(way, mode == "compile") for mode in options.modes for way in ways]
     running: list[tuple[str, subprocess.Popen[str]]] = []
     rows = []
     while waiting or running:
-        while waiting and len(running) < AT_ONCE:
+        while waiting and len(running) < options.at_once:
             way, compiled = waiting.pop(0)
             running.append((way, start(options.directory, way, compiled, more)))
         way, process = running.pop(0)

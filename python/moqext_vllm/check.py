@@ -51,7 +51,7 @@ def check_checkpoint(model: str) -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Has Python not look for garbage among a hundred thousand new objects that are none: a fifth of the time."""
+    """Has Python not look for garbage among 100,000 new objects of which none is: a fifth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

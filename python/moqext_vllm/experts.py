@@ -16,7 +16,7 @@ from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_vllm.dequantize import expert_weights
 from moqext_vllm.dummies import make_up
-from moqext_vllm.parameters import as_blocks, begin_load, end_load, is_marked, marked, was_skipped
+from moqext_vllm.parameters import as_blocks, begin_load, end_load, find_marked, marked, was_skipped
 from moqext_vllm.routing import Routing, find_routing
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
@@ -341,12 +341,10 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             tensor = parameter.data.reshape(spec.shape)
             skipped = self.is_prepared and was_skipped(parameter)
             halves = 2 if role.startswith("w13") and self.method.gated and tensor.dim() > 1 else 1
-            empty = [
-                (expert, half)
-                for expert, stack in enumerate(tensor)
-                for half, slot in enumerate(stack.chunk(halves) if halves > 1 else [stack])
-                if skipped or is_marked(slot)
-            ]
+            if skipped:
+                empty = [(expert, half) for expert in range(len(tensor)) for half in range(halves)]
+            else:
+                empty = find_marked(tensor, halves)
             everything = len(tensor) * halves
             optional_scale = not spec.required and role.endswith("input_scale")
             if empty and not (optional_scale or (not spec.required and len(empty) == everything)):

@@ -71,13 +71,33 @@ def is_marked(slot: torch.Tensor) -> bool:
     """Whether nothing was ever written to a slot."""
     if slot.numel() == 0:
         return False
-    if slot.dtype == torch.float32:
-        return bool((slot.contiguous().view(torch.int32) == _FLOAT_MARK).all())
-    if slot.dtype in _MARKS:
-        codes = slot.view(torch.uint8)
-        first = codes.reshape(-1)[:1] if codes.is_contiguous() else codes[:1]
-        return bool((first == _MARKS[slot.dtype]).all()) and bool((codes == _MARKS[slot.dtype]).all())
-    return bool(slot.isnan().all())
+    first = slot.reshape(-1)[:1] if slot.is_contiguous() else slot[:1]
+    return bool(_marks(first).all()) and bool(_marks(slot).all())
+
+
+def find_marked(stack: torch.Tensor, halves: int = 1) -> list[tuple[int, int]]:
+    """The slots of a stack of experts to which nothing was ever written: the expert, and which half of it.
+
+    It asks the device once for what all slots begin with, and for the rest of those that begin with a mark.
+
+    Args:
+        stack: [experts, ...], contiguous.
+        halves: slots of an expert, behind each other.
+    """
+    if stack.numel() == 0:
+        return []
+    each = stack.view(len(stack), halves, -1)
+    begins = _marks(each[:, :, 0]).cpu()
+    return [(expert, half) for expert, half in begins.nonzero().tolist() if is_marked(each[expert, half])]
+
+
+def _marks(tensor: torch.Tensor) -> torch.Tensor:
+    """Which elements are marks."""
+    if tensor.dtype == torch.float32:
+        return tensor.contiguous().view(torch.int32) == _FLOAT_MARK
+    if tensor.dtype in _MARKS:
+        return tensor.view(torch.uint8) == _MARKS[tensor.dtype]
+    return tensor.isnan()
 
 
 def slots(tensor: torch.Tensor, partitions: Sequence[int]) -> list[torch.Tensor]:
