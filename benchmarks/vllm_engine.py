@@ -30,7 +30,7 @@ MORE = {1: 256, 16: 128, 64: 128}
 """Tokens that are timed, by the number of sequences."""
 LOCK = Path("/tmp/moqext-vllm.lock")
 """Held by the process that measures."""
-CACHE_BYTES = 4 << 30
+CACHE_GIB = 4
 
 
 def make_engine(options: argparse.Namespace) -> Any:
@@ -54,7 +54,7 @@ def make_engine(options: argparse.Namespace) -> Any:
         dtype="bfloat16",
         disable_log_stats=True,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=CACHE_BYTES,
+        kv_cache_memory_bytes=options.cache << 30,
         gpu_memory_utilization=0.04,
         max_num_seqs=max(options.batches),
         max_num_batched_tokens=max(options.prompt, 2048),
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--more", type=int, help="tokens that are timed, whatever the number of sequences")
     parser.add_argument("--batches", type=int, nargs="+", default=sorted(MORE))
     parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--cache", type=int, default=CACHE_GIB, help="GiB of keys and values")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches")
     options = parser.parse_args()
     engine = Engine(options)
