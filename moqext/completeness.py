@@ -4,14 +4,16 @@ A checkpoint whose index was lost, or that was cut between two files, is whole b
 number of hidden layers in config.json is what tells.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moqext.naming import is_number, is_vision, number_ranges
+from moqext.naming import is_vision, number_ranges
 from moqext.problems import Problem, make_problem
 
-_CONTAINERS = frozenset(("layers", "h", "blocks"))
+# The container of layers and the number of one, among the first parts of a tensor's name.
+_LAYER = re.compile(r"(?P<container>(?:[^.]*\.){0,6}?(?:layers|h|blocks))\.(?P<number>[0-9]{1,6})\.")
 _TEXT_MODELS = ("text_config", "llm_config")
 MAX_LAYERS = 10_000
 
@@ -35,14 +37,10 @@ def find_missing_layers(names: Iterable[str], count: int | None) -> list[Problem
         return []
     found: dict[str, set[int]] = defaultdict(set)
     sizes: dict[str, int] = defaultdict(int)
-    for name in names:
-        parts = name.split(".", 8)
-        for i, part in enumerate(parts[1:-1], 1):
-            if parts[i - 1] in _CONTAINERS and is_number(part):
-                container = ".".join(parts[:i])
-                found[container].add(int(part))
-                sizes[container] += 1
-                break
+    for layer in filter(None, map(_LAYER.match, names)):
+        container = layer["container"]
+        found[container].add(int(layer["number"]))
+        sizes[container] += 1
     text = [container for container in found if not is_vision(container)]
     if not text:
         return []

@@ -3,7 +3,7 @@
 import pytest
 
 from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
-from moqext.untrusted import directory_fault
+from moqext.untrusted import RepeatedKeys, directory_fault, parse_object
 
 POINTER = b"""version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
@@ -108,3 +108,26 @@ def test_an_empty_name_is_not_the_current_directory(tmp_path, monkeypatch):
 def test_what_is_no_path_is_a_type_error(wrong):
     with pytest.raises(TypeError):
         Checkpoint(wrong)
+
+
+@pytest.mark.parametrize(
+    "text, repeated",
+    [
+        ('{"a": {"b": 1}, "c": [{"d": 2}]}', []),
+        ('{"a": 1, "a": 2}', ["a"]),
+        ('{"a": {"b": 1, "b": 2}}', ["b"]),
+        ('{"a": {"b": {"c": 1, "c": 2}}}', ["c"]),
+        ('{"a": [{"b": 1, "b": 2}]}', ["b"]),
+        ('{"a:": {"b": "::", "b" : 2}}', ["b"]),
+        ('{"a\\"": 1, "a\\u0022": 2}', ['a"']),
+    ],
+)
+def test_a_key_that_is_there_twice_is_seen_wherever_it_is(tmp_path, text, repeated):
+    """Whether Python is called for each object of the document, or only counts its colons."""
+
+    def keys_twice(value):
+        found = list(value.repeated) if isinstance(value, RepeatedKeys) else []
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return found + [key for each in inner for key in keys_twice(each)]
+
+    assert keys_twice(parse_object(text.encode(), tmp_path / "file", "the header")) == repeated
