@@ -10,7 +10,6 @@ from typing import Any
 
 from sglang.srt.layers import linear
 from sglang.srt.layers import quantization as tables
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moqext import UnsupportedQuantization
@@ -30,11 +29,6 @@ def register_methods() -> None:
         raise RuntimeError(
             "moqext: this SGLang has no QUANTIZATION_METHODS with ModelOpt's names, or no "
             "WEIGHT_LOADER_V2_SUPPORTED; it goes on with its own methods"
-        )
-    if not hasattr(QuantizeMethodBase, "restore_weights_before_loading"):
-        raise RuntimeError(
-            "moqext: this SGLang has no restore_weights_before_loading, which reloading needs "
-            "(0.5.23 has); it goes on with its own methods"
         )
     if methods["modelopt_fp4"] is CONFIGS["modelopt_fp4"]:
         return
