@@ -12,8 +12,8 @@ import types
 from typing import ClassVar
 
 ROOTS = (
-    *("deepseek_recipe", "flashinfer", "mistral_common", "openai_harmony", "outlines", "outlines_core"),
-    *("sgl_kernel", "tml_renderers", "torchvision", "vllm", "xgrammar"),
+    *("cutlass", "deepseek_recipe", "flashinfer", "mistral_common", "openai_harmony", "outlines"),
+    *("outlines_core", "sgl_kernel", "tml_renderers", "torchvision", "vllm", "xgrammar"),
 )
 """Packages that get a stand-in where they are not installed."""
 
@@ -44,7 +44,10 @@ class _Nothing:
 
 
 class _Class:
-    """What stands for a class, in models of pydantic too."""
+    """What stands for a class, in models of pydantic and in annotations too."""
+
+    def __class_getitem__(cls, item):
+        return cls
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source, handler):
