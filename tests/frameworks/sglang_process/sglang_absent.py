@@ -16,6 +16,8 @@ ROOTS = (
     *("outlines_core", "sgl_kernel", "tml_renderers", "torchvision", "vllm", "xgrammar"),
 )
 """Packages that get a stand-in where they are not installed."""
+OPTIONAL = ("flashinfer.norm",)
+"""Modules of theirs that get none: SGLang and sgl_kernel go on without, by kernels that are there."""
 
 _KNOWN = {
     "sgl_kernel.utils.is_arch_support_pdl": lambda *_: False,
@@ -72,7 +74,7 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.roots = roots
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] not in self.roots:
+        if fullname.partition(".")[0] not in self.roots or fullname in OPTIONAL:
             return None
         frame = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
