@@ -13,6 +13,7 @@ import pytest
 if find_spec("sglang") is None or find_spec("uvloop") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
+from .sglang_process.sglang_absent import is_absent
 from .test_sglang_config import DATA, entry_point
 
 pytestmark = pytest.mark.sglang
@@ -81,7 +82,7 @@ def test_tokens_are_those_of_transformers(tmp_path, program, name):
 def test_tokens_on_a_gpu(tmp_path, program, name):
     """In graphs, which hold the memory of weights that are loaded again."""
     directory = without_cache(DATA / "checkpoints" / name, tmp_path / name)
-    kernels = {} if find_spec("sgl_kernel") else {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    kernels = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"} if is_absent("sgl_kernel") else {}
     check_tokens(program, directory, "cuda", "float32", **kernels)
 
 

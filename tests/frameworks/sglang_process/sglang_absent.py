@@ -96,3 +96,9 @@ def stand_in():
         return
     absent = {name for name in ROOTS if name not in sys.modules and importlib.util.find_spec(name) is None}
     sys.meta_path.append(_Absent(absent))
+
+
+def is_absent(name):
+    """Whether a package is not installed, whatever stands for it."""
+    spec = importlib.util.find_spec(name)
+    return spec is None or type(spec.loader).__name__ == _Absent.__name__
