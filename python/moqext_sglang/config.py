@@ -109,6 +109,8 @@ class _MoqextConfig:
             return cls._left_to_sglang(config, checkpoint)
         made = own.from_config(_as_sglang_reads(checkpoint, config.get("packed_modules_mapping")))
         made.checkpoint, made.compute = checkpoint, compute_wanted()
+        named = ", ".join(algorithms_of(checkpoint)) or "no layer"
+        logger.info("moqext runs this checkpoint (%s); MOQEXT_SGLANG=0 leaves it to SGLang", named)
         for conflict in checkpoint.conflicts:
             logger.warning("moqext: %s", conflict)
         return made

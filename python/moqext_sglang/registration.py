@@ -5,7 +5,6 @@ over the values behind the names "modelopt", "modelopt_fp8", "modelopt_fp4" and 
 that are subclasses of SGLang's. A hook lets SGLang recognise the algorithms that it does not know itself.
 """
 
-import logging
 from typing import Any
 
 from sglang.srt.layers import linear
@@ -15,8 +14,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from moqext import UnsupportedQuantization
 from moqext_sglang.config import CONFIGS, algorithms_of, read_config, runs, sglang_name
 from moqext_sglang.linear import MoqextLinearMethod
-
-logger = logging.getLogger(__name__)
 
 _DETECTION = "sglang.srt.configs.model_config.ModelConfig._parse_modelopt_quant_config"
 
@@ -36,7 +33,6 @@ def register_methods() -> None:
     getattr(tables, "CPU_QUANTIZATION_METHODS", {}).update(CONFIGS)
     loaders.append(MoqextLinearMethod.__name__)
     HookRegistry.register(_DETECTION, recognise, HookType.AFTER)
-    logger.info("moqext runs ModelOpt checkpoints; MOQEXT_SGLANG=0 leaves them to SGLang")
 
 
 def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -> dict[str, Any] | None:

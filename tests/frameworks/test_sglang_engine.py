@@ -66,6 +66,7 @@ def check_tokens(program, directory, *where, **variables):
     assert expected is not None, text[-3000:]
     found, text = program("tokens", directory, *where, **variables)
     assert found is not None, text[-3000:]
+    assert "moqext runs this checkpoint (" in text, text[-3000:]
     before, loaded, after = found
     assert before == expected
     assert loaded

@@ -9,6 +9,7 @@ import sys
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
 OPTIONS = {
+    "log_level": "info",  # an Engine says errors alone
     "kv_cache_dtype": "auto",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
