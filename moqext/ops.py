@@ -609,7 +609,7 @@ def to_host(x: Any) -> Any:
         x: contiguous tensor on a CUDA device.
 
     Returns:
-        A NumPy array; dtypes that NumPy has not are those of ml_dtypes if it is imported, else raw integers.
+        A NumPy array; dtypes that NumPy has not are those of ml_dtypes if it is installed, else raw integers.
 
     Raises:
         BufferError: x is not on a CUDA device, or has gaps.

@@ -210,6 +210,13 @@ def test_none_is_as_good_as_no_entry(rng):
         method(x, params | {"bias": None})
 
 
+def test_tensors_of_a_checkpoint_are_no_prepared_ones(rng):
+    """What somebody passes who has not called `prepare`."""
+    case = case_of(rng, "FP8")
+    with pytest.raises(ValueError, match=r"'weight_scale' is no .*; pass what prepare\(\) returned$"):
+        case.method(dtype="float32")(random_x(rng, (2, 64), "float32"), case.fused())
+
+
 class Unsized:
     """What passes for a mapping and does not say how long it is."""
 

@@ -19,6 +19,7 @@
 struct moq_boundary {
     moq_producer producer[MOQ_PRODUCER_SLOTS];
     bool ml_dtypes_known;              /* the module was in sys.modules when last asked */
+    bool ml_dtypes_absent;             /* it could not be imported */
     int ml_type_num[MOQ_ML_DTYPES];    /* NumPy's numbers for them; NPY_NOTYPE where missing */
     PyObject *ml_descr[MOQ_ML_DTYPES]; /* strong: their dtype objects */
     PyObject *owned_type;              /* owned.c */
@@ -30,7 +31,7 @@ struct moq_boundary {
 int moq_numpy_setup(void);
 /* Fills view and stored from an array, exact or of a subclass. */
 int moq_numpy_take(moq_state *state, PyObject *array, const char *name, moq_arg *out);
-/* A new array, of the ml_dtypes type where there is one, else of a raw carrier. */
+/* A new array, of the ml_dtypes type where that package is installed, else of a raw carrier. */
 PyObject *moq_numpy_new(moq_state *state, moq_dtype dtype, int32_t ndim, const int64_t *shape);
 
 /* --- dlpack.c */

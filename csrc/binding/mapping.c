@@ -89,8 +89,9 @@ int moq_mapping_refuse_others(const moq_param_spec *params, int count, const cha
     }
     int found = moq_mapping_find_stranger(mapping, names, count, &key);
     if (found > 0)
-        PyErr_Format(PyExc_ValueError, "%s: %R is no prepared parameter of %s, which has %s", name,
-                     key, text, all);
+        PyErr_Format(PyExc_ValueError, "%s: %R is no prepared parameter of %s, which has %s%s",
+                     name, key, text, all,
+                     strcmp(name, "params") == 0 ? "; pass what prepare() returned" : "");
     Py_XDECREF(key);
     return found == 0 ? 0 : -1;
 }

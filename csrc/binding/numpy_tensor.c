@@ -1,7 +1,9 @@
 /* NumPy arrays, read by their struct (no DLPack, no attribute) and made through the C API.
  *
  * bfloat16, fp8 and friends are user dtypes of the package ml_dtypes, whose numbers NumPy assigns
- * when that package is imported. They are looked up once, if it is there; it is never imported. */
+ * when that package is imported. An array that comes in has them only where somebody has imported
+ * it, so it is looked up; for a result of such a type it is imported where it is installed, or the
+ * type of a result would depend on what else the program has imported so far. */
 #include "binding/boundary.h"
 
 #define MOQ_NUMPY_IMPORT
@@ -42,14 +44,8 @@ static int learn_dtype(moq_boundary *boundary, PyObject *module, int i) {
     return 0;
 }
 
-/* 1 when ml_dtypes is known by now, 0 when it is not imported, -1 with an exception. */
-static int learn_ml_dtypes(moq_boundary *boundary) {
-    if (boundary->ml_dtypes_known)
-        return 1;
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *module = PyDict_GetItemString(modules, "ml_dtypes");
-    if (!module)
-        return 0;
+/* 1 when the types of this module are known now, 0 when it has none, -1 with an exception. */
+static int learn_from(moq_boundary *boundary, PyObject *module) {
     for (int i = 0; i < MOQ_ML_DTYPES; i++) {
         boundary->ml_type_num[i] = NPY_NOTYPE;
         Py_CLEAR(boundary->ml_descr[i]);
@@ -61,6 +57,33 @@ static int learn_ml_dtypes(moq_boundary *boundary) {
     /* A module that another thread is still importing has no types yet: look again next time. */
     boundary->ml_dtypes_known = boundary->ml_descr[0] != NULL;
     return boundary->ml_dtypes_known;
+}
+
+/* 1 when ml_dtypes is known by now, 0 when it is not imported, -1 with an exception. */
+static int learn_ml_dtypes(moq_boundary *boundary) {
+    if (boundary->ml_dtypes_known)
+        return 1;
+    PyObject *modules = PyImport_GetModuleDict(); /* borrowed, like the next */
+    PyObject *module = PyDict_GetItemString(modules, "ml_dtypes");
+    return module ? learn_from(boundary, module) : 0;
+}
+
+/* The same, importing it; 0 when it is not installed, which is asked once. */
+static int import_ml_dtypes(moq_boundary *boundary) {
+    int known = learn_ml_dtypes(boundary);
+    if (known != 0 || boundary->ml_dtypes_absent)
+        return known;
+    PyObject *module = PyImport_ImportModule("ml_dtypes");
+    if (!module) {
+        if (!PyErr_ExceptionMatches(PyExc_ImportError))
+            return -1;
+        PyErr_Clear();
+        boundary->ml_dtypes_absent = true;
+        return 0;
+    }
+    known = learn_from(boundary, module);
+    Py_DECREF(module);
+    return known;
 }
 
 static int refuse_dtype(PyArray_Descr *descr, const char *name, const char *why) {
@@ -178,10 +201,12 @@ static PyArray_Descr *storage(moq_boundary *boundary, moq_dtype dtype) {
         [MOQ_DT_F32] = NPY_FLOAT,  [MOQ_DT_F64] = NPY_DOUBLE, [MOQ_DT_E4M3] = NPY_UINT8,
         [MOQ_DT_E5M2] = NPY_UINT8, [MOQ_DT_E8M0] = NPY_UINT8, [MOQ_DT_E2M1X2] = NPY_UINT8,
     };
-    if (learn_ml_dtypes(boundary) < 0)
-        return NULL;
     for (int i = 0; i < MOQ_ML_DTYPES; i++) {
-        if (ML_DTYPES[i].dtype == dtype && boundary->ml_descr[i])
+        if (ML_DTYPES[i].dtype != dtype)
+            continue;
+        if (import_ml_dtypes(boundary) < 0)
+            return NULL;
+        if (boundary->ml_descr[i])
             return (PyArray_Descr *)Py_NewRef(boundary->ml_descr[i]);
     }
     return PyArray_DescrFromType(BUILTIN[dtype]);

@@ -19,8 +19,9 @@ int moq_take_partitions(PyObject *value, int64_t **partitions) {
     if (count < 1 || count > MOQ_MAX_PARTITIONS) {
         PyErr_Clear();
         PyErr_Format(PyExc_ValueError,
-                     "out_partitions: expected a sequence of 1 to %d sizes, got %R",
-                     MOQ_MAX_PARTITIONS, value);
+                     "out_partitions: expected a sequence of 1 to %d sizes, got %R%s",
+                     MOQ_MAX_PARTITIONS, value,
+                     PyLong_Check(value) ? ": a layer alone has one size, [N]" : "");
         return -1;
     }
     int64_t *sizes = malloc((size_t)count * sizeof *sizes);

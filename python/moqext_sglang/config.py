@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization import modelopt_quant
 from sglang.srt.layers.quantization.modelopt_quant import (
     ModelOptFp4Config,
     ModelOptFp8Config,
     ModelOptMixedPrecisionConfig,
-    ModelOptNvFp4EmbeddingMethod,
 )
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -109,6 +109,8 @@ class _MoqextConfig:
             return cls._left_to_sglang(config, checkpoint)
         made = own.from_config(_as_sglang_reads(checkpoint, config.get("packed_modules_mapping")))
         made.checkpoint, made.compute = checkpoint, compute_wanted()
+        named = ", ".join(algorithms_of(checkpoint)) or "no layer"
+        logger.info("moqext runs this checkpoint (%s); MOQEXT_SGLANG=0 leaves it to SGLang", named)
         for conflict in checkpoint.conflicts:
             logger.warning("moqext: %s", conflict)
         return made
@@ -208,9 +210,10 @@ class _MoqextConfig:
         if listed is None or listed.quant_algo is None:
             return None
         nvfp4 = getattr(self, "nvfp4_config", None)
-        if listed.quant_algo != "NVFP4" or nvfp4 is None:
+        made = getattr(modelopt_quant, "ModelOptNvFp4EmbeddingMethod", None)  # 0.5.17 has none
+        if listed.quant_algo != "NVFP4" or nvfp4 is None or made is None:
             raise UnsupportedQuantization(f"{prefix}: no embedding in {listed.quant_algo}")
-        return ModelOptNvFp4EmbeddingMethod(nvfp4)
+        return made(nvfp4)
 
     def _refuse_other_shared_experts(self, layer: Any, prefix: str, found: LayerQuant) -> None:
         """Raises where shared experts that SGLang keeps among the routed ones are stored in another way."""
@@ -239,8 +242,6 @@ def _as_sglang_reads(config: QuantConfig, packed: Any) -> dict[str, Any]:
             "quantized_layers": inner.get("quantized_layers"),
         },
     }[name]
-    if config.quant_algo in ("NVFP4_AWQ", "W4A16_NVFP4"):
-        told["quant_algo"] = config.quant_algo
     kept = {"ignore": inner["exclude_modules"], "kv_cache_quant_algo": inner["kv_cache_quant_algo"]}
     return {**told, **kept, "packed_modules_mapping": packed}
 

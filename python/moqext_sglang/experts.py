@@ -165,6 +165,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         ) -> None:
             if expert_id is None or shard_id not in ("w1", "w2", "w3"):
                 raise CheckpointError(f"{self.prefix}: {weight_name}: expected a tensor of one expert")
+            self.restore_weights_before_loading(layer)
             name = "weight" if role.endswith("_weight") else "scale"  # what SGLang's loader tells apart
             if role.endswith("input_scale"):
                 self._input_scales.setdefault(role, {})[expert_id, shard_id] = loaded.item()
@@ -226,7 +227,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             settle(layer, self.method, self.prepared, stack)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
-        """Puts the checkpoint's stacks back where packed ones took their places.
+        """Puts the checkpoint's stacks back where packed ones took their places; as that of linears.
 
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.

@@ -1,5 +1,6 @@
 """The linears of a ModelOpt checkpoint in SGLang, by `moqext.LinearMethod`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class MoqextLinearMethod(LinearMethodBase):
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
         self.slots = Slots(self.prefix, output_partition_sizes)
-        load = extra_weight_attrs["weight_loader"]
+        load = self._loader(layer, extra_weight_attrs["weight_loader"])
         for role, spec in self.method.checkpoint_params.items():
             layer.register_parameter(role, self.slots.parameter(role, spec, load))
         about: Any = layer
@@ -70,6 +71,15 @@ class MoqextLinearMethod(LinearMethodBase):
         about.input_size_per_partition = input_size_per_partition
         about.output_size_per_partition = sum(output_partition_sizes)
         about.orig_dtype = params_dtype
+
+    def _loader(self, layer: torch.nn.Module, load: Callable[..., None]) -> Callable[..., None]:
+        """SGLang's loader of a layer, over the checkpoint's tensors, whether SGLang asked for them or not."""
+
+        def load_unpacked(param: torch.nn.Parameter, *about: Any, **named: Any) -> None:
+            self.restore_weights_before_loading(layer)
+            load(param, *about, **named)
+
+        return load_unpacked
 
     def _find(
         self,
@@ -138,6 +148,8 @@ class MoqextLinearMethod(LinearMethodBase):
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's tensors back where packed ones took their places.
+
+        SGLang 0.5.23 calls it before it loads a second time; older versions do not, so loaders do.
 
         Raises:
             UnsupportedQuantization: codes that were folded for good, with MOQEXT_SGLANG_COMPUTE=fp8.

@@ -84,7 +84,7 @@ def restore(
     shape: tuple[int, ...],
     prefix: str = "",
 ) -> None:
-    """Puts the checkpoint's tensors back where packed ones took their places.
+    """Puts the checkpoint's tensors back where packed ones took their places; does nothing where they stand.
 
     Args:
         layer: as for `settle`, like the next two.
@@ -103,6 +103,9 @@ def restore(
         raise UnsupportedQuantization(
             f"{method.quant_algo} prepared with compute={method.compute!r} cannot be loaded again"
         )
+    weight = getattr(layer, f"{prefix}weight")
+    if weight.data_ptr() != codes.data_ptr():
+        return
     unpacked, scales = unpack_nvfp4(codes, shape, method.group_size or 16)
-    getattr(layer, f"{prefix}weight").data = unpacked
+    weight.data = unpacked
     getattr(layer, f"{prefix}weight_scale").data = scales.view(torch.float8_e4m3fn)

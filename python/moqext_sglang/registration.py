@@ -5,19 +5,15 @@ over the values behind the names "modelopt", "modelopt_fp8", "modelopt_fp4" and 
 that are subclasses of SGLang's. A hook lets SGLang recognise the algorithms that it does not know itself.
 """
 
-import logging
 from typing import Any
 
 from sglang.srt.layers import linear
 from sglang.srt.layers import quantization as tables
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moqext import UnsupportedQuantization
 from moqext_sglang.config import CONFIGS, algorithms_of, read_config, runs, sglang_name
 from moqext_sglang.linear import MoqextLinearMethod
-
-logger = logging.getLogger(__name__)
 
 _DETECTION = "sglang.srt.configs.model_config.ModelConfig._parse_modelopt_quant_config"
 
@@ -31,18 +27,12 @@ def register_methods() -> None:
             "moqext: this SGLang has no QUANTIZATION_METHODS with ModelOpt's names, or no "
             "WEIGHT_LOADER_V2_SUPPORTED; it goes on with its own methods"
         )
-    if not hasattr(QuantizeMethodBase, "restore_weights_before_loading"):
-        raise RuntimeError(
-            "moqext: this SGLang has no restore_weights_before_loading, which reloading needs "
-            "(0.5.23 has); it goes on with its own methods"
-        )
     if methods["modelopt_fp4"] is CONFIGS["modelopt_fp4"]:
         return
     methods.update(CONFIGS)
     getattr(tables, "CPU_QUANTIZATION_METHODS", {}).update(CONFIGS)
     loaders.append(MoqextLinearMethod.__name__)
     HookRegistry.register(_DETECTION, recognise, HookType.AFTER)
-    logger.info("moqext runs ModelOpt checkpoints; MOQEXT_SGLANG=0 leaves them to SGLang")
 
 
 def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """replace_linears: a model's linears become those of a quantized checkpoint."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -113,14 +113,21 @@ def _replace(
         model.get_submodule(name).weight = table
     for name, tensor in rest.items():
         _assign(model, name, tensor)
-    for name, linear in linears.items():
-        linear.train(model.training)
-        if not name:
-            return linear
-        model.set_submodule(name, linear)
+    if "" in linears:
+        return linears[""].train(model.training)
+    _put({id(places.linears[name].module): linear for name, linear in linears.items()}, model)
     for name, moe in experts.items():
         model = places.experts[name].install(model, moe)
     return model
+
+
+def _put(linears: Mapping[int, QuantLinear], model: torch.nn.Module) -> None:
+    """Puts linears in the places of modules, told by their ids: a shared one has several."""
+    for parent in list(model.modules()):
+        # named_children() would leave out a module that it had before
+        for name, module in list(parent._modules.items()):
+            if id(module) in linears:
+                setattr(parent, name, linears[id(module)].train(model.training))
 
 
 def _dtype_of(weight: torch.Tensor) -> torch.dtype:
@@ -194,7 +201,9 @@ def _plain_tensors(
     device: torch.device | str | None,
 ) -> dict[str, torch.Tensor]:
     """The parameters and buffers outside of replaced modules, read, by their names in the model."""
-    replaced = tuple(f"{name}." if name else "" for name in (*places.linears, *places.experts))
+    gone = {id(place.module) for place in places.linears.values()}
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in gone]
+    replaced = tuple(f"{name}." if name else "" for name in (*names, *places.experts))
     records = [place.record for place in (*places.linears.values(), *places.experts.values())]
     owned = {name for record in records for part in record.linears() for name in part.tensors.values()}
     owned |= {tensor for record in checkpoint.kv_scales() for tensor in record.tensors.values()}

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,16 +134,54 @@ def test_what_is_no_tensor(thing: Any) -> None:
         _C.describe_tensor(thing)
 
 
-def test_ml_dtypes_is_never_imported() -> None:
-    code = (
-        "import sys, numpy as np; from moqext import _C\n"
-        "z = _C.empty_like(np.zeros(2, np.float32), (2, 3), 'bf16')\n"
-        "assert z.dtype == np.uint16 and 'ml_dtypes' not in sys.modules\n"
-        "import ml_dtypes\n"
-        "assert _C.describe_tensor(np.zeros(2, ml_dtypes.bfloat16))['dtype'] == 'bfloat16'\n"
-        "assert _C.empty_like(np.zeros(2, np.float32), (2, 3), 'bf16').dtype == ml_dtypes.bfloat16\n"
+def in_a_fresh_process(code: str) -> None:
+    prelude = "import sys, numpy as np; from moqext import _C, ops\nx = np.ones((2, 32), np.float32)\n"
+    subprocess.run([sys.executable, "-c", prelude + code], check=True)
+
+
+def test_what_does_not_need_ml_dtypes_does_not_import_it() -> None:
+    in_a_fresh_process(
+        "codes = np.zeros((2, 16), np.uint8)\n"
+        "scale, one = np.full((2, 2), 56, np.uint8), np.float32([1])\n"
+        "out = ops.dequantize(codes, 'NVFP4', weight_scale=scale, weight_scale_2=one)\n"
+        "assert out.dtype == np.float32\n"
+        "assert _C.describe_tensor(codes)['dtype'] == 'uint8'\n"
+        "assert 'ml_dtypes' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_type_of_a_result_does_not_depend_on_what_was_imported() -> None:
+    """It is that of ml_dtypes where that is installed, whoever has asked for it so far."""
+    in_a_fresh_process(
+        "codes = np.zeros((2, 32), np.uint8)\n"
+        "before = [_C.empty_like(x, (2, 3), 'bf16').dtype, ops.quantize(x, 'fp8_tensor')[0].dtype,\n"
+        "          ops.dequantize(codes, 'FP8', weight_scale=np.float32([1]), dtype='bfloat16').dtype]\n"
+        "import ml_dtypes\n"
+        "assert before == [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16], before\n"
+        "assert ops.quantize(x, 'fp8_tensor')[0].dtype == before[1]\n"
+    )
+
+
+def test_without_ml_dtypes_results_are_carriers() -> None:
+    in_a_fresh_process(
+        "sys.modules['ml_dtypes'] = None  # what Python does with a package that is not there\n"
+        "for _ in range(2):\n"
+        "    assert _C.empty_like(x, (2, 3), 'bf16').dtype == np.uint16\n"
+        "    assert ops.quantize(x, 'fp8_tensor')[0].dtype == np.uint8\n"
+    )
+
+
+def test_a_broken_ml_dtypes_is_no_absent_one(tmp_path: Path) -> None:
+    (tmp_path / "ml_dtypes.py").write_text("raise OSError('half of it is missing')")
+    in_a_fresh_process(
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "try:\n"
+        "    _C.empty_like(x, (2, 3), 'bf16')\n"
+        "except OSError as error:\n"
+        "    assert 'half of it' in str(error)\n"
+        "else:\n"
+        "    raise AssertionError('it was taken for absent')\n"
+    )
 
 
 def test_references_are_given_back() -> None:

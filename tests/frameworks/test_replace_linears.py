@@ -132,6 +132,29 @@ def test_names_may_differ(exports):
             replace_linears(one, ckpt, rename=lambda name: "model.layers.0.mlp.up_proj")
 
 
+@pytest.mark.parametrize("load", [False, True])
+def test_a_module_with_several_names_is_replaced_under_all(exports, load):
+    """A layer that a model goes through twice, and a linear of its own beside it, would else run both."""
+    with moqext.Checkpoint(exports / "nvfp4_mlp_only") as ckpt:
+        model = skeleton(ckpt)
+        layer = model.model.layers._modules["0"]
+        model.model.layers.add_module("again", layer)
+        layer.mlp.add_module("up_again", layer.mlp.up_proj)
+        model.aliases = torch.nn.ModuleList([layer.mlp.gate_proj])
+        rename = {"again": "0", "up_again": "up_proj"}
+        replace_linears(
+            model,
+            ckpt,
+            load=load,
+            rename=lambda name: ".".join(rename.get(part, part) for part in name.split(".")),
+        )
+    assert type(layer.mlp.up_proj) is QuantLinear
+    assert layer.mlp.up_again is layer.mlp.up_proj
+    assert model.aliases[0] is layer.mlp.gate_proj
+    assert type(model.aliases[0]) is QuantLinear
+    assert model.model.layers.again is layer
+
+
 def test_options_reach_every_layer(exports):
     with moqext.Checkpoint(exports / "nvfp4_mlp_only") as ckpt:
         with torch.device("meta"):

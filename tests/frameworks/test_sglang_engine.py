@@ -1,4 +1,4 @@
-"""SGLang's own engine, with its processes, serves genuine checkpoints on the CPU through the plug-in."""
+"""SGLang's own engine, with its processes, serves genuine checkpoints through the plug-in."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 if find_spec("sglang") is None or find_spec("uvloop") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
+from .sglang_process.sglang_absent import is_absent
 from .test_sglang_config import DATA, entry_point
 
 pytestmark = pytest.mark.sglang
@@ -21,15 +22,15 @@ HERE = Path(__file__).resolve().parent / "sglang_process"
 
 @pytest.fixture
 def program(tmp_path):
-    """`program(task, directory, **variables)`: what a task gives, or None, and all that was said."""
+    """`program(task, directory, device, dtype, **variables)`: what a task gives, or None, and all it said."""
     root = DATA.parent.parent
     paths = [HERE, entry_point(tmp_path / "installed"), *filter(None, sys.path), root, root / "python"]
 
-    def run(task, directory, **variables):
+    def run(task, directory, device="cpu", dtype="float32", **variables):
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "moqext", **variables}
         env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
         done = subprocess.run(
-            [sys.executable, HERE / "sglang_engine.py", task, directory],
+            [sys.executable, HERE / "sglang_engine.py", task, directory, device, dtype],
             env=env,
             capture_output=True,
             text=True,
@@ -56,18 +57,34 @@ def without_cache(path, directory):
     return directory
 
 
-@pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "qwen3moe_nvfp4"])
-def test_tokens_are_those_of_transformers(tmp_path, program, name):
-    """All of them, also after `update_weights_from_disk`."""
-    directory = without_cache(DATA / "checkpoints" / name, tmp_path / name)
-    expected, text = program("reference", directory)
+NAMES = ["llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "qwen3moe_nvfp4"]
+
+
+def check_tokens(program, directory, *where, **variables):
+    """The tokens are those of Transformers, all of them, also after `update_weights_from_disk`."""
+    expected, text = program("reference", directory, *where)
     assert expected is not None, text[-3000:]
-    found, text = program("tokens", directory)
+    found, text = program("tokens", directory, *where, **variables)
     assert found is not None, text[-3000:]
+    assert "moqext runs this checkpoint (" in text, text[-3000:]
     before, loaded, after = found
     assert before == expected
     assert loaded
     assert after == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_transformers(tmp_path, program, name):
+    check_tokens(program, without_cache(DATA / "checkpoints" / name, tmp_path / name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_on_a_gpu(tmp_path, program, name):
+    """In graphs, which hold the memory of weights that are loaded again."""
+    directory = without_cache(DATA / "checkpoints" / name, tmp_path / name)
+    kernels = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"} if is_absent("sgl_kernel") else {}
+    check_tokens(program, directory, "cuda", "float32", **kernels)
 
 
 def test_without_the_plug_in_sglang_refuses_it(tmp_path, program):

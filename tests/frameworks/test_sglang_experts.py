@@ -288,7 +288,8 @@ class _Packed:
         return self.method(x, plain, *call, **options)
 
 
-def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, routed):
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, asked, routed):
     """Packed stacks keep their places; what is loaded again of the checkpoint is all, a part or nothing."""
     if device == "cpu":
         monkeypatch.setattr(experts, "find_moe_method", lambda *about: _Packed(find_moe_method(*about)))
@@ -305,8 +306,9 @@ def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, routed
     for role, stack in mixed.stacks.items():
         stack[1] = first.stacks[role][1]
     for given, skip, expected in ((None, (), first), (second, skipped, mixed), (second, (), second)):
-        method.restore_weights_before_loading(layer)
-        assert layer.w2_weight.shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
+        if asked:  # SGLang 0.5.17 does not
+            method.restore_weights_before_loading(layer)
+            assert layer.w2_weight.shape == (EXPERTS, HIDDEN, INTERMEDIATE // 2)
         if given is not None:
             load_experts(layer, given, skip)
         method.process_weights_after_loading(layer)

@@ -279,7 +279,8 @@ class _Packed:
         return self.method(x, plain, bias)
 
 
-def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, random_x):
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, asked, random_x):
     """The packed tensor keeps its place; what is loaded again of the checkpoint is all, a part or nothing."""
     if device == "cpu":
         monkeypatch.setattr(linear, "find_method", lambda *about: _Packed(find_method(*about)))
@@ -293,8 +294,9 @@ def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, random
     skipped = {(1, role) for role in first.parts[0]}
     mixed = replace(first, parts=[first.parts[0], second.parts[1]])
     for given, skip, case in ((None, (), first), (second, (), second), (first, skipped, mixed)):
-        method.restore_weights_before_loading(layer)
-        assert layer.weight.shape == (128, 64)
+        if asked:  # SGLang 0.5.17 does not
+            method.restore_weights_before_loading(layer)
+            assert layer.weight.shape == (128, 64)
         if given is not None:
             load_linear(layer, given, names, skip)
         method.process_weights_after_loading(layer)

@@ -1,4 +1,4 @@
-"""What the test has the engine do, in a process of its own: `sglang_engine.py TASK DIRECTORY`.
+"""What the test has the engine do, in a process of its own: `sglang_engine.py TASK DIRECTORY DEVICE DTYPE`.
 
 Nothing of the plug-in is imported before SGLang has found it.
 """
@@ -9,17 +9,23 @@ import sys
 PROMPTS = [[1, 5, 9, 13], [3, 30, 21, 11, 2, 8, 40], [7]]
 NEW = 16
 OPTIONS = {
-    "device": "cpu",
-    "dtype": "float32",
+    "log_level": "info",  # an Engine says errors alone
     "kv_cache_dtype": "auto",
-    "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "skip_tokenizer_init": True,
-    "disable_cuda_graph": True,
     "context_length": 48,
     "max_total_tokens": 1024,
     "max_running_requests": 4,
+}
+DEVICES = {
+    "cpu": {"attention_backend": "torch_native", "disable_cuda_graph": True},
+    "cuda": {
+        "attention_backend": "triton",
+        "mem_fraction_static": 0.15,  # several engines share the GPU
+        "cuda_graph_max_bs_decode": 4,
+        "cuda_graph_backend_prefill": "disabled",
+    },
 }
 
 
@@ -29,11 +35,12 @@ def generate(engine):
     return [out["output_ids"] for out in engine.generate(input_ids=PROMPTS, sampling_params=how)]
 
 
-def tokens(directory):
+def tokens(directory, device, dtype):
     """Tokens of SGLang's engine, and those after its weights were loaded from the disk again."""
     import sglang
 
-    engine = sglang.Engine(model_path=directory, **OPTIONS)
+    about = {"model_path": directory, "device": device, "dtype": dtype}
+    engine = sglang.Engine(**about, **OPTIONS, **DEVICES[device])
     before = generate(engine)
     done = engine.update_weights_from_disk(directory)
     after = generate(engine)
@@ -41,21 +48,22 @@ def tokens(directory):
     engine.shutdown()
 
 
-def reference(directory):
+def reference(directory, device, dtype):
     """Tokens of Transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import moqext_transformers  # noqa: F401
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().to(device)
     greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found = []
     for prompt in PROMPTS:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, **greedy)
+        ids = torch.tensor([prompt], device=device)
+        out = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **greedy)
         found.append(out[0, len(prompt) :].tolist())
     print("RESULT", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    {"tokens": tokens, "reference": reference}[sys.argv[1]](sys.argv[2])
+    {"tokens": tokens, "reference": reference}[sys.argv[1]](*sys.argv[2:])
