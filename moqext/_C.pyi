@@ -218,6 +218,7 @@ class MoEPlan(Plan):
         out: Any = None,
         accumulate: bool = False,
         stream: Any = None,
+        x_scale: Any = None,
     ) -> Any: ...
 
 def moe_plan(
@@ -237,6 +238,7 @@ def moe_plan(
     beta: float | None,
     limit: float | None,
     interleaved: bool,
+    quantized_input: bool,
     capability: str | None = None,
 ) -> MoEPlan: ...
 
