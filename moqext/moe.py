@@ -7,7 +7,7 @@ want (`prepare`), and computes (`method(x, prepared, topk_weights, topk_ids)`).
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -306,20 +306,17 @@ class MoEMethod(PlannedMethod):
             ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
             RuntimeError: x asks for a gradient, which this operation does not have.
         """
-        return cast(
-            Tensor,
-            self._plan.run(
-                x,
-                params,
-                topk_weights,
-                topk_ids,
-                expert_map,
-                apply_router_weight_on_input,
-                out,
-                accumulate,
-                stream,
-                x_scale,
-            ),
+        return self._plan.run(  # type: ignore[no-any-return]
+            x,
+            params,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input,
+            out,
+            accumulate,
+            stream,
+            x_scale,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

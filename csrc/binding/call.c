@@ -6,6 +6,7 @@
 #include "binding/mapping.h"
 #include "binding/numpy.h"
 #include "binding/stream.h"
+#include "binding/workspace.h"
 #include "cuda/cuda.h"
 
 #include <string.h>
@@ -195,19 +196,19 @@ static int order_memory(const moq_call *call, moq_job *job) {
 }
 
 int moq_call_run(moq_call *call, moq_job *job) {
-    moq_arg workspace;
+    moq_workspace workspace;
     moq_err err;
     moq_status status;
     job->stream = call->stream;
     if (order_memory(call, job) < 0 ||
-        moq_arg_take_memory(call->state, &call->y, job->bytes, &workspace) < 0)
+        moq_workspace_take(call->state, &call->y, job, &workspace) < 0)
         return -1;
-    job->workspace = workspace.view.data;
+    job->workspace = workspace.data;
     moq_long_call native;
     moq_long_call_begin(&native);
     status = moq_job_run(job, &err);
     status = moq_long_call_end(&native, status, &err);
-    moq_arg_release(&workspace);
+    moq_workspace_release(call->state, &workspace);
     if (status != MOQ_OK)
         moq_raise(call->state, &err);
     return status == MOQ_OK ? 0 : -1;
