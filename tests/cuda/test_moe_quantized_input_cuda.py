@@ -93,10 +93,10 @@ def test_what_ops_quantize_goes_in(rng, algo, compute):
 @pytest.mark.parametrize("algo, compute", CODED)
 def test_strides_and_addresses(rng, algo, compute):
     """Rows that begin anywhere, and scales by column as grouped products like them."""
-    coded, _ = both(algo, compute, 4, 272, 64, top_k=2, device="cuda:0")
-    stacks = stacks_of(rng, algo, compute, 4, 272, 64)
+    coded, _ = both(algo, compute, 4, 288, 64, top_k=2, device="cuda:0")
+    stacks = stacks_of(rng, algo, compute, 4, 288, 64)
     params = prepared(coded, stacks)
-    codes, scale = quantized(coded, stacks, random_x(rng, (6, 272), "float32"))
+    codes, scale = quantized(coded, stacks, random_x(rng, (6, 288), "float32"))
     codes, scale = moved(coded, codes), moved(coded, scale)
     weights, ids = (moved(coded, t) for t in random_routing(rng, 6, 2, 4))
     expected = coded(codes, params, weights, ids, x_scale=scale)
@@ -107,7 +107,7 @@ def test_strides_and_addresses(rng, algo, compute):
         assert torch.equal(coded(apart, params, weights, ids, x_scale=columns), expected)
     folded = [None if t is None else t.view(2, 3, -1) for t in (codes, weights, ids, scale)]
     y = coded(folded[0], params, folded[1], folded[2], x_scale=folded[3])
-    assert torch.equal(y, expected.view(2, 3, 272))
+    assert torch.equal(y, expected.view(2, 3, 288))
 
 
 def test_tuning_measures_codes(rng):
