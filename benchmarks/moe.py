@@ -21,8 +21,9 @@ more each graph runs alone after a pause.
 
 Each format's output is compared with float64 of what its codes mean, for a few tokens, and every graph's with
 that of the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) the comparison with
-float64 is all that is done. `python -m benchmarks.moe_page` makes docs/results/cuda-experts.md from
-benchmarks/results/moe_cuda.*.json.
+float64 is all that is done. `python -m benchmarks.moe_merge` joins runs of some models and
+numbers of tokens each, and `python -m benchmarks.moe_page` makes docs/results/cuda-experts.md from
+benchmarks/results/moe_cuda.*.json and moe_model.*.json.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from benchmarks.neighbours import ALL, ALONE, NONE
 from moqext import ops
 from moqext.bench import PEER, Ceilings
 
-TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096, 8192)
+TOKENS = (1, 4, 8, 16, 64, 256, 512, 1024, 4096, 8192)
 BLOCK_TOKENS = 64
 """Blocks are measured up to so many."""
 
