@@ -160,7 +160,8 @@ def models_table(result: Row) -> str:
             ratio = f" **{row['ratio']:.2f}×**" if row and "ratio" in row and weights != PEER else ""
             cells.append(f"{row['tokens_per_second']:.0f}{ratio}" if row else "")
         body.append([form, f"`{weights}`" if weights != PEER else weights, *cells])
-    return lines(["form", "weights", *(f"{batch} sequences" for batch in batches)], body, 2)
+    counts = [f"{batch} sequence{'s' * (batch != 1)}" for batch in batches]
+    return lines(["form", "weights", *counts], body, 2)
 
 
 def whole_model(result: Row) -> list[str]:

@@ -213,7 +213,8 @@ class MoEMethod(PlannedMethod):
 
         Args:
             params: The stacks of `checkpoint_params` by name. Those of `new_params` and `adopt` have to have
-                every slot filled; an optional stack that was never filled counts as absent.
+                every slot filled; an optional stack that was never filled counts as absent, and so do input
+                scales of a layer that quantizes in another way.
             out: Prepared tensors of an earlier call to overwrite, as for `LinearMethod.prepare`; a stack
                 whose bytes stay as they are may be that of `params` itself.
 
@@ -234,9 +235,11 @@ class MoEMethod(PlannedMethod):
             stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
         used = self.prepared_params.keys()
         for name in ("w13_input_scale", "w2_input_scale"):
-            if stacks.get(name) is not None:
+            if name not in used:
+                stacks.pop(name, None)  # of a layer that quantizes in another way
+            elif stacks.get(name) is not None:
                 stacks[name] = self._input_scales(name, stacks[name], params)
-            if stacks.get(name) is None and name in used:
+            if name in used and stacks.get(name) is None:
                 raise ValueError(
                     f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
                     f"compute={self.compute!r} quantizes activations with it"
