@@ -238,8 +238,8 @@ def moe_plan(
     beta: float | None,
     limit: float | None,
     interleaved: bool,
-    quantized_input: bool,
     capability: str | None = None,
+    quantized_input: bool = False,
 ) -> MoEPlan: ...
 
 @final

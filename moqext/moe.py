@@ -158,7 +158,7 @@ class MoEMethod(PlannedMethod):
             beta,
             limit,
             interleaved,
-            quantized_input,
+            quantized_input=quantized_input,
         )
         super().__init__(plan, compute)
         self.num_experts = int(num_experts)

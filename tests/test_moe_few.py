@@ -12,7 +12,7 @@ NVFP4, FP8 = "cuda:sm90_nvfp4_few", "cuda:sm90_fp8_few"
 def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
     """The plan of a layer on a chip that need not be here."""
     activation = ("silu", True, None, dtype, "cuda:0", compute)
-    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, False, chip)
+    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
 
 
 @pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
