@@ -1,7 +1,7 @@
 """Layers of experts on a CUDA device: by themselves, and in a decoder layer's block.
 
     python -m benchmarks.moe [--model NAME ...] [--tokens T ...] [--algo A ...] [--routing R ...]
-                             [--only alone | blocks] [--seed N] [--output FILE]
+                             [--only alone | blocks] [--seconds S] [--seed N] [--output FILE]
 
 By themselves, calls follow each other in a CUDA graph (`benchmarks.device`), each on the next of several
 batches whose experts are drawn anew, so that weights come from memory. Experts are drawn from normal logits,
@@ -21,14 +21,17 @@ more each graph runs alone after a pause.
 
 Each format's output is compared with float64 of what its codes mean, for a few tokens, and every graph's with
 that of the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) the comparison with
-float64 is all that is done. `python -m benchmarks.moe_page` makes docs/results/cuda-experts.md from
-benchmarks/results/moe_cuda.*.json.
+float64 is all that is done. `python -m benchmarks.moe_merge` joins runs of some models and
+numbers of tokens each, and `python -m benchmarks.moe_page` makes docs/results/cuda-experts.md from
+benchmarks/results/moe_cuda.*.json and moe_model.*.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -54,7 +57,7 @@ from benchmarks.neighbours import ALL, ALONE, NONE
 from moqext import ops
 from moqext.bench import PEER, Ceilings
 
-TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096, 8192)
+TOKENS = (1, 4, 8, 16, 64, 256, 512, 1024, 4096, 8192)
 BLOCK_TOKENS = 64
 """Blocks are measured up to so many."""
 
@@ -147,6 +150,7 @@ class Run:
         place: torch's name of the device.
         seed: Of the data.
         ceilings: What floors are made of, None where nothing is timed.
+        until: When no more cells begin, by `time.monotonic`.
         rows: One for each graph.
         checks: One for each format, number of tokens and routing.
         host: What calls cost the host.
@@ -157,6 +161,7 @@ class Run:
     place: str
     seed: int
     ceilings: Mapping[str, Ceilings] | None
+    until: float = math.inf
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
     host: list[dict[str, Any]] = field(default_factory=list)
@@ -172,11 +177,19 @@ class Run:
                 self.skipped.append({"model": model, "quant_algo": algo, "reason": str(error)})
         peers = peers_of(list(made.values()))
         for tokens in options.tokens:
-            if options.only != BLOCKS:
-                for routing in options.routing:
+            routings = options.routing if options.only != BLOCKS else []
+            for routing in routings:
+                if self._has_time(model, tokens):
                     self._alone(model, made, peers, tokens, routing)
-            if options.only != ALONE and tokens <= BLOCK_TOKENS:
+            if options.only != ALONE and tokens <= BLOCK_TOKENS and self._has_time(model, tokens):
                 self._blocks(model, made, peers, tokens)
+
+    def _has_time(self, model: str, tokens: int) -> bool:
+        """Whether a cell may still begin; else it is told."""
+        if time.monotonic() < self.until:
+            return True
+        print(f"{model} T={tokens}: no time was left", flush=True)
+        return False
 
     # ------------------------------------------------------------------------------------------ by themselves
 
@@ -339,6 +352,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--algo", nargs="+", choices=[*ALGOS, PEER], default=[*ALGOS, PEER])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--only", choices=(ALONE, BLOCKS), help="leave the other out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--seed", type=int, help="of the data; a fresh one is drawn and printed")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result to FILE")
     return parser.parse_args()
@@ -347,16 +361,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measures, prints a line for each graph and, if asked, writes JSON."""
     options = parse()
+    until = time.monotonic() + options.seconds
     torch = import_module("torch")
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     on_cpu = options.device == "cpu"
-    run = Run(torch, options.device, seed, None if on_cpu else device.measure_ceilings(torch))
+    run = Run(torch, options.device, seed, None if on_cpu else device.measure_ceilings(torch), until)
     models = {"tiny": TINY} if options.tiny else {name: MODELS[name] for name in options.model}
     with torch.no_grad():
         for name, sizes in models.items():
             run.measure(name, sizes, options.algo, options)
-    worst = max(check["error"] for check in run.checks)
+    worst = max((check["error"] for check in run.checks), default=0.0)
     print(f"{len(run.checks)} outputs compared, the largest error {worst:.1e}")
     for row in [*run.skipped, *run.host]:
         print(row)

@@ -9,6 +9,7 @@ torch is imported by the callers; this module works on any of its devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -198,9 +199,18 @@ class Experts:
         return local
 
     def error(self, batch: Batch, y: Any) -> float:
-        """Relative error of the first and last tokens to what the codes mean, in float64."""
+        """Relative error of the first and last tokens to what the codes mean, in float64.
+
+        Of those that have an expert here; others have to have zeros.
+        """
         torch = self.torch
-        rows = torch.unique(torch.tensor([0, len(y) - 1]))[:CHECKED_TOKENS]
+        local = (batch.ids < self.sizes.experts).any(1)
+        if bool(y[~local].any()):
+            return math.inf
+        rows = torch.nonzero(local)[:, 0]
+        if len(rows) == 0:
+            return 0.0
+        rows = torch.unique(rows[[0, -1]])[:CHECKED_TOKENS]
         return layers.relative_error(torch, y[rows], self._expected(batch, rows))
 
     def _expected(self, batch: Batch, rows: Any) -> Any:

@@ -1,12 +1,16 @@
-"""Writes the tables and plots of docs/results/cuda-experts.md from benchmarks/results/moe_cuda.*.json.
+"""Writes the tables and plots of docs/results/cuda-experts.md.
 
-python -m benchmarks.moe_page
+    python -m benchmarks.moe_page
+
+From benchmarks/results/moe_cuda.*.json (`benchmarks.moe`), moe_model.*.json (`benchmarks.moe_model`) and
+benchmarks/published_moe_h200.json, what others reached.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import layers
@@ -32,6 +36,9 @@ SPEEDS = {layers.NVFP4: 600e12, layers.NVFP4_FP8: 850e12}
 """Operations a second with `MANY` tokens; FP8 `FP8_SPEED`."""
 
 FP8_SPEED = 900e12
+
+PUBLISHED = Path(__file__).parent / "published_moe_h200.json"
+PUBLISHED_CHIP = "NVIDIA H200"
 
 Row = Mapping[str, Any]
 
@@ -118,6 +125,58 @@ def goals_table(rows: Sequence[Row]) -> str:
     return lines(["model", "experts in", "tokens", "goal", "reached", ""], body, 2)
 
 
+def read_published(path: Path = PUBLISHED) -> dict[tuple[str, int, str], tuple[float, str]]:
+    """The fastest other path by model, tokens and format: microseconds, and whose."""
+    found: dict[tuple[str, int, str], tuple[float, str]] = {}
+    for model, tokens, algo, peer, microseconds in json.loads(path.read_text())["cells"]:
+        key = (model, tokens, algo)
+        found[key] = min(found.get(key, (microseconds, peer)), (microseconds, peer))
+    return found
+
+
+def others_table(rows: Sequence[Row], published: Mapping[tuple[str, int, str], tuple[float, str]]) -> str:
+    """Layers by themselves beside the fastest of other libraries, measured before on the same chip."""
+    body = []
+    for row in rows:
+        other = published.get((row["model"], row["tokens"], row["quant_algo"]))
+        own = (row["neighbours"], row["routing"], row["policy"]) == (ALONE, UNIFORM, ALL)
+        if other is None or not own or row["quant_algo"] == PEER:
+            continue
+        us = row["seconds"] * 1e6
+        cells = [row["model"], called(row["quant_algo"]), str(row["tokens"]), f"{us:.1f}"]
+        body.append([*cells, f"{other[0]:.1f} {other[1]}", f"{other[0] / us:.2f}×"])
+    return lines(["model", "experts in", "tokens", "moqext", "others", ""], body, 2)
+
+
+def models_table(result: Row) -> str:
+    """A whole model: tokens a second of all sequences, and times the faster one of bfloat16."""
+    found = {(row["form"], row["weights"], row["tokens"]): row for row in result["rows"]}
+    batches = list(dict.fromkeys(row["tokens"] for row in result["rows"]))
+    body = []
+    for form, weights in dict.fromkeys((row["form"], row["weights"]) for row in result["rows"]):
+        cells = []
+        for batch in batches:
+            row = found.get((form, weights, batch))
+            ratio = f" **{row['ratio']:.2f}×**" if row and "ratio" in row and weights != PEER else ""
+            cells.append(f"{row['tokens_per_second']:.0f}{ratio}" if row else "")
+        body.append([form, f"`{weights}`" if weights != PEER else weights, *cells])
+    counts = [f"{batch} sequence{'s' * (batch != 1)}" for batch in batches]
+    return lines(["form", "weights", *counts], body, 2)
+
+
+def whole_model(result: Row) -> list[str]:
+    """What was measured of it."""
+    return [
+        f"#### A whole model on an {result['gpu']}",
+        f"Tokens a second of a model with the sizes of Qwen3-30B-A3B and {result['layers']} layers of random "
+        f"weights in Transformers {result['transformers']}, {result['environment']['date'][:10]}: a step of "
+        f"one token for each sequence in a CUDA graph, {result['context']} places of the cache. bfloat16 by "
+        "either way of Transformers to multiply experts; `modules` has moqext's linears and experts for its "
+        "own, `transformers` is what `from_pretrained` hands over. Factors are to the faster bfloat16.",
+        models_table(result),
+    ]
+
+
 def host_table(rows: Sequence[Row]) -> str:
     """What a call outside of a graph costs the host."""
     body = [[row["model"], called(row["quant_algo"]), f"{row['seconds'] * 1e6:.1f}"] for row in rows]
@@ -156,6 +215,13 @@ def section(name: str, result: Mapping[str, Any]) -> str:
     for model, sizes in result["models"].items():
         parts += model_section(model, sizes, [row for row in rows if row["model"] == model])
     parts += ["Goals, µs:", goals_table(rows)]
+    if about["gpu"] == PUBLISHED_CHIP:
+        parts += [
+            "Beside the fastest of other libraries, uniform, launched programmatically, µs, and how many "
+            "times as fast moqext is. Others were measured on another day, all in turn, which makes some "
+            "slower with 4096 tokens:",
+            others_table(rows, read_published()),
+        ]
     if result["host"]:
         parts += [
             "What a call of one token outside of a graph costs the host, µs:",
@@ -184,6 +250,8 @@ def page_files() -> dict[str, str]:
     paths = sorted(RESULTS.glob("moe_cuda.*.json"))
     results = {path.name.split(".")[1]: json.loads(path.read_text()) for path in paths}
     sections = [section(name, result) for name, result in results.items()]
+    for path in sorted(RESULTS.glob("moe_model.*.json")):
+        sections.append("\n\n".join(whole_model(json.loads(path.read_text()))))
     text = fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)
     return {PAGE.name: text} | {plot_name(name): plot(result) for name, result in results.items()}
 

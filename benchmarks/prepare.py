@@ -5,7 +5,7 @@ the copy (torch's, of the largest weight). Times are a caller's, from an idle de
 `prepare`, which returns when its work is done, with all that it checks and allocates, and the copy with the
 wait for it.
 
-    python -m benchmarks.prepare [--json FILE]
+    python -m benchmarks.prepare [--json FILE] [--only linears | experts]
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from moqext import LinearMethod
+from benchmarks.moe_layers import MODELS, Sizes
+from moqext import LinearMethod, MoEMethod
 
 COLUMNS = 8192
 ROWS = (57344, 8192)
@@ -32,6 +33,9 @@ CASES = (
 )
 MODEL = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 """The four linears of a layer of a model of 70 billion weights, which has eighty."""
+
+EXPERTS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3, TP8")
+"""Layers of experts of these models."""
 
 ROUNDS = 51
 
@@ -60,44 +64,56 @@ def copy_speed(torch: Any) -> float:
     return float(2 * weight.numel() / seconds(torch, copy))
 
 
-def tensors(torch: Any, algo: str, rows: int, columns: int) -> dict[str, Any]:
-    """Checkpoint tensors of a linear on the device; e4m3 codes without NaN."""
+def tensors(torch: Any, method: LinearMethod | MoEMethod, device: str = "cuda") -> dict[str, Any]:
+    """Checkpoint tensors of a layer on the device; e4m3 codes without NaN, and no bias."""
+    found = {}
+    for name, spec in method.checkpoint_params.items():
+        if name.endswith("bias") or not (spec.required or name.endswith("_input_scale")):
+            continue
+        if spec.dtype == "float32":
+            found[name] = torch.rand(spec.shape, device=device) + 0.01
+        else:
+            found[name] = torch.randint(0, 0x7F, spec.shape, dtype=torch.uint8, device=device)
+    return found
 
-    def codes(width: int) -> Any:
-        return torch.randint(0, 0x7F, (rows, width), dtype=torch.uint8, device="cuda")
 
-    if algo == "NVFP4":
-        second = torch.full((), 0.01, device="cuda")
-        return {"weight": codes(columns // 2), "weight_scale": codes(columns // 16), "weight_scale_2": second}
-    shape = {"FP8": (), "FP8_PB_WO": (rows // 128, columns // 128)}.get(algo, (rows,))
-    return {"weight": codes(columns), "weight_scale": torch.rand(shape, device="cuda") + 0.01}
+def linears(algo: str, compute: Any, shapes: Sequence[tuple[int, int]]) -> list[LinearMethod]:
+    """Layers of a linear each."""
+    return [LinearMethod(algo, columns, [rows], device="cuda:0", compute=compute) for rows, columns in shapes]
 
 
-def measure(
-    torch: Any, algo: str, compute: str, shapes: Sequence[tuple[int, int]], copy: float
-) -> dict[str, Any]:
-    """Prepares linears one after the other, into new tensors and into the tensors of an earlier call.
+def experts(algo: str, compute: Any, sizes: Sizes, device: str = "cuda:0") -> MoEMethod:
+    """A layer of experts."""
+    return MoEMethod(
+        algo,
+        sizes.experts,
+        sizes.hidden,
+        sizes.intermediate,
+        top_k=sizes.top_k,
+        device=device,
+        compute=compute,
+    )
+
+
+def measure(torch: Any, methods: Sequence[LinearMethod | MoEMethod], copy: float) -> dict[str, Any]:
+    """Prepares layers one after the other, into new tensors and into the tensors of an earlier call.
 
     `copy` is in bytes a second.
     """
-    methods = [
-        LinearMethod(algo, columns, [rows], device="cuda:0", compute=compute) for rows, columns in shapes
-    ]
-    params = [tensors(torch, algo, *shape) for shape in shapes]
+    params = [tensors(torch, method) for method in methods]
 
     def prepare(targets: Sequence[Any]) -> list[Any]:
         every = zip(methods, params, targets, strict=True)
         return [method.prepare(given, target) for method, given, target in every]
 
-    fresh = [None] * len(shapes)
+    fresh = [None] * len(methods)
     out = prepare(fresh)
     every = [tensor for group in (*params, *out) for tensor in group.values()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in every)
     new, again = (seconds(torch, partial(prepare, targets)) for targets in (fresh, out))
     return {
-        "quant_algo": algo,
-        "compute": compute,
-        "shapes": [list(shape) for shape in shapes],
+        "quant_algo": methods[0].quant_algo,
+        "compute": methods[0].compute,
         "bytes": size,
         "seconds": new,
         "seconds_into_out": again,
@@ -106,12 +122,23 @@ def measure(
     }
 
 
+def show(row: dict[str, Any], layer: str) -> None:
+    """Prints a line."""
+    print(
+        f"{row['quant_algo']} {row['compute']} {layer}".ljust(45),
+        f"{row['seconds'] * 1e6:7.1f} us {row['of_copy']:8.0%}",
+        f"{row['seconds_into_out'] * 1e6:7.1f} us {row['of_copy_into_out']:8.0%}",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Measures, prints a table and writes the result."""
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--only", choices=("linears", "experts"), help="leave the other out")
     args = parser.parse_args()
     copy = copy_speed(torch)
     print(f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s")
@@ -119,14 +146,17 @@ def main() -> None:
     results = []
     cases = [(*case, [(rows, COLUMNS)]) for rows in ROWS for case in CASES]
     cases += [(*case, MODEL) for case in CASES[-2:]]
-    for algo, compute, shapes in cases:
-        row = measure(torch, algo, compute, shapes, copy)
-        results.append(row)
-        name = f"{algo} {compute} {' '.join(f'{rows}x{columns}' for rows, columns in shapes)}"
-        print(
-            f"{name:45} {row['seconds'] * 1e6:7.1f} us {row['of_copy']:8.0%}"
-            f" {row['seconds_into_out'] * 1e6:7.1f} us {row['of_copy_into_out']:8.0%}"
-        )
+    for algo, compute, shapes in cases if args.only != "experts" else []:
+        row = measure(torch, linears(algo, compute, shapes), copy)
+        results.append({**row, "shapes": [list(shape) for shape in shapes]})
+        show(row, " ".join(f"{rows}x{columns}" for rows, columns in shapes))
+    for name in EXPERTS if args.only != "linears" else ():
+        for algo, compute in CASES:
+            row = measure(torch, [experts(algo, compute, MODELS[name])], copy)
+            sizes = MODELS[name]
+            shape = [sizes.experts, sizes.hidden, sizes.intermediate]
+            results.append({**row, "experts": name, "shape": shape})
+            show(row, name)
     if args.json:
         device = torch.cuda.get_device_name()
         record.write("prepare", results, args.json, device=device, copy_bytes_per_second=copy)

@@ -64,14 +64,20 @@ def quantization(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def layer_text(row: Row) -> str:
+    """What was prepared: linears one after the other, or a layer of experts."""
+    if "experts" in row:
+        return f"{row['experts']}: " + " × ".join(map(str, row["shape"]))
+    return ", ".join(f"{rows} × {columns}" for rows, columns in row["shapes"])
+
+
 def preparation(result: Mapping[str, Any]) -> str:
     """A table of all layers."""
     lines = ["| | | new | of copy | into `out` | of copy |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
         folded = ' for `compute="fp8"`' if row["compute"] == "fp8" else ""
-        shapes = ", ".join(f"{rows} × {columns}" for rows, columns in row["shapes"])
         lines.append(
-            f"| {row['quant_algo']}{folded} | {shapes} "
+            f"| {row['quant_algo']}{folded} | {layer_text(row)} "
             f"| {row['seconds'] * 1e6:.0f} µs | {row['of_copy']:.0%} "
             f"| {row['seconds_into_out'] * 1e6:.0f} µs | {row['of_copy_into_out']:.0%} |"
         )

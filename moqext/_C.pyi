@@ -218,6 +218,7 @@ class MoEPlan(Plan):
         out: Any = None,
         accumulate: bool = False,
         stream: Any = None,
+        x_scale: Any = None,
     ) -> Any: ...
 
 def moe_plan(
@@ -238,6 +239,7 @@ def moe_plan(
     limit: float | None,
     interleaved: bool,
     capability: str | None = None,
+    quantized_input: bool = False,
 ) -> MoEPlan: ...
 
 @final

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import reference
-from moqext.reference.experts import expert_params, local_experts
+from moqext.reference.experts import coded_rows, expert_params, local_experts
 from moqext.reference.linear import multiplied_activation, multiplied_weight
 
 _SUMS = 2.0**-20
@@ -33,7 +33,7 @@ def expert_slack(
     """How far each output may move, [T, H].
 
     Args:
-        x: [T, H], values of the dtype as float32.
+        x: [T, H], values of the dtype as float32; codes with `quantized_input`.
         stacks: as for `reference.experts_reference`, like all that follow.
         topk_weights: [T, k].
         topk_ids: [T, k].
@@ -44,14 +44,18 @@ def expert_slack(
     interleaved = options.get("interleaved", False) and gated
     count = len(stacks["w2_weight"])
     local = local_experts(topk_ids, count, options.get("expert_map"), options.get("global_num_experts"))
+    coded = options.get("quantized_input", False)
     scales = {
-        name: reference.expert_input_scale(stacks, f"{name}_input_scale", algo, compute)
+        name: reference.expert_input_scale(
+            stacks, f"{name}_input_scale", algo, compute, coded and name == "w13"
+        )
         for name in ("w13", "w2")
     }
+    values = coded_rows(x, options.get("x_scale"), algo, compute, scales["w13"]) if coded else x
     moved = np.zeros((len(x), stacks["w2_weight"].shape[1]))
     for expert in np.unique(local[local >= 0]).tolist():
         tokens, slots = np.nonzero(local == expert)
-        rows, weights = x[tokens], topk_weights[tokens, slots][:, None]
+        rows, weights = values[tokens], topk_weights[tokens, slots][:, None]
         if options.get("apply_router_weight_on_input", False):
             product = (rows * weights).astype(np.float64)
             rows = np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
@@ -72,12 +76,14 @@ def expert_slack(
     return moved
 
 
-def _middle(rows: F32, halves: list[Params], options: dict[str, Any]) -> tuple[F32, F32]:
+def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> tuple[F32, F32]:
     """Least and largest of what may be between the projections, rounded to the dtype."""
     algo, compute, size = options["quant_algo"], options.get("compute", "exact"), options.get("group_size")
     ends = []
     for half in halves:
-        a, weight = _read_by(rows, half, options), multiplied_weight(half, algo, compute, size)
+        coded = options.get("quantized_input", False)
+        a = rows.astype(np.float64) if coded else _read_by(np.asarray(rows, np.float32), half, options)
+        weight = multiplied_weight(half, algo, compute, size)
         bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
         u, slack = a @ weight.T + bias, _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
         ends.append((u - slack, u + slack))

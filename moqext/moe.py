@@ -60,6 +60,7 @@ class MoEMethod(PlannedMethod):
         compute: What is multiplied.
         global_num_experts: Of how many experts `topk_ids` tells, where `expert_map` says which are here;
             None for `num_experts`.
+        quantized_input: x is codes already, as an engine sends them from device to device: see below.
 
     Tensors of the checkpoint, with P = 2 halves of gated experts, else 1, and experts first:
 
@@ -79,6 +80,21 @@ class MoEMethod(PlannedMethod):
     quantized to FP8 with a static scale (FP8, W4A8_NVFP4_FP8), the largest that there is, and one an expert
     with `compute="fp4"`; experts without one have the largest of the others, with a RuntimeWarning.
 
+    With `quantized_input` x is what `ops.quantize` makes of tokens, and `x_scale` the scales that it returns
+    beside the codes. y is of `dtype` as always, and has the bits of the same kernel with tokens that it
+    quantizes itself:
+
+    | layer | `ops.quantize` | x | x_scale |
+    |---|---|---|---|
+    | FP8, W4A8_NVFP4_FP8 | "fp8_tensor", scale=w13_input_scale | e4m3 [..., H] | None |
+    | FP8_PER_CHANNEL_PER_TOKEN, NVFP4 as "fp8" | "fp8_token" | e4m3 [..., H] | float32 [..., 1] |
+    | FP8_PB_WO | "fp8_group" | e4m3 [..., H] | float32 [..., ceil(H/128)] |
+    | NVFP4 as "fp4" | "nvfp4", scale=w13_input_scale | fp4 [..., H/2] | e4m3 [..., H/16] |
+
+    A row of codes is for all experts of its token, so `prepare` gives those of "fp4" one w13_input_scale, the
+    largest. Layers that multiply x as it is ("exact" NVFP4), that decide in the call ("auto") or
+    whose experts multiply x by a pre_quant_scale of their own take no codes.
+
     The attributes are the arguments, resolved. Copying and pickling work.
 
     Raises:
@@ -97,6 +113,7 @@ class MoEMethod(PlannedMethod):
         "intermediate_size",
         "limit",
         "num_experts",
+        "quantized_input",
         "top_k",
     )
 
@@ -121,6 +138,7 @@ class MoEMethod(PlannedMethod):
         device: Device = "cpu",
         compute: Compute = "exact",
         global_num_experts: int | None = None,
+        quantized_input: bool = False,
     ) -> None:
         check_variables(stacklevel=2)
         plan = _C.moe_plan(
@@ -140,6 +158,7 @@ class MoEMethod(PlannedMethod):
             beta,
             limit,
             interleaved,
+            quantized_input=quantized_input,
         )
         super().__init__(plan, compute)
         self.num_experts = int(num_experts)
@@ -151,6 +170,7 @@ class MoEMethod(PlannedMethod):
         self.interleaved = bool(interleaved)
         self.alpha, self.beta, self.limit = alpha, beta, limit
         self.global_num_experts = int(num_experts if global_num_experts is None else global_num_experts)
+        self.quantized_input = bool(quantized_input)
 
     # ------------------------------------------------------------------------------------------- stacks
 
@@ -193,7 +213,8 @@ class MoEMethod(PlannedMethod):
 
         Args:
             params: The stacks of `checkpoint_params` by name. Those of `new_params` and `adopt` have to have
-                every slot filled; an optional stack that was never filled counts as absent.
+                every slot filled; an optional stack that was never filled counts as absent, and so do input
+                scales of a layer that quantizes in another way.
             out: Prepared tensors of an earlier call to overwrite, as for `LinearMethod.prepare`; a stack
                 whose bytes stay as they are may be that of `params` itself.
 
@@ -214,9 +235,11 @@ class MoEMethod(PlannedMethod):
             stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
         used = self.prepared_params.keys()
         for name in ("w13_input_scale", "w2_input_scale"):
-            if stacks.get(name) is not None:
+            if name not in used:
+                stacks.pop(name, None)  # of a layer that quantizes in another way
+            elif stacks.get(name) is not None:
                 stacks[name] = self._input_scales(name, stacks[name], params)
-            if stacks.get(name) is None and name in used:
+            if name in used and stacks.get(name) is None:
                 raise ValueError(
                     f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
                     f"compute={self.compute!r} quantizes activations with it"
@@ -238,7 +261,8 @@ class MoEMethod(PlannedMethod):
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
         if isinstance(params, ExpertStacks):
             given[~params.filled[name].reshape(shape)] = np.nan
-        return unify_input_scales(given, name, per_expert=self.compute == "fp4", stacklevel=4)
+        shared = self.compute != "fp4" or (self.quantized_input and name == "w13_input_scale")
+        return unify_input_scales(given, name, per_expert=not shared, stacklevel=4)
 
     def keeps(self, name: str) -> bool:
         """As `LinearMethod.keeps`; rows that take turns in the checkpoint change places."""
@@ -257,11 +281,13 @@ class MoEMethod(PlannedMethod):
         out: Any = None,
         accumulate: bool = False,
         stream: Any = None,
+        *,
+        x_scale: Any = None,
     ) -> Tensor:
         """Computes the experts of each token and their weighted sum.
 
         Args:
-            x: [..., hidden_size] of `dtype`, any strides.
+            x: [..., hidden_size] of `dtype`, or codes with `quantized_input`, any strides.
             params: What `prepare` returned, of this method or one of the same description.
             topk_weights: float32 [..., top_k], beside x like all that follow.
             topk_ids: int32 or int64 [..., top_k]. A slot whose id is negative or no number of an expert
@@ -269,10 +295,11 @@ class MoEMethod(PlannedMethod):
             expert_map: int32 [global_num_experts]: the number of each expert among those that are here, -1
                 for one that is elsewhere, whose slots count nothing.
             apply_router_weight_on_input: Weights multiply x, which is then rounded to `dtype`, instead of
-                outputs; top_k has to be 1.
+                outputs; top_k has to be 1, and x no codes.
             out: [..., hidden_size] of `dtype` with contiguous rows; must not share memory with the rest.
             accumulate: Adds to what `out` holds, as to the output of shared experts, in float32.
             stream: CUDA stream; must be None on the CPU.
+            x_scale: Of the codes of x, positive and finite, any strides; None where there are none.
 
         Returns:
             `out`, or a new tensor of x's own framework. Results do not depend on the number of threads; which
@@ -292,6 +319,7 @@ class MoEMethod(PlannedMethod):
             out,
             accumulate,
             stream,
+            x_scale,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -321,6 +349,7 @@ _OPTIONS = (
     "device",
     "compute",
     "global_num_experts",
+    "quantized_input",
 )
 
 

@@ -104,6 +104,20 @@ def test_experts_by_themselves_and_in_blocks(tmp_path: Path) -> None:
     assert record["rows"] == []  # times are of a GPU
 
 
+def test_a_whole_model_of_experts(tmp_path: Path) -> None:
+    """A small one: each form is what the codes mean, and decodes."""
+    pytest.importorskip("transformers")
+    options = ["--tiny", "--device", "cpu", "--batch", "1", "3", "--context", "32"]
+    record = run(tmp_path, "moe_model", *options, keep="--output")
+    forms = {("grouped_mm", "bfloat16"), ("batched_mm", "bfloat16")}
+    forms |= {(form, algo) for form in ("modules", "transformers") for algo in ("FP8", "NVFP4")}
+    found = {(row["form"], row["weights"], row["tokens"]) for row in record["rows"]}
+    assert found == {(*form, tokens) for form in forms for tokens in (1, 3)}
+    assert {check["form"] for check in record["checks"]} == {"modules", "transformers"}
+    assert all(check["error"] < 0.02 for check in record["checks"])
+    assert record["failed"] == []
+
+
 def test_policies_of_programmatic_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     edges = importlib.import_module("benchmarks.graph_edges")
@@ -184,6 +198,62 @@ def test_the_page_of_experts_on_cuda(cpu_page: Any) -> None:
     }
     assert "| small | `FP8` | 7.0 |" in module.section("gpu", result)
     assert module.plot(result).startswith("<svg")
+    others = module.others_table(
+        rows, {("small", 1, "FP8"): (20.0, "Other"), ("small", 1, "bfloat16"): (1, "")}
+    )
+    assert others.splitlines()[2:] == ["| small | `FP8` | 1 | 10.0 | 20.0 Other | 2.00× |"]
+    assert module.read_published()["Qwen3-30B-A3B", 1, "NVFP4"] == (28.7, "SGLang Marlin")
+
+
+def test_the_table_of_a_whole_model_of_experts(cpu_page: Any) -> None:
+    module = importlib.import_module("benchmarks.moe_page")
+    rows = [
+        {"form": "grouped_mm", "weights": "bfloat16", "tokens": 1, "tokens_per_second": 50.2, "ratio": 0.5},
+        {"form": "batched_mm", "weights": "bfloat16", "tokens": 1, "tokens_per_second": 100.4, "ratio": 1.0},
+        {"form": "transformers", "weights": "NVFP4", "tokens": 1, "tokens_per_second": 301.0, "ratio": 3.0},
+        {"form": "transformers", "weights": "NVFP4", "tokens": 16, "tokens_per_second": 900.0},
+    ]
+    assert module.models_table({"rows": rows}).splitlines()[2:] == [
+        "| grouped_mm | bfloat16 | 50 |  |",
+        "| batched_mm | bfloat16 | 100 |  |",
+        "| transformers | `NVFP4` | 301 **3.00×** | 900 |",
+    ]
+
+
+def test_slices_of_experts_are_joined(cpu_page: Any) -> None:
+    """Later rows take the place of the same ones, and know the run that they are of."""
+    module = importlib.import_module("benchmarks.moe_merge")
+
+    def result(date: str, models: dict[str, Any], cells: list[tuple[str, int, float]]) -> dict[str, Any]:
+        rows = [
+            {"model": model, "tokens": tokens, "routing": "uniform", "quant_algo": "FP8"}
+            | {"neighbours": "alone", "policy": "all", "seconds": seconds}
+            for model, tokens, seconds in cells
+        ]
+        about = {"gpu": "GPU", "date": date, "driver": "1", "torch": "2", "moqext": {"commit": date}}
+        lists: dict[str, Any] = {"checks": [], "host": [], "skipped": [], "rows": rows}
+        facts = {"benchmark": "moe_cuda", "environment": about, "seed": 1, "ceilings": {"fp8": date}}
+        return facts | {"models": models} | lists
+
+    small, large = {"experts": 4}, {"experts": 8}
+    first = result("one", {"small": small}, [("small", 1, 1.0), ("small", 16, 2.0)])
+    second = result("two", {"large": large}, [("large", 1, 3.0)])
+    third = result("three", {"small": small}, [("small", 16, 4.0), ("small", 4, 5.0)])
+    merged = module.merge([module.merge([first, second]), third])
+    found = [(row["model"], row["tokens"], row["seconds"]) for row in merged["rows"]]
+    assert found == [("small", 1, 1.0), ("small", 4, 5.0), ("small", 16, 4.0), ("large", 1, 3.0)]
+    dates = [merged["runs"][row["run"]]["date"] for row in merged["rows"]]
+    assert dates == ["one", "three", "three", "two"]
+    assert merged["environment"]["date"] == "three"
+    everything = result("four", {"small": small, "large": large}, [("small", t, 1.0) for t in (1, 4, 16)])
+    again = module.merge([merged, everything])
+    assert [run["date"] for run in again["runs"]] == ["two", "four"]
+    other = result("five", {"small": large}, [])
+    with pytest.raises(ValueError, match="small: expected the sizes"):
+        module.merge([first, other])
+    other["environment"]["gpu"] = "another"
+    with pytest.raises(ValueError, match="of one chip, got GPU, another"):
+        module.merge([first, other])
 
 
 def test_the_page_of_neighbours_is_what_its_results_make(cpu_page: Any) -> None:

@@ -581,6 +581,8 @@ def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPa
     assert '| NVFP4 for `compute="fp8"` | 8 × 16, 4 × 32 | 100 µs | 50% | 200 µs | 25% |' in page.preparation(
         facts | {"rows": [prepared]}
     )
+    stacks = prepared | {"compute": "exact", "experts": "Model", "shape": [4, 16, 8]}
+    assert "| NVFP4 | Model: 4 × 16 × 8 | 100 µs | 50% |" in page.preparation(facts | {"rows": [stacks]})
 
 
 def test_the_pages_of_quantization_and_preparation_are_what_their_results_make(

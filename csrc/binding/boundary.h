@@ -6,15 +6,25 @@
  *   dlpack.c        DLTensors of every origin checked and turned into views
  *   owned.c         memory of our own behind an object with __dlpack__
  *   py_tensor.c     the interface: which way in, outputs, reinterpretation
- *   allocate.c      new tensors of the caller's kind */
+ *   allocate.c      new tensors of the caller's kind
+ *   workspace.c     memory that calls work in */
 #ifndef MOQ_BINDING_BOUNDARY_H
 #define MOQ_BINDING_BOUNDARY_H
 
 #include "binding/producer.h"
 #include "binding/py_tensor.h"
+#include "binding/workspace.h"
 
 /* The ml_dtypes types that have a moq_dtype. */
 #define MOQ_ML_DTYPES 4
+
+/* Memory kept for the next call on a stream. */
+typedef struct {
+    DLManagedTensorVersioned *managed; /* owned; NULL for a free place */
+    const DLPackExchangeAPI *exchange; /* of the framework that lent it */
+    moq_tensor view;
+    void *stream;
+} moq_kept_block;
 
 struct moq_boundary {
     moq_producer producer[MOQ_PRODUCER_SLOTS];
@@ -24,6 +34,8 @@ struct moq_boundary {
     PyObject *ml_descr[MOQ_ML_DTYPES]; /* strong: their dtype objects */
     PyObject *owned_type;              /* owned.c */
     PyObject *empty_tuple;
+    moq_kept_block kept[MOQ_KEPT_BLOCKS];
+    unsigned next_kept;
 };
 
 /* --- numpy_tensor.c */
@@ -59,5 +71,10 @@ int moq_owned_setup(PyObject *module, moq_state *state);
 PyObject *moq_owned_new(moq_state *state, moq_dtype dtype, moq_device device, int32_t ndim,
                         const int64_t *shape, moq_tensor *view);
 bool moq_is_owned(moq_state *state, PyObject *object);
+
+/* --- workspace.c */
+
+/* Gives back what was kept. */
+void moq_workspace_clear(moq_boundary *boundary);
 
 #endif

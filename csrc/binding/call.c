@@ -6,7 +6,10 @@
 #include "binding/mapping.h"
 #include "binding/numpy.h"
 #include "binding/stream.h"
+#include "binding/workspace.h"
 #include "cuda/cuda.h"
+
+#include <string.h>
 
 void moq_call_open(moq_call *call, moq_state *state, const moq_plan *plan, PyObject *out,
                    PyObject *stream) {
@@ -43,25 +46,32 @@ static int refuse_gradient(moq_state *state, PyObject *x) {
     return truth == 0 ? 0 : -1;
 }
 
+/* Says what makes the codes that the layer wants. */
+static int refuse_values(const moq_layer *layer, const char *got) {
+    bool scaled =
+        strcmp(layer->x_scheme, "fp8_tensor") == 0 || strcmp(layer->x_scheme, "nvfp4") == 0;
+    PyErr_Format(PyExc_TypeError,
+                 "x: expected codes of %s, got %s: quantize x%s, by moqext.ops.quantize(x, "
+                 "\"%s\"%s), or make the layer without quantized_input",
+                 moq_dtype_name(layer->x_dtype), got, scaled ? " with the layer's input_scale" : "",
+                 layer->x_scheme, scaled ? ", scale=..." : "");
+    return -1;
+}
+
 /* Says what to do where x is of another floating-point dtype than the layer. */
-static int refuse_x_dtype(moq_dtype dtype, const moq_arg *x) {
+static int refuse_x_dtype(const moq_layer *layer, const moq_arg *x) {
     static const char *const WAYS[MOQ_DT_COUNT] = {
         [MOQ_DT_F32] = "x.to(torch.float32) or x.astype(numpy.float32)",
         [MOQ_DT_F16] = "x.to(torch.float16) or x.astype(numpy.float16)",
         [MOQ_DT_BF16] = "x.to(torch.bfloat16), x.astype(ml_dtypes.bfloat16) or to its bits as "
                         "uint16",
     };
+    moq_dtype dtype = layer->x_dtype;
     const char *wanted = moq_dtype_name(dtype), *got = moq_dtype_name(x->stored);
     if (x->stored == dtype || !(WAYS[x->stored] || x->stored == MOQ_DT_F64))
         return 0;
-    if (dtype == MOQ_DT_E4M3) {
-        PyErr_Format(PyExc_TypeError,
-                     "x: expected codes of %s, got %s: quantize x with the layer's input_scale, by "
-                     "moqext.ops.quantize(x, \"fp8_tensor\", scale=...), or make the layer without "
-                     "quantized_input",
-                     wanted, got);
-        return -1;
-    }
+    if (!WAYS[dtype])
+        return refuse_values(layer, got);
     if (WAYS[x->stored])
         PyErr_Format(PyExc_TypeError,
                      "x: expected %s, got %s: make or load the layer with dtype=\"%s\", or convert "
@@ -79,7 +89,7 @@ int moq_call_take_x(moq_call *call, PyObject *object) {
     if (refuse_gradient(call->state, object) < 0 || moq_arg_take(call->state, object, "x", x) < 0)
         return -1;
     call->count = 1;
-    if (refuse_x_dtype(layer->x_dtype, x) < 0 || moq_arg_reinterpret(x, layer->x_dtype) < 0)
+    if (refuse_x_dtype(layer, x) < 0 || moq_arg_reinterpret(x, layer->x_dtype) < 0)
         return -1;
     return moq_arg_check_device(layer->device, x);
 }
@@ -186,19 +196,19 @@ static int order_memory(const moq_call *call, moq_job *job) {
 }
 
 int moq_call_run(moq_call *call, moq_job *job) {
-    moq_arg workspace;
+    moq_workspace workspace;
     moq_err err;
     moq_status status;
     job->stream = call->stream;
     if (order_memory(call, job) < 0 ||
-        moq_arg_take_memory(call->state, &call->y, job->bytes, &workspace) < 0)
+        moq_workspace_take(call->state, &call->y, job, &workspace) < 0)
         return -1;
-    job->workspace = workspace.view.data;
+    job->workspace = workspace.data;
     moq_long_call native;
     moq_long_call_begin(&native);
     status = moq_job_run(job, &err);
     status = moq_long_call_end(&native, status, &err);
-    moq_arg_release(&workspace);
+    moq_workspace_release(call->state, &workspace);
     if (status != MOQ_OK)
         moq_raise(call->state, &err);
     return status == MOQ_OK ? 0 : -1;

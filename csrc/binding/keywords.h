@@ -92,7 +92,8 @@
     X(weight)                                                                                      \
     X(weight_scale)                                                                                \
     X(weight_scale_2)                                                                              \
-    X(x)
+    X(x)                                                                                           \
+    X(x_scale)
 
 typedef enum {
 #define MOQ_KW_ENUM(name) KW_##name,

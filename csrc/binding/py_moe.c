@@ -11,6 +11,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     moq_plan_object base; /* its plan points to the spec */
@@ -38,6 +39,7 @@ enum {
     LIMIT,
     INTERLEAVED,
     CAPABILITY,
+    QUANTIZED,
     ARGS
 };
 
@@ -48,7 +50,7 @@ static const moq_signature MOE_PLAN = {
     ARGS,
     {KW_quant_algo, KW_num_experts, KW_hidden_size, KW_intermediate_size, KW_top_k, KW_activation,
      KW_gated, KW_group_size, KW_dtype, KW_device, KW_compute, KW_global_num_experts, KW_alpha,
-     KW_beta, KW_limit, KW_interleaved, KW_capability}};
+     KW_beta, KW_limit, KW_interleaved, KW_capability, KW_quantized_input}};
 
 /* A number, or NaN where there is none. */
 static int take_number(PyObject *value, const char *name, double *out) {
@@ -83,9 +85,10 @@ static int take_sizes(PyObject **v, moq_moe_names *names) {
 }
 
 static int take_names(PyObject **v, moq_moe_names *names) {
-    int gated = PyObject_IsTrue(v[GATED]);
+    int gated = PyObject_IsTrue(v[GATED]), codes = v[QUANTIZED] ? PyObject_IsTrue(v[QUANTIZED]) : 0;
     names->gated = gated > 0;
-    if (gated < 0 || !(names->algo = moq_arg_text(v[ALGO], "quant_algo")) ||
+    names->quantized_input = codes > 0;
+    if (gated < 0 || codes < 0 || !(names->algo = moq_arg_text(v[ALGO], "quant_algo")) ||
         !(names->activation = moq_arg_text(v[ACTIVATION], "activation")) ||
         !(names->dtype = moq_arg_text(v[DTYPE], "dtype")) ||
         !(names->compute = moq_arg_text(v[COMPUTE], "compute")) ||
@@ -150,7 +153,7 @@ static PyObject *moe_plan(PyObject *module, PyObject *const *args, Py_ssize_t na
 
 /* ---- run ---- */
 
-enum { X, PARAMS, WEIGHTS, IDS, MAP, ON_INPUT, OUT, ACCUMULATE, STREAM, RUN_ARGS };
+enum { X, PARAMS, WEIGHTS, IDS, MAP, ON_INPUT, OUT, ACCUMULATE, STREAM, X_SCALE, RUN_ARGS };
 
 static const moq_signature RUN = {"run",
                                   RUN_ARGS,
@@ -158,12 +161,23 @@ static const moq_signature RUN = {"run",
                                   RUN_ARGS,
                                   {KW_x, KW_params, KW_topk_weights, KW_topk_ids, KW_expert_map,
                                    KW_apply_router_weight_on_input, KW_out, KW_accumulate,
-                                   KW_stream}};
+                                   KW_stream, KW_x_scale}};
 
 static int take_flag(PyObject *value, bool *out) {
     int truth = moq_arg_absent(value) ? 0 : PyObject_IsTrue(value);
     *out = truth > 0;
     return truth < 0 ? -1 : 0;
+}
+
+/* The scales beside codes, or NULL; block scales may come as bytes. */
+static int take_x_scale(moq_call *call, const moq_moe_spec *spec, PyObject *object,
+                        const moq_tensor **view) {
+    int index = call->count;
+    if (moq_call_take_other(call, object, "x_scale", view) < 0)
+        return -1;
+    if (!*view || moq_moe_x_scales(spec) == 0)
+        return 0;
+    return moq_arg_reinterpret(&call->in[index], moq_moe_x_scale_dtype(spec));
 }
 
 static int take_routing(moq_call *call, PyObject **v, moq_moe_inputs *inputs) {
@@ -198,14 +212,20 @@ static int run_job(moq_call *call, moq_plan *plan, const moq_params *params,
 }
 
 static PyObject *run_with(moq_call *call, moq_plan *plan, PyObject **v) {
+    const moq_moe_spec *spec = plan->problem;
     moq_moe_inputs inputs = {0};
     moq_params params;
+    int64_t shape[MOQ_MAX_NDIM];
     moq_params_clear(&params, MOQ_PARAM_OF_W13, MOQ_PARAM_PLACES);
     if (moq_call_take_x(call, v[X]) < 0 || moq_call_take_params(call, v[PARAMS], &params) < 0 ||
+        take_x_scale(call, spec, v[X_SCALE], &inputs.x_scale) < 0 ||
         take_routing(call, v, &inputs) < 0 || moq_call_find_stream(call) < 0)
         return NULL;
     inputs.x = &call->in[0].view;
-    PyObject *result = moq_call_open_output(call, inputs.x->ndim, inputs.x->shape);
+    memcpy(shape, inputs.x->shape, sizeof shape);
+    if (inputs.x->ndim > 0)
+        shape[inputs.x->ndim - 1] = spec->w13.in_features;
+    PyObject *result = moq_call_open_output(call, inputs.x->ndim, shape);
     if (!result)
         return NULL;
     int status = run_job(call, plan, &params, &inputs);
@@ -258,7 +278,8 @@ static PyMethodDef MOE_METHODS[] = {
      "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, topk_weights, topk_ids, expert_map=None, "
-     "apply_router_weight_on_input=False, out=None, accumulate=False, stream=None) -> y"},
+     "apply_router_weight_on_input=False, out=None, accumulate=False, stream=None, x_scale=None) "
+     "-> y"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -280,7 +301,7 @@ static PyMethodDef METHODS[] = {
     {"moe_plan", (PyCFunction)(void (*)(void))moe_plan, METH_FASTCALL | METH_KEYWORDS,
      "moe_plan(quant_algo, num_experts, hidden_size, intermediate_size, top_k, activation, gated, "
      "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit, interleaved, "
-     "capability=None) -> MoEPlan"},
+     "capability=None, quantized_input=False) -> MoEPlan"},
     {NULL, NULL, 0, NULL},
 };
 

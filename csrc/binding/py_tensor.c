@@ -44,6 +44,7 @@ void moq_tensor_clear(moq_state *state) {
         Py_CLEAR(boundary->ml_descr[i]);
     Py_CLEAR(boundary->owned_type);
     Py_CLEAR(boundary->empty_tuple);
+    moq_workspace_clear(boundary);
     PyMem_Free(boundary);
 }
 

@@ -471,6 +471,7 @@ static int prepare_all(moq_state *state, prepare_args *args, bool fresh) {
     bool given = args->count > 1 && !fresh;
     for (int round = given ? 0 : 1; round < 2; round++) {
         way.only_checks = round == 0;
+        way.checked = given && round == 1;
         for (int i = 0; i < args->count; i++) {
             if (prepare_values(state, &args->part[i], way) < 0)
                 return -1;

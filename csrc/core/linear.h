@@ -37,8 +37,8 @@ typedef struct {
     moq_dtype dtype; /* of x and y: bfloat16, float16 or float32 */
     moq_target target;
     bool fast_accum; /* FP8 products may be summed as the tensor cores do */
-    /* x is not of dtype but e4m3 codes already, that the one input_scale of the layer was used for
-     */
+    /* x is not of dtype but codes already, as `input` says: of a linear e4m3 with its one
+     * input_scale, of w13 of experts any (core/moe.h) */
     bool quantized_input;
 } moq_linear_spec;
 
@@ -62,9 +62,14 @@ typedef struct {
 moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linear_spec *spec,
                                     moq_err *err);
 
-/* Of what x is. */
+/* Of what x is, and how many elements a row of it has. */
 static inline moq_dtype moq_linear_x_dtype(const moq_linear_spec *spec) {
-    return spec->quantized_input ? MOQ_DT_E4M3 : spec->dtype;
+    if (!spec->quantized_input)
+        return spec->dtype;
+    return spec->input == MOQ_INPUT_NVFP4 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
+}
+static inline int64_t moq_linear_x_columns(const moq_linear_spec *spec) {
+    return moq_linear_x_dtype(spec) == MOQ_DT_E2M1X2 ? spec->in_features / 2 : spec->in_features;
 }
 
 /* What core/weight.h says of the layer's weight. */

@@ -1,6 +1,7 @@
 /* Resolution of a layer of experts: see moe.h. */
 #include "core/moe.h"
 
+#include "core/formats.h"
 #include "core/invariant.h"
 
 #include <math.h>
@@ -125,11 +126,47 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
     return MOQ_OK;
 }
 
+/* A token has one row of codes for all of its experts. */
+static moq_status take_codes(moq_moe_spec *spec, moq_err *err) {
+    moq_linear_spec *w13 = &spec->w13;
+    if (moq_linear_has_choice(w13))
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quantized_input: with compute \"auto\" the call decides what x becomes; "
+                        "choose \"exact\" or \"fp8\"");
+    if (w13->input == MOQ_INPUT_AS_IS)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quantized_input: is for activations that are quantized, %s with compute "
+                        "\"%s\" multiplies them as they are",
+                        w13->algo, moq_compute_name(w13->compute));
+    if (w13->pre_quant_scale)
+        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                        "quantized_input: experts of %s multiply x by their own pre_quant_scale "
+                        "before it is quantized",
+                        w13->algo);
+    w13->quantized_input = true;
+    return MOQ_OK;
+}
+
+int64_t moq_moe_x_scales(const moq_moe_spec *spec) {
+    const moq_linear_spec *w13 = &spec->w13;
+    if (!w13->quantized_input || w13->input == MOQ_INPUT_E4M3_TENSOR)
+        return 0;
+    int64_t group = w13->input == MOQ_INPUT_NVFP4        ? MOQ_NVFP4_GROUP
+                    : w13->input == MOQ_INPUT_E4M3_GROUP ? MOQ_FP8_BLOCK
+                                                         : w13->in_features;
+    return (w13->in_features + group - 1) / group;
+}
+
+moq_dtype moq_moe_x_scale_dtype(const moq_moe_spec *spec) {
+    return spec->w13.input == MOQ_INPUT_NVFP4 ? MOQ_DT_E4M3 : MOQ_DT_F32;
+}
+
 moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
     *spec = (moq_moe_spec){0};
     MOQ_TRY(take_sizes(names, spec, err));
     MOQ_TRY(take_activation(names, spec, err));
-    return resolve_weights(names, spec, err);
+    MOQ_TRY(resolve_weights(names, spec, err));
+    return names->quantized_input ? take_codes(spec, err) : MOQ_OK;
 }
 
 static moq_weight stack_of(const moq_linear_spec *layer, int32_t experts) {
@@ -185,9 +222,10 @@ int moq_moe_prepared_params(const moq_moe_spec *spec, moq_param_spec *params) {
 
 const char *moq_moe_text(const moq_moe_spec *spec, char *buffer, size_t size) {
     char device[32];
-    snprintf(buffer, size, "%s %d experts %lldx%lld, top %d, compute %s, %s on %s", spec->w13.algo,
-             (int)spec->experts, (long long)spec->w13.in_features, (long long)spec->w2.in_features,
-             (int)spec->top_k, moq_compute_name(spec->w13.compute), moq_dtype_name(spec->w13.dtype),
+    snprintf(buffer, size, "%s %d experts %lldx%lld, top %d, compute %s, %s%s on %s",
+             spec->w13.algo, (int)spec->experts, (long long)spec->w13.in_features,
+             (long long)spec->w2.in_features, (int)spec->top_k, moq_compute_name(spec->w13.compute),
+             moq_dtype_name(spec->w13.dtype), spec->w13.quantized_input ? " of codes" : "",
              moq_device_text(spec->w13.device, device, sizeof device));
     return buffer;
 }

@@ -14,6 +14,9 @@
  * and "treated" what a linear of the algorithm does with its activations (core/linear.h). Each
  * weight is a stack of experts (core/weight.h): gate and up keep their own scales.
  *
+ * x may be codes already, made as w13 treats it (w13.quantized_input), with scales beside them:
+ * what an engine sends from device to device.
+ *
  * act of gate g, up v, all in float32:
  *   silu       g * s(alpha * g) * (v + beta), s(z) = 1 / (1 + exp(-z)), where there is a limit
  *              with min(g, limit) and min(max(v, -limit), limit)
@@ -58,6 +61,7 @@ typedef struct {
     int64_t top_k;
     int64_t group_size; /* 0: the algorithm's own */
     bool gated;
+    bool quantized_input;
     const char *activation;
     /* NaN: the activation's own */
     double alpha, beta, limit;
@@ -66,6 +70,11 @@ typedef struct {
 /* MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that has no experts, MOQ_ERR_VALUE for
  * an unknown one or sizes that cannot be. The spec points into itself: not to be copied. */
 moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err);
+
+/* Scales beside a row of x, where x is codes: one, one of each 128 columns or, of e4m3, one of each
+ * 16; 0 where the layer's input_scale is all there is, or x is values. */
+int64_t moq_moe_x_scales(const moq_moe_spec *spec);
+moq_dtype moq_moe_x_scale_dtype(const moq_moe_spec *spec);
 
 /* The stacks of all experts. Their activation scales are one an expert, for gate and up alike. */
 moq_weight moq_moe_stack13(const moq_moe_spec *spec);
@@ -95,8 +104,9 @@ typedef struct {
  */
 typedef struct {
     const moq_moe_spec *spec;
-    int64_t tokens;            /* rows of x and y */
-    const moq_tensor *x;       /* [..., H], any strides on the CPU */
+    int64_t tokens;      /* rows of x and y */
+    const moq_tensor *x; /* [..., H], of pairs of codes [..., H / 2]; any strides on the CPU */
+    const moq_tensor *x_scale; /* [..., moq_moe_x_scales], any strides, or NULL */
     const moq_tensor *y;       /* [..., H], contiguous rows */
     const moq_tensor *weights; /* float32 [..., top_k], any strides */
     const moq_tensor *ids;     /* int32 or int64 [..., top_k], any strides */

@@ -120,28 +120,41 @@ static void smooth(const float *factors, moq_dtype dtype, int64_t n, float *row)
     moq_round_row(dtype, row, n);
 }
 
+static int64_t token_of(const group *g, int64_t m) {
+    return g->job->first + g->slot[m] / g->job->spec->top_k;
+}
+
 static void read_x(const moq_pass *p, int64_t m, float *row) {
     const group *g = p->reading;
     const moq_moe_call *call = g->job->call;
-    int64_t token = g->job->first + g->slot[m] / call->spec->top_k;
+    int64_t token = token_of(g, m);
     moq_load_row(call->x, token, row);
     if (call->weights_on_input) {
         float weight = weight_of(call, token, 0);
         for (int64_t k = 0; k < p->k; k++)
             row[k] *= weight;
-        moq_round_row(call->x->dtype, row, p->k);
+        moq_round_row(call->spec->w13.dtype, row, p->k);
     }
     if (call->w13.pre_quant_scale)
-        smooth(call->w13.pre_quant_scale + g->expert * p->k, call->x->dtype, p->k, row);
+        smooth(call->w13.pre_quant_scale + g->expert * p->k, call->spec->w13.dtype, p->k, row);
+}
+
+static void read_codes(const moq_pass *p, int64_t m, const moq_pass_row *row) {
+    const group *g = p->reading;
+    const moq_moe_call *call = g->job->call;
+    moq_gather_row(call->x, token_of(g, m), row->codes);
+    if (call->x_scale)
+        moq_gather_row(call->x_scale, token_of(g, m),
+                       p->call->spec->input == MOQ_INPUT_NVFP4 ? (void *)row->blocks : row->scales);
 }
 
 static void read_activation(const moq_pass *p, int64_t m, float *row) {
     const group *g = p->reading;
     const moq_moe_call *call = g->job->call;
     moq_cpu_moe_activation(call->spec, g->u + m * call->spec->w13.out_features, row);
-    moq_round_row(call->x->dtype, row, p->k);
+    moq_round_row(call->spec->w13.dtype, row, p->k);
     if (call->w2.pre_quant_scale)
-        smooth(call->w2.pre_quant_scale + g->expert * p->k, call->x->dtype, p->k, row);
+        smooth(call->w2.pre_quant_scale + g->expert * p->k, call->spec->w13.dtype, p->k, row);
 }
 
 /* ---- passes ---- */
@@ -170,6 +183,7 @@ static moq_linear_call call_of(const moq_linear_spec *spec, const moq_moe_weight
 static void open_pass(const group *g, const moq_linear_call *call, moq_read_row read, moq_pass *p) {
     moq_pass_open(p, g->job->tiles, call);
     p->read = read;
+    p->read_codes = call->spec->quantized_input ? read_codes : NULL;
     p->reading = g;
     p->input_scale = call->input_scale ? *call->input_scale : 1.0f;
     p->together = true;

@@ -37,13 +37,6 @@ double moq_take_power(float *values, int64_t n, int exponent) {
     return power;
 }
 
-typedef struct {
-    float *row;      /* [padded] */
-    uint8_t *codes;  /* [padded] */
-    uint8_t *groups; /* [padded / 16] */
-    float *scales;   /* [groups of 128] */
-} row_memory;
-
 /* Whether one of the e4m3 codes is a NaN, which the kernels' decoding does not know. */
 static bool has_nan(const uint8_t *codes, int64_t n) {
     uint8_t found = 0;
@@ -53,7 +46,7 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
 }
 
 /* Lays out a row of x as it is, for e2m1 weights. */
-static void convert_row(const moq_pass *p, const row_memory *r, void *out) {
+static void convert_row(const moq_pass *p, const moq_pass_row *r, void *out) {
     memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
     static const moq_order ORDER[] = {
         [MOQ_FEW] = MOQ_ORDER_FEW, [MOQ_SOME] = MOQ_ORDER_SOME, [MOQ_MANY] = MOQ_ORDER_E2M1};
@@ -61,7 +54,7 @@ static void convert_row(const moq_pass *p, const row_memory *r, void *out) {
 }
 
 /* Lays out a row of x that is not quantized. */
-static double decode_as_is(const moq_pass *p, const row_memory *r, void *out) {
+static double decode_as_is(const moq_pass *p, const moq_pass_row *r, void *out) {
     const float highest = ldexpf(1, HIGHEST_AS_IS), lowest = ldexpf(1, LOWEST_AS_IS);
     float amax;
     moq_cpu_row_kernels()->amax(MOQ_DT_F32, r->row, p->k, p->k, &amax);
@@ -72,7 +65,7 @@ static double decode_as_is(const moq_pass *p, const row_memory *r, void *out) {
 }
 
 /* e2m1 weights have their own order of columns. */
-static void decode_codes(const moq_pass *p, const row_memory *r, void *out) {
+static void decode_codes(const moq_pass *p, const moq_pass_row *r, void *out) {
     if (p->call->spec->weight != MOQ_WEIGHT_E2M1) {
         p->tiles->decode_e4m3(r->codes, p->k, out);
         return;
@@ -82,7 +75,7 @@ static void decode_codes(const moq_pass *p, const row_memory *r, void *out) {
 }
 
 /* The scales of a row's groups, to the panel's. */
-static double place_group_scales(const moq_pass *p, const row_memory *r, int64_t m) {
+static double place_group_scales(const moq_pass *p, const moq_pass_row *r, int64_t m) {
     bool finite = true;
     for (int64_t g = 0; g < p->groups; g++)
         finite = finite && isfinite(r->scales[g]);
@@ -92,37 +85,56 @@ static double place_group_scales(const moq_pass *p, const row_memory *r, int64_t
     return finite ? power : NAN;
 }
 
+/* Codes and scales of row m: made of its values, or as x has them. The factor of all of the row. */
+static float find_codes(const moq_pass *p, const moq_pass_row *r, int64_t m) {
+    float factor = p->input_scale;
+    if (p->read_codes) {
+        p->read_codes(p, m, r);
+        return p->call->spec->input == MOQ_INPUT_E4M3_TOKEN ? r->scales[0] : factor;
+    }
+    p->read(p, m, r->row);
+    switch (p->call->spec->input) {
+    case MOQ_INPUT_AS_IS:
+        break;
+    case MOQ_INPUT_NVFP4:
+        moq_quantize_row_nvfp4(r->row, p->k, factor, r->codes, r->blocks);
+        break;
+    case MOQ_INPUT_E4M3_TENSOR:
+        moq_quantize_row_fp8_static(r->row, p->k, 1.0f / factor, r->codes);
+        break;
+    case MOQ_INPUT_E4M3_TOKEN:
+        return moq_quantize_row_fp8_token(r->row, p->k, r->codes);
+    case MOQ_INPUT_E4M3_GROUP:
+        moq_quantize_row_fp8_group(r->row, p->k, MOQ_FP8_BLOCK, r->codes, r->scales);
+        break;
+    }
+    return factor;
+}
+
 /* A row of x in the kernel's unit, up to the returned factor: as it is, or what its codes mean. A
  * NaN among the codes of a row makes its factor NaN, and so every output of the row; under a scale
  * found from the row there is one where that scale is not finite. */
-static double decode_x(const moq_pass *p, const row_memory *r, int64_t m, void *out) {
+static double decode_x(const moq_pass *p, const moq_pass_row *r, int64_t m, void *out) {
     const moq_linear_tiles *tiles = p->tiles;
-    const moq_linear_spec *spec = p->call->spec;
-    float factor = p->input_scale;
+    float factor = find_codes(p, r, m);
+    bool given = p->read_codes != NULL;
     double power;
-    switch (spec->input) {
+    switch (p->call->spec->input) {
     case MOQ_INPUT_AS_IS:
         return decode_as_is(p, r, out);
     case MOQ_INPUT_NVFP4:
-        moq_quantize_row_nvfp4(r->row, p->k, factor, r->codes, r->groups);
-        tiles->decode_e2m1(r->codes, r->groups, p->k, MOQ_NVFP4_GROUP, out);
-        return has_nan(r->groups, p->k / MOQ_NVFP4_GROUP) ? NAN : factor;
+        tiles->decode_e2m1(r->codes, r->blocks, p->k, MOQ_NVFP4_GROUP, out);
+        return has_nan(r->blocks, p->k / MOQ_NVFP4_GROUP) ? NAN : factor;
     case MOQ_INPUT_E4M3_TENSOR:
-        /* Codes that x is already are values of the format, which stay what they are. */
-        moq_quantize_row_fp8_static(r->row, p->k, spec->quantized_input ? 1.0f : 1.0f / factor,
-                                    r->codes);
-        factor = has_nan(r->codes, p->k) ? NAN : factor;
         decode_codes(p, r, out);
-        return factor;
+        return has_nan(r->codes, p->k) ? NAN : factor;
     case MOQ_INPUT_E4M3_TOKEN:
-        factor = moq_quantize_row_fp8_token(r->row, p->k, r->codes);
         tiles->decode_e4m3(r->codes, p->k, out);
-        return isfinite(factor) ? factor : NAN;
+        return isfinite(factor) && !(given && has_nan(r->codes, p->k)) ? factor : NAN;
     case MOQ_INPUT_E4M3_GROUP:
-        moq_quantize_row_fp8_group(r->row, p->k, MOQ_FP8_BLOCK, r->codes, r->scales);
         power = place_group_scales(p, r, m);
         tiles->decode_e4m3(r->codes, p->k, out);
-        return power;
+        return given && has_nan(r->codes, p->k) ? NAN : power;
     }
     return NAN;
 }
@@ -146,13 +158,12 @@ void moq_pass_load_rows(void *context, int64_t begin, int64_t end) {
         p->failed = 1;
         return;
     }
-    row_memory r = {.row = (float *)scratch};
+    moq_pass_row r = {.row = (float *)scratch};
     r.scales = r.row + padded;
     r.codes = (uint8_t *)(r.scales + groups);
-    r.groups = r.codes + padded;
+    r.blocks = r.codes + padded;
     moq_pace pace = {0};
     for (int64_t m = begin; m < end && !moq_stops(&pace, p->padded); m++) {
-        p->read(p, m, r.row);
         p->factor[m] = decode_x(p, &r, m, (char *)p->decoded + (size_t)m * bytes);
     }
     if (p->together)

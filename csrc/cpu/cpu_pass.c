@@ -44,11 +44,16 @@ static void read_x(const moq_pass *p, int64_t m, float *row) {
     moq_load_row(p->call->x, p->first + m, row);
 }
 
+static void read_codes_of_x(const moq_pass *p, int64_t m, const moq_pass_row *row) {
+    moq_gather_row(p->call->x, p->first + m, row->codes);
+}
+
 void moq_pass_open(moq_pass *p, const moq_linear_tiles *tiles, const moq_linear_call *call) {
     int64_t k = call->spec->in_features;
     *p = (moq_pass){.tiles = tiles,
                     .call = call,
                     .read = read_x,
+                    .read_codes = call->spec->quantized_input ? read_codes_of_x : NULL,
                     .k = k,
                     .padded = moq_round_up(k, MOQ_TILE_STEP),
                     .tile_rows = rows_of_tiles(tiles, call),

@@ -44,14 +44,25 @@ typedef enum { MOQ_FEW, MOQ_SOME, MOQ_MANY } moq_regime;
 
 typedef struct moq_pass moq_pass;
 
+/* A row of x on its way to the panel. */
+typedef struct {
+    float *row;      /* [padded]: values */
+    uint8_t *codes;  /* [padded]: of e4m3, or pairs of e2m1 */
+    uint8_t *blocks; /* [padded / 16]: their block scales */
+    float *scales;   /* [groups of 128], or one of the row */
+} moq_pass_row;
+
 /* Reads row m of a pass as float32 [k], as it is before it is quantized. */
 typedef void (*moq_read_row)(const moq_pass *p, int64_t m, float *row);
+/* Reads row m of a pass whose x is codes, with what scales lie beside them. */
+typedef void (*moq_read_codes)(const moq_pass *p, int64_t m, const moq_pass_row *row);
 
 struct moq_pass {
     const moq_linear_tiles *tiles;
     const moq_linear_call *call;
-    moq_read_row read;   /* rows of the call's x, unless a driver has others */
-    const void *reading; /* what its function reads */
+    moq_read_row read;         /* rows of the call's x, unless a driver has others, */
+    moq_read_codes read_codes; /* or where x is codes these, else NULL */
+    const void *reading;       /* what a driver's functions read */
     int64_t k, padded;
     int64_t tile_rows, tile_columns;
     int64_t tile_stride; /* a line more than the columns, so that rows fall into different sets */

@@ -48,6 +48,12 @@ void moq_gather(const void *src, int64_t stride, size_t size, int64_t n, void *d
         gather(src, step, size, n, dst);
 }
 
+void moq_gather_row(const moq_tensor *t, int64_t row, void *dst) {
+    size_t size = moq_dtype_size(t->dtype);
+    const char *src = (const char *)t->data + moq_row_offset(t, row) * (int64_t)size;
+    moq_gather(src, t->ndim > 0 ? t->stride[t->ndim - 1] : 1, size, moq_row_length(t), dst);
+}
+
 void moq_load_row(const moq_tensor *t, int64_t row, float *dst) {
     const moq_row_kernels *kernels = moq_cpu_row_kernels();
     size_t size = moq_dtype_size(t->dtype);

@@ -14,6 +14,8 @@ int64_t moq_row_count(const moq_tensor *t);
 int64_t moq_row_offset(const moq_tensor *t, int64_t row);
 /* Copies n elements of `size` bytes that lie `stride` elements apart next to each other. */
 void moq_gather(const void *src, int64_t stride, size_t size, int64_t n, void *dst);
+/* Copies the elements of row `row` next to each other. */
+void moq_gather_row(const moq_tensor *t, int64_t row, void *dst);
 /* Reads row `row` of a tensor of 16 or 32-bit floats into dst, one float for each element. */
 void moq_load_row(const moq_tensor *t, int64_t row, float *dst);
 /* Largest magnitude of n values, 0 for none; NaN when one of them is. */

@@ -490,6 +490,7 @@ static moq_layer layer(const void *problem) {
     return (moq_layer){.algo = spec->algo,
                        .dtype = spec->dtype,
                        .x_dtype = moq_linear_x_dtype(spec),
+                       .x_scheme = "fp8_tensor",
                        .device = spec->device,
                        .target = &spec->target,
                        .group_size = spec->group_size};

@@ -10,12 +10,53 @@
 
 static moq_status check_x(const moq_moe_spec *spec, const moq_tensor *x, moq_err *err) {
     char shape[128];
-    if (x->dtype != spec->w13.dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s",
-                        moq_dtype_name(spec->w13.dtype), moq_dtype_name(x->dtype));
-    if (x->ndim < 1 || x->shape[x->ndim - 1] != spec->w13.in_features)
+    moq_dtype dtype = moq_linear_x_dtype(&spec->w13);
+    int64_t columns = moq_linear_x_columns(&spec->w13);
+    if (x->dtype != dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(dtype),
+                        moq_dtype_name(x->dtype));
+    if (x->ndim < 1 || x->shape[x->ndim - 1] != columns)
         return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",
-                        (long long)spec->w13.in_features, moq_shape_text(x, shape, sizeof shape));
+                        (long long)columns, moq_shape_text(x, shape, sizeof shape));
+    return MOQ_OK;
+}
+
+/* Whether a tensor has x's leading extents, then so many columns. */
+static bool is_beside_x(const moq_tensor *x, int64_t columns, const moq_tensor *t) {
+    size_t leading = (size_t)(x->ndim - 1) * sizeof *t->shape;
+    return t->ndim == x->ndim && memcmp(t->shape, x->shape, leading) == 0 &&
+           t->shape[t->ndim - 1] == columns;
+}
+
+/* The shape that is_beside_x asks for, in words. */
+static const char *text_beside_x(const moq_tensor *x, int64_t columns, char *buffer, size_t size) {
+    moq_tensor wanted = *x;
+    wanted.shape[wanted.ndim - 1] = columns;
+    return moq_shape_text(&wanted, buffer, size);
+}
+
+/* The scales beside codes, where they have some. */
+static moq_status check_x_scale(const moq_moe_spec *spec, const moq_tensor *x,
+                                const moq_tensor *scale, moq_err *err) {
+    char expected[128], got[128];
+    int64_t count = moq_moe_x_scales(spec);
+    moq_dtype dtype = moq_moe_x_scale_dtype(spec);
+    if (count == 0 && scale)
+        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: expected None, %s",
+                        spec->w13.quantized_input ? "x was quantized with w13_input_scale"
+                                                  : "the layer was made without quantized_input");
+    if (count == 0)
+        return MOQ_OK;
+    if (!scale)
+        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: missing, of %s %s beside the codes of x",
+                        moq_dtype_name(dtype), text_beside_x(x, count, expected, sizeof expected));
+    if (scale->dtype != dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "x_scale: expected %s, got %s", moq_dtype_name(dtype),
+                        moq_dtype_name(scale->dtype));
+    if (!is_beside_x(x, count, scale))
+        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: expected shape %s, got %s",
+                        text_beside_x(x, count, expected, sizeof expected),
+                        moq_shape_text(scale, got, sizeof got));
     return MOQ_OK;
 }
 
@@ -23,13 +64,10 @@ static moq_status check_x(const moq_moe_spec *spec, const moq_tensor *x, moq_err
 static moq_status check_slots(const moq_moe_spec *spec, const moq_tensor *x, const moq_tensor *t,
                               const char *name, moq_err *err) {
     char expected[128], got[128];
-    moq_tensor wanted = *x;
-    wanted.shape[wanted.ndim - 1] = spec->top_k;
-    if (t->ndim == x->ndim &&
-        memcmp(t->shape, wanted.shape, (size_t)t->ndim * sizeof *t->shape) == 0)
+    if (is_beside_x(x, spec->top_k, t))
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s (top_k is %d), got %s", name,
-                    moq_shape_text(&wanted, expected, sizeof expected), (int)spec->top_k,
+                    text_beside_x(x, spec->top_k, expected, sizeof expected), (int)spec->top_k,
                     moq_shape_text(t, got, sizeof got));
 }
 
@@ -46,6 +84,10 @@ static moq_status check_routing(const moq_moe_spec *spec, const moq_moe_inputs *
         return moq_fail(err, MOQ_ERR_VALUE,
                         "apply_router_weight_on_input: expected top_k = 1, the layer has %d",
                         (int)spec->top_k);
+    if (in->weights_on_input && spec->w13.quantized_input)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "apply_router_weight_on_input: codes cannot be multiplied; do it before x "
+                        "is quantized, and pass topk_weights of 1");
     return MOQ_OK;
 }
 
@@ -77,14 +119,17 @@ static moq_status check_map(const moq_moe_spec *spec, const moq_tensor *map, moq
     return MOQ_OK;
 }
 
-static moq_status check_y(const moq_tensor *x, const moq_tensor *y, moq_err *err) {
+static moq_status check_y(const moq_moe_spec *spec, const moq_tensor *x, const moq_tensor *y,
+                          moq_err *err) {
     char got[128], expected[128];
-    if (y->dtype != x->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(x->dtype),
+    moq_dtype dtype = spec->w13.dtype;
+    int64_t hidden = spec->w13.in_features;
+    if (y->dtype != dtype)
+        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(dtype),
                         moq_dtype_name(y->dtype));
-    if (y->ndim != x->ndim || memcmp(y->shape, x->shape, (size_t)y->ndim * sizeof *y->shape) != 0)
+    if (!is_beside_x(x, hidden, y))
         return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
-                        moq_shape_text(x, expected, sizeof expected),
+                        text_beside_x(x, hidden, expected, sizeof expected),
                         moq_shape_text(y, got, sizeof got));
     if (moq_tensor_numel(y) > 0 && y->shape[y->ndim - 1] > 1 && y->stride[y->ndim - 1] != 1)
         return moq_fail(err, MOQ_ERR_BUFFER, "out: expected contiguous rows, got a stride of %lld",
@@ -138,8 +183,9 @@ moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *param
     job->kernel = moq_moe_kernel_at(choice.kernel);
     job->call = (moq_moe_call){
         .spec = spec,
-        .tokens = moq_tensor_numel(in->x) / spec->w13.in_features,
+        .tokens = moq_tensor_numel(in->x) / moq_linear_x_columns(&spec->w13),
         .x = in->x,
+        .x_scale = in->x_scale,
         .y = in->y,
         .weights = in->weights,
         .ids = in->ids,
@@ -179,12 +225,13 @@ moq_status moq_moe_open(moq_plan *plan, const moq_params *params, const moq_moe_
     const moq_moe_spec *spec = plan->problem;
     moq_choice choice;
     MOQ_TRY(check_x(spec, in->x, err));
+    MOQ_TRY(check_x_scale(spec, in->x, in->x_scale, err));
     MOQ_TRY(check_routing(spec, in, err));
     MOQ_TRY(check_map(spec, in->expert_map, err));
-    MOQ_TRY(check_y(in->x, in->y, err));
+    MOQ_TRY(check_y(spec, in->x, in->y, err));
     MOQ_TRY(moq_check_params(plan->param, plan->param_count, params, "params", err));
     MOQ_TRY(check_scales(spec, params, err));
-    int64_t tokens = moq_tensor_numel(in->x) / spec->w13.in_features;
+    int64_t tokens = moq_tensor_numel(in->x) / moq_linear_x_columns(&spec->w13);
     if (tokens == 0) {
         moq_job_open(&job->job, spec->w13.device, NULL);
         return MOQ_OK;

@@ -11,7 +11,8 @@
 
 /* What a call is given beside parameters. */
 typedef struct {
-    const moq_tensor *x;          /* [..., H] of the layer's dtype, any strides */
+    const moq_tensor *x;          /* [..., H] of the layer's dtype, or codes; any strides */
+    const moq_tensor *x_scale;    /* [..., moq_moe_x_scales] where that is not 0, else NULL */
     const moq_tensor *weights;    /* [..., top_k] */
     const moq_tensor *ids;        /* [..., top_k] */
     const moq_tensor *expert_map; /* [global_experts], or NULL */

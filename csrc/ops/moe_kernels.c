@@ -28,7 +28,8 @@
     }
 
 #define CPU_ROW(isa_name)                                                                          \
-    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL, run_##isa_name}
+    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL,                                \
+     run_##isa_name,     .takes_codes = true}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -62,7 +63,8 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
      can_run_##kernel,                                                                             \
      moq_cuda_moe_##kernel##_seconds,                                                              \
      moq_cuda_moe_##kernel##_workspace,                                                            \
-     moq_cuda_moe_##kernel}
+     moq_cuda_moe_##kernel,                                                                        \
+     .takes_codes = true}
 
 CUDA_KERNEL("simt", simt)
 CUDA_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
@@ -128,7 +130,10 @@ static moq_kernel_name name_of(int kernel) {
 }
 
 static bool can_run(const void *problem, int kernel, int64_t tokens, char *reason, size_t size) {
-    return KERNELS[kernel].can_run(problem, tokens, reason, size);
+    if (!((const moq_moe_spec *)problem)->w13.quantized_input || KERNELS[kernel].takes_codes)
+        return KERNELS[kernel].can_run(problem, tokens, reason, size);
+    snprintf(reason, size, "quantizes x itself, the layer gets codes");
+    return false;
 }
 
 static double cost(const void *problem, int kernel, int64_t tokens) {
@@ -149,11 +154,20 @@ static moq_compute compute(const void *problem, int kernel) {
                                                                : MOQ_COMPUTE_EXACT;
 }
 
+/* What quantizes x as the layer wants it. */
+static const char *scheme_of(const moq_linear_spec *w13) {
+    return w13->input == MOQ_INPUT_NVFP4        ? "nvfp4"
+           : w13->input == MOQ_INPUT_E4M3_TOKEN ? "fp8_token"
+           : w13->input == MOQ_INPUT_E4M3_GROUP ? "fp8_group"
+                                                : "fp8_tensor";
+}
+
 static moq_layer layer(const void *problem) {
     const moq_linear_spec *w13 = &((const moq_moe_spec *)problem)->w13;
     return (moq_layer){.algo = w13->algo,
                        .dtype = w13->dtype,
-                       .x_dtype = w13->dtype,
+                       .x_dtype = moq_linear_x_dtype(w13),
+                       .x_scheme = scheme_of(w13),
                        .device = w13->device,
                        .target = &w13->target,
                        .group_size = w13->group_size};

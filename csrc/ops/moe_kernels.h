@@ -15,6 +15,7 @@ typedef struct {
     uint64_t (*variants)(const moq_moe_call *call);
     moq_way (*choose)(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
     bool folds;
+    bool takes_codes; /* x may be codes already: moq_linear_spec.quantized_input of w13 */
 } moq_moe_kernel;
 
 /* Experts as the rules of the plan know them; their problems are moq_moe_spec. */

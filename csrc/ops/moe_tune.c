@@ -10,7 +10,7 @@ typedef struct {
     int64_t tokens;
     int weights; /* how many copies of the stacks there are */
     const void *w13[MOQ_MAX_WEIGHT_COPIES], *w2[MOQ_MAX_WEIGHT_COPIES];
-    moq_tensor x, y, weight, ids;
+    moq_tensor x, x_scale, y, weight, ids;
     int32_t *turn_ids; /* of each turn, one after the other */
     moq_moe_inputs inputs;
 } subject;
@@ -55,14 +55,29 @@ static moq_status copy_stacks(subject *s, moq_tune_memory *memory, moq_err *err)
     return moq_tune_copy(memory, w2, s->weights, s->w2, err);
 }
 
+/* Any bytes are pairs of e2m1, and make block scales. */
+static moq_status make_x(subject *s, moq_tune_memory *memory, moq_err *err) {
+    const moq_linear_spec *w13 = &s->spec->w13;
+    moq_dtype dtype = moq_linear_x_dtype(w13);
+    int64_t scales = moq_moe_x_scales(s->spec);
+    MOQ_TRY(moq_tune_make_matrix(memory, dtype == MOQ_DT_E2M1X2 ? MOQ_DT_E4M3 : dtype, s->tokens,
+                                 moq_linear_x_columns(w13), &s->x, err));
+    MOQ_TRY(moq_tune_fill(memory, &s->x, err));
+    s->x.dtype = dtype;
+    if (scales == 0)
+        return MOQ_OK;
+    MOQ_TRY(moq_tune_make_matrix(memory, moq_moe_x_scale_dtype(s->spec), s->tokens, scales,
+                                 &s->x_scale, err));
+    return moq_tune_fill(memory, &s->x_scale, err);
+}
+
 static moq_status make(void *data, moq_tune_memory *memory, int *copies, moq_err *err) {
     subject *s = data;
     int64_t hidden = s->spec->w13.in_features, k = s->spec->top_k;
     moq_dtype dtype = s->spec->w13.dtype;
-    MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->tokens, hidden, &s->x, err));
+    MOQ_TRY(make_x(s, memory, err));
     MOQ_TRY(moq_tune_make_matrix(memory, dtype, s->tokens, hidden, &s->y, err));
     MOQ_TRY(moq_tune_make_matrix(memory, MOQ_DT_F32, s->tokens, k, &s->weight, err));
-    MOQ_TRY(moq_tune_fill(memory, &s->x, err));
     MOQ_TRY(moq_tune_fill(memory, &s->weight, err));
     MOQ_TRY(copy_stacks(s, memory, err));
     *copies = count_turns(s);
@@ -70,7 +85,11 @@ static moq_status make(void *data, moq_tune_memory *memory, int *copies, moq_err
     s->ids = s->weight;
     s->ids.dtype = MOQ_DT_I32;
     s->ids.data = s->turn_ids;
-    s->inputs = (moq_moe_inputs){.x = &s->x, .weights = &s->weight, .ids = &s->ids, .y = &s->y};
+    s->inputs = (moq_moe_inputs){.x = &s->x,
+                                 .x_scale = moq_moe_x_scales(s->spec) ? &s->x_scale : NULL,
+                                 .weights = &s->weight,
+                                 .ids = &s->ids,
+                                 .y = &s->y};
     return MOQ_OK;
 }
 

@@ -44,9 +44,10 @@ typedef struct {
 
 /* What the rules and the path of a call need to know of any problem. */
 typedef struct {
-    const char *algo;  /* canonical name of the algorithm */
-    moq_dtype dtype;   /* of the activations, in and out, */
-    moq_dtype x_dtype; /* but for what comes in as this */
+    const char *algo;     /* canonical name of the algorithm */
+    moq_dtype dtype;      /* of the activations, in and out, */
+    moq_dtype x_dtype;    /* but for what comes in as this, */
+    const char *x_scheme; /* codes that this scheme of ops/quantize.h makes */
     moq_device device;
     const moq_target *target; /* the problem's */
     int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */

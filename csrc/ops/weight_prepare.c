@@ -605,7 +605,7 @@ static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources
     moq_status status = check_sources(w, sources, &scales, way.stream, err);
     if (status == MOQ_OK)
         status = w->device.kind == MOQ_CPU
-                     ? moq_prepare_on_cpu(w, sources, way.only_checks, &scales, params, err)
+                     ? moq_prepare_on_cpu(w, sources, way, &scales, params, err)
                      : moq_prepare_on_cuda(w, sources, &scales, way, params, err);
     free(scales.memory);
     return status;

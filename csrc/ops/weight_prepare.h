@@ -37,6 +37,7 @@ moq_status moq_stack_open(const moq_weight *weight, moq_param id, const char *na
 typedef struct {
     bool fresh;
     bool only_checks; /* nothing is written but the workspace; not of fresh outputs */
+    bool checked;     /* so it was, just now: codes need not be looked at again */
     void *stream;
     void *workspace;
 } moq_prepare_way;

@@ -195,23 +195,23 @@ static void write_scales(const moq_params *params, moq_param id, const float *sc
 }
 
 moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sources,
-                              bool only_checks, const moq_prepare_scales *scales,
+                              moq_prepare_way way, const moq_prepare_scales *scales,
                               moq_params *params, moq_err *err) {
     int64_t experts = moq_weight_matrices(w);
-    for (int64_t e = 0; e < experts; e++) {
+    for (int64_t e = 0; e < experts && !way.checked; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
         moq_status status = check_matrix(w, &from, &mine, err);
         if (status != MOQ_OK)
             return moq_weight_name_expert(w, e, status, err);
     }
-    for (int64_t e = 0; e < experts && !only_checks; e++) {
+    for (int64_t e = 0; e < experts && !way.only_checks; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
         moq_prepare_out out = out_of(w, params, e);
         write_matrix(w, &from, &mine, &out);
     }
-    if (only_checks)
+    if (way.only_checks)
         return MOQ_OK;
     write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
     write_scales(params, MOQ_PARAM_WEIGHT_SCALE, scales->block,

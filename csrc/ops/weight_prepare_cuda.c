@@ -41,6 +41,7 @@ typedef struct {
     void *stream;
     bool fresh;
     bool only_checks;
+    bool checked;
     moq_findings *note;  /* what was met, for the host */
     moq_findings *found; /* where checks tell it: there, or where later kernels see it */
     float *scale;        /* of rows or blocks, on the device */
@@ -331,7 +332,8 @@ static moq_status queue_fp8(const job *j, moq_err *err) {
     uint8_t *out = j->params->of[MOQ_PARAM_WEIGHT].data;
     if (j->fresh)
         return move_codes(j, source, k, MOQ_CODES_E4M3, out, err);
-    MOQ_TRY(check_codes(j, err));
+    if (!j->checked)
+        MOQ_TRY(check_codes(j, err));
     MOQ_TRY(move_codes(j, source, k, MOQ_CODES_ANY, out, err));
     return write_scales(j, err);
 }
@@ -426,7 +428,7 @@ static moq_status pack(const job *j, moq_err *err) {
 static moq_status queue_packed(const job *j, moq_err *err) {
     if (j->part_factor)
         MOQ_TRY(place_part_factors(j, err));
-    if (!j->fresh)
+    if (!j->fresh && !j->checked)
         MOQ_TRY(check_codes(j, err));
     return pack(j, err);
 }
@@ -479,7 +481,7 @@ static moq_status queue_checks(const job *j, moq_err *err) {
     MOQ_TRY(copy_input_scales(j, true, false, err));
     if (j->part_factor)
         MOQ_TRY(place_part_factors(j, err));
-    return check_codes(j, err);
+    return j->checked ? MOQ_OK : check_codes(j, err);
 }
 
 /* All that can be queued before the wait. */
@@ -712,6 +714,7 @@ moq_status moq_prepare_on_cuda(const moq_weight *w, const moq_weight_sources *so
         .stream = way.stream,
         .fresh = way.fresh,
         .only_checks = way.only_checks,
+        .checked = way.checked,
         .note = note,
         .found = sees ? way.workspace : note,
         .scale = scale,

@@ -93,7 +93,7 @@ void moq_prepare_write_part(const moq_weight *weight, const moq_prepare_part *pa
                             const moq_prepare_scales *scales, const moq_prepare_out *out);
 
 moq_status moq_prepare_on_cpu(const moq_weight *weight, const moq_weight_sources *sources,
-                              bool only_checks, const moq_prepare_scales *scales,
+                              moq_prepare_way way, const moq_prepare_scales *scales,
                               moq_params *params, moq_err *err);
 /* On the current device; waits until all is done. */
 moq_status moq_prepare_on_cuda(const moq_weight *weight, const moq_weight_sources *sources,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moqext.reference.linear import linear
+from moqext.reference.linear import coded_activation, linear, multiplied_weight, treatment
 from moqext.reference.numbers import F32, F64, Array, as_float32, plain_array, round_to
 from moqext.reference.weights import Params, tensor
 
@@ -121,7 +121,9 @@ def expert_activation(
         return value if up is None else value * up
 
 
-def expert_input_scale(stacks: Params, name: str, quant_algo: str, compute: str) -> F32 | None:
+def expert_input_scale(
+    stacks: Params, name: str, quant_algo: str, compute: str, shared: bool = False
+) -> F32 | None:
     """The scale of each expert's activations before one projection; None where none is used.
 
     FP8 and W4A8_NVFP4_FP8 have one of the layer, the largest of all experts and of gate and up; so every
@@ -133,6 +135,7 @@ def expert_input_scale(stacks: Params, name: str, quant_algo: str, compute: str)
         name: "w13_input_scale" or "w2_input_scale".
         quant_algo: canonical name.
         compute: "exact", "fp8" or "fp4".
+        shared: one of the layer with "fp4", too, as w13 has where its activations are codes already.
 
     Returns:
         float32 [E], or None.
@@ -150,8 +153,8 @@ def expert_input_scale(stacks: Params, name: str, quant_algo: str, compute: str)
     if not ((slots[known] > 0) & np.isfinite(slots[known])).all():
         raise ValueError(f"{name}: must be positive and finite, got {slots[known].tolist()}")
     each = np.where(known, slots, np.float32(0)).max(axis=1).astype(np.float32)
-    shared = (each == 0) | (quant_algo in ONE_INPUT_SCALE)
-    scale: F32 = np.where(shared, each.max(), each).astype(np.float32)
+    largest = (each == 0) | (quant_algo in ONE_INPUT_SCALE) | shared
+    scale: F32 = np.where(largest, each.max(), each).astype(np.float32)
     return scale
 
 
@@ -208,11 +211,27 @@ def _count_experts(stacks: Params) -> int:
     return int(experts)
 
 
+def coded_rows(
+    x: ArrayLike, x_scale: ArrayLike | None, quant_algo: str, compute: str, scale: F32 | None
+) -> F64:
+    """What codes of x stand for, [..., H]; `scale` is that of each expert, one for all, or None."""
+    one = None if scale is None else scale[0]
+    return coded_activation(x, x_scale, treatment(quant_algo, compute), one)
+
+
+def _multiply_meaning(
+    meaning: F32 | F64, part: dict[str, Array], quant_algo: str, compute: str, group_size: int | None
+) -> F64:
+    """One part of a projection of what codes stand for."""
+    y = meaning.astype(np.float64) @ multiplied_weight(part, quant_algo, compute, group_size).T
+    return y + as_float32(part["bias"]) if "bias" in part else y
+
+
 def _routed_rows(
-    x: ArrayLike, topk_weights: ArrayLike, local: NDArray[np.int64]
-) -> tuple[F32, F32, NDArray[np.int64]]:
+    values: F32 | F64, topk_weights: ArrayLike, local: NDArray[np.int64]
+) -> tuple[F32 | F64, F32, NDArray[np.int64]]:
     """The tokens as [T, H], their router weights and local experts as [T, k]."""
-    values, weights = as_float32(x), as_float32(topk_weights)
+    weights = as_float32(topk_weights)
     if weights.shape != local.shape or weights.shape[:-1] != values.shape[:-1]:
         shapes = f"{weights.shape} and {local.shape} for x of shape {values.shape}"
         raise ValueError(f"topk_weights, topk_ids: expected shape [..., k], got {shapes}")
@@ -224,7 +243,7 @@ def _routed_rows(
     )
 
 
-def _weighted_rows(rows: F32, weights: F32, dtype: str) -> F32:
+def _weighted_rows(rows: F32 | F64, weights: F32, dtype: str) -> F32:
     if weights.shape[1] != 1:
         raise ValueError(f"apply_router_weight_on_input: top_k must be 1, got {weights.shape[1]}")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -251,6 +270,8 @@ def experts_reference(
     global_num_experts: int | None = None,
     apply_router_weight_on_input: bool = False,
     out: ArrayLike | None = None,
+    quantized_input: bool = False,
+    x_scale: ArrayLike | None = None,
 ) -> F64:
     """The routed experts of every token and their weighted sum, in float64.
 
@@ -299,6 +320,10 @@ def experts_reference(
         global_num_experts: length of `expert_map`, checked; without one ids are local numbers.
         apply_router_weight_on_input: needs k = 1.
         out: [..., H], what the sum is added to; None is zero.
+        quantized_input: x is the codes that it would be quantized to, uint8 [..., H], of "fp4" pairs
+            [..., H / 2]; w13_input_scale of "fp4" is then one for all experts, the largest.
+        x_scale: what `quantize_fp8_token`, `quantize_fp8_group` or `quantize_nvfp4` has beside them (with an
+            extent of 1 for a token's one).
 
     Returns:
         [..., H], not yet rounded to `dtype`.
@@ -314,16 +339,24 @@ def experts_reference(
         raise ValueError(f"interleaved: expected False, {reason}")
     experts = _count_experts(stacks)
     local = local_experts(topk_ids, experts, expert_map, global_num_experts)
-    rows, w, local = _routed_rows(x, topk_weights, local)
-    if apply_router_weight_on_input:
-        rows, w = _weighted_rows(rows, w, dtype), np.ones_like(w)
     scales = {
-        projection: expert_input_scale(stacks, projection + "_input_scale", quant_algo, compute)
-        for projection in ("w13", "w2")
+        name: expert_input_scale(
+            stacks, name + "_input_scale", quant_algo, compute, quantized_input and name == "w13"
+        )
+        for name in ("w13", "w2")
     }
+    coded = coded_rows(x, x_scale, quant_algo, compute, scales["w13"]) if quantized_input else None
+    values = as_float32(x) if coded is None else coded
+    rows, w, local = _routed_rows(values, topk_weights, local)
+    if apply_router_weight_on_input:
+        if quantized_input:
+            raise ValueError("apply_router_weight_on_input: codes cannot be multiplied")
+        rows, w = _weighted_rows(rows, w, dtype), np.ones_like(w)
 
-    def project(projection: str, expert: int, h: F32, parts: int) -> list[F64]:
+    def project(projection: str, expert: int, h: F32 | F64, parts: int) -> list[F64]:
         params = expert_params(stacks, projection, expert, parts, interleaved and parts > 1)
+        if quantized_input and projection == "w13":
+            return [_multiply_meaning(h, part, quant_algo, compute, group_size) for part in params]
         scale = scales[projection]
         given = {} if scale is None else {"input_scale": scale[expert]}
         options: dict[str, Any] = {"compute": compute, "group_size": group_size, "x_dtype": dtype}
@@ -340,5 +373,5 @@ def experts_reference(
     total = np.zeros(rows.shape)
     for slot in range(w.shape[1]):
         total += terms[:, slot]
-    total = total.reshape(np.shape(x))
+    total = total.reshape(values.shape)
     return total if out is None else as_float32(out) + total

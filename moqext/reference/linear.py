@@ -4,13 +4,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moqext.reference.activations import (
+    NVFP4Activation,
     quantize_fp8_group,
     quantize_fp8_static,
     quantize_fp8_tensor,
     quantize_fp8_token,
     quantize_nvfp4,
 )
-from moqext.reference.numbers import F32, F64, Array, as_float32, decode, round_to
+from moqext.reference.numbers import F32, F64, Array, as_float32, decode, plain_array, round_to
 from moqext.reference.weights import BLOCK, NVFP4_FAMILY, Params, fold_nvfp4, scalar, tensor, weight64
 
 # How compute="exact" treats the activations of each algorithm.
@@ -114,13 +115,48 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
     return decode(codes, "e4m3").astype(np.float64) * factor[:, None] * second
 
 
+def treatment(quant_algo: str, compute: str) -> str:
+    """What activations become: "tensor", "token", "group", "nvfp4", or "untouched"."""
+    if compute == "fp4":
+        return "nvfp4"
+    return "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]
+
+
+def coded_activation(
+    codes: ArrayLike, scale: ArrayLike | None, kind: str, input_scale: np.float32 | None
+) -> F64:
+    """The values that codes of activations stand for, exactly.
+
+    Args:
+        codes: uint8 [..., K], of NVFP4 pairs [..., K / 2].
+        scale: of `treatment` "token" [..., 1], "group" [..., ceil(K / 128)], "nvfp4" uint8 [..., K / 16].
+        kind: of `treatment`.
+        input_scale: of "tensor" and "nvfp4".
+
+    Raises:
+        ValueError: nothing quantizes such activations, or there are scales where none belong, or none.
+    """
+    if kind == "untouched":
+        raise ValueError("quantized_input: the layer does not quantize its activations")
+    if (scale is None) != (kind == "tensor"):
+        raise ValueError(f"x_scale: expected {'None' if kind == 'tensor' else 'scales of codes'}")
+    stored = plain_array(codes)
+    if kind == "nvfp4" and scale is not None and input_scale is not None:
+        return NVFP4Activation(stored, plain_array(scale), input_scale).dequantize()
+    values = decode(stored, "e4m3").astype(np.float64)
+    if scale is None:
+        return values * np.float64(input_scale)
+    scales = as_float32(scale).astype(np.float64)
+    return values * (scales if kind == "token" else scales.repeat(BLOCK, axis=-1)[..., : values.shape[-1]])
+
+
 def multiplied_activation(
     x: F32, params: Params, quant_algo: str, compute: str, group_size: int | None
 ) -> F64:
     """The values that the quantized activations stand for, exactly."""
-    if compute == "fp4":
+    kind = treatment(quant_algo, compute)
+    if kind == "nvfp4":
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
-    kind = "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]
     if kind == "untouched":
         return x.astype(np.float64)
     scale: Array

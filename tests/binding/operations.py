@@ -308,9 +308,9 @@ def linear_function(rng: np.random.Generator) -> Operation:
     return operation
 
 
-def experts(rng: np.random.Generator, algo: str) -> tuple[MoEMethod, dict[str, np.ndarray]]:
+def experts(rng: np.random.Generator, algo: str, **options: Any) -> tuple[MoEMethod, dict[str, np.ndarray]]:
     """A method of three experts, top 2, and checkpoint stacks for it, every optional one included."""
-    method = MoEMethod(algo, 3, 32, 64, top_k=2, dtype="float32", global_num_experts=4)
+    method = MoEMethod(algo, 3, 32, 64, top_k=2, dtype="float32", global_num_experts=4, **options)
     params = {
         name: scale(rng, *spec.shape) if spec.dtype == "float32" else e4m3(rng, *spec.shape)
         for name, spec in method.checkpoint_params.items()
@@ -349,6 +349,21 @@ def moe(algo: str) -> Callable[[np.random.Generator], Operation]:
     return make
 
 
+def moe_of_codes(rng: np.random.Generator) -> Operation:
+    """Tokens come as pairs of e2m1 with a scale for each 16."""
+    method, params = experts(rng, "NVFP4", compute="fp4", quantized_input=True)
+    call = lambda a: method(  # noqa: E731
+        a["x"], a["params"], a["topk_weights"], a["topk_ids"], a["expert_map"], out=a["out"],
+        x_scale=a["x_scale"],
+    )  # fmt: skip
+    arguments = moe("NVFP4")(rng).arguments | {
+        "x": rng.integers(0, 256, (2, 16), dtype=np.uint8),
+        "x_scale": e4m3(rng, 2, 2),
+        "params": dict(method.prepare(params)),
+    }
+    return Operation(call, arguments)
+
+
 OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "encode": encode,
     "decode": decode,
@@ -383,6 +398,7 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     "ops.linear": linear_function,
     **{f"prepare experts {algo}": prepare_experts(algo) for algo in ("FP8", "NVFP4")},
     **{f"experts {algo}": moe(algo) for algo in ("FP8", "NVFP4")},
+    "experts of codes": moe_of_codes,
 }
 
 SLOTS = [(name, slot) for name, make in OPERATIONS.items() for slot in make(np.random.default_rng(0)).slots()]

@@ -53,6 +53,7 @@ static moq_status resolve(fuzz_input *in, moq_moe_spec *spec, moq_err *err) {
     names.alpha = numbers && fuzz_flag(in) ? (double)fuzz_scale(in) : (double)NAN;
     names.beta = numbers && fuzz_flag(in) ? (double)fuzz_scale(in) : (double)NAN;
     names.limit = numbers && fuzz_flag(in) ? (double)fuzz_scale(in) : (double)NAN;
+    names.quantized_input = fuzz_range(in, 0, 3) == 3;
     return moq_moe_resolve(&names, spec, err);
 }
 
@@ -150,7 +151,7 @@ static void model_expert(const layer *l, int64_t e, double *a, double *d) {
 }
 
 typedef struct {
-    fuzz_tensor x, weights, ids, map, y;
+    fuzz_tensor x, x_scale, weights, ids, map, y;
     moq_moe_inputs inputs;
 } call;
 
@@ -232,10 +233,15 @@ static void make_call(fuzz_input *in, const layer *l, call *c) {
     const int64_t tokens =
         fuzz_range(in, 0, 3) ? fuzz_range(in, 0, 4) : fuzz_range(in, 0, TOKENS_MAX);
     const int damage = (int)fuzz_range(in, 0, 255);
-    const int64_t rows[2] = {tokens, s->w13.in_features + (damage == 1)};
+    const int64_t rows[2] = {tokens, moq_linear_x_columns(&s->w13) + (damage == 1)};
+    const int64_t scales[2] = {tokens, moq_moe_x_scales(s) + (damage == 8)};
+    const int64_t outputs[2] = {tokens, s->w13.in_features + (damage == 9)};
     const int64_t slots[2] = {tokens + (damage == 2), s->top_k + (damage == 3)};
     const int64_t global = s->global_experts + (damage == 4);
-    c->x = make_numbers(in, damage == 5 ? MOQ_DT_F64 : s->w13.dtype, 2, rows, fuzz_flag(in));
+    c->x = s->w13.quantized_input
+               ? fuzz_make(in, moq_linear_x_dtype(&s->w13), 2, rows, fuzz_flag(in))
+               : make_numbers(in, damage == 5 ? MOQ_DT_F64 : s->w13.dtype, 2, rows, fuzz_flag(in));
+    c->x_scale = fuzz_make(in, moq_moe_x_scale_dtype(s), 2, scales, fuzz_flag(in));
     c->weights = make_numbers(in, damage == 6 ? MOQ_DT_F16 : MOQ_DT_F32, 2, slots, fuzz_flag(in));
     c->ids = make_ids(in, fuzz_flag(in) ? MOQ_DT_I32 : MOQ_DT_I64, slots, s->global_experts);
     c->map = fuzz_make(in, MOQ_DT_I32, 1, &global, false);
@@ -243,7 +249,7 @@ static void make_call(fuzz_input *in, const layer *l, call *c) {
         int32_t *number = (int32_t *)c->map.view.data + i;
         *number = (int32_t)((uint8_t)*number % (s->experts + 1)) - 1;
     }
-    c->y = make_numbers(in, s->w13.dtype, 2, rows, false);
+    c->y = make_numbers(in, s->w13.dtype, 2, outputs, false);
     c->inputs = (moq_moe_inputs){.x = &c->x.view,
                                  .weights = &c->weights.view,
                                  .ids = &c->ids.view,
@@ -251,12 +257,15 @@ static void make_call(fuzz_input *in, const layer *l, call *c) {
                                  .weights_on_input =
                                      s->top_k == 1 ? fuzz_flag(in) : fuzz_range(in, 0, 15) == 1,
                                  .accumulate = fuzz_flag(in)};
+    if (moq_moe_x_scales(s) > 0 || damage == 10)
+        c->inputs.x_scale = &c->x_scale.view;
     if (s->global_experts > s->experts || fuzz_flag(in))
         c->inputs.expert_map = &c->map.view;
 }
 
 static void free_call(call *c) {
     fuzz_free(&c->x);
+    fuzz_free(&c->x_scale);
     fuzz_free(&c->weights);
     fuzz_free(&c->ids);
     fuzz_free(&c->map);

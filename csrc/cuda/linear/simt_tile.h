@@ -28,8 +28,18 @@ typedef struct {
     const float *input_scale;  /* one a partition, or NULL */
 } simt_weight;
 
+/* Rows of x that are codes already. */
+typedef struct {
+    const uint8_t *codes; /* or NULL */
+    int64_t stride;       /* bytes from row to row, a multiple of 16 with zeros at the end */
+    const void
+        *scales; /* [rows] of tokens, [K / 128, scale_stride] of groups, e4m3 [rows, K / 16] */
+    int64_t scale_stride;
+} simt_codes;
+
 typedef struct {
     moq_rows x;
+    simt_codes coded; /* instead, of experts */
     int64_t k;
     const float *amax; /* [rows of x] for tokens, or [parts] of x without an input_scale */
     int parts;
@@ -254,6 +264,50 @@ template <int WEIGHT> static __device__ __forceinline__ float unit_of_factors(vo
     return WEIGHT == E2M1 || WEIGHT == PACKED ? MOQ_NVFP4_FACTOR : 1.0f;
 }
 
+/* ---- codes of x ---- */
+
+/* What e4m3 codes mean, NaN too. */
+static __device__ __forceinline__ void decode_coded(uint4 codes, float (&value)[LANE_K]) {
+    decode_e4m3(codes, value);
+#pragma unroll
+    for (int i = 0; i < LANE_K; i++) {
+        bool nan = ((&codes.x)[i / 4] >> (i % 4 * 8) & 0x7fu) == 0x7fu;
+        value[i] = nan ? __uint_as_float(0x7fffffffu) : value[i] * E4M3_UNIT;
+    }
+}
+
+/* As moq_load_values and quantize together, where there is nothing left to quantize. */
+template <int MODE>
+static __device__ __forceinline__ void load_coded(const simt_args *a, int64_t row, int64_t column,
+                                                  float (&value)[LANE_K], float *scale) {
+    const simt_codes *c = &a->coded;
+    if (column >= a->k) {
+#pragma unroll
+        for (int i = 0; i < LANE_K; i++)
+            value[i] = 0.0f;
+        return;
+    }
+    const uint8_t *from = c->codes + row * c->stride;
+    if (MODE != MOQ_INPUT_NVFP4) {
+        decode_coded(*(const uint4 *)(from + column), value);
+        if (MODE == MOQ_INPUT_E4M3_GROUP)
+            *scale = ((const float *)c->scales)[column / 128 * c->scale_stride + row];
+        return;
+    }
+    uint2 pairs = *(const uint2 *)(from + column / 2);
+    uint8_t code = ((const uint8_t *)c->scales)[row * (a->k / LANE_K) + column / LANE_K];
+    float block = (code & 0x7fu) == 0x7fu ? __uint_as_float(0x7fffffffu) : decode_scale(code);
+    decode_e2m1(make_uint4(pairs.x, pairs.y, 0, 0), value);
+#pragma unroll
+    for (int i = 0; i < LANE_K; i++)
+        value[i] = __fmul_rn(value[i] * E2M1_UNIT, block);
+}
+
+/* The scale of a token's row. */
+static __device__ __forceinline__ float scale_of_token(const simt_args *a, int64_t row) {
+    return a->coded.codes ? a->amax[row] : moq_token_scale(a->amax[row]);
+}
+
 /* ---- the tile ---- */
 
 template <int MODE, int WEIGHT, int ROWS>
@@ -269,7 +323,7 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
     if (MODE == MOQ_INPUT_E4M3_TENSOR || MODE == MOQ_INPUT_NVFP4)
         scale = tensor_scale<MODE>(&args, &p, shared);
     if (MODE == MOQ_INPUT_E4M3_TOKEN && warp < tokens)
-        scale = moq_token_scale(args.amax[first + warp]);
+        scale = scale_of_token(&args, first + warp);
     if (lane == 0)
         token_scale[warp] = scale;
     float sum[ROWS][TOKENS] = {};
@@ -285,8 +339,12 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
         __syncthreads(); /* the values of the step before have been read */
         if (warp < tokens) {
             float value[LANE_K];
-            moq_load_values(&args.x, first + warp, column, args.k, value);
-            quantize<MODE>(value, &scale);
+            if (MODE != MOQ_INPUT_AS_IS && args.coded.codes) {
+                load_coded<MODE>(&args, first + warp, column, value, &scale);
+            } else {
+                moq_load_values(&args.x, first + warp, column, args.k, value);
+                quantize<MODE>(value, &scale);
+            }
             if (MODE == MOQ_INPUT_E4M3_GROUP && lane % 8 == 0)
                 group_scale[warp][lane / 8] = scale;
 #pragma unroll

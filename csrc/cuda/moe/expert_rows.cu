@@ -4,6 +4,8 @@
  *   g[r] = rounded(act(u[r])), rounded(... * pre_quant_scale[e]), quantized   for W2
  *   y[t] = rounded(out[t] + sum_j w d[row of slot j])
  *
+ * and where x is codes already, h[r] = x[t] with its scales, as they are.
+ *
  * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
  * a pass before the one that writes; the values are made anew for it, which costs less than keeping
  * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
@@ -211,6 +213,55 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
     }
 }
 
+/* ---- codes ---- */
+
+typedef struct {
+    const uint8_t *codes;
+    int64_t next, bytes; /* from row to row, and of one */
+    const void *x_scale; /* or NULL */
+    slot_tensor scale_at;
+    int x_scales; /* beside a row */
+    int64_t first;
+    int32_t top_k;
+    slot_groups groups;
+    uint8_t *out;
+    int64_t stride;
+    void *scales;
+    int64_t scale_stride;
+} code_args;
+
+static __device__ __forceinline__ void copy_code_row(const code_args *a, int64_t token, int row) {
+    const uint8_t *from = a->codes + token * a->next;
+    uint8_t *to = a->out + row * a->stride;
+    for (int64_t at = (int64_t)threadIdx.x * 16; at < a->stride; at += THREADS * 16) {
+        if (at + 16 <= a->bytes) {
+            *(uint4 *)(to + at) = *(const uint4 *)(from + at);
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            to[at + i] = at + i < a->bytes ? from[at + i] : 0;
+    }
+}
+
+template <int FORM>
+static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_constant__ code_args a) {
+    launch_dependents();
+    wait_for_predecessor();
+    int row = (int)blockIdx.x;
+    if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
+        return;
+    int64_t token = a.first + a.groups.slot[row] / a.top_k;
+    copy_code_row(&a, token, row);
+    for (int i = threadIdx.x; i < a.x_scales; i += THREADS) {
+        int64_t at = slot_offset(&a.scale_at, token, i);
+        if (FORM == ROWS_NVFP4)
+            ((uint8_t *)a.scales)[(int64_t)row * a.x_scales + i] = ((const uint8_t *)a.x_scale)[at];
+        else /* of a token there is one, at i = 0 */
+            ((float *)a.scales)[i * a.scale_stride + row] = ((const float *)a.x_scale)[at];
+    }
+}
+
 /* ---- the sum over slots ---- */
 
 #define SUM_THREADS 256
@@ -253,6 +304,8 @@ static __global__ void __launch_bounds__(SUM_THREADS) combine(const __grid_const
 /* ---- launch ---- */
 
 int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
+    if (form == ROWS_NVFP4)
+        return (columns / 2 + 15) / 16 * 16;
     int64_t size = form == ROWS_VALUES || form == ROWS_AMAX ? (int64_t)moq_dtype_size(dtype) : 1;
     return (columns + 15) / 16 * 16 * size;
 }
@@ -260,6 +313,8 @@ int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
 int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
     if (form == ROWS_GROUP)
         return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
+    if (form == ROWS_NVFP4)
+        return rows * (columns / 16);
     return form == ROWS_AMAX || form == ROWS_TOKEN ? rows * (int64_t)sizeof(float) : 0;
 }
 
@@ -306,14 +361,42 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     a.parts = spec->partition_count;
     a.out = rows->data;
     a.stride = row_bytes(rows->form, spec->dtype, spec->in_features);
-    a.scales = rows->scales;
+    a.scales = (float *)rows->scales;
     a.scale_stride = rows->scale_stride;
     return a;
+}
+
+static moq_status copy_rows_of_codes(const slot_chunk *chunk, const slot_groups *groups,
+                                     const expert_rows *rows, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_linear_spec *w13 = &call->spec->w13;
+    code_args a = {};
+    a.codes = (const uint8_t *)call->x->data;
+    a.next = call->x->stride[0];
+    a.bytes = moq_linear_x_columns(w13);
+    if (call->x_scale) {
+        a.x_scale = call->x_scale->data;
+        a.scale_at = slot_tensor_of(call->x_scale);
+        a.x_scales = (int)moq_moe_x_scales(call->spec);
+    }
+    a.first = chunk->first;
+    a.top_k = call->spec->top_k;
+    a.groups = *groups;
+    a.out = (uint8_t *)rows->data;
+    a.stride = row_bytes(rows->form, w13->dtype, w13->in_features);
+    a.scales = rows->scales;
+    a.scale_stride = rows->scale_stride;
+    const void *kernel = rows->form == ROWS_NVFP4 ? (const void *)copy_codes<ROWS_NVFP4>
+                                                  : (const void *)copy_codes<ROWS_GROUP>;
+    return launch("rows of experts", kernel, dim3((unsigned)most_rows(chunk)), THREADS,
+                  call->stream, &a, err);
 }
 
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
                           const expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
+    if (call->spec->w13.quantized_input)
+        return copy_rows_of_codes(chunk, groups, rows, err);
     row_args a = args_of(chunk, groups, &call->spec->w13, &call->w13, rows);
     a.from = moq_rows_of(call->x);
     if (call->weights_on_input) {

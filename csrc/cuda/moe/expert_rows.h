@@ -13,15 +13,16 @@ typedef enum {
     ROWS_AMAX,   /* these, and of each row the largest magnitude */
     ROWS_TENSOR, /* e4m3 with the input_scale of the expert */
     ROWS_TOKEN,  /* e4m3 and a scale a row */
-    ROWS_GROUP   /* e4m3 and a scale a row and 128 columns, [columns / 128, scale_stride] */
+    ROWS_GROUP,  /* e4m3 and a scale a row and 128 columns, [columns / 128, scale_stride] */
+    ROWS_NVFP4   /* pairs of e2m1 and an e4m3 scale a row and 16 columns, [rows, columns / 16] */
 } row_form;
 
 /* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are zeros.
  */
 typedef struct {
     row_form form;
-    void *data;    /* values, or codes */
-    float *scales; /* or amax */
+    void *data;   /* values, or codes */
+    void *scales; /* of float, or of e4m3; or amax */
     int64_t scale_stride;
 } expert_rows;
 
@@ -29,7 +30,7 @@ typedef struct {
 int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns);
 int64_t scale_bytes(row_form form, int64_t rows, int64_t columns);
 
-/* h: rows of x as w13 takes them. */
+/* h: rows of x as w13 takes them. Where x is codes they have the form of these. */
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
                           const expert_rows *rows, moq_err *err);
 /* g: act(u), u float32 [rows, P * I], as w2 takes it. */

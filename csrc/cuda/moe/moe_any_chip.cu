@@ -37,7 +37,7 @@ static int64_t take(int64_t *end, int64_t bytes) {
 static slot_chunk chunk_of(const moq_moe_call *call, const product_kind *kind, int64_t first,
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
-    double rows = (double)tokens * spec->top_k / spec->experts;
+    double rows = (double)tokens * spec->top_k / spec->global_experts; /* also of a share of them */
     return {call, first, tokens, kind->tile_rows(rows), 1};
 }
 
@@ -78,8 +78,8 @@ static moq_status run_chunk(const slot_chunk *chunk, const product_kind *kind, m
     uint8_t *memory = (uint8_t *)call->workspace;
     slot_groups groups = groups_at(chunk, memory + l.groups);
     int64_t rows = most_rows(chunk);
-    expert_rows x = {kind->form(&spec->w13), memory + l.x, (float *)(memory + l.x_scales), rows};
-    expert_rows g = {kind->form(&spec->w2), memory + l.g, (float *)(memory + l.g_scales), rows};
+    expert_rows x = {kind->form(&spec->w13), memory + l.x, memory + l.x_scales, rows};
+    expert_rows g = {kind->form(&spec->w2), memory + l.g, memory + l.g_scales, rows};
     float *u = (float *)(memory + l.u), *d = (float *)(memory + l.d);
     expert_product first = {&spec->w13,        &call->w13,       &x, rows,        &groups,
                             most_tiles(chunk), chunk->tile_rows, u,  call->stream};

@@ -82,7 +82,7 @@ static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
     args.tile.next_row = p->rows->form == ROWS_TOKEN;
     args.tile.partition_count = spec->partition_count;
     args.tile.partitions = moq_partitions_of(spec);
-    args.x_scale = p->rows->form == ROWS_TENSOR ? NULL : p->rows->scales;
+    args.x_scale = p->rows->form == ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, s->tn);

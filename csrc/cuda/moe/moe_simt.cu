@@ -40,9 +40,15 @@ template <int MODE, int WEIGHT> struct simt_kernel {
     }
 };
 
-/* It quantizes by itself, and wants to know the largest of a token. */
+/* It quantizes by itself, and wants to know the largest of a token; or it has the codes of x. */
 static row_form form(const moq_linear_spec *spec) {
-    return simt::input_of(spec) == MOQ_INPUT_E4M3_TOKEN ? ROWS_AMAX : ROWS_VALUES;
+    moq_input_mode input = simt::input_of(spec);
+    if (!spec->quantized_input)
+        return input == MOQ_INPUT_E4M3_TOKEN ? ROWS_AMAX : ROWS_VALUES;
+    return input == MOQ_INPUT_NVFP4        ? ROWS_NVFP4
+           : input == MOQ_INPUT_E4M3_GROUP ? ROWS_GROUP
+           : input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
+                                           : ROWS_TENSOR;
 }
 
 static int tile_rows(double rows) {
@@ -55,9 +61,13 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     int64_t stride = row_bytes(p->rows->form, spec->dtype, spec->in_features);
     bool few = moq_tile_count(spec, WARPS * MANY_ROWS) * p->tiles < FEW_TILES;
     simt_product_args args = {};
-    args.tile.x = {p->rows->data, stride / (int64_t)moq_dtype_size(spec->dtype), spec->dtype};
+    if (spec->quantized_input)
+        args.tile.coded = {(const uint8_t *)p->rows->data, stride, p->rows->scales,
+                           p->rows->scale_stride};
+    else
+        args.tile.x = {p->rows->data, stride / (int64_t)moq_dtype_size(spec->dtype), spec->dtype};
     args.tile.k = spec->in_features;
-    args.tile.amax = p->rows->scales;
+    args.tile.amax = (const float *)p->rows->scales;
     args.tile.partition_count = spec->partition_count;
     args.tile.partitions = moq_partitions_of(spec);
     args.stack = stack_of(p);

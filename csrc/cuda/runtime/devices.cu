@@ -76,10 +76,16 @@ extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq
     return MOQ_OK;
 }
 
+/* By the driver, which makes no context current; without one there is only the default stream,
+ * which nothing captures. */
 extern "C" bool moq_cuda_is_capturing(void *stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    return cudaStreamIsCapturing((cudaStream_t)stream, &status) == cudaSuccess &&
-           status != cudaStreamCaptureStatusNone;
+    const moq_driver *driver;
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    moq_err err;
+    return moq_cuda_find_driver(&driver, &err) == MOQ_OK &&
+           driver->capture_info((CUstream)stream, &status, NULL, NULL, NULL, NULL, NULL) ==
+               CUDA_SUCCESS &&
+           status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 /* The primary context of a device, which the runtime uses too; kept from the first call on. */

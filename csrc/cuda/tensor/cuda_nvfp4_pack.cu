@@ -34,7 +34,8 @@ namespace moq::packing {
 #define VECTORS (MOQ_PACK_BYTES / 16)
 #define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
 
-/* Where a block has a slab: its warps, and how many blocks registers are to be enough for. */
+/* Where a block has a slab: its warps at most, and how many blocks of so many registers are to be
+ * enough for. */
 #define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
 /* And where blocks have runs, for the aligned kernel: 48 registers a thread, without spills. Where
@@ -447,13 +448,14 @@ static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
     __shared__ uint2 staged[SLAB_WARPS][RUN][MOQ_PACK_ROWS / 2];
     __shared__ float largest[SLAB_WARPS][MOQ_PACK_ROWS];
     uint32_t blocks = (uint32_t)moq_pack_blocks(p.of.columns), warp = threadIdx.x / 32;
+    uint32_t warps = blockDim.x / 32;
     int64_t row = (int64_t)blockIdx.x * MOQ_PACK_ROWS;
     place at = find_place(p, row);
     __half2 most[PAIRS] = {};
     if (is_refused(p)) /* all warps, or none */
         return;
 #pragma unroll 1
-    for (uint32_t first = warp * RUN; first < blocks; first += SLAB_WARPS * RUN) {
+    for (uint32_t first = warp * RUN; first < blocks; first += warps * RUN) {
         run here = {blockIdx.x, first, (int)min(blocks - first, (uint32_t)RUN)};
         part mine = find_part(here);
         share loaded = load_share<ALIGNED>(p, at, here, mine);
@@ -472,7 +474,7 @@ static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
     if (threadIdx.x >= MOQ_PACK_ROWS)
         return;
     float all = 0;
-    for (int w = 0; w < SLAB_WARPS; w++)
+    for (uint32_t w = 0; w < warps; w++)
         all = fmaxf(all, largest[w][threadIdx.x]);
     write_factor(p, row + threadIdx.x, all);
 }
@@ -532,6 +534,14 @@ static int64_t blocks_for(int64_t rows, int64_t columns) {
     return (runs + WARPS - 1) / WARPS;
 }
 
+/* As many as have equal shares of the runs of a slab, and at most SLAB_WARPS: rows of experts are
+ * short. */
+static int slab_warps(int64_t columns) {
+    int64_t runs = (moq_pack_blocks(columns) + RUN - 1) / RUN;
+    int64_t turns = (runs + SLAB_WARPS - 1) / SLAB_WARPS;
+    return (int)((runs + turns - 1) / turns);
+}
+
 static bool by(int64_t bytes, const void *pointer, int64_t stride) {
     return (int64_t)((uintptr_t)pointer % (uintptr_t)bytes) == 0 && stride % bytes == 0;
 }
@@ -552,8 +562,8 @@ extern "C" moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *p, void *stream,
     if (p->fold_scale)
         return launch(aligned ? (const void *)pack_and_fold<true>
                               : (const void *)pack_and_fold<false>,
-                      "prepare: packing NVFP4", moq_pack_slabs(p->rows), p->experts, SLAB_WARPS,
-                      &parameter, stream, err);
+                      "prepare: packing NVFP4", moq_pack_slabs(p->rows), p->experts,
+                      slab_warps(p->columns), &parameter, stream, err);
     return launch(aligned ? (const void *)pack<true> : (const void *)pack<false>,
                   "prepare: packing NVFP4", blocks_for(p->rows, p->columns), p->experts, WARPS,
                   &parameter, stream, err);
