@@ -13,6 +13,7 @@ double moq_cuda_moe_simt_seconds(const moq_moe_spec *spec, int64_t tokens);
 double moq_cuda_moe_mma_fp8_as_f16_seconds(const moq_moe_spec *spec, int64_t tokens);
 double moq_cuda_moe_mma_fp8_as_e4m3_seconds(const moq_moe_spec *spec, int64_t tokens);
 double moq_cuda_moe_mma_nvfp4_seconds(const moq_moe_spec *spec, int64_t tokens);
+double moq_cuda_moe_mma_nvfp4_folded_seconds(const moq_moe_spec *spec, int64_t tokens);
 
 #ifdef __cplusplus
 }
