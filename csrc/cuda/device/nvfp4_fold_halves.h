@@ -1,11 +1,14 @@
 /* Folded NVFP4 weights as 16-bit operands, for chips whose tensor cores have no FP8 products, or
  * none that are faster: the codes of nvfp4_fold.h as float16, times 2^-8.
  *
- * There e4m3 and float16 have their subnormal numbers at the same place: all numbers of e4m3 times
- * 2^-8 are those of float16 whose last seven bits are zeros, so that rounding to them is an
- * addition and a mask. e2m1 * scale * fold * 2^-8 before that is exact, a multiple of 2^-21 with
- * six significant bits. For 8 weights 8 additions and as many masks, and 8 operations to find out
- * which number is even, beside those of the decoder. */
+ * e2m1 * scale * fold * 2^-8 is exact in float16, a multiple of 2^-21 with six significant bits,
+ * and is rounded to four, or to a multiple of 2^-17, by additions that round by themselves, as
+ * float16 arithmetic has twice the throughput of integer one. Added to 3 * 2^-8 within the
+ * multiplication it is rounded to a multiple of 2^-17 if it is small, and not at all if it is not.
+ * Of what that leaves, v, with six bits or fewer, 129 v - (129 v - v) are four bits, ties to even:
+ * 129 v is rounded to 11 bits, which are those of 128 v and four of v. Where a number is rounded
+ * twice, the first time leaves five bits, an even one of ties, so that the result is that of once.
+ */
 #ifndef MOQ_CUDA_DEVICE_NVFP4_FOLD_HALVES_H
 #define MOQ_CUDA_DEVICE_NVFP4_FOLD_HALVES_H
 
@@ -27,19 +30,30 @@ static __device__ __forceinline__ uint32_t moq_fold_halves_scales(uint32_t bytes
     return scales;
 }
 
-/* The nearest numbers whose last seven bits are zeros, ties to even. */
-static __device__ __forceinline__ uint32_t moq_round_halves(uint32_t pair) {
-    uint32_t odd = pair >> 7 & 0x00010001u;
-    return (pair + 0x003f003fu + odd) & 0xff80ff80u;
+/* e4m3 of two codes and what moq_fold_halves_scales made of their scale, times 2^-8. */
+static __device__ __forceinline__ uint32_t moq_fold_halves(uint32_t codes, uint32_t scales) {
+    const uint32_t LEAST = 0x22002200u, MANY = 0x58085808u; /* 3 * 2^-8, 129 */
+    uint32_t rounded;
+    asm("{\n"
+        ".reg .b32 sum, v, many, rest;\n"
+        "fma.rn.f16x2 sum, %1, %2, %3;\n"
+        "sub.rn.f16x2 v, sum, %3;\n"
+        "mul.rn.f16x2 many, v, %4;\n"
+        "sub.rn.f16x2 rest, v, many;\n"
+        "add.rn.f16x2 %0, many, rest;\n"
+        "}"
+        : "=r"(rounded)
+        : "r"(codes), "r"(scales), "r"(LEAST), "r"(MANY));
+    return rounded;
 }
 
 /* As moq_nvfp4_fragment. */
 static __device__ __forceinline__ void moq_fold_halves_fragment(uint32_t word, uint32_t scales,
                                                                 uint32_t (&a)[4]) {
-    moq_nvfp4_fragment<MOQ_NVFP4_F16>(word, scales, a);
+    moq_nvfp4_codes<MOQ_NVFP4_F16>(word, a);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = moq_round_halves(a[i]);
+        a[i] = moq_fold_halves(a[i], moq_nvfp4_twice(scales, i % 2));
 }
 
 } // namespace moq

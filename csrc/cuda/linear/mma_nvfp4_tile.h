@@ -144,6 +144,8 @@ static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS]
         part[i] = load_unit(units + i * SHAPE::BLOCKS * MOQ_PACK_BYTES, lane);
 #pragma unroll
     for (int half = 0; half < 2; half++) { /* two groups, four parts of a row of x */
+        if (FORM == NVFP4_FOLDED)
+            __syncwarp(); /* or both halves are decoded at once, and spilled */
         uint32_t w[SHAPE::SLABS][2][4];
 #pragma unroll
         for (int i = 0; i < SHAPE::SLABS * 2; i++)
