@@ -37,7 +37,7 @@ static int64_t take(int64_t *end, int64_t bytes) {
 static slot_chunk chunk_of(const moq_moe_call *call, const product_kind *kind, int64_t first,
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
-    double rows = (double)tokens * spec->top_k / spec->experts;
+    double rows = (double)tokens * spec->top_k / spec->global_experts;
     return {call, first, tokens, kind->tile_rows(rows), 1};
 }
 

@@ -3,6 +3,7 @@
  * Rows are of 16 bits: x as it is, or the numbers that its codes mean, e4m3 or NVFP4, which float16
  * holds. So the products are those of codes, exactly, on every chip with tensor cores of float16,
  * and sums have all of float32. Weights are as they are, or folded to e4m3. */
+#include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
 #include "cuda/moe/expert_product.h"
 
@@ -60,8 +61,6 @@ template <class TILING> static constexpr shape shape_of(void) {
 static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<tiling_32>(),
                                shape_of<tiling_64>(), shape_of<tiling_128>()};
 
-enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
-
 /* A layer that leaves the choice to the library is not quantized where weights are exact. */
 static row_form form_exact(const moq_linear_spec *spec) {
     if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
@@ -71,14 +70,6 @@ static row_form form_exact(const moq_linear_spec *spec) {
 
 static row_form form_folded(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
-}
-
-/* The least tile that holds an expert's rows where they are a quarter more than on average. */
-static int tile_rows(double rows) {
-    int i = 0;
-    while (i < SHAPE_COUNT - 1 && rows * 1.25 > SHAPES[i].tokens)
-        i++;
-    return SHAPES[i].tokens;
 }
 
 static const shape *shape_for(int tokens) {
@@ -118,7 +109,8 @@ static moq_status multiply_folded(const expert_product *p, moq_err *err) {
     return multiply(p, NVFP4_FOLDED, err);
 }
 
-const product_kind NVFP4_PRODUCT = {form_exact, tile_rows, multiply_exact};
-const product_kind NVFP4_FOLDED_PRODUCT = {form_folded, tile_rows, multiply_folded};
+const product_kind NVFP4_PRODUCT = {form_exact, moq_moe_mma_nvfp4_tile_rows, multiply_exact};
+const product_kind NVFP4_FOLDED_PRODUCT = {form_folded, moq_moe_mma_nvfp4_folded_tile_rows,
+                                           multiply_folded};
 
 } // namespace moq::moe
