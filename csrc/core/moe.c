@@ -110,6 +110,13 @@ static moq_status name_weight(const char *weight, const char *size, moq_status s
     return status;
 }
 
+/* No kernel of experts takes the block scales of NVFP4 weights as those of single layers do: they
+ * are packed for every compute, so that a stack has one form. */
+static void pack_weight(moq_linear_spec *layer) {
+    if (layer->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        layer->weight = MOQ_WEIGHT_E2M1_PACKED;
+}
+
 static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
     int32_t parts = names->gated ? 2 : 1;
     MOQ_TRY(name_weight("w13", "hidden_size",
@@ -122,6 +129,8 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
                                            names->intermediate, spec->partition2, 1,
                                            names->group_size, &spec->w2, err),
                         err));
+    pack_weight(&spec->w13);
+    pack_weight(&spec->w2);
     spec->w13.one_input_scale = spec->w2.one_input_scale = spec->w13.checkpoint_input_scale;
     return MOQ_OK;
 }

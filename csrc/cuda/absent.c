@@ -223,6 +223,16 @@ int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call) {
     return 0;
 }
 
+moq_status moq_cuda_moe_mma_nvfp4_folded(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_mma_nvfp4_folded_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
 moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {
     (void)bytes;
     (void)stream;

@@ -58,18 +58,59 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
                has_few_experts(spec, reason, size);                                                \
     }
 
-#define CUDA_ROW(name, kernel)                                                                     \
+#define CUDA_ROW(name, kernel, codes, computes_folded)                                             \
     {{"cuda", name},                                                                               \
      can_run_##kernel,                                                                             \
      moq_cuda_moe_##kernel##_seconds,                                                              \
      moq_cuda_moe_##kernel##_workspace,                                                            \
      moq_cuda_moe_##kernel,                                                                        \
-     .takes_codes = true}
+     .takes_codes = codes,                                                                         \
+     .folds = computes_folded}
 
 CUDA_KERNEL("simt", simt)
 CUDA_KERNEL("sm89_fp8", mma_fp8_as_e4m3)
 CUDA_KERNEL("sm80_fp8", mma_fp8_as_f16)
-CUDA_KERNEL("sm80_nvfp4", mma_nvfp4)
+
+/* Packed NVFP4 weights multiplied with float16 or bfloat16, which hold x and what its codes mean.
+ */
+static bool suits_16_bits(const moq_moe_spec *spec, char *reason, size_t size) {
+    const moq_linear_spec *w13 = &spec->w13;
+    if (!moq_linear_runs_on_cuda("simt", w13, reason, size) ||
+        !moq_linear_runs_on_cuda("simt", &spec->w2, reason, size) ||
+        !has_few_experts(spec, reason, size))
+        return false;
+    if (w13->weight != MOQ_WEIGHT_E2M1_PACKED)
+        snprintf(reason, size, "multiplies NVFP4 weights, %s has others", w13->algo);
+    else if (w13->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
+    else
+        return true;
+    return false;
+}
+
+static bool can_run_mma_nvfp4(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    (void)tokens;
+    if (!suits_16_bits(spec, reason, size))
+        return false;
+    if (spec->w13.compute != MOQ_COMPUTE_FP8)
+        return true;
+    snprintf(reason, size, "multiplies NVFP4 weights exactly, compute fp8 asks for another");
+    return false;
+}
+
+static bool can_run_mma_nvfp4_folded(const moq_moe_spec *spec, int64_t tokens, char *reason,
+                                     size_t size) {
+    (void)tokens;
+    if (!suits_16_bits(spec, reason, size))
+        return false;
+    if (moq_linear_folds(&spec->w13))
+        return true;
+    snprintf(reason, size,
+             "multiplies NVFP4 weights with compute fp8, %s with compute %s is "
+             "another layer",
+             spec->w13.algo, moq_compute_name(spec->w13.compute));
+    return false;
+}
 
 /* Code for sm_90a runs on compute capability 9.0 and no other. */
 static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
@@ -108,10 +149,12 @@ static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    CUDA_ROW("simt", simt),
-    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3),
-    CUDA_ROW("sm80_fp8", mma_fp8_as_f16),
-    CUDA_ROW("sm80_nvfp4", mma_nvfp4),
+    CUDA_ROW("simt", simt, true, false),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, true, false),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, true, false),
+    /* Their rows are what codes mean, made as x is quantized. */
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4, false, false),
+    CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, false, true),
     FEW_ROW(fp8),
     FEW_ROW(nvfp4),
 };

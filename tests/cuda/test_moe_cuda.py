@@ -34,6 +34,7 @@ KERNELS = (
     "cuda:sm89_fp8",
     "cuda:sm80_fp8",
     "cuda:sm80_nvfp4",
+    "cuda:sm80_nvfp4_fp8",
 )
 
 

@@ -1,54 +1,132 @@
-/* Estimated seconds of the kernels of experts for any number of tokens: weights of the experts that
- * are asked for read, or tiles multiplied, and what lies between. */
+/* How the kernels of experts for any chip go about a call, and estimated seconds of it
+ * (docs/lab/moe.md): weights of the experts that have rows read, or tiles of them multiplied, and
+ * what lies between. */
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice_moe.h"
 
-/* Six launches, and what lies between them written and read. */
-#define STEPS         15e-6
-#define BYTES_BETWEEN 6.0 /* of each value of u and d, and of the rows that become them */
+#include <math.h>
 
-/* A kernel's pace, on the chip that it was measured on. */
+enum { MOST_TILES = 5 };
+
+/* Rows of a tile, and products a second that tiles have which are full of them. */
 typedef struct {
-    double read;     /* weights a second, from memory */
-    double products; /* a second, of full tiles */
-    double rows;     /* of the smallest tile */
+    int rows;
+    double rate;
+} tile;
+
+/* A kernel's pace, as measured on H200. */
+typedef struct {
+    double steps;   /* seconds of all launches */
+    double read;    /* weights a second, from memory */
+    double between; /* bytes a second of u, d and the rows that become them */
+    double fill;    /* columns that could be multiplied until the first ones have come */
+    tile tiles[MOST_TILES];
 } pace;
 
-/* The last tile of an expert is half empty, whatever is routed to it. */
-static double rows_of_tiles(double rows, double tile) {
-    return rows <= tile / 2 ? tile : rows + tile / 2;
+#define BYTES_BETWEEN 6.0 /* of each value of u and d */
+
+/* ---- rows ---- */
+
+/* Experts that have a slot, as they are expected of a router that likes all. */
+static double active_experts(const moq_moe_spec *spec, double tokens) {
+    double share = (double)spec->top_k / spec->global_experts;
+    double active = spec->experts * (1 - pow(share < 1 ? 1 - share : 0, tokens));
+    return active < 1 ? 1 : active;
 }
 
-static double seconds(const moq_moe_spec *spec, int64_t tokens, pace of) {
-    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    double slots = (double)tokens * spec->top_k;
-    double active = slots < spec->experts ? slots : spec->experts;
-    double weights = (double)w13->in_features * (double)w13->out_features +
-                     (double)w2->in_features * (double)w2->out_features;
-    double values = (double)(w13->out_features + w2->out_features);
-    double rows = rows_of_tiles(slots / active, of.rows);
-    double read = active * weights / moq_memory_rate(&w13->target, of.read);
-    double products = active * weights * rows / moq_matrix_rate(&w13->target, of.products);
-    return STEPS + BYTES_BETWEEN * slots * values / moq_memory_rate(&w13->target, 2e12) +
-           (read > products ? read : products);
+static double slots_of(const moq_moe_spec *spec, int64_t tokens) {
+    return (double)tokens * spec->top_k * spec->experts / spec->global_experts;
 }
+
+/* Tiles of an expert that has so many rows in the mean: one if few experts have more rows than
+ * that, else the last one is half empty. */
+static double tiles_of(double rows, int most) {
+    return rows + sqrt(rows) <= most ? 1 : rows / most + 0.5;
+}
+
+static double tile_seconds(double rows, const tile *t) {
+    return tiles_of(rows, t->rows) * t->rows / t->rate;
+}
+
+static const tile *best_tile(double rows, const pace *of) {
+    const tile *best = of->tiles;
+    for (int i = 1; i < MOST_TILES && of->tiles[i].rows; i++)
+        if (tile_seconds(rows, &of->tiles[i]) < tile_seconds(rows, best))
+            best = &of->tiles[i];
+    return best;
+}
+
+/* ---- seconds ---- */
+
+/* Of one product of all active experts. */
+static double product_seconds(const moq_linear_spec *layer, double active, double rows,
+                              const pace *of) {
+    double n = (double)layer->out_features, k = (double)layer->in_features;
+    double read = active * n * k / moq_memory_rate(&layer->target, of->read);
+    double multiplied = active * n * (k + of->fill) * tile_seconds(rows, best_tile(rows, of)) /
+                        moq_matrix_rate(&layer->target, 1);
+    return read > multiplied ? read : multiplied;
+}
+
+static double seconds(const moq_moe_spec *spec, int64_t tokens, const pace *of) {
+    double slots = slots_of(spec, tokens), active = active_experts(spec, (double)tokens);
+    double values = (double)(spec->w13.out_features + spec->w2.out_features);
+    double rows = fmax(1, slots / active);
+    return of->steps +
+           BYTES_BETWEEN * slots * values / moq_memory_rate(&spec->w13.target, of->between) +
+           product_seconds(&spec->w13, active, rows, of) +
+           product_seconds(&spec->w2, active, rows, of);
+}
+
+/* ---- kernels ---- */
+
+#define PACKED 0.5625 /* bytes of a weight */
+
+static const pace SIMT = {20e-6, 1e12, 3e12, 0, {{8, 1e13}}};
+static const pace FP8_AS_F16 = {
+    28e-6, 2.3e12, 2.5e12, 450, {{16, 5.7e13}, {32, 7e13}, {64, 7.1e13}, {128, 1.06e14}}};
+static const pace FP8_AS_E4M3 = {
+    23e-6, 2.9e12, 3.1e12, 600, {{16, 7.3e13}, {32, 9e13}, {64, 9.1e13}, {128, 1.45e14}}};
+static const pace NVFP4 = {
+    23e-6,
+    2.55e12 / PACKED,
+    6.2e12,
+    660,
+    {{8, 6.8e13}, {16, 7.1e13}, {32, 1.34e14}, {64, 1.28e14}, {128, 1.9e14}}};
+static const pace NVFP4_FOLDED = {
+    25e-6,
+    2.2e12 / PACKED,
+    4.0e12,
+    660,
+    {{8, 5e13}, {16, 6e13}, {32, 1.1e14}, {64, 1.1e14}, {128, 1.6e14}}};
+
+#define TILE_ROWS(name, of)                                                                        \
+    int moq_moe_##name##_tile_rows(double rows) {                                                  \
+        return best_tile(rows, &of)->rows;                                                         \
+    }
+
+TILE_ROWS(mma_fp8_as_f16, FP8_AS_F16)
+TILE_ROWS(mma_fp8_as_e4m3, FP8_AS_E4M3)
+TILE_ROWS(mma_nvfp4, NVFP4)
+TILE_ROWS(mma_nvfp4_folded, NVFP4_FOLDED)
 
 double moq_cuda_moe_simt_seconds(const moq_moe_spec *spec, int64_t tokens) {
     double steps = (double)(spec->w13.in_features + spec->w2.in_features) / 512;
-    return 1e-6 * steps + seconds(spec, tokens, (pace){1e12, 1e13, 8});
+    return 1e-6 * steps + seconds(spec, tokens, &SIMT);
 }
 
 double moq_cuda_moe_mma_fp8_as_f16_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    return seconds(spec, tokens, (pace){1.5e12, 1e14, 16});
+    return seconds(spec, tokens, &FP8_AS_F16);
 }
 
-/* As of the linear, chips that make these products of fp16 ones gain nothing by them. */
 double moq_cuda_moe_mma_fp8_as_e4m3_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    int32_t capability = spec->w13.target.capability;
-    bool native = capability == 89 || capability >= 120;
-    return (native ? 0.99 : 1.01) * seconds(spec, tokens, (pace){1.5e12, native ? 2e14 : 1e14, 16});
+    return seconds(spec, tokens, &FP8_AS_E4M3);
 }
 
 double moq_cuda_moe_mma_nvfp4_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    return seconds(spec, tokens, (pace){2.9e12 / 0.5625, 1.85e14, 8});
+    return seconds(spec, tokens, &NVFP4);
+}
+
+double moq_cuda_moe_mma_nvfp4_folded_seconds(const moq_moe_spec *spec, int64_t tokens) {
+    return seconds(spec, tokens, &NVFP4_FOLDED);
 }

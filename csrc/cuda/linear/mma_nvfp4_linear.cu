@@ -42,14 +42,14 @@ typedef struct {
 
 /* ---- the kernel ---- */
 
-template <class SHAPE, moq_nvfp4_type TYPE>
+template <class SHAPE, nvfp4_form FORM>
 static __global__ void __launch_bounds__(SHAPE::THREADS)
     mma_nvfp4_linear(const __grid_constant__ linear_args a) {
     extern __shared__ __align__(128) uint8_t memory[];
     mma_place p = place_of(blockIdx.x, a.token_tiles, a.weight_tiles);
     int64_t first = p.token * SHAPE::TOKENS;
     int tokens = (int)min(a.tile.m - first, (int64_t)SHAPE::TOKENS);
-    nvfp4_tile<SHAPE, TYPE>(
+    nvfp4_tile<SHAPE, FORM>(
         a.tile, {a.weight, a.output_scale, a.out, (int)p.weight * SHAPE::TILE_SLABS, tokens, first},
         memory);
 }
@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(ADD_THREADS)
 typedef struct {
     int tokens, rows, threads, blocks, shared;
     int registers;         /* blocks of a multiprocessor that have enough of them */
-    const void *kernel[2]; /* by moq_nvfp4_type */
+    const void *kernel[2]; /* NVFP4_OF_BF16, NVFP4_OF_F16 */
 } shape;
 
 template <class TILING> static constexpr shape shape_of(int registers) {
@@ -91,8 +91,8 @@ template <class TILING> static constexpr shape shape_of(int registers) {
             TILING::BLOCKS,
             TILING::STAGES * TILING::STAGE,
             registers,
-            {(const void *)mma_nvfp4_linear<TILING, MOQ_NVFP4_BF16>,
-             (const void *)mma_nvfp4_linear<TILING, MOQ_NVFP4_F16>}};
+            {(const void *)mma_nvfp4_linear<TILING, NVFP4_OF_BF16>,
+             (const void *)mma_nvfp4_linear<TILING, NVFP4_OF_F16>}};
 }
 
 static const shape SHAPES[] = {shape_of<tiling_8>(3), shape_of<tiling_16>(3),
@@ -176,11 +176,11 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     int64_t tiles = tiles_of(call, s);
     MOQ_ASSERT(s->shared <= 96 << 10 && splits >= 1 && splits <= MAX_SPLITS);
     linear_args args = args_of(call, s, splits);
-    moq_nvfp4_type type = call->x->dtype == MOQ_DT_F16 ? MOQ_NVFP4_F16 : MOQ_NVFP4_BF16;
+    nvfp4_form form = call->x->dtype == MOQ_DT_F16 ? NVFP4_OF_F16 : NVFP4_OF_BF16;
     if (tiles > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)call->m);
-    MOQ_TRY(launch(call, s->kernel[type], dim3((unsigned)tiles, (unsigned)splits), s->threads,
+    MOQ_TRY(launch(call, s->kernel[form], dim3((unsigned)tiles, (unsigned)splits), s->threads,
                    s->shared, &args, err));
     if (splits == 1)
         return MOQ_OK;

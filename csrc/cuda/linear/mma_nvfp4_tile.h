@@ -7,6 +7,7 @@
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
 #include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/nvfp4_fold_halves.h"
 #include "cuda/device/ptx.h"
 
 namespace moq::mma_nvfp4 {
@@ -27,6 +28,10 @@ typedef struct {
     float *parts;         /* [splits, m, n] of sums where there are several */
 } nvfp4_args;
 
+/* What is multiplied: x of its own type, or x that is numbers of codes, as float16, with a scale of
+ * each row beside them; weights exactly, or folded to e4m3 (cuda/device/nvfp4_fold.h). */
+typedef enum { NVFP4_OF_BF16, NVFP4_OF_F16, NVFP4_OF_CODES, NVFP4_FOLDED } nvfp4_form;
+
 /* What a block computes. */
 typedef struct {
     const uint8_t *weight;
@@ -35,6 +40,9 @@ typedef struct {
     int slab;   /* the first of SHAPE::TILE_SLABS */
     int tokens; /* rows of x from `first` on, at most SHAPE::TOKENS */
     int64_t first;
+    const float *x_scale; /* of codes, at row * next_row */
+    int next_row;
+    const float *fold_scale; /* of folded weights */
 } nvfp4_place;
 
 /* ---- shapes of tiles ---- */
@@ -91,13 +99,24 @@ template <class SHAPE> struct unit_copies {
 
 /* ---- products ---- */
 
-template <moq_nvfp4_type TYPE>
+template <nvfp4_form FORM>
 static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
                                                 const uint32_t (&x)[2]) {
-    if (TYPE == MOQ_NVFP4_F16)
-        mma_f16(sum, w, x);
-    else
+    if (FORM == NVFP4_OF_BF16)
         mma_bf16(sum, w, x);
+    else
+        mma_f16(sum, w, x);
+}
+
+/* The operand of a word of codes; the scales are those of the pair of bytes of its group. */
+template <nvfp4_form FORM>
+static __device__ __forceinline__ void decode(uint32_t word, uint32_t bytes, bool upper,
+                                              uint32_t folds, uint32_t (&w)[4]) {
+    constexpr moq_nvfp4_type TYPE = FORM == NVFP4_OF_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
+    if (FORM == NVFP4_FOLDED)
+        moq_fold_halves_fragment(word, moq_fold_halves_scales(bytes, upper, folds), w);
+    else
+        moq_nvfp4_fragment<TYPE>(word, moq_nvfp4_scales<TYPE>(bytes, upper), w);
 }
 
 /* What a lane has of a unit: a word of codes and two scales for each group. */
@@ -114,22 +133,24 @@ static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int l
 }
 
 /* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
- * that a lane names to ldmatrix first. */
-template <moq_nvfp4_type TYPE, class SHAPE>
+ * that a lane names to ldmatrix first, `folds` are those of the lane's rows of each slab. */
+template <nvfp4_form FORM, class SHAPE>
 static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS][SHAPE::TILES][4],
-                                                      const uint8_t *units, uint32_t x, int lane) {
+                                                      const uint8_t *units, uint32_t x, int lane,
+                                                      const uint32_t (&folds)[SHAPE::SLABS]) {
     unit_part part[SHAPE::SLABS];
 #pragma unroll
     for (int i = 0; i < SHAPE::SLABS; i++)
         part[i] = load_unit(units + i * SHAPE::BLOCKS * MOQ_PACK_BYTES, lane);
 #pragma unroll
     for (int half = 0; half < 2; half++) { /* two groups, four parts of a row of x */
+        if (FORM == NVFP4_FOLDED)
+            __syncwarp(); /* or both halves are decoded at once, and spilled */
         uint32_t w[SHAPE::SLABS][2][4];
 #pragma unroll
         for (int i = 0; i < SHAPE::SLABS * 2; i++)
-            moq_nvfp4_fragment<TYPE>(part[i / 2].word[2 * half + i % 2],
-                                     moq_nvfp4_scales<TYPE>(part[i / 2].scale[half], i % 2),
-                                     w[i / 2][i % 2]);
+            decode<FORM>(part[i / 2].word[2 * half + i % 2], part[i / 2].scale[half], i % 2,
+                         folds[i / 2], w[i / 2][i % 2]);
         uint32_t at = x + part_at(4 * half + lane / 8, lane);
 #pragma unroll
         for (int j = 0; j < SHAPE::TILES; j++) {
@@ -138,10 +159,10 @@ static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS]
             uint32_t first[2] = {four[0], four[1]}, second[2] = {four[2], four[3]};
 #pragma unroll
             for (int i = 0; i < SHAPE::SLABS; i++)
-                multiply<TYPE>(sum[i][j], w[i][0], first);
+                multiply<FORM>(sum[i][j], w[i][0], first);
 #pragma unroll
             for (int i = 0; i < SHAPE::SLABS; i++)
-                multiply<TYPE>(sum[i][j], w[i][1], second);
+                multiply<FORM>(sum[i][j], w[i][1], second);
         }
     }
 }
@@ -157,8 +178,24 @@ static __device__ __forceinline__ void store_sum(const nvfp4_args *a, const moq_
         moq_store_output(out, m, n, __fmul_rn(sum, scale), bias);
 }
 
+/* What sums of row n of W are multiplied by. */
+template <nvfp4_form FORM>
+static __device__ __forceinline__ float factor_of(const nvfp4_place *p, int n) {
+    return p->output_scale[n] *
+           (FORM == NVFP4_FOLDED ? moq_unfold(p->fold_scale[n]) : MOQ_NVFP4_FACTOR);
+}
+
+template <nvfp4_form FORM>
+static __device__ __forceinline__ void store_scaled(const nvfp4_place *p, int64_t m, int n,
+                                                    float sum, float scale, float bias) {
+    if (FORM == NVFP4_FOLDED)
+        sum *= MOQ_FOLDED_HALVES;
+    float of_x = p->x_scale[m * p->next_row];
+    moq_store_output(&p->out, m, n, __fmul_rn(sum, __fmul_rn(of_x, scale)), bias);
+}
+
 /* By all threads of a block, with SHAPE::STAGES * SHAPE::STAGE bytes of shared memory. */
-template <class SHAPE, moq_nvfp4_type TYPE>
+template <class SHAPE, nvfp4_form FORM>
 static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvfp4_place &p,
                                                   uint8_t *memory) {
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -181,6 +218,12 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
         if (i < steps)
             w.copy(ring + i * SHAPE::STAGE + SHAPE::X_BYTES);
     }
+    uint32_t folds[SHAPE::SLABS] = {};
+#pragma unroll
+    for (int i = 0; i < SHAPE::SLABS && FORM == NVFP4_FOLDED; i++) {
+        int n = (slab + wr + i) * MOQ_PACK_ROWS + lane / 4; /* those beyond the ends are zeros */
+        folds[i] = moq_pack_folds(p.fold_scale[min(n, a.n - 1)], p.fold_scale[min(n + 8, a.n - 1)]);
+    }
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < SHAPE::STAGES - 1; i++) {
@@ -201,10 +244,10 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
 #pragma unroll
         for (int i = 0; i < SHAPE::BLOCKS / SHAPE::WK; i++) {
             int block = i * SHAPE::WK + share;
-            multiply_block<TYPE, SHAPE>(
+            multiply_block<FORM, SHAPE>(
                 sum,
                 memory + stage + SHAPE::X_BYTES + (wr * SHAPE::BLOCKS + block) * MOQ_PACK_BYTES,
-                ring + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane);
+                ring + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane, folds);
         }
         free = stage;
         stage += SHAPE::STAGE;
@@ -223,13 +266,17 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
         int n = (slab + wr + i / 2) * MOQ_PACK_ROWS + i % 2 * 8 + lane / 4;
         if (n >= a.n)
             continue;
-        float scale = MOQ_NVFP4_FACTOR * p.output_scale[n], bias = moq_load_bias(&p.out, n);
+        float scale = factor_of<FORM>(&p, n), bias = moq_load_bias(&p.out, n);
 #pragma unroll
         for (int j = 0; j < 2 * SHAPE::TILES; j++) {
             int token = wt + j / 2 * 8 + lane % 4 * 2 + j % 2;
-            if (token < tokens)
-                store_sum(&a, &p.out, first + token, n, sum[i / 2][j / 2][i % 2 * 2 + j % 2], scale,
-                          bias);
+            float total = sum[i / 2][j / 2][i % 2 * 2 + j % 2];
+            if (token >= tokens)
+                continue;
+            if (FORM == NVFP4_OF_CODES || FORM == NVFP4_FOLDED)
+                store_scaled<FORM>(&p, first + token, n, total, scale, bias);
+            else
+                store_sum(&a, &p.out, first + token, n, total, scale, bias);
         }
     }
 }

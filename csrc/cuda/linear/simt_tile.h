@@ -9,6 +9,7 @@
 #include "cuda/device/load.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/ptx.h"
+#include "cuda/device/round.h"
 
 namespace moq::simt {
 
@@ -56,29 +57,6 @@ typedef struct {
     int tokens;    /* rows of x from it on, at most TOKENS */
 } simt_place;
 
-/* ---- rounding ---- */
-
-/* The nearest value of a format with `fraction` bits of significand, ties to even, `lowest` being
- * the exponent of its smallest normal number; beyond `most` it is that. NaN stays. */
-static __device__ __forceinline__ float round_to_format(float value, int fraction, int lowest,
-                                                        float most) {
-    float magnitude = fabsf(value);
-    if (!(magnitude <= most))
-        return value != value ? value : copysignf(most, value);
-    uint32_t exponent =
-        max(__float_as_uint(magnitude) & 0x7f800000u, (uint32_t)(127 + lowest) << 23);
-    float grid = __uint_as_float(exponent + ((uint32_t)(23 - fraction) << 23));
-    return copysignf(__fsub_rn(__fadd_rn(magnitude, grid), grid), value);
-}
-
-static __device__ __forceinline__ float round_e4m3(float value) {
-    return round_to_format(value, 3, -6, MOQ_E4M3_MAX);
-}
-
-static __device__ __forceinline__ float round_e2m1(float value) {
-    return round_to_format(value, 1, 0, MOQ_E2M1_MAX);
-}
-
 /* ---- x ---- */
 
 static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits, uint32_t *shared) {
@@ -106,15 +84,6 @@ static __device__ __forceinline__ float tensor_scale(const simt_args *a, const s
     return scale == 0.0f ? 1.0f : scale;
 }
 
-static __device__ __forceinline__ void quantize_nvfp4(float (&value)[LANE_K], float scale) {
-    float amax = __uint_as_float(moq_amax_bits(value));
-    float block = round_e4m3(__fdiv_rn(amax, __fmul_rn(MOQ_E2M1_MAX, scale)));
-    float step = __fmul_rn(block, scale);
-#pragma unroll
-    for (int i = 0; i < LANE_K; i++)
-        value[i] = step == 0.0f ? 0.0f : __fmul_rn(round_e2m1(__fdiv_rn(value[i], step)), block);
-}
-
 /* What the codes of a lane's values mean, without the scale of the row. By groups, the lanes of a
  * group get its scale in *scale. */
 template <int MODE>
@@ -122,7 +91,7 @@ static __device__ __forceinline__ void quantize(float (&value)[LANE_K], float *s
     if (MODE == MOQ_INPUT_AS_IS)
         return;
     if (MODE == MOQ_INPUT_NVFP4) {
-        quantize_nvfp4(value, *scale);
+        round_nvfp4(value, *scale);
         return;
     }
     if (MODE == MOQ_INPUT_E4M3_GROUP)
@@ -426,7 +395,8 @@ static const void *kernel_for(const moq_linear_spec *spec, bool few) {
     case MOQ_INPUT_E4M3_GROUP:
         return KERNEL<MOQ_INPUT_E4M3_GROUP, E4M3_BLOCK>::of(few);
     default:
-        return KERNEL<MOQ_INPUT_NVFP4, E2M1>::of(few);
+        return packed ? KERNEL<MOQ_INPUT_NVFP4, PACKED>::of(few)
+                      : KERNEL<MOQ_INPUT_NVFP4, E2M1>::of(few);
     }
 }
 

@@ -29,9 +29,11 @@ int64_t moq_cuda_moe_mma_fp8_as_f16_workspace(const moq_moe_call *call);
 moq_status moq_cuda_moe_mma_fp8_as_e4m3(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_mma_fp8_as_e4m3_workspace(const moq_moe_call *call);
 
-/* Packed NVFP4 weights as they are, x and y of 16 bits; sm_80 and up. */
+/* Packed NVFP4 weights as they are, or folded to e4m3, x and y of 16 bits; sm_80 and up. */
 moq_status moq_cuda_moe_mma_nvfp4(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_mma_nvfp4_folded(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_mma_nvfp4_folded_workspace(const moq_moe_call *call);
 
 #ifdef __cplusplus
 }

@@ -30,7 +30,8 @@ typedef struct {
 } product_kind;
 
 /* The kernels of cuda/linear: simt_linear.cu, mma_nvfp4_linear.cu and mma_fp8_linear.cu. */
-extern const product_kind SIMT_PRODUCT, NVFP4_PRODUCT, FP8_AS_F16_PRODUCT, FP8_AS_E4M3_PRODUCT;
+extern const product_kind SIMT_PRODUCT, NVFP4_PRODUCT, NVFP4_FOLDED_PRODUCT, FP8_AS_F16_PRODUCT,
+    FP8_AS_E4M3_PRODUCT;
 
 /* ---- the weight of an expert ---- */
 

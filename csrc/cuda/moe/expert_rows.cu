@@ -11,6 +11,7 @@
  * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
  * Bound by memory: u and d are float32. */
 #include "cuda/device/ptx.h"
+#include "cuda/device/round.h"
 #include "cuda/moe/expert_activation.h"
 #include "cuda/moe/expert_rows.h"
 #include "cuda/runtime/launch.h"
@@ -40,6 +41,18 @@ typedef struct {
     int64_t stride; /* bytes of a row of out */
     float *scales;
 } row_args;
+
+static __host__ __device__ constexpr bool is_values(row_form form) {
+    return form == ROWS_VALUES || form == ROWS_AMAX;
+}
+
+static __host__ __device__ constexpr bool is_halves(row_form form) {
+    return form == ROWS_HALVES_TENSOR || form == ROWS_HALVES_TOKEN || form == ROWS_HALVES_NVFP4;
+}
+
+static __host__ __device__ constexpr bool has_row_scales(row_form form) {
+    return form == ROWS_AMAX || form == ROWS_TOKEN || form == ROWS_HALVES_TOKEN;
+}
 
 /* ---- values ---- */
 
@@ -144,9 +157,9 @@ static __device__ __forceinline__ float find_amax(const row_args *a, const row_p
     return __uint_as_float(most);
 }
 
-static __device__ __forceinline__ void store_values(const row_args *a, int row, int64_t column,
-                                                    const float (&value)[16]) {
-    bool wide = a->dtype == MOQ_DT_F32;
+static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype dtype, int row,
+                                                    int64_t column, const float (&value)[16]) {
+    bool wide = dtype == MOQ_DT_F32;
     uint4 *to = (uint4 *)((uint8_t *)a->out + row * a->stride + column * (wide ? 4 : 2));
     if (wide) {
 #pragma unroll
@@ -159,13 +172,27 @@ static __device__ __forceinline__ void store_values(const row_args *a, int row, 
     uint32_t word[8];
 #pragma unroll
     for (int i = 0; i < 8; i++)
-        word[i] = moq_narrow_pair(a->dtype, value[2 * i], value[2 * i + 1]);
+        word[i] = moq_narrow_pair(dtype, value[2 * i], value[2 * i + 1]);
     to[0] = make_uint4(word[0], word[1], word[2], word[3]);
     to[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
+/* What the codes of a thread's columns mean. */
+template <row_form FORM>
+static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
+                                                    float scale, float (&value)[16]) {
+    if (FORM == ROWS_HALVES_NVFP4)
+        round_nvfp4(value, scale);
+    if (FORM == ROWS_HALVES_TOKEN)
+        moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
+#pragma unroll
+    for (int i = 0; i < 16 && FORM != ROWS_HALVES_NVFP4; i++)
+        value[i] = round_e4m3(FORM == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
+    store_values(a, MOQ_DT_F16, row, column, value);
+}
+
 /* Codes of a thread's columns; the eight lanes of a group come together. */
-template <int FORM>
+template <row_form FORM>
 static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
                                                    int64_t column, float scale,
                                                    float (&value)[16]) {
@@ -184,7 +211,7 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
         *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
 }
 
-template <bool OF_U, int FORM>
+template <bool OF_U, row_form FORM>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -193,9 +220,11 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         return;
     row_place p = place_of<OF_U>(&a, row);
     float scale = 1.0f;
-    if (FORM == ROWS_TENSOR)
+    if (FORM == ROWS_TENSOR || FORM == ROWS_HALVES_TENSOR)
         scale = __frcp_rn(a.input_scale[p.expert * a.parts]);
-    if (FORM == ROWS_TOKEN || FORM == ROWS_AMAX) {
+    if (FORM == ROWS_HALVES_NVFP4)
+        scale = a.input_scale[p.expert * a.parts];
+    if (has_row_scales(FORM)) {
         float amax = find_amax<OF_U>(&a, &p);
         scale = moq_token_scale(amax);
         if (threadIdx.x == 0)
@@ -206,10 +235,14 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         float value[16] = {};
         if (column < a.k)
             make_values<OF_U>(&a, &p, column, value);
-        if (FORM != ROWS_VALUES && FORM != ROWS_AMAX)
+        if (!is_values(FORM) && !is_halves(FORM))
             store_codes<FORM>(&a, &p, column, scale, value);
-        else if (column < a.k)
-            store_values(&a, row, column, value);
+        else if (column >= a.k)
+            continue;
+        else if (is_halves(FORM))
+            store_halves<FORM>(&a, row, column, scale, value);
+        else
+            store_values(&a, a.dtype, row, column, value);
     }
 }
 
@@ -306,7 +339,7 @@ static __global__ void __launch_bounds__(SUM_THREADS) combine(const __grid_const
 int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
     if (form == ROWS_NVFP4)
         return (columns / 2 + 15) / 16 * 16;
-    int64_t size = form == ROWS_VALUES || form == ROWS_AMAX ? (int64_t)moq_dtype_size(dtype) : 1;
+    int64_t size = is_values(form) ? (int64_t)moq_dtype_size(dtype) : is_halves(form) ? 2 : 1;
     return (columns + 15) / 16 * 16 * size;
 }
 
@@ -315,7 +348,7 @@ int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
         return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
     if (form == ROWS_NVFP4)
         return rows * (columns / 16);
-    return form == ROWS_AMAX || form == ROWS_TOKEN ? rows * (int64_t)sizeof(float) : 0;
+    return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
 }
 
 template <bool OF_U> static const void *kernel_for(row_form form) {
@@ -328,6 +361,12 @@ template <bool OF_U> static const void *kernel_for(row_form form) {
         return (const void *)make_rows<OF_U, ROWS_TOKEN>;
     case ROWS_GROUP:
         return (const void *)make_rows<OF_U, ROWS_GROUP>;
+    case ROWS_HALVES_TENSOR:
+        return (const void *)make_rows<OF_U, ROWS_HALVES_TENSOR>;
+    case ROWS_HALVES_TOKEN:
+        return (const void *)make_rows<OF_U, ROWS_HALVES_TOKEN>;
+    case ROWS_HALVES_NVFP4:
+        return (const void *)make_rows<OF_U, ROWS_HALVES_NVFP4>;
     default:
         return (const void *)make_rows<OF_U, ROWS_VALUES>;
     }

@@ -14,14 +14,19 @@ typedef enum {
     ROWS_TENSOR, /* e4m3 with the input_scale of the expert */
     ROWS_TOKEN,  /* e4m3 and a scale a row */
     ROWS_GROUP,  /* e4m3 and a scale a row and 128 columns, [columns / 128, scale_stride] */
-    ROWS_NVFP4   /* pairs of e2m1 and an e4m3 scale a row and 16 columns, [rows, columns / 16] */
+    ROWS_NVFP4,  /* pairs of e2m1 and an e4m3 scale a row and 16 columns, [rows, columns / 16] */
+    /* What codes mean without their scale, as float16: e4m3 as above, and NVFP4 codes times their
+     * block scales with the input_scale of the expert. */
+    ROWS_HALVES_TENSOR,
+    ROWS_HALVES_TOKEN,
+    ROWS_HALVES_NVFP4
 } row_form;
 
 /* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are zeros.
  */
 typedef struct {
     row_form form;
-    void *data;   /* values, or codes */
+    void *data;   /* values, codes, or what they mean */
     void *scales; /* of float, or of e4m3; or amax */
     int64_t scale_stride;
 } expert_rows;

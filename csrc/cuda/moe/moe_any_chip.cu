@@ -145,6 +145,7 @@ moq_status launch_product(const expert_product *p, const void *kernel, int64_t w
 
 KERNEL(simt, SIMT_PRODUCT)
 KERNEL(mma_nvfp4, NVFP4_PRODUCT)
+KERNEL(mma_nvfp4_folded, NVFP4_FOLDED_PRODUCT)
 KERNEL(mma_fp8_as_f16, FP8_AS_F16_PRODUCT)
 KERNEL(mma_fp8_as_e4m3, FP8_AS_E4M3_PRODUCT)
 

@@ -1,4 +1,5 @@
 /* Products of experts of FP8 weights with rows of codes: tiles of cuda/linear/mma_fp8_tile.h. */
+#include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_fp8_tile.h"
 #include "cuda/moe/expert_product.h"
 
@@ -50,24 +51,14 @@ typedef struct {
         }                                                                                          \
     }
 
-/* As those of the linear. */
-static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(64, 64, 2, 2, 2, 4),
-                               SHAPE(128, 128, 2, 4, 1, 3)};
-
-enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
+/* As those of the linear, and one between: an expert has 16 to 32 rows more often than a call. */
+static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(32, 64, 1, 2, 4, 5),
+                               SHAPE(64, 64, 2, 2, 2, 4), SHAPE(128, 128, 2, 4, 1, 3)};
 
 static row_form form(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_GROUP   ? ROWS_GROUP
            : spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
                                                  : ROWS_TENSOR;
-}
-
-/* The least tile that holds an expert's rows where they are a quarter more than on average. */
-static int tile_rows(double rows) {
-    int i = 0;
-    while (i < SHAPE_COUNT - 1 && rows * 1.25 > SHAPES[i].tm)
-        i++;
-    return SHAPES[i].tm;
 }
 
 static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
@@ -99,7 +90,9 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
     return multiply(p, true, err);
 }
 
-const product_kind FP8_AS_F16_PRODUCT = {form, tile_rows, multiply_as_halves};
-const product_kind FP8_AS_E4M3_PRODUCT = {form, tile_rows, multiply_as_codes};
+const product_kind FP8_AS_F16_PRODUCT = {form, moq_moe_mma_fp8_as_f16_tile_rows,
+                                         multiply_as_halves};
+const product_kind FP8_AS_E4M3_PRODUCT = {form, moq_moe_mma_fp8_as_e4m3_tile_rows,
+                                          multiply_as_codes};
 
 } // namespace moq::moe

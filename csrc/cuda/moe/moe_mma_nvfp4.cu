@@ -1,5 +1,9 @@
-/* Products of experts of packed NVFP4 weights with rows of 16 bits: tiles of
- * cuda/linear/mma_nvfp4_tile.h. */
+/* Products of experts of packed NVFP4 weights: tiles of cuda/linear/mma_nvfp4_tile.h.
+ *
+ * Rows are of 16 bits: x as it is, or the numbers that its codes mean, e4m3 or NVFP4, which float16
+ * holds. So the products are those of codes, exactly, on every chip with tensor cores of float16,
+ * and sums have all of float32. Weights are as they are, or folded to e4m3. */
+#include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
 #include "cuda/moe/expert_product.h"
 
@@ -9,13 +13,14 @@ using namespace mma_nvfp4;
 
 typedef struct {
     nvfp4_args tile;
+    const float *x_scale; /* of rows, or NULL: the input scale of the expert */
     expert_stack stack;
     const row_tile *tiles;
     int64_t weight_tiles;
     float *out;
 } nvfp4_product_args;
 
-template <class SHAPE, moq_nvfp4_type TYPE>
+template <class SHAPE, nvfp4_form FORM>
 static __global__ void __launch_bounds__(SHAPE::THREADS)
     nvfp4_experts(const __grid_constant__ nvfp4_product_args a) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -26,10 +31,12 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
     int e = p.rows.expert;
     if (p.rows.rows == 0)
         return;
-    nvfp4_tile<SHAPE, TYPE>(a.tile,
+    nvfp4_tile<SHAPE, FORM>(a.tile,
                             {s->weight + e * s->weight_step, s->output_scale + e * s->n,
                              output_of(s, a.out, e), (int)p.weight * SHAPE::TILE_SLABS, p.rows.rows,
-                             p.rows.first},
+                             p.rows.first,
+                             a.x_scale ? a.x_scale : row_of(s->input_scale, (int64_t)e * s->parts),
+                             a.x_scale != NULL, row_of(s->fold_scale, e * s->n)},
                             memory);
 }
 
@@ -37,7 +44,7 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
 
 typedef struct {
     int tokens, rows, threads, shared;
-    const void *kernel[2]; /* by moq_nvfp4_type */
+    const void *kernel[4]; /* by nvfp4_form */
 } shape;
 
 template <class TILING> static constexpr shape shape_of(void) {
@@ -45,26 +52,24 @@ template <class TILING> static constexpr shape shape_of(void) {
             TILING::ROWS,
             TILING::THREADS,
             TILING::STAGES * TILING::STAGE,
-            {(const void *)nvfp4_experts<TILING, MOQ_NVFP4_BF16>,
-             (const void *)nvfp4_experts<TILING, MOQ_NVFP4_F16>}};
+            {(const void *)nvfp4_experts<TILING, NVFP4_OF_BF16>,
+             (const void *)nvfp4_experts<TILING, NVFP4_OF_F16>,
+             (const void *)nvfp4_experts<TILING, NVFP4_OF_CODES>,
+             (const void *)nvfp4_experts<TILING, NVFP4_FOLDED>}};
 }
 
 static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<tiling_32>(),
                                shape_of<tiling_64>(), shape_of<tiling_128>()};
 
-enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
-
-static row_form form(const moq_linear_spec *spec) {
-    (void)spec;
-    return ROWS_VALUES;
+/* A layer that leaves the choice to the library is not quantized where weights are exact. */
+static row_form form_exact(const moq_linear_spec *spec) {
+    if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
+        return ROWS_VALUES;
+    return spec->input == MOQ_INPUT_NVFP4 ? ROWS_HALVES_NVFP4 : ROWS_HALVES_TENSOR;
 }
 
-/* The least tile that holds an expert's rows where they are a quarter more than on average. */
-static int tile_rows(double rows) {
-    int i = 0;
-    while (i < SHAPE_COUNT - 1 && rows * 1.25 > SHAPES[i].tokens)
-        i++;
-    return SHAPES[i].tokens;
+static row_form form_folded(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
 }
 
 static const shape *shape_for(int tokens) {
@@ -74,26 +79,38 @@ static const shape *shape_for(int tokens) {
     return s;
 }
 
-static moq_status multiply(const expert_product *p, moq_err *err) {
+static moq_status multiply(const expert_product *p, nvfp4_form form, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     const shape *s = shape_for(p->tile_rows);
     nvfp4_product_args args = {};
     args.tile.x = (const uint8_t *)p->rows->data;
-    args.tile.x_stride = row_bytes(ROWS_VALUES, spec->dtype, spec->in_features);
+    args.tile.x_stride = row_bytes(p->rows->form, spec->dtype, spec->in_features);
     args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.n = (int)spec->out_features;
     args.tile.slabs = (int)moq_pack_slabs(spec->out_features);
     args.tile.blocks = (int)moq_pack_blocks(spec->in_features);
     args.tile.splits = 1;
+    args.x_scale = p->rows->form == ROWS_HALVES_TOKEN ? (const float *)p->rows->scales : NULL;
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = (spec->out_features + s->rows - 1) / s->rows;
     args.out = p->out;
-    moq_nvfp4_type type = spec->dtype == MOQ_DT_F16 ? MOQ_NVFP4_F16 : MOQ_NVFP4_BF16;
-    return launch_product(p, s->kernel[type], args.weight_tiles, s->threads, s->shared, &args, err);
+    return launch_product(p, s->kernel[form], args.weight_tiles, s->threads, s->shared, &args, err);
 }
 
-const product_kind NVFP4_PRODUCT = {form, tile_rows, multiply};
+static moq_status multiply_exact(const expert_product *p, moq_err *err) {
+    if (p->rows->form != ROWS_VALUES)
+        return multiply(p, NVFP4_OF_CODES, err);
+    return multiply(p, p->spec->dtype == MOQ_DT_F16 ? NVFP4_OF_F16 : NVFP4_OF_BF16, err);
+}
+
+static moq_status multiply_folded(const expert_product *p, moq_err *err) {
+    return multiply(p, NVFP4_FOLDED, err);
+}
+
+const product_kind NVFP4_PRODUCT = {form_exact, moq_moe_mma_nvfp4_tile_rows, multiply_exact};
+const product_kind NVFP4_FOLDED_PRODUCT = {form_folded, moq_moe_mma_nvfp4_folded_tile_rows,
+                                           multiply_folded};
 
 } // namespace moq::moe
