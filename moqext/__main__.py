@@ -16,10 +16,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 2 for bad arguments or an unreadable checkpoint."""
     parser = argparse.ArgumentParser(prog="moqext", description=moqext.__doc__)
     parser.add_argument("--version", action="version", version=f"moqext {moqext.__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     args = parser.parse_args(arguments)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(
             errors="replace"

@@ -27,3 +27,11 @@ def test_text_has_a_line_for_each_fact(capsys):
     keys = [line.split()[0] for line in lines]
     assert keys[:8] == ["moqext", "build", "flags", "python", "cpu", "openmp", "kernels", "cuda"]
     assert all(len(line.split()) > 1 for line in lines if not line.startswith(" "))
+
+
+def test_without_a_command_the_commands_are_shown(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    for command in ("inspect", "verify", "compare", "convert", "bench", "info"):
+        assert f"\n    {command} " in printed.err
