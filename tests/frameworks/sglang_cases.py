@@ -7,6 +7,7 @@ a model; tensors of a checkpoint are on the CPU.
 import types
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from .sglang_stand_ins import stand_in
 
 stand_in()
 
+from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -30,7 +32,9 @@ from .torch_cases import tensors_of  # noqa: E402
 
 GROUP = {"W4A8_NVFP4_FP8": 32}
 HEADS, KV_HEADS = 4, 2
+ALONE = types.SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
 RANK = {
+    **dict.fromkeys(("tp_size", "attn_tp_size", "moe_ep_size", "moe_tp_size", "moe_dp_size", "pp_size"), 1),
     "tp_group": None,
     "tp_rank": 0,
     "moe_ep_rank": 0,
@@ -38,7 +42,7 @@ RANK = {
     "moe_dp_rank": 0,
     "attn_tp_group": None,
     "attn_tp_rank": 0,
-    "pp_group": types.SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1),
+    "pp_group": ALONE,
     "pp_rank": 0,
 }
 
@@ -49,6 +53,7 @@ def engine(device="cpu"):
     with (
         get_context().override_server_args(device=device),
         get_parallel().override(**RANK),
+        patch.multiple(parallel_state, _TP=ALONE, _PP=ALONE),  # what SGLang 0.5.17 asks beside it
         torch.device(device),
     ):
         yield

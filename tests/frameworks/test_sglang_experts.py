@@ -63,7 +63,7 @@ def test_equals_moe_method(rng, algo, routed):
     case = moe_case(rng, algo)
     layer = ready(case)
     assert type(layer.quant_method) is MoqextFusedMoEMethod
-    assert layer.runner_backend is None
+    assert getattr(layer, "runner_backend", None) is None  # 0.5.17 has no such attribute
     x, chosen = routed()
     before = x.clone()
     assert torch.equal(layer(x, chosen), direct(case, x, chosen))
