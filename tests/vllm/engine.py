@@ -416,8 +416,11 @@ def split(*cases):
 
 
 def cache_scales(directory):
-    """The scales of each attention's cache."""
-    say(make_engine(directory).apply_model(read_cache_scales)[0])
+    """The scales of each attention's cache in a model of bfloat16, and once more after a reload."""
+    llm = make_engine(directory, dtype="bfloat16")
+    found = llm.apply_model(read_cache_scales)[0]
+    llm.collective_rpc("reload_weights")
+    say([found, llm.apply_model(read_cache_scales)[0]])
 
 
 def read_cache_scales(model):
