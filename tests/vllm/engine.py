@@ -275,6 +275,17 @@ def made_up(*directories):
         del llm
 
 
+def random(*directories):
+    """The tokens of the benchmark's mixture of experts, whose weights come from no file, and its methods."""
+    from benchmarks import vllm_random
+
+    vllm_random.register()
+    for directory in directories:
+        llm = make_engine(directory, load_format=vllm_random.LOAD_FORMAT)
+        say([generate(llm), llm.apply_model(methods)[0]])
+        del llm
+
+
 def outputs(model):
     """Of each quantized linear whether its output is finite, and not zero."""
     found = {}
