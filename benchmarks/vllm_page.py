@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results/vllm.md from benchmarks/results/vllm.*.json.
+"""Writes the tables of docs/results/vllm.md from benchmarks/results/vllm.*.json and vllm-experts.*.json.
 
 python -m benchmarks.vllm_page
 """
@@ -61,11 +61,11 @@ def table(rows: Sequence[Row], compiled: bool) -> str:
     return lines(["linears", *titles], body, 1)
 
 
-def section(result: Row) -> str:
-    """All ways of a chip."""
+def section(result: Row, what: str = "") -> str:
+    """All ways of a chip; `what` stands before its name."""
     about, rows = result["environment"], result["rows"]
     parts = [
-        f"### {result['gpu']}",
+        f"### {what}{result['gpu']}",
         f"vLLM {result['vllm']}, torch {about['torch']}, {about['date'][:10]}. {result['note']}".strip(),
     ]
     for compiled, title in ((False, "CUDA graphs, without torch.compile"), (True, "torch.compile")):
@@ -76,8 +76,12 @@ def section(result: Row) -> str:
 
 def page_text() -> str:
     """The page as the recorded results make it."""
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("vllm.*.json"))]
-    return fill(PAGE.read_text(encoding="utf-8"), *MARKS, [section(result) for result in results])
+    sections = [
+        section(json.loads(path.read_text()), what)
+        for pattern, what in (("vllm.*.json", ""), ("vllm-experts.*.json", "Experts on "))
+        for path in sorted(RESULTS.glob(pattern))
+    ]
+    return fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,14 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):  # type: ignore[misc]
         self.prefix = prefix
 
     def create_weights(self, layer: torch.nn.Module) -> None:
-        """Gives the attention a parameter for each scale, which stays absent where vLLM makes weights up."""
+        """Gives the attention a parameter for each scale, which stays absent where vLLM makes weights up.
+
+        They are float32: vLLM's have the dtype of the model at first, whose rounding a reload then undoes.
+        """
         super().create_weights(layer)
         for name in SCALES:
             if (scale := getattr(layer, name, None)) is not None:
+                scale.data = scale.data.float()
                 scale.dummy_weight_value = ABSENT
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -275,6 +275,17 @@ def made_up(*directories):
         del llm
 
 
+def random(*directories):
+    """The tokens of the benchmark's mixture of experts, whose weights come from no file, and its methods."""
+    from benchmarks import vllm_random
+
+    vllm_random.register()
+    for directory in directories:
+        llm = make_engine(directory, load_format=vllm_random.LOAD_FORMAT)
+        say([generate(llm), llm.apply_model(methods)[0]])
+        del llm
+
+
 def outputs(model):
     """Of each quantized linear whether its output is finite, and not zero."""
     found = {}
@@ -416,8 +427,11 @@ def split(*cases):
 
 
 def cache_scales(directory):
-    """The scales of each attention's cache."""
-    say(make_engine(directory).apply_model(read_cache_scales)[0])
+    """The scales of each attention's cache in a model of bfloat16, and once more after a reload."""
+    llm = make_engine(directory, dtype="bfloat16")
+    found = llm.apply_model(read_cache_scales)[0]
+    llm.collective_rpc("reload_weights")
+    say([found, llm.apply_model(read_cache_scales)[0]])
 
 
 def read_cache_scales(model):

@@ -28,6 +28,19 @@ def test_engines_run_without_files(made_up, name):
     assert {len(each) for each in tokens} == {16}
 
 
+def test_the_benchmark_of_experts_has_all_that_a_model_loads(engine, tmp_path):
+    """Without files, through vLLM's own loader of the model: FP8 and NVFP4 of one small model."""
+    from benchmarks import vllm_random
+
+    for quant_algo in ("FP8", "NVFP4"):
+        vllm_random.write_config(tmp_path / quant_algo, quant_algo, tiny=True)
+    for tokens, methods in engine("random", tmp_path / "FP8", tmp_path / "NVFP4"):
+        layers = vllm_random.TINY["num_hidden_layers"]
+        assert methods["MoqextModelOptMoEMethod"] == layers
+        assert methods["MoqextModelOptLinearMethod"] == 2 * layers
+        assert len({tuple(each) for each in tokens}) == 3
+
+
 def test_what_is_loaded_is_still_looked_at():
     """Without that format nothing counts as filled."""
     import torch

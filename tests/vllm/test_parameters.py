@@ -74,7 +74,12 @@ def may_be_alone(name, parameter):
 
 
 def may_differ(parameter, ours, theirs):
-    """Whether values may: those that were never filled, and a scale of gate and of up for one of both."""
+    """Whether values may: those never filled, a scale of gate and of up for one of both, and of the cache.
+
+    The last are float32, as the checkpoint's, and have the dtype of the model in vLLM.
+    """
+    if parameter.endswith((".k_scale", ".v_scale", ".q_scale")):
+        return ours[1] == theirs[1] and (ours[2], theirs[2]) == ("torch.float32", "torch.bfloat16")
     if parameter.endswith("experts.w13_input_scale"):
         return ours[1] == [*theirs[1], 2]
     return parameter.endswith("_proj.input_scale") and ours[1] == theirs[1] and ours[3].startswith("marked")
