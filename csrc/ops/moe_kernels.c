@@ -58,13 +58,13 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
                has_few_experts(spec, reason, size);                                                \
     }
 
-#define CUDA_ROW(name, kernel, codes, computes_folded)                                             \
+#define CUDA_ROW(name, kernel, computes_folded)                                                    \
     {{"cuda", name},                                                                               \
      can_run_##kernel,                                                                             \
      moq_cuda_moe_##kernel##_seconds,                                                              \
      moq_cuda_moe_##kernel##_workspace,                                                            \
      moq_cuda_moe_##kernel,                                                                        \
-     .takes_codes = codes,                                                                         \
+     .takes_codes = true,                                                                          \
      .folds = computes_folded}
 
 CUDA_KERNEL("simt", simt)
@@ -149,12 +149,11 @@ static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    CUDA_ROW("simt", simt, true, false),
-    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, true, false),
-    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, true, false),
-    /* Their rows are what codes mean, made as x is quantized. */
-    CUDA_ROW("sm80_nvfp4", mma_nvfp4, false, false),
-    CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, false, true),
+    CUDA_ROW("simt", simt, false),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, false),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, false),
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4, false),
+    CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, true),
     FEW_ROW(fp8),
     FEW_ROW(nvfp4),
 };

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8")
+KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4", "cuda:sm80_nvfp4_fp8")
 FORCED = "test_codes_give_the_bits_of_what_they_were_made_from"
 
 

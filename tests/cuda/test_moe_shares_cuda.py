@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 pytest.importorskip("torch")
 
-KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4")
+KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4", "cuda:sm80_nvfp4_fp8")
 FREE = (
     "test_codes_that_were_sent_to_shares",
     "test_exact_sums_of_columns_add_up_bit_by_bit",

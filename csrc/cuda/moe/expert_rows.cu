@@ -277,7 +277,45 @@ static __device__ __forceinline__ void copy_code_row(const code_args *a, int64_t
     }
 }
 
-template <int FORM>
+/* Two e4m3 codes as float16, NaN too. */
+static __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t codes) {
+    __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)codes, __NV_E4M3);
+    return (uint32_t)pair.x | (uint32_t)pair.y << 16;
+}
+
+/* Two e2m1 codes of a byte times their block scale, which float16 holds. */
+static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float block) {
+    uint32_t bits = (byte & 0x07u) << 9 | (byte & 0x08u) << 12 | (byte & 0x70u) << 21 |
+                    (byte & 0x80u) << 24; /* as float16, times 2^-14 */
+    float2 pair = moq_widen_pair(bits, MOQ_DT_F16);
+    block *= 16384.0f;
+    return moq_narrow_pair(MOQ_DT_F16, __fmul_rn(pair.x, block), __fmul_rn(pair.y, block));
+}
+
+/* The row as halves of what its codes mean, without its scale. Columns are a multiple of 16, as
+ * those of NVFP4 weights are. */
+template <row_form FORM>
+static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t token, int row) {
+    const uint8_t *from = a->codes + token * a->next;
+    for (int64_t group = threadIdx.x; group < a->stride / 32; group += THREADS) {
+        uint32_t word[8];
+        float block = 0.0f;
+        if (FORM == ROWS_HALVES_NVFP4) {
+            int64_t at = slot_offset(&a->scale_at, token, (int)group);
+            block = moq_widen_pair(halves_of_e4m3(((const uint8_t *)a->x_scale)[at]), MOQ_DT_F16).x;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            word[i] = FORM == ROWS_HALVES_NVFP4
+                          ? halves_of_e2m1(from[group * 8 + i], block)
+                          : halves_of_e4m3(((const uint16_t *)from)[group * 8 + i]);
+        uint4 *to = (uint4 *)(a->out + row * a->stride) + group * 2;
+        to[0] = make_uint4(word[0], word[1], word[2], word[3]);
+        to[1] = make_uint4(word[4], word[5], word[6], word[7]);
+    }
+}
+
+template <row_form FORM>
 static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_constant__ code_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -285,8 +323,11 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
     if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
         return;
     int64_t token = a.first + a.groups.slot[row] / a.top_k;
-    copy_code_row(&a, token, row);
-    for (int i = threadIdx.x; i < a.x_scales; i += THREADS) {
+    if (is_halves(FORM))
+        copy_halves<FORM>(&a, token, row);
+    else
+        copy_code_row(&a, token, row);
+    for (int i = threadIdx.x; i < a.x_scales && FORM != ROWS_HALVES_NVFP4; i += THREADS) {
         int64_t at = slot_offset(&a.scale_at, token, i);
         if (FORM == ROWS_NVFP4)
             ((uint8_t *)a.scales)[(int64_t)row * a.x_scales + i] = ((const uint8_t *)a.x_scale)[at];
@@ -405,6 +446,21 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     return a;
 }
 
+/* A scale of a row is copied as those of groups of columns are. */
+static const void *code_kernel_for(row_form form) {
+    switch (form) {
+    case ROWS_NVFP4:
+        return (const void *)copy_codes<ROWS_NVFP4>;
+    case ROWS_HALVES_NVFP4:
+        return (const void *)copy_codes<ROWS_HALVES_NVFP4>;
+    case ROWS_HALVES_TENSOR:
+    case ROWS_HALVES_TOKEN:
+        return (const void *)copy_codes<ROWS_HALVES_TOKEN>;
+    default:
+        return (const void *)copy_codes<ROWS_GROUP>;
+    }
+}
+
 static moq_status copy_rows_of_codes(const slot_chunk *chunk, const slot_groups *groups,
                                      const expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
@@ -425,10 +481,8 @@ static moq_status copy_rows_of_codes(const slot_chunk *chunk, const slot_groups 
     a.stride = row_bytes(rows->form, w13->dtype, w13->in_features);
     a.scales = rows->scales;
     a.scale_stride = rows->scale_stride;
-    const void *kernel = rows->form == ROWS_NVFP4 ? (const void *)copy_codes<ROWS_NVFP4>
-                                                  : (const void *)copy_codes<ROWS_GROUP>;
-    return launch("rows of experts", kernel, dim3((unsigned)most_rows(chunk)), THREADS,
-                  call->stream, &a, err);
+    return launch("rows of experts", code_kernel_for(rows->form), dim3((unsigned)most_rows(chunk)),
+                  THREADS, call->stream, &a, err);
 }
 
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
