@@ -9,7 +9,9 @@
 
 /* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
  * kernels declare. */
-#define BLOCK_BYTES (111 << 10)
+#define BLOCK_BYTES (112 << 10)
+/* Stages of a fresh ring that are on their way at once: enough for the memory. */
+#define FLIGHT 3
 /* Slots up to here are grouped by the lanes of a warp, which need no counts. */
 #define LANES 32
 
@@ -41,28 +43,48 @@ int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens) {
     return slots_of(spec, tokens) * spec->w2.in_features * (int64_t)moq_dtype_size(spec->w2.dtype);
 }
 
-int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+int64_t moq_moe_few_sums_at(const moq_moe_spec *spec, int64_t tokens) {
     int64_t maxima = spec->w2.input == MOQ_INPUT_E4M3_TOKEN
                          ? slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS) * 4
                          : 0;
     return moq_moe_few_inner_bytes(spec, tokens) + maxima;
 }
 
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+    return moq_moe_few_sums_at(spec, tokens) +
+           slots_of(spec, tokens) * spec->w2.out_features * (int64_t)sizeof(float);
+}
+
 /* ---- formats ---- */
 
 /* Weights as a kernel goes through them. */
 typedef struct {
-    int warps;          /* of a block */
     int columns, bytes; /* of a block of K of a slab */
     int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
     int alignment;      /* of the ring, beyond what shared memory has */
-    int log_slabs;      /* of a stage of the second kernel, at most */
+    int whole;          /* a stage is of all blocks of a slice, or of one */
+    int twice;          /* the longest slice of which a warp holds two */
+    int slice[8];       /* blocks that it may have, then 0 */
 } format;
 
-static const format NVFP4 = {
-    MOQ_MOE_NVFP4_FEW_WARPS, MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 1};
-static const format FP8 = {MOQ_MOE_FP8_FEW_WARPS,  128,  16 * 128, 0,
-                           MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+#define SLICE(count) count,
+static const format NVFP4 = {MOQ_PACK_K,
+                             MOQ_PACK_BYTES,
+                             MOQ_MOE_NVFP4_FEW_UNITS,
+                             0,
+                             0,
+                             1,
+                             MOQ_MOE_NVFP4_FEW_TWICE,
+                             {MOQ_MOE_NVFP4_FEW_SLICES(SLICE)}};
+static const format FP8 = {128,
+                           16 * 128,
+                           0,
+                           MOQ_MOE_FP8_FEW_BLOCKS,
+                           1024,
+                           0,
+                           MOQ_MOE_FP8_FEW_TWICE,
+                           {MOQ_MOE_FP8_FEW_SLICES(SLICE)}};
+#undef SLICE
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
@@ -84,81 +106,213 @@ static int64_t counts_of(const moq_moe_spec *spec, int64_t slots) {
     return spec->experts * (4 + 2 * divide_up(slots, LANES));
 }
 
+/* Bytes of a warp's stage. */
+static int stage_bytes(const moq_moe_spec *spec, const moq_moe_few_half *h) {
+    const format *f = format_of(spec);
+    int slice = f->whole ? h->slice : 1;
+    return (h->slice ? slice : h->slabs * stage_blocks(f, h->slabs)) * f->bytes;
+}
+
+/* Bytes of sums of all warps that meet in shared memory: none where a warp has all of K, those of
+ * some items with slices, else what is left of one. */
+static int parked_bytes(const moq_moe_few_half *h) {
+    int items = !h->slice ? 1 : h->log_parts ? MOQ_MOE_FEW_PARKED : 0;
+    return items * MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4;
+}
+
+/* The tables; each warp's with few slots and slices. */
+static void lay_out_tables(const moq_moe_spec *spec, int64_t slots, int *used,
+                           moq_moe_few_half *h) {
+    int begin = *used;
+    h->tables.expert = take(used, slots * 4);
+    h->tables.sorted = take(used, slots * 2);
+    h->tables.chunk = take(used, chunks_of(spec, slots) * 4);
+    h->tables.count = take(used, slots > LANES ? counts_of(spec, slots) : 0);
+    h->tables.chunks = take(used, 4);
+    h->tables.pitch = *used - begin;
+    if (h->slice && slots <= LANES)
+        take(used, (MOQ_MOE_FEW_WARPS - 1) * h->tables.pitch);
+}
+
 /* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
 static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int stages,
                     moq_moe_few_half *h) {
-    const format *f = format_of(spec);
     int used = 0;
     h->stages = stages;
-    take(&used, (int64_t)f->warps * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
-    h->parked_at = take(&used, (int64_t)f->warps * h->slabs * 4 * LANES * 4);
+    take(&used, (int64_t)MOQ_MOE_FEW_WARPS * stages * stage_bytes(spec, h));
+    h->parked_at = take(&used, parked_bytes(h));
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, slots * 4);
-    h->tables.expert = take(&used, slots * 4);
-    h->tables.sorted = take(&used, slots * 2);
-    h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);
-    h->tables.count = take(&used, slots > LANES ? counts_of(spec, slots) : 0);
-    h->tables.chunks = take(&used, 4);
+    lay_out_tables(spec, slots, &used, h);
     h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
-    h->shared = used + f->alignment;
+    h->shared = used + format_of(spec)->alignment;
 }
 
-/* As many stages as there is room for, and use: a warp has so many blocks of K. False where there
- * is no room for two. */
-static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t blocks,
+/* As many stages as there is room for, and use: a warp fills so many. False where there is no room
+ * for two. */
+static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t use,
                       moq_moe_few_half *h) {
-    const format *f = format_of(spec);
     if (sums > BLOCK_BYTES)
         return false;
     lay_out(spec, slots, sums, 0, h);
-    int64_t room =
-        (BLOCK_BYTES - h->shared) / (f->warps * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
-    int64_t use = divide_up(blocks, stage_blocks(f, h->slabs)) + 1;
+    int64_t room = (BLOCK_BYTES - h->shared) / (MOQ_MOE_FEW_WARPS * stage_bytes(spec, h));
     int64_t stages = room < use ? room : use;
     if (stages < 2)
         return false;
     lay_out(spec, slots, sums, (int)(stages < MOQ_MOE_FEW_STAGES ? stages : MOQ_MOE_FEW_STAGES), h);
+    h->flight = h->stages;
     return true;
+}
+
+/* Stages that a warp fills of so many blocks of K of all warps, and one more. */
+static int64_t stages_of(const moq_moe_spec *spec, int64_t blocks, int slabs) {
+    return divide_up(divide_up(blocks, MOQ_MOE_FEW_WARPS), stage_blocks(format_of(spec), slabs)) +
+           1;
 }
 
 /* ---- the two kernels ---- */
 
-static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
+/* The shortest slice of so many blocks or more that K has room for, or 0. */
+static int slice_of(const format *f, int64_t least, int64_t blocks) {
+    for (int i = 0; f->slice[i] && f->slice[i] <= blocks; i++)
+        if (f->slice[i] >= least)
+            return f->slice[i];
+    return 0;
+}
+
+static int stages_of_slice(const moq_moe_spec *spec, const moq_moe_few_half *h) {
+    return format_of(spec)->whole ? 1 : h->slice;
+}
+
+/* Which warps share K where each has a slice: two at least, those that have least to do that is not
+ * there, and of these the most. False where a slice is too long for a warp. */
+static bool share_slices(const moq_moe_spec *spec, int64_t columns, moq_moe_few_half *h) {
+    int64_t blocks = blocks_of(spec, columns), least = INT64_MAX;
+    h->slice = 0;
+    for (int log = 3; log > 0; log--) {
+        int slice = slice_of(format_of(spec), divide_up(blocks, 1 << log), blocks);
+        int64_t all = (int64_t)slice << log;
+        if (slice && all < least) {
+            least = all;
+            h->slice = slice;
+            h->log_parts = log;
+        }
+    }
+    h->pieces = h->slabs * stages_of_slice(spec, h);
+    return h->slice > 0;
+}
+
+/* Stages of a warp where a block has so many items of slices. */
+static int64_t stages_of_items(const moq_moe_few_half *h, int64_t items) {
+    return h->pieces * divide_up(items << h->log_parts, MOQ_MOE_FEW_WARPS);
+}
+
+static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks, bool slices,
                        moq_moe_few_half *h) {
-    int64_t slots = slots_of(spec, tokens);
+    int64_t slots = slots_of(spec, tokens), columns = spec->w13.in_features;
     int64_t items = chunks_of(spec, slots) * (spec->w2.in_features / MOQ_PACK_ROWS);
     h->grid = spec->w13.target.sm_count << log_blocks;
     h->cluster = 1;
     h->slabs = spec->gated ? 2 : 1;
-    int64_t blocks = divide_up(items, h->grid) * blocks_of(spec, spec->w13.in_features);
-    return fill_half(spec, slots, 0, divide_up(blocks, format_of(spec)->warps), h);
+    int64_t most = divide_up(items, h->grid);
+    if (!slices)
+        return fill_half(spec, slots, 0, stages_of(spec, most * blocks_of(spec, columns), h->slabs),
+                         h);
+    if (!share_slices(spec, columns, h) ||
+        !fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h))
+        return false;
+    h->flight = h->stages < FLIGHT ? h->stages : FLIGHT;
+    return true;
 }
 
 static int64_t down_slabs(const moq_moe_spec *spec) {
     return divide_up(spec->w2.out_features, MOQ_PACK_ROWS);
 }
 
-static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, int log_slabs, int log_cluster,
-                         moq_moe_few_half *h) {
+/* A cluster has some slabs of all experts. */
+static bool lay_out_cluster(const moq_moe_spec *spec, int64_t tokens, int log_slabs,
+                            int log_cluster, moq_moe_few_half *h) {
     int64_t slots = slots_of(spec, tokens), rows = (int64_t)MOQ_PACK_ROWS << log_slabs;
-    if (log_slabs > format_of(spec)->log_slabs)
-        return false;
     h->slabs = 1 << log_slabs;
     h->cluster = 1 << log_cluster;
     h->grid = (int)(divide_up(down_slabs(spec), h->slabs) * h->cluster);
     int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
     int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
     return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
-                     divide_up(blocks, format_of(spec)->warps), h);
+                     stages_of(spec, blocks, h->slabs), h);
+}
+
+/* A block has a slab of all experts, a warp all of K, slice by slice: those that take the least, a
+ * block of K for what each slice costs besides. */
+static bool lay_out_slab(const moq_moe_spec *spec, int64_t tokens, moq_moe_few_half *h) {
+    const format *f = format_of(spec);
+    int64_t slots = slots_of(spec, tokens), blocks = blocks_of(spec, spec->w2.in_features);
+    int64_t least = INT64_MAX;
+    for (int i = 0; f->slice[i] && f->slice[i] <= f->twice && f->slice[i] <= blocks; i++) {
+        int64_t pieces = divide_up(blocks, f->slice[i]), all = pieces * (f->slice[i] + 1);
+        if (all <= least) {
+            least = all;
+            h->slice = f->slice[i];
+            h->pieces = (int)pieces;
+        }
+    }
+    h->pieces *= stages_of_slice(spec, h);
+    h->slabs = 1;
+    h->cluster = 1;
+    h->grid = (int)down_slabs(spec);
+    int64_t items = divide_up(chunks_of(spec, slots), MOQ_MOE_FEW_WARPS);
+    int64_t sums = align((int)(slots * MOQ_PACK_ROWS * 4));
+    int64_t kept = slots * (spec->w2.in_features * 2 + 16);
+    if (slots <= LANES && kept <= BLOCK_BYTES / 2 &&
+        fill_half(spec, slots, sums + kept, items * h->pieces + 1, h)) {
+        h->kept_at = h->sums_at + (int)sums;
+        return true;
+    }
+    return fill_half(spec, slots, sums, items * h->pieces + 1, h);
+}
+
+/* With slices, and a kernel behind it that adds up slots. */
+static bool lay_out_sums(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
+                         moq_moe_few_half *h) {
+    int64_t slots = slots_of(spec, tokens);
+    h->slabs = 2;
+    h->cluster = 1;
+    h->sums = true;
+    h->grid = spec->w2.target.sm_count << log_blocks;
+    int64_t most = divide_up(chunks_of(spec, slots) * divide_up(down_slabs(spec), 2), h->grid);
+    return share_slices(spec, spec->w2.in_features, h) &&
+           fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h);
 }
 
 /* ---- the way ---- */
 
+/* Ways to do the second kernel: a slab a block, slices and blocks of a multiprocessor, or slabs and
+ * blocks of a cluster. Numbers are logarithms. */
+typedef enum { DOWN_SLAB, DOWN_SUMS, DOWN_CLUSTER } down_kind;
+typedef struct {
+    down_kind kind;
+    int blocks, slabs;
+} down_way;
+
+static const down_way DOWN[] = {
+    {DOWN_SLAB, 0, 0},    {DOWN_SUMS, 0, 0},    {DOWN_SUMS, 1, 0},    {DOWN_CLUSTER, 0, 0},
+    {DOWN_CLUSTER, 1, 0}, {DOWN_CLUSTER, 0, 1}, {DOWN_CLUSTER, 1, 1}, {DOWN_CLUSTER, 2, 0}};
+_Static_assert(sizeof DOWN / sizeof *DOWN * 2 == MOQ_MOE_FEW_SLICES, "a way for three bits");
+
+static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, const down_way *way,
+                         moq_moe_few_half *h) {
+    return way->kind == DOWN_SLAB   ? lay_out_slab(spec, tokens, h)
+           : way->kind == DOWN_SUMS ? lay_out_sums(spec, tokens, way->blocks, h)
+                                    : lay_out_cluster(spec, tokens, way->slabs, way->blocks, h);
+}
+
 static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
                         moq_moe_few_share *share) {
+    const down_way *down = &DOWN[row % MOQ_MOE_FEW_SLICES / 2];
     *share = (moq_moe_few_share){{0}, {0}};
-    return lay_out_up(spec, tokens, row & 1, &share->up) &&
-           lay_out_down(spec, tokens, row >> 1 & 3, row >> 3, &share->down);
+    share->up.pieces = share->down.pieces = 1;
+    return lay_out_up(spec, tokens, row % 2, row >= MOQ_MOE_FEW_SLICES, &share->up) &&
+           lay_out_down(spec, tokens, down, &share->down);
 }
 
 /* Bytes of `slabs` slabs of a weight. */
@@ -196,7 +350,7 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
     double turns = ceil(each / 2);
     double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
     double rate = moq_memory_rate(target, 4.3e12) / target->sm_count;
-    double alone = each < 2 && format_of(spec)->warps < 16 ? 1.3 : 1; /* too few warps */
+    double alone = each < 2 ? 1.3 : 1; /* too few warps */
     return alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
            0.1e-6 * h->cluster;
 }
