@@ -25,12 +25,10 @@ extern "C" {
 /* Items whose sums wait in shared memory at once, where warps share K. */
 #define MOQ_MOE_FEW_PARKED 3
 
-/* Blocks of K that a slice of a warp may have (sm90_moe_few_slices.h): kernels are made for them. */
+/* Blocks of K that a slice of a warp may have (sm90_moe_few_slices.h): kernels are made for them.
+ */
 #define MOQ_MOE_NVFP4_FEW_SLICES(X) X(1) X(2) X(3) X(4) X(6) X(8)
 #define MOQ_MOE_FP8_FEW_SLICES(X)   X(1) X(2) X(3) X(4)
-/* The longest of which a warp holds two. */
-#define MOQ_MOE_NVFP4_FEW_TWICE 4
-#define MOQ_MOE_FP8_FEW_TWICE   2
 
 /* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
  * the first kernel, the next three the row of a table of ways to do the second, and the last says
@@ -49,12 +47,11 @@ typedef struct {
     int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
     int slabs;         /* of a warp's stage, at most; of an item, where warps have slices */
     int stages;        /* of a warp */
-    int slice;         /* blocks of K that a warp has at once, where it has slices, or 0 */
+    int slice;         /* blocks of K of a warp, where warps have slices, or 0; the second kernel
+                        * leaves d then, for a third that adds up slots */
     int log_parts;     /* warps that share K so */
     int pieces;        /* stages of an item */
     int flight;        /* stages that a warp asks for at once, at first */
-    int kept_at;       /* down: g, rows 16 bytes further apart than they are long, or 0 */
-    bool sums;         /* the second kernel leaves d, for a third that adds up slots */
     int parked_at;     /* sums of items that are spread over warps */
     int weights_at;    /* of slots */
     int sums_at;       /* down: [slots][rows of a block] float32 */

@@ -85,8 +85,6 @@ typedef struct {
     int sums_at;
     bool accumulate;
     float *d; /* [slots, H], where a kernel of its own adds up the slots of a token */
-    int kept_at;        /* g in shared memory, or 0 */
-    divisor by_vectors; /* of 16 bytes, of a row of g */
 } down_args;
 
 /* Barriers of a block. */
@@ -181,10 +179,10 @@ static __device__ __forceinline__ column column_of(const warp_parts *p, const wa
     return c;
 }
 
-/* 16 bytes of x or g, wherever they are. */
+/* 16 bytes of x or g. */
 static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
     uint4 v;
-    asm volatile("ld.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(from));
     return v;
@@ -646,7 +644,6 @@ static inline down_args down_of(const moq_moe_call *call, const moq_moe_few_shar
     while (1 << a.log_cluster < share->down.cluster)
         a.log_cluster++;
     a.sums_at = share->down.sums_at;
-    a.kept_at = share->down.kept_at;
     a.common.weighted = !call->weights_on_input;
     a.accumulate = call->accumulate;
     a.d = (float *)((uint8_t *)call->workspace + moq_moe_few_sums_at(call->spec, call->tokens));

@@ -15,10 +15,8 @@
  *   next item is multiplied, in the order of the slices.
  * - Up to 32 slots every warp groups them for itself, and none waits for another.
  *
- * The second kernel comes in two forms. With few tokens a block has a slab and all chunks, a warp
- * every eighth of them by all of K, slice after slice; what becomes of the slots of a token meets
- * in shared memory. With more it is as the first: items of two slabs leave d, float32 [slots, H],
- * and a third kernel adds up the slots of a token, so that g is read once a block, not once a slab.
+ * The second kernel is as the first: items of two slabs leave d, float32 [slots, H], and a third
+ * kernel adds up the slots of a token, so that g is read once a block, not once a slab.
  *
  * A format F has what a lane asks for, columns of x, and the products of a stage. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_FEW_SLICES_H
@@ -137,9 +135,8 @@ template <class F> struct lane_feed {
     typename F::slice_target target;
 };
 
-/* Finds the target of the lane's stage: of an item that is a chunk by the block's slab a slice, else
- * a slab by the warp's slice. */
-template <class F, bool WHOLE>
+/* Finds the target of the lane's stage. */
+template <class F>
 static __device__ __forceinline__ void aim_lane(const warp_parts *p, const slice *s,
                                                 lane_feed<F> *f) {
     if (f->number >= f->all)
@@ -148,10 +145,9 @@ static __device__ __forceinline__ void aim_lane(const warp_parts *p, const slice
     int index = divide(f->number, &p->a->by_stages);
     int rest = f->number - index * p->a->by_stages.by, piece = rest / stages;
     item_place at = place_of_item(p, s->first + index * s->step);
-    int slab = WHOLE ? p->slab : at.row * s->row_slabs + piece * p->slab_step;
-    int begin = WHOLE ? min(piece * F::blocks, p->a->w.blocks - F::blocks) : s->begin;
+    int slab = at.row * s->row_slabs + piece * p->slab_step;
     F::aim_slice(p, expert_of_chunk(p->t.chunk[at.chunk]), slab,
-                 begin + (rest - piece * stages) * F::stage_blocks, &f->target);
+                 s->begin + (rest - piece * stages) * F::stage_blocks, &f->target);
 }
 
 template <class F>
@@ -161,10 +157,10 @@ static __device__ __forceinline__ void fill_place(const warp_parts *p, const sli
 }
 
 /* Fills as many stages of a fresh ring as may be on their way. */
-template <class F, bool WHOLE>
+template <class F>
 static __device__ __forceinline__ lane_feed<F> fill_slices(const warp_parts *p, const slice *s) {
     lane_feed<F> f = {p->lane, s->items * p->a->by_stages.by, {}};
-    aim_lane<F, WHOLE>(p, s, &f);
+    aim_lane(p, s, &f);
     if (p->lane < min(p->a->flight, f.all))
         fill_place(p, s, &f, p->lane);
     __syncwarp();
@@ -173,9 +169,8 @@ static __device__ __forceinline__ lane_feed<F> fill_slices(const warp_parts *p, 
 
 /* Waits for a stage, and fills another of a ring that is still fresh. */
 template <class F>
-static __device__ __forceinline__ void await_stage(const warp_parts *p, const slice *s,
-                                                   const lane_feed<F> *f,
-                                                   const slice_stage *stage) {
+static __device__ __forceinline__ void
+await_stage(const warp_parts *p, const slice *s, const lane_feed<F> *f, const slice_stage *stage) {
     mbarrier_wait(stage->bar, stage->parity);
     int next = stage->number + p->a->flight;
     if (next < p->a->stages) {
@@ -187,7 +182,7 @@ static __device__ __forceinline__ void await_stage(const warp_parts *p, const sl
 
 /* Fills the place of stage `number`, which has been multiplied; lanes go on, half of them at a
  * time: there are never more stages than that. */
-template <class F, bool WHOLE>
+template <class F>
 static __device__ __forceinline__ void refill(const warp_parts *p, const slice *s, lane_feed<F> *f,
                                               int number, int place) {
     int next = number + p->a->stages;
@@ -196,30 +191,28 @@ static __device__ __forceinline__ void refill(const warp_parts *p, const slice *
         fill_place(p, s, f, place);
     if (number % 16 == 15 && p->lane / 16 == (number / 16) % 2) {
         f->number += 32;
-        aim_lane<F, WHOLE>(p, s, f);
+        aim_lane(p, s, f);
     }
     __syncwarp();
 }
 static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the ring");
 
 /* A slab by the warp's slice: its sums, and the ring goes on. */
-template <class F, bool WHOLE>
-static __device__ __forceinline__ void multiply_slab(const warp_parts *p, const slice *s,
-                                                     lane_feed<F> *f,
-                                                     const typename F::places &places,
-                                                     const typename F::slice_columns &x,
-                                                     ring_place *place, int *number,
-                                                     float (&sum)[4]) {
+template <class F>
+static __device__ __forceinline__ void
+multiply_slab(const warp_parts *p, const slice *s, lane_feed<F> *f,
+              const typename F::places &places, const typename F::slice_columns &x,
+              ring_place *place, int *number, float (&sum)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++)
         sum[j] = 0;
 #pragma unroll
     for (int i = 0; i < F::blocks; i += F::stage_blocks) {
-        slice_stage stage = {(uint32_t)place->index * s->stage_bytes,
-                             p->full + 8u * place->index, place->parity, *number};
+        slice_stage stage = {(uint32_t)place->index * s->stage_bytes, p->full + 8u * place->index,
+                             place->parity, *number};
         await_stage(p, s, f, &stage);
         F::multiply_stage(places, &stage, x, i, f->target, sum);
-        refill<F, WHOLE>(p, s, f, *number, place->index);
+        refill(p, s, f, *number, place->index);
         advance(place, p->a->stages);
         ++*number;
     }
@@ -253,10 +246,9 @@ static __device__ __forceinline__ void park_sums(const warp_parts *p, const slic
                                        (p->lane ^ p->lane / 8) * 16);
 #pragma unroll
     for (int i = 0; i < F::slabs; i++)
-        store_shared(to + 512 * i, make_uint4(__float_as_uint(sum[i][i]),
-                                              __float_as_uint(sum[i][1 - i]),
-                                              __float_as_uint(sum[i][2 + i]),
-                                              __float_as_uint(sum[i][3 - i])));
+        store_shared(to + 512 * i,
+                     make_uint4(__float_as_uint(sum[i][i]), __float_as_uint(sum[i][1 - i]),
+                                __float_as_uint(sum[i][2 + i]), __float_as_uint(sum[i][3 - i])));
     warp_releases<false>(s->parked + 8u * (index % PARKED));
 }
 
@@ -368,7 +360,7 @@ static __device__ __forceinline__ void multiply_slices(const warp_parts *p, cons
 #pragma unroll
             for (int j = 0; j < 4 && F::slabs == 2; j++)
                 sum[0][j] = slab ? sum[F::slabs - 1][j] : 0;
-            multiply_slab<F, false>(p, s, f, places, x, &place, &number, sum[F::slabs - 1]);
+            multiply_slab<F>(p, s, f, places, x, &place, &number, sum[F::slabs - 1]);
         }
         if (i > 1)
             await_sums(s, i - 2);
@@ -388,8 +380,7 @@ static __device__ __forceinline__ void store_g(const up_args *a, const warp_part
                                                const item_place *at, int place, float value) {
     float up = F::slabs == 2 ? __shfl_down_sync(ALL_LANES, value, 16) : 1;
     int64_t slot = p->t.sorted[place];
-    uint32_t g =
-        moq_narrow_pair(F::dtype, activate_inline(&a->activation, value, up), 0) & 0xffff;
+    uint32_t g = moq_narrow_pair(F::dtype, activate_inline(&a->activation, value, up), 0) & 0xffff;
     if (p->lane < SLAB)
         ((uint16_t *)a->g)[slot * a->inner + at->row * SLAB + p->lane] = (uint16_t)g;
     if (F::scaled_tokens) {
@@ -419,7 +410,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     load_weights(&p);
     group_slots<true>(&common->route, &p.t, place);
     share_items(&p, &s);
-    lane_feed<F> f = fill_slices<F, false>(&p, &s);
+    lane_feed<F> f = fill_slices<F>(&p, &s);
     if (common->weights_on_input)
         __syncthreads();
     if (F::scaled_tokens)
@@ -446,7 +437,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     int64_t place = open_tables<true>(&common->route, &p.t);
     group_slots<true>(&common->route, &p.t, place); /* as in moe_few_down */
     share_items(&p, &s);
-    lane_feed<F> f = fill_slices<F, false>(&p, &s);
+    lane_feed<F> f = fill_slices<F>(&p, &s);
     wait_for_predecessor();
     if (F::scaled_tokens)
         find_slot_scales(&p);
@@ -454,118 +445,6 @@ static __global__ void __launch_bounds__(THREADS, 2)
         if (n < common->w.rows)
             a->d[(int64_t)p.t.sorted[of] * common->w.rows + n] = value;
     });
-}
-
-/* ---- a slab of all chunks ---- */
-
-/* g of all slots to shared memory, where there is room for it: a block reads all of it anyway, and
- * so waits for the caches once. Rows are 16 bytes further apart than they are long, so that a
- * quarter of a warp meets no bank twice. */
-static __device__ __forceinline__ void keep_g(const down_args *a, uint8_t *kept) {
-    const uint4 *from = (const uint4 *)a->common.x;
-    int vectors = a->common.w.columns / 8, all = a->common.route.slots * vectors;
-    for (int first = (int)threadIdx.x; first < all; first += 4 * THREADS) {
-        uint4 v[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (first + j * THREADS < all)
-                v[j] = load_part((const uint8_t *)(from + first + j * THREADS));
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int i = first + j * THREADS;
-            if (i < all)
-                *(uint4 *)(kept + 16 * (i + divide(i, &a->by_vectors))) = v[j];
-        }
-    }
-    __syncthreads();
-}
-
-/* The lane's column of a chunk, of g where it is kept. */
-template <class F>
-static __device__ __forceinline__ column column_of(const down_args *a, const warp_parts *p,
-                                                   uint32_t chunk, const uint8_t *kept) {
-    column c = column_of_chunk<F, false>(p, chunk);
-    if (a->kept_at)
-        c.row = kept + p->t.sorted[c.place] * (2 * a->common.w.columns + 16);
-    return c;
-}
-
-/* A warp's item is a chunk by the block's slab, slice by slice; x of the next slice is asked for
- * before one is multiplied. */
-template <class F>
-static __device__ __forceinline__ void multiply_slab_items(const down_args *a, const warp_parts *p,
-                                                           const slice *s, lane_feed<F> *f,
-                                                           uint32_t given, uint8_t *kept) {
-    typename F::places places = F::places_of(p);
-    typename F::raw_columns raw;
-    ring_place place = {0, 0};
-    int last = p->a->w.blocks - F::blocks, number = 0;
-    int pieces = p->a->by_stages.by / (F::blocks / F::stage_blocks);
-    column c = {};
-    if (s->items > 0)
-        c = column_of<F>(a, p, p->t.chunk[s->first], kept);
-    find_now(c.row);
-    wait_for_predecessor();
-    if (a->kept_at)
-        keep_g(a, kept);
-    if (F::scaled_tokens)
-        find_slot_scales(p);
-    if (s->items == 0)
-        return;
-    F::load_raw(p, &c, 0, 0, &raw);
-#pragma unroll 1
-    for (int i = 0; i < s->items; i++) {
-        uint32_t chunk = c.chunk;
-        row_scales<F> found = scales_of_rows<F>(p, 0, chunk);
-        sums<F> sum = {};
-#pragma unroll 1
-        for (int piece = 0; piece < pieces; piece++) {
-            typename F::slice_columns x;
-            float more[4];
-            F::template make_columns<false>(p, &c, &raw, &x);
-            int next = piece + 1 < pieces ? piece + 1 : 0;
-            bool ends = next == 0 && i + 1 == s->items;
-            if (next == 0 && !ends)
-                c = column_of<F>(a, p, p->t.chunk[s->first + (i + 1) * s->step], kept);
-            if (!ends)
-                F::load_raw(p, &c, min(next * F::blocks, last), next * F::blocks, &raw);
-            multiply_slab<F, true>(p, s, f, places, x, &place, &number, more);
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                sum[0][0][j] = __fadd_rn(sum[0][0][j], more[j]);
-        }
-        give_sums<F>(a, p, given, chunk, sum, found);
-    }
-}
-
-template <class F>
-static __global__ void __launch_bounds__(THREADS, 2)
-    moe_few_down_slab(const __grid_constant__ down_args args) {
-    extern __shared__ __align__(128) uint8_t dynamic[];
-    __shared__ slice_barriers bar;
-    uint8_t *shared = aligned<F>(dynamic);
-    const down_args *a = &args;
-    const common_args *common = &args.common;
-    launch_dependents();
-    warp_parts p;
-    slice s;
-    open_slices<F>(common, shared, &bar, &p, &s);
-    p.slab = (int)blockIdx.x;
-    p.slab_step = 1;
-    int64_t place = open_tables<true>(&common->route, &p.t);
-    load_weights(&p);
-    group_slots<true>(&common->route, &p.t, place); /* as in moe_few_down */
-    int chunks = *p.t.chunks;
-    p.own = {0, chunks * common->w.blocks, 1, common->w.blocks};
-    s.first = p.warp;
-    s.step = WARPS;
-    s.items = (chunks - p.warp + WARPS - 1) >> LOG_WARPS;
-    lane_feed<F> f = fill_slices<F, true>(&p, &s);
-    touch_parameter(args);
-    float *given = (float *)(shared + a->sums_at);
-    multiply_slab_items<F>(a, &p, &s, &f, shared_address(given), shared + a->kept_at);
-    __syncthreads();
-    combine<F>(a, &p, given, p.slab * SLAB);
 }
 
 /* ---- the sum over slots ---- */
@@ -628,14 +507,12 @@ static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_few_
     up->common.by_blocks = divisor_of(share->up.grid);
     up->common.by_items = divisor_of(up->common.pairs);
     down->common.by_blocks = divisor_of(share->down.grid);
-    down->common.by_items =
-        divisor_of(share->down.sums ? (down->slabs + share->down.slabs - 1) / share->down.slabs : 1);
+    down->common.by_items = divisor_of((down->slabs + share->down.slabs - 1) / share->down.slabs);
     up->common.by_stages = divisor_of(share->up.pieces);
     down->common.by_stages = divisor_of(share->down.pieces);
-    down->by_vectors = divisor_of(down->common.w.columns / 8);
     MOQ_TRY(launch_half(call, &share->up, what, up_kernel, up, err));
     MOQ_TRY(launch_half(call, &share->down, what, down_kernel, down, err));
-    return share->down.sums ? launch_sum(call, down, err) : MOQ_OK;
+    return share->down.slice ? launch_sum(call, down, err) : MOQ_OK;
 }
 
 } // namespace moq::moe_few

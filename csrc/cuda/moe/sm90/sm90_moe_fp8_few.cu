@@ -281,8 +281,7 @@ struct fp8_slices : fp8<SLABS, DT, MODE> {
         }
     }
 
-    static __device__ __forceinline__ void multiply_stage(uint32_t places,
-                                                          const slice_stage *stage,
+    static __device__ __forceinline__ void multiply_stage(uint32_t places, const slice_stage *stage,
                                                           const slice_columns &x, int block,
                                                           const slice_target &t, float (&sum)[4]) {
         float two[2][4] = {}, scale = 1;
@@ -314,9 +313,6 @@ static moq_status describe(const moq_moe_call *call, common_args *c, moq_err *er
 /* Kernels by what a slice has, which is MOQ_MOE_FP8_FEW_SLICES of moe_few.h. */
 template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
 static const void *slice_kernel(const moq_moe_few_half *h, bool up) {
-    if constexpr (BLOCKS <= MOQ_MOE_FP8_FEW_TWICE)
-        if (!up && !h->sums)
-            return (const void *)moe_few_down_slab<fp8_slices<1, BLOCKS, DT, MODE>>;
     if (!up)
         return (const void *)moe_few_down_slices<fp8_slices<2, BLOCKS, DT, MODE>>;
     return h->slabs == 2 ? (const void *)moe_few_up_slices<fp8_slices<2, BLOCKS, DT, MODE>>

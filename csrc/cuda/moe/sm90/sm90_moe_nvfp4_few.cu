@@ -60,7 +60,7 @@ static __device__ __forceinline__ void multiply_columns(const moq_unit_places &a
 /* multiply_columns of BLOCKS blocks; the sum of all. */
 template <moq_nvfp4_type TYPE, int BLOCKS>
 static __device__ __forceinline__ void multiply_units(const moq_unit_places &at, uint32_t unit,
-                                                     const uint4 *x, float (&sum)[4]) {
+                                                      const uint4 *x, float (&sum)[4]) {
     float two[2][4] = {};
 #pragma unroll
     for (int i = 0; i + 1 < BLOCKS; i += 2)
@@ -154,9 +154,8 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
                 multiply_block(at, v.stage + i * MOQ_PACK_BYTES, &own.part[2 * i], sum);
     }
 
-    static __device__ __forceinline__ void multiply_block(const places &at, uint32_t unit,
-                                                          const uint4 *x,
-                                                          float (&sum)[SLABS][1][4]) {
+    static __device__ __forceinline__ void
+    multiply_block(const places &at, uint32_t unit, const uint4 *x, float (&sum)[SLABS][1][4]) {
         const uint4 part[1][2] = {{x[0], x[1]}};
         if constexpr (SLABS == 1) {
             moq_multiply_units<nvfp4, 1>(at, unit, part, sum);
@@ -242,9 +241,6 @@ static void describe(stack *w) {
 /* Kernels by what a slice has, which is MOQ_MOE_NVFP4_FEW_SLICES of moe_few.h. */
 template <moq_nvfp4_type TYPE, int BLOCKS>
 static const void *slice_kernel(const moq_moe_few_half *h, bool up) {
-    if constexpr (BLOCKS <= MOQ_MOE_NVFP4_FEW_TWICE)
-        if (!up && !h->sums)
-            return (const void *)moe_few_down_slab<nvfp4_slices<1, BLOCKS, TYPE>>;
     if (!up)
         return (const void *)moe_few_down_slices<nvfp4_slices<2, BLOCKS, TYPE>>;
     return h->slabs == 2 ? (const void *)moe_few_up_slices<nvfp4_slices<2, BLOCKS, TYPE>>
