@@ -1,5 +1,6 @@
-/* The two kernels for experts with few tokens on Hopper, whatever the format of weights. For each
- * slot s of a token t, e its expert:
+/* The two kernels for experts with few tokens on Hopper, whatever the format of weights, in the
+ * form that takes every K; sm90_moe_few_slices.h has the other one. For each slot s of a token t, e
+ * its expert:
  *
  *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
  *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))

@@ -1,7 +1,9 @@
 /* The kernels for experts with few tokens on Hopper where warps have slices of K that are known
  * when the kernel is compiled (sm90_moe_few_kernels.h says what is computed).
  *
- * What bounds them is latencies more than the memory (docs/lab/moe.md), so:
+ * From two tokens on they read weights at three quarters to nine tenths of the memory's speed;
+ * what else there is is the way from the ids to the first products, and from one kernel to the next
+ * (docs/lab/moe.md). So:
  *
  * - A slice has BLOCKS blocks of K, and its products no branch. Where K is no multiple of the
  *   slices the last ones overlap, with zeros of x. A stage is a slab by a slice or a part of it.

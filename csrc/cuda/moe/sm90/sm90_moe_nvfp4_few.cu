@@ -3,16 +3,16 @@
  *
  * Weights are in the packed layout (core/nvfp4_packed.h), 0.5625 bytes each. The decoder takes
  * nearly as long as the memory, 14 to 15 ns of a multiprocessor for a unit where the memory of an
- * H200 brings one in 17 (docs/lab/nvfp4-few.md). Sixteen
- * warps of 64 registers in half of a multiprocessor: with eight their latencies showed at one
- * token. A stage is two units, a block of K of two slabs or two of one, a bulk copy for each slab.
+ * H200 brings one in 17 (docs/lab/nvfp4-few.md). In the first form a stage is four units, two
+ * blocks of K of two slabs or four of one, a bulk copy for each slab; with slices it is a slab by
+ * all blocks of a slice, one copy, and two blocks of K are multiplied in turn. Eight warps of 128
+ * registers: sixteen of 64 had copies of half the size, and were slower at every number of tokens.
  *
  * Measured: see docs/lab/moe.md. */
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/moe_few.h"
 #include "cuda/device/nvfp4_products.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
-
 #include "cuda/moe/sm90/sm90_moe_few_slices.h"
 
 namespace moq::moe_few {
