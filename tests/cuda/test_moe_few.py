@@ -23,7 +23,10 @@ FORMATS = [
     ("FP8_PB_WO", "exact", FP8),
 ]
 WAYS = 32
-"""Variants beside the own choice: blocks of a multiprocessor, slabs of a block, a cluster's blocks."""
+"""Variants beside the own choice: blocks of a multiprocessor, ways to do the second kernel, slices of K."""
+
+SLICED = (17, 20)
+"""Variants of slices in both kernels, either number of blocks in each."""
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
@@ -68,6 +71,20 @@ def test_every_way(rng, monkeypatch, algo, compute, kernel):
     params = prepared(method, stacks)
     for tokens in (1, 24):
         for way in range(WAYS + 1):
+            method._plan.keep(tokens, kernel, way)
+            x, weights, ids, y = random_call(rng, method, params, tokens, "random")
+            check(y, method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("hidden, inner", [(2048, 768), (2880, 384), (4096, 1536), (1024, 1152)])
+@pytest.mark.parametrize("algo, compute, kernel", FORMATS)
+def test_slices_of_every_length(rng, monkeypatch, algo, compute, kernel, hidden, inner):
+    """Slices of one block of K to eight, that come out even and overlap."""
+    method = layer_of(monkeypatch, kernel, algo, 3, hidden, inner, top_k=2, compute=compute)
+    stacks = random_stacks(rng, algo, 3, hidden, inner)
+    params = prepared(method, stacks)
+    for tokens in (1, 7):
+        for way in SLICED:
             method._plan.keep(tokens, kernel, way)
             x, weights, ids, y = random_call(rng, method, params, tokens, "random")
             check(y, method, stacks, x, weights, ids)

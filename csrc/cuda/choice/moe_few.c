@@ -9,7 +9,7 @@
 
 /* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
  * kernels declare. */
-#define BLOCK_BYTES (111 << 10)
+#define BLOCK_BYTES (112 << 10)
 /* Slots up to here are grouped by the lanes of a warp, which need no counts. */
 #define LANES 32
 
@@ -41,28 +41,42 @@ int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens) {
     return slots_of(spec, tokens) * spec->w2.in_features * (int64_t)moq_dtype_size(spec->w2.dtype);
 }
 
-int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+int64_t moq_moe_few_sums_at(const moq_moe_spec *spec, int64_t tokens) {
     int64_t maxima = spec->w2.input == MOQ_INPUT_E4M3_TOKEN
                          ? slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS) * 4
                          : 0;
     return moq_moe_few_inner_bytes(spec, tokens) + maxima;
 }
 
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+    return moq_moe_few_sums_at(spec, tokens) +
+           slots_of(spec, tokens) * spec->w2.out_features * (int64_t)sizeof(float);
+}
+
 /* ---- formats ---- */
 
 /* Weights as a kernel goes through them. */
 typedef struct {
-    int warps;          /* of a block */
     int columns, bytes; /* of a block of K of a slab */
     int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
     int alignment;      /* of the ring, beyond what shared memory has */
-    int log_slabs;      /* of a stage of the second kernel, at most */
+    int whole;          /* a stage is of all blocks of a slice, or of one */
+    int flight;         /* stages of a fresh ring that are on their way at once */
+    int slice[8];       /* blocks that it may have, then 0 */
 } format;
 
-static const format NVFP4 = {
-    MOQ_MOE_NVFP4_FEW_WARPS, MOQ_PACK_K, MOQ_PACK_BYTES, MOQ_MOE_NVFP4_FEW_UNITS, 0, 0, 1};
-static const format FP8 = {MOQ_MOE_FP8_FEW_WARPS,  128,  16 * 128, 0,
-                           MOQ_MOE_FP8_FEW_BLOCKS, 1024, 1};
+#define SLICE(count) count,
+static const format NVFP4 = {MOQ_PACK_K,
+                             MOQ_PACK_BYTES,
+                             MOQ_MOE_NVFP4_FEW_UNITS,
+                             0,
+                             0,
+                             1,
+                             1,
+                             {MOQ_MOE_NVFP4_FEW_SLICES(SLICE)}};
+static const format FP8 = {128,  16 * 128, 0, MOQ_MOE_FP8_FEW_BLOCKS,
+                           1024, 0,        3, {MOQ_MOE_FP8_FEW_SLICES(SLICE)}};
+#undef SLICE
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
@@ -84,93 +98,188 @@ static int64_t counts_of(const moq_moe_spec *spec, int64_t slots) {
     return spec->experts * (4 + 2 * divide_up(slots, LANES));
 }
 
+/* Bytes of a warp's stage. */
+static int stage_bytes(const moq_moe_spec *spec, const moq_moe_few_half *h) {
+    const format *f = format_of(spec);
+    int slice = f->whole ? h->slice : 1;
+    return (h->slice ? slice : h->slabs * stage_blocks(f, h->slabs)) * f->bytes;
+}
+
+/* Bytes of sums of all warps that meet in shared memory: those of some items with slices, else what
+ * is left of one. */
+static int parked_bytes(const moq_moe_few_half *h) {
+    int items = h->slice ? MOQ_MOE_FEW_PARKED : 1;
+    return items * MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4;
+}
+
+/* The tables; each warp's with few slots and slices. */
+static void lay_out_tables(const moq_moe_spec *spec, int64_t slots, int *used,
+                           moq_moe_few_half *h) {
+    int begin = *used;
+    h->tables.expert = take(used, slots * 4);
+    h->tables.sorted = take(used, slots * 2);
+    h->tables.chunk = take(used, chunks_of(spec, slots) * 4);
+    h->tables.count = take(used, slots > LANES ? counts_of(spec, slots) : 0);
+    h->tables.chunks = take(used, 4);
+    h->tables.pitch = *used - begin;
+    if (h->slice && slots <= LANES)
+        take(used, (MOQ_MOE_FEW_WARPS - 1) * h->tables.pitch);
+}
+
 /* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
 static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int stages,
                     moq_moe_few_half *h) {
-    const format *f = format_of(spec);
     int used = 0;
     h->stages = stages;
-    take(&used, (int64_t)f->warps * stages * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
-    h->parked_at = take(&used, (int64_t)f->warps * h->slabs * 4 * LANES * 4);
+    take(&used, (int64_t)MOQ_MOE_FEW_WARPS * stages * stage_bytes(spec, h));
+    h->parked_at = take(&used, parked_bytes(h));
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, slots * 4);
-    h->tables.expert = take(&used, slots * 4);
-    h->tables.sorted = take(&used, slots * 2);
-    h->tables.chunk = take(&used, chunks_of(spec, slots) * 4);
-    h->tables.count = take(&used, slots > LANES ? counts_of(spec, slots) : 0);
-    h->tables.chunks = take(&used, 4);
+    lay_out_tables(spec, slots, &used, h);
     h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
-    h->shared = used + f->alignment;
+    h->shared = used + format_of(spec)->alignment;
 }
 
-/* As many stages as there is room for, and use: a warp has so many blocks of K. False where there
- * is no room for two. */
-static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t blocks,
+/* As many stages as there is room for, and use: a warp fills so many. False where there is no room
+ * for two. */
+static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t use,
                       moq_moe_few_half *h) {
-    const format *f = format_of(spec);
     if (sums > BLOCK_BYTES)
         return false;
     lay_out(spec, slots, sums, 0, h);
-    int64_t room =
-        (BLOCK_BYTES - h->shared) / (f->warps * h->slabs * stage_blocks(f, h->slabs) * f->bytes);
-    int64_t use = divide_up(blocks, stage_blocks(f, h->slabs)) + 1;
+    int64_t room = (BLOCK_BYTES - h->shared) / (MOQ_MOE_FEW_WARPS * stage_bytes(spec, h));
     int64_t stages = room < use ? room : use;
     if (stages < 2)
         return false;
     lay_out(spec, slots, sums, (int)(stages < MOQ_MOE_FEW_STAGES ? stages : MOQ_MOE_FEW_STAGES), h);
+    h->flight = h->stages;
     return true;
+}
+
+/* Stages that a warp fills of so many blocks of K of all warps, and one more. */
+static int64_t stages_of(const moq_moe_spec *spec, int64_t blocks, int slabs) {
+    return divide_up(divide_up(blocks, MOQ_MOE_FEW_WARPS), stage_blocks(format_of(spec), slabs)) +
+           1;
 }
 
 /* ---- the two kernels ---- */
 
-static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
+/* The shortest slice of so many blocks or more that K has room for, or 0. */
+static int slice_of(const format *f, int64_t least, int64_t blocks) {
+    for (int i = 0; f->slice[i] && f->slice[i] <= blocks; i++)
+        if (f->slice[i] >= least)
+            return f->slice[i];
+    return 0;
+}
+
+static int stages_of_slice(const moq_moe_spec *spec, const moq_moe_few_half *h) {
+    return format_of(spec)->whole ? 1 : h->slice;
+}
+
+/* Which warps share K where each has a slice: two at least, those that have least to do that is not
+ * there, and of these the most. False where a slice is too long for a warp. */
+static bool share_slices(const moq_moe_spec *spec, int64_t columns, moq_moe_few_half *h) {
+    int64_t blocks = blocks_of(spec, columns), least = INT64_MAX;
+    h->slice = 0;
+    for (int log = 3; log > 0; log--) {
+        int slice = slice_of(format_of(spec), divide_up(blocks, 1 << log), blocks);
+        int64_t all = (int64_t)slice << log;
+        /* copies of one block of K are short ones */
+        bool longer = all == least && h->slice == 1 && slice > 1;
+        if (slice && (all < least || longer)) {
+            least = all;
+            h->slice = slice;
+            h->log_parts = log;
+        }
+    }
+    h->pieces = h->slabs * stages_of_slice(spec, h);
+    return h->slice > 0;
+}
+
+/* Stages of a warp where a block has so many items of slices. */
+static int64_t stages_of_items(const moq_moe_few_half *h, int64_t items) {
+    return h->pieces * divide_up(items << h->log_parts, MOQ_MOE_FEW_WARPS);
+}
+
+static bool lay_out_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks, bool slices,
                        moq_moe_few_half *h) {
-    int64_t slots = slots_of(spec, tokens);
+    int64_t slots = slots_of(spec, tokens), columns = spec->w13.in_features;
     int64_t items = chunks_of(spec, slots) * (spec->w2.in_features / MOQ_PACK_ROWS);
     h->grid = spec->w13.target.sm_count << log_blocks;
     h->cluster = 1;
     h->slabs = spec->gated ? 2 : 1;
-    int64_t blocks = divide_up(items, h->grid) * blocks_of(spec, spec->w13.in_features);
-    return fill_half(spec, slots, 0, divide_up(blocks, format_of(spec)->warps), h);
+    int64_t most = divide_up(items, h->grid);
+    if (!slices)
+        return fill_half(spec, slots, 0, stages_of(spec, most * blocks_of(spec, columns), h->slabs),
+                         h);
+    if (!share_slices(spec, columns, h) ||
+        !fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h))
+        return false;
+    int flight = format_of(spec)->flight;
+    h->flight = h->stages < flight ? h->stages : flight;
+    return true;
 }
 
 static int64_t down_slabs(const moq_moe_spec *spec) {
     return divide_up(spec->w2.out_features, MOQ_PACK_ROWS);
 }
 
-static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, int log_slabs, int log_cluster,
-                         moq_moe_few_half *h) {
+/* A cluster has some slabs of all experts. */
+static bool lay_out_cluster(const moq_moe_spec *spec, int64_t tokens, int log_slabs,
+                            int log_cluster, moq_moe_few_half *h) {
     int64_t slots = slots_of(spec, tokens), rows = (int64_t)MOQ_PACK_ROWS << log_slabs;
-    if (log_slabs > format_of(spec)->log_slabs)
-        return false;
     h->slabs = 1 << log_slabs;
     h->cluster = 1 << log_cluster;
     h->grid = (int)(divide_up(down_slabs(spec), h->slabs) * h->cluster);
     int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
     int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
     return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
-                     divide_up(blocks, format_of(spec)->warps), h);
+                     stages_of(spec, blocks, h->slabs), h);
+}
+
+/* With slices, and a kernel behind it that adds up slots. */
+static bool lay_out_sums(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
+                         moq_moe_few_half *h) {
+    int64_t slots = slots_of(spec, tokens);
+    h->slabs = 2;
+    h->cluster = 1;
+    h->grid = spec->w2.target.sm_count << log_blocks;
+    int64_t most = divide_up(chunks_of(spec, slots) * divide_up(down_slabs(spec), 2), h->grid);
+    return share_slices(spec, spec->w2.in_features, h) &&
+           fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h);
 }
 
 /* ---- the way ---- */
 
+/* Ways to do the second kernel: slices and blocks of a multiprocessor, or slabs and blocks of a
+ * cluster. Numbers are logarithms. */
+typedef struct {
+    bool slices;
+    int blocks, slabs;
+} down_way;
+
+static const down_way DOWN[] = {{true, 0, 0},  {true, 1, 0},  {false, 0, 0}, {false, 1, 0},
+                                {false, 0, 1}, {false, 1, 1}, {false, 2, 0}, {false, 2, 1}};
+_Static_assert(sizeof DOWN / sizeof *DOWN * 2 == MOQ_MOE_FEW_SLICES, "a way for three bits");
+
+static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, const down_way *way,
+                         moq_moe_few_half *h) {
+    return way->slices ? lay_out_sums(spec, tokens, way->blocks, h)
+                       : lay_out_cluster(spec, tokens, way->slabs, way->blocks, h);
+}
+
 static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
                         moq_moe_few_share *share) {
+    const down_way *down = &DOWN[row % MOQ_MOE_FEW_SLICES / 2];
     *share = (moq_moe_few_share){{0}, {0}};
-    return lay_out_up(spec, tokens, row & 1, &share->up) &&
-           lay_out_down(spec, tokens, row >> 1 & 3, row >> 3, &share->down);
+    share->up.pieces = share->down.pieces = 1;
+    return lay_out_up(spec, tokens, row % 2, row >= MOQ_MOE_FEW_SLICES, &share->up) &&
+           lay_out_down(spec, tokens, down, &share->down);
 }
 
 /* Bytes of `slabs` slabs of a weight. */
 static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t columns) {
     return (double)slabs * (double)blocks_of(spec, columns) * format_of(spec)->bytes;
-}
-
-/* Of all weights of an expert. */
-static double expert_bytes(const moq_moe_spec *spec) {
-    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    return slab_bytes(spec, divide_up(w13->out_features, MOQ_PACK_ROWS), w13->in_features) +
-           slab_bytes(spec, divide_up(w2->out_features, MOQ_PACK_ROWS), w2->in_features);
 }
 
 /* Experts that have a slot, as they are expected of a router that likes all. */
@@ -179,15 +288,48 @@ static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
     return all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens));
 }
 
-/* Bytes of weights that a multiprocessor reads beside which two blocks of the first kernel are
- * better than one and its ring: with one, a block of the second kernel is there from the start. */
+/* Chunks as they are expected, one an expert but where there are more slots than that. */
+static double expected_chunks(const moq_moe_spec *spec, int64_t tokens) {
+    double active = active_experts(spec, tokens);
+    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
+    return fmax(1, fmax(active, again));
+}
+
+/* Bytes of weights that a multiprocessor reads up to which a block of the first kernel should leave
+ * room for one of the second, where that has clusters. */
 #define ONE_BLOCK (160 << 10)
 
-/* Seconds of the second kernel by its slabs and clusters, as far as they tell: what the busiest
- * multiprocessor reads, of weights and of g, and the meeting of a cluster. */
+static double up_bytes(const moq_moe_spec *spec, int64_t tokens) {
+    return expected_chunks(spec, tokens) *
+           slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features);
+}
+
+/* Seconds of the first kernel with two blocks a multiprocessor, fitted to an H200
+ * (docs/lab/moe.md): a start and its weights; the end of a slot's items costs time beside NVFP4's
+ * products where warps share them. */
+static double up_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
+    const moq_target *target = &spec->w13.target;
+    bool nvfp4 = format_of(spec) == &NVFP4;
+    double bytes = up_bytes(spec, tokens);
+    if (!h->slice)
+        return 6.7e-6 + bytes / moq_memory_rate(target, nvfp4 ? 3.73e12 : 3.9e12);
+    double ends = (double)(slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS));
+    return 6.0e-6 + bytes / moq_memory_rate(target, nvfp4 ? 3.85e12 : 4.0e12) +
+           (nvfp4 ? 0.055e-6 * ends / target->sm_count : 0);
+}
+
+/* Seconds of what follows, likewise. With clusters it is what the busiest multiprocessor reads, of
+ * weights and of g, and the meeting of a cluster; with slices it is the weights, and the start of a
+ * third kernel. */
 static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
     const moq_target *target = &spec->w2.target;
-    double chunks = fmax(1, active_experts(spec, tokens));
+    double chunks = expected_chunks(spec, tokens);
+    if (h->slice) {
+        double rate = format_of(spec) == &NVFP4 ? 3.3e12 : 3.9e12;
+        double weights = chunks * slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
+        double few_warps = h->grid > target->sm_count ? 1 : 1.25;
+        return 4.9e-6 + few_warps * weights / moq_memory_rate(target, rate);
+    }
     double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
     double inner = (double)moq_moe_few_inner_bytes(spec, tokens) / h->cluster;
     double fit = h->cluster > 1 ? (double)moq_clusters_that_fit(target, h->cluster) * h->cluster
@@ -196,24 +338,31 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
     double turns = ceil(each / 2);
     double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
     double rate = moq_memory_rate(target, 4.3e12) / target->sm_count;
-    double alone = each < 2 && format_of(spec)->warps < 16 ? 1.3 : 1; /* too few warps */
-    return alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
+    double alone = each < 2 ? 1.3 : 1; /* too few warps */
+    return 5e-6 + alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
            0.1e-6 * h->cluster;
 }
 
-static int best_row(const moq_moe_spec *spec, int64_t tokens) {
-    double up = active_experts(spec, tokens) *
-                slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features) /
-                spec->w13.target.sm_count;
+/* Seconds of a row, infinite where it cannot be, or where the first kernel should have another
+ * number of blocks. */
+static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+    moq_moe_few_share share;
+    if (!lay_out_row(spec, tokens, row, &share))
+        return INFINITY;
+    bool one = !share.up.slice && !share.down.slice &&
+               up_bytes(spec, tokens) <= (double)ONE_BLOCK * spec->w13.target.sm_count;
+    return row % 2 == one
+               ? INFINITY
+               : up_seconds(spec, tokens, &share.up) + down_seconds(spec, tokens, &share.down);
+}
+
+static int best_row(const moq_moe_spec *spec, int64_t tokens, double *seconds) {
     int best = -1;
-    double least = INFINITY;
+    *seconds = INFINITY;
     for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++) {
-        moq_moe_few_share share;
-        if ((row & 1) != (up > ONE_BLOCK) || !lay_out_row(spec, tokens, row, &share))
-            continue;
-        double seconds = down_seconds(spec, tokens, &share.down);
-        if (seconds < least) {
-            least = seconds;
+        double own = row_seconds(spec, tokens, row);
+        if (own < *seconds) {
+            *seconds = own;
             best = row;
         }
     }
@@ -223,19 +372,17 @@ static int best_row(const moq_moe_spec *spec, int64_t tokens) {
 moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
     moq_moe_few_share share;
     int row = variant - 1;
+    double seconds;
     bool can = row >= 0 && row < MOQ_MOE_FEW_WAYS && lay_out_row(spec, tokens, row, &share);
-    return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens), 1);
+    return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens, &seconds), 1);
 }
 
 uint64_t moq_moe_few_variants(const moq_moe_call *call) {
     uint64_t variants = 1;
-    moq_moe_few_share share;
-    int best = best_row(call->spec, call->tokens);
-    lay_out_row(call->spec, call->tokens, best, &share);
-    double least = down_seconds(call->spec, call->tokens, &share.down);
+    double least;
+    int best = best_row(call->spec, call->tokens, &least);
     for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++)
-        if (row != best && lay_out_row(call->spec, call->tokens, row, &share) &&
-            down_seconds(call->spec, call->tokens, &share.down) < 1.5 * least)
+        if (row != best && row_seconds(call->spec, call->tokens, row) < 1.5 * least)
             variants |= 1ull << (row + 1);
     return variants;
 }
@@ -282,10 +429,11 @@ static bool takes_sizes(const moq_moe_spec *spec, int columns, char *reason, siz
 }
 
 static bool takes_tokens(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    double seconds;
     if (tokens > MOQ_MOE_FEW_SLOTS / spec->top_k)
         snprintf(reason, size, "needs at most %d slots, got %lld tokens of %d", MOQ_MOE_FEW_SLOTS,
                  (long long)tokens, (int)spec->top_k);
-    else if (best_row(spec, tokens > 0 ? tokens : 1) < 0)
+    else if (best_row(spec, tokens > 0 ? tokens : 1, &seconds) < 0)
         snprintf(reason, size, "has no room in shared memory for %lld tokens", (long long)tokens);
     else
         return true;
@@ -310,11 +458,8 @@ bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reaso
     return false;
 }
 
-/* Seconds, of H200: the starts of two kernels and the way from the ids to the weights, then the
- * weights of the experts that have slots, once for each 8 of them. */
 double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    double active = active_experts(spec, tokens);
-    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
-    return 5.5e-6 + sqrt(active * active + again * again) * expert_bytes(spec) /
-                        moq_memory_rate(&spec->w13.target, 3.9e12);
+    double seconds;
+    best_row(spec, tokens, &seconds);
+    return seconds;
 }

@@ -18,26 +18,40 @@ extern "C" {
 
 /* Warps of a block, and what a stage of a warp has: units of packed NVFP4 weights, a slab by 64
  * columns, or of FP8 as many slabs by 128 columns as there are. */
-#define MOQ_MOE_NVFP4_FEW_WARPS 16
-#define MOQ_MOE_NVFP4_FEW_UNITS 2
-#define MOQ_MOE_FP8_FEW_WARPS   8
+#define MOQ_MOE_FEW_WARPS       8
+#define MOQ_MOE_NVFP4_FEW_UNITS 4
 #define MOQ_MOE_FP8_FEW_BLOCKS  1
 
-/* Ways, the rows of forms. Of a row's bits the first is the logarithm of blocks of a multiprocessor
- * in the first kernel, the next two that of slabs of a block in the second, the last two that of
- * blocks of a cluster there. */
-#define MOQ_MOE_FEW_WAYS 32
+/* Items whose sums wait in shared memory at once, where warps share K. */
+#define MOQ_MOE_FEW_PARKED 3
+
+/* Blocks of K that a slice of a warp may have (sm90_moe_few_slices.h): kernels are made for them.
+ */
+#define MOQ_MOE_NVFP4_FEW_SLICES(X) X(1) X(2) X(3) X(4) X(6) X(8)
+#define MOQ_MOE_FP8_FEW_SLICES(X)   X(1) X(2) X(3) X(4)
+
+/* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
+ * the first kernel, the next three the row of a table of ways to do the second, and the last says
+ * whether warps of the first have slices of K. */
+#define MOQ_MOE_FEW_WAYS   32
+#define MOQ_MOE_FEW_SLICES 16
 
 /* Offsets of the tables in shared memory. */
 typedef struct {
     int expert, sorted, chunk, count, chunks;
+    int pitch; /* from a warp's to the next one's, where each has its own */
 } moq_moe_few_tables;
 
 /* One of the two kernels. */
 typedef struct {
     int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
-    int slabs;         /* of a warp's stage, at most */
+    int slabs;         /* of a warp's stage, at most; of an item, where warps have slices */
     int stages;        /* of a warp */
+    int slice;         /* blocks of K of a warp, where warps have slices, or 0; the second kernel
+                        * leaves d then, for a third that adds up slots */
+    int log_parts;     /* warps that share K so */
+    int pieces;        /* stages of an item */
+    int flight;        /* stages that a warp asks for at once, at first */
     int parked_at;     /* sums of items that are spread over warps */
     int weights_at;    /* of slots */
     int sums_at;       /* down: [slots][rows of a block] float32 */
@@ -50,8 +64,10 @@ typedef struct {
     moq_moe_few_half up, down;
 } moq_moe_few_share;
 
-/* Bytes of g, [slots, I], which is between the kernels, and of all that is. */
+/* Bytes of g, [slots, I], which is between the kernels; where d is behind it and what belongs to
+ * it, float32 [slots, H]; and bytes of all that. */
 int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_few_sums_at(const moq_moe_spec *spec, int64_t tokens);
 int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens);
 
 /* Whether the kernel of packed NVFP4 weights as they are, or that of FP8, takes the layer and so

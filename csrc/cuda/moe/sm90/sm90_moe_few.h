@@ -16,7 +16,7 @@
 
 namespace moq::moe_few {
 
-/* Whoever includes this has said how many WARPS a block has. */
+#define WARPS      MOQ_MOE_FEW_WARPS
 #define THREADS    (32 * WARPS)
 #define CHUNK      MOQ_MOE_FEW_CHUNK
 #define MAX_STAGES MOQ_MOE_FEW_STAGES
@@ -43,8 +43,10 @@ typedef struct {
     int32_t *chunks;  /* how many there are */
 } tables;
 
-static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *shared) {
+/* Those of a warp: where there are no more slots than lanes it may have its own. */
+static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *shared, int warp) {
     tables t;
+    shared += r->slots <= 32 ? warp * r->at.pitch : 0;
     t.expert = (int32_t *)(shared + r->at.expert);
     t.sorted = (uint16_t *)(shared + r->at.sorted);
     t.chunk = (uint32_t *)(shared + r->at.chunk);
@@ -70,17 +72,26 @@ static __device__ __forceinline__ int slots_of_chunk(uint32_t word) {
 static_assert(MOQ_MOE_FEW_SLOTS <= 0x1000 && CHUNK <= 15 && MOQ_MOE_FEW_EXPERTS <= 0x10000,
               "a chunk fits a word");
 
-/* The local expert of a slot, or -1 where it does not count. Read past the first cache, which may
- * know an older state: a block may be here before what the router wrote. */
-static __device__ __noinline__ int expert_of_slot(const routing *r, int slot) {
+/* Where the id of a slot lies, in elements. */
+static __device__ __noinline__ int64_t place_of_id(const routing *r, int slot) {
     int token = slot / r->top_k;
-    int64_t at = moe::slot_offset(&r->ids, token, slot - token * r->top_k);
-    int64_t id = r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + at)
-                                            : (int64_t)__ldcg((const int *)r->ids.data + at);
+    return moe::slot_offset(&r->ids, token, slot - token * r->top_k);
+}
+
+/* The local expert that an id names, or -1 where it does not count. Read past the first cache,
+ * which may know an older state: a block may be here before what the router wrote. */
+static __device__ __forceinline__ int expert_at(const routing *r, int64_t place) {
+    int64_t id = r->ids.dtype == MOQ_DT_I64
+                     ? (int64_t)__ldcg((const long long *)r->ids.data + place)
+                     : (int64_t)__ldcg((const int *)r->ids.data + place);
     if (id < 0 || id >= r->global_experts)
         return -1;
     int local = r->map ? __ldcg(r->map + id) : (int)id;
     return local >= 0 && local < r->experts ? local : -1;
+}
+
+static __device__ __noinline__ int expert_of_slot(const routing *r, int slot) {
+    return expert_at(r, place_of_id(r, slot));
 }
 
 static __device__ __noinline__ float weight_of_slot(const routing *r, int slot) {
@@ -105,9 +116,11 @@ static __device__ __forceinline__ uint32_t tally_of(int slots) {
     return (uint32_t)((slots + CHUNK - 1) / CHUNK) << 16 | (uint32_t)slots;
 }
 
-/* Chunks of at most 32 slots, a lane each: experts in the order of their first slots. */
-static __device__ __forceinline__ void group_lanes(const routing *r, const tables *t, int lane) {
-    int expert = lane < r->slots ? expert_of_slot(r, lane) : -1;
+/* Chunks of at most 32 slots, a lane each, whose ids are at `at`: experts in the order of their
+ * first slots. */
+static __device__ __forceinline__ void group_lanes(const routing *r, const tables *t, int64_t at,
+                                                   int lane) {
+    int expert = lane < r->slots ? expert_at(r, at) : -1;
     uint32_t same = __match_any_sync(ALL_LANES, expert);
     int slots = __popc(same), rank = __popc(same & ((1u << lane) - 1));
     uint32_t own = expert >= 0 && rank == 0 ? tally_of(slots) : 0, all = sum_up_to(own, lane);
@@ -169,16 +182,38 @@ static __device__ __forceinline__ void chunk_experts(const routing *r, const tab
         *t->chunks = (int)(total >> 16);
 }
 
-/* Makes the tables; all threads. Before that, at any time: clear_counts. */
-static __device__ __forceinline__ void group_slots(const routing *r, const tables *t) {
+/* What of the tables can be made before the ids are there: counts are clear. Returns where the id
+ * of the lane's slot lies, where there are no more slots than lanes. All threads. */
+template <bool EVERY_WARP>
+static __device__ __forceinline__ int64_t open_tables(const routing *r, const tables *t) {
+    int lane = (int)threadIdx.x % 32, groups = (r->slots + 31) / 32;
+    int64_t place = 0;
+    if (groups > 1) {
+        for (int i = (int)threadIdx.x; i < groups * r->experts; i += THREADS)
+            t->within[i] = 0;
+    } else if ((EVERY_WARP || threadIdx.x < 32) && lane < r->slots) {
+        place = place_of_id(r, lane);
+        find_now(place);
+    }
+    __syncthreads();
+    return place;
+}
+
+/* Makes the tables from what open_tables returned; all threads. Where there are no more slots than
+ * lanes each warp has made its own, or has waited for the first. */
+template <bool EVERY_WARP>
+static __device__ __forceinline__ void group_slots(const routing *r, const tables *t,
+                                                   int64_t place) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, groups = (r->slots + 31) / 32;
     if (r->slots <= 32) {
-        if (warp == 0)
-            group_lanes(r, t, lane);
-        __syncthreads();
+        if (EVERY_WARP || warp == 0)
+            group_lanes(r, t, place, lane);
+        if (EVERY_WARP)
+            __syncwarp();
+        else
+            __syncthreads();
         return;
     }
-    __syncthreads(); /* counts are clear */
     for (int group = warp; group < groups; group += WARPS)
         count_lanes(r, t, group, lane);
     __syncthreads();
@@ -197,12 +232,6 @@ static __device__ __forceinline__ void group_slots(const routing *r, const table
         t->expert[slot] = expert;
     }
     __syncthreads();
-}
-
-static __device__ __forceinline__ void clear_counts(const routing *r, const tables *t) {
-    int bytes = r->slots > 32 ? (r->slots + 31) / 32 * r->experts : 0;
-    for (int i = (int)threadIdx.x; i < bytes; i += THREADS)
-        t->within[i] = 0;
 }
 
 /* ---- who does what ---- */

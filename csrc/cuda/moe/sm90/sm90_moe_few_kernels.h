@@ -1,5 +1,6 @@
-/* The two kernels for experts with few tokens on Hopper, whatever the format of weights. For each
- * slot s of a token t, e its expert:
+/* The two kernels for experts with few tokens on Hopper, whatever the format of weights, in the
+ * form that takes every K; sm90_moe_few_slices.h has the other one. For each slot s of a token t, e
+ * its expert:
  *
  *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
  *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
@@ -46,6 +47,12 @@ typedef struct {
     int parts, part_blocks;    /* partitions, and block rows of each */
 } stack;
 
+/* A number that kernels divide by, and floor((2^32 - 1) / by). */
+typedef struct {
+    int by;
+    uint32_t inverse;
+} divisor;
+
 /* What both kernels need. */
 typedef struct {
     CUtensorMap map; /* of the weight, where a format copies boxes */
@@ -56,6 +63,10 @@ typedef struct {
     float *maxima; /* [slots, pairs]: of |g|, where a format needs them */
     int pairs;     /* slabs of I */
     int stages, parked_at, scales_at, weights_at;
+    /* Where warps have slices: warps that share K, stages on their way at once at the beginning,
+     * and how work is shared out: blocks of the kernel, items of a chunk, and stages of an item. */
+    int log_parts, flight;
+    divisor by_blocks, by_items, by_stages;
     bool weighted;         /* the kernel needs the router's weights: */
     bool weights_on_input; /* the first does here, the second elsewhere */
 } common_args;
@@ -74,6 +85,7 @@ typedef struct {
     int tokens, slabs, log_cluster;
     int sums_at;
     bool accumulate;
+    float *d; /* [slots, H], where a kernel of its own adds up the slots of a token */
 } down_args;
 
 /* Barriers of a block. */
@@ -104,6 +116,7 @@ typedef struct {
     uint32_t chunk; /* the word */
     int place;      /* among the sorted slots */
     float weight;   /* where it is on the input */
+    float scale;    /* that x is quantized by, where an expert has one and it was asked for early */
 } column;
 
 /* The stage that is filled next; the target is the format's. */
@@ -262,7 +275,7 @@ template <class F>
 static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *shared,
                                                  barriers *bar, warp_parts *p) {
     p->a = a;
-    p->t = tables_of(&a->route, shared);
+    p->t = tables_of(&a->route, shared, 0);
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     p->lane = (int)threadIdx.x % 32;
     p->ring = shared_address(shared) + (uint32_t)(p->warp * a->stages * F::stage_bytes);
@@ -495,11 +508,11 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const common_args *common = &args.common;
     warp_parts p;
     open_warp<F>(common, shared, &bar, &p);
-    clear_counts(&common->route, &p.t);
+    int64_t place = open_tables<false>(&common->route, &p.t);
     wait_for_predecessor();
     launch_dependents(); /* not before: who comes next counts on the ids */
     load_weights(&p);
-    group_slots(&common->route, &p.t);
+    group_slots<false>(&common->route, &p.t, place);
     uint32_t items = (uint32_t)(*p.t.chunks * common->pairs);
     uint32_t begin = (uint32_t)((uint64_t)items * blockIdx.x / gridDim.x);
     uint32_t end = (uint32_t)((uint64_t)items * (blockIdx.x + 1) / gridDim.x);
@@ -531,12 +544,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
     launch_dependents();
     warp_parts p;
     open_warp<F>(common, shared, &bar, &p);
-    clear_counts(&common->route, &p.t);
+    int64_t place = open_tables<false>(&common->route, &p.t);
     if (a->log_cluster)
         cluster_arrive();
     /* The kernel before has waited for the ids before it let this one start. */
     load_weights(&p);
-    group_slots(&common->route, &p.t);
+    group_slots<false>(&common->route, &p.t, place);
     int rank = (int)blockIdx.x & ((1 << a->log_cluster) - 1);
     int cluster = (int)blockIdx.x >> a->log_cluster, chunks = *p.t.chunks;
     int begin = chunks * rank >> a->log_cluster, end = chunks * (rank + 1) >> a->log_cluster;
@@ -599,6 +612,8 @@ static inline common_args common_of(const moq_moe_call *call, const moq_moe_few_
     c.maxima =
         (float *)((uint8_t *)call->workspace + moq_moe_few_inner_bytes(call->spec, call->tokens));
     c.stages = half->stages;
+    c.log_parts = half->log_parts;
+    c.flight = half->flight;
     c.parked_at = half->parked_at;
     c.scales_at = half->scales_at;
     c.weights_at = half->weights_at;
@@ -632,6 +647,7 @@ static inline down_args down_of(const moq_moe_call *call, const moq_moe_few_shar
     a.sums_at = share->down.sums_at;
     a.common.weighted = !call->weights_on_input;
     a.accumulate = call->accumulate;
+    a.d = (float *)((uint8_t *)call->workspace + moq_moe_few_sums_at(call->spec, call->tokens));
     return a;
 }
 

@@ -3,11 +3,12 @@
  *
  * Weights are e4m3 as the checkpoint has them, x and g are quantized to e4m3 on the way, by one
  * scale an expert, one a token, or one for 128 columns. A stage is 128 columns of a warp's slabs, a
- * box of 16 rows in the 128-byte swizzle for each slab. A lane quantizes the columns that it
- * multiplies: 32 of a token, of which its groups of 16 bytes of W have the same order, 70 to 150
- * instructions where the memory takes 440 for a slab. Hopper has no products of e4m3 for a warp
- * (mma.sync is compiled to conversions and products of float16), so codes become float16, which
- * holds them, those of x once for all slabs; sums are float32, not the 14 bits of wgmma.
+ * box of 16 rows in the 128-byte swizzle for each slab; with slices of K, of one slab. A lane
+ * quantizes the columns that it multiplies: 32 of a token, of which its groups of 16 bytes of W have
+ * the same order, 70 to 150 instructions where the memory takes 440 for a slab; with slices once for
+ * all items of a chunk. Hopper has no products of e4m3 for a warp (mma.sync is compiled to
+ * conversions and products of float16), so codes become float16, which holds them, those of x once
+ * for all slabs; sums are float32, not the 14 bits of wgmma.
  *
  * Who quantizes by token needs the whole row: the first kernel finds the scales of the tokens that
  * a block has while its rings fill, and leaves the maximum of g of each slot and 16 rows for the
@@ -16,10 +17,8 @@
  * Measured: see docs/lab/moe.md. */
 #include "cuda/choice/moe_few.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
+#include "cuda/moe/sm90/sm90_moe_few_slices.h"
 #include "cuda/runtime/tensor_map.h"
-
-#define WARPS MOQ_MOE_FP8_FEW_WARPS
-#include "cuda/moe/sm90/sm90_moe_few_kernels.h"
 
 namespace moq::moe_few {
 
@@ -201,7 +200,105 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     }
 
     static __device__ __forceinline__ float factor_of_expert(const stack *w, int expert) {
-        return MODE == MOQ_INPUT_E4M3_TENSOR ? __ldg(w->input_scale + expert * w->parts) : 1.0f;
+        return MODE == MOQ_INPUT_E4M3_TENSOR ? load_early(w->input_scale + expert * w->parts) : 1;
+    }
+};
+
+/* With slices of BLOCKS blocks of K. */
+template <int SLABS, int BLOCKS, moq_dtype DT, moq_input_mode MODE>
+struct fp8_slices : fp8<SLABS, DT, MODE> {
+    typedef fp8<SLABS, DT, MODE> base;
+    static constexpr bool scaled_groups = MODE == MOQ_INPUT_E4M3_GROUP;
+    static constexpr int blocks = BLOCKS, stage_blocks = 1, block_bytes = BOX;
+
+    typedef struct {
+        int row, column;
+        float scale; /* of W by blocks */
+    } slice_target;
+    typedef struct {
+        typename base::columns block[BLOCKS];
+    } raw_columns;
+    typedef struct {
+        uint32_t code[BLOCKS][2][8]; /* as float16 */
+        float scale[BLOCKS][2];      /* by blocks, of the lane's columns of the product */
+    } slice_columns;
+
+    static __device__ __forceinline__ void aim_slice(const warp_parts *p, int expert, int slab,
+                                                     int begin, slice_target *t) {
+        const stack *w = &p->a->w;
+        t->row = expert * w->rows + slab * SLAB;
+        t->column = begin * BLOCK;
+        if constexpr (scaled_groups) {
+            int part = w->parts == 2 && slab >= p->a->pairs;
+            int row = (expert * w->parts + part) * w->part_blocks +
+                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            t->scale =
+                load_early((const float *)w->weight_scale + (int64_t)row * w->blocks + begin);
+        }
+    }
+
+    static __device__ __forceinline__ void fill_slice(const warp_parts *p, const slice_target *t,
+                                                      uint32_t to, uint32_t bar) {
+        mbarrier_expect(bar, BOX);
+        copy_box_2d(to, &p->a->map, t->column, t->row, bar, p->policy);
+    }
+
+    static __device__ __forceinline__ float scale_of_column(const warp_parts *p, const column *c) {
+        return MODE == MOQ_INPUT_E4M3_TENSOR
+                   ? load_early(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts)
+                   : 1;
+    }
+
+    static __device__ __forceinline__ void load_raw(const warp_parts *p, const column *c, int begin,
+                                                    int nominal, raw_columns *x) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            int first = (begin + i) * BLOCK + p->lane % 4 * 32;
+            bool meant = begin + i >= nominal && first < p->a->w.columns;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                x->block[i].part[j] =
+                    meant ? load_part(c->row + 2 * first + 16 * j) : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    template <bool UP>
+    static __device__ __forceinline__ void make_columns(const warp_parts *p, const column *c,
+                                                        const raw_columns *raw, slice_columns *x) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            typename base::columns own = raw->block[i];
+            if (UP && p->a->weights_on_input)
+                weigh<4>(own.part, DT, c->weight);
+            float scale = MODE == MOQ_INPUT_E4M3_TENSOR  ? __frcp_rn(c->scale)
+                          : MODE == MOQ_INPUT_E4M3_TOKEN ? p->scale[c->place]
+                                                         : base::scale_of_group(&own);
+            base::quantize(own.part, scale, x->code[i][0]);
+            base::quantize(own.part + 2, scale, x->code[i][1]);
+#pragma unroll
+            for (int j = 0; j < 2 && scaled_groups; j++)
+                x->scale[i][j] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + j) * 4);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_stage(uint32_t places, const slice_stage *stage,
+                                                          const slice_columns &x, int block,
+                                                          const slice_target &t, float (&sum)[4]) {
+        float two[2][4] = {}, scale = 1;
+        if constexpr (scaled_groups)
+            scale = __shfl_sync(ALL_LANES, t.scale, stage->number % 32);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t from = (places + stage->at) ^ half * 16;
+            base::multiply_half(load_shared(from), load_shared(from + BOX / 2), x.code[block][half],
+                                two[half]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float both = __fadd_rn(two[0][j], two[1][j]);
+            sum[j] = scaled_groups ? __fmaf_rn(both, scale * x.scale[block][j % 2], sum[j])
+                                   : __fadd_rn(sum[j], both);
+        }
     }
 };
 
@@ -213,36 +310,51 @@ static moq_status describe(const moq_moe_call *call, common_args *c, moq_err *er
                                w->columns, w->columns, SLAB, err);
 }
 
-typedef struct {
-    const void *up[2], *down[2]; /* of one slab and of two */
-} kernels;
-
-template <moq_dtype DT, moq_input_mode MODE> static kernels kernels_with(void) {
-    kernels k = {
-        {(const void *)moe_few_up<fp8<1, DT, MODE>>, (const void *)moe_few_up<fp8<2, DT, MODE>>},
-        {(const void *)moe_few_down<fp8<1, DT, MODE>>,
-         (const void *)moe_few_down<fp8<2, DT, MODE>>}};
-    return k;
+/* Kernels by what a slice has, which is MOQ_MOE_FP8_FEW_SLICES of moe_few.h. */
+template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
+static const void *slice_kernel(const moq_moe_few_half *h, bool up) {
+    if (!up)
+        return (const void *)moe_few_down_slices<fp8_slices<2, BLOCKS, DT, MODE>>;
+    return h->slabs == 2 ? (const void *)moe_few_up_slices<fp8_slices<2, BLOCKS, DT, MODE>>
+                         : (const void *)moe_few_up_slices<fp8_slices<1, BLOCKS, DT, MODE>>;
 }
 
-template <moq_dtype DT> static kernels kernels_for(moq_input_mode mode) {
-    return mode == MOQ_INPUT_E4M3_TENSOR  ? kernels_with<DT, MOQ_INPUT_E4M3_TENSOR>()
-           : mode == MOQ_INPUT_E4M3_TOKEN ? kernels_with<DT, MOQ_INPUT_E4M3_TOKEN>()
-                                          : kernels_with<DT, MOQ_INPUT_E4M3_GROUP>();
+template <moq_dtype DT, moq_input_mode MODE>
+static const void *kernel_with(const moq_moe_few_half *h, bool up) {
+#define BLOCKS(count)                                                                              \
+    if (h->slice == count)                                                                         \
+        return slice_kernel<DT, MODE, count>(h, up);
+    MOQ_MOE_FP8_FEW_SLICES(BLOCKS)
+#undef BLOCKS
+    if (up)
+        return h->slabs == 2 ? (const void *)moe_few_up<fp8<2, DT, MODE>>
+                             : (const void *)moe_few_up<fp8<1, DT, MODE>>;
+    return h->slabs == 2 ? (const void *)moe_few_down<fp8<2, DT, MODE>>
+                         : (const void *)moe_few_down<fp8<1, DT, MODE>>;
+}
+
+template <moq_dtype DT>
+static const void *kernel_of(const moq_moe_few_half *h, moq_input_mode mode, bool up) {
+    return mode == MOQ_INPUT_E4M3_TENSOR  ? kernel_with<DT, MOQ_INPUT_E4M3_TENSOR>(h, up)
+           : mode == MOQ_INPUT_E4M3_TOKEN ? kernel_with<DT, MOQ_INPUT_E4M3_TOKEN>(h, up)
+                                          : kernel_with<DT, MOQ_INPUT_E4M3_GROUP>(h, up);
 }
 
 extern "C" moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err) {
     const moq_moe_spec *spec = call->spec;
+    moq_input_mode mode = spec->w13.input;
     moq_moe_few_share share;
     moq_moe_few_share_out(spec, call->tokens, call->way, &share);
     up_args up = up_of(call, &share);
     down_args down = down_of(call, &share);
     MOQ_TRY(describe(call, &up.common, err));
     MOQ_TRY(describe(call, &down.common, err));
-    kernels k = spec->w13.dtype == MOQ_DT_F16 ? kernels_for<MOQ_DT_F16>(spec->w13.input)
-                                              : kernels_for<MOQ_DT_BF16>(spec->w13.input);
-    MOQ_TRY(launch_half(call, &share.up, "FP8 experts", k.up[spec->gated], &up, err));
-    return launch_half(call, &share.down, "FP8 experts", k.down[share.down.slabs - 1], &down, err);
+    bool half = spec->w13.dtype == MOQ_DT_F16;
+    const void *up_kernel = half ? kernel_of<MOQ_DT_F16>(&share.up, mode, true)
+                                 : kernel_of<MOQ_DT_BF16>(&share.up, mode, true);
+    const void *down_kernel = half ? kernel_of<MOQ_DT_F16>(&share.down, mode, false)
+                                   : kernel_of<MOQ_DT_BF16>(&share.down, mode, false);
+    return launch_all(call, &share, "FP8 experts", up_kernel, &up, down_kernel, &down, err);
 }
 
 extern "C" int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call) {

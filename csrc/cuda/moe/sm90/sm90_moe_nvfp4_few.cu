@@ -3,22 +3,75 @@
  *
  * Weights are in the packed layout (core/nvfp4_packed.h), 0.5625 bytes each. The decoder takes
  * nearly as long as the memory, 14 to 15 ns of a multiprocessor for a unit where the memory of an
- * H200 brings one in 17 (docs/lab/nvfp4-few.md). Sixteen
- * warps of 64 registers in half of a multiprocessor: with eight their latencies showed at one
- * token. A stage is two units, a block of K of two slabs or two of one, a bulk copy for each slab.
+ * H200 brings one in 17 (docs/lab/nvfp4-few.md). In the first form a stage is four units, two
+ * blocks of K of two slabs or four of one, a bulk copy for each slab; with slices it is a slab by
+ * all blocks of a slice, one copy, and two blocks of K are multiplied in turn. Eight warps of 128
+ * registers: sixteen of 64 had copies of half the size, and were slower at every number of tokens.
  *
  * Measured: see docs/lab/moe.md. */
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/moe_few.h"
 #include "cuda/device/nvfp4_products.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
-
-#define WARPS MOQ_MOE_NVFP4_FEW_WARPS
-#include "cuda/moe/sm90/sm90_moe_few_kernels.h"
+#include "cuda/moe/sm90/sm90_moe_few_slices.h"
 
 namespace moq::moe_few {
 
 #define X_BLOCK (2 * MOQ_PACK_K) /* bytes of a token in a block of K */
+
+/* COUNT blocks of K of a slab, whose units follow each other `unit` bytes behind the places, each
+ * with sums of its own, so that products that add to the same sums do not follow each other. As
+ * moq_multiply_units. */
+template <moq_nvfp4_type TYPE, int COUNT>
+static __device__ __forceinline__ void multiply_columns(const moq_unit_places &at, uint32_t unit,
+                                                        const uint4 *x, float (&sum)[2][4]) {
+    uint32_t word[COUNT][4], scales[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        scales[i] = load_shared_half(at.scale + unit + i * MOQ_PACK_BYTES);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            word[i][j] = load_shared_word(at.word[j] + unit + i * MOQ_PACK_BYTES);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        scales[i] = moq_nvfp4_scales<TYPE>(scales[i], false);
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+        uint32_t a[COUNT][4], b[COUNT][4];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            moq_nvfp4_fragment<TYPE>(word[i][j], scales[i], a[i]);
+            moq_nvfp4_fragment<TYPE>(word[i][j + 1], scales[i], b[i]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i++) {
+                const uint32_t *v = &x[2 * i + half].x + j;
+                const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
+                                       b[i][2 * half + 1]};
+                moq_nvfp4_product<TYPE>(sum[i], w, v[0], v[1]);
+            }
+        }
+    }
+}
+
+/* multiply_columns of BLOCKS blocks; the sum of all. */
+template <moq_nvfp4_type TYPE, int BLOCKS>
+static __device__ __forceinline__ void multiply_units(const moq_unit_places &at, uint32_t unit,
+                                                      const uint4 *x, float (&sum)[4]) {
+    float two[2][4] = {};
+#pragma unroll
+    for (int i = 0; i + 1 < BLOCKS; i += 2)
+        multiply_columns<TYPE, 2>(at, unit + i * MOQ_PACK_BYTES, x + 2 * i, two);
+    if constexpr (BLOCKS % 2 != 0)
+        multiply_columns<TYPE, 1>(at, unit + (BLOCKS - 1) * MOQ_PACK_BYTES, x + 2 * (BLOCKS - 1),
+                                  two);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        sum[i] = __fadd_rn(two[0][i], two[1][i]);
+}
 
 template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_NVFP4_FEW_UNITS / SLABS;
@@ -93,19 +146,16 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
         columns own = *x;
         load(p, &v.next, 0, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
+        if (UP && p->a->weights_on_input)
+            weigh<2 * stage_blocks>(own.part, dtype, v.own.weight);
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++)
             if (i < v.blocks)
-                multiply_block<UP>(p, at, v.stage + i * MOQ_PACK_BYTES, v.own.weight,
-                                   &own.part[2 * i], sum);
+                multiply_block(at, v.stage + i * MOQ_PACK_BYTES, &own.part[2 * i], sum);
     }
 
-    template <bool UP>
-    static __device__ __forceinline__ void multiply_block(const warp_parts *p, const places &at,
-                                                          uint32_t unit, float weight, uint4 *x,
-                                                          float (&sum)[SLABS][1][4]) {
-        if (UP && p->a->weights_on_input)
-            weigh<2>(x, dtype, weight);
+    static __device__ __forceinline__ void
+    multiply_block(const places &at, uint32_t unit, const uint4 *x, float (&sum)[SLABS][1][4]) {
         const uint4 part[1][2] = {{x[0], x[1]}};
         if constexpr (SLABS == 1) {
             moq_multiply_units<nvfp4, 1>(at, unit, part, sum);
@@ -122,20 +172,92 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     }
 };
 
+/* With slices of BLOCKS blocks of K. */
+template <int SLABS, int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_slices : nvfp4<SLABS, TYPE> {
+    typedef nvfp4<SLABS, TYPE> base;
+    static constexpr int blocks = BLOCKS, stage_blocks = BLOCKS, block_bytes = MOQ_PACK_BYTES;
+
+    typedef const uint8_t *slice_target;
+    typedef struct {
+        uint4 part[2 * BLOCKS];
+    } slice_columns;
+    typedef slice_columns raw_columns;
+
+    static __device__ __forceinline__ void aim_slice(const warp_parts *p, int expert, int slab,
+                                                     int begin, slice_target *t) {
+        const stack *w = &p->a->w;
+        *t = w->weight + expert * w->expert_bytes +
+             ((int64_t)slab * w->blocks + begin) * MOQ_PACK_BYTES;
+    }
+
+    static __device__ __forceinline__ void fill_slice(const warp_parts *p, const slice_target *t,
+                                                      uint32_t to, uint32_t bar) {
+        mbarrier_expect(bar, BLOCKS * MOQ_PACK_BYTES);
+        copy_bytes_once(to, *t, BLOCKS * MOQ_PACK_BYTES, bar, p->policy);
+    }
+
+    static __device__ __forceinline__ float scale_of_column(const warp_parts *, const column *) {
+        return 1;
+    }
+
+    static __device__ __forceinline__ void load_raw(const warp_parts *p, const column *c, int begin,
+                                                    int nominal, raw_columns *x) {
+        const uint8_t *from = base::columns_at(p, c, begin);
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            x->part[2 * i] = load_part(from + i * X_BLOCK);
+            x->part[2 * i + 1] = load_part(from + i * X_BLOCK + 16);
+        }
+        if (begin == nominal)
+            return;
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++)
+            if (begin + i < nominal)
+                x->part[2 * i] = x->part[2 * i + 1] = make_uint4(0, 0, 0, 0);
+    }
+
+    template <bool UP>
+    static __device__ __forceinline__ void make_columns(const warp_parts *p, const column *c,
+                                                        const raw_columns *raw, slice_columns *x) {
+        *x = *raw;
+        if (UP && p->a->weights_on_input)
+            weigh<2 * BLOCKS>(x->part, base::dtype, c->weight);
+    }
+
+    static __device__ __forceinline__ void multiply_stage(const typename base::places &at,
+                                                          const slice_stage *stage,
+                                                          const slice_columns &x, int,
+                                                          const slice_target &, float (&sum)[4]) {
+        multiply_units<TYPE, BLOCKS>(at, stage->at, x.part, sum);
+    }
+};
+
 static void describe(stack *w) {
     w->blocks = w->columns / MOQ_PACK_K;
     w->slab_bytes = w->blocks * MOQ_PACK_BYTES;
     w->expert_bytes = moq_pack_slabs(w->rows) * w->blocks * MOQ_PACK_BYTES;
 }
 
-template <moq_nvfp4_type TYPE> static const void *up_kernel(bool gated) {
-    return gated ? (const void *)moe_few_up<nvfp4<2, TYPE>>
-                 : (const void *)moe_few_up<nvfp4<1, TYPE>>;
+/* Kernels by what a slice has, which is MOQ_MOE_NVFP4_FEW_SLICES of moe_few.h. */
+template <moq_nvfp4_type TYPE, int BLOCKS>
+static const void *slice_kernel(const moq_moe_few_half *h, bool up) {
+    if (!up)
+        return (const void *)moe_few_down_slices<nvfp4_slices<2, BLOCKS, TYPE>>;
+    return h->slabs == 2 ? (const void *)moe_few_up_slices<nvfp4_slices<2, BLOCKS, TYPE>>
+                         : (const void *)moe_few_up_slices<nvfp4_slices<1, BLOCKS, TYPE>>;
 }
 
-template <moq_nvfp4_type TYPE> static const void *down_kernel(int slabs) {
-    return slabs == 1 ? (const void *)moe_few_down<nvfp4<1, TYPE>>
-                      : (const void *)moe_few_down<nvfp4<2, TYPE>>;
+template <moq_nvfp4_type TYPE> static const void *kernel_of(const moq_moe_few_half *h, bool up) {
+#define BLOCKS(count)                                                                              \
+    if (h->slice == count)                                                                         \
+        return slice_kernel<TYPE, count>(h, up);
+    MOQ_MOE_NVFP4_FEW_SLICES(BLOCKS)
+#undef BLOCKS
+    if (up)
+        return h->slabs == 2 ? (const void *)moe_few_up<nvfp4<2, TYPE>>
+                             : (const void *)moe_few_up<nvfp4<1, TYPE>>;
+    return h->slabs == 2 ? (const void *)moe_few_down<nvfp4<2, TYPE>>
+                         : (const void *)moe_few_down<nvfp4<1, TYPE>>;
 }
 
 extern "C" moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err) {
@@ -147,12 +269,11 @@ extern "C" moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *
     down_args down = down_of(call, &share);
     describe(&up.common.w);
     describe(&down.common.w);
-    const void *kernel =
-        half ? up_kernel<MOQ_NVFP4_F16>(spec->gated) : up_kernel<MOQ_NVFP4_BF16>(spec->gated);
-    MOQ_TRY(launch_half(call, &share.up, "NVFP4 experts", kernel, &up, err));
-    kernel = half ? down_kernel<MOQ_NVFP4_F16>(share.down.slabs)
-                  : down_kernel<MOQ_NVFP4_BF16>(share.down.slabs);
-    return launch_half(call, &share.down, "NVFP4 experts", kernel, &down, err);
+    const void *up_kernel = half ? kernel_of<MOQ_NVFP4_F16>(&share.up, true)
+                                 : kernel_of<MOQ_NVFP4_BF16>(&share.up, true);
+    const void *down_kernel = half ? kernel_of<MOQ_NVFP4_F16>(&share.down, false)
+                                   : kernel_of<MOQ_NVFP4_BF16>(&share.down, false);
+    return launch_all(call, &share, "NVFP4 experts", up_kernel, &up, down_kernel, &down, err);
 }
 
 extern "C" int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call) {
