@@ -132,6 +132,14 @@ static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int l
     return {{words.x, words.y, words.z, words.w}, {scales.x, scales.y}};
 }
 
+/* Where the compiler would decode both halves of a block at once, for which the largest tile has no
+ * registers. */
+#if __CUDA_ARCH__ >= 1000
+#define HALF_BY_HALF(form) true
+#else
+#define HALF_BY_HALF(form) ((form) == NVFP4_FOLDED)
+#endif
+
 /* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
  * that a lane names to ldmatrix first, `folds` are those of the lane's rows of each slab. */
 template <nvfp4_form FORM, class SHAPE>
@@ -144,8 +152,8 @@ static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS]
         part[i] = load_unit(units + i * SHAPE::BLOCKS * MOQ_PACK_BYTES, lane);
 #pragma unroll
     for (int half = 0; half < 2; half++) { /* two groups, four parts of a row of x */
-        if (FORM == NVFP4_FOLDED)
-            __syncwarp(); /* or both halves are decoded at once, and spilled */
+        if (HALF_BY_HALF(FORM))
+            __syncwarp();
         uint32_t w[SHAPE::SLABS][2][4];
 #pragma unroll
         for (int i = 0; i < SHAPE::SLABS * 2; i++)

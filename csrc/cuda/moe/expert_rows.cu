@@ -7,8 +7,8 @@
  * and where x is codes already, h[r] = x[t] with its scales, as they are.
  *
  * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
- * a pass before the one that writes; the values are made anew for it, which costs less than keeping
- * rows of any length. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
+ * a pass before the one that writes; a thread keeps its first values for it, and makes those of
+ * longer rows anew. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
  * Bound by memory: u and d are float32. */
 #include "cuda/device/ptx.h"
 #include "cuda/device/round.h"
@@ -137,12 +137,22 @@ static __device__ __forceinline__ row_place place_of(const row_args *a, int row)
 
 /* ---- rows ---- */
 
-/* The largest magnitude of the block's row, in all threads. */
-template <bool OF_U>
-static __device__ __forceinline__ float find_amax(const row_args *a, const row_place *p) {
+/* The largest magnitude of the block's row, in all threads; the first KEPT times 16 values of a
+ * thread are kept. */
+template <bool OF_U, int KEPT>
+static __device__ __forceinline__ float find_amax(const row_args *a, const row_place *p,
+                                                  float (&kept)[KEPT][16]) {
     __shared__ uint32_t shared[THREADS / 32];
     uint32_t most = 0;
-    for (int64_t column = (int64_t)threadIdx.x * 16; column < a->k; column += SPAN) {
+    int64_t column = (int64_t)threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++, column += SPAN) {
+        if (column >= a->k)
+            continue;
+        make_values<OF_U>(a, p, column, kept[i]);
+        most = max(most, moq_amax_bits(kept[i]));
+    }
+    for (; column < a->k; column += SPAN) {
         float value[16];
         make_values<OF_U>(a, p, column, value);
         most = max(most, moq_amax_bits(value));
@@ -211,12 +221,27 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
         *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
 }
 
-template <bool OF_U, row_form FORM>
+/* Values of a thread as a product takes them; lanes come together. */
+template <row_form FORM>
+static __device__ __forceinline__ void store_row(const row_args *a, const row_place *p,
+                                                 int64_t column, float scale, float (&value)[16]) {
+    if (!is_values(FORM) && !is_halves(FORM))
+        store_codes<FORM>(a, p, column, scale, value);
+    else if (column >= a->k)
+        return;
+    else if (is_halves(FORM))
+        store_halves<FORM>(a, p->row, column, scale, value);
+    else
+        store_values(a, a->dtype, p->row, column, value);
+}
+
+/* KEPT is 0 where rows have no scales of their own. */
+template <bool OF_U, row_form FORM, int KEPT>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
     wait_for_predecessor();
-    int row = (int)blockIdx.x;
-    if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
+    int row = (int)blockIdx.x, count = a.groups.count[0], slot = a.groups.slot[row];
+    if (row >= count || slot < 0)
         return;
     row_place p = place_of<OF_U>(&a, row);
     float scale = 1.0f;
@@ -224,25 +249,21 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         scale = __frcp_rn(a.input_scale[p.expert * a.parts]);
     if (FORM == ROWS_HALVES_NVFP4)
         scale = a.input_scale[p.expert * a.parts];
-    if (has_row_scales(FORM)) {
-        float amax = find_amax<OF_U>(&a, &p);
+    int64_t column = (int64_t)threadIdx.x * 16, base = 0;
+    if constexpr (KEPT > 0) {
+        float kept[KEPT][16] = {}, amax = find_amax<OF_U>(&a, &p, kept);
         scale = moq_token_scale(amax);
         if (threadIdx.x == 0)
             a.scales[row] = FORM == ROWS_AMAX ? amax : scale;
+#pragma unroll
+        for (int i = 0; i < KEPT; i++, base += SPAN)
+            store_row<FORM>(&a, &p, base + column, scale, kept[i]);
     }
-    for (int64_t base = 0; base < a.k; base += SPAN) { /* lanes stay together */
-        int64_t column = base + (int64_t)threadIdx.x * 16;
+    for (; base < a.k; base += SPAN) { /* lanes stay together */
         float value[16] = {};
-        if (column < a.k)
-            make_values<OF_U>(&a, &p, column, value);
-        if (!is_values(FORM) && !is_halves(FORM))
-            store_codes<FORM>(&a, &p, column, scale, value);
-        else if (column >= a.k)
-            continue;
-        else if (is_halves(FORM))
-            store_halves<FORM>(&a, row, column, scale, value);
-        else
-            store_values(&a, a.dtype, row, column, value);
+        if (base + column < a.k)
+            make_values<OF_U>(&a, &p, base + column, value);
+        store_row<FORM>(&a, &p, base + column, scale, value);
     }
 }
 
@@ -392,24 +413,30 @@ int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
     return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
 }
 
-template <bool OF_U> static const void *kernel_for(row_form form) {
+/* Those of rows with scales of their own keep one span of columns, or four of longer rows. */
+template <bool OF_U, row_form FORM> static const void *kernel_keeping(int64_t columns) {
+    return columns <= SPAN ? (const void *)make_rows<OF_U, FORM, 1>
+                           : (const void *)make_rows<OF_U, FORM, 4>;
+}
+
+template <bool OF_U> static const void *kernel_for(row_form form, int64_t columns) {
     switch (form) {
     case ROWS_AMAX:
-        return (const void *)make_rows<OF_U, ROWS_AMAX>;
+        return kernel_keeping<OF_U, ROWS_AMAX>(columns);
     case ROWS_TENSOR:
-        return (const void *)make_rows<OF_U, ROWS_TENSOR>;
+        return (const void *)make_rows<OF_U, ROWS_TENSOR, 0>;
     case ROWS_TOKEN:
-        return (const void *)make_rows<OF_U, ROWS_TOKEN>;
+        return kernel_keeping<OF_U, ROWS_TOKEN>(columns);
     case ROWS_GROUP:
-        return (const void *)make_rows<OF_U, ROWS_GROUP>;
+        return (const void *)make_rows<OF_U, ROWS_GROUP, 0>;
     case ROWS_HALVES_TENSOR:
-        return (const void *)make_rows<OF_U, ROWS_HALVES_TENSOR>;
+        return (const void *)make_rows<OF_U, ROWS_HALVES_TENSOR, 0>;
     case ROWS_HALVES_TOKEN:
-        return (const void *)make_rows<OF_U, ROWS_HALVES_TOKEN>;
+        return kernel_keeping<OF_U, ROWS_HALVES_TOKEN>(columns);
     case ROWS_HALVES_NVFP4:
-        return (const void *)make_rows<OF_U, ROWS_HALVES_NVFP4>;
+        return (const void *)make_rows<OF_U, ROWS_HALVES_NVFP4, 0>;
     default:
-        return (const void *)make_rows<OF_U, ROWS_VALUES>;
+        return (const void *)make_rows<OF_U, ROWS_VALUES, 0>;
     }
 }
 
@@ -496,7 +523,7 @@ moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
         a.weights = (const float *)call->weights->data;
         a.weight_at = slot_tensor_of(call->weights);
     }
-    return launch("rows of experts", kernel_for<false>(rows->form),
+    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
@@ -509,7 +536,7 @@ moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, co
     a.act = activation_of(spec);
     a.gated = spec->gated;
     a.aligned = a.k % 4 == 0;
-    return launch("activation of experts", kernel_for<true>(rows->form),
+    return launch("activation of experts", kernel_for<true>(rows->form, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
@@ -520,7 +547,7 @@ moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, co
     row_args a = args_of(chunk, groups, w2, &call->w2, rows);
     a.from = {g, (w2->in_features + 15) / 16 * 16, w2->dtype};
     a.by_row = true;
-    return launch("rows of experts", kernel_for<false>(rows->form),
+    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 

@@ -58,8 +58,14 @@ template <class TILING> static constexpr shape shape_of(void) {
              (const void *)nvfp4_experts<TILING, NVFP4_FOLDED>}};
 }
 
-static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<tiling_32>(),
-                               shape_of<tiling_64>(), shape_of<tiling_128>()};
+/* Those of the linear with few tokens and with many. Between, where K of a linear would be shared
+ * out, tiles of experts are many enough: four warps have all of K, and two blocks of it a step, so
+ * that they wait for each other half as often. */
+typedef tiling<32, 128, 1, 4, 1, 2, 4> experts_32;
+typedef tiling<64, 128, 1, 4, 1, 2, 3> experts_64;
+
+static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<experts_32>(),
+                               shape_of<experts_64>(), shape_of<tiling_128>()};
 
 /* A layer that leaves the choice to the library is not quantized where weights are exact. */
 static row_form form_exact(const moq_linear_spec *spec) {
