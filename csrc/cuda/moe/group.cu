@@ -1,12 +1,13 @@
 /* Sorts slots by expert: see group.h. A counting sort whose order is the same in every run.
  *
- * A block has a range of slots, each of its warps a part of that. A warp goes through its part 32
- * slots at a time; slots of one expert among these 32 find each other by a match, so that a slot's
- * rank is that of its lane, and counts of the warp so far come from shared memory, [warp][expert].
- * Up to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert
- * in every range, a second adds these up over ranges and experts, and the third ranks.
+ * A block has a range of slots, each of its warps a part of that, of which a lane holds up to HELD
+ * experts: all ids are asked for at once. A warp goes through its part 32 slots at a time; slots of
+ * one expert among these 32 find each other by a match, so that a slot's rank is that of its lane,
+ * and counts of the warp so far come from shared memory, [warp][expert]. Up to ONCE slots are a
+ * single block's; with more, a first kernel counts the slots of each expert in every range, a
+ * second adds these up over ranges and experts, and the third ranks.
  *
- * Bound by latency: a block's 16 warps take 16 steps for 8192 slots, some microseconds. */
+ * Bound by latency, some microseconds. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -17,7 +18,11 @@ namespace moq::moe {
 
 #define WARPS   16
 #define THREADS (32 * WARPS)
-#define ONCE    8192                                             /* slots of one block */
+#define ONCE    8192             /* slots of one block */
+#define HELD    (ONCE / THREADS) /* slots of a lane */
+#define RANGES  64               /* of slots, where ONCE allows */
+#define RANGE   2048             /* slots of one, at least */
+#define EVEN    8                /* rows of tiles are multiples of */
 #define OWN     ((MOQ_CUDA_MOE_EXPERTS + THREADS - 1) / THREADS) /* experts of a thread */
 
 typedef struct {
@@ -57,18 +62,27 @@ static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
     return {first, min(first + each, end)};
 }
 
-/* count[warp][expert] of this block; keeps the expert of each slot in out.row. */
-static __device__ __forceinline__ void count_slots(const group_args *a, int *count) {
+/* The experts of a lane's slots, every 32nd of its warp's. */
+static __device__ __forceinline__ void find_experts(const group_args *a, int (&expert)[HELD]) {
     slot_part part = part_of_warp(a);
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        int slot = part.begin + 32 * i + (int)threadIdx.x % 32;
+        expert[i] = slot < part.end ? expert_of(a, slot) : -1;
+    }
+}
+
+/* count[warp][expert] of this block. */
+static __device__ __forceinline__ void count_slots(const group_args *a, const int (&expert)[HELD],
+                                                   int *count) {
     int *own = count + threadIdx.x / 32 * a->experts;
     for (int i = threadIdx.x; i < WARPS * a->experts; i += THREADS)
         count[i] = 0;
     __syncthreads();
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        int expert = expert_of(a, slot);
-        a->out.row[slot] = expert;
-        if (expert >= 0)
-            atomicAdd(own + expert, 1); /* whole numbers: their order does not matter */
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        if (expert[i] >= 0)
+            atomicAdd(own + expert[i], 1); /* whole numbers: their order does not matter */
     }
     __syncthreads();
 }
@@ -86,11 +100,15 @@ static __device__ __forceinline__ int add_warps(const group_args *a, int *count,
 }
 
 /* Rows of the slots of each warp, where `count` has the row of the first of each expert. */
-static __device__ __forceinline__ void place_slots(const group_args *a, int *count) {
+static __device__ __forceinline__ void place_slots(const group_args *a, const int (&held)[HELD],
+                                                   int *count) {
     slot_part part = part_of_warp(a);
     int lane = threadIdx.x % 32, *own = count + threadIdx.x / 32 * a->experts;
-    for (int base = part.begin; base < part.end; base += 32) {
-        int slot = base + lane, expert = slot < part.end ? a->out.row[slot] : -1;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        int slot = part.begin + 32 * i + lane, expert = held[i];
+        if (slot - lane >= part.end)
+            break;
         uint32_t same = __match_any_sync(0xffffffffu, expert);
         int rank = __popc(same & ((1u << lane) - 1));
         int row = expert >= 0 ? own[expert] + rank : -1;
@@ -201,9 +219,12 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const exp
                 else
                     high = middle - 1;
             }
+            int begin = a->out.begin[low], tiles = first_tile[low + 1] - first_tile[low];
+            int each = (ends->end[low] - begin + tiles - 1) / tiles;
+            each = min((each + EVEN - 1) / EVEN * EVEN, a->tile_rows);
             tile.expert = low;
-            tile.first = a->out.begin[low] + (i - first_tile[low]) * a->tile_rows;
-            tile.rows = min(ends->end[low] - tile.first, a->tile_rows);
+            tile.first = begin + (i - first_tile[low]) * each;
+            tile.rows = min(ends->end[low] - tile.first, each);
         }
         a->out.tile[i] = tile;
     }
@@ -216,9 +237,10 @@ static __global__ void __launch_bounds__(THREADS)
     group_at_once(const __grid_constant__ group_args a) {
     extern __shared__ int count[];
     expert_ends ends = ends_at(&a, count + WARPS * a.experts);
-    int total[OWN] = {};
+    int total[OWN] = {}, held[HELD];
     wait_for_predecessor();
-    count_slots(&a, count);
+    find_experts(&a, held);
+    count_slots(&a, held, count);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
@@ -236,34 +258,44 @@ static __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    place_slots(&a, count);
-    list_tiles(&a, &ends);
     launch_dependents();
+    place_slots(&a, held, count);
+    list_tiles(&a, &ends);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     count_ranges(const __grid_constant__ group_args a) {
     extern __shared__ int count[];
-    launch_dependents();
+    int held[HELD];
     wait_for_predecessor();
-    count_slots(&a, count);
+    launch_dependents(); /* what follows may read the ids from here on */
+    find_experts(&a, held);
+    count_slots(&a, held, count);
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
         a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, count, expert);
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
+    constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
     extern __shared__ int shared_ends[];
     expert_ends ends = ends_at(&a, shared_ends);
     int total[OWN] = {};
-    launch_dependents();
     wait_for_predecessor();
+    launch_dependents();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
-        for (int range = 0; range < a.ranges && expert < a.experts; range++) {
-            int *before = a.before + (int64_t)range * a.experts + expert, own = *before;
-            *before = total[i];
-            total[i] += own;
+        for (int range = 0; range < a.ranges && expert < a.experts; range += AT_ONCE) {
+            int *before = a.before + (int64_t)range * a.experts + expert, own[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                own[j] = range + j < a.ranges ? before[j * a.experts] : 0;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                if (range + j < a.ranges)
+                    before[j * a.experts] = total[i];
+                total[i] += own[j];
+            }
         }
     }
     place_experts(&a, total, &ends);
@@ -273,18 +305,11 @@ static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_consta
 static __global__ void __launch_bounds__(THREADS)
     place_ranges(const __grid_constant__ group_args a) {
     extern __shared__ int count[];
-    slot_part part = part_of_warp(&a);
-    int *own = count + threadIdx.x / 32 * a.experts;
+    int held[HELD];
     launch_dependents();
-    for (int i = threadIdx.x; i < WARPS * a.experts; i += THREADS)
-        count[i] = 0;
+    find_experts(&a, held); /* they were there before the predecessor began */
+    count_slots(&a, held, count);
     wait_for_predecessor();
-    __syncthreads();
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        if (a.out.row[slot] >= 0)
-            atomicAdd(own + a.out.row[slot], 1);
-    }
-    __syncthreads();
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
         int first = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
         add_warps(&a, count, expert);
@@ -293,7 +318,7 @@ static __global__ void __launch_bounds__(THREADS)
             count[warp * a.experts + expert] += first;
     }
     __syncthreads();
-    place_slots(&a, count);
+    place_slots(&a, held, count);
 }
 
 /* ---- launch ---- */
@@ -316,8 +341,18 @@ int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert
     return (slots_of(chunk) + most_experts(chunk) * (chunk->tile_rows - 1)) / chunk->tile_rows;
 }
 
+/* Slots of a range. */
+static int64_t range_of(const slot_chunk *chunk) {
+    int64_t slots = slots_of(chunk), each = (slots + RANGES - 1) / RANGES;
+    if (slots <= ONCE)
+        return slots;
+    each = (each + THREADS - 1) / THREADS * THREADS;
+    return each < RANGE ? RANGE : each < ONCE ? each : ONCE;
+}
+
 static int64_t range_count(const slot_chunk *chunk) {
-    return (slots_of(chunk) + ONCE - 1) / ONCE;
+    int64_t each = range_of(chunk);
+    return (slots_of(chunk) + each - 1) / each;
 }
 
 /* The next part of the memory, of so many values. */
@@ -369,7 +404,7 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.experts = spec->experts;
     a.global_experts = spec->global_experts;
     a.ranges = (int32_t)range_count(chunk);
-    a.range = a.ranges > 1 ? ONCE : a.slots;
+    a.range = (int32_t)range_of(chunk);
     a.tile_rows = chunk->tile_rows;
     a.tiles = (int32_t)most_tiles(chunk);
     a.align = chunk->align;

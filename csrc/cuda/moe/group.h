@@ -3,8 +3,9 @@
  *
  * Slots are numbered within a chunk of tokens, token * top_k + j. Those that count (core/moe.h) get
  * rows: expert after expert, and within an expert in their own order. The rows of an expert may
- * begin at multiples of a number, with rows of no slot before. They go in tiles of as many rows as
- * a kernel asks for; the last of an expert may be short. */
+ * begin at multiples of a number, with rows of no slot before. They go in as few tiles as there are
+ * of as many rows as a kernel asks for, which share the rows evenly, in multiples of 8 but for the
+ * last one of an expert. */
 #ifndef MOQ_CUDA_MOE_GROUP_H
 #define MOQ_CUDA_MOE_GROUP_H
 
