@@ -15,12 +15,23 @@ from moqext import reference
 from moqext.reference.experts import coded_rows, expert_params, local_experts
 from moqext.reference.linear import multiplied_activation, multiplied_weight
 
-_SUMS = 2.0**-20
+FLOAT_SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
+
+CORE_SUMS = 2.0**-13
+"""Of a sum that FP8 tensor cores of Hopper begin, of which they keep 14 bits."""
+
+CORE_KERNELS = ("cuda:sm90_fp8_many",)
+"""Kernels of experts with such sums."""
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Params = dict[str, NDArray[Any]]
+
+
+def sums_of(kernel: str) -> float:
+    """The error of a kernel's sums, for `expert_slack`."""
+    return CORE_SUMS if kernel in CORE_KERNELS else FLOAT_SUMS
 
 
 def expert_slack(
@@ -37,7 +48,7 @@ def expert_slack(
         stacks: as for `reference.experts_reference`, like all that follow.
         topk_weights: [T, k].
         topk_ids: [T, k].
-        **options: of `experts_reference`, by name.
+        **options: of `experts_reference`, by name; and `sums`, the error of sums, else `FLOAT_SUMS`.
     """
     algo, compute = options["quant_algo"], options.get("compute", "exact")
     size, gated = options.get("group_size"), options.get("gated", True)
@@ -85,13 +96,14 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
         a = rows.astype(np.float64) if coded else _read_by(np.asarray(rows, np.float32), half, options)
         weight = multiplied_weight(half, algo, compute, size)
         bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
-        u, slack = a @ weight.T + bias, _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
+        reach = np.abs(a) @ np.abs(weight).T + np.abs(bias)
+        u, slack = a @ weight.T + bias, options.get("sums", FLOAT_SUMS) * reach
         ends.append((u - slack, u + slack))
     keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
     ups = ends[1] if len(ends) > 1 else (None,)
     kind = options.get("activation", "silu")
     corners = np.stack([reference.expert_activation(g, u, kind, **keys) for g in ends[0] for u in ups])
-    slack = _SUMS * np.abs(corners).max(axis=0)
+    slack = FLOAT_SUMS * np.abs(corners).max(axis=0)
     dtype = options.get("dtype", "bfloat16")
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]

@@ -158,16 +158,16 @@ def test_rows_of_x_and_y_that_are_apart(rng, monkeypatch, algo, kernel):
         assert int((~out.isnan()).sum()) == 90 * 128
 
 
-@pytest.mark.parametrize("algo, kernel", FORMATS)
+@pytest.mark.parametrize("algo, kernel", [FORMATS[0], FORMATS[3], FORMATS[5]])
 def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     """More rows than the workspace is made for: each token has the bits that it has among few."""
-    method = layer_of(monkeypatch, kernel, algo, 2, 4096, 128, top_k=2)
+    method = layer_of(monkeypatch, kernel, algo, 2, 4096, 128, top_k=8)
     stacks = random_stacks(rng, algo, 2, 4096, 128)
     params = prepared(method, stacks)
-    tokens = 40_000
+    tokens = 9000  # of 16 kB and more for each of eight slots
     method._plan.keep(tokens, kernel, LARGE)
     x = random_x(rng, (tokens, 4096), "bfloat16")
-    weights, ids = random_routing(rng, tokens, 2, 2)
+    weights, ids = random_routing(rng, tokens, 8, 2, "duplicates")
     y = run(method, params, x, weights, ids)
     some = np.append(rng.choice(tokens, 6, replace=False), [0, tokens - 1])
     check(y[some], method, stacks, x[some], weights[some], ids[some])

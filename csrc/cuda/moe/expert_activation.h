@@ -45,6 +45,13 @@ static __device__ __forceinline__ float relu2(float z) {
     return r * r;
 }
 
+/* silu where there is no limit: as below, which would leave such values as they are. */
+static __device__ __forceinline__ float silu_without_limit(const activation *a, float gate,
+                                                           float up) {
+    float g = gate < a->least ? a->least : gate;
+    return g * moq_sigmoid(a->alpha * g) * (up + a->beta);
+}
+
 /* act of a gate, and of up, which is 1 where there is none. NaN stays one throughout. */
 template <moq_moe_activation KIND>
 static __device__ __forceinline__ float activate_as(const activation *a, float gate, float up) {

@@ -1,13 +1,13 @@
 /* Sorts slots by expert: see group.h. A counting sort whose order is the same in every run.
  *
- * A block has a range of slots, each of its warps a part of that, of which a lane holds up to HELD
- * experts: all ids are asked for at once. A warp goes through its part 32 slots at a time; slots of
- * one expert among these 32 find each other by a match, so that a slot's rank is that of its lane,
- * and counts of the warp so far come from shared memory, [warp][expert]. Up to ONCE slots are a
- * single block's; with more, a first kernel counts the slots of each expert in every range, a
- * second adds these up over ranges and experts, and the third ranks.
+ * A block has a range of slots, each of its warps a part of that. A warp goes through its part 32
+ * slots at a time; slots of one expert among these 32 find each other by a match, so that a slot's
+ * rank is that of its lane, and counts of the warp so far come from shared memory, [warp][expert].
+ * Up to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert
+ * in every range, a second adds these up over ranges and experts, and the third ranks.
  *
- * Bound by latency, some microseconds. */
+ * Bound by latency: that of ids, which are asked for several at a time, and of the code, which is
+ * met for the first time in every call, so that loops are not unrolled. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -18,11 +18,11 @@ namespace moq::moe {
 
 #define WARPS   16
 #define THREADS (32 * WARPS)
-#define ONCE    8192             /* slots of one block */
-#define HELD    (ONCE / THREADS) /* slots of a lane */
-#define RANGES  64               /* of slots, where ONCE allows */
-#define RANGE   2048             /* slots of one, at least */
-#define EVEN    8                /* rows of tiles are multiples of */
+#define ONCE    8192 /* slots of one block */
+#define ASKED   4    /* ids that a lane asks for at a time */
+#define RANGES  64   /* of slots, where ONCE allows */
+#define RANGE   2048 /* slots of one, at least */
+#define EVEN    8    /* rows of tiles are multiples of */
 #define OWN     ((MOQ_CUDA_MOE_EXPERTS + THREADS - 1) / THREADS) /* experts of a thread */
 
 typedef struct {
@@ -62,58 +62,82 @@ static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
     return {first, min(first + each, end)};
 }
 
-/* The experts of a lane's slots, every 32nd of its warp's. */
-static __device__ __forceinline__ void find_experts(const group_args *a, int (&expert)[HELD]) {
-    slot_part part = part_of_warp(a);
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        int slot = part.begin + 32 * i + (int)threadIdx.x % 32;
-        expert[i] = slot < part.end ? expert_of(a, slot) : -1;
-    }
+/* What a block has in shared memory. */
+typedef struct {
+    int *count; /* [WARPS, E]: slots of a warp, then of those before it, then of those so far */
+    int *begin; /* [E]: the row of the block's first */
+    int *first_tile; /* [E + 1] */
+    int *end;        /* [E]: behind its last row */
+    uint16_t *held;  /* [range]: the expert of each slot of the block, or NOBODY */
+} block_memory;
+
+#define NOBODY 0xffff
+
+static __host__ __device__ __forceinline__ int64_t memory_bytes(int64_t experts, int64_t range) {
+    return ((WARPS + 3) * experts + 1) * (int64_t)sizeof(int) + range * (int64_t)sizeof(uint16_t);
 }
 
-/* count[warp][expert] of this block. */
-static __device__ __forceinline__ void count_slots(const group_args *a, const int (&expert)[HELD],
-                                                   int *count) {
-    int *own = count + threadIdx.x / 32 * a->experts;
+static __device__ __forceinline__ block_memory memory_at(const group_args *a, int *shared) {
+    block_memory m = {shared};
+    m.begin = m.count + WARPS * a->experts;
+    m.end = m.begin + a->experts;
+    m.first_tile = m.end + a->experts;
+    m.held = (uint16_t *)(m.first_tile + a->experts + 1);
+    return m;
+}
+
+/* Finds the experts of the block's slots and counts them for each warp. */
+static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
+    slot_part part = part_of_warp(a);
+    uint16_t *held = m->held - (int)blockIdx.x * a->range;
+    int *own = m->count + threadIdx.x / 32 * a->experts;
     for (int i = threadIdx.x; i < WARPS * a->experts; i += THREADS)
-        count[i] = 0;
+        m->count[i] = 0;
     __syncthreads();
+#pragma unroll 1
+    for (int base = part.begin + (int)threadIdx.x % 32; base < part.end; base += 32 * ASKED) {
+        int expert[ASKED];
 #pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        if (expert[i] >= 0)
-            atomicAdd(own + expert[i], 1); /* whole numbers: their order does not matter */
+        for (int i = 0; i < ASKED; i++)
+            expert[i] = base + 32 * i < part.end ? expert_of(a, base + 32 * i) : -1;
+#pragma unroll
+        for (int i = 0; i < ASKED; i++) {
+            if (base + 32 * i < part.end)
+                held[base + 32 * i] = (uint16_t)expert[i];
+            if (expert[i] >= 0)
+                atomicAdd(own + expert[i], 1); /* whole numbers: their order does not matter */
+        }
     }
     __syncthreads();
 }
 
 /* The slots of an expert in this block; count[warp][expert] become those of the warps before. */
 static __device__ __forceinline__ int add_warps(const group_args *a, int *count, int expert) {
-    int sum = 0;
+    int own[WARPS], sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++)
+        own[warp] = count[warp * a->experts + expert];
 #pragma unroll
     for (int warp = 0; warp < WARPS; warp++) {
-        int own = count[warp * a->experts + expert];
         count[warp * a->experts + expert] = sum;
-        sum += own;
+        sum += own[warp];
     }
     return sum;
 }
 
-/* Rows of the slots of each warp, where `count` has the row of the first of each expert. */
-static __device__ __forceinline__ void place_slots(const group_args *a, const int (&held)[HELD],
-                                                   int *count) {
+/* Rows of the slots of each warp. */
+static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    int lane = threadIdx.x % 32, *own = count + threadIdx.x / 32 * a->experts;
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        int slot = part.begin + 32 * i + lane, expert = held[i];
-        if (slot - lane >= part.end)
-            break;
+    const uint16_t *held = m->held - (int)blockIdx.x * a->range;
+    int lane = threadIdx.x % 32, *own = m->count + threadIdx.x / 32 * a->experts;
+#pragma unroll 1
+    for (int base = part.begin; base < part.end; base += 32) {
+        int slot = base + lane, expert = slot < part.end ? held[slot] : NOBODY;
         uint32_t same = __match_any_sync(0xffffffffu, expert);
         int rank = __popc(same & ((1u << lane) - 1));
-        int row = expert >= 0 ? own[expert] + rank : -1;
+        int row = expert != NOBODY ? m->begin[expert] + own[expert] + rank : -1;
         __syncwarp();
-        if (expert >= 0 && rank == 0)
+        if (expert != NOBODY && rank == 0)
             own[expert] += __popc(same);
         __syncwarp();
         if (slot < part.end)
@@ -157,19 +181,10 @@ static __device__ __forceinline__ extent scan_block(extent own, extent *shared, 
     return before;
 }
 
-/* Where experts' tiles begin, and their rows end: in shared memory, [E + 1] and [E]. */
-typedef struct {
-    int *first_tile, *end;
-} expert_ends;
-
-static __device__ __forceinline__ expert_ends ends_at(const group_args *a, int *shared) {
-    return {shared, shared + a->experts + 1};
-}
-
 /* Where each expert's rows and tiles begin. Thread t has experts t * OWN on; total[i] are the slots
  * of its i-th, and become its first row. */
 static __device__ __forceinline__ void place_experts(const group_args *a, int (&total)[OWN],
-                                                     const expert_ends *ends) {
+                                                     const block_memory *m) {
     __shared__ extent shared[WARPS];
     int first = (int)threadIdx.x * OWN;
     extent own = {0, 0}, all, next[OWN];
@@ -187,8 +202,9 @@ static __device__ __forceinline__ void place_experts(const group_args *a, int (&
         total[i] = at.rows;
         if (expert < a->experts) {
             a->out.begin[expert] = at.rows;
-            ends->first_tile[expert] = at.tiles;
-            ends->end[expert] = end;
+            m->begin[expert] = at.rows;
+            m->first_tile[expert] = at.tiles;
+            m->end[expert] = end;
         }
         at.rows += next[i].rows;
         at.tiles += next[i].tiles;
@@ -199,14 +215,14 @@ static __device__ __forceinline__ void place_experts(const group_args *a, int (&
     }
     if (threadIdx.x == 0) {
         a->out.count[0] = all.rows;
-        a->out.count[1] = ends->first_tile[a->experts] = all.tiles;
+        a->out.count[1] = m->first_tile[a->experts] = all.tiles;
     }
     __syncthreads();
 }
 
-/* The list of tiles; out.begin was written by this block. */
-static __device__ __forceinline__ void list_tiles(const group_args *a, const expert_ends *ends) {
-    const int *first_tile = ends->first_tile;
+/* The list of tiles. */
+static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m) {
+    const int *first_tile = m->first_tile;
     for (int i = threadIdx.x; i < a->tiles; i += THREADS) {
         row_tile tile = {0, 0, 0};
         if (i < first_tile[a->experts]) {
@@ -219,12 +235,12 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const exp
                 else
                     high = middle - 1;
             }
-            int begin = a->out.begin[low], tiles = first_tile[low + 1] - first_tile[low];
-            int each = (ends->end[low] - begin + tiles - 1) / tiles;
+            int begin = m->begin[low], tiles = first_tile[low + 1] - first_tile[low];
+            int each = (m->end[low] - begin + tiles - 1) / tiles;
             each = min((each + EVEN - 1) / EVEN * EVEN, a->tile_rows);
             tile.expert = low;
             tile.first = begin + (i - first_tile[low]) * each;
-            tile.rows = min(ends->end[low] - tile.first, each);
+            tile.rows = min(m->end[low] - tile.first, each);
         }
         a->out.tile[i] = tile;
     }
@@ -232,59 +248,47 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const exp
 
 /* ---- kernels ---- */
 
-/* Shared: count [WARPS, E], expert_ends. */
 static __global__ void __launch_bounds__(THREADS)
     group_at_once(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    expert_ends ends = ends_at(&a, count + WARPS * a.experts);
-    int total[OWN] = {}, held[HELD];
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
+    int total[OWN] = {};
     wait_for_predecessor();
-    find_experts(&a, held);
-    count_slots(&a, held, count);
+    launch_dependents();
+    count_slots(&a, &m);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
         if (expert < a.experts)
-            total[i] = add_warps(&a, count, expert);
+            total[i] = add_warps(&a, m.count, expert);
     }
-    place_experts(&a, total, &ends);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int expert = (int)threadIdx.x * OWN + i;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            if (expert < a.experts)
-                count[warp * a.experts + expert] += total[i];
-        }
-    }
-    __syncthreads();
-    launch_dependents();
-    place_slots(&a, held, count);
-    list_tiles(&a, &ends);
+    place_experts(&a, total, &m);
+    place_slots(&a, &m);
+    list_tiles(&a, &m);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     count_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    int held[HELD];
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     wait_for_predecessor();
     launch_dependents(); /* what follows may read the ids from here on */
-    find_experts(&a, held);
-    count_slots(&a, held, count);
+    count_slots(&a, &m);
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
-        a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, count, expert);
+        a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, m.count, expert);
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
     constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
-    extern __shared__ int shared_ends[];
-    expert_ends ends = ends_at(&a, shared_ends);
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     int total[OWN] = {};
     wait_for_predecessor();
     launch_dependents();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
+#pragma unroll 1
         for (int range = 0; range < a.ranges && expert < a.experts; range += AT_ONCE) {
             int *before = a.before + (int64_t)range * a.experts + expert, own[AT_ONCE];
 #pragma unroll
@@ -298,27 +302,23 @@ static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_consta
             }
         }
     }
-    place_experts(&a, total, &ends);
-    list_tiles(&a, &ends);
+    place_experts(&a, total, &m);
+    list_tiles(&a, &m);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     place_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    int held[HELD];
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     launch_dependents();
-    find_experts(&a, held); /* they were there before the predecessor began */
-    count_slots(&a, held, count);
+    count_slots(&a, &m); /* the ids were there before the predecessor began */
     wait_for_predecessor();
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
-        int first = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
-        add_warps(&a, count, expert);
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++)
-            count[warp * a.experts + expert] += first;
+        m.begin[expert] = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
+        add_warps(&a, m.count, expert);
     }
     __syncthreads();
-    place_slots(&a, held, count);
+    place_slots(&a, &m);
 }
 
 /* ---- launch ---- */
@@ -412,13 +412,13 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     return a;
 }
 
-static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks, int shared,
-                         group_args *args, moq_err *err) {
+static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks, group_args *args,
+                         moq_err *err) {
     moq_launch launch = {.what = "grouping the slots of experts",
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
-                         .shared = (size_t)shared * sizeof(int),
+                         .shared = (size_t)memory_bytes(args->experts, args->range),
                          .stream = (cudaStream_t)chunk->call->stream,
                          .overlap = true};
     void *parameters[] = {args};
@@ -427,12 +427,11 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks
 
 moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err) {
     group_args args = args_of(chunk, memory);
-    int counts = WARPS * args.experts, ends = 2 * args.experts + 1;
     if (args.ranges == 1)
-        return launch(chunk, (const void *)group_at_once, 1, counts + ends, &args, err);
-    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, counts, &args, err));
-    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, ends, &args, err));
-    return launch(chunk, (const void *)place_ranges, args.ranges, counts, &args, err);
+        return launch(chunk, (const void *)group_at_once, 1, &args, err);
+    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, &args, err));
+    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, &args, err));
+    return launch(chunk, (const void *)place_ranges, args.ranges, &args, err);
 }
 
 } // namespace moq::moe

@@ -20,7 +20,7 @@ template <nvfp4_many::operand_type TYPE, int MOST, int N>
 struct nvfp4_shape : nvfp4_many::tile<TYPE, N, MOQ_ALONE, false> {
     static constexpr bool groups = false, writes_codes = false, fine = MOST == 64, half = true,
                           three = MOST == 128;
-    static constexpr int warpgroups = 2, turned = TURNED, registers = 232, copier_registers = 40;
+    static constexpr int warpgroups = 2, registers = 232, copier_registers = 40;
     static constexpr float unit = MOQ_NVFP4_FACTOR;
     static constexpr int row_unit = MOQ_PACK_ROWS, box_step = UNIT_WORDS;
     static constexpr int box_bytes = WAVE_SLABS * MOQ_PACK_BYTES;

@@ -25,10 +25,10 @@ using namespace gemm;
 
 #define MANY_STAGES     12
 #define WAVE_ROWS       64
-#define TURNED          64    /* tokens that turn around at a time at most */
-#define MANY_TURN_BYTES 16384 /* where they do, of all warpgroups */
-#define BOARD           128   /* tokens of a tile at most */
-#define GATHERERS       2     /* warps that gather rows */
+#define TURNED          32   /* tokens that turn around at a time at most */
+#define MANY_TURN_BYTES 8192 /* where they do, of all warpgroups */
+#define BOARD           128  /* tokens of a tile at most */
+#define GATHERERS       2    /* warps that gather rows */
 
 /* What a product is for. */
 typedef enum {
@@ -98,6 +98,11 @@ template <int N> struct width {
     static constexpr int columns = N;
 };
 
+/* silu without a limit. */
+static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
+    return a->kind == MOQ_MOE_SILU && isinf(a->limit);
+}
+
 /* Calls `make` with the least width of S that has room for so many rows; with the largest one for
  * what is rarely asked for, which is compiled for that alone. */
 template <class S, product_use USE, class F>
@@ -105,7 +110,7 @@ static __device__ __forceinline__ void with_width(const gemm_args *a, int rows, 
     rows = __shfl_sync(0xffffffffu, rows, 0); /* the compiler sees it is one */
     if (USE == OF_ONE)
         return make(width<S::tokens>());
-    if (USE == OF_GATE_AND_UP && a->act.kind != MOQ_MOE_SILU)
+    if (USE == OF_GATE_AND_UP && !is_plain(&a->act))
         rows = S::tokens;
     if (S::fine && rows <= S::tokens / 4)
         make(width<S::tokens / (S::fine ? 4 : 2)>());
@@ -149,7 +154,7 @@ static __device__ __forceinline__ float factor_of_token(const gemm_args *a, cons
 template <class S, product_use USE>
 static __device__ __forceinline__ terms terms_of(const gemm_args *a, const place *p, int group,
                                                  int wave) {
-    terms e = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         int row = row_of_wave<S, USE>(a, p->along, group, wave) + row_of_thread() + 8 * i;
@@ -157,15 +162,15 @@ static __device__ __forceinline__ terms terms_of(const gemm_args *a, const place
         if (row >= end_of_wave<USE>(a, wave))
             continue;
         e.factor[i] = S::groups ? 1.0f : a->output_scale[at] * S::unit;
-        e.bias[i] = a->bias ? a->bias[at] : 0.0f;
+        if (a->bias)
+            e.bias[i] = a->bias[at];
     }
     return e;
 }
 
-static __device__ __forceinline__ float finish_sum(const gemm_args *a, float sum, float of_row,
-                                                   float of_token, float bias) {
-    float value = __fmul_rn(sum, __fmul_rn(of_token, of_row));
-    return a->bias ? __fadd_rn(value, bias) : value;
+static __device__ __forceinline__ float finish_sum(float sum, float of_row, float of_token,
+                                                   float bias) {
+    return __fadd_rn(__fmul_rn(sum, __fmul_rn(of_token, of_row)), bias);
 }
 
 /* What carry_out has to know of these outputs. */
@@ -173,7 +178,7 @@ struct outputs_of_g {
     typedef gemm_args args;
 };
 
-/* 16 columns of g from those of 64 tokens that were turned around. */
+/* 16 columns of g of a token that was turned around. */
 static __device__ __forceinline__ void load_turned(const gemm_args *a, uint32_t turn, int token,
                                                    int piece, float (&value)[16]) {
     moq_rows as = {NULL, 0, a->out.dtype};
@@ -184,9 +189,11 @@ static __device__ __forceinline__ void load_turned(const gemm_args *a, uint32_t 
     moq_widen(&as, &chunk, value);
 }
 
-/* carry_out for codes: `count` tokens from `first` on, of the 64 columns from at->row on. Four
- * threads have a token. Where groups have scales, the other warpgroup has the other half of the
- * same 128 columns, and `most` is shared memory for the largest magnitudes of both. */
+/* carry_out for codes, of form G_GROUP where S::groups and else G_TENSOR: `count` tokens from
+ * `first` on, of the 64 columns from at->row on. Four threads have a token. Where groups have
+ * scales, the other warpgroup has the other half of the same 128 columns, and `most` is shared
+ * memory for the largest magnitudes of both. */
+template <class S>
 static __device__ __forceinline__ void carry_codes(const gemm_args *a, uint32_t turn,
                                                    const tile_place *at, int expert, int first,
                                                    int count, uint32_t (*most)[TURNED]) {
@@ -194,7 +201,7 @@ static __device__ __forceinline__ void carry_codes(const gemm_args *a, uint32_t 
     int group = threadIdx.x / 128, end = min(count, at->last - at->token - first);
     bool own = column < at->end; /* all 16, or none */
     float scale = 1.0f, value[16];
-    if (a->form == G_TENSOR) {
+    if (!S::groups) {
         scale = __frcp_rn(a->g_scale[expert]);
     } else {
         barrier_sync(1, 256); /* those of the tokens before have been read */
@@ -212,7 +219,7 @@ static __device__ __forceinline__ void carry_codes(const gemm_args *a, uint32_t 
         int64_t row = at->token + first + token;
         load_turned(a, turn, token, piece, value);
         uint4 codes;
-        if (a->form == G_TENSOR) {
+        if (!S::groups) {
             codes = moq_codes_multiplied(value, scale);
         } else {
             scale = moq_group_scale(__uint_as_float(max(most[0][token], most[1][token])));
@@ -233,51 +240,71 @@ typedef struct {
     uint32_t (*most)[TURNED];
 } way_out;
 
+/* Activations that have code of their own: it is unrolled, and what is not asked for would keep
+ * what is from the instructions' cache (docs/lab/moe.md). */
+typedef enum { PLAIN_SILU, ANY_SILU, ANY_ACTIVATION } kind_of_code;
+
+template <kind_of_code KIND>
+static __device__ __forceinline__ float act(const moe::activation *a, float gate, float up) {
+    if (KIND == PLAIN_SILU)
+        return moe::silu_without_limit(a, gate, up);
+    if (KIND == ANY_SILU)
+        return moe::activate_as<MOQ_MOE_SILU>(a, gate, up);
+    return moe::activate(a, gate, up);
+}
+
+/* Sums of the next tokens take the place of those before. */
+template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(float (&sum)[ALL]) {
+#pragma unroll
+    for (int i = 0; i + COUNT < ALL; i++)
+        sum[i] = sum[i + COUNT];
+}
+
 /* Writes 64 columns of g from `column` on, by a warpgroup: `gate` and `up` are sums of the products
- * with their rows, up the same as gate where there is none. */
-template <class S, bool GATED, moq_moe_activation KIND>
+ * with their rows, up the same as gate where there is none. They are used up: the code for 32
+ * tokens goes round, so that it stays in the instructions' cache (docs/lab/moe.md). */
+template <class S, bool GATED, kind_of_code KIND>
 static __device__ __forceinline__ void
 write_g(const gemm_args *a, const place *p, int column, const way_out *w, const terms *of_gate,
-        const terms *of_up, const float (&gate)[S::T / 2], const float (&up)[S::T / 2]) {
+        const terms *of_up, float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
+    constexpr int AT_ONCE = S::T < TURNED ? S::T : TURNED;
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     int group = threadIdx.x / 128;
     tile_place at = {column, GATED ? a->half : a->n, 0, p->rows.first,
                      p->rows.first + p->rows.rows};
-#pragma unroll
-    for (int first = 0; first < S::T; first += S::turned) {
-        constexpr int EIGHTS = S::T / 8;
+#pragma unroll 1
+    for (int first = 0; first < p->rows.rows; first += AT_ONCE) {
         barrier_sync(2 + group, 128); /* what was there has been stored */
 #pragma unroll
-        for (int j = first / 8; j < min((first + S::turned) / 8, EIGHTS); j++) {
-            float2 own = *(const float2 *)(w->token + 8 * j + lane % 4 * 2);
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            float2 own = *(const float2 *)(w->token + first + 8 * j + lane % 4 * 2);
             uint32_t half[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float g[2];
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
+                    int k = 4 * j + 2 * i + odd;
                     float x = odd ? own.y : own.x, u = 1.0f;
+                    float z = finish_sum(gate[k], of_gate->factor[i], x, of_gate->bias[i]);
                     if (GATED)
-                        u = finish_sum(a, up[4 * j + 2 * i + odd], of_up->factor[i], x,
-                                       of_up->bias[i]);
-                    g[odd] =
-                        moe::activate_as<KIND>(&a->act,
-                                               finish_sum(a, gate[4 * j + 2 * i + odd],
-                                                          of_gate->factor[i], x, of_gate->bias[i]),
-                                               u);
+                        u = finish_sum(up[k], of_up->factor[i], x, of_up->bias[i]);
+                    g[odd] = act<KIND>(&a->act, z, u);
                 }
                 half[i] = moq_narrow_pair(a->out.dtype, g[0], g[1]);
             }
-            store_two_matrices_turned(w->turn + (j - first / 8) * EIGHT_BYTES + lane % 8 * 128 +
+            store_two_matrices_turned(w->turn + j * EIGHT_BYTES + lane % 8 * 128 +
                                           (piece ^ lane % 8) * 16,
                                       half[0], half[1]);
         }
+        move_down<AT_ONCE / 2>(gate);
+        if (GATED)
+            move_down<AT_ONCE / 2>(up);
         barrier_sync(2 + group, 128);
         if (!S::writes_codes || a->form == G_VALUES)
-            carry_out<outputs_of_g>(a, w->turn, &at, 0, first, S::turned);
+            carry_out<outputs_of_g>(a, w->turn, &at, 0, first, AT_ONCE);
         else
-            carry_codes(a, w->turn, &at, p->rows.expert, first, min(S::turned, S::T - first),
-                        w->most);
+            carry_codes<S>(a, w->turn, &at, p->rows.expert, first, AT_ONCE, w->most);
     }
 }
 
@@ -285,35 +312,41 @@ write_g(const gemm_args *a, const place *p, int column, const way_out *w, const 
 template <class S, bool GATED>
 static __device__ __forceinline__ void
 write_activated(const gemm_args *a, const place *p, int column, const way_out *w,
-                const terms *of_gate, const terms *of_up, const float (&gate)[S::T / 2],
-                const float (&up)[S::T / 2]) {
-    if (S::T < S::tokens || a->act.kind == MOQ_MOE_SILU)
-        write_g<S, GATED, MOQ_MOE_SILU>(a, p, column, w, of_gate, of_up, gate, up);
-    else if (a->act.kind == MOQ_MOE_GELU)
-        write_g<S, GATED, MOQ_MOE_GELU>(a, p, column, w, of_gate, of_up, gate, up);
-    else if (a->act.kind == MOQ_MOE_GELU_TANH)
-        write_g<S, GATED, MOQ_MOE_GELU_TANH>(a, p, column, w, of_gate, of_up, gate, up);
+                const terms *of_gate, const terms *of_up, float (&gate)[S::T / 2],
+                float (&up)[S::T / 2]) {
+    if (S::T < S::tokens || is_plain(&a->act))
+        write_g<S, GATED, PLAIN_SILU>(a, p, column, w, of_gate, of_up, gate, up);
+    else if (a->act.kind == MOQ_MOE_SILU)
+        write_g<S, GATED, ANY_SILU>(a, p, column, w, of_gate, of_up, gate, up);
     else
-        write_g<S, GATED, MOQ_MOE_RELU2>(a, p, column, w, of_gate, of_up, gate, up);
+        write_g<S, GATED, ANY_ACTIVATION>(a, p, column, w, of_gate, of_up, gate, up);
 }
 
-/* Writes 64 columns of d from `column` on: eight threads have 32 bytes of a row. */
-template <int N>
+/* Writes 64 columns of d from `column` on: eight threads have 32 bytes of a row. The sums are used
+ * up, as by write_g. */
+template <class S>
 static __device__ __forceinline__ void write_d(const gemm_args *a, const place *p, int column,
                                                const float *token, const terms *e,
-                                               const float (&sum)[N / 2]) {
+                                               float (&sum)[S::T / 2]) {
+    constexpr int AT_ONCE = S::T < TURNED ? S::T : TURNED;
     int own = threadIdx.x % 4 * 2, n = column + row_of_thread();
+    bool upper = n < a->n, lower = n + 8 < a->n;
+    float *to = a->d + (int64_t)(p->rows.first + own) * a->n + n;
+#pragma unroll 1
+    for (int first = 0; first < p->rows.rows; first += AT_ONCE) {
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-        float2 x = *(const float2 *)(token + 8 * j + own);
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            float2 x = *(const float2 *)(token + first + 8 * j + own);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int row = 8 * j + own + i % 2;
-            float value =
-                finish_sum(a, sum[4 * j + i], e->factor[i / 2], i % 2 ? x.y : x.x, e->bias[i / 2]);
-            if (row < p->rows.rows && n + i / 2 * 8 < a->n)
-                a->d[(int64_t)(p->rows.first + row) * a->n + n + i / 2 * 8] = value;
+            for (int i = 0; i < 4; i++) {
+                int row = first + 8 * j + i % 2;
+                float value =
+                    finish_sum(sum[4 * j + i], e->factor[i / 2], i % 2 ? x.y : x.x, e->bias[i / 2]);
+                if (row + own < p->rows.rows && (i / 2 ? lower : upper))
+                    to[(int64_t)row * a->n + i / 2 * 8] = value;
+            }
         }
+        move_down<AT_ONCE / 2>(sum);
     }
 }
 
@@ -321,7 +354,7 @@ static __device__ __forceinline__ void write_d(const gemm_args *a, const place *
 template <class S, product_use USE>
 static __device__ __forceinline__ void write_tile(const gemm_args *a, const place *p, int group,
                                                   float factor, const way_out *w,
-                                                  const float (&sum)[2][S::T / 2]) {
+                                                  float (&sum)[2][S::T / 2]) {
     terms e[2] = {terms_of<S, USE>(a, p, group, 0), terms_of<S, USE>(a, p, group, 1)};
     barrier_sync(2 + group, 128); /* the tile before has been written */
     w->token[threadIdx.x % 128] = factor;
@@ -335,7 +368,7 @@ static __device__ __forceinline__ void write_tile(const gemm_args *a, const plac
         if constexpr (USE == OF_ONE)
             write_activated<S, false>(a, p, column, w, &e[wave], &e[wave], sum[wave], sum[wave]);
         if constexpr (USE == OF_D)
-            write_d<S::T>(a, p, column, w->token, &e[wave], sum[wave]);
+            write_d<S>(a, p, column, w->token, &e[wave], sum[wave]);
     }
 }
 
