@@ -15,23 +15,25 @@ from moqext import reference
 from moqext.reference.experts import coded_rows, expert_params, local_experts
 from moqext.reference.linear import multiplied_activation, multiplied_weight
 
-FLOAT_SUMS = 2.0**-20
+_SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
 
-CORE_SUMS = 2.0**-13
-"""Of a sum that FP8 tensor cores of Hopper begin, of which they keep 14 bits."""
+_CORE_SUMS, _CORE_COLUMNS = 2.0**-10, 128
+"""The same of 128 columns in the FP8 tensor cores of Hopper. For each 32 columns they cut 33 numbers after 13
+bits behind the leading one of the largest, by half of the last bit in the mean and mostly towards zero, so by
+some 2^-10 of the largest product; what 128 columns are off by does not depend on the next ones.
+"""
 
-CORE_KERNELS = ("cuda:sm90_fp8_many",)
-"""Kernels of experts with such sums."""
+_CORE_KERNELS = ("cuda:sm90_fp8_many",)
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Params = dict[str, NDArray[Any]]
 
 
-def sums_of(kernel: str) -> float:
-    """The error of a kernel's sums, for `expert_slack`."""
-    return CORE_SUMS if kernel in CORE_KERNELS else FLOAT_SUMS
+def sums_in_cores(kernel: str) -> bool:
+    """Whether a kernel of experts has sums that FP8 tensor cores begin, for `expert_slack`."""
+    return kernel in _CORE_KERNELS
 
 
 def expert_slack(
@@ -48,7 +50,7 @@ def expert_slack(
         stacks: as for `reference.experts_reference`, like all that follow.
         topk_weights: [T, k].
         topk_ids: [T, k].
-        **options: of `experts_reference`, by name; and `sums`, the error of sums, else `FLOAT_SUMS`.
+        **options: of `experts_reference`, by name; and `in_cores`, as `sums_in_cores` tells.
     """
     algo, compute = options["quant_algo"], options.get("compute", "exact")
     size, gated = options.get("group_size"), options.get("gated", True)
@@ -97,17 +99,22 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
         weight = multiplied_weight(half, algo, compute, size)
         bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
         reach = np.abs(a) @ np.abs(weight).T + np.abs(bias)
-        u, slack = a @ weight.T + bias, options.get("sums", FLOAT_SUMS) * reach
+        u, slack = a @ weight.T + bias, _error_of_sums(a.shape[1], options.get("in_cores", False)) * reach
         ends.append((u - slack, u + slack))
     keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
     ups = ends[1] if len(ends) > 1 else (None,)
     kind = options.get("activation", "silu")
     corners = np.stack([reference.expert_activation(g, u, kind, **keys) for g in ends[0] for u in ups])
-    slack = FLOAT_SUMS * np.abs(corners).max(axis=0)
+    slack = _SUMS * np.abs(corners).max(axis=0)
     dtype = options.get("dtype", "bfloat16")
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
     return rounded[0], rounded[1]
+
+
+def _error_of_sums(columns: int, in_cores: bool) -> float:
+    """Of so many columns, of the sum of the magnitudes."""
+    return float(_CORE_SUMS / max(1.0, columns / _CORE_COLUMNS) ** 0.5) if in_cores else _SUMS
 
 
 def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:

@@ -25,7 +25,7 @@ def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact"
 @pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_models(algo, kernel, chip):
-    """Their experts of many tokens are never done otherwise."""
+    """Experts with 64 rows and more are never done otherwise."""
     for sizes in (
         (128, 2048, 768, 8),
         (128, 4096, 1536, 8),
@@ -38,7 +38,8 @@ def test_models(algo, kernel, chip):
     ):
         layer = plan(algo, *sizes, chip=chip)
         for tokens in (2048, 4096, 8192, 65536):
-            assert layer.backend(tokens) == kernel, (sizes, tokens)
+            if tokens * sizes[3] >= 64 * sizes[0]:
+                assert layer.backend(tokens) == kernel, (sizes, tokens)
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)

@@ -32,6 +32,7 @@ typedef struct {
     int32_t slots, top_k, experts, global_experts;
     int32_t range; /* slots of a block */
     int32_t ranges, tile_rows, tiles, align;
+    bool pairs;
     int32_t *before; /* [ranges, E]: slots of an expert in the ranges before, once they are added */
     slot_groups out;
 } group_args;
@@ -186,12 +187,12 @@ static __device__ __forceinline__ extent scan_block(extent own, extent *shared, 
 static __device__ __forceinline__ void place_experts(const group_args *a, int (&total)[OWN],
                                                      const block_memory *m) {
     __shared__ extent shared[WARPS];
-    int first = (int)threadIdx.x * OWN;
+    int first = (int)threadIdx.x * OWN, step = a->tile_rows * (a->pairs ? 2 : 1);
     extent own = {0, 0}, all, next[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         next[i].rows = (total[i] + a->align - 1) / a->align * a->align;
-        next[i].tiles = (total[i] + a->tile_rows - 1) / a->tile_rows;
+        next[i].tiles = (total[i] + step - 1) / step * (a->pairs ? 2 : 1);
         own.rows += next[i].rows;
         own.tiles += next[i].tiles;
     }
@@ -241,6 +242,8 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const blo
             tile.expert = low;
             tile.first = begin + (i - first_tile[low]) * each;
             tile.rows = min(m->end[low] - tile.first, each);
+            if (tile.rows <= 0)
+                tile = {low, begin, 0};
         }
         a->out.tile[i] = tile;
     }
@@ -338,7 +341,8 @@ int64_t most_rows(const slot_chunk *chunk) {
 }
 
 int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert */
-    return (slots_of(chunk) + most_experts(chunk) * (chunk->tile_rows - 1)) / chunk->tile_rows;
+    int64_t step = chunk->tile_rows * (chunk->pairs ? 2 : 1);
+    return (slots_of(chunk) + most_experts(chunk) * (step - 1)) / step * (chunk->pairs ? 2 : 1);
 }
 
 /* Slots of a range. */
@@ -408,6 +412,7 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.tile_rows = chunk->tile_rows;
     a.tiles = (int32_t)most_tiles(chunk);
     a.align = chunk->align;
+    a.pairs = chunk->pairs;
     a.out = lay_out(chunk, memory, &a.before, &bytes);
     return a;
 }

@@ -71,7 +71,8 @@ typedef struct {
     const moq_moe_call *call;
     int64_t first, tokens;
     int tile_rows;
-    int align; /* the rows of an expert begin at multiples of this */
+    int align;  /* the rows of an expert begin at multiples of this */
+    bool pairs; /* whether an expert has an even number of tiles, of which the last may be empty */
 } slot_chunk;
 
 /* Rows and tiles that the slots can make at most, however they are routed. */

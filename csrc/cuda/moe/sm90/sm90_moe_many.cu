@@ -4,7 +4,8 @@
  *   2. x as w13 takes it: as it is, or the codes of its
  *      tokens, which the product gathers; or one row a slot
  *      where the expert or the router has a say in it       expert_rows.cu
- *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu, _nvfp4.cu
+ *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu,
+ *                                                           sm90_moe_many_nvfp4.cu
  *   4. g as w2 takes it, where that is another thing        expert_rows.cu
  *   5. d = rows W2^T + b2, float32                          as 3
  *   6. y = the sum of d over the slots of a token           expert_rows.cu
@@ -78,7 +79,9 @@ static x_form x_form_of(const moq_moe_call *call) {
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     bool groups = form_of(&call->spec->w13) == ROWS_GROUP;
     int rows = moq_moe_many_tile_rows(call->way);
-    return {call, first, tokens, rows, groups ? MOQ_MOE_MANY_ALIGN : 1};
+    bool packed = form_of(&call->spec->w13) == ROWS_VALUES;
+    bool pairs = MOQ_MOE_MANY_FP8_PAIRS && !packed && rows == 128;
+    return {call, first, tokens, rows, groups ? MOQ_MOE_MANY_ALIGN : 1, pairs};
 }
 
 /* Scales of a column of groups, which are copied for whole tiles from multiples of

@@ -22,13 +22,14 @@ typedef struct {
 template <class S, product_use USE>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_ring *r) {
     constexpr int BOXES = 2 * S::warpgroups;
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
     ring_place slot = {0, 0};
     uint64_t policy = policy_evict_normal();
     prefetch_map(r->map);
     if (!a->early)
         wait_for_predecessor();
-    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at(a, q.number);
+    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at<S>(a, q.number);
         int first = p.rows.expert * a->height, row[BOXES];
 #pragma unroll
         for (int i = 0; i < BOXES; i++)
@@ -39,9 +40,14 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
             mbarrier_wait(r->empty + 8u * slot.index, slot.parity ^ 1);
             mbarrier_expect(full, BOXES * S::box_bytes);
 #pragma unroll
-            for (int i = 0; i < BOXES; i++)
-                copy_box_2d(to + i * S::box_bytes, r->map, step * S::box_step, row[i], full,
-                            policy);
+            for (int i = 0; i < BOXES; i++) {
+                if (!S::pair)
+                    copy_box_2d(to + i * S::box_bytes, r->map, step * S::box_step, row[i], full,
+                                policy);
+                else if (i / (BOXES / 2) == rank)
+                    copy_box_2d_to(to + i * S::box_bytes, r->map, step * S::box_step, row[i], full,
+                                   policy, 3);
+            }
             advance(&slot, a->stages);
         }
     }
@@ -57,8 +63,8 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const co
     uint64_t policy = policy_evict_normal();
     prefetch_map(r->map);
     wait_for_predecessor();
-    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
-        moe::row_tile rows = place_at(a, q.number).rows;
+    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
+        moe::row_tile rows = place_at<S>(a, q.number).rows;
         int boxes = (rows.rows + S::box_rows - 1) / S::box_rows;
         for (int step = 0; step < a->steps; step++) {
             uint32_t full = r->full + 8u * slot.index;
@@ -104,8 +110,8 @@ static __device__ __forceinline__ void gather_rows(const gemm_args *a, const cop
     ring_place slot = {0, 0};
     steps_on_their_way w = {{0, 0}, 0};
     wait_for_predecessor();
-    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
-        moe::row_tile rows = place_at(a, q.number).rows;
+    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
+        moe::row_tile rows = place_at<S>(a, q.number).rows;
         int fours = (rows.rows + 3) / 4, own = (fours + 1 - warp) / GATHERERS;
         __syncwarp();
         for (int i = lane; i < own * 4; i += 32) {
@@ -159,11 +165,14 @@ static __device__ __forceinline__ ring_barriers make_barriers(const gemm_args *a
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(b.weights + 8u * i, 1);
             mbarrier_init(b.rows + 8u * i, (a->slot ? GATHERERS : 1) + (S::row_unit > 1));
-            mbarrier_init(b.empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
+            mbarrier_init(b.empty + 8u * i, S::warpgroups * 4 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
-    __syncthreads();
+    if (S::pair)
+        cluster_sync(); /* the other block knows them, too */
+    else
+        __syncthreads();
     return b;
 }
 

@@ -14,6 +14,7 @@ namespace moq::moe_many {
 template <bool GROUPS, int MOST, int N>
 struct fp8_shape : fp8_many::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
     static constexpr bool writes_codes = true, fine = false, half = MOST == 128, three = half;
+    static constexpr bool pair = MOQ_MOE_MANY_FP8_PAIRS && MOST == 128;
     static constexpr int warpgroups = 2;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128;
     static constexpr int row_unit = 1, box_step = 128, box_bytes = WAVE_ROWS * 128;
@@ -57,8 +58,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const fp8_man
     ring_place slot = {0, 0};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
-    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at(a, q.number);
+    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at<S>(a, q.number);
         with_width<S, USE>(a, p.rows.rows, [&](auto width) {
             typedef typename S::template of_width<decltype(width)::columns> narrow;
             make_tile<narrow, USE>(a, t, &p, &slot, w, group);
@@ -95,6 +96,10 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
         copy_ring of_rows = {&rows, ring + 4 * WAVE_ROWS * 128, b.rows, b.empty};
         produce<S, USE>(&a, &of_weights, &of_rows, scales, places);
     }
+    if (S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still copy to this one */
+    }
 }
 
 /* ---- launch ---- */
@@ -102,6 +107,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 /* What a launch needs to know of a shape: the kernels by what they are for. */
 typedef struct {
     int stage, box_rows, warpgroups;
+    bool pair;
     const void *kernel[3];
 } variant;
 
@@ -114,6 +120,7 @@ template <bool GROUPS, int MOST> static variant variant_of(void) {
         S::all_bytes,
         S::box_rows,
         S::warpgroups,
+        S::pair,
         {(const void *)experts_fp8<S, OF_GATE_AND_UP>, one, (const void *)experts_fp8<S, OF_D>}};
 }
 
@@ -140,7 +147,7 @@ moq_status multiply_fp8(const many_product *p, moq_err *err) {
                                 k, k, WAVE_ROWS, err));
     MOQ_TRY(
         moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, (uint32_t)v.box_rows, err));
-    return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, v.warpgroups, err);
+    return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, v.warpgroups, v.pair, err);
 }
 
 } // namespace moq::moe_many

@@ -63,8 +63,11 @@ static int lay_out(gemm_args *a, int stage, int limit) {
 }
 
 static moq_status launch(const many_product *p, const void *kernel, gemm_args *a, int shared,
-                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, moq_err *err) {
+                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
+                         moq_err *err) {
     int64_t tiles = p->product.tiles * a->row_tiles, blocks = p->product.spec->target.sm_count;
+    if (pair) /* tiles come in twos */
+        blocks -= blocks % 2;
     if (tiles > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)p->product.most_rows);
@@ -72,6 +75,7 @@ static moq_status launch(const many_product *p, const void *kernel, gemm_args *a
                          .kernel = kernel,
                          .grid = dim3((unsigned)(tiles < blocks ? tiles : blocks)),
                          .block = dim3(128 * (unsigned)(warpgroups + 1)),
+                         .cluster = pair ? 2u : 0u,
                          .shared = (size_t)shared,
                          .stream = (cudaStream_t)p->product.stream,
                          .overlap = true};

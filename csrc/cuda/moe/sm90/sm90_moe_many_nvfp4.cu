@@ -131,8 +131,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const two_wav
     ring_place slot = {0, 0};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
-    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at(a, q.number);
+    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at<S>(a, q.number);
         with_width<S, USE>(a, p.rows.rows, [&](auto width) {
             typedef typename S::template of_width<decltype(width)::columns> narrow;
             make_tile<narrow, USE>(a, t, &p, &slot, w, group);
@@ -222,7 +222,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
                                     (uint32_t)v.box_rows, err));
-    return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, v.warpgroups, err);
+    return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, v.warpgroups, false, err);
 }
 
 } // namespace moq::moe_many

@@ -7,8 +7,10 @@
  * the first product these are rows of gate and the rows of up beside them, so that a thread has
  * both sums of an output: what is written is g. A second product writes d in float32.
  *
- * Blocks take tiles in turn, all tiles of W for some rows after the other, so that the rows come
- * from L2 but once. How many tiles there are is known on the device alone. */
+ * Where a shape says so, two blocks of a cluster have two tiles of the same expert and rows of W,
+ * of which each copies half to both. Blocks take tiles in turn, all tiles of W for some rows after
+ * the other, so that the rows come from L2 but once. How many tiles there are is known on the
+ * device alone. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_TILE_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_TILE_H
 
@@ -73,9 +75,10 @@ typedef struct {
     int number, end, stride;
 } tile_queue;
 
-/* With the predecessor ended. */
-static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
-    return {(int)blockIdx.x, a->count[1] * a->row_tiles, (int)gridDim.x};
+/* With the predecessor ended. The blocks of a pair go through pairs of tiles. */
+template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
+    constexpr int BLOCKS = S::pair ? 2 : 1;
+    return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
 }
 
 typedef struct {
@@ -83,9 +86,12 @@ typedef struct {
     int along; /* tile of W */
 } place;
 
+template <class S>
 static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
-    int tile = number / a->row_tiles;
-    return {a->tiles[tile], number - tile * a->row_tiles};
+    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
+    if (S::pair)
+        tile = 2 * tile + (int)rank_in_cluster();
+    return {a->tiles[tile], along};
 }
 
 /* Which of x, or of the rows side by side, is row `row`. */
