@@ -76,12 +76,13 @@ static x_form x_form_of(const moq_moe_call *call) {
     return form == ROWS_VALUES ? X_AS_IS : X_CODES;
 }
 
+/* Large tiles of FP8 come in pairs that share their weights, but for those with scales of groups,
+ * whose rows are gathered (docs/lab/moe.md). */
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
-    bool groups = form_of(&call->spec->w13) == ROWS_GROUP;
+    row_form form = form_of(&call->spec->w13);
     int rows = moq_moe_many_tile_rows(call->way);
-    bool packed = form_of(&call->spec->w13) == ROWS_VALUES;
-    bool pairs = MOQ_MOE_MANY_FP8_PAIRS && !packed && rows == 128;
-    return {call, first, tokens, rows, groups ? MOQ_MOE_MANY_ALIGN : 1, pairs};
+    bool pairs = rows == 128 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
+    return {call, first, tokens, rows, form == ROWS_GROUP ? MOQ_MOE_MANY_ALIGN : 1, pairs};
 }
 
 /* Scales of a column of groups, which are copied for whole tiles from multiples of

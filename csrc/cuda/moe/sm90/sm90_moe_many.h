@@ -6,9 +6,6 @@
 
 namespace moq::moe_many {
 
-/* Whether two blocks share the weights of large tiles of FP8. */
-#define MOQ_MOE_MANY_FP8_PAIRS 1
-
 /* What the first row of an expert has to be a multiple of where rows have scales of groups. */
 #define MOQ_MOE_MANY_ALIGN 4
 

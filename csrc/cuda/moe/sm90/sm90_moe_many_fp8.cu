@@ -14,7 +14,7 @@ namespace moq::moe_many {
 template <bool GROUPS, int MOST, int N>
 struct fp8_shape : fp8_many::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
     static constexpr bool writes_codes = true, fine = false, half = MOST == 128, three = half;
-    static constexpr bool pair = MOQ_MOE_MANY_FP8_PAIRS && MOST == 128;
+    static constexpr bool pair = !GROUPS && MOST == 128;
     static constexpr int warpgroups = 2;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128;
     static constexpr int row_unit = 1, box_step = 128, box_bytes = WAVE_ROWS * 128;
