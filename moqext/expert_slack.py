@@ -18,9 +18,22 @@ from moqext.reference.linear import multiplied_activation, multiplied_weight
 _SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
 
+_CORE_SUMS = 2.0**-8.5
+"""Of a sum that FP8 tensor cores of Hopper begin, of the root of the sum of the squares. Of each 32 products and
+what there was before they cut 33 numbers 13 bits behind the leading one of the largest, so by 2^-8 of it at most
+and by half of that and more in few of a million sums; one 32 does not know of the next.
+"""
+
+_CORE_KERNELS = ("cuda:sm90_fp8_many",)
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Params = dict[str, NDArray[Any]]
+
+
+def sums_in_cores(kernel: str) -> bool:
+    """Whether a kernel of experts has sums that FP8 tensor cores begin, for `expert_slack`."""
+    return kernel in _CORE_KERNELS
 
 
 def expert_slack(
@@ -37,7 +50,7 @@ def expert_slack(
         stacks: as for `reference.experts_reference`, like all that follow.
         topk_weights: [T, k].
         topk_ids: [T, k].
-        **options: of `experts_reference`, by name.
+        **options: of `experts_reference`, by name; and `in_cores`, as `sums_in_cores` tells.
     """
     algo, compute = options["quant_algo"], options.get("compute", "exact")
     size, gated = options.get("group_size"), options.get("gated", True)
@@ -85,7 +98,7 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
         a = rows.astype(np.float64) if coded else _read_by(np.asarray(rows, np.float32), half, options)
         weight = multiplied_weight(half, algo, compute, size)
         bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
-        u, slack = a @ weight.T + bias, _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
+        u, slack = a @ weight.T + bias, _error_of_sums(a, weight, bias, options.get("in_cores", False))
         ends.append((u - slack, u + slack))
     keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
     ups = ends[1] if len(ends) > 1 else (None,)
@@ -96,6 +109,11 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
     return rounded[0], rounded[1]
+
+
+def _error_of_sums(a: F64, weight: F64, bias: Any, in_cores: bool) -> F64:
+    error: F64 = _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
+    return error + _CORE_SUMS * np.sqrt(np.square(a) @ np.square(weight).T) if in_cores else error
 
 
 def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:

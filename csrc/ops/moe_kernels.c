@@ -6,6 +6,7 @@
 #include "cpu/cpu_moe.h"
 #include "cuda/choice/choice_moe.h"
 #include "cuda/choice/moe_few.h"
+#include "cuda/choice/moe_many.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "ops/linear_kernels.h"
@@ -143,6 +144,18 @@ static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
 FEW_KERNEL(fp8)
 FEW_KERNEL(nvfp4)
 
+#define MANY_ROW(format)                                                                           \
+    {{"cuda", "sm90_" #format "_many"},                                                            \
+     can_run_##format##_many,                                                                      \
+     moq_moe_many_seconds,                                                                         \
+     moq_cuda_moe_##format##_many_workspace,                                                       \
+     moq_cuda_moe_##format##_many,                                                                 \
+     moq_moe_many_variants,                                                                        \
+     moq_moe_many_choose}
+
+CUDA_KERNEL("sm90_fp8_many", fp8_many)
+CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
+
 static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(portable),
     CPU_ROW(avx2),
@@ -156,6 +169,8 @@ static const moq_moe_kernel KERNELS[] = {
     CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, true),
     FEW_ROW(fp8),
     FEW_ROW(nvfp4),
+    MANY_ROW(fp8),
+    MANY_ROW(nvfp4),
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -35,6 +35,8 @@ KERNELS = (
     "cuda:sm80_fp8",
     "cuda:sm80_nvfp4",
     "cuda:sm80_nvfp4_fp8",
+    "cuda:sm90_fp8_many",
+    "cuda:sm90_nvfp4_many",
 )
 
 

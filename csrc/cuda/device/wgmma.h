@@ -86,9 +86,13 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
 
 #define NUMBERS_8  "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NUMBERS_16 NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NUMBERS_24 NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NUMBERS_32                                                                                 \
     NUMBERS_16 ", "                                                                                \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NUMBERS_48                                                                                 \
+    NUMBERS_32 ", "                                                                                \
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NUMBERS_64                                                                                 \
     NUMBERS_32 ", "                                                                                \
                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
@@ -105,7 +109,9 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLOATS_16(d, i)  FLOATS_8(d, i), FLOATS_8(d, i + 8)
+#define FLOATS_24(d, i)  FLOATS_16(d, i), FLOATS_8(d, i + 16)
 #define FLOATS_32(d, i)  FLOATS_16(d, i), FLOATS_16(d, i + 16)
+#define FLOATS_48(d, i)  FLOATS_32(d, i), FLOATS_16(d, i + 32)
 #define FLOATS_64(d, i)  FLOATS_32(d, i), FLOATS_32(d, i + 32)
 #define FLOATS_128(d, i) FLOATS_64(d, i), FLOATS_64(d, i + 64)
 
@@ -125,12 +131,16 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
 
 WGMMA_OF_REGISTERS(bf16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(bf16, 32, 16, 16, 17, 18, 19, 20)
+WGMMA_OF_REGISTERS(bf16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(bf16, 64, 32, 32, 33, 34, 35, 36)
+WGMMA_OF_REGISTERS(bf16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(bf16, 128, 64, 64, 65, 66, 67, 68)
 WGMMA_OF_REGISTERS(bf16, 256, 128, 128, 129, 130, 131, 132)
 WGMMA_OF_REGISTERS(f16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(f16, 32, 16, 16, 17, 18, 19, 20)
+WGMMA_OF_REGISTERS(f16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(f16, 64, 32, 32, 33, 34, 35, 36)
+WGMMA_OF_REGISTERS(f16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(f16, 128, 64, 64, 65, 66, 67, 68)
 WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
@@ -159,6 +169,18 @@ WGMMA_E4M3_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_E4M3_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69)
 
 #undef WGMMA_E4M3_OF_REGISTERS
+
+/* As the first ones above, of 96 columns. */
+static __device__ __forceinline__ void wgmma_e4m3(float (&d)[48], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %50, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {" NUMBERS_48 "}, "
+                 "%48, %49, p, 1, 1;\n"
+                 "}"
+                 : FLOATS_48(d, 0)
+                 : "l"(a), "l"(b), "r"(add));
+}
 
 } // namespace moq
 

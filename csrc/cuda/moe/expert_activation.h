@@ -45,21 +45,38 @@ static __device__ __forceinline__ float relu2(float z) {
     return r * r;
 }
 
+/* silu where there is no limit: as below, which would leave such values as they are. */
+static __device__ __forceinline__ float silu_without_limit(const activation *a, float gate,
+                                                           float up) {
+    float g = gate < a->least ? a->least : gate;
+    return g * moq_sigmoid(a->alpha * g) * (up + a->beta);
+}
+
 /* act of a gate, and of up, which is 1 where there is none. NaN stays one throughout. */
-static __device__ __forceinline__ float activate(const activation *a, float gate, float up) {
-    switch (a->kind) {
-    case MOQ_MOE_GELU:
+template <moq_moe_activation KIND>
+static __device__ __forceinline__ float activate_as(const activation *a, float gate, float up) {
+    if (KIND == MOQ_MOE_GELU)
         return gelu(gate) * up;
-    case MOQ_MOE_GELU_TANH:
+    if (KIND == MOQ_MOE_GELU_TANH)
         return gelu_tanh(gate) * up;
-    case MOQ_MOE_RELU2:
+    if (KIND == MOQ_MOE_RELU2)
         return relu2(gate) * up;
-    default:
-        break;
-    }
     float cut = gate > a->limit ? a->limit : gate, g = cut < a->least ? a->least : cut;
     float low = up < -a->limit ? -a->limit : up;
     return g * moq_sigmoid(a->alpha * g) * ((low > a->limit ? a->limit : low) + a->beta);
+}
+
+static __device__ __forceinline__ float activate(const activation *a, float gate, float up) {
+    switch (a->kind) {
+    case MOQ_MOE_GELU:
+        return activate_as<MOQ_MOE_GELU>(a, gate, up);
+    case MOQ_MOE_GELU_TANH:
+        return activate_as<MOQ_MOE_GELU_TANH>(a, gate, up);
+    case MOQ_MOE_RELU2:
+        return activate_as<MOQ_MOE_RELU2>(a, gate, up);
+    default:
+        return activate_as<MOQ_MOE_SILU>(a, gate, up);
+    }
 }
 
 } // namespace moq::moe

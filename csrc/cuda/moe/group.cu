@@ -6,7 +6,8 @@
  * Up to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert
  * in every range, a second adds these up over ranges and experts, and the third ranks.
  *
- * Bound by latency: a block's 16 warps take 16 steps for 8192 slots, some microseconds. */
+ * Bound by latency: that of ids, which are asked for several at a time, and of the code, which is
+ * met for the first time in every call, so that loops are not unrolled. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -17,7 +18,11 @@ namespace moq::moe {
 
 #define WARPS   16
 #define THREADS (32 * WARPS)
-#define ONCE    8192                                             /* slots of one block */
+#define ONCE    8192 /* slots of one block */
+#define ASKED   4    /* ids that a lane asks for at a time */
+#define RANGES  64   /* of slots, where ONCE allows */
+#define RANGE   2048 /* slots of one, at least */
+#define EVEN    8    /* rows of tiles are multiples of */
 #define OWN     ((MOQ_CUDA_MOE_EXPERTS + THREADS - 1) / THREADS) /* experts of a thread */
 
 typedef struct {
@@ -27,6 +32,7 @@ typedef struct {
     int32_t slots, top_k, experts, global_experts;
     int32_t range; /* slots of a block */
     int32_t ranges, tile_rows, tiles, align;
+    bool pairs;
     int32_t *before; /* [ranges, E]: slots of an expert in the ranges before, once they are added */
     slot_groups out;
 } group_args;
@@ -57,45 +63,82 @@ static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
     return {first, min(first + each, end)};
 }
 
-/* count[warp][expert] of this block; keeps the expert of each slot in out.row. */
-static __device__ __forceinline__ void count_slots(const group_args *a, int *count) {
+/* What a block has in shared memory. */
+typedef struct {
+    int *count; /* [WARPS, E]: slots of a warp, then of those before it, then of those so far */
+    int *begin; /* [E]: the row of the block's first */
+    int *first_tile; /* [E + 1] */
+    int *end;        /* [E]: behind its last row */
+    uint16_t *held;  /* [range]: the expert of each slot of the block, or NOBODY */
+} block_memory;
+
+#define NOBODY 0xffff
+
+static __host__ __device__ __forceinline__ int64_t memory_bytes(int64_t experts, int64_t range) {
+    return ((WARPS + 3) * experts + 1) * (int64_t)sizeof(int) + range * (int64_t)sizeof(uint16_t);
+}
+
+static __device__ __forceinline__ block_memory memory_at(const group_args *a, int *shared) {
+    block_memory m = {shared};
+    m.begin = m.count + WARPS * a->experts;
+    m.end = m.begin + a->experts;
+    m.first_tile = m.end + a->experts;
+    m.held = (uint16_t *)(m.first_tile + a->experts + 1);
+    return m;
+}
+
+/* Finds the experts of the block's slots and counts them for each warp. */
+static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    int *own = count + threadIdx.x / 32 * a->experts;
+    uint16_t *held = m->held - (int)blockIdx.x * a->range;
+    int *own = m->count + threadIdx.x / 32 * a->experts;
     for (int i = threadIdx.x; i < WARPS * a->experts; i += THREADS)
-        count[i] = 0;
+        m->count[i] = 0;
     __syncthreads();
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        int expert = expert_of(a, slot);
-        a->out.row[slot] = expert;
-        if (expert >= 0)
-            atomicAdd(own + expert, 1); /* whole numbers: their order does not matter */
+#pragma unroll 1
+    for (int base = part.begin + (int)threadIdx.x % 32; base < part.end; base += 32 * ASKED) {
+        int expert[ASKED];
+#pragma unroll
+        for (int i = 0; i < ASKED; i++)
+            expert[i] = base + 32 * i < part.end ? expert_of(a, base + 32 * i) : -1;
+#pragma unroll
+        for (int i = 0; i < ASKED; i++) {
+            if (base + 32 * i < part.end)
+                held[base + 32 * i] = (uint16_t)expert[i];
+            if (expert[i] >= 0)
+                atomicAdd(own + expert[i], 1); /* whole numbers: their order does not matter */
+        }
     }
     __syncthreads();
 }
 
 /* The slots of an expert in this block; count[warp][expert] become those of the warps before. */
 static __device__ __forceinline__ int add_warps(const group_args *a, int *count, int expert) {
-    int sum = 0;
+    int own[WARPS], sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++)
+        own[warp] = count[warp * a->experts + expert];
 #pragma unroll
     for (int warp = 0; warp < WARPS; warp++) {
-        int own = count[warp * a->experts + expert];
         count[warp * a->experts + expert] = sum;
-        sum += own;
+        sum += own[warp];
     }
     return sum;
 }
 
-/* Rows of the slots of each warp, where `count` has the row of the first of each expert. */
-static __device__ __forceinline__ void place_slots(const group_args *a, int *count) {
+/* Rows of the slots of each warp. */
+static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    int lane = threadIdx.x % 32, *own = count + threadIdx.x / 32 * a->experts;
+    const uint16_t *held = m->held - (int)blockIdx.x * a->range;
+    int lane = threadIdx.x % 32, *own = m->count + threadIdx.x / 32 * a->experts;
+#pragma unroll 1
     for (int base = part.begin; base < part.end; base += 32) {
-        int slot = base + lane, expert = slot < part.end ? a->out.row[slot] : -1;
+        int slot = base + lane, expert = slot < part.end ? held[slot] : NOBODY;
         uint32_t same = __match_any_sync(0xffffffffu, expert);
         int rank = __popc(same & ((1u << lane) - 1));
-        int row = expert >= 0 ? own[expert] + rank : -1;
+        int row = expert != NOBODY ? m->begin[expert] + own[expert] + rank : -1;
         __syncwarp();
-        if (expert >= 0 && rank == 0)
+        if (expert != NOBODY && rank == 0)
             own[expert] += __popc(same);
         __syncwarp();
         if (slot < part.end)
@@ -139,26 +182,17 @@ static __device__ __forceinline__ extent scan_block(extent own, extent *shared, 
     return before;
 }
 
-/* Where experts' tiles begin, and their rows end: in shared memory, [E + 1] and [E]. */
-typedef struct {
-    int *first_tile, *end;
-} expert_ends;
-
-static __device__ __forceinline__ expert_ends ends_at(const group_args *a, int *shared) {
-    return {shared, shared + a->experts + 1};
-}
-
 /* Where each expert's rows and tiles begin. Thread t has experts t * OWN on; total[i] are the slots
  * of its i-th, and become its first row. */
 static __device__ __forceinline__ void place_experts(const group_args *a, int (&total)[OWN],
-                                                     const expert_ends *ends) {
+                                                     const block_memory *m) {
     __shared__ extent shared[WARPS];
-    int first = (int)threadIdx.x * OWN;
+    int first = (int)threadIdx.x * OWN, step = a->tile_rows * (a->pairs ? 2 : 1);
     extent own = {0, 0}, all, next[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         next[i].rows = (total[i] + a->align - 1) / a->align * a->align;
-        next[i].tiles = (total[i] + a->tile_rows - 1) / a->tile_rows;
+        next[i].tiles = (total[i] + step - 1) / step * (a->pairs ? 2 : 1);
         own.rows += next[i].rows;
         own.tiles += next[i].tiles;
     }
@@ -169,8 +203,9 @@ static __device__ __forceinline__ void place_experts(const group_args *a, int (&
         total[i] = at.rows;
         if (expert < a->experts) {
             a->out.begin[expert] = at.rows;
-            ends->first_tile[expert] = at.tiles;
-            ends->end[expert] = end;
+            m->begin[expert] = at.rows;
+            m->first_tile[expert] = at.tiles;
+            m->end[expert] = end;
         }
         at.rows += next[i].rows;
         at.tiles += next[i].tiles;
@@ -181,14 +216,14 @@ static __device__ __forceinline__ void place_experts(const group_args *a, int (&
     }
     if (threadIdx.x == 0) {
         a->out.count[0] = all.rows;
-        a->out.count[1] = ends->first_tile[a->experts] = all.tiles;
+        a->out.count[1] = m->first_tile[a->experts] = all.tiles;
     }
     __syncthreads();
 }
 
-/* The list of tiles; out.begin was written by this block. */
-static __device__ __forceinline__ void list_tiles(const group_args *a, const expert_ends *ends) {
-    const int *first_tile = ends->first_tile;
+/* The list of tiles. */
+static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m) {
+    const int *first_tile = m->first_tile;
     for (int i = threadIdx.x; i < a->tiles; i += THREADS) {
         row_tile tile = {0, 0, 0};
         if (i < first_tile[a->experts]) {
@@ -201,9 +236,14 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const exp
                 else
                     high = middle - 1;
             }
+            int begin = m->begin[low], tiles = first_tile[low + 1] - first_tile[low];
+            int each = (m->end[low] - begin + tiles - 1) / tiles;
+            each = min((each + EVEN - 1) / EVEN * EVEN, a->tile_rows);
             tile.expert = low;
-            tile.first = a->out.begin[low] + (i - first_tile[low]) * a->tile_rows;
-            tile.rows = min(ends->end[low] - tile.first, a->tile_rows);
+            tile.first = begin + (i - first_tile[low]) * each;
+            tile.rows = min(m->end[low] - tile.first, each);
+            if (tile.rows <= 0)
+                tile = {low, begin, 0};
         }
         a->out.tile[i] = tile;
     }
@@ -211,89 +251,77 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const exp
 
 /* ---- kernels ---- */
 
-/* Shared: count [WARPS, E], expert_ends. */
 static __global__ void __launch_bounds__(THREADS)
     group_at_once(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    expert_ends ends = ends_at(&a, count + WARPS * a.experts);
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     int total[OWN] = {};
     wait_for_predecessor();
-    count_slots(&a, count);
+    launch_dependents();
+    count_slots(&a, &m);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
         if (expert < a.experts)
-            total[i] = add_warps(&a, count, expert);
+            total[i] = add_warps(&a, m.count, expert);
     }
-    place_experts(&a, total, &ends);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int expert = (int)threadIdx.x * OWN + i;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            if (expert < a.experts)
-                count[warp * a.experts + expert] += total[i];
-        }
-    }
-    __syncthreads();
-    place_slots(&a, count);
-    list_tiles(&a, &ends);
-    launch_dependents();
+    place_experts(&a, total, &m);
+    place_slots(&a, &m);
+    list_tiles(&a, &m);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     count_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    launch_dependents();
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     wait_for_predecessor();
-    count_slots(&a, count);
+    launch_dependents(); /* what follows may read the ids from here on */
+    count_slots(&a, &m);
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
-        a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, count, expert);
+        a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, m.count, expert);
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int shared_ends[];
-    expert_ends ends = ends_at(&a, shared_ends);
+    constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     int total[OWN] = {};
-    launch_dependents();
     wait_for_predecessor();
+    launch_dependents();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int expert = (int)threadIdx.x * OWN + i;
-        for (int range = 0; range < a.ranges && expert < a.experts; range++) {
-            int *before = a.before + (int64_t)range * a.experts + expert, own = *before;
-            *before = total[i];
-            total[i] += own;
+#pragma unroll 1
+        for (int range = 0; range < a.ranges && expert < a.experts; range += AT_ONCE) {
+            int *before = a.before + (int64_t)range * a.experts + expert, own[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                own[j] = range + j < a.ranges ? before[j * a.experts] : 0;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                if (range + j < a.ranges)
+                    before[j * a.experts] = total[i];
+                total[i] += own[j];
+            }
         }
     }
-    place_experts(&a, total, &ends);
-    list_tiles(&a, &ends);
+    place_experts(&a, total, &m);
+    list_tiles(&a, &m);
 }
 
 static __global__ void __launch_bounds__(THREADS)
     place_ranges(const __grid_constant__ group_args a) {
-    extern __shared__ int count[];
-    slot_part part = part_of_warp(&a);
-    int *own = count + threadIdx.x / 32 * a.experts;
+    extern __shared__ int shared[];
+    block_memory m = memory_at(&a, shared);
     launch_dependents();
-    for (int i = threadIdx.x; i < WARPS * a.experts; i += THREADS)
-        count[i] = 0;
+    count_slots(&a, &m); /* the ids were there before the predecessor began */
     wait_for_predecessor();
-    __syncthreads();
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        if (a.out.row[slot] >= 0)
-            atomicAdd(own + a.out.row[slot], 1);
-    }
-    __syncthreads();
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
-        int first = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
-        add_warps(&a, count, expert);
-#pragma unroll
-        for (int warp = 0; warp < WARPS; warp++)
-            count[warp * a.experts + expert] += first;
+        m.begin[expert] = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
+        add_warps(&a, m.count, expert);
     }
     __syncthreads();
-    place_slots(&a, count);
+    place_slots(&a, &m);
 }
 
 /* ---- launch ---- */
@@ -313,11 +341,22 @@ int64_t most_rows(const slot_chunk *chunk) {
 }
 
 int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert */
-    return (slots_of(chunk) + most_experts(chunk) * (chunk->tile_rows - 1)) / chunk->tile_rows;
+    int64_t step = chunk->tile_rows * (chunk->pairs ? 2 : 1);
+    return (slots_of(chunk) + most_experts(chunk) * (step - 1)) / step * (chunk->pairs ? 2 : 1);
+}
+
+/* Slots of a range. */
+static int64_t range_of(const slot_chunk *chunk) {
+    int64_t slots = slots_of(chunk), each = (slots + RANGES - 1) / RANGES;
+    if (slots <= ONCE)
+        return slots;
+    each = (each + THREADS - 1) / THREADS * THREADS;
+    return each < RANGE ? RANGE : each < ONCE ? each : ONCE;
 }
 
 static int64_t range_count(const slot_chunk *chunk) {
-    return (slots_of(chunk) + ONCE - 1) / ONCE;
+    int64_t each = range_of(chunk);
+    return (slots_of(chunk) + each - 1) / each;
 }
 
 /* The next part of the memory, of so many values. */
@@ -369,21 +408,22 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.experts = spec->experts;
     a.global_experts = spec->global_experts;
     a.ranges = (int32_t)range_count(chunk);
-    a.range = a.ranges > 1 ? ONCE : a.slots;
+    a.range = (int32_t)range_of(chunk);
     a.tile_rows = chunk->tile_rows;
     a.tiles = (int32_t)most_tiles(chunk);
     a.align = chunk->align;
+    a.pairs = chunk->pairs;
     a.out = lay_out(chunk, memory, &a.before, &bytes);
     return a;
 }
 
-static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks, int shared,
-                         group_args *args, moq_err *err) {
+static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks, group_args *args,
+                         moq_err *err) {
     moq_launch launch = {.what = "grouping the slots of experts",
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
-                         .shared = (size_t)shared * sizeof(int),
+                         .shared = (size_t)memory_bytes(args->experts, args->range),
                          .stream = (cudaStream_t)chunk->call->stream,
                          .overlap = true};
     void *parameters[] = {args};
@@ -392,12 +432,11 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks
 
 moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err) {
     group_args args = args_of(chunk, memory);
-    int counts = WARPS * args.experts, ends = 2 * args.experts + 1;
     if (args.ranges == 1)
-        return launch(chunk, (const void *)group_at_once, 1, counts + ends, &args, err);
-    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, counts, &args, err));
-    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, ends, &args, err));
-    return launch(chunk, (const void *)place_ranges, args.ranges, counts, &args, err);
+        return launch(chunk, (const void *)group_at_once, 1, &args, err);
+    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, &args, err));
+    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, &args, err));
+    return launch(chunk, (const void *)place_ranges, args.ranges, &args, err);
 }
 
 } // namespace moq::moe

@@ -3,8 +3,9 @@
  *
  * Slots are numbered within a chunk of tokens, token * top_k + j. Those that count (core/moe.h) get
  * rows: expert after expert, and within an expert in their own order. The rows of an expert may
- * begin at multiples of a number, with rows of no slot before. They go in tiles of as many rows as
- * a kernel asks for; the last of an expert may be short. */
+ * begin at multiples of a number, with rows of no slot before. They go in as few tiles as there are
+ * of as many rows as a kernel asks for, which share the rows evenly, in multiples of 8 but for the
+ * last one of an expert. */
 #ifndef MOQ_CUDA_MOE_GROUP_H
 #define MOQ_CUDA_MOE_GROUP_H
 
@@ -70,7 +71,8 @@ typedef struct {
     const moq_moe_call *call;
     int64_t first, tokens;
     int tile_rows;
-    int align; /* the rows of an expert begin at multiples of this */
+    int align;  /* the rows of an expert begin at multiples of this */
+    bool pairs; /* whether an expert has an even number of tiles, of which the last may be empty */
 } slot_chunk;
 
 /* Rows and tiles that the slots can make at most, however they are routed. */

@@ -18,6 +18,13 @@ int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call);
 moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call);
 
+/* Many tokens, x and y of 16 bits: FP8 weights, H and I multiples of 16; packed NVFP4 weights as
+ * they are. */
+moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_fp8_many_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_many_workspace(const moq_moe_call *call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,77 @@
+/* Experts of many tokens on Hopper: see moe_many.h. */
+#include "cuda/choice/moe_many.h"
+
+#include "cuda/choice/chip.h"
+
+#include <math.h>
+
+/* The launches of a call and what is not hidden of them, and bytes a second of what lies between
+ * the products: d is read by the sum over slots, codes of x that have a row a slot are written. */
+#define STEPS   25e-6
+#define BETWEEN 3.6e12
+
+/* What tiles of up to 64 rows do, and of up to 128: bytes of weights a second, and products a
+ * second, of H200. The two overlap in part (EXPONENT): times of Qwen3-30B-A3B from 128 to 8192
+ * tokens are met within 10 %, most within 5 %. */
+#define EXPONENT 1.5
+
+typedef struct {
+    double read, products;
+} pace;
+
+typedef struct {
+    pace way[MOQ_MOE_MANY_WAYS];
+    double codes; /* bytes between for each value of x and slot */
+} format;
+
+static const format PACKED = {{{2.63e12, 1.72e14}, {2.06e12, 2.08e14}}, 0};
+static const format FP8 = {{{3.71e12, 3.51e14}, {2.9e12, 4.2e14}}, 2};
+static const format FP8_BY_TOKEN = {{{3.7e12, 2.63e14}, {2.9e12, 3.2e14}}, 0};
+static const format FP8_BY_BLOCK = {{{3.98e12, 2.3e14}, {2.1e12, 2.2e14}}, 0};
+
+static const format *format_of(const moq_moe_spec *spec) {
+    if (spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED)
+        return &PACKED;
+    return spec->w13.input == MOQ_INPUT_E4M3_GROUP   ? &FP8_BY_BLOCK
+           : spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? &FP8_BY_TOKEN
+                                                     : &FP8;
+}
+
+/* Experts that have a slot, as they are expected of a router that likes all. */
+static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
+    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
+    return fmax(1, all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens)));
+}
+
+static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    const format *f = format_of(spec);
+    double slots = (double)tokens * spec->top_k * spec->experts / spec->global_experts;
+    double weights = (double)w13->in_features * (double)w13->out_features +
+                     (double)w2->in_features * (double)w2->out_features;
+    double bytes = active_experts(spec, tokens) * weights * (f == &PACKED ? 0.5625 : 1);
+    double read = bytes / moq_memory_rate(&w13->target, f->way[row].read);
+    double products = slots * weights / moq_matrix_rate(&w13->target, f->way[row].products);
+    double between = slots * (4 * (double)w2->out_features + f->codes * (double)w13->in_features) /
+                     moq_memory_rate(&w13->target, BETWEEN);
+    return STEPS + between + pow(pow(read, EXPONENT) + pow(products, EXPONENT), 1 / EXPONENT);
+}
+
+/* Layers without a gate have the small tiles alone. */
+static int best_row(const moq_moe_spec *spec, int64_t tokens) {
+    return spec->gated && seconds(spec, tokens, 1) < seconds(spec, tokens, 0) ? 1 : 0;
+}
+
+moq_way moq_moe_many_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
+    bool given = variant > 0 && variant <= (spec->gated ? MOQ_MOE_MANY_WAYS : 1);
+    return moq_way_of(given ? variant : 0, given ? variant - 1 : best_row(spec, tokens), 1);
+}
+
+uint64_t moq_moe_many_variants(const moq_moe_call *call) {
+    int other = 1 - best_row(call->spec, call->tokens);
+    return call->spec->gated ? 1 | 1ull << (other + 1) : 1;
+}
+
+double moq_moe_many_seconds(const moq_moe_spec *spec, int64_t tokens) {
+    return seconds(spec, tokens, best_row(spec, tokens));
+}

@@ -1,0 +1,31 @@
+/* How a call of experts with many tokens on Hopper goes (sm90_moe_many.cu): rows of its tiles.
+ * Plain C, which asks nothing but the description. */
+#ifndef MOQ_CUDA_CHOICE_MOE_MANY_H
+#define MOQ_CUDA_CHOICE_MOE_MANY_H
+
+#include "core/moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Ways, the rows of forms: tiles of up to 64 rows of tokens, or up to 128. */
+#define MOQ_MOE_MANY_WAYS 2
+
+static inline int moq_moe_many_tile_rows(moq_way way) {
+    return 64 << moq_form_row(way.form);
+}
+
+/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
+moq_way moq_moe_many_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+
+/* Bit i is set where variant i is worth measuring. */
+uint64_t moq_moe_many_variants(const moq_moe_call *call);
+
+/* Seconds of a whole call in its best way. */
+double moq_moe_many_seconds(const moq_moe_spec *spec, int64_t tokens);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,247 @@
+/* Experts of many tokens on Hopper:
+ *
+ *   1. slots sorted by expert                               group.cu
+ *   2. x as w13 takes it: as it is, or the codes of its
+ *      tokens, which the product gathers; or one row a slot
+ *      where the expert or the router has a say in it       expert_rows.cu
+ *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu,
+ *                                                           sm90_moe_many_nvfp4.cu
+ *   4. g as w2 takes it, where that is another thing        expert_rows.cu
+ *   5. d = rows W2^T + b2, float32                          as 3
+ *   6. y = the sum of d over the slots of a token           expert_rows.cu
+ *
+ * u stays in registers: a block has gate and up of the same columns (sm90_moe_many_tile.h). Long
+ * inputs go in chunks of tokens whose rows fit MEMORY bytes. */
+#include "cuda/moe/sm90/sm90_moe_many.h"
+#include "cuda/moe/sm90/sm90_moe_many_rows.h"
+
+#include "core/invariant.h"
+#include "cuda/choice/moe_many.h"
+#include "cuda/moe/cuda_moe.h"
+#include "cuda/moe/sm90/cuda_moe_sm90.h"
+#include "cuda/tensor/cuda_quantize.h"
+
+namespace moq::moe_many {
+
+using namespace moe;
+
+#define MEMORY ((int64_t)1 << 30)
+
+typedef moq_status (*multiplication)(const many_product *p, moq_err *err);
+
+/* Offsets in the workspace. The rows of x are read no more when d is written. */
+typedef struct {
+    int64_t groups, g, codes, code_scales;
+    int64_t x, x_scales;
+    int64_t d;
+    int64_t end;
+} layout;
+
+static int64_t take(int64_t *end, int64_t bytes) {
+    int64_t at = *end;
+    *end += (bytes + 255) / 256 * 256;
+    return at;
+}
+
+static row_form form_of(const moq_linear_spec *spec) {
+    if (spec->weight == MOQ_WEIGHT_E2M1_PACKED)
+        return ROWS_VALUES;
+    return spec->input == MOQ_INPUT_E4M3_GROUP   ? ROWS_GROUP
+           : spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
+                                                 : ROWS_TENSOR;
+}
+
+/* What becomes of g in the first product. */
+static g_form g_form_of(const moq_moe_spec *spec) {
+    row_form form = form_of(&spec->w2);
+    if (form == ROWS_TENSOR)
+        return G_TENSOR;
+    return form == ROWS_GROUP && spec->gated ? G_GROUP : G_VALUES;
+}
+
+/* Whether g is multiplied as it comes out. */
+static bool takes_g(const moq_moe_call *call) {
+    if (form_of(&call->spec->w2) == ROWS_VALUES)
+        return !call->w2.pre_quant_scale;
+    return g_form_of(call->spec) != G_VALUES;
+}
+
+/* What rows are to the first product. */
+typedef enum { X_AS_IS, X_CODES, X_ROWS } x_form;
+
+static x_form x_form_of(const moq_moe_call *call) {
+    row_form form = form_of(&call->spec->w13);
+    if (call->weights_on_input || call->w13.pre_quant_scale || form == ROWS_TENSOR)
+        return X_ROWS;
+    return form == ROWS_VALUES ? X_AS_IS : X_CODES;
+}
+
+/* Large tiles of FP8 come in pairs that share their weights, but for those with scales of groups,
+ * whose rows are gathered (docs/lab/moe.md). */
+static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
+    row_form form = form_of(&call->spec->w13);
+    int rows = moq_moe_many_tile_rows(call->way);
+    bool pairs = rows == 128 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
+    return {call, first, tokens, rows, form == ROWS_GROUP ? MOQ_MOE_MANY_ALIGN : 1, pairs};
+}
+
+/* Scales of a column of groups, which are copied for whole tiles from multiples of
+ * MOQ_MOE_MANY_ALIGN on. */
+static int64_t scale_stride(const slot_chunk *chunk) {
+    return (most_rows(chunk) + MOQ_MOE_MANY_ALIGN - 1) / MOQ_MOE_MANY_ALIGN * MOQ_MOE_MANY_ALIGN;
+}
+
+static int64_t all_scales(const slot_chunk *chunk, row_form form, int64_t columns) {
+    return scale_bytes(form, scale_stride(chunk), columns) +
+           chunk->tile_rows * (int64_t)sizeof(float);
+}
+
+static layout lay_out(const slot_chunk *chunk) {
+    const moq_moe_call *call = chunk->call;
+    const moq_moe_spec *spec = call->spec;
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    int64_t rows = most_rows(chunk), h = w13->in_features, i = w2->in_features;
+    x_form x = x_form_of(call);
+    bool codes = form_of(w2) != ROWS_VALUES;
+    layout l = {};
+    l.groups = take(&l.end, groups_bytes(chunk));
+    l.g = l.codes = l.code_scales = l.end;
+    if (g_form_of(spec) == G_VALUES)
+        l.g = take(&l.end, rows * row_bytes(ROWS_VALUES, w2->dtype, i));
+    if (codes || !takes_g(call)) {
+        l.codes = take(&l.end, rows * row_bytes(form_of(w2), w2->dtype, i));
+        l.code_scales = take(&l.end, all_scales(chunk, form_of(w2), i));
+    } else {
+        l.codes = l.g;
+    }
+    l.x = l.d = l.end;
+    if (x != X_AS_IS) {
+        int64_t count = x == X_ROWS ? rows : chunk->tokens;
+        l.x = take(&l.end, count * row_bytes(form_of(w13), w13->dtype, h));
+        l.x_scales = take(&l.end, all_scales(chunk, form_of(w13), h));
+    }
+    int64_t after_d = l.d;
+    take(&after_d, rows * w2->out_features * (int64_t)sizeof(float));
+    l.end = l.end > after_d ? l.end : after_d;
+    return l;
+}
+
+/* Tokens of a chunk: all, or as many as MEMORY has room for. */
+static int64_t chunk_tokens(const moq_moe_call *call) {
+    slot_chunk all = chunk_of(call, 0, call->tokens), one = chunk_of(call, 0, 1);
+    if (call->tokens * call->spec->top_k <= INT32_MAX / 2 && lay_out(&all).end <= MEMORY)
+        return call->tokens;
+    int64_t most = MEMORY / lay_out(&one).end; /* whose parts are rounded up */
+    most = most < 1 ? 1 : most;
+    int64_t chunks = (call->tokens + most - 1) / most;
+    return (call->tokens + chunks - 1) / chunks;
+}
+
+/* Codes of the tokens of a chunk. */
+static moq_status quantize_tokens(const slot_chunk *chunk, const expert_rows *x, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_linear_spec *w13 = &call->spec->w13;
+    moq_tensor tokens = *call->x;
+    tokens.shape[0] = chunk->tokens;
+    tokens.data = (uint8_t *)call->x->data +
+                  chunk->first * tokens.stride[0] * (int64_t)moq_dtype_size(tokens.dtype);
+    moq_cuda_quantize q = {};
+    q.x = &tokens;
+    q.mode = w13->input;
+    q.group = 128;
+    q.codes = (uint8_t *)x->data;
+    q.code_stride = q.code_columns = row_bytes(x->form, w13->dtype, w13->in_features);
+    q.scales = x->scales;
+    q.scale_row = 1;
+    q.scale_group = x->scale_stride;
+    q.stream = call->stream;
+    return moq_cuda_quantize_rows(&q, err);
+}
+
+/* Rows of x where the first product finds them. */
+static moq_status bring_x(const slot_chunk *chunk, const slot_groups *groups, const expert_rows *x,
+                          many_product *p, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    x_form form = x_form_of(call);
+    if (form == X_ROWS && x->form == ROWS_TENSOR && !call->weights_on_input)
+        return make_codes_of_x(chunk, groups, x, err);
+    if (form == X_ROWS)
+        return make_rows_of_x(chunk, groups, x, err);
+    p->gathered = true;
+    p->row_stride = row_bytes(x->form, call->x->dtype, call->spec->w13.in_features);
+    if (form == X_CODES)
+        return quantize_tokens(chunk, x, err);
+    p->row_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
+    return MOQ_OK;
+}
+
+static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    const moq_moe_spec *spec = call->spec;
+    layout l = lay_out(chunk);
+    uint8_t *memory = (uint8_t *)call->workspace;
+    slot_groups groups = groups_at(chunk, memory + l.groups);
+    int64_t stride = scale_stride(chunk);
+    expert_rows x = {form_of(&spec->w13), memory + l.x, (float *)(memory + l.x_scales), stride};
+    expert_rows g = {form_of(&spec->w2), memory + l.codes, (float *)(memory + l.code_scales),
+                     stride};
+    if (x_form_of(call) == X_AS_IS)
+        x.data = (uint8_t *)call->x->data +
+                 chunk->first * call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
+    many_product first = {};
+    first.product = {&spec->w13,        &call->w13,       &x,   most_rows(chunk), &groups,
+                     most_tiles(chunk), chunk->tile_rows, NULL, call->stream};
+    first.moe = spec;
+    first.first = true;
+    first.g = memory + l.g;
+    first.codes = {g_form_of(spec), g.data,
+                   g.form == ROWS_TENSOR ? (float *)call->w2.input_scale : g.scales, stride};
+    many_product second = {};
+    second.product = first.product;
+    second.moe = spec;
+    second.product.spec = &spec->w2;
+    second.product.weight = &call->w2;
+    second.product.rows = &g;
+    second.product.out = (float *)(memory + l.d);
+    MOQ_TRY(group_slots(chunk, memory + l.groups, err));
+    MOQ_TRY(bring_x(chunk, &groups, &x, &first, err));
+    MOQ_TRY(multiply(&first, err));
+    if (!takes_g(call))
+        MOQ_TRY(make_rows_of_g(chunk, &groups, first.g, &g, err));
+    MOQ_TRY(multiply(&second, err));
+    return combine_rows(chunk, &groups, second.product.out, err);
+}
+
+static moq_status run(const moq_moe_call *call, multiplication multiply, moq_err *err) {
+    int64_t each = chunk_tokens(call);
+    MOQ_ASSERT(call->tokens > 0 && call->spec->experts <= MOQ_CUDA_MOE_EXPERTS);
+    for (int64_t first = 0; first < call->tokens; first += each) {
+        int64_t left = call->tokens - first;
+        slot_chunk chunk = chunk_of(call, first, left < each ? left : each);
+        MOQ_TRY(run_chunk(&chunk, multiply, err));
+    }
+    return MOQ_OK;
+}
+
+static int64_t workspace(const moq_moe_call *call) {
+    slot_chunk chunk = chunk_of(call, 0, chunk_tokens(call));
+    return lay_out(&chunk).end;
+}
+
+extern "C" int64_t moq_cuda_moe_fp8_many_workspace(const moq_moe_call *call) {
+    return workspace(call);
+}
+
+extern "C" int64_t moq_cuda_moe_nvfp4_many_workspace(const moq_moe_call *call) {
+    return workspace(call);
+}
+
+extern "C" moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err) {
+    return run(call, multiply_fp8, err);
+}
+
+extern "C" moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err) {
+    return run(call, multiply_nvfp4, err);
+}
+
+} // namespace moq::moe_many

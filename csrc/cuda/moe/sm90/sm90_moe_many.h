@@ -1,0 +1,40 @@
+/* The products of experts of many tokens on Hopper, and what they take: for sm90_moe_many.cu. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_H
+
+#include "cuda/moe/expert_product.h"
+
+namespace moq::moe_many {
+
+/* What the first row of an expert has to be a multiple of where rows have scales of groups. */
+#define MOQ_MOE_MANY_ALIGN 4
+
+/* What is written of g: values of the layer's dtype, or e4m3 codes by the scale of the expert or
+ * with scales of groups. */
+typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_form;
+
+typedef struct {
+    g_form form;
+    void *data;    /* codes [rows, I], */
+    float *scales; /* of groups [I / 128, scale_stride], or of experts [E] */
+    int64_t scale_stride;
+} g_codes;
+
+/* As expert_product.h has it, but for what comes out: g of the layer's dtype [rows, I], rows at
+ * multiples of 16 values, or its codes, or d float32 [rows, H]. */
+typedef struct {
+    moe::expert_product product;
+    const moq_moe_spec *moe;
+    bool gathered; /* rows are tokens, row_stride bytes apart, that slots ask for */
+    int64_t row_stride;
+    bool first; /* of the two products: g comes out; otherwise d, which is product.out */
+    void *g;
+    g_codes codes;
+} many_product;
+
+moq_status multiply_fp8(const many_product *p, moq_err *err);
+moq_status multiply_nvfp4(const many_product *p, moq_err *err);
+
+} // namespace moq::moe_many
+
+#endif

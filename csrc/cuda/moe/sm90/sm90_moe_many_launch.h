@@ -1,0 +1,88 @@
+/* Launching the grouped GEMMs of experts on Hopper: what both kinds of weights have in common. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_LAUNCH_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_LAUNCH_H
+
+#include "core/invariant.h"
+#include "cuda/moe/sm90/sm90_moe_many.h"
+#include "cuda/moe/sm90/sm90_moe_many_copies.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+
+namespace moq::moe_many {
+
+static product_use use_of(const many_product *p) {
+    if (!p->first)
+        return OF_D;
+    return p->moe->gated ? OF_GATE_AND_UP : OF_ONE;
+}
+
+static gemm_args args_of(const many_product *p, int64_t steps, int64_t height, int warpgroups) {
+    const moe::expert_product *e = &p->product;
+    const moq_linear_spec *spec = e->spec;
+    const moq_moe_weight *w = e->weight;
+    int64_t i = p->moe->w2.in_features;
+    int columns = warpgroups * WAVE_ROWS;
+    gemm_args a = {};
+    a.tiles = e->groups->tile;
+    a.count = e->groups->count;
+    a.steps = (int)steps;
+    a.n = (int)spec->out_features;
+    a.height = (int)height;
+    a.half = (int)i;
+    a.row_tiles = use_of(p) == OF_GATE_AND_UP ? (int)((i + columns - 1) / columns)
+                                              : (a.n + 2 * columns - 1) / (2 * columns);
+    a.act = moe::activation_of(p->moe);
+    a.out = {p->g, (i + 15) / 16 * 16, spec->dtype, MOQ_DT_NONE, NULL};
+    a.form = p->codes.form;
+    a.codes = (uint8_t *)p->codes.data;
+    a.code_stride = i;
+    a.g_scale = p->codes.scales;
+    a.g_scale_stride = p->codes.scale_stride;
+    a.d = e->out;
+    a.output_scale = w->output_scale;
+    a.bias = w->bias;
+    a.parts = spec->partition_count;
+    a.early = !p->first; /* the first product has waited for the grouping */
+    if (p->gathered) {
+        a.slot = e->groups->slot;
+        a.top_k = p->moe->top_k;
+        a.x = (const uint8_t *)e->rows->data;
+        a.x_stride = p->row_stride;
+        a.bytes = moe::row_bytes(e->rows->form, spec->dtype, spec->in_features);
+    }
+    return a;
+}
+
+/* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */
+static int lay_out(gemm_args *a, int stage, int limit) {
+    int fixed = 3 * MANY_STAGES * 8 + 6 * BOARD * 4; /* barriers, boards, places, magnitudes */
+    int stages = (limit - 1024 - fixed - MANY_TURN_BYTES) / stage;
+    a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
+    MOQ_ASSERT(a->stages >= 2);
+    return a->stages * stage + MANY_TURN_BYTES;
+}
+
+static moq_status launch(const many_product *p, const void *kernel, gemm_args *a, int shared,
+                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
+                         moq_err *err) {
+    int64_t tiles = p->product.tiles * a->row_tiles, blocks = p->product.spec->target.sm_count;
+    if (pair) /* tiles come in twos */
+        blocks -= blocks % 2;
+    if (tiles > INT32_MAX)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
+                        (long long)p->product.most_rows);
+    moq_launch launch = {.what = "product of experts",
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)(tiles < blocks ? tiles : blocks)),
+                         .block = dim3(128 * (unsigned)(warpgroups + 1)),
+                         .cluster = pair ? 2u : 0u,
+                         .shared = (size_t)shared,
+                         .stream = (cudaStream_t)p->product.stream,
+                         .overlap = true};
+    void *parameters[] = {weights, rows, a};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::moe_many
+
+#endif

@@ -1,0 +1,15 @@
+/* Rows of codes for the first product of experts of many tokens on Hopper. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_ROWS_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_ROWS_H
+
+#include "cuda/moe/expert_rows.h"
+
+namespace moq::moe_many {
+
+/* make_rows_of_x of ROWS_TENSOR, K a multiple of 16, where router weights are not on the input. */
+moq_status make_codes_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                           const moe::expert_rows *rows, moq_err *err);
+
+} // namespace moq::moe_many
+
+#endif

@@ -1,0 +1,218 @@
+"""Experts of many tokens on Hopper: both shapes of tiles, every format, rows that end anywhere in a tile."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import MoEMethod, UnsupportedQuantization
+
+from ..linear_cases import random_x
+from ..moe_calls import as_values, check, moved_inputs, prepared, run
+from ..moe_cases import ROUTINGS, random_expert_map, random_routing, random_stacks
+from .cases import to_numpy, torch
+
+pytestmark = pytest.mark.gpu
+
+NVFP4, FP8 = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many"
+FORMATS = [
+    ("NVFP4", NVFP4),
+    ("NVFP4_AWQ", NVFP4),
+    ("W4A16_NVFP4", NVFP4),
+    ("FP8", FP8),
+    ("FP8_PER_CHANNEL_PER_TOKEN", FP8),
+    ("FP8_PB_WO", FP8),
+]
+SMALL, LARGE = 1, 2
+"""Variants: tiles of up to 64 rows, and of up to 128."""
+
+
+def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
+    """A layer that the kernel runs; skips the test where the device is another."""
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    try:
+        method = MoEMethod(*sizes, device="cuda:0", **options)
+    except UnsupportedQuantization as error:
+        pytest.skip(str(error))
+    assert method.backend == kernel
+    return method
+
+
+def ids_of_counts(rng: Any, counts: list[int], top_k: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Routing in which expert e has counts[e] slots."""
+    ids = rng.permutation(np.repeat(np.arange(len(counts)), counts)).reshape(-1, top_k).astype(np.int32)
+    return rng.random(ids.shape).astype(np.float32), ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", [SMALL, LARGE])
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_tokens_and_routing(rng, monkeypatch, algo, kernel, way, dtype):
+    """From one slot to several tiles an expert; rows of W that end within a tile and within a warpgroup's."""
+    method = layer_of(monkeypatch, kernel, algo, 7, 336, 208, top_k=3, dtype=dtype)
+    stacks = random_stacks(rng, algo, 7, 336, 208, bias="float32")
+    params = prepared(method, stacks)
+    for tokens in (1, 30, 200, 700):
+        method._plan.keep(tokens, kernel, way)
+        for kind in ROUTINGS if tokens == 200 else ("random", "hostile"):
+            x = random_x(rng, (tokens, 336), dtype)
+            weights, ids = random_routing(rng, tokens, 3, 7, kind, "int64")
+            y = run(method, params, x, weights, ids)
+            check(y, method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("way", [SMALL, LARGE])
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
+    """Experts with every number of rows around the widths of products, and around one and two tiles."""
+    counts = [
+        1,
+        8,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        47,
+        48,
+        49,
+        63,
+        64,
+        65,
+        95,
+        96,
+        97,
+        127,
+        128,
+        129,
+        193,
+        256,
+        257,
+        0,
+    ]
+    method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
+    stacks = random_stacks(rng, algo, len(counts), 128, 64)
+    weights, ids = ids_of_counts(rng, counts)
+    x = random_x(rng, (len(ids), 128), "bfloat16")
+    method._plan.keep(len(ids), kernel, way)
+    y = run(method, prepared(method, stacks), x, weights, ids)
+    check(y, method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swigluoai"])
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_activations(rng, monkeypatch, algo, kernel, activation, gated):
+    if activation == "swigluoai" and not gated:
+        pytest.skip("it has a gate")
+    method = layer_of(monkeypatch, kernel, algo, 3, 256, 192, top_k=2, activation=activation, gated=gated)
+    stacks = random_stacks(rng, algo, 3, 256, 192, gated=gated, bias="float32")
+    params = prepared(method, stacks)
+    for way in (SMALL, LARGE):
+        method._plan.keep(150, kernel, way)
+        x = random_x(rng, (150, 256), "bfloat16")
+        weights, ids = random_routing(rng, 150, 2, 3)
+        check(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_router_weights_on_the_input(rng, monkeypatch, algo, kernel):
+    method = layer_of(monkeypatch, kernel, algo, 4, 192, 128, top_k=1)
+    stacks = random_stacks(rng, algo, 4, 192, 128)
+    x = random_x(rng, (170, 192), "bfloat16")
+    weights, ids = random_routing(rng, 170, 1, 4, "hostile")
+    y = run(method, prepared(method, stacks), x, weights, ids, apply_router_weight_on_input=True)
+    check(y, method, stacks, x, weights, ids, apply_router_weight_on_input=True)
+
+
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_a_share_of_experts_adds_to_its_output(rng, monkeypatch, algo, kernel):
+    method = layer_of(monkeypatch, kernel, algo, 6, 128, 128, top_k=4, global_num_experts=20)
+    stacks = random_stacks(rng, algo, 6, 128, 128, bias="float32")
+    expert_map = random_expert_map(rng, 20, 6)
+    x, before = (random_x(rng, (300, 128), "bfloat16") for _ in range(2))
+    weights, ids = random_routing(rng, 300, 4, 20, "hostile")
+    given = {"expert_map": expert_map, "out": before.copy(), "accumulate": True}
+    y = run(method, prepared(method, stacks), x, weights, ids, **given)
+    given = {"expert_map": expert_map, "global_num_experts": 20, "out": as_values(before, "bfloat16")}
+    check(y, method, stacks, x, weights, ids, **given)
+
+
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_rows_of_x_and_y_that_are_apart(rng, monkeypatch, algo, kernel):
+    """x and y in wider matrices, y at addresses that suit no vector."""
+    method = layer_of(monkeypatch, kernel, algo, 5, 128, 96, top_k=2)
+    params = prepared(method, random_stacks(rng, algo, 5, 128, 96))
+    x, _, weights, ids = moved_inputs(
+        method, random_x(rng, (90, 128), "bfloat16"), params, *random_routing(rng, 90, 2, 5)
+    )
+    expected = method(x, params, weights, ids)
+    wide = torch.full((90, 264), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wide[:, 8:136] = x
+    assert torch.equal(method(wide[:, 8:136], params, weights, ids), expected)
+    for begin in (0, 1, 2, 4, 8):
+        out = torch.full((90, 150), float("nan"), dtype=torch.bfloat16, device="cuda")
+        method(x, params, weights, ids, out=out[:, begin : begin + 128])
+        assert torch.equal(out[:, begin : begin + 128], expected)
+        assert int((~out.isnan()).sum()) == 90 * 128
+
+
+@pytest.mark.parametrize("algo, kernel", [FORMATS[0], FORMATS[3], FORMATS[5]])
+def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
+    """More rows than the workspace is made for: each token has the bits that it has among few."""
+    method = layer_of(monkeypatch, kernel, algo, 2, 4096, 128, top_k=8)
+    stacks = random_stacks(rng, algo, 2, 4096, 128)
+    params = prepared(method, stacks)
+    tokens = 9000  # of 16 kB and more for each of eight slots
+    method._plan.keep(tokens, kernel, LARGE)
+    x = random_x(rng, (tokens, 4096), "bfloat16")
+    weights, ids = random_routing(rng, tokens, 8, 2, "duplicates")
+    y = run(method, params, x, weights, ids)
+    some = np.append(rng.choice(tokens, 6, replace=False), [0, tokens - 1])
+    check(y[some], method, stacks, x[some], weights[some], ids[some])
+
+
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_calls_follow_each_other(rng, monkeypatch, algo, kernel):
+    """A call begins while the one before ends: in a graph every y is that of a call by itself."""
+    method = layer_of(monkeypatch, kernel, algo, 16, 256, 128, top_k=4)
+    layers = [prepared(method, random_stacks(rng, algo, 16, 256, 128)) for _ in range(2)]
+    for tokens in (40, 2500):
+        first = random_x(rng, (tokens, 256), "bfloat16")
+        routings = [random_routing(rng, tokens, 4, 16) for _ in range(4)]
+        x, _, weights, ids = moved_inputs(method, first, layers[0], *routings[0])
+        given = [moved_inputs(method, first, layers[0], *routing)[2:] for routing in routings]
+        alone = []
+        for i, (weight, chosen) in enumerate(given):
+            alone.append(method(alone[-1] if i % 2 else x, layers[i % 2], weight, chosen))
+            torch.cuda.synchronize()
+        assert all(y.isfinite().all() and y.count_nonzero() > y.numel() / 2 for y in alone)
+        chain = [torch.empty_like(x) for _ in given]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i, (weight, chosen) in enumerate(given):
+                weights.copy_(weight)
+                ids.copy_(chosen)
+                method(chain[i - 1] if i % 2 else x, layers[i % 2], weights, ids, out=chain[i])
+        for _ in range(5):
+            for y in chain:
+                y.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(y, expected) for y, expected in zip(chain, alone, strict=True))
+
+
+@pytest.mark.parametrize("algo, kernel", FORMATS)
+def test_tokens_do_not_see_each_other(rng, monkeypatch, algo, kernel):
+    """A NaN stays in its row, also among the rows of one tile."""
+    method = layer_of(monkeypatch, kernel, algo, 3, 128, 128, top_k=2)
+    params = prepared(method, random_stacks(rng, algo, 3, 128, 128))
+    x, _, weights, ids = moved_inputs(
+        method, random_x(rng, (100, 128), "bfloat16"), params, *random_routing(rng, 100, 2, 3)
+    )
+    expected = to_numpy(method(x, params, weights, ids))
+    x[41, 7] = float("nan")
+    y = method(x, params, weights, ids)
+    assert bool(y[41].isnan().all())
+    rows = np.arange(100) != 41
+    np.testing.assert_array_equal(to_numpy(y)[rows], expected[rows])
