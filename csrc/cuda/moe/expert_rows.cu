@@ -457,10 +457,14 @@ int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
     return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
 }
 
-/* Those of rows with scales of their own keep one span of columns, or four of longer rows. */
+/* Rows with scales of their own keep a span of columns; longer ones of x four, where these are all.
+ * What makes values of u is too much code to be there five times. */
 template <bool OF_U, row_form FORM> static const void *kernel_keeping(int64_t columns) {
-    return columns <= SPAN ? (const void *)make_rows<OF_U, FORM, 1>
-                           : (const void *)make_rows<OF_U, FORM, 4>;
+    if constexpr (!OF_U) {
+        if (columns > SPAN && columns <= 4 * SPAN)
+            return (const void *)make_rows<OF_U, FORM, 4>;
+    }
+    return (const void *)make_rows<OF_U, FORM, 1>;
 }
 
 template <bool OF_U> static const void *kernel_for(row_form form, int64_t columns) {
