@@ -195,7 +195,8 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
     first.first = true;
     first.g = memory + l.g;
     first.codes = {g_form_of(spec), g.data,
-                   g.form == ROWS_TENSOR ? (float *)call->w2.input_scale : g.scales, stride};
+                   g.form == ROWS_TENSOR ? (float *)call->w2.input_scale : (float *)g.scales,
+                   stride};
     many_product second = {};
     second.product = first.product;
     second.moe = spec;

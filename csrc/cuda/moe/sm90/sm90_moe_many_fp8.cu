@@ -136,7 +136,7 @@ moq_status multiply_fp8(const many_product *p, moq_err *err) {
     CUtensorMap weights, rows;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     gemm_args a = args_of(p, steps, spec->out_features, v.warpgroups);
-    a.x_scale = e->rows->form == moe::ROWS_TENSOR ? NULL : e->rows->scales;
+    a.x_scale = e->rows->form == moe::ROWS_TENSOR ? NULL : (const float *)e->rows->scales;
     a.x_scale_stride = e->rows->scale_stride;
     a.input_scale = e->weight->input_scale;
     a.block_scale = (const float *)e->weight->weight_scale;
