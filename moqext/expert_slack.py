@@ -19,9 +19,9 @@ _SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
 
 _CORE_SUMS = 2.0**-8.5
-"""Of a sum that FP8 tensor cores of Hopper begin, of the root of the sum of the squares. Of each 32 products and
-what there was before they cut 33 numbers 13 bits behind the leading one of the largest, so by 2^-8 of it at most
-and by half of that and more in few of a million sums; one 32 does not know of the next.
+"""Of a sum that FP8 tensor cores of Hopper begin, of the root of the sum of the squares. Of each 32 products
+and what there was before they cut 33 numbers 13 bits behind the leading one of the largest, so by 2^-8 of it
+at most and by half of that and more in few of a million sums; one 32 does not know of the next.
 """
 
 _CORE_KERNELS = ("cuda:sm90_fp8_many",)
