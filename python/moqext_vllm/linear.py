@@ -24,13 +24,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         quant: how the layer is quantized.
         prefix: its name, for messages.
         compute: as for `moqext.LinearMethod`.
+        fast_accum: as for `moqext.LinearMethod`, where weights are FP8; others have no such sums.
     """
 
-    def __init__(self, quant: LayerQuant, prefix: str, compute: str) -> None:
+    def __init__(self, quant: LayerQuant, prefix: str, compute: str, fast_accum: bool = False) -> None:
         super().__init__()
         self.quant = quant
         self.prefix = prefix
         self.compute = compute
+        self.fast_accum = fast_accum and str(quant.quant_algo).startswith("FP8")
         self.partitions: tuple[int, ...] = ()
         self.in_features = 0
         self.dtype = torch.bfloat16
@@ -118,6 +120,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.compute,
                 self.one_input_scale,
                 out_dtype,
+                self.fast_accum,
             )
         params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
         if self.is_new:
@@ -162,6 +165,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.compute,
                 self.one_input_scale,
                 quantized_input,
+                self.fast_accum and dtype is None,
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
