@@ -108,7 +108,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiplies x [..., in_features] of the model's dtype, or what vLLM holds the codes of one in."""
         tensors = [None if name is None else getattr(layer, name).data for name in self.sources]
-        x, out_dtype = quantized_input.read(x)
+        x, out_dtype = quantized_input.read(x, layer, self.coded is not None)
         if torch.compiler.is_compiling() or not is_plain_call(x):
             return torch.ops.moqext.linear(
                 x,
@@ -247,9 +247,13 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.sources = tuple(sources)
         self.method = method
         self.is_new = True
-        if self.quant.quant_algo == "FP8" and len(self.partitions) == 1 and "input_scale" in prepared:
+        one_scale = len(self.partitions) == 1 or self.one_input_scale
+        self.coded = None
+        if self.quant.quant_algo == "FP8" and one_scale and "input_scale" in prepared:
             self.coded = self._find_method(layer.weight.device, quantized_input=True)
-            quantized_input.offer(layer)
+            layer.moqext_code_scale = prepared["input_scale"].view(-1)[:1]
+            if len(self.partitions) == 1:
+                quantized_input.offer(layer)
 
 
 def _of_parts(empty: Sequence[int], count: int) -> str:
