@@ -24,9 +24,9 @@ from moqext_vllm.settings import read_ops
 
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
 
-FEW_TOKENS = 16
-"""Up to so many are quantized by the linear's own kernel, which then begins before the activation has ended:
-1 to 2 us sooner on an H100 (4096 x 4096 and 4096 x 14336 with 16 tokens), as much later with 64."""
+FEW_TOKENS = 4
+"""Up to so many are quantized by the linear's own kernel, which with more takes 1 to 2 us longer than with codes
+(H200, docs/lab/fp8-few.md)."""
 
 try:
     from vllm.model_executor.layers.activation import SiluAndMul
