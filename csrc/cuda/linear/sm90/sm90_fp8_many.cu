@@ -315,7 +315,7 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
                                     token_box, err));
     else
         MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
-    a.boxed = moq_fp8_many_has_boxes(s) && in_boxes(call->y);
+    a.boxed = moq_fp8_many_has_boxes(s) && moq_tensor_map_suits(call->y->data, call->y->stride[0]);
     if (a.boxed)
         MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, 2 * a.n,
                                     2 * call->y->stride[0], 64, err));

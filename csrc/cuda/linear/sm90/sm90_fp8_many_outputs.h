@@ -14,19 +14,6 @@ namespace moq::fp8_many {
 
 #define BOX_BYTES (64 * 128)
 
-/* Four 8 x 8 matrices of 16 bits: lane i names the place of row i % 8 of matrix i / 8, and has of
- * row i / 4 of each the columns 2 * (i % 4) and the next. */
-static __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&matrix)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
-                 : "memory");
-}
-
-/* Whether the copy engine can write y. */
-static bool in_boxes(const moq_tensor *y) {
-    return ((uintptr_t)y->data | (uintptr_t)(y->stride[0] * 2)) % 16 == 0;
-}
-
 /* Scales and rounds the outputs of a product into two boxes at `room`; `e` are terms of its tokens.
  */
 template <class S>
@@ -76,6 +63,7 @@ write_boxes(const gemm_args *a, const CUtensorMap *map, column_terms<S> *b, uint
             const tile_place *at, int row, const tile_terms<S> *e,
             const float (&sum)[S::WAVES][S::T / 2]) {
     bool first = threadIdx.x % 128 == 0;
+    /* boxes begin at multiples of 16 bytes, and write as many rows of W as they have */
     bool boxed = a->boxed && at->row % 8 == 0 && (at->row + S::T <= at->end || at->end == a->n);
     int group = threadIdx.x / 128;
     post_columns<S>(e, b);
