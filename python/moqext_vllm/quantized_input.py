@@ -25,8 +25,8 @@ from moqext_vllm.settings import read_ops
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
 
 FEW_TOKENS = 4
-"""Up to so many are quantized by the linear's own kernel, which with more takes 1 to 2 us longer than with codes
-(H200, docs/lab/fp8-few.md)."""
+"""Up to so many are quantized by the linear's own kernel; with more it takes 1 to 2 us longer than with codes
+(H200, docs/lab/neighbours.md)."""
 
 try:
     from vllm.model_executor.layers.activation import SiluAndMul
