@@ -63,6 +63,7 @@ def rms_norm_quantize(
     out: Any = None,
     scale_out: Any = None,
     residual_out: Any = None,
+    value_out: Any = None,
     format: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, ...]: ...

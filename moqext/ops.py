@@ -215,6 +215,7 @@ def rms_norm_quantize(
     out: Any = None,
     scale_out: Any = None,
     residual_out: Any = None,
+    value_out: Any = None,
     format: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, ...]:
@@ -238,11 +239,13 @@ def rms_norm_quantize(
         scale_out: as for `quantize`.
         residual_out: contiguous tensor for z, of the shape and dtype of x; it may be `residual` itself, and
             shares no memory with another tensor otherwise. None makes a new one.
+        value_out: contiguous tensor for v as well, of the shape and dtype of x, for whoever cannot read
+            codes. None: v is not written.
         format: as for `quantize`.
         stream: as for `quantize`.
 
     Returns:
-        As `quantize` of x; with a residual, z comes after those.
+        As `quantize` of x; with a residual, z comes after those. `value_out` is not among them.
 
     Raises:
         TypeError: as for `quantize`, or a weight or residual of another dtype.
@@ -260,6 +263,7 @@ def rms_norm_quantize(
         out=out,
         scale_out=scale_out,
         residual_out=residual_out,
+        value_out=value_out,
         format=format,
         stream=stream,
     )

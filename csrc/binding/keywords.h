@@ -72,6 +72,7 @@
     X(topk_groups)                                                                                 \
     X(topk_ids)                                                                                    \
     X(topk_weights)                                                                                \
+    X(value_out)                                                                                   \
     X(variant)                                                                                     \
     X(w13_bias)                                                                                    \
     X(w13_fold_scale)                                                                              \

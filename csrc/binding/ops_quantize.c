@@ -40,10 +40,10 @@ static PyObject *take_result(moq_state *state, PyObject *given, const char *name
 
 /* What the caller gives for results, and where the work goes; any may be NULL or None. */
 typedef struct {
-    PyObject *out, *scale_out, *residual_out, *stream;
+    PyObject *out, *scale_out, *residual_out, *stream, *value_out;
 } wishes;
 
-enum { CODES, SCALES, SCALE_2, RESIDUAL, RESULTS };
+enum { CODES, SCALES, SCALE_2, RESIDUAL, VALUES, RESULTS };
 
 /* Takes the results a plan writes. result[i] stays NULL, and its view out of the run, where there
  * is none or the given scale is what the caller gets. */
@@ -77,6 +77,11 @@ static int take_results(moq_state *state, const wishes *w, const moq_arg *x,
     } else if (!moq_arg_absent(w->residual_out)) {
         PyErr_SetString(PyExc_ValueError, "residual_out: expected None without a residual");
         return -1;
+    }
+    if (!moq_arg_absent(w->value_out)) {
+        result[VALUES] = take_result(state, w->value_out, "value_out", x, &plan->x, &out[VALUES]);
+        if (!result[VALUES])
+            return -1;
     }
     return 0;
 }
@@ -130,6 +135,7 @@ static PyObject *run(moq_state *state, const wishes *w, const moq_arg *x, const 
                                   .scale = result[SCALES] ? &out[SCALES].view : NULL,
                                   .scale_2 = result[SCALE_2] ? &out[SCALE_2].view : NULL,
                                   .residual_out = result[RESIDUAL] ? &out[RESIDUAL].view : NULL,
+                                  .value_out = result[VALUES] ? &out[VALUES].view : NULL,
                                   .stream = stream};
         failed = launch(state, x, plan, &call);
     }
@@ -260,9 +266,9 @@ static const moq_signature NORM = {
     "rms_norm_quantize",
     4,
     4,
-    11,
+    12,
     {KW_x, KW_weight, KW_eps, KW_scheme, KW_residual, KW_scale, KW_out, KW_scale_out,
-     KW_residual_out, KW_format, KW_stream},
+     KW_residual_out, KW_value_out, KW_format, KW_stream},
 };
 
 static int take_eps(PyObject *object, float *eps) {
@@ -296,7 +302,7 @@ static int take_norm(moq_state *state, PyObject *weight, PyObject *other, activa
 static PyObject *rms_norm_quantize(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                                    PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[11], *result = NULL;
+    PyObject *v[12], *result = NULL;
     moq_quantize_scheme scheme;
     moq_activation a = {.kind = MOQ_RMS_NORM, .residual = {.ndim = -1}};
     activation_args in = {0};
@@ -304,8 +310,8 @@ static PyObject *rms_norm_quantize(PyObject *module, PyObject *const *args, Py_s
     if (moq_args_parse(state, &NORM, args, nargs, kwnames, v) < 0 || take_eps(v[2], &a.eps) < 0 ||
         take_scheme(state, v[3], &scheme) < 0)
         return NULL;
-    wishes w = {v[6], v[7], v[8], v[10]};
-    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[9], &in.x) == 0 &&
+    wishes w = {v[6], v[7], v[8], v[11], v[9]};
+    if (moq_arg_take(state, v[0], "x", &in.x) == 0 && apply_format(v[10], &in.x) == 0 &&
         take_norm(state, v[1], v[4], &in, &a) == 0 &&
         moq_arg_take_optional(state, v[5], "scale", &in.scale, &given) == 0)
         result = run_activation(state, &w, scheme, &a, &in, given);

@@ -44,6 +44,7 @@ typedef struct {
     moq_tensor weight;   /* rms_norm: [K] of the dtype of x or float32 */
     moq_tensor residual; /* rms_norm: of the shape and dtype of x; ndim -1 where there is none */
     moq_tensor residual_out; /* where z goes: without gaps; it may be `residual` itself */
+    moq_tensor value_out; /* rms_norm, quantized: where v goes as well, without gaps; or no data */
     float eps;
 } moq_activation;
 

@@ -232,7 +232,7 @@ static void list_inputs(const moq_quantize_plan *plan, const moq_tensor **inputs
 
 static moq_status check_results(const moq_quantize_plan *plan, const moq_quantize_call *call,
                                 moq_err *err) {
-    const moq_tensor *other[INPUTS + 3] = {NULL};
+    const moq_tensor *other[INPUTS + 4] = {NULL};
     int count = INPUTS;
     list_inputs(plan, other);
     const moq_tensor *residual = other[3], *z = call->residual_out;
@@ -244,6 +244,9 @@ static moq_status check_results(const moq_quantize_plan *plan, const moq_quantiz
         other[3] = residual;
         other[count++] = z;
     }
+    if (call->value_out != NULL)
+        MOQ_TRY(moq_check_output(call->value_out, "value_out", &plan->x, other, count, err));
+    other[count++] = call->value_out;
     MOQ_TRY(moq_check_output(call->codes, "out", &plan->codes, other, count, err));
     other[count++] = call->codes;
     if (call->scale != NULL)
@@ -321,13 +324,14 @@ static moq_status run_on_cpu(const moq_quantize_plan *plan, const moq_quantize_c
     if (plan->scheme == MOQ_QUANTIZE_NOTHING)
         return moq_cpu_activate(&a, call->codes, err);
     size_t bytes = (size_t)moq_tensor_numel(&values) * moq_dtype_size(values.dtype);
-    values.data = malloc(bytes ? bytes : 1);
-    if (!values.data)
+    void *room = call->value_out ? NULL : malloc(bytes ? bytes : 1);
+    values.data = call->value_out ? call->value_out->data : room;
+    if (!values.data && bytes)
         return no_memory(bytes, err);
     moq_status status = moq_cpu_activate(&a, &values, err);
     if (status == MOQ_OK)
         status = quantize_on_cpu(plan, &values, call, given, err);
-    free(values.data);
+    free(room);
     return status;
 }
 
@@ -352,10 +356,9 @@ static moq_cuda_quantize cuda_call(const moq_quantize_plan *plan) {
                            .scale_row = scale->ndim > 0 ? scale->shape[scale->ndim - 1] : 1,
                            .scale_group = 1};
     q.code_columns = q.code_stride;
-    if (plan->scheme == MOQ_QUANTIZE_NOTHING) {
+    if (plan->scheme == MOQ_QUANTIZE_NOTHING)
         q.code_stride *= (int64_t)moq_dtype_size(codes->dtype);
-        q.next_is_busy = true; /* mostly a linear, which asks for its weights first */
-    }
+    q.next_is_busy = !plain; /* mostly a linear, which asks for its weights first */
     if (plan->scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED)
         q.scale_tiles = scale->shape[1] / MOQ_SWIZZLE_COLUMNS;
     if (plan->given.ndim >= 0 && plan->given.device.kind == MOQ_CUDA)
@@ -387,6 +390,8 @@ static moq_status run_on_cuda(const moq_quantize_plan *plan, const moq_quantize_
     moq_activation a = plan->activation;
     if (call->residual_out)
         a.residual_out = *call->residual_out;
+    if (call->value_out)
+        a.value_out = *call->value_out;
     if (q.activation)
         q.activation = &a;
     q.scale = given;

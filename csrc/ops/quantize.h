@@ -49,6 +49,7 @@ typedef struct {
     const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale, and for NOTHING */
     const moq_tensor *scale_2;      /* NULL unless scales have two levels and none is given */
     const moq_tensor *residual_out; /* NULL unless there is a residual */
+    const moq_tensor *value_out;    /* of an activation, quantized: where values go too, or NULL */
     void *stream;                   /* CUDA: cudaStream_t */
     void *workspace;                /* of moq_quantize_workspace bytes, on the device of x */
 } moq_quantize_call;

@@ -54,6 +54,38 @@ def rms_norm(
     return ops.rms_norm(x, weight, eps, residual=residual)
 
 
+def rms_norm_with_codes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...] | None:
+    """`rms_norm`, and in the same pass the codes of v as "fp8_tensor", for linears with `quantized_input`.
+
+    Args:
+        x: [..., K], as for `moqext.ops.rms_norm`.
+        weight: as there.
+        eps: as there.
+        scale: float32, one value: the linear's input_scale.
+        residual: as there.
+
+    Returns:
+        (v, codes), with a residual (v, codes, z); None where a call has to be an operation of torch, which
+        this is not.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, BufferError: as `rms_norm`.
+    """
+    if _is_watched(x):
+        return None
+    x, weight, scale = _plain(x, weight, scale)
+    residual = None if residual is None else _plain(residual)[0]
+    v = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    found = ops.rms_norm_quantize(x, weight, eps, "fp8_tensor", residual=residual, scale=scale, value_out=v)
+    return (v, found[0], *found[2:])
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`moqext.ops.silu_and_mul`; raises as `rms_norm`."""
     if _is_watched(x):

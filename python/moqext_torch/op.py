@@ -26,7 +26,8 @@ torch.library.define(
     "moqext::linear",
     "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
     "Tensor? pre_quant_scale, Tensor? fold_scale, Tensor? bias, str quant_algo, int[] out_partitions, "
-    "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None) -> Tensor",
+    "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None, bool fast_accum=False) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -42,6 +43,7 @@ def find_method(
     compute: Any,
     one_input_scale: bool,
     quantized_input: bool = False,
+    fast_accum: bool = False,
 ) -> LinearMethod:
     """The one method of a description: layers and the operation share it, and what was tuned in it."""
     return LinearMethod(
@@ -52,6 +54,7 @@ def find_method(
         dtype=dtype,
         device=device,
         compute=compute,
+        fast_accum=fast_accum,
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
     )
@@ -73,6 +76,7 @@ def _run(
     compute: str,
     one_input_scale: bool,
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got shape []")
@@ -89,6 +93,7 @@ def _run(
         compute,
         one_input_scale,
         out_dtype is not None,
+        fast_accum,
     )
     return method(x.detach() if x.requires_grad else x, params, bias)
 

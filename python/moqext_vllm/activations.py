@@ -16,7 +16,7 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from moqext_torch import rms_norm, silu_and_mul
+from moqext_torch import silu_and_mul
 from moqext_vllm import quantized_input
 from moqext_vllm.config import MoqextConfig
 from moqext_vllm.settings import runs_ops
@@ -37,6 +37,8 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
             self.__class__ = RMSNorm
             return
         self.model_width = config.model_config.get_hidden_size()
+        self.taker: quantized_input.Taker = quantized_input.nobody  # of codes of its values
+        self.codes_are_right = False  # has been seen
         self.vllm_forward = self._forward_method
         self._forward_method = self.moqext_forward
 
@@ -44,7 +46,7 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
         """The norm of x [..., hidden_size], or that of x + residual and the sum itself, as new tensors."""
         if not self._runs(x, residual):
             return self.vllm_forward(x, residual)
-        return rms_norm(x, self.weight.data, self.variance_epsilon, residual)
+        return quantized_input.run_norm(self, x, residual)
 
     def _runs(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether moqext has this norm. Those of heads stay vLLM's: torch.compile joins them with others."""

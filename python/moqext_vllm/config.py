@@ -19,7 +19,7 @@ from moqext_vllm.check import check_checkpoint
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
-from moqext_vllm.settings import enter_settings, read_ops
+from moqext_vllm.settings import enter_settings, read_fast_accum, read_ops
 
 logger = logging.getLogger("vllm.moqext")
 
@@ -46,6 +46,7 @@ class MoqextConfig(QuantizationConfig):
         config: what moqext read; its names are vLLM's after `apply_vllm_mapper`.
         semantics: what its excluded names mean, as for `QuantConfig.is_excluded`.
         compute: as for `moqext.LinearMethod`.
+        fast_accum: as for `moqext.LinearMethod`, of linears.
     """
 
     NAME: ClassVar[str]
@@ -55,6 +56,7 @@ class MoqextConfig(QuantizationConfig):
         self.config = config
         self.semantics = read_semantics()
         self.compute = os.environ.get("MOQEXT_VLLM_COMPUTE") or "exact"
+        self.fast_accum = read_fast_accum()
         refuse_cache(config.kv_cache_quant_algo)
 
     # --------------------------------------------------------------------------------- what vLLM asks first
@@ -129,14 +131,16 @@ class MoqextConfig(QuantizationConfig):
         Raises:
             ConfigError: parts of a fused layer, or experts, are quantized differently.
         """
-        enter_settings(compute=self.compute, ops=read_ops(), semantics=self.semantics)
+        enter_settings(
+            compute=self.compute, fast_accum=self.fast_accum, ops=read_ops(), semantics=self.semantics
+        )
         if isinstance(layer, (Attention, MLAAttention)):
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             quant = self.layer_quant(prefix)
             if quant is None:
                 return UnquantizedLinearMethod()
-            return MoqextModelOptLinearMethod(quant, prefix, self.compute)
+            return MoqextModelOptLinearMethod(quant, prefix, self.compute, self.fast_accum)
         if isinstance(layer, RoutedExperts):
             quant = self.layer_quant(prefix.removesuffix(".routed_experts"))
             if quant is not None:

@@ -24,13 +24,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         quant: how the layer is quantized.
         prefix: its name, for messages.
         compute: as for `moqext.LinearMethod`.
+        fast_accum: as for `moqext.LinearMethod`, where weights are FP8; others have no such sums.
     """
 
-    def __init__(self, quant: LayerQuant, prefix: str, compute: str) -> None:
+    def __init__(self, quant: LayerQuant, prefix: str, compute: str, fast_accum: bool = False) -> None:
         super().__init__()
         self.quant = quant
         self.prefix = prefix
         self.compute = compute
+        self.fast_accum = fast_accum and str(quant.quant_algo).startswith("FP8")
         self.partitions: tuple[int, ...] = ()
         self.in_features = 0
         self.dtype = torch.bfloat16
@@ -106,7 +108,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def apply(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiplies x [..., in_features] of the model's dtype, or what vLLM holds the codes of one in."""
         tensors = [None if name is None else getattr(layer, name).data for name in self.sources]
-        x, out_dtype = quantized_input.read(x)
+        x, out_dtype = quantized_input.read(x, layer, self.coded is not None)
         if torch.compiler.is_compiling() or not is_plain_call(x):
             return torch.ops.moqext.linear(
                 x,
@@ -118,6 +120,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.compute,
                 self.one_input_scale,
                 out_dtype,
+                self.fast_accum,
             )
         params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
         if self.is_new:
@@ -162,6 +165,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.compute,
                 self.one_input_scale,
                 quantized_input,
+                self.fast_accum and dtype is None,
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
@@ -243,9 +247,13 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.sources = tuple(sources)
         self.method = method
         self.is_new = True
-        if self.quant.quant_algo == "FP8" and len(self.partitions) == 1 and "input_scale" in prepared:
+        one_scale = len(self.partitions) == 1 or self.one_input_scale
+        self.coded = None
+        if self.quant.quant_algo == "FP8" and one_scale and "input_scale" in prepared:
             self.coded = self._find_method(layer.weight.device, quantized_input=True)
-            quantized_input.offer(layer)
+            layer.moqext_code_scale = prepared["input_scale"].view(-1)[:1]
+            if len(self.partitions) == 1:
+                quantized_input.offer(layer)
 
 
 def _of_parts(empty: Sequence[int], count: int) -> str:

@@ -1,23 +1,32 @@
-"""Activations that reach a linear in FP8: vLLM's contract between an activation and the linear behind it.
+"""Activations and norms that reach a linear in FP8.
 
-A linear says of which kind codes may be, and `maybe_fused_act_quant` of vLLM's models then makes them in the
-kernel of the activation. Here that is moqext's, which quantizes what the linear would: where one kernel runs
-both, outputs keep their bits. Where this vLLM has no such contract, activations come as they are.
+For an activation that is vLLM's contract with the linear behind it. A linear says of which kind codes may be,
+and `maybe_fused_act_quant` of vLLM's models then makes them in the kernel of the activation. Here that is
+moqext's, which quantizes what the linear would: where one kernel runs both, outputs keep their bits. Where
+this vLLM has no such contract, activations come as they are.
+
+Of a norm nobody says which linear is behind it. So its values carry its name, and a linear that finds it
+there becomes its taker: from then on the norm writes codes as well, beside values for whoever else reads
+them, and the taker finds them there. The first codes are compared with those of the values, which a model may
+have changed in their place; then there are none any more. torch.compile sees nothing of it.
 """
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moqext_torch.activations import silu_and_mul, silu_and_mul_quantize
+from moqext import ops
+from moqext_torch.activations import rms_norm, rms_norm_with_codes, silu_and_mul, silu_and_mul_quantize
 from moqext_vllm.settings import read_ops
 
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
 
-FEW_TOKENS = 16
-"""Up to so many are quantized by the linear's own kernel, which then begins before the activation has ended:
-1 to 2 us sooner on an H100 (4096 x 4096 and 4096 x 14336 with 16 tokens), as much later with 64."""
+FEW_TOKENS = 4
+"""Up to so many are quantized by the linear's own kernel; with more it takes 1 to 2 us longer than with codes
+(H200, docs/lab/neighbours.md)."""
 
 try:
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -59,11 +68,91 @@ def offer(layer: torch.nn.Module) -> None:
     expose_input_quant_key(layer, _Kernel())
 
 
-def read(x: Any) -> tuple[torch.Tensor, torch.dtype | None]:
-    """x, or its codes with the dtype that they were made from."""
+def read(x: Any, layer: torch.nn.Module, takes_codes: bool) -> tuple[torch.Tensor, torch.dtype | None]:
+    """x, or its codes with the dtype that they were made from.
+
+    Args:
+        x: what a layer is called with.
+        layer: a linear.
+        takes_codes: whether it may have codes.
+    """
     if PRODUCERS is not None and isinstance(x, QuantizedActivation):
         return x.data, x.orig_dtype
+    if not takes_codes or torch.compiler.is_compiling():
+        return x, None
+    made = getattr(x, MADE, None)
+    if made is not None and made.codes is not None and made.taker() is layer:
+        right = _are_right(made.codes, x, made.norm, layer.moqext_code_scale)
+        return (made.codes, x.dtype) if right else (x, None)
+    if made is not None and made.norm.taker is nobody:
+        made.norm.taker = weakref.ref(layer)
     return x, None
+
+
+# ------------------------------------------------------------------------------------------------- norms
+
+MADE = "_moqext_made"
+"""Where the values of a norm say what they are."""
+
+Taker = Callable[[], torch.nn.Module | None]
+
+
+def nobody() -> None:
+    """The taker of a norm that no linear has come to yet."""
+
+
+def nobody_ever() -> None:
+    """The taker of a norm whose values are changed before a linear reads them."""
+
+
+@dataclass
+class Made:
+    """What the values of a norm carry.
+
+    Attributes:
+        norm: which has made them.
+        codes: their codes for `taker`, if there are any.
+        taker: the linear whose input_scale the codes have.
+    """
+
+    norm: Any
+    codes: torch.Tensor | None = None
+    taker: Taker = nobody
+
+
+def _are_right(codes: torch.Tensor, x: torch.Tensor, norm: Any, scale: torch.Tensor) -> bool:
+    """Whether codes of a norm's values are those of x: looked at once, when nothing is being captured."""
+    if not norm.codes_are_right:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        own = ops.quantize(x, "fp8_tensor", scale=scale)[0]
+        norm.codes_are_right = torch.equal(own.view(torch.uint8), codes.view(torch.uint8))
+        if not norm.codes_are_right:
+            norm.taker = nobody_ever
+    return bool(norm.codes_are_right)
+
+
+def run_norm(
+    norm: Any, x: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of a layer as `MoqextRMSNorm`, with codes for its taker."""
+    weight, eps = norm.weight.data, norm.variance_epsilon
+    if torch.compiler.is_compiling():
+        return rms_norm(x, weight, eps, residual)
+    made, taker = Made(norm), norm.taker()
+    if taker is not None and x.numel() > FEW_TOKENS * x.shape[-1]:
+        found = rms_norm_with_codes(x, weight, eps, taker.moqext_code_scale, residual)
+        if found is not None:
+            v, made.codes, *z = found
+            made.taker = norm.taker
+            setattr(v, MADE, made)
+            return (v, z[0]) if z else v
+    result = rms_norm(x, weight, eps, residual)
+    setattr(result if residual is None else result[0], MADE, made)
+    return result
+
+
+# -------------------------------------------------------------------------------------------- activations
 
 
 class SiluAndMulQuantize:

@@ -43,6 +43,18 @@ def runs_ops() -> bool:
     return here and switch != "0" and not envs.VLLM_BATCH_INVARIANT
 
 
+def read_fast_accum() -> bool:
+    """Whether MOQEXT_VLLM_FAST_ACCUM is "1": products of FP8 may sum as the tensor cores do.
+
+    Raises:
+        ValueError: it says something that is neither 0 nor 1.
+    """
+    value = os.environ.get("MOQEXT_VLLM_FAST_ACCUM") or "0"
+    if value == "0" or value == "1":
+        return value == "1"
+    raise ValueError(f"MOQEXT_VLLM_FAST_ACCUM: expected 0 or 1, got {value!r}")
+
+
 def enter_settings(**settings: Any) -> None:
     """Makes settings part of the key of the engine whose model is being built.
 

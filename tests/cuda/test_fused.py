@@ -85,6 +85,29 @@ def test_rms_norm(rng, shape, dtype):
                     compare(ops.rms_norm_quantize, x, weight, 0.0, scheme, residual=residual, scale=0.25)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_beside_codes(rng, shape, dtype):
+    """Those of rms_norm, while codes, scales and z stay what they are without."""
+    x, _ = on_gpu(hostile(rng, shape, "normal"), dtype)
+    residual, _ = on_gpu(rng.standard_normal(shape), dtype)
+    weight, _ = on_gpu(rng.standard_normal(shape[-1]), dtype if rng.integers(2) else "float32")
+    for scheme in SCHEMES:
+        for options in ({}, {"residual": residual}):
+            if not fits(shape, scheme):
+                continue
+            v = ops.rms_norm(x, weight, 1e-6, **options)
+            out = torch.full_like(x, float("nan"))
+            found = ops.rms_norm_quantize(x, weight, 1e-6, scheme, value_out=out, **options)
+            assert same_bits(out, v[0] if options else v)
+            expected = ops.rms_norm_quantize(x, weight, 1e-6, scheme, **options)
+            assert all(same_bits(got, wanted) for got, wanted in zip(found, expected, strict=True))
+
+
+def same_bits(one, other):
+    return one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_gate_of_16_bits(dtype):

@@ -50,6 +50,23 @@ def calls(rng, dtype=torch.bfloat16):
     }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_beside_the_values_of_a_norm(rng, dtype):
+    from moqext_torch.activations import rms_norm_with_codes
+
+    x, other, weight = (normal(rng, *shape, dtype=dtype) for shape in ((3, 64), (3, 64), (64,)))
+    scale = torch.tensor([0.03])
+    v, codes = rms_norm_with_codes(x, weight, 1e-5, scale)
+    assert v.equal(moqext_torch.rms_norm(x, weight, 1e-5))
+    assert codes.view(torch.uint8).equal(ops.quantize(v, "fp8_tensor", scale=scale)[0].view(torch.uint8))
+    v, codes, z = rms_norm_with_codes(x, weight, 1e-5, scale, other)
+    assert same((v, z), moqext_torch.rms_norm(x, weight, 1e-5, other))
+    assert codes.view(torch.uint8).equal(ops.quantize(v, "fp8_tensor", scale=scale)[0].view(torch.uint8))
+    assert rms_norm_with_codes(x.to("meta"), weight, 1e-5, scale) is None
+    with pytest.raises(RuntimeError, match="no gradient"):
+        rms_norm_with_codes(x.requires_grad_(), weight, 1e-5, scale)
+
+
 NAMES = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding", "route")
 
 

@@ -170,6 +170,27 @@ def test_outputs_in_place_and_in_full(rng):
         np.testing.assert_array_equal(carrier(actual), carrier(wanted))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_beside_codes(rng, shape, kind, dtype):
+    """Those of rms_norm, while codes, scales and z stay what they are without."""
+    x, _ = as_dtype(hostile(rng, shape, kind), dtype)
+    residual = raw_as(rng.standard_normal(shape), dtype)
+    weight = raw_as(rng.standard_normal(shape[-1]), dtype)
+    for other in (None, residual):
+        v = ops.rms_norm(x, weight, 1e-6, residual=other)
+        v = v if other is None else v[0]
+        for scheme in SCHEMES:
+            if scheme in NVFP4 and shape[-1] % 16:
+                continue
+            out = np.full(v.shape, 0xA5, np.uint8).repeat(v.dtype.itemsize, axis=-1).view(v.dtype)
+            found = ops.rms_norm_quantize(x, weight, 1e-6, scheme, residual=other, value_out=out)
+            assert out.tobytes() == np.asarray(v).tobytes()
+            expected = ops.rms_norm_quantize(x, weight, 1e-6, scheme, residual=other)
+            for got, wanted in zip(found, expected, strict=True):
+                assert np.asarray(carrier(got)).tobytes() == np.asarray(carrier(wanted)).tobytes()
+
+
 X = np.ones((2, 32), np.float32)
 ONES = np.ones(32, np.float32)
 REFUSED = {
@@ -208,6 +229,16 @@ REFUSED = {
         ValueError,
         "residual_out: expected None without a residual",
         lambda: ops.rms_norm_quantize(X, ONES, 1e-6, "fp8_token", residual_out=X.copy()),
+    ),
+    "value_out shape": (
+        ValueError,
+        "value_out: expected shape",
+        lambda: ops.rms_norm_quantize(X, ONES, 1e-6, "fp8_token", value_out=X[:1].copy()),
+    ),
+    "value_out over x": (
+        BufferError,
+        "value_out: its memory overlaps",
+        lambda: ops.rms_norm_quantize(X, ONES, 1e-6, "fp8_token", value_out=X),
     ),
     "residual_out over x": (
         BufferError,

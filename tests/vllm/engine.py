@@ -92,6 +92,24 @@ def handed_over(directory):
     say([found, llm.apply_model(takers)[0], sum(counts), len(counts)])
 
 
+def codes_of_norms(directory):
+    """The tokens, how often a linear read codes that lay beside values, and how often one ran."""
+    from moqext_vllm import quantized_input
+
+    quantized_input.FEW_TOKENS = 0
+    counts = []
+    read = quantized_input.read
+
+    def count(x, layer, takes_codes):
+        found = read(x, layer, takes_codes)
+        counts.append(isinstance(x, torch.Tensor) and found[1] is not None)
+        return found
+
+    quantized_input.read = count
+    llm = make_engine(directory, hf_overrides=without_cache(directory))
+    say([generate(llm), sum(counts), len(counts)])
+
+
 def takers(model):
     """How many linears offer to take codes."""
     return sum(getattr(module, "_input_quant_key", None) is not None for module in model.modules())

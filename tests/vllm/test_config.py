@@ -95,6 +95,36 @@ def test_the_modelopt_meaning_is_an_option(monkeypatch):
         CONFIGS[0].from_config(config)
 
 
+def test_sums_of_the_tensor_cores_are_an_option(monkeypatch):
+    """Of linears in FP8: the weights of others have no such products, and their rows are as exact as ever."""
+    import torch
+
+    from moqext_vllm.config import CONFIGS
+    from moqext_vllm.linear import MoqextModelOptLinearMethod
+
+    def method(quant_algo):
+        config = {"quant_method": "modelopt", "quant_algo": quant_algo, "ignore": []}
+        ours = next(each for each in CONFIGS if each.override_quantization_method(config, None))
+        found = ours.from_config(config)
+        quant = found.layer_quant("model.layers.0.mlp.down_proj")
+        made = MoqextModelOptLinearMethod(quant, "down_proj", found.compute, found.fast_accum)
+        made.partitions, made.in_features = (128,), 128
+        return made
+
+    def is_fast(quant_algo, **options):
+        return method(quant_algo)._find_method(torch.device("cpu"), **options).fast_accum
+
+    assert not is_fast("FP8")
+    monkeypatch.setenv("MOQEXT_VLLM_FAST_ACCUM", "1")
+    assert is_fast("FP8")
+    assert is_fast("FP8", quantized_input=True)
+    assert not is_fast("FP8", dtype=torch.float32)
+    assert not is_fast("NVFP4")
+    monkeypatch.setenv("MOQEXT_VLLM_FAST_ACCUM", "yes")
+    with pytest.raises(ValueError, match="MOQEXT_VLLM_FAST_ACCUM: expected 0 or 1, got 'yes'"):
+        method("FP8")
+
+
 def test_names_are_mapped():
     from vllm.model_executor.models.utils import WeightsMapper
 

@@ -83,6 +83,13 @@ def test_activations_hand_over_codes(engine, expected):
     assert coded == calls / 4  # of the four linears of a layer the one behind the activation
 
 
+def test_norms_write_codes_beside_their_values(engine, expected):
+    directory = DATA / "checkpoints" / "llama_fp8_kvfp8"
+    tokens, coded, calls = engine("codes_of_norms", directory, MOQEXT_VLLM_OPS="1")[0]
+    assert_same(tokens, expected["llama_fp8_kvfp8"])
+    assert coded == 2 * (calls / 4 - 1)  # the two linears of a layer behind norms, after the first time
+
+
 def test_scales_of_the_cache_are_the_checkpoints(engine):
     import moqext
 

@@ -190,6 +190,75 @@ def test_codes_come_from_moqexts_activation_too(config, rng, monkeypatch):
         quantized_input.PRODUCERS.update(known)
 
 
+@pytest.fixture
+def norm_and_linear(config, rng, monkeypatch):
+    """A norm, a function that has a linear of moqext in FP8 read its values, and what was read."""
+    import torch
+
+    from moqext_vllm import quantized_input
+
+    monkeypatch.setattr(quantized_input, "FEW_TOKENS", 2)
+    norm, _ = make_layers()
+    norm.to(torch.bfloat16)
+    norm.weight.data.copy_(torch.from_numpy(rng.standard_normal(64)))
+    linear = torch.nn.Module()
+    linear.moqext_code_scale = torch.tensor([0.03])
+
+    def read(x, layer=linear, takes_codes=True):
+        found, dtype = quantized_input.read(x, layer, takes_codes)
+        assert (dtype is None) == (found is x)
+        return found
+
+    return norm, linear, read
+
+
+def rows(rng, count):
+    import torch
+
+    return torch.from_numpy(rng.standard_normal((count, 64))).to(torch.bfloat16)
+
+
+def test_a_norm_writes_codes_for_the_linear_that_read_its_values(norm_and_linear, rng):
+    import torch
+
+    from moqext import ops
+
+    norm, linear, read = norm_and_linear
+    x, residual = rows(rng, 3), rows(rng, 3)
+    expected = norm(x, residual)
+    assert read(expected[0]) is expected[0]  # nobody had told the norm
+    for other in (None, residual):
+        v = norm(x, other)
+        if other is not None:
+            v, z = v
+            assert v.equal(expected[0])
+            assert z.equal(expected[1])
+        codes = ops.quantize(v, "fp8_tensor", scale=linear.moqext_code_scale)[0]
+        assert read(v).view(torch.uint8).equal(codes.view(torch.uint8))
+        assert read(v, torch.nn.Module()) is v  # another linear, which has another scale
+        assert read(v, takes_codes=False) is v
+        assert read(v[:2]).equal(v[:2])
+    assert read(few := norm(rows(rng, 2))) is few
+
+
+def test_a_linear_that_is_gone_gets_no_codes(norm_and_linear, rng):
+    import torch
+
+    norm, _, read = norm_and_linear
+    gone = torch.nn.Module()
+    read(norm(rows(rng, 3)), gone)
+    del gone
+    assert read(v := norm(rows(rng, 3))) is v
+
+
+def test_values_that_a_model_changes_in_place_are_read_as_they_are(norm_and_linear, rng):
+    norm, _, read = norm_and_linear
+    read(norm(rows(rng, 3)))
+    for _ in range(2):
+        assert read(v := norm(rows(rng, 3)).mul_(2)) is v
+    assert read(v := norm(rows(rng, 3))) is v  # no codes any more
+
+
 @pytest.mark.parametrize(
     "name, value", [("MOQEXT_VLLM_OPS", "0"), ("VLLM_BATCH_INVARIANT", "1"), ("MOQEXT_VLLM_OPS", "")]
 )

@@ -65,10 +65,9 @@ static double norm4(double a, double b) {
  * way it is quantized. Small layers with a token or two have blocks of half a multiprocessor. */
 double moq_cuda_fp8_few_seconds(const moq_linear_spec *spec, int64_t m) {
     double n = (double)spec->out_features, k = (double)spec->in_features, tokens = (double)m;
-    double value = spec->quantized_input                  ? 1.105e-11 /* half of the bytes */
-                   : spec->input == MOQ_INPUT_E4M3_TENSOR ? 2.209e-11
-                   : spec->input == MOQ_INPUT_E4M3_GROUP  ? 3.313e-11
-                                                          : 3.458e-11;
+    double value = spec->input == MOQ_INPUT_E4M3_TENSOR  ? 2.209e-11 /* of codes, too */
+                   : spec->input == MOQ_INPUT_E4M3_GROUP ? 3.313e-11
+                                                         : 3.458e-11;
     double start = m <= FEW && is_small(spec) ? 3.541e-6 : 3.45e-6;
     double weights = n * k / moq_memory_rate(&spec->target, 4.502e12);
     return start + norm4(weights, n * (1.097e-10 + 1.481e-11 * tokens)) + value * tokens * k;

@@ -62,6 +62,11 @@ static inline bool moq_fp8_many_has_parts(const moq_fp8_many_shape *v) {
     return v->share == MOQ_PARTS || v->share == MOQ_FINE_PARTS;
 }
 
+/* Whether outputs leave by the copy engine. */
+static inline bool moq_fp8_many_has_boxes(const moq_fp8_many_shape *v) {
+    return v->first == MOQ_TOKENS_FIRST && !moq_fp8_many_has_parts(v);
+}
+
 /* Tokens of the tile of a block or pair. */
 static inline int moq_fp8_many_tokens(const moq_fp8_many_shape *v) {
     return v->tokens * (v->share == MOQ_SHARE_WEIGHTS ? 2 : 1);

@@ -479,6 +479,14 @@ static __device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
     return value;
 }
 
+/* Four 8 x 8 matrices of 16 bits: lane i names the place of row i % 8 of matrix i / 8, and has of
+ * row i / 4 of each the columns 2 * (i % 4) and the next. */
+static __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&matrix)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+                 : "memory");
+}
+
 /* Four 8 x 8 matrices of 16 bits, whose columns become rows of shared memory: lane i names the
  * place of column i % 8 of matrix i / 8, and has of row i / 4 of each the columns 2 * (i % 4) and
  * the next. */

@@ -5,6 +5,7 @@
 #include "core/status.h"
 
 #include <cuda.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 /* A row-major matrix of bytes [rows, columns] as [columns / 128, rows, 128], in boxes of
@@ -23,5 +24,10 @@ moq_status moq_tensor_map_rows(CUtensorMap *map, const void *data, int64_t rows,
  * that arrive row after row; what lies outside reads as 0. The address is a multiple of 16. */
 moq_status moq_tensor_map_words(CUtensorMap *map, const void *data, int64_t rows, int64_t words,
                                 uint32_t box_rows, uint32_t box_words, moq_err *err);
+
+/* Whether a matrix of 16-bit values, its rows `stride` of them apart, can have a map. */
+static inline bool moq_tensor_map_suits(const void *data, int64_t stride) {
+    return ((uintptr_t)data | (uintptr_t)(stride * 2)) % 16 == 0;
+}
 
 #endif

@@ -191,6 +191,8 @@ static norm_source norm_source_of(const moq_activation *n, int64_t k) {
                      .wide_weight = n->weight.dtype == MOQ_DT_F32,
                      .columns = (float)k,
                      .eps = n->eps};
+    s.value_out = n->value_out.data;
+    s.aligned_values = is_aligned(s.value_out, k * (int64_t)moq_dtype_size(n->x.dtype), 2, 16);
     if (n->residual.ndim < 0)
         return s;
     s.residual = input_of(&n->residual);
@@ -205,7 +207,7 @@ static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any
     if (kind == MOQ_SILU_AND_MUL)
         rest = source->silu.up.aligned;
     else if (kind == MOQ_RMS_NORM)
-        rest = source->norm.weight.aligned &&
+        rest = source->norm.weight.aligned && source->norm.aligned_values &&
                (!source->norm.residual.data ||
                 (source->norm.residual.aligned && source->norm.aligned_out));
     return rest && a->x.aligned && a->k > 0 && a->k <= INT32_MAX / 2 && a->k % 16 == 0 &&

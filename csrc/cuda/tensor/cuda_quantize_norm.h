@@ -30,6 +30,14 @@ static __device__ __forceinline__ void store_z(const quantize_args *a, const nor
     store_values<DT, WAY>(s->residual_out, s->aligned_out, a->k, z, row, column);
 }
 
+/* v, where it is asked for beside its codes. */
+template <int DT, int WAY, int MODE, int N>
+static __device__ __forceinline__ void store_v(const quantize_args *a, const norm_source *s,
+                                               const chunk<DT, N> &v, int64_t row, int64_t column) {
+    if (MODE != MOQ_FIND_AMAX && MODE != MOQ_WRITE_VALUES && s->value_out)
+        store_values<DT, WAY>(s->value_out, s->aligned_values, a->k, v, row, column);
+}
+
 static __device__ __forceinline__ float sum_of(float x, float y) {
     return __fadd_rn(x, y);
 }
@@ -178,6 +186,8 @@ static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
                 gain[j] = load_chunk<WEIGHT, N, true>(&s.weight, 0,
                                                       chunk_or_last(place, chunks) * N, a.k);
             kept[j] = normalised(kept[j], r, gain[j]);
+            if (place < chunks)
+                store_v<DT, WAY, MODE>(&a, &s, kept[j], row, place * N);
             if (FIND)
                 most = max(most, place < chunks ? chunk_amax(kept[j]) : 0);
             if ((MODE == MOQ_INPUT_E4M3_TENSOR || MODE == MOQ_WRITE_VALUES) && place < chunks)
@@ -274,6 +284,8 @@ static __global__ void __launch_bounds__(1024)
             chunk<DT, N> v[1] = {};
             if (at < chunks)
                 v[0] = normalised_any(&a, &s, load_z<DT, N>(&a, &s, row, at * N), at * N, r);
+            if (at < chunks)
+                store_v<DT, WAY, MODE>(&a, &s, v[0], row, at * N);
             emit_chunks<DT, WAY, MODE>(&a, row, at, threads, chunks, v, by);
         }
     }

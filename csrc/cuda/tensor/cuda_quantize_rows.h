@@ -125,6 +125,8 @@ typedef struct {
     bool wide_weight;        /* float32 */
     bool aligned_out;
     void *residual_out; /* [M, K] */
+    void *value_out;    /* [M, K], where values go as well as codes, or NULL */
+    bool aligned_values;
     float columns, eps;
     int parts; /* of a row: what a warp's chunks sum to */
 } norm_source;

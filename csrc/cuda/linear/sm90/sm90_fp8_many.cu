@@ -20,6 +20,7 @@
 #include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_fp8_many_outputs.h"
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
 #include "cuda/linear/sm90/sm90_fp8_many_quantize.h"
 #include "cuda/linear/sm90/sm90_fp8_many_tile.h"
@@ -52,9 +53,9 @@ find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
 }
 
 template <class S>
-static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
-                                               uint8_t *shared, column_terms<S> *b,
-                                               const cluster_barriers *meet, int rank) {
+static __device__ __forceinline__ void
+consume(const gemm_args *a, const consumer_ring *t, uint8_t *shared, column_terms<S> *b,
+        const cluster_barriers *meet, const CUtensorMap *map, int rank) {
     int group =
         __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
     int row = group / S::k_groups * (64 * S::WAVES);
@@ -75,25 +76,23 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
             bring_together<S>(a, shared, b + group, meet, &terms, &at, sum[0]);
             return;
         }
-        if (S::tokens_first || S::token_factors)
-            post_columns<S>(&terms, b + group);
-        if (S::tokens_first)
-            barrier_sync(2 + group, 128);
+        if constexpr (S::boxes) {
+            write_boxes<S>(a, map, b + group, turn, &at, row, &terms, sum);
+        } else {
+            if (S::token_factors)
+                post_columns<S>(&terms, b + group);
 #pragma unroll
-        for (int i = 0; i < S::WAVES; i++)
-            if constexpr (S::tokens_first)
-                write_rows<S>(a, b + group, &at, row + 64 * i, &terms.row[i], sum[i]);
-            else
+            for (int i = 0; i < S::WAVES; i++)
                 write_columns<S>(a, b + group, turn, &at, row + 64 * i, &terms.row[i], sum[i]);
-        if (S::tokens_first)
-            barrier_sync(2 + group, 128); /* what was posted has been read */
+        }
     }
 }
 
 template <class S>
 static __global__ void __launch_bounds__(S::threads, 1)
     fp8_many(const __grid_constant__ CUtensorMap weights,
-             const __grid_constant__ CUtensorMap tokens, const __grid_constant__ gemm_args args) {
+             const __grid_constant__ CUtensorMap tokens,
+             const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[CONSUMERS / 128];
@@ -102,7 +101,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     int rank = S::pair ? (int)rank_in_cluster() : 0;
-    int scales = args.stages * S::stage; /* of tokens, behind the ring */
+    int scales = args.scales; /* of tokens, behind the ring */
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
     producer_ring p = {&weights, &tokens, ring, ring + scales, barriers, args.few ? once : keep,
                        keep,     rank};
@@ -112,13 +111,16 @@ static __global__ void __launch_bounds__(S::threads, 1)
     if (threadIdx.x < CONSUMERS) {
         if (S::uneven)
             more_registers<S::registers>();
-        uint32_t row = S::by_steps ? 0 : threadIdx.x / 128 * 64 * S::WAVES;
+        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* of uniform registers */
+        uint32_t row = S::by_steps ? 0 : group * 64 * S::WAVES;
         consumer_ring t = {barriers, wgmma_operand(ring + row * STEP),
                            wgmma_operand(ring + S::rows * STEP), (const float *)(smem + scales),
                            args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S>(&args, &t, smem, terms, &meet, rank);
+        consume<S>(&args, &t, smem, terms, &meet, &outputs, rank);
+        if (S::boxes && threadIdx.x % 128 == 0)
+            store_boxes_wait();
     } else if (threadIdx.x < S::copier) {
         sink s = {ring + S::token_at, barriers, 0.0f};
         if (S::fused && S::uneven)
@@ -247,6 +249,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
 static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     const shape *s = way->shape;
     int stage = VARIANTS[way->index].stage + (groups ? s->tokens * 4 : 0), rest = 0, turn = 0;
+    int outputs = moq_fp8_many_has_boxes(s) ? s->tokens * s->weight_rows * 2 : 0;
     if (moq_fp8_many_has_parts(s)) {
         int columns = s->first == MOQ_TOKENS_FIRST ? s->weight_rows : s->tokens;
         parts_room room =
@@ -259,7 +262,7 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         a->turn_step = TURNED_AT_ONCE(s->tokens) * 128;
         rest = 2 * a->turn_step;
     }
-    int most = limit - 1024 - BARRIERS * 8 - COLUMN_TERMS_BYTES - rest;
+    int most = limit - 1024 - BARRIERS * 8 - COLUMN_TERMS_BYTES - rest - outputs;
     a->stages = most / stage;
     if (a->stages > MAX_STAGES)
         a->stages = MAX_STAGES;
@@ -267,13 +270,28 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
         a->stages -= a->stages % 2;
     bool fits = moq_fp8_many_has_parts(s) && a->part_steps < a->stages;
     a->flight = (fits ? 32768 : 49152) / (s->weight_rows * STEP);
-    a->turn = moq_fp8_many_has_parts(s) ? turn : a->stages * stage;
+    a->scales = a->stages * VARIANTS[way->index].stage + outputs;
+    a->turn = moq_fp8_many_has_parts(s)
+                  ? turn
+                  : a->stages * (outputs ? VARIANTS[way->index].stage : stage);
+    if (outputs)
+        a->turn_step = outputs / 2;
     a->room = rest ? a->stages * stage : 0;
     MOQ_ASSERT(a->stages >= (s->share == MOQ_FINE_PARTS ? 4 : 2) && a->flight > 0);
     MOQ_ASSERT(a->room % 16 == 0 && a->turn % 16 == 0 && a->turn_step % 16 == 0);
     MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums come to where the ring was */
-    MOQ_ASSERT(a->stages * stage + rest <= limit);
-    return (size_t)(a->stages * stage + rest);
+    MOQ_ASSERT(a->stages * stage + rest + outputs <= limit);
+    return (size_t)(a->stages * stage + rest + outputs);
+}
+
+/* Tokens of a tile that are copied. Of codes that the caller has none beyond its last: the copy
+ * engine takes 3 us to fill a tile of few with zeros (docs/lab/fp8-many.md), and what is there of
+ * them instead is never looked at. */
+static uint32_t token_rows(const moq_linear_call *call, const method *way) {
+    const shape *s = way->shape;
+    bool part = call->spec->quantized_input && way->columns == 1 && s->share != MOQ_SHARE_TOKENS;
+    int64_t rows = part ? divide_up(call->m, 8) * 8 : s->tokens;
+    return (uint32_t)(rows < s->tokens ? rows : s->tokens);
 }
 
 static moq_status multiply_codes(const moq_linear_call *call, const method *way, const areas *w,
@@ -281,13 +299,14 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
     const shape *s = way->shape;
     const variant *v = &VARIANTS[way->index];
     moq_cuda_device device;
-    CUtensorMap weights, tokens;
+    CUtensorMap weights, tokens, outputs;
     MOQ_TRY(moq_cuda_query_device(call->spec->device.index, &device, err));
     gemm_args a = args_of(call, way, w);
     bool groups = call->spec->input == MOQ_INPUT_E4M3_GROUP;
     size_t shared = lay_out(&a, way, groups, device.shared_per_block);
     uint32_t weight_box = (uint32_t)s->weight_rows / (s->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
-    uint32_t token_box = (uint32_t)s->tokens / (s->share == MOQ_SHARE_TOKENS ? 2 : 1);
+    uint32_t token_box = token_rows(call, way) / (s->share == MOQ_SHARE_TOKENS ? 2 : 1);
+    a.token_bytes = (int)token_rows(call, way) * STEP;
     MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
     if (s->fused)
         tokens = weights;                 /* it is not looked at */
@@ -296,6 +315,12 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
                                     token_box, err));
     else
         MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w->tokens, a.k, a.k, token_box, err));
+    a.boxed = moq_fp8_many_has_boxes(s) && moq_tensor_map_suits(call->y->data, call->y->stride[0]);
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, 2 * a.n,
+                                    2 * call->y->stride[0], 64, err));
+    else
+        outputs = weights; /* it is not looked at */
     moq_launch launch = {
         .what = "FP8 linear",
         .kernel = v->kernel[groups],
@@ -307,7 +332,7 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *way,
         .shared = shared,
         .stream = (cudaStream_t)call->stream,
         .overlap = true};
-    void *parameters[] = {&weights, &tokens, &a};
+    void *parameters[] = {&weights, &tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
 

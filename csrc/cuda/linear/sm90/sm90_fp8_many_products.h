@@ -98,15 +98,6 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const flo
     }
 }
 
-/* promote where tokens are rows: a thread has two of them. */
-template <class S>
-static __device__ __forceinline__ void
-promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, float lower) {
-#pragma unroll
-    for (int i = 0; i < S::T / 2; i++)
-        sum[i] += S::groups ? c[i] * (i & 2 ? lower : upper) : c[i];
-}
-
 /* ---- two sets of registers: while one is added to the sums, the other is under way ---- */
 
 /* A product under way, of half H of the registers: the next one is issued to the other half, then
@@ -178,10 +169,9 @@ template <class S>
 static __device__ __forceinline__ void
 multiply_in_one_set(const consumer_ring *t, block_scales<S> *block, int first, int steps,
                     ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
-    int row = threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
     for (int step = first; step < first + steps; step++, advance(slot, t->stages)) {
         const float *scales = t->scales + slot->index * S::tokens;
-        float w[S::WAVES], x[S::WAVES][2] = {};
+        float w[S::WAVES];
 #pragma unroll
         for (int wave = 0; wave < S::WAVES; wave++)
             w[wave] = weight_scale<S>(block, wave, step);
@@ -190,23 +180,116 @@ multiply_in_one_set(const consumer_ring *t, block_scales<S> *block, int first, i
         for (int wave = 0; wave < S::WAVES; wave++) {
             float c[S::T / 2];
             issue<S>(t, slot, wave, c);
-            if (S::groups && S::tokens_first && wave == 0) {
-#pragma unroll
-                for (int i = 0; i < S::WAVES; i++) {
-                    x[i][0] = scales[row + 64 * i];
-                    x[i][1] = scales[row + 64 * i + 8];
-                }
-            }
             wgmma_wait<0>();
-            if (wave == S::WAVES - 1 && (S::tokens_first || !S::groups))
+            if (wave == S::WAVES - 1 && !S::groups)
                 release<S>(t, slot);
-            if (S::tokens_first)
-                promote_rows<S>(sum[wave], c, x[wave][0] * w[wave], x[wave][1] * w[wave]);
-            else
-                promote<S>(sum[wave], c, scales, w[wave]);
+            promote<S>(sum[wave], c, scales, w[wave]);
         }
-        if (!S::tokens_first && S::groups)
+        if (S::groups)
             release<S>(t, slot); /* the scales were needed until now */
+    }
+}
+
+/* ---- tokens are the rows: a product of half of the columns is under way while the one before is
+ * added. Both warpgroups wait for the same step, so that they would multiply, and then add, at the
+ * same time: adding takes a fifth of a step (docs/lab/fp8-many.md) ---- */
+
+/* Issues piece `piece` of a step: half of the columns, of 64 rows. */
+template <class S>
+static __device__ __forceinline__ void issue_half(const consumer_ring *t, const ring_place *slot,
+                                                  int piece, float (&c)[S::T / 4]) {
+    uint32_t at = (uint32_t)(slot->index * (S::stage / 16));
+    uint64_t left = t->left + at + piece / 2 * (64 * STEP / 16);
+    uint64_t right = t->right + at + piece % 2 * (S::T / 2 * STEP / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < STEP / 32; j++)
+        wgmma_e4m3(c, left + 2 * j, right + 2 * j, j);
+    wgmma_commit();
+}
+
+/* A thread has two rows, whose scales are `upper` and `lower`. */
+template <class S>
+static __device__ __forceinline__ void promote_half(float (&sum)[S::T / 2], int half,
+                                                    const float (&c)[S::T / 4], float upper,
+                                                    float lower) {
+#pragma unroll
+    for (int i = 0; i < S::T / 4; i++)
+        sum[half * (S::T / 4) + i] += S::groups ? c[i] * (i & 2 ? lower : upper) : c[i];
+}
+
+/* Piece `piece` of a step is under way in `own`: the one after it is issued to `other`, then this
+ * one is added. LAST: there is none after it. */
+template <class S, int PIECE, bool LAST>
+static __device__ __forceinline__ void continue_half(const consumer_ring *t, const ring_place *slot,
+                                                     const ring_place *next, float (&own)[S::T / 4],
+                                                     float (&other)[S::T / 4], const float (&x)[2],
+                                                     float (&sum)[S::T / 2]) {
+    constexpr bool ENDS = PIECE == 2 * S::WAVES - 1; /* the step */
+    if constexpr (LAST) {
+        wgmma_wait<0>();
+    } else {
+        if (ENDS)
+            await(t, next);
+        issue_half<S>(t, ENDS ? next : slot, ENDS ? 0 : PIECE + 1, other);
+        wgmma_wait<1>();
+    }
+    stay_here(own);
+    promote_half<S>(sum, PIECE % 2, own, x[0], x[1]);
+    stay_here(sum);
+    if (ENDS)
+        release<S>(t, slot);
+}
+
+/* Steps between which products are under way: the compiler lets none be where a loop begins anew.
+ */
+#define STEPS_AT_ONCE 4
+
+/* A step whose first piece is under way in `even`. LAST: of the tile. */
+template <class S, bool LAST>
+static __device__ __forceinline__ void
+multiply_step(const consumer_ring *t, block_scales<S> *block, int step, ring_place *slot,
+              float (&even)[S::T / 4], float (&odd)[S::T / 4], float (&sum)[S::WAVES][S::T / 2]) {
+    int row = threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
+    const float *scales = t->scales + slot->index * S::tokens + row;
+    float w = weight_scale<S>(block, 0, step), x[S::WAVES][2] = {};
+    ring_place next = *slot;
+    advance(&next, t->stages);
+#pragma unroll
+    for (int i = 0; S::groups && i < S::WAVES; i++) {
+        x[i][0] = scales[64 * i] * w;
+        x[i][1] = scales[64 * i + 8] * w;
+    }
+    continue_half<S, 0, false>(t, slot, &next, even, odd, x[0], sum[0]);
+    continue_half<S, 1, LAST && S::WAVES == 1>(t, slot, &next, odd, even, x[0], sum[0]);
+    if constexpr (S::WAVES == 2) {
+        continue_half<S, 2, false>(t, slot, &next, even, odd, x[1], sum[1]);
+        continue_half<S, 3, LAST>(t, slot, &next, odd, even, x[1], sum[1]);
+    }
+    *slot = next;
+}
+
+template <class S>
+static __device__ __forceinline__ void
+multiply_in_halves(const consumer_ring *t, block_scales<S> *block, int first, int steps,
+                   ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
+    int step = first, end = first + steps;
+#pragma unroll 1
+    for (; step + STEPS_AT_ONCE <= end; step += STEPS_AT_ONCE) {
+        float even[S::T / 4], odd[S::T / 4];
+        await(t, slot);
+        issue_half<S>(t, slot, 0, even);
+#pragma unroll
+        for (int i = 0; i < STEPS_AT_ONCE - 1; i++)
+            multiply_step<S, false>(t, block, step + i, slot, even, odd, sum);
+        multiply_step<S, true>(t, block, step + STEPS_AT_ONCE - 1, slot, even, odd, sum);
+    }
+#pragma unroll 1
+    for (; step < end; step++) {
+        float even[S::T / 4], odd[S::T / 4];
+        await(t, slot);
+        issue_half<S>(t, slot, 0, even);
+        multiply_step<S, true>(t, block, step, slot, even, odd, sum);
     }
 }
 
@@ -222,7 +305,9 @@ static __device__ __forceinline__ void multiply(const consumer_ring *t, block_sc
     int steps = (end - first + S::stride - 1) / S::stride;
     if (S::by_steps && steps <= 0)
         return;
-    if constexpr (S::two_sets)
+    if constexpr (S::tokens_first)
+        multiply_in_halves<S>(t, block, first, steps, slot, sum);
+    else if constexpr (S::two_sets)
         multiply_in_two_sets<S>(t, block, first, steps, slot, sum);
     else
         multiply_in_one_set<S>(t, block, first, steps, slot, sum);

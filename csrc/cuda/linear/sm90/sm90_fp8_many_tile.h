@@ -30,13 +30,16 @@ typedef struct {
     int columns;   /* tiles along the tokens, of a block or pair of blocks */
     int band;      /* columns that are done together, for the sake of L2 */
     int stages;
-    int flight;     /* of them whose weights are on their way at once, to begin with */
-    int part_steps; /* of a block, where K is divided, */
-    int more_parts; /* and how many blocks have one more */
+    int token_bytes; /* of a step, which may be fewer than of a tile */
+    int flight;      /* of them whose weights are on their way at once, to begin with */
+    int part_steps;  /* of a block, where K is divided, */
+    int more_parts;  /* and how many blocks have one more */
     int room,
-        side; /* where sums of other blocks come to, in shared memory, and float4 of each half */
+        side;   /* where sums of other blocks come to, in shared memory, and float4 of each half */
+    int scales; /* where those of tokens are, in shared memory */
     int turn, turn_step; /* where outputs turn around, and from a warpgroup's to the next one's */
     bool few;            /* weights are read once */
+    bool boxed;          /* the copy engine can write y */
     bool per_token;      /* scale of x */
     moq_rows x;          /* where it is quantized here */
     moq_output out;
@@ -66,6 +69,8 @@ struct tile {
     static constexpr bool parts = SHARE == MOQ_PARTS || by_steps;
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
+    /* Outputs leave by the copy engine, under the products of the next tile. */
+    static constexpr bool boxes = tokens_first && !parts;
     /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them
      * (docs/lab/fp8-many.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
@@ -115,7 +120,7 @@ struct operand_copies {
                                                   const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::token_at);
         uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
-        mbarrier_expect(bar, S::tokens * (STEP + (S::groups ? 4 : 0)));
+        mbarrier_expect(bar, a->token_bytes + (S::groups ? S::tokens * 4 : 0));
         if (S::share_tokens) {
             int half = p->rank * (S::tokens / 2);
             copy_box_2d_to(to + half * STEP, p->tokens, f->step * STEP, f->where.token + half, bar,

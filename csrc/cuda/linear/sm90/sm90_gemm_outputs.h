@@ -200,35 +200,6 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
 
 /* ---- tokens are the rows ---- */
 
-/* Writes 64 tokens, the tile's from `row` on. */
-template <class S>
-static __device__ __forceinline__ void
-write_rows(const typename S::args *a, const column_terms<S> *b, const tile_place *at, int row,
-           const terms *e, const float (&sum)[S::T / 2]) {
-    int lane = threadIdx.x % 32, m = at->token + row + row_of_thread();
-#pragma unroll
-    for (int j = 0; j < S::T / 8; j += 4) {
-        uint4 word[2];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int half = i % 2, own = (j + i / 2) * 8 + lane % 4 * 2;
-            float value[2];
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++)
-                value[odd] = finish<S>(a, sum[4 * (j + i / 2) + 2 * half + odd],
-                                       b->factor[own + odd], e->factor[half], b->bias[own + odd]);
-            (&word[half].x)[i / 2] = moq_narrow_pair(a->out.dtype, value[0], value[1]);
-        }
-        int n = at->row + (j + lane % 4) * 8;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 own = moq_exchange_words(word[half], lane % 4);
-            if (m + 8 * half < at->last && n < at->end)
-                store_eight(&a->out, m + 8 * half, n, at->end - n, own);
-        }
-    }
-}
-
 /* Writes what a thread has the sums of: two rows of W from `own` on, of two tokens from `token` on,
  * 8 apart. */
 template <class S>

@@ -266,7 +266,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, const a
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
-                   .boxed = in_boxes(call->y),
+                   .boxed = moq_tensor_map_suits(call->y->data, call->y->stride[0]),
                    .rest = (int)way->rest,
                    .shares = shares_of(way->rest, divide_up(spec->in_features, STEP), way->workers),
                    .handed = (float4 *)((uint8_t *)call->workspace + w->sums),

@@ -203,7 +203,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *way, int lim
                    .columns = (int)way->columns,
                    .band = (int)(band < way->columns ? band : way->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
-                   .boxed = in_boxes(call->y),
+                   .boxed = moq_tensor_map_suits(call->y->data, call->y->stride[0]),
                    .apart = call->m <= APART_TOKENS,
                    .rest = (int)way->rest,
                    .shares = shares_of(way->rest, moq_pack_blocks(spec->in_features), way->workers),

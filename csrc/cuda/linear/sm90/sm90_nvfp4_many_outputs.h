@@ -20,11 +20,6 @@ typedef struct {
     uint32_t room;          /* of the warpgroup, S::rooms chunks */
 } way_out;
 
-/* Whether the copy engine can write y. */
-static bool in_boxes(const moq_tensor *y) {
-    return ((uintptr_t)y->data | (uintptr_t)(y->stride[0] * 2)) % 16 == 0;
-}
-
 /* What a row's sums are scaled by. */
 template <class S>
 static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int row) {

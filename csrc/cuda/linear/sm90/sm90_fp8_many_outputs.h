@@ -1,0 +1,93 @@
+/* Outputs of the FP8 linear for many tokens on Hopper, where tokens are the rows of the products.
+ * Outputs of a tile wait in shared memory, and the copy engine takes them out under the products of
+ * the next one: blocks have theirs at about the same time, so that what the L2 takes bounds how
+ * fast they leave (docs/lab/fp8-many.md).
+ *
+ * What a product gives, 64 tokens by 128 rows of W, is two boxes, of 128 bytes a token in the
+ * 128-byte swizzle. */
+#ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_OUTPUTS_H
+#define MOQ_CUDA_LINEAR_SM90_SM90_FP8_MANY_OUTPUTS_H
+
+#include "cuda/linear/sm90/sm90_fp8_many_tile.h"
+
+namespace moq::fp8_many {
+
+#define BOX_BYTES (64 * 128)
+
+/* Scales and rounds the outputs of a product into two boxes at `room`; `e` are terms of its tokens.
+ */
+template <class S>
+static __device__ __forceinline__ void park(const gemm_args *a, uint32_t room,
+                                            const column_terms<S> *b, const terms *e,
+                                            const float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, token = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j += 2) {
+        uint32_t matrix[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float *two = sum + 4 * (j + i / 2) + 2 * (i % 2);
+            int own = (j + i / 2) * 8 + lane % 4 * 2;
+            float low = finish<S>(a, two[0], b->factor[own], e->factor[i % 2], b->bias[own]);
+            float high =
+                finish<S>(a, two[1], b->factor[own + 1], e->factor[i % 2], b->bias[own + 1]);
+            matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
+        }
+        store_matrices(
+            room + j / 8 * BOX_BYTES + token * 128 + ((j % 8 + lane / 16) ^ lane % 8) * 16, matrix);
+    }
+}
+
+/* Writes what 64 rows have parked, from token `first` on, where boxes would write what is not this
+ * tile's, or y's addresses forbid the copy engine. */
+static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room,
+                                                 const tile_place *at, int first) {
+    int piece = threadIdx.x % 16, n = at->row + piece * 8;
+#pragma unroll 1
+    for (int i = 0; i < 8;
+         i++) { /* all lanes alike: the products of the next tile want whole warps */
+        int token = threadIdx.x % 128 / 16 + 8 * i;
+        uint4 word =
+            load_shared(room + piece / 8 * BOX_BYTES + token * 128 + (piece % 8 ^ token % 8) * 16);
+        if (n < at->end && first + token < at->last)
+            store_eight(&a->out, first + token, n, at->end - n, word);
+        __syncwarp();
+    }
+}
+
+/* Writes a warpgroup's tokens of a tile, from its `row` on. Its first thread waits for
+ * store_boxes_wait() before the block ends. */
+template <class S>
+static __device__ __forceinline__ void
+write_boxes(const gemm_args *a, const CUtensorMap *map, column_terms<S> *b, uint32_t room,
+            const tile_place *at, int row, const tile_terms<S> *e,
+            const float (&sum)[S::WAVES][S::T / 2]) {
+    bool first = threadIdx.x % 128 == 0;
+    /* boxes begin at multiples of 16 bytes, and write as many rows of W as they have */
+    bool boxed = a->boxed && at->row % 8 == 0 && (at->row + S::T <= at->end || at->end == a->n);
+    int group = threadIdx.x / 128;
+    post_columns<S>(e, b);
+    if (first)
+        store_boxes_wait(); /* the tile before has left */
+    barrier_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < S::WAVES; i++)
+        park<S>(a, room + 2 * BOX_BYTES * i, b, &e->row[i], sum[i]);
+    fence_async_proxy();
+    barrier_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < S::WAVES; i++) {
+        uint32_t from = room + 2 * BOX_BYTES * i;
+        int token = at->token + row + 64 * i;
+        if (!boxed)
+            carry_out(a, from, at, token);
+        else if (first)
+            for (int half = 0; half < 2; half++)
+                store_box_2d(map, 2 * (at->row + 64 * half), token, from + half * BOX_BYTES);
+    }
+    __syncwarp();
+}
+
+} // namespace moq::fp8_many
+
+#endif
