@@ -4,9 +4,9 @@
  * Weights are e4m3 as the checkpoint has them, x and g are quantized to e4m3 on the way, by one
  * scale an expert, one a token, or one for 128 columns. A stage is 128 columns of a warp's slabs, a
  * box of 16 rows in the 128-byte swizzle for each slab; with slices of K, of one slab. A lane
- * quantizes the columns that it multiplies: 32 of a token, of which its groups of 16 bytes of W have
- * the same order, 70 to 150 instructions where the memory takes 440 for a slab; with slices once for
- * all items of a chunk. Hopper has no products of e4m3 for a warp (mma.sync is compiled to
+ * quantizes the columns that it multiplies: 32 of a token, of which its groups of 16 bytes of W
+ * have the same order, 70 to 150 instructions where the memory takes 440 for a slab; with slices
+ * once for all items of a chunk. Hopper has no products of e4m3 for a warp (mma.sync is compiled to
  * conversions and products of float16), so codes become float16, which holds them, those of x once
  * for all slabs; sums are float32, not the 14 bits of wgmma.
  *
