@@ -235,9 +235,7 @@ class MoEMethod(PlannedMethod):
             stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
         used = self.prepared_params.keys()
         for name in ("w13_input_scale", "w2_input_scale"):
-            if name not in used:
-                stacks.pop(name, None)  # of a layer that quantizes in another way
-            elif stacks.get(name) is not None:
+            if stacks.get(name) is not None:  # has to be right also where no kernel uses it
                 stacks[name] = self._input_scales(name, stacks[name], params)
             if name in used and stacks.get(name) is None:
                 raise ValueError(

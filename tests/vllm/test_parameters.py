@@ -7,9 +7,10 @@ kernels are not needed. It also runs beside vLLM's files of Python alone.
 import pytest
 
 from tests.vllm.conftest import on_cuda
-from tests.vllm.test_config import GENUINE
 
 pytest.importorskip("vllm")
+from tests.vllm.test_config import GENUINE  # noqa: E402  (that module is skipped without vLLM)
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.unsanitized,
