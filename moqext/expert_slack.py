@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import reference
+from moqext.reference.activations import quantize_fp8_group, quantize_fp8_token
 from moqext.reference.experts import coded_rows, expert_params, local_experts
-from moqext.reference.linear import multiplied_activation, multiplied_weight
+from moqext.reference.linear import multiplied_activation, multiplied_weight, treatment
 
 _SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
@@ -23,6 +24,9 @@ _CORE_SUMS = 2.0**-8.5
 and what there was before they cut 33 numbers 13 bits behind the leading one of the largest, so by 2^-8 of it
 at most and by half of that and more in few of a million sums; one 32 does not know of the next.
 """
+
+_OFTEN = 2.0
+"""Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
 _CORE_KERNELS = ("cuda:sm90_fp8_many",)
 
@@ -82,10 +86,8 @@ def expert_slack(
         low, high = _middle(rows, [half | given["w13"] for half in halves], options)
         (down,) = expert_params(stacks, "w2", expert, 1, False)
         down |= given["w2"]
-        apart: F64 = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
-        if apart.any():
-            reach = apart @ np.abs(multiplied_weight(down, algo, compute, size)).T
-            np.add.at(moved, tokens, np.abs(weights) * reach)
+        reach = _reach(low, high, down, multiplied_weight(down, algo, compute, size), options)
+        np.add.at(moved, tokens, np.abs(weights) * reach)
     return moved
 
 
@@ -109,6 +111,38 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
     return rounded[0], rounded[1]
+
+
+def _reach(low: F32, high: F32, down: Params, weight: F64, options: dict[str, Any]) -> F64:
+    """How far the sums of the second projection may move, [rows, H]."""
+    kind = treatment(options["quant_algo"], options.get("compute", "exact"))
+    if options.get("in_cores", False) and kind in ("token", "group"):
+        apart = _apart_by_scales(low, high, kind)
+        return np.asarray(_OFTEN * np.sqrt(np.square(apart) @ np.square(weight).T), np.float64)
+    apart = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
+    return np.asarray(apart @ np.abs(weight).T, np.float64)
+
+
+def _apart_by_scales(low: F32, high: F32, kind: str) -> F64:
+    """What lies between the ends where the largest value makes the scale, and so has a range, too.
+
+    Between the ends of a value its code may be on both sides of a boundary for the scale's sake alone.
+    """
+    least = np.where(np.sign(low) == np.sign(high), np.minimum(np.abs(low), np.abs(high)), np.float32(0))
+    most = np.maximum(np.abs(low), np.abs(high))
+    if kind == "token":
+        small, large = (quantize_fp8_token(values)[1][:, None] for values in (least, most))
+    else:
+        columns = low.shape[1]
+        small, large = (quantize_fp8_group(v)[1].repeat(128, axis=1)[:, :columns] for v in (least, most))
+
+    def read(values: F32, by: F32, times: F32) -> F64:
+        codes = reference.decode(reference.encode(np.abs(values) / by, "e4m3"), "e4m3")
+        return codes.astype(np.float64) * times
+
+    upper = np.where(high >= 0, read(high, small, large), -read(high, large, small))
+    lower = np.where(low >= 0, read(low, large, small), -read(low, small, large))
+    return upper - lower
 
 
 def _error_of_sums(a: F64, weight: F64, bias: Any, in_cores: bool) -> F64:

@@ -66,5 +66,5 @@ def call(
 def check(y: Any, method: MoEMethod, stacks: Any, x: Any, weights: Any, ids: Any, **options: Any) -> None:
     """The contract of outputs, beyond what the rounding of g leaves undecided."""
     values = as_values(x, method.dtype)
-    cores = sums_in_cores(method.backend_for(len(x)))
+    cores = options.pop("in_cores", sums_in_cores(method.backend_for(len(x))))
     assert_experts_close(y, values, stacks, weights, ids, in_cores=cores, **options_of(method), **options)

@@ -136,6 +136,39 @@ def random_stacks(
     }
 
 
+def make_sums_exact(rng: Any, quant_algo: str, stacks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks of FP8 whose first product rounds nothing, also in tensor cores that keep 14 bits of sums.
+
+    For x of `x_of_exact_sums`: codes of W13 are -2 to 2, its scales powers of two and biases multiples of
+    one, so that every sum is a whole number below 2^13 of a common unit.
+    """
+    made = dict(stacks)
+    values = rng.integers(-2, 3, stacks["w13_weight"].shape).astype(np.float32)
+    made["w13_weight"] = reference.encode(values, "e4m3").view(stacks["w13_weight"].dtype)
+    shape = stacks["w13_weight_scale"].shape
+    made["w13_weight_scale"] = np.exp2(rng.integers(-10, -7, shape)).astype(np.float32)
+    if "w13_input_scale" in stacks:
+        made["w13_input_scale"] = np.full(stacks["w13_input_scale"].shape, 0.5, np.float32)
+    if "w13_bias" in stacks:
+        biases = rng.integers(-16, 17, stacks["w13_bias"].shape).astype(np.float32) / 8
+        carried = stacks["w13_bias"].dtype == np.uint16
+        made["w13_bias"] = reference.encode(biases, "bfloat16") if carried else biases
+    return made
+
+
+def x_of_exact_sums(rng: Any, tokens: int, hidden: int, dtype: str) -> np.ndarray:
+    """[T, H] of whole numbers from -4 to 4 times a power of two, but for one of 448 in each 128 columns.
+
+    So scales of tokens and groups are powers of two and codes whole numbers, as with input scales of 0.5.
+    """
+    values = rng.integers(-4, 5, (tokens, hidden)).astype(np.float32)
+    for first in range(0, hidden, 128):
+        places = rng.integers(first, min(first + 128, hidden), tokens)
+        values[np.arange(tokens), places] = rng.choice(np.float32([-448, 448]), tokens)
+    values *= np.float32(0.5)
+    return reference.encode(values, dtype) if dtype == "bfloat16" else values.astype(dtype)
+
+
 def random_routing(
     rng: Any, tokens: int, top_k: int, experts: int, kind: str = "random", ids_dtype: str = "int32"
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,14 @@ from moqext import MoEMethod, UnsupportedQuantization
 
 from ..linear_cases import random_x
 from ..moe_calls import as_values, check, moved_inputs, prepared, run
-from ..moe_cases import ROUTINGS, random_expert_map, random_routing, random_stacks
+from ..moe_cases import (
+    ROUTINGS,
+    make_sums_exact,
+    random_expert_map,
+    random_routing,
+    random_stacks,
+    x_of_exact_sums,
+)
 from .cases import to_numpy, torch
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +45,22 @@ def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **option
     return method
 
 
+def deciding_stacks(rng: Any, kernel: str, algo: str, *sizes: int, **options: Any) -> dict[str, np.ndarray]:
+    """Stacks, for FP8 of first products without a rounding: g is then what it has to be, code by code."""
+    stacks = random_stacks(rng, algo, *sizes, **options)
+    return make_sums_exact(rng, algo, stacks) if kernel == FP8 else stacks
+
+
+def deciding_x(rng: Any, kernel: str, shape: tuple[int, int], dtype: str = "bfloat16") -> np.ndarray:
+    """x for them."""
+    return x_of_exact_sums(rng, *shape, dtype) if kernel == FP8 else random_x(rng, shape, dtype)
+
+
+def check_exactly(y: Any, *call: Any, **options: Any) -> None:
+    """`check` without what FP8 cores cut of first products, of which there is nothing."""
+    check(y, *call, in_cores=False, **options)
+
+
 def ids_of_counts(rng: Any, counts: list[int], top_k: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Routing in which expert e has counts[e] slots."""
     ids = rng.permutation(np.repeat(np.arange(len(counts)), counts)).reshape(-1, top_k).astype(np.int32)
@@ -50,15 +73,29 @@ def ids_of_counts(rng: Any, counts: list[int], top_k: int = 1) -> tuple[np.ndarr
 def test_tokens_and_routing(rng, monkeypatch, algo, kernel, way, dtype):
     """From one slot to several tiles an expert; rows of W that end within a tile and within a warpgroup's."""
     method = layer_of(monkeypatch, kernel, algo, 7, 336, 208, top_k=3, dtype=dtype)
-    stacks = random_stacks(rng, algo, 7, 336, 208, bias="float32")
+    stacks = deciding_stacks(rng, kernel, algo, 7, 336, 208, bias="float32")
     params = prepared(method, stacks)
     for tokens in (1, 30, 200, 700):
         method._plan.keep(tokens, kernel, way)
         for kind in ROUTINGS if tokens == 200 else ("random", "hostile"):
-            x = random_x(rng, (tokens, 336), dtype)
+            x = deciding_x(rng, kernel, (tokens, 336), dtype)
             weights, ids = random_routing(rng, tokens, 3, 7, kind, "int64")
             y = run(method, params, x, weights, ids)
-            check(y, method, stacks, x, weights, ids)
+            check_exactly(y, method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("way", [SMALL, LARGE])
+@pytest.mark.parametrize("algo, kernel", FORMATS[3:])
+def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, way):
+    """Codes of every size, within what cut sums and the scales that follow from them may move."""
+    method = layer_of(monkeypatch, kernel, algo, 7, 336, 208, top_k=3)
+    stacks = random_stacks(rng, algo, 7, 336, 208, bias="float32")
+    params = prepared(method, stacks)
+    for tokens in (200, 500):
+        method._plan.keep(tokens, kernel, way)
+        x = random_x(rng, (tokens, 336), "bfloat16")
+        weights, ids = random_routing(rng, tokens, 3, 7)
+        check(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("way", [SMALL, LARGE])
@@ -92,12 +129,12 @@ def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
         0,
     ]
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
-    stacks = random_stacks(rng, algo, len(counts), 128, 64)
+    stacks = deciding_stacks(rng, kernel, algo, len(counts), 128, 64)
     weights, ids = ids_of_counts(rng, counts)
-    x = random_x(rng, (len(ids), 128), "bfloat16")
+    x = deciding_x(rng, kernel, (len(ids), 128))
     method._plan.keep(len(ids), kernel, way)
     y = run(method, prepared(method, stacks), x, weights, ids)
-    check(y, method, stacks, x, weights, ids)
+    check_exactly(y, method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -107,36 +144,38 @@ def test_activations(rng, monkeypatch, algo, kernel, activation, gated):
     if activation == "swigluoai" and not gated:
         pytest.skip("it has a gate")
     method = layer_of(monkeypatch, kernel, algo, 3, 256, 192, top_k=2, activation=activation, gated=gated)
-    stacks = random_stacks(rng, algo, 3, 256, 192, gated=gated, bias="float32")
+    stacks = deciding_stacks(rng, kernel, algo, 3, 256, 192, gated=gated, bias="float32")
     params = prepared(method, stacks)
     for way in (SMALL, LARGE):
         method._plan.keep(150, kernel, way)
-        x = random_x(rng, (150, 256), "bfloat16")
+        x = deciding_x(rng, kernel, (150, 256), "bfloat16")
         weights, ids = random_routing(rng, 150, 2, 3)
-        check(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
+        check_exactly(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_router_weights_on_the_input(rng, monkeypatch, algo, kernel):
     method = layer_of(monkeypatch, kernel, algo, 4, 192, 128, top_k=1)
-    stacks = random_stacks(rng, algo, 4, 192, 128)
-    x = random_x(rng, (170, 192), "bfloat16")
+    stacks = deciding_stacks(rng, kernel, algo, 4, 192, 128)
+    x = deciding_x(rng, kernel, (170, 192), "bfloat16")
     weights, ids = random_routing(rng, 170, 1, 4, "hostile")
+    powers = rng.choice(np.float32([-0.5, 0.5, 1, 2]), weights.shape)  # whole numbers stay such
+    weights = np.where(np.isfinite(weights), powers, weights)
     y = run(method, prepared(method, stacks), x, weights, ids, apply_router_weight_on_input=True)
-    check(y, method, stacks, x, weights, ids, apply_router_weight_on_input=True)
+    check_exactly(y, method, stacks, x, weights, ids, apply_router_weight_on_input=True)
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_a_share_of_experts_adds_to_its_output(rng, monkeypatch, algo, kernel):
     method = layer_of(monkeypatch, kernel, algo, 6, 128, 128, top_k=4, global_num_experts=20)
-    stacks = random_stacks(rng, algo, 6, 128, 128, bias="float32")
+    stacks = deciding_stacks(rng, kernel, algo, 6, 128, 128, bias="float32")
     expert_map = random_expert_map(rng, 20, 6)
-    x, before = (random_x(rng, (300, 128), "bfloat16") for _ in range(2))
+    x, before = (deciding_x(rng, kernel, (300, 128), "bfloat16") for _ in range(2))
     weights, ids = random_routing(rng, 300, 4, 20, "hostile")
     given = {"expert_map": expert_map, "out": before.copy(), "accumulate": True}
     y = run(method, prepared(method, stacks), x, weights, ids, **given)
     given = {"expert_map": expert_map, "global_num_experts": 20, "out": as_values(before, "bfloat16")}
-    check(y, method, stacks, x, weights, ids, **given)
+    check_exactly(y, method, stacks, x, weights, ids, **given)
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)
@@ -162,15 +201,15 @@ def test_rows_of_x_and_y_that_are_apart(rng, monkeypatch, algo, kernel):
 def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     """More rows than the workspace is made for: each token has the bits that it has among few."""
     method = layer_of(monkeypatch, kernel, algo, 2, 4096, 128, top_k=8)
-    stacks = random_stacks(rng, algo, 2, 4096, 128)
+    stacks = deciding_stacks(rng, kernel, algo, 2, 4096, 128)
     params = prepared(method, stacks)
     tokens = 9000  # of 16 kB and more for each of eight slots
     method._plan.keep(tokens, kernel, LARGE)
-    x = random_x(rng, (tokens, 4096), "bfloat16")
+    x = deciding_x(rng, kernel, (tokens, 4096), "bfloat16")
     weights, ids = random_routing(rng, tokens, 8, 2, "duplicates")
     y = run(method, params, x, weights, ids)
     some = np.append(rng.choice(tokens, 6, replace=False), [0, tokens - 1])
-    check(y[some], method, stacks, x[some], weights[some], ids[some])
+    check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)
