@@ -9,7 +9,7 @@ import pytest
 from tests.vllm.conftest import on_cuda
 
 pytest.importorskip("vllm")
-from tests.vllm.test_config import GENUINE  # noqa: E402  (that module is skipped without vLLM)
+from tests.vllm.test_config import GENUINE
 
 pytestmark = [
     pytest.mark.vllm,
