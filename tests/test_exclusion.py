@@ -366,6 +366,7 @@ def split_of_vllm(entries):
 @example(["*"], "lm_head")
 @example(["a.**"], "a")
 @example(["layers.1*"], "layers.10")
+@example(["model.*"], ".model")
 @settings(max_examples=600, deadline=None)
 def test_expanding_wildcards_keeps_modules_and_their_subtrees(entries, module):
     """What an entry without its star fits stays excluded, with all below it; nothing new is excluded."""
@@ -374,7 +375,7 @@ def test_expanding_wildcards_keeps_modules_and_their_subtrees(entries, module):
     read = config(*entries)
     split = read.expand_trailing_wildcards()
     assert split.exclude_modules == tuple(dict.fromkeys(split_of_vllm(read.exclude_modules)))
-    named = [entry[:-1] for entry in read.exclude_modules if entry.endswith("*") and entry != "*"]
+    named = [entry[:-1] for entry in read.exclude_modules if entry not in split.exclude_modules]  # were split
     below = [f"{entry}.*" for entry in named]
     for name in (module, f"{module}.0"):
         if plain_model(named, name) or plain_model(below, name):
