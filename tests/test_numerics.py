@@ -22,6 +22,8 @@ def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
     )
     assert to_exact["NVFP4, fp8"] < 0.045
     assert to_exact["NVFP4, fp8"] < 0.55 * to_exact["NVFP4, fp4"]
-    assert whole["NVFP4, exact"] < whole["NVFP4, fp8"] < 1.12 * whole["NVFP4, exact"]
+    # Beside the exact product of the layer itself: layers differ from each other by more than these two do.
+    beside = np.median([one["NVFP4, fp8"][0] / one["NVFP4, exact"][0] for one in found])
+    assert 1 < beside < 1.12
     assert whole["NVFP4, fp8"] < 0.9 * whole["NVFP4, fp4"]
     assert np.isfinite(list(whole.values())).all()
