@@ -86,8 +86,10 @@ def expert_slack(
         low, high = _middle(rows, [half | given["w13"] for half in halves], options)
         (down,) = expert_params(stacks, "w2", expert, 1, False)
         down |= given["w2"]
-        reach = _reach(low, high, down, multiplied_weight(down, algo, compute, size), options)
-        np.add.at(moved, tokens, np.abs(weights) * reach)
+        weight = multiplied_weight(down, algo, compute, size)
+        reach = _reach(low, high, down, weight, options)
+        terms = np.abs(_read_by(low, down, options) @ weight.T)  # of the sum over slots, which may cancel
+        np.add.at(moved, tokens, np.abs(weights) * (reach + _SUMS * terms))
     return moved
 
 
