@@ -3,12 +3,42 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
-from moqext import MoEMethod, reference
+from moqext import _C, MoEMethod, UnsupportedQuantization, reference
 from moqext.expert_slack import sums_in_cores
 
 from .linear_cases import poisoned
 from .moe_cases import assert_experts_close
+
+MODELS = (
+    (128, 2048, 768, 8),
+    (128, 4096, 1536, 8),
+    (8, 4096, 14336, 2),
+    (256, 7168, 256, 8),
+    (32, 7168, 2048, 8),
+    (128, 5120, 8192, 1),
+    (128, 2880, 2880, 4),
+    (512, 2048, 512, 10),
+)
+"""Layers of models: experts, hidden size, intermediate size, top k."""
+
+
+def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
+    """The plan of a layer on a chip that need not be here."""
+    activation = ("silu", True, None, dtype, "cuda:0", compute)
+    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
+
+
+def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
+    """A layer that the kernel runs; skips the test where the device is another, or the layer is not its."""
+    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+    try:
+        method = MoEMethod(*sizes, device="cuda:0", **options)
+    except UnsupportedQuantization as error:
+        pytest.skip(str(error))
+    assert method.backend == kernel
+    return method
 
 
 def options_of(method: MoEMethod) -> dict[str, Any]:

@@ -1,18 +1,10 @@
 """Which layers of experts, and how many tokens, the kernels of few tokens on Hopper are taken for."""
 
-from typing import Any
-
 import pytest
 
-from moqext import _C
+from .moe_calls import MODELS, plan
 
 NVFP4, FP8 = "cuda:sm90_nvfp4_few", "cuda:sm90_fp8_few"
-
-
-def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
-    """The plan of a layer on a chip that need not be here."""
-    activation = ("silu", True, None, dtype, "cuda:0", compute)
-    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
 
 
 @pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
@@ -28,16 +20,7 @@ def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact"
 )
 def test_models(algo, kernel, chip):
     """Their experts of one token are never done otherwise."""
-    for sizes in (
-        (128, 2048, 768, 8),
-        (128, 4096, 1536, 8),
-        (8, 4096, 14336, 2),
-        (256, 7168, 256, 8),
-        (32, 7168, 2048, 8),
-        (128, 5120, 8192, 1),
-        (128, 2880, 2880, 4),
-        (512, 2048, 512, 10),
-    ):
+    for sizes in MODELS:
         assert plan(algo, *sizes, chip=chip).backend(1) == kernel
 
 

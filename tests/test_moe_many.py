@@ -1,10 +1,8 @@
 """Which layers of experts, and how many tokens, the kernels of many tokens on Hopper are taken for."""
 
-from typing import Any
-
 import pytest
 
-from moqext import _C
+from .moe_calls import MODELS, plan
 
 NVFP4, FP8 = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many"
 FORMATS = [
@@ -16,26 +14,11 @@ FORMATS = [
 ]
 
 
-def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
-    """The plan of a layer on a chip that need not be here."""
-    activation = ("silu", True, None, dtype, "cuda:0", compute)
-    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
-
-
 @pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_models(algo, kernel, chip):
     """Experts with 64 rows and more are never done otherwise."""
-    for sizes in (
-        (128, 2048, 768, 8),
-        (128, 4096, 1536, 8),
-        (8, 4096, 14336, 2),
-        (256, 7168, 256, 8),
-        (32, 7168, 2048, 8),
-        (128, 5120, 8192, 1),
-        (128, 2880, 2880, 4),
-        (512, 2048, 512, 10),
-    ):
+    for sizes in MODELS:
         layer = plan(algo, *sizes, chip=chip)
         for tokens in (2048, 4096, 8192, 65536):
             if tokens * sizes[3] >= 64 * sizes[0]:

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import MoEMethod, UnsupportedQuantization
+from moqext import MoEMethod
 
 from ..linear_cases import random_x
-from ..moe_calls import as_values, check, moved_inputs, prepared, run
+from ..moe_calls import as_values, check, layer_of, moved_inputs, prepared, run
 from ..moe_cases import ROUTINGS, random_expert_map, random_routing, random_stacks
 from .cases import torch
 
@@ -27,17 +27,6 @@ WAYS = 32
 
 SLICED = (17, 20)
 """Variants of slices in both kernels, either number of blocks in each."""
-
-
-def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
-    """A layer that the kernel runs; skips the test where the device is another, or the layer is not its."""
-    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
-    try:
-        method = MoEMethod(*sizes, device="cuda:0", **options)
-    except UnsupportedQuantization as error:
-        pytest.skip(str(error))
-    assert method.backend == kernel
-    return method
 
 
 def random_call(

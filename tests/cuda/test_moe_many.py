@@ -5,10 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import MoEMethod, UnsupportedQuantization
-
 from ..linear_cases import random_x
-from ..moe_calls import as_values, check, moved_inputs, prepared, run
+from ..moe_calls import as_values, check, layer_of, moved_inputs, prepared, run
 from ..moe_cases import (
     ROUTINGS,
     make_sums_exact,
@@ -32,17 +30,6 @@ FORMATS = [
 ]
 SMALL, LARGE = 1, 2
 """Variants: tiles of up to 64 rows, and of up to 128."""
-
-
-def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
-    """A layer that the kernel runs; skips the test where the device is another."""
-    monkeypatch.setenv("MOQEXT_KERNEL", kernel)
-    try:
-        method = MoEMethod(*sizes, device="cuda:0", **options)
-    except UnsupportedQuantization as error:
-        pytest.skip(str(error))
-    assert method.backend == kernel
-    return method
 
 
 def deciding_stacks(rng: Any, kernel: str, algo: str, *sizes: int, **options: Any) -> dict[str, np.ndarray]:
