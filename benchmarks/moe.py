@@ -1,7 +1,7 @@
 """Layers of experts on a CUDA device: by themselves, and in a decoder layer's block.
 
     python -m benchmarks.moe [--model NAME ...] [--tokens T ...] [--algo A ...] [--routing R ...]
-                             [--only alone | blocks] [--seconds S] [--seed N] [--output FILE]
+                             [--policy P ...] [--only alone | blocks] [--seconds S] [--seed N] [--output FILE]
 
 By themselves, calls follow each other in a CUDA graph (`benchmarks.device`), each on the next of several
 batches whose experts are drawn anew, so that weights come from memory. Experts are drawn from normal logits,
@@ -16,8 +16,8 @@ with torch's kernels for norm and routing, or with moqext's, which launch progra
 without experts tells what they add. Every copy of the router sends tokens to other experts.
 
 With edges as captured moqext's kernels may begin before the kernel ahead of them ends (policy "all"), with
-ordinary ones never ("none"); `benchmarks.graph_edges` changes the one into the other. With 1024 tokens and
-more each graph runs alone after a pause.
+ordinary ones never ("none", by themselves only for the first of the routings); `benchmarks.graph_edges`
+changes the one into the other. With 1024 tokens and more each graph runs alone after a pause.
 
 Each format's output is compared with float64 of what its codes mean, for a few tokens, and every graph's with
 that of the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) the comparison with
@@ -151,6 +151,7 @@ class Run:
         seed: Of the data.
         ceilings: What floors are made of, None where nothing is timed.
         until: When no more cells begin, by `time.monotonic`.
+        policies: Of moqext's edges.
         rows: One for each graph.
         checks: One for each format, number of tokens and routing.
         host: What calls cost the host.
@@ -162,6 +163,7 @@ class Run:
     seed: int
     ceilings: Mapping[str, Ceilings] | None
     until: float = math.inf
+    policies: Sequence[str] = tuple(POLICIES)
     rows: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
     host: list[dict[str, Any]] = field(default_factory=list)
@@ -179,8 +181,9 @@ class Run:
         for tokens in options.tokens:
             routings = options.routing if options.only != BLOCKS else []
             for routing in routings:
+                policies = self.policies if routing == routings[0] else (ALL,)
                 if self._has_time(model, tokens):
-                    self._alone(model, made, peers, tokens, routing)
+                    self._alone(model, made, peers, tokens, routing, policies)
             if options.only != ALONE and tokens <= BLOCK_TOKENS and self._has_time(model, tokens):
                 self._blocks(model, made, peers, tokens)
 
@@ -194,7 +197,13 @@ class Run:
     # ------------------------------------------------------------------------------------------ by themselves
 
     def _alone(
-        self, model: str, made: Mapping[str, Experts], peers: Mapping[str, Any], tokens: int, routing: str
+        self,
+        model: str,
+        made: Mapping[str, Experts],
+        peers: Mapping[str, Any],
+        tokens: int,
+        routing: str,
+        policies: Sequence[str],
     ) -> None:
         sizes = next(iter(made.values())).sizes
         batches = self._draw(sizes, tokens, routing)
@@ -207,7 +216,7 @@ class Run:
             return
         graphs = {}
         for algo, (call, _) in peers.items():
-            for policy in POLICIES if algo != PEER else (ALL,):
+            for policy in policies if algo != PEER else (ALL,):
                 case = Case(algo, ALONE, policy)
                 graphs[case] = self._graph(call, batches, policy)
                 self._compare(case, call, batches, graphs[case], batches[0].out)
@@ -256,7 +265,7 @@ class Run:
         cases: list[tuple[Case, Call | None]] = []
         for algo, call in [(None, None), *((algo, call) for algo, (call, _) in peers.items())]:
             moqexts = algo != PEER and (algo is not None or kind == OWN)
-            cases += [(Case(algo, kind, policy), call) for policy in (POLICIES if moqexts else (ALL,))]
+            cases += [(Case(algo, kind, policy), call) for policy in (self.policies if moqexts else (ALL,))]
         return cases
 
     def _hear(self, block: Block, call: Call, sizes: Sizes) -> tuple[float, float]:
@@ -351,6 +360,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="rows of x")
     parser.add_argument("--algo", nargs="+", choices=[*ALGOS, PEER], default=[*ALGOS, PEER])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="of edges")
     parser.add_argument("--only", choices=(ALONE, BLOCKS), help="leave the other out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--seed", type=int, help="of the data; a fresh one is drawn and printed")
@@ -366,7 +376,8 @@ def main() -> None:
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     on_cpu = options.device == "cpu"
-    run = Run(torch, options.device, seed, None if on_cpu else device.measure_ceilings(torch), until)
+    ceilings = None if on_cpu else device.measure_ceilings(torch)
+    run = Run(torch, options.device, seed, ceilings, until, options.policy)
     models = {"tiny": TINY} if options.tiny else {name: MODELS[name] for name in options.model}
     with torch.no_grad():
         for name, sizes in models.items():

@@ -2,8 +2,8 @@
 
     python -m benchmarks.moe_page
 
-From benchmarks/results/moe_cuda.*.json (`benchmarks.moe`), moe_model.*.json (`benchmarks.moe_model`) and
-benchmarks/published_moe_h200.json, what others reached.
+From benchmarks/results/moe_cuda.*.json (`benchmarks.moe`), moe_peers.*.json (`benchmarks.moe_peers`),
+moe_model.*.json (`benchmarks.moe_model`) and benchmarks/published_moe_h200.json, what others reached.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks import layers
 from benchmarks.cpu_page import fill
 from benchmarks.cuda_page import PAGES, lines
 from benchmarks.moe_layers import UNIFORM
+from benchmarks.moe_peers import ORDINARY, OWN
 from benchmarks.neighbour_chain import NEIGHBOURS
 from benchmarks.neighbours import ALL, ALONE, NONE
 from benchmarks.record import RESULTS
@@ -148,6 +149,45 @@ def others_table(rows: Sequence[Row], published: Mapping[tuple[str, int, str], t
     return lines(["model", "experts in", "tokens", "moqext", "others", ""], body, 2)
 
 
+def beside_table(rows: Sequence[Row]) -> str:
+    """Layers beside public kernels of the same run: microseconds, and times as fast as the fastest of them."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("model", "routing", "quant_algo", "tokens"))
+        found.setdefault(key, {})[row["peer"]] = row
+    body = []
+    for (model, routing, algo, tokens), cell in found.items():
+        if OWN not in cell:
+            continue
+        stored = layers.NVFP4 if algo == layers.NVFP4_FP8 else algo  # nobody else multiplies it so
+        others = found[model, routing, stored, tokens]
+        times = sorted((row["seconds"], peer) for peer, row in others.items() if peer not in (OWN, ORDINARY))
+        line = [model, called(algo), routing, str(tokens), f"{cell[OWN]['floor_seconds'] * 1e6:.1f}"]
+        for name in (OWN, ORDINARY):
+            own = cell.get(name)
+            factor = f" **{times[0][0] / own['seconds']:.2f}×**" if own and times else ""
+            line.append(f"{own['seconds'] * 1e6:.1f}{factor}" if own else "")
+        body.append([*line, ", ".join(f"{peer} {seconds * 1e6:.1f}" for seconds, peer in times)])
+    heads = ["model", "experts in", "routing", "tokens", "floor", "moqext", "not programmatically", "others"]
+    return lines(heads, body, 3)
+
+
+def beside(result: Row) -> list[str]:
+    """What was measured in one process with the kernels of others."""
+    about = result["environment"]
+    own = max(row["error"] for row in result["checks"] if row["peer"] == OWN)
+    return [
+        f"#### Beside public kernels, one run, {about['gpu']}",
+        f"{about['date'][:10]}, torch {about['torch']}, driver {about['driver']}; kernels of vLLM 0.33.0 and "
+        "Humming 0.1.19, the same weights, tokens and routing for all ([measuring.md](measuring.md#experts-on-cuda)): "
+        "microseconds of a layer, with programmatic launch and without, and how many times as fast as the "
+        "fastest of the others. `NVFP4, fp8` stands beside the others' products of NVFP4 in bfloat16. Errors "
+        "to float32 of what NVFP4 weights mean, or of what FP8 weights and inputs were before: moqext's "
+        f"largest {own:.1e}.",
+        beside_table(result["rows"]),
+    ]
+
+
 def models_table(result: Row) -> str:
     """A whole model: tokens a second of all sequences, and times the faster one of bfloat16."""
     found = {(row["form"], row["weights"], row["tokens"]): row for row in result["rows"]}
@@ -250,6 +290,8 @@ def page_files() -> dict[str, str]:
     paths = sorted(RESULTS.glob("moe_cuda.*.json"))
     results = {path.name.split(".")[1]: json.loads(path.read_text()) for path in paths}
     sections = [section(name, result) for name, result in results.items()]
+    for path in sorted(RESULTS.glob("moe_peers.*.json")):
+        sections.append("\n\n".join(beside(json.loads(path.read_text()))))
     for path in sorted(RESULTS.glob("moe_model.*.json")):
         sections.append("\n\n".join(whole_model(json.loads(path.read_text()))))
     text = fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)
