@@ -2,8 +2,9 @@
 
 The layer is NVFP4 with 16 columns and 1 row, bfloat16, so that what is measured is the path from Python to
 the kernel and back. Beside it, in parentheses, stand calls of NumPy and torch that do as little. On a CUDA
-device the layers are FP8 and NVFP4, 4096 x 4096, with one row of x or 64, and what is measured is the time to
-queue the work.
+device the layers are FP8 and NVFP4, 4096 x 4096, with one row of x or 64, and experts with the sizes of
+Qwen3-30B-A3B with no row, one, or 64; what is measured is the time to queue the work. With no row that is
+all of the way from Python and back but for memory and launches.
 Batches of all rows take turns; the best batch is what the code costs, the median what this machine made of
 it.
 
@@ -124,13 +125,39 @@ def cuda_layer_cases(quant_algo: str) -> list[Case]:
     return cases
 
 
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
+
+
+def cuda_expert_cases(quant_algo: str) -> list[Case]:
+    """A layer of experts; each token has other ones."""
+    method = moqext.MoEMethod(quant_algo, EXPERTS, HIDDEN, INTERMEDIATE, top_k=TOP_K, device="cuda:0")
+    params = method.prepare(
+        {
+            name: torch.ones(spec.shape, device="cuda")
+            if spec.dtype == "float32"
+            else torch.full(spec.shape, 0x38, dtype=torch.uint8, device="cuda")  # e4m3: 1
+            for name, spec in method.checkpoint_params.items()
+            if not name.endswith("bias")
+        }
+    )
+    cases = []
+    for tokens in (0, 1, 64):
+        x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        slots = torch.arange(tokens * TOP_K, dtype=torch.int32, device="cuda").reshape(tokens, TOP_K)
+        names = {"method": method, "x": x, "params": params, "out": torch.empty_like(x)}
+        names |= {"weights": torch.ones(tokens, TOP_K, device="cuda"), "ids": slots % EXPERTS}
+        title = f"MoEMethod, {quant_algo}, CUDA, {tokens} rows, out="
+        cases.append(Case(title, "method(x, params, weights, ids, None, False, out)", names, 9.0))
+    return cases
+
+
 def cuda_cases() -> list[Case]:
     """Rows of torch's CUDA tensors; none without a device."""
     if torch is None or not torch.cuda.is_available():
         return []
     x = torch.zeros(1, SIZE, dtype=torch.bfloat16, device="cuda")
     w = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
-    rows = [case for algo in ("FP8", "NVFP4") for case in cuda_layer_cases(algo)]
+    rows = [case for algo in ("FP8", "NVFP4") for case in (*cuda_layer_cases(algo), *cuda_expert_cases(algo))]
     peer = {"mm": torch.mm, "empty_like": torch.empty_like, "x": x, "w": w, "out": torch.empty_like(x)}
     sync = {"sync": torch.cuda.synchronize}
     rows += [
