@@ -6,17 +6,20 @@ beyond the fastest; the rows of `--json` are what estimates are fitted to. Codes
 only times are wanted.
 
     python -m benchmarks.expert_choices [--model NAME ...] [--layer ALGO[,COMPUTE] ...] [--tokens T ...]
-                                        [--slow SECONDS] [--json FILE]
+                                        [--slow SECONDS] [--seconds S] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -202,16 +205,22 @@ def main() -> None:
     parser.add_argument("--layer", nargs="+", default=list(LAYERS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--slow", type=float, default=SLOW)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch = import_module("torch")
+    until = time.monotonic() + options.seconds
     cells: list[Cell] = []
-    for model in options.model:
-        for layer in options.layer:
-            for cell in measure(torch, model, MODELS[model], layer, options.tokens, "cuda:0", options.slow):
-                print(cell.line(), flush=True)
-                cells.append(cell)
-            torch.cuda.empty_cache()
+    for model, layer in product(options.model, options.layer):
+        for cell in measure(torch, model, MODELS[model], layer, options.tokens, "cuda:0", options.slow):
+            print(cell.line(), flush=True)
+            cells.append(cell)
+            if time.monotonic() > until:
+                break
+        torch.cuda.empty_cache()
+        if time.monotonic() > until:
+            print(f"no time was left after {model} {layer}", flush=True)
+            break
     print(summary(cells))
     if options.json:
         rows = [row for cell in cells for row in cell.rows()]
