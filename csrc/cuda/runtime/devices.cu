@@ -116,7 +116,7 @@ static moq_status find_context(const moq_driver *driver, int32_t device, CUconte
 /* By contexts and not by cudaSetDevice: a thread that has none, because it is new or because
  * another library took it away, gets one for the call, and one of another device has its own back,
  * without one being made for a device that nobody uses. */
-extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err) {
+static moq_status enter(int32_t device, bool *entered, moq_err *err) {
     const moq_driver *driver;
     CUcontext wanted, current = NULL;
     CUdevice now;
@@ -134,10 +134,26 @@ extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err
     return MOQ_OK;
 }
 
+/* The device that the thread has entered and not left; -1 too behind one that was entered within
+ * another. */
+static __thread int32_t inside = -1;
+
+extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err) {
+    moq_status status = enter(device, entered, err);
+    inside = status == MOQ_OK ? device : -1;
+    return status;
+}
+
+cudaError_t moq_cuda_current_device(int *device) {
+    *device = inside;
+    return inside >= 0 ? cudaSuccess : cudaGetDevice(device);
+}
+
 extern "C" void moq_cuda_leave(bool entered) {
     const moq_driver *driver;
     CUcontext own;
     moq_err err;
+    inside = -1;
     if (entered && moq_cuda_find_driver(&driver, &err) == MOQ_OK)
         driver->pop_context(&own);
 }

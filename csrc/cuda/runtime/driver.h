@@ -29,6 +29,10 @@ typedef struct {
 /* The driver, ready for use; any thread may ask. MOQ_ERR_INTERNAL where there is none. */
 moq_status moq_cuda_find_driver(const moq_driver **driver, moq_err *err);
 
+/* The number of the current device, without a question to the runtime between moq_cuda_enter and
+ * moq_cuda_leave. */
+cudaError_t moq_cuda_current_device(int *device);
+
 /* MOQ_ERR_INTERNAL naming the operation, where `result` is an error. */
 moq_status moq_cuda_check_driver(CUresult result, const char *what, moq_err *err);
 

@@ -84,7 +84,7 @@ static cudaError_t learn(const void *kernel) {
 static cudaError_t allow_shared(known_kernel *k) {
     cudaFuncAttributes attributes;
     int device, limit;
-    cudaError_t status = cudaGetDevice(&device);
+    cudaError_t status = moq_cuda_current_device(&device);
     if (status != cudaSuccess)
         return status;
     uint64_t bit = 1ull << device; /* there are at most 64: moq_cuda_query_device */
@@ -104,7 +104,7 @@ static cudaError_t allow_shared(known_kernel *k) {
 static bool is_recent(known_kernel *k) {
     cudaFuncAttributes attributes;
     int device;
-    if (cudaGetDevice(&device) != cudaSuccess)
+    if (moq_cuda_current_device(&device) != cudaSuccess)
         return false;
     uint64_t bit = 1ull << device; /* as in allow_shared */
     if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
