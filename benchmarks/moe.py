@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ class Run:
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self, model: str, sizes: Sizes, algos: Sequence[str], options: argparse.Namespace) -> None:
-        """A layer in all its formats."""
+        """A layer in all its formats: by itself with the first routing, in blocks, with other routings."""
         made = {}
         for algo in algos:
             try:
@@ -178,20 +179,20 @@ class Run:
             except (ValueError, RuntimeError) as error:  # what a format does not take, or does not fit
                 self.skipped.append({"model": model, "quant_algo": algo, "reason": str(error)})
         peers = peers_of(list(made.values()))
-        for tokens in options.tokens:
-            routings = options.routing if options.only != BLOCKS else []
-            for routing in routings:
-                policies = self.policies if routing == routings[0] else (ALL,)
-                if self._has_time(model, tokens):
-                    self._alone(model, made, peers, tokens, routing, policies)
-            if options.only != ALONE and tokens <= BLOCK_TOKENS and self._has_time(model, tokens):
-                self._blocks(model, made, peers, tokens)
+        first, *others = options.routing
+        alone = options.tokens if options.only != BLOCKS else []
+        for tokens in alone:
+            self._alone(model, made, peers, tokens, first, self.policies)
+        for tokens in options.tokens if options.only != ALONE else []:
+            self._blocks(model, made, peers, tokens)
+        for routing, tokens in product(others, alone):
+            self._alone(model, made, peers, tokens, routing, (ALL,))
 
-    def _has_time(self, model: str, tokens: int) -> bool:
+    def _has_time(self, model: str, tokens: int, what: str) -> bool:
         """Whether a cell may still begin; else it is told."""
         if time.monotonic() < self.until:
             return True
-        print(f"{model} T={tokens}: no time was left", flush=True)
+        print(f"{model} T={tokens} {what}: no time was left", flush=True)
         return False
 
     # ------------------------------------------------------------------------------------------ by themselves
@@ -205,6 +206,8 @@ class Run:
         routing: str,
         policies: Sequence[str],
     ) -> None:
+        if not self._has_time(model, tokens, routing):
+            return
         sizes = next(iter(made.values())).sizes
         batches = self._draw(sizes, tokens, routing)
         about = {"model": model, "tokens": tokens, "routing": routing}
@@ -241,6 +244,8 @@ class Run:
     # ------------------------------------------------------------------------------------------ in a block
 
     def _blocks(self, model: str, made: Mapping[str, Experts], peers: Mapping[str, Any], tokens: int) -> None:
+        if tokens > BLOCK_TOKENS or not self._has_time(model, tokens, BLOCKS):
+            return
         sizes = next(iter(made.values())).sizes
         about = {"model": model, "tokens": tokens, "routing": "router"}
         graphs, counts = {}, []

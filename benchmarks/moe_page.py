@@ -129,6 +129,9 @@ def goals_table(rows: Sequence[Row]) -> str:
     return lines(["model", "experts in", *(f"T = {count}" for count in tokens)], body, 2)
 
 
+Others = Mapping[tuple[str, int, str], tuple[float, str]]
+
+
 def read_published(path: Path = PUBLISHED) -> dict[tuple[str, int, str], tuple[float, str]]:
     """The fastest other path by model, tokens and format: microseconds, and whose."""
     found: dict[tuple[str, int, str], tuple[float, str]] = {}
@@ -138,22 +141,38 @@ def read_published(path: Path = PUBLISHED) -> dict[tuple[str, int, str], tuple[f
     return found
 
 
-def others_table(rows: Sequence[Row], published: Mapping[tuple[str, int, str], tuple[float, str]]) -> str:
-    """Layers by themselves beside the fastest of other libraries, measured before on the same chip."""
-    body = []
-    for row in rows:
-        other = published.get((row["model"], row["tokens"], row["quant_algo"]))
-        own = (row["neighbours"], row["routing"], row["policy"]) == (ALONE, UNIFORM, ALL)
-        if other is None or not own or row["quant_algo"] == PEER:
+def fastest_others(published: Others, beside: Row | None) -> Others:
+    """The faster of what was published and what ran beside moqext in a process of its own."""
+    found = dict(published)
+    for row in beside["rows"] if beside else []:
+        if row["peer"] in (OWN, ORDINARY) or row["routing"] != UNIFORM:
             continue
-        us = row["seconds"] * 1e6
-        cells = [row["model"], called(row["quant_algo"]), str(row["tokens"]), f"{us:.1f}"]
-        body.append([*cells, f"{other[0]:.1f} {other[1]}", f"{other[0] / us:.2f}×"])
-    return lines(["model", "experts in", "tokens", "moqext", "others", ""], body, 2)
+        key, seen = (row["model"], row["tokens"], row["quant_algo"]), (row["seconds"] * 1e6, row["peer"])
+        found[key] = min(found.get(key, seen), seen)
+    return found
+
+
+def others_table(rows: Sequence[Row], others: Others) -> str:
+    """Layers by themselves beside the fastest of other libraries, measured before on the same chip."""
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in rows:
+        if (row["neighbours"], row["routing"]) == (ALONE, UNIFORM) and row["quant_algo"] != PEER:
+            key = (row["model"], row["quant_algo"], row["tokens"])
+            found.setdefault(key, {})[row["policy"]] = row["seconds"] * 1e6
+    body = []
+    for (model, algo, tokens), own in found.items():
+        other = others.get((model, tokens, algo))
+        if other is None:
+            continue
+        times = [
+            f"{own[name]:.1f} **{other[0] / own[name]:.2f}×**" if name in own else "" for name in (ALL, NONE)
+        ]
+        body.append([model, called(algo), str(tokens), *times, f"{other[0]:.1f} {other[1]}"])
+    return lines(["model", "experts in", "tokens", "moqext", "not programmatically", "others"], body, 2)
 
 
 def beside_table(rows: Sequence[Row]) -> str:
-    """Layers beside public kernels of the same run: microseconds, and times as fast as the fastest of them."""
+    """Layers beside public kernels of the same run: microseconds, and how many times as fast as theirs."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "routing", "quant_algo", "tokens"))
@@ -175,15 +194,21 @@ def beside_table(rows: Sequence[Row]) -> str:
     return lines(heads, body, 3)
 
 
-def beside(result: Row) -> list[str]:
+def dated(result: Row) -> str:
+    """When, and with which moqext."""
+    about = result["environment"]
+    return f"{about['date'][:10]}, commit {about['moqext']['commit']}"
+
+
+def beside_section(result: Row) -> list[str]:
     """What was measured in one process with the kernels of others."""
     about = result["environment"]
     own = max(row["error"] for row in result["checks"] if row["peer"] == OWN)
     return [
         f"#### Beside public kernels, one run, {about['gpu']}",
-        f"{about['date'][:10]}, torch {about['torch']}, driver {about['driver']}; kernels of vLLM 0.33.0 and "
-        "Humming 0.1.19, the same weights, tokens and routing for all ([measuring.md](measuring.md#experts-on-cuda)): "
-        "microseconds of a layer, with programmatic launch and without, and how many times as fast as the "
+        f"{dated(result)}, torch {about['torch']}, driver {about['driver']}; kernels of vLLM 0.33.0 and "
+        "Humming 0.1.19, the same weights, tokens and routing for all "
+        "([measuring.md](measuring.md#experts-on-cuda)): microseconds of a layer, with programmatic launch and without, and how many times as fast as the "
         "fastest of the others. `NVFP4, fp8` stands beside the others' products of NVFP4 in bfloat16. Errors "
         "to float32 of what NVFP4 weights mean, or of what FP8 weights and inputs were before: moqext's "
         f"largest {own:.1e}.",
@@ -242,8 +267,8 @@ def model_section(model: str, sizes: Row, rows: Sequence[Row]) -> list[str]:
     return parts
 
 
-def section(name: str, result: Mapping[str, Any], has_peers: bool = False) -> str:
-    """All tables of a chip; figures of others from another day only where they were not measured beside."""
+def section(name: str, result: Mapping[str, Any], beside: Row | None = None) -> str:
+    """All tables of a chip; `beside` is what ran in one process with the kernels of others."""
     about, rows = result["environment"], result["rows"]
     worst = max(check["error"] for check in result["checks"] if check["quant_algo"] != PEER)
     rates = result["ceilings"]
@@ -258,12 +283,13 @@ def section(name: str, result: Mapping[str, Any], has_peers: bool = False) -> st
     for model, sizes in result["models"].items():
         parts += model_section(model, sizes, [row for row in rows if row["model"] == model])
     parts += ["Reached and asked for (goals), µs, by tokens:", goals_table(rows)]
-    if about["gpu"] == PUBLISHED_CHIP and not has_peers:
+    if about["gpu"] == PUBLISHED_CHIP:
         parts += [
-            "Beside the fastest of other libraries, uniform, launched programmatically, µs, and how many "
-            "times as fast moqext is. Others were measured on another day, all in turn, which makes some "
-            "slower with 4096 tokens:",
-            others_table(rows, read_published()),
+            "Beside the fastest of other libraries, uniform, µs, and how many times as fast moqext is. "
+            "Others are from runs of their own, of this chip: one with moqext's kernels beside them"
+            f"{f' ({dated(beside)}, below)' if beside else ''}, and one of 2026-11-21, all in turn, which "
+            "makes some slower with 4096 tokens; the faster of the two counts:",
+            others_table(rows, fastest_others(read_published(), beside)),
         ]
     if result["host"]:
         parts += [
@@ -292,9 +318,10 @@ def page_files() -> dict[str, str]:
     """The page and plots as the recorded results make them."""
     paths = sorted(RESULTS.glob("moe_cuda.*.json"))
     results = {path.name.split(".")[1]: json.loads(path.read_text()) for path in paths}
-    peers = {path.name.split(".")[1]: path for path in sorted(RESULTS.glob("moe_peers.*.json"))}
-    sections = [section(name, result, name in peers) for name, result in results.items()]
-    sections += ["\n\n".join(beside(json.loads(path.read_text()))) for path in peers.values()]
+    paths = sorted(RESULTS.glob("moe_peers.*.json"))
+    peers = {path.name.split(".")[1]: json.loads(path.read_text()) for path in paths}
+    sections = [section(name, result, peers.get(name)) for name, result in results.items()]
+    sections += ["\n\n".join(beside_section(result)) for result in peers.values()]
     for path in sorted(RESULTS.glob("moe_model.*.json")):
         sections.append("\n\n".join(whole_model(json.loads(path.read_text()))))
     text = fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)

@@ -204,7 +204,7 @@ def test_the_page_of_experts_on_cuda(cpu_page: Any) -> None:
     others = module.others_table(
         rows, {("small", 1, "FP8"): (20.0, "Other"), ("small", 1, "bfloat16"): (1, "")}
     )
-    assert others.splitlines()[2:] == ["| small | `FP8` | 1 | 10.0 | 20.0 Other | 2.00× |"]
+    assert others.splitlines()[2:] == ["| small | `FP8` | 1 | 10.0 **2.00×** | 12.0 **1.67×** | 20.0 Other |"]
     assert module.read_published()["Qwen3-30B-A3B", 1, "NVFP4"] == (28.7, "SGLang Marlin")
 
 
@@ -220,6 +220,7 @@ def test_experts_beside_public_kernels(cpu_page: Any) -> None:
         ]
         checks = [{"model": "qwen3", "peer": peer, "error": 0.001} for peer in us]
         facts = {"gpu": "GPU", "date": "2026-01-01T00:00", "torch": "2", "driver": "1"}
+        facts["moqext"] = {"commit": "abc"}
         return {"environment": facts, "rows": rows, "checks": checks, "failed": {}}
 
     first = run({"moq_nv": 200.0, "marlin": 150.0, "hum": 140.0, "hum_mx8": 1.0})
@@ -234,7 +235,14 @@ def test_experts_beside_public_kernels(cpu_page: Any) -> None:
     page = importlib.import_module("benchmarks.moe_page")
     others = "Humming 140.0, vLLM Marlin 150.0"
     start = "| Qwen3-30B-A3B | `NVFP4"
-    assert page.beside(joined)[-1].splitlines()[2:] == [
+    published = {
+        ("Qwen3-30B-A3B", 64, "NVFP4"): (143.0, "Other"),
+        ("Qwen3-30B-A3B", 1, "FP8"): (9.0, "Other"),
+    }
+    fastest = page.fastest_others(published, joined)
+    assert fastest["Qwen3-30B-A3B", 64, "NVFP4"] == (140.0, "Humming")
+    assert fastest["Qwen3-30B-A3B", 1, "FP8"] == (9.0, "Other")
+    assert page.beside_section(joined)[-1].splitlines()[2:] == [
         f"{start}` | uniform | 64 | 10.0 | 100.0 **1.40×** | 112.0 **1.25×** | {others} |",
         f"{start}, fp8` | uniform | 64 | 10.0 | 50.0 **2.80×** |  | {others} |",
     ]
