@@ -209,7 +209,7 @@ def test_the_page_of_experts_on_cuda(cpu_page: Any) -> None:
 
 
 def test_experts_beside_public_kernels(cpu_page: Any) -> None:
-    """Paths of the harness under their names, later runs for earlier ones, and factors to the fastest other."""
+    """Paths of the harness have their names, later runs replace earlier ones, the fastest other counts."""
     module = importlib.import_module("benchmarks.moe_peers")
 
     def run(us: dict[str, float]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def without_cache(path, directory):
 
 
 def with_wide_heads(directory):
-    """The experts' checkpoint with half as many heads of 64 columns: SGLang's rotary embedding takes no 32."""
+    """The checkpoint with half as many heads, of 64 columns: SGLang's rotary embedding takes no 32."""
     from safetensors.torch import load_file, save_file
 
     config = directory / "config.json"
