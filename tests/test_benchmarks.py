@@ -31,7 +31,7 @@ def test_the_cost_of_a_call(tmp_path: Path) -> None:
     record = run(tmp_path, "host_cost", "--rounds", "100")
     assert {"cpu", "python", "numpy", "date", "moqext"} <= set(record["environment"])
     goals = {row["case"]: row for row in record["rows"] if row["goal_us"]}
-    assert len(goals) in (3, 6)  # without torch, with it
+    assert len(goals) in (3, 6, 20)  # without torch, with it, with a GPU too
     for name, row in goals.items():
         # Half of a goal would be met on an idle machine of today; this is for what became 5 times slower.
         assert 0 < row["best_us"] < 4 * row["goal_us"], name
