@@ -5,6 +5,7 @@
 #include "core/status.h"
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 
 /* X(member, name, version): each as the driver of that version had it. */
