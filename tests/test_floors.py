@@ -347,7 +347,8 @@ PROCESS_WIDE = {
 STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: the variables allowed
     "csrc/cuda/runtime/cublaslt.cu": {"cublaslt_state"},  # the library and its handles, under a lock
     "csrc/cuda/runtime/cublaslt_matmul.cu": {"kept_algorithms"},  # what it proposed, under a lock
-    "csrc/cuda/runtime/devices.cu": {"device_table"},  # devices and their contexts, under a lock
+    # devices and their contexts, under a lock; of a thread: the device that it has entered
+    "csrc/cuda/runtime/devices.cu": {"device_table", "entered_device"},
     "csrc/cuda/runtime/driver.cu": {"found_driver"},  # entry points, under a lock
     "csrc/cuda/runtime/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
     "csrc/cuda/runtime/overlap.cu": {"last_launch"},  # of a thread: the end of the stream that it launched in

@@ -136,24 +136,26 @@ static moq_status enter(int32_t device, bool *entered, moq_err *err) {
 
 /* The device that the thread has entered and not left; -1 too behind one that was entered within
  * another. */
-static __thread int32_t inside = -1;
+static __thread struct entered_device {
+    int32_t number;
+} inside = {-1};
 
 extern "C" moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err) {
     moq_status status = enter(device, entered, err);
-    inside = status == MOQ_OK ? device : -1;
+    inside.number = status == MOQ_OK ? device : -1;
     return status;
 }
 
 cudaError_t moq_cuda_current_device(int *device) {
-    *device = inside;
-    return inside >= 0 ? cudaSuccess : cudaGetDevice(device);
+    *device = inside.number;
+    return inside.number >= 0 ? cudaSuccess : cudaGetDevice(device);
 }
 
 extern "C" void moq_cuda_leave(bool entered) {
     const moq_driver *driver;
     CUcontext own;
     moq_err err;
-    inside = -1;
+    inside.number = -1;
     if (entered && moq_cuda_find_driver(&driver, &err) == MOQ_OK)
         driver->pop_context(&own);
 }
