@@ -248,6 +248,30 @@ def test_experts_beside_public_kernels(cpu_page: Any) -> None:
     ]
 
 
+def test_experts_in_the_harness_of_others(cpu_page: Any) -> None:
+    """Prepared at the first call, when static scales are known; a new result."""
+    torch = pytest.importorskip("torch")
+    layers = importlib.import_module("benchmarks.moe_layers")
+    own = importlib.import_module("benchmarks.peers.own_experts")
+    made = layers.Experts.random(torch, layers.TINY, "FP8", "cpu", 1)
+    asked: list[bool] = []
+
+    def stacks() -> dict[str, Any]:
+        asked.append(True)
+        return made.stacks
+
+    call = own.OwnExperts("FP8", own.Shape(8, 2, 256, 128), stacks)
+    assert not asked
+    source = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 256, generator=source).to(torch.bfloat16)
+    batch = layers.draw(torch, layers.TINY, x, torch.empty_like(x), "uniform", source)
+    y = call(x, batch.weights, batch.ids, 5)
+    assert made.error(batch, y) < 2.5e-3
+    assert torch.equal(call(x, batch.weights, batch.ids, 5), y)
+    assert len(asked) == 1
+    assert call.kernel(5).startswith("cpu:")
+
+
 def test_the_table_of_a_whole_model_of_experts(cpu_page: Any) -> None:
     module = importlib.import_module("benchmarks.moe_page")
     rows = [
