@@ -53,12 +53,15 @@ class Forms:
     def find(self, module: str, roles: Mapping[str, str]) -> Form:
         """The form of a linear; `roles` are tensor names by role, with its weight among them."""
         tensors = self._inventory.tensors
-        infos = [tensors[name] for name in roles.values()]
-        shapes = [(info.dtype, tuple(info.shape)) for info in infos]
-        key = (module[module.rfind(".") + 1 :], *roles, *shapes)
+        parts: list[Hashable] = [module[module.rfind(".") + 1 :], *roles]
+        for name in roles.values():
+            info = tensors[name]
+            parts += (info.dtype, tuple(info.shape))
+        key = tuple(parts)
         form = self._known.get(key)
         if form is None:
-            stored, partitions = recognise_linear(module, dict(zip(roles, infos, strict=True)), self._model)
+            infos = self._inventory.infos(roles)
+            stored, partitions = recognise_linear(module, infos, self._model)
             size, weights = self._inventory.size(roles), prod(stored.shape)
             form = Form(key, stored, partitions, size, weights, is_embedding(module))
             self._known[key] = form
