@@ -235,6 +235,9 @@ class TensorFiles:
         for path, header in headers.items():
             for begin, end in header.holes:
                 self._report("hole", f"{path.name}: no tensor covers bytes [{begin}, {end})")
+            if self._is_as_promised(path, header):
+                tensors.update(header.tensors)
+                continue
             for name, info in header.tensors.items():
                 owner = self.named.get(name)
                 if owner is not None and owner is not path and owner != path:
@@ -251,6 +254,14 @@ class TensorFiles:
                     self._report("unreadable_dtype", message, name)
                 tensors[name] = info
         return tensors
+
+    def _is_as_promised(self, path: Path, header: Header) -> bool:
+        """Whether all tensors of a file are the index's, none of another file, and of types with arrays."""
+        owners = set(map(id, map(self.named.get, header.tensors)))
+        types = {info.dtype for info in header.tensors.values()}
+        return owners == {id(path)} and all(
+            each in _PLAIN_DTYPES or each in _EXTENDED_DTYPES for each in types
+        )
 
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
