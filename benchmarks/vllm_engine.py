@@ -31,6 +31,8 @@ MORE = {1: 256, 16: 128, 64: 128}
 LOCK = Path("/tmp/moqext-vllm.lock")
 """Held by the process that measures alone, shared by those that make engines."""
 CACHE_GIB = 4
+PROFILED = 26
+"""Lines of a profile."""
 
 
 def make_engine(options: argparse.Namespace) -> Any:
@@ -117,7 +119,7 @@ class Engine:
         return dict(counts)
 
     def profile(self, batch: int, tokens: int = PROMPT, steps: int = 8) -> None:
-        """Prints what the kernels of a step take, by name, in microseconds."""
+        """Prints what the kernels of a step take, by name and by the kernel before, in microseconds."""
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
 
@@ -125,14 +127,24 @@ class Engine:
         self.seconds(prompts, steps)
         with profiler(activities=[ProfilerActivity.CUDA]) as found:
             self.seconds(prompts, steps)
-        times: Counter[str] = Counter()
-        calls: Counter[str] = Counter()
-        for event in found.events():
-            times[event.name] += event.device_time_total
-            calls[event.name] += 1
-        print(f"profile of {steps} steps, {batch} sequences of {tokens} tokens first: us a step, calls")
-        for name, spent in times.most_common(18):
-            print(f"{spent / steps:9.1f} {calls[name] / steps:7.1f}  {name[:110]}")
+        times: Counter[tuple[str, str]] = Counter()
+        calls: Counter[tuple[str, str]] = Counter()
+        before = ""
+        for event in sorted(found.events(), key=lambda event: event.time_range.start):
+            name = shorten(event.name)
+            times[name, before] += event.device_time_total
+            calls[name, before] += 1
+            before = name
+        whole = times.total() / steps
+        print(f"profile of {steps} steps, {batch} sequences of {tokens} tokens first: {whole:.1f} us a step")
+        for (name, before), spent in times.most_common(PROFILED):
+            print(f"{spent / steps:9.1f} {calls[name, before] / steps:7.1f}  {name:60}  behind {before[:40]}")
+
+
+def shorten(name: str) -> str:
+    """A kernel's name without what all have in common, its arguments and the middle of a long one."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0]
+    return name if len(name) <= 60 else f"{name[:34]}..{name[-24:]}"
 
 
 def main() -> None:

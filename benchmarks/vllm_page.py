@@ -63,7 +63,8 @@ def table(rows: Sequence[Row], compiled: bool) -> str:
 
 def section(result: Row, what: str = "") -> str:
     """All ways of a chip; `what` stands before its name."""
-    about, rows = result["environment"], result["rows"]
+    about = result["environment"]
+    rows = [row for row in result["rows"] if "failed" not in row]
     parts = [
         f"### {what}{result['gpu']}",
         f"vLLM {result['vllm']}, torch {about['torch']}, {about['date'][:10]}. {result['note']}".strip(),

@@ -32,6 +32,7 @@ WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "NVFP4 Humming": ("NVFP4", {"VLLM_PLUGINS": "none"}, ["--backend", "humming"]),
     "FP8 moqext": ("FP8", {}, []),
     "FP8 moqext, vLLM's norms": ("FP8", {"MOQEXT_VLLM_OPS": "0"}, []),
+    "FP8 moqext, fast_accum": ("FP8", {"MOQEXT_VLLM_FAST_ACCUM": "1"}, []),
     "FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
 }
 """Format of the checkpoint, variables of the environment, arguments of the engine."""

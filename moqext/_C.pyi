@@ -1,7 +1,7 @@
 """Types of the native part; use the names of package moqext instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ class ConfigError(ValueError):
 class UnsupportedQuantization(ValueError): ...
 
 NAME_LIMIT: int
+_Info = TypeVar("_Info")
 
 def build_info() -> dict[str, Any]: ...
 def cpu_isa() -> str: ...
@@ -159,6 +160,9 @@ def config_detect(
     mapping: Mapping[str, Any],
 ) -> Literal["modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"] | None: ...
 def glob_match(pattern: str, name: str, fnmatch: bool = False) -> bool: ...
+def read_tensor_header(
+    text: bytes, info: type[_Info], file: object, data_begin: int, size: int, bits: dict[str, int], /
+) -> tuple[dict[str, _Info], dict[str, str]] | None: ...
 
 class Plan:
     @property

@@ -46,20 +46,21 @@ class Inventory:
             if is_small(info) or _SCALE_NAME.search(name):
                 self.strays.append(name)
             return
-        if named.role == "leftover":
+        module, role, part = named
+        if role == "leftover":
             self.leftovers.append(name)
             return
-        if named.part in ("weight_scale_inv", "scale"):
-            self.foreign[name] = named.part
-        roles = (self.kv if named.role in KV_ROLES else self.modules)[named.module]
-        other = roles.setdefault(named.role, name)
+        if part in ("weight_scale_inv", "scale"):
+            self.foreign[name] = part
+        roles = (self.kv if role in KV_ROLES else self.modules)[module]
+        other = roles.setdefault(role, name)
         if other is not name:
             # Two spellings of one role: the usual one counts.
             if other in self.foreign:
-                roles[named.role] = name
-                self.repeats[named.module].append((name, other))
+                roles[role] = name
+                self.repeats[module].append((name, other))
             else:
-                self.repeats[named.module].append((other, name))
+                self.repeats[module].append((other, name))
 
     def infos(self, roles: Mapping[str, str]) -> dict[str, Tensor]:
         """Role -> data type and shape."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from moqext.decision import check_linear_shapes, check_roles
+from moqext.config import QuantConfig
+from moqext.decision import Decision, ask, check_linear_shapes, check_roles, decide
 from moqext.inventory import Inventory
 from moqext.naming import is_embedding
 from moqext.partitions import Scalar, parts_of, rows_of_parts
@@ -20,7 +21,6 @@ class Form(NamedTuple):
     """What tensors and the last name of a linear tell.
 
     Attributes:
-        key: of the form.
         stored: the format.
         partitions: rows of the parts, where each has a scale.
         size: bytes of the tensors.
@@ -28,7 +28,6 @@ class Form(NamedTuple):
         is_table: whether it is an embedding by its name.
     """
 
-    key: Hashable
     stored: Stored
     partitions: tuple[int, ...]
     size: int
@@ -49,20 +48,36 @@ class Forms:
         self._model = model
         self._known: dict[Hashable, Form] = {}
         self._flawless: set[Hashable] = set()
+        self._decisions: dict[Hashable, Decision] = {}
 
     def find(self, module: str, roles: Mapping[str, str]) -> Form:
         """The form of a linear; `roles` are tensor names by role, with its weight among them."""
         tensors = self._inventory.tensors
-        infos = [tensors[name] for name in roles.values()]
-        shapes = [(info.dtype, tuple(info.shape)) for info in infos]
-        key = (module[module.rfind(".") + 1 :], *roles, *shapes)
+        parts: list[Hashable] = [module[module.rfind(".") + 1 :], *roles]
+        for name in roles.values():
+            info = tensors[name]
+            parts += (info.dtype, tuple(info.shape))
+        key = tuple(parts)
         form = self._known.get(key)
         if form is None:
-            stored, partitions = recognise_linear(module, dict(zip(roles, infos, strict=True)), self._model)
+            infos = self._inventory.infos(roles)
+            stored, partitions = recognise_linear(module, infos, self._model)
             size, weights = self._inventory.size(roles), prod(stored.shape)
-            form = Form(key, stored, partitions, size, weights, is_embedding(module))
+            form = Form(stored, partitions, size, weights, is_embedding(module))
             self._known[key] = form
         return form
+
+    def decide(self, module: str, form: Form, config: QuantConfig | None) -> tuple[Decision, list[Problem]]:
+        """As `moqext.decision.decide`, for a linear of this form."""
+        asked, problems = ask(config, module)
+        key = (id(form), asked)
+        decision = None if problems else self._decisions.get(key)
+        if decision is None:
+            decision, found = decide(module, form.stored, config)
+            if found:
+                return decision, found
+            self._decisions[key] = decision
+        return decision, []
 
     def judge(
         self, module: str, roles: Mapping[str, str], form: Form, algo: str, activations: bool
@@ -76,7 +91,7 @@ class Forms:
             algo: its algorithm.
             activations: as for `check_roles`.
         """
-        key = (form.key, algo, activations)
+        key = (id(form), algo, activations)
         foreign = roles.get("weight_scale") in self._inventory.foreign
         if key in self._flawless and not foreign:
             return []

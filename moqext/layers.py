@@ -13,7 +13,7 @@ from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import ask, check_repeats, decide
+from moqext.decision import ask, check_repeats
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_partial_input_scales
@@ -101,7 +101,7 @@ def _linear(
 ) -> LayerRecord:
     """The record of a linear or an embedding."""
     form = forms.find(module, roles)
-    decision, problems = decide(module, form.stored, config)
+    decision, problems = forms.decide(module, form, config)
     # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
     embedding = form.is_table and roles.keys().isdisjoint(("input_scale", "bias"))
     judged_here = not embedding and parse_expert_name(module) is None

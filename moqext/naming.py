@@ -21,6 +21,7 @@ Prefixes, fused names and the names of expert containers and projections are tho
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from moqext import _C
@@ -66,9 +67,7 @@ _STACKED_ROLES: dict[str, Role] = {**_ROLES, "scale": "weight_scale", "scale_2":
 _EXPERTS = rf"(?!{_NAMES['shared_experts_head']})[a-z_]*{_NAMES['experts_tail']}"
 _STACKED_WEIGHT = re.compile(rf"(?:.*\.)?{_EXPERTS}\.(?:{_STACKED_NAMES})")
 
-_EXPERT = re.compile(
-    rf"(?P<container>.*?(?:^|\.){_EXPERTS})\.(?P<index>0|[1-9][0-9]{{0,5}})\.(?P<projection>\w+)"
-)
+_EXPERT = re.compile(rf"(?P<container>.*?(?:^|\.){_EXPERTS})\.(?P<index>0|[1-9][0-9]{{0,5}})")
 
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = tuple(parts for parts, _ in _NAMES["fused"])
 """Linears of one parent that read the same input and that engines stack along their rows."""
@@ -128,8 +127,18 @@ def parse_tensor_name(name: str) -> Named | None:
 
 def parse_expert_name(module: str) -> ExpertName | None:
     """The parts of the module name of one expert's linear, or None for any other module."""
-    match = _EXPERT.fullmatch(module)
-    return ExpertName(match["container"], int(match["index"]), match["projection"]) if match else None
+    parent, _, projection = module.rpartition(".")
+    expert = _parse_expert(parent)
+    if expert is None or not (projection in PROJECTIONS or _WORD.fullmatch(projection)):
+        return None
+    return ExpertName(*expert, projection)
+
+
+@lru_cache(maxsize=1 << 14)
+def _parse_expert(parent: str) -> tuple[str, int] | None:
+    """The container and the number of an expert; the finders of layers ask a dozen times for each."""
+    match = _EXPERT.fullmatch(parent)
+    return (match["container"], int(match["index"])) if match else None
 
 
 def without_prefix(module: str) -> str:

@@ -225,7 +225,7 @@ class TensorFiles:
         if INDEX_FILE in indexes or len(indexes) == 1:
             self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
             self.named = MappingProxyType(read_index(self.index))
-            return {path for path in set(self.named.values()) if os.path.lexists(path)}
+            return {path for path in _distinct(self.named.values()) if os.path.lexists(path)}
         own = [name for name in weights if not name.startswith("consolidated")]
         return {self.directory / name for name in own or weights}
 
@@ -235,6 +235,9 @@ class TensorFiles:
         for path, header in headers.items():
             for begin, end in header.holes:
                 self._report("hole", f"{path.name}: no tensor covers bytes [{begin}, {end})")
+            if self._is_as_promised(path, header):
+                tensors.update(header.tensors)
+                continue
             for name, info in header.tensors.items():
                 owner = self.named.get(name)
                 if owner is not None and owner is not path and owner != path:
@@ -252,19 +255,32 @@ class TensorFiles:
                 tensors[name] = info
         return tensors
 
+    def _is_as_promised(self, path: Path, header: Header) -> bool:
+        """Whether all tensors of a file are the index's, none of another file, and of types with arrays."""
+        owners = set(map(id, map(self.named.get, header.tensors)))
+        types = {info.dtype for info in header.tensors.values()}
+        return owners == {id(path)} and all(
+            each in _PLAIN_DTYPES or each in _EXTENDED_DTYPES for each in types
+        )
+
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
         if not headers and not self.named:
             self._report("no_weights", "the directory has no safetensors files")
-        promised = Counter(self.named.values())
-        for path, count in sorted(promised.items()):
-            told = f"tensors in it by the index: {count:,}"
+        absent = sorted(path for path in _distinct(self.named.values()) if path not in headers)
+        promised = Counter(self.named.values()) if absent else Counter()
+        for path in absent:
+            told = f"tensors in it by the index: {promised[path]:,}"
             if path in self._unreadable:
                 self._report("unreadable_shard", f"{path.name}: {self._unreadable[path].reason}; {told}")
-            elif path not in headers:
+            else:
                 self._report("missing_shard", f"{path.name} is missing; {told}")
         misplaced = [
-            name for name, path in self.named.items() if path in headers and name not in headers[path].tensors
+            name
+            for name, path in self.named.items()
+            if ((info := self.tensors.get(name)) is None or info.file is not path)
+            and path in headers
+            and name not in headers[path].tensors
         ]
         if not misplaced:
             return
@@ -351,8 +367,9 @@ def read_index(path: Path) -> dict[str, Path]:
     if isinstance(weight_map, RepeatedKeys):
         raise CheckpointError("weight_map names it twice", file=path, tensor=weight_map.repeated[0])
     shards: dict[str, Path] = {}
+    all_text = is_text("".join(weight_map))
     for name, shard in weight_map.items():
-        if not is_text(name):
+        if not all_text and not is_text(name):
             raise CheckpointError("the name is not valid Unicode", file=path, tensor=name)
         if not isinstance(shard, str):
             message = f"its file must be a string, found {type_name(shard)}"
@@ -360,6 +377,11 @@ def read_index(path: Path) -> dict[str, Path]:
         if shard not in shards:
             shards[shard] = _shard_path(path, name, shard)
     return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _distinct(paths: Iterable[Path]) -> set[Path]:
+    """The paths without repetitions; those of an index are a few objects, and slow to hash."""
+    return set({id(path): path for path in paths}.values())
 
 
 def array_dtype(info: TensorInfo) -> np.dtype[Any]:

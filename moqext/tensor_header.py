@@ -4,6 +4,9 @@ A file is the length of the header (8 bytes, little-endian), the header (a JSON 
 tensors; offsets count from the end of the header. Everything in it is taken for a claim and checked against
 the size of the file, so a TensorInfo that was handed out describes bytes that exist and fit its shape.
 Nothing is allocated but the header itself, and that not before its length is known to fit the file.
+
+Headers as exporters write them are read in C. It gives up at whatever is unusual, right or wrong, and leaves
+the header to the reader here, which takes what JSON allows and says what is wrong with the rest.
 """
 
 import math
@@ -14,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from moqext import _C
 from moqext.errors import CheckpointError
 from moqext.shard import Identity
 from moqext.untrusted import (
@@ -23,6 +27,7 @@ from moqext.untrusted import (
     is_text,
     open_file,
     parse_object,
+    refuse_many_values,
     type_name,
 )
 
@@ -114,16 +119,32 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     file = Path(path)
     text, identity = _read_text(file)
+    refuse_many_values(text, file, "the header")
+    data_begin = LENGTH_BYTES + len(text)
+    usual = _C.read_tensor_header(text, TensorInfo, file, data_begin, identity.size, DTYPE_BITS)
+    tensors, metadata = usual or read_unusual(text, file, identity.size)
+    holes = _find_holes(tensors, file, data_begin, identity.size)
+    return Header(tensors, metadata, holes, identity)
+
+
+def read_unusual(text: bytes, file: Path, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors and the metadata of a header that is read as any JSON document.
+
+    Args:
+        text: the header.
+        file: where it comes from.
+        size: of the file.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
     document = parse_object(text, file, "the header")
     metadata = _parse_metadata(document.pop("__metadata__", {}), file)
     if isinstance(document, RepeatedKeys):
         raise CheckpointError("the header names it twice", file=file, tensor=document.repeated[0])
     data_begin = LENGTH_BYTES + len(text)
-    tensors = {
-        name: _parse_tensor(name, entry, file, data_begin, identity.size) for name, entry in document.items()
-    }
-    holes = _find_holes(tensors, file, data_begin, identity.size)
-    return Header(tensors, metadata, holes, identity)
+    tensors = {name: _parse_tensor(name, entry, file, data_begin, size) for name, entry in document.items()}
+    return tensors, metadata
 
 
 def _read_text(file: Path) -> tuple[bytes, Identity]:

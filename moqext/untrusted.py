@@ -118,13 +118,7 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
         raise CheckpointError(f"{what} is not JSON: the file is empty", file=file)
     if (foreign := foreign_content(text[:HEAD_BYTES])) is not None:
         raise CheckpointError(foreign, file=file)
-    values = sum(map(text.count, (b",", b"[", b"{")))
-    limit = FREE_VALUES + len(text) // BYTES_PER_VALUE
-    if values > limit:
-        message = (
-            f"{what} has {values} commas and opening brackets in {len(text)} bytes, at most {limit} are read"
-        )
-        raise CheckpointError(message, file=file)
+    refuse_many_values(text, file, what)
     try:
         document = _parse(text.decode())
     except UnicodeDecodeError as error:
@@ -136,6 +130,19 @@ def parse_object(text: bytes, file: Path, what: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CheckpointError(f"{what}: expected an object, found {type_name(document)}", file=file)
     return document
+
+
+def refuse_many_values(text: bytes, file: Path, what: str) -> None:
+    """Raises CheckpointError for a document whose values would take far more memory than its text."""
+    if len(text) <= FREE_VALUES:
+        return
+    values = sum(map(text.count, (b",", b"[", b"{")))
+    limit = FREE_VALUES + len(text) // BYTES_PER_VALUE
+    if values > limit:
+        message = (
+            f"{what} has {values} commas and opening brackets in {len(text)} bytes, at most {limit} are read"
+        )
+        raise CheckpointError(message, file=file)
 
 
 def type_name(value: object) -> str:

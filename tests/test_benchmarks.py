@@ -344,6 +344,9 @@ def test_ways_in_vllm_stand_beside_its_own_of_the_same_mode(cpu_page: Any) -> No
     ]
     assert "| FP8 moqext | 30.0 (1.50×) |" in module.table(rows, False)
     assert "| FP8 moqext | 33.0 |" in module.table(rows, True)
+    about = {"environment": {"torch": "2", "date": "2026-11-26"}, "gpu": "H200", "vllm": "0.33", "note": ""}
+    failed = [{"name": "FP8 vLLM", "failed": "no kernel"}]
+    assert module.section({**about, "rows": rows + failed}) == module.section({**about, "rows": rows})
 
 
 def test_what_linears_add(cpu_page: Any) -> None:

@@ -1,6 +1,7 @@
 """The header reader: what it accepts, and that all else is a CheckpointError naming file and tensor."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from moqext import CheckpointError
-from moqext.tensor_header import MAX_HEADER_BYTES, MAX_RANK, read_header
+from moqext import _C, CheckpointError
+from moqext.tensor_header import (
+    DTYPE_BITS,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_RANK,
+    TensorInfo,
+    read_header,
+    read_unusual,
+)
 
 DATA = Path(__file__).parent / "data" / "checkpoints"
 GENUINE = sorted(DATA.glob("**/*.safetensors"))
@@ -264,3 +273,89 @@ def test_changed_genuine_files_are_read_or_refused(
         assert 8 <= info.begin <= info.end <= len(content)
     claimed = sum(info.nbytes for info in header.tensors.values()) + sum(e - b for b, e in header.holes)
     assert claimed == len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+def read_usual(text: bytes, path: Path, size: int) -> Any:
+    """What the reader in C makes of a header, None where it leaves it to the other."""
+    return _C.read_tensor_header(text, TensorInfo, path, LENGTH_BYTES + len(text), size, DTYPE_BITS)
+
+
+@pytest.mark.parametrize("path", GENUINE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_genuine_headers_are_usual(path: Path) -> None:
+    content = path.read_bytes()
+    text = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    found = read_usual(text, path, len(content))
+    assert found == read_unusual(text, path, len(content))
+    assert list(found[0]) == list(read_header(path).tensors)
+    with pytest.raises(AttributeError):
+        next(iter(found[0].values())).begin = 0
+
+
+SIZES = st.integers(0, 9) | st.sampled_from(
+    [2**31, 2**60, 2**63 - 1, 2**63, 2**64, 10**30, -1, 1.0, "1", None]
+)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "F32", "F4", "X9", "", "BF16"]) | st.just(8),
+        "shape": st.lists(SIZES, max_size=4) | st.lists(st.integers(0, 3), max_size=3),
+        "data_offsets": st.tuples(st.integers(0, 20), st.integers(0, 64)) | st.lists(SIZES, max_size=3),
+    },
+    optional={"extra": st.none()},
+)
+NAMES = st.text('ab.é𝄞\ud800\n"\\', max_size=4)
+RIGHT = st.lists(st.integers(0, 3), max_size=3).map(
+    lambda shape: {"dtype": "U8", "shape": shape, "data_offsets": [0, math.prod(shape)]}
+)
+METADATA = st.dictionaries(NAMES, NAMES, max_size=2) | st.just({"n": 1}) | st.none()
+
+
+@settings(max_examples=700, deadline=None)
+@given(
+    tensors=st.dictionaries(NAMES, RIGHT | RIGHT | ENTRIES, max_size=3),
+    metadata=METADATA,
+    indent=st.sampled_from([None, 0, 1]),
+    ascii=st.booleans(),
+    change=st.none() | CHANGES,
+)
+@example({"a": entry("U8", [2**63 - 1, 0], 0, 0)}, {}, None, True, None)
+@example({"a": entry("U8", [2**60 - 1], 0, 0)}, {}, None, True, None)
+@example({"a": entry("X9", [2**30, 2**30], 0, 0)}, {}, None, True, None)
+def test_both_readers_agree(tensors: Any, metadata: Any, indent: Any, ascii: bool, change: Any) -> None:
+    """What is read in C is what the other reader finds; what that one refuses is not read in C."""
+    header = tensors if metadata is None else {"__metadata__": metadata, **tensors}
+    text = json.dumps(header, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
+    if change:
+        text = changed(text, change)
+    path, size = Path("some.safetensors"), len(text) + 72
+    found = read_usual(text, path, size)
+    try:
+        expected = read_unusual(text, path, size)
+    except CheckpointError:
+        assert found is None
+    else:
+        assert found is None or found == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (b'{"b":%s,"a":%s}', ["b", "a"]),
+        (b' {"b" : %s ,\n\t"a":%s\r} ', ["b", "a"]),
+        (b'{"__metadata__":{"format":"pt"},"\xc3\xa9":%s,"":%s}', ["\u00e9", ""]),
+        (b'{"a":%s,"__metadata__":{},"b":%s}', ["a", "b"]),
+        (b'{"a":%s,"a":%s}', None),
+        (b'{"\\u0061":%s,"b":%s}', None),
+        (b'{"a":%s,"\xff":%s}', None),
+        (b'{"a":%s,"b":%s,}', None),
+        (b'{"a":%s "b":%s}', None),
+        (b'{,"a":%s,"b":%s}', None),
+        (b'{"a":%s,"b":%s}}', None),
+        (b'{"__metadata__":{},"a":%s,"__metadata__":{},"b":%s}', None),
+        (b'{"__metadata__":{"n":"1","n":"2"},"a":%s,"b":%s}', None),
+        (b'{"__metadata__":null,"a":%s,"b":%s}', None),
+    ],
+)
+def test_what_is_usual(text: bytes, names: list[str] | None) -> None:
+    text = text.replace(b"%s", b'{"shape":[],"data_offsets":[0,1],"dtype":"U8"}')
+    found = read_usual(text, Path("some.safetensors"), len(text) + 9)
+    assert names is None if found is None else list(found[0]) == names

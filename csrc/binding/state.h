@@ -46,6 +46,7 @@ int moq_add_quantize(PyObject *module, moq_state *state);
 int moq_add_rotary(PyObject *module, moq_state *state);
 int moq_add_route(PyObject *module, moq_state *state);
 int moq_add_tables(PyObject *module, moq_state *state);
+int moq_add_tensor_header(PyObject *module, moq_state *state);
 int moq_add_transfer(PyObject *module, moq_state *state);
 int moq_add_weight(PyObject *module, moq_state *state);
 

@@ -124,8 +124,19 @@ def moe() -> Iterator[bytes]:
         yield case[:4] + bytes([1, 3, 2, 2, 1, 2, 1, 0, 1, 1, 1, 1, 1]) + case[4:]
 
 
+def tensor_header() -> Iterator[bytes]:
+    """The first tensors of genuine headers, and their metadata."""
+    for path in sorted(DATA.glob("*/*/*.safetensors")):
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+        first = dict(itertools.islice(header.items(), 5))
+        yield b"\x28" + json.dumps(first, separators=(",", ":")).encode()
+        yield b"\x14" + json.dumps(dict(itertools.islice(header.items(), 2)), indent=1).encode() + b"  \n"
+
+
 TARGETS = {
     "names": names,
+    "tensor_header": tensor_header,
     "config": config,
     "formats": formats,
     "quantize": quantize,
