@@ -28,7 +28,7 @@ at most and by half of that and more in few of a million sums; one 32 does not k
 _OFTEN = 2.0
 """Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
-_CORE_KERNELS = ("cuda:sm90_fp8_many",)
+_CORE_KERNELS = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
