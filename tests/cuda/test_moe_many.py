@@ -45,7 +45,7 @@ def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **option
 
 
 def deciding_stacks(rng: Any, kernel: str, algo: str, *sizes: int, **options: Any) -> dict[str, np.ndarray]:
-    """Stacks, for FP8 products of first ones without a rounding: g is then what it has to be, code by code."""
+    """Stacks, for FP8 products of a first one without a rounding: g is what it has to be, code by code."""
     stacks = random_stacks(rng, algo, *sizes, **options)
     return make_sums_exact(rng, algo, stacks) if sums_in_cores(kernel) else stacks
 

@@ -10,16 +10,21 @@
 #define STEPS   25e-6
 #define BETWEEN 3.6e12
 
-/* What tiles of a way do, of H200: weights folded a second, for each tile again; products a second,
- * promoted; and a part of them that folding does not cover. */
+/* Rows of an expert in the mean below which nothing was measured, and what is added there so that
+ * the kernel for any chip is taken. */
+#define LEAST_ROWS 4
+#define NOT_KNOWN  1.6
+
+/* What tiles of a way do, of H200: weights a second that all blocks fold and multiply with no rows,
+ * for each tile again, and products a second. The two add up: times of Qwen3-30B-A3B from 256 to
+ * 4096 tokens are met within 4 %. */
 typedef struct {
-    double fold, products;
     int rows;
+    double fold, products;
 } pace;
 
-static const pace WAYS[MOQ_MOE_FOLDED_WAYS] = {{4.8e12, 3.0e14, MOQ_MOE_FOLDED_ROWS},
-                                               {2.6e12, 4.6e14, MOQ_MOE_FOLDED_WIDE}};
-#define EXPONENT 3.0
+static const pace WAYS[MOQ_MOE_FOLDED_WAYS] = {{MOQ_MOE_FOLDED_ROWS, 3.58e12, 4.83e14},
+                                               {MOQ_MOE_FOLDED_WIDE, 3.03e12, 5.75e14}};
 
 /* Experts that have a slot, as they are expected of a router that likes all. */
 static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
@@ -35,6 +40,14 @@ static double tiles_of(double rows, double most) {
     return sum / 3;
 }
 
+/* Weights that all blocks together have folded when the last is done, of one product: pairs of
+ * blocks take tiles of 256 rows of W in turn. */
+static double folded(const moq_linear_spec *spec, double tiles) {
+    double pairs = fmax(1, spec->target.sm_count / 2),
+           along = ceil((double)spec->out_features / 256);
+    return ceil(tiles * along / pairs) * pairs * 256 * (double)spec->in_features;
+}
+
 static double seconds(const moq_moe_spec *spec, int64_t tokens, int way) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
     const pace *p = &WAYS[way];
@@ -42,11 +55,12 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int way) {
     double h = (double)w13->in_features, i = (double)w2->in_features;
     double weights = h * (double)w13->out_features + i * (double)w2->out_features;
     double active = active_experts(spec, tokens);
-    double folded = active * weights * tiles_of(slots / active, p->rows) /
-                    moq_matrix_rate(&w13->target, p->fold);
+    double tiles = active * tiles_of(slots / active, p->rows);
+    double fold = (folded(w13, tiles) + folded(w2, tiles)) / moq_matrix_rate(&w13->target, p->fold);
     double products = slots * weights / moq_matrix_rate(&w13->target, p->products);
     double between = slots * (5 * h + 6 * i) / moq_memory_rate(&w13->target, BETWEEN);
-    return STEPS + between + pow(pow(folded, EXPONENT) + pow(products, EXPONENT), 1 / EXPONENT);
+    double all = STEPS + between + fold + products;
+    return slots < LEAST_ROWS * active ? NOT_KNOWN * all : all;
 }
 
 /* Layers without a gate have the small tiles alone. */

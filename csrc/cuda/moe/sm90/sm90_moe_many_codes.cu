@@ -16,14 +16,16 @@ namespace moq::moe_many {
 #define KEPT       4
 #define SPAN       (32 * 16) /* columns that a warp has at a time */
 
-/* What a warp makes: the rows of a token's slots, the row of a slot, or a row of g. */
-typedef enum { OF_TOKEN, OF_SLOT, OF_G } code_source;
+/* What a warp makes: the rows of a token's slots, a row of g, or a row of either by itself that has
+ * a weight or factors. */
+typedef enum { OF_TOKEN, OF_G, TREATED } code_source;
 
 typedef struct {
     moq_rows from; /* x from the chunk's first token on, or g */
     moe::slot_groups groups;
     int k, top_k;
-    int count; /* of warps that may have something to do */
+    int count;   /* of warps that may have something to do */
+    bool by_row; /* TREATED: rows of g, not of x */
     int64_t first;
     const float *weights; /* of the router, on the input, or NULL */
     moe::slot_tensor weight_at;
@@ -44,8 +46,8 @@ static __device__ __forceinline__ void multiply_and_round(moq_dtype dtype, float
                                                           const float (&by)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
-        uint32_t pair = moq_narrow_pair(dtype, __fmul_rn(value[i], by[i]),
-                                        __fmul_rn(value[i + 1], by[i + 1]));
+        uint32_t pair =
+            moq_narrow_pair(dtype, __fmul_rn(value[i], by[i]), __fmul_rn(value[i + 1], by[i + 1]));
         float2 rounded = moq_widen_pair(pair, dtype);
         value[i] = rounded.x;
         value[i + 1] = rounded.y;
@@ -53,31 +55,31 @@ static __device__ __forceinline__ void multiply_and_round(moq_dtype dtype, float
 }
 
 template <code_source SOURCE>
-static __device__ __forceinline__ void treat(const code_args *a, const value_row *v, int column,
+static __device__ __forceinline__ void treat(const moq_rows *from, const value_row *v, int column,
                                              const moq_chunk *chunk, float (&value)[16]) {
     float by[16];
-    moq_widen(&a->from, chunk, value);
-    if (SOURCE == OF_SLOT && v->weighted) {
+    moq_widen(from, chunk, value);
+    if (SOURCE == TREATED && v->weighted) {
 #pragma unroll
         for (int i = 0; i < 16; i++)
             by[i] = v->weight;
-        multiply_and_round(a->from.dtype, value, by);
+        multiply_and_round(from->dtype, value, by);
     }
-    if (SOURCE != OF_TOKEN && v->smooth) {
+    if (SOURCE == TREATED && v->smooth) {
 #pragma unroll
         for (int i = 0; i < 16; i++)
             by[i] = v->smooth[column + i];
-        multiply_and_round(a->from.dtype, value, by);
+        multiply_and_round(from->dtype, value, by);
     }
 }
 
 template <code_source SOURCE>
-static __device__ __forceinline__ uint32_t find_amax(const code_args *a, const value_row *v,
+static __device__ __forceinline__ uint32_t find_amax(const moq_rows *from, const value_row *v,
                                                      int column, const moq_chunk *chunk) {
     float value[16];
-    if (SOURCE == OF_TOKEN || (SOURCE == OF_G && !v->smooth))
-        return moq_chunk_amax_bits(chunk, false, a->from.dtype);
-    treat<SOURCE>(a, v, column, chunk, value);
+    if (SOURCE != TREATED)
+        return moq_chunk_amax_bits(chunk, false, from->dtype);
+    treat<SOURCE>(from, v, column, chunk, value);
     return moq_amax_bits(value);
 }
 
@@ -87,15 +89,38 @@ static __device__ __forceinline__ int row_of(const code_args *a, int number, int
     return SOURCE == OF_TOKEN ? a->groups.row[(int64_t)number * a->top_k + slot] : number;
 }
 
+/* What quotients beyond the ordinary ones take (moq_divide): apart, so that the code of others
+ * stays short. */
+static __device__ __noinline__ void divide_slowly(float *value, float scale) {
+#pragma unroll 1
+    for (int i = 0; i < 16; i++)
+        value[i] = __fdiv_rn(value[i], scale);
+}
+
+/* moq_codes_divided for scales of moq_token_scale. */
+static __device__ __forceinline__ uint4 divided_codes(float (&value)[16], float scale) {
+    if (scale < 1e30f) {
+        moq_divide(value, scale, true);
+        return moq_e4m3_codes(value);
+    }
+    float copy[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        copy[i] = value[i];
+    divide_slowly(copy, scale);
+    return moq_e4m3_codes(copy);
+}
+
 template <code_source SOURCE>
-static __device__ __forceinline__ void store_codes(const code_args *a, const value_row *v,
-                                                   int number, int column, const moq_chunk *chunk,
-                                                   float scale) {
+static __device__ __forceinline__ void store_codes(const code_args *a, const moq_rows *from,
+                                                   const value_row *v, int number, int column,
+                                                   const moq_chunk *chunk, float scale) {
     float value[16];
-    treat<SOURCE>(a, v, column, chunk, value);
-    uint4 c = moq_codes_divided(value, scale);
+    treat<SOURCE>(from, v, column, chunk, value);
+    uint4 c = divided_codes(value, scale);
     c = make_uint4(__byte_perm(c.x, c.z, 0x5410), __byte_perm(c.x, c.z, 0x7632),
                    __byte_perm(c.y, c.w, 0x5410), __byte_perm(c.y, c.w, 0x7632));
+#pragma unroll 1
     for (int slot = 0; slot < (SOURCE == OF_TOKEN ? a->top_k : 1); slot++) {
         int row = row_of<SOURCE>(a, number, slot);
         if (row >= 0)
@@ -111,13 +136,15 @@ static __device__ __forceinline__ bool find_values(const code_args *a, int numbe
         return false;
     if (SOURCE == OF_TOKEN)
         return true;
-    int slot = number < a->groups.count[0] ? a->groups.slot[number] : -1;
-    if (slot < 0)
+    if (number >= a->groups.count[0]) /* before that no row is without a slot */
         return false;
-    if (a->smooth)
-        v->smooth = a->smooth + (int64_t)a->groups.owner[number] * a->k;
     if (SOURCE == OF_G)
         return true;
+    if (a->smooth)
+        v->smooth = a->smooth + (int64_t)a->groups.owner[number] * a->k;
+    if (a->by_row)
+        return true;
+    int slot = a->groups.slot[number];
     v->from = slot / a->top_k;
     v->weighted = a->weights != NULL;
     if (v->weighted)
@@ -126,11 +153,20 @@ static __device__ __forceinline__ bool find_values(const code_args *a, int numbe
     return true;
 }
 
-template <code_source SOURCE>
+/* The chunks of a lane from a column on. */
+static __device__ __forceinline__ void load_chunks(const moq_rows *from, int row, int k, int first,
+                                                   moq_chunk (&kept)[KEPT]) {
+#pragma unroll
+    for (int i = 0; i < KEPT; i++)
+        if (first + SPAN * i < k)
+            kept[i] = moq_load_chunk(from, row, first + SPAN * i);
+}
+
+template <code_source SOURCE, moq_dtype DTYPE>
 static __global__ void __launch_bounds__(32 * CODE_WARPS)
     make_codes(const __grid_constant__ code_args a) {
     int number = (int)(blockIdx.x * CODE_WARPS + threadIdx.x / 32), lane = threadIdx.x % 32;
-    int first = lane * 16;
+    moq_rows from = {a.from.data, a.from.stride, DTYPE};
     uint32_t most = 0;
     moq_chunk kept[KEPT];
     value_row v;
@@ -138,17 +174,14 @@ static __global__ void __launch_bounds__(32 * CODE_WARPS)
     wait_for_predecessor();
     if (!find_values<SOURCE>(&a, number, &v))
         return;
+#pragma unroll 1
+    for (int base = (a.k - 1) / (KEPT * SPAN) * (KEPT * SPAN); base >= 0; base -= KEPT * SPAN) {
+        int first = base + lane * 16;
+        load_chunks(&from, v.from, a.k, first, kept);
 #pragma unroll
-    for (int i = 0; i < KEPT; i++)
-        if (first + SPAN * i < a.k)
-            kept[i] = moq_load_chunk(&a.from, v.from, first + SPAN * i);
-#pragma unroll
-    for (int i = 0; i < KEPT; i++)
-        if (first + SPAN * i < a.k)
-            most = max(most, find_amax<SOURCE>(&a, &v, first + SPAN * i, &kept[i]));
-    for (int column = first + SPAN * KEPT; column < a.k; column += SPAN) {
-        moq_chunk chunk = moq_load_chunk(&a.from, v.from, column);
-        most = max(most, find_amax<SOURCE>(&a, &v, column, &chunk));
+        for (int i = 0; i < KEPT; i++)
+            if (first + SPAN * i < a.k)
+                most = max(most, find_amax<SOURCE>(&from, &v, first + SPAN * i, &kept[i]));
     }
     float scale = moq_token_scale(__uint_as_float(moq_max_of_lanes(most, 32)));
     for (int slot = lane; slot < (SOURCE == OF_TOKEN ? a.top_k : 1); slot += 32) {
@@ -156,13 +189,14 @@ static __global__ void __launch_bounds__(32 * CODE_WARPS)
         if (row >= 0)
             a.scales[row] = scale;
     }
+#pragma unroll 1
+    for (int first = lane * 16; first - lane * 16 < a.k; first += KEPT * SPAN) {
+        if (first >= KEPT * SPAN)
+            load_chunks(&from, v.from, a.k, first, kept);
 #pragma unroll
-    for (int i = 0; i < KEPT; i++)
-        if (first + SPAN * i < a.k)
-            store_codes<SOURCE>(&a, &v, number, first + SPAN * i, &kept[i], scale);
-    for (int column = first + SPAN * KEPT; column < a.k; column += SPAN) {
-        moq_chunk chunk = moq_load_chunk(&a.from, v.from, column);
-        store_codes<SOURCE>(&a, &v, number, column, &chunk, scale);
+        for (int i = 0; i < KEPT; i++)
+            if (first + SPAN * i < a.k)
+                store_codes<SOURCE>(&a, &from, &v, number, first + SPAN * i, &kept[i], scale);
     }
 }
 
@@ -170,8 +204,10 @@ static __global__ void __launch_bounds__(32 * CODE_WARPS)
 
 template <code_source SOURCE>
 static moq_status launch(code_args *a, const moe::slot_chunk *chunk, moq_err *err) {
+    bool bf16 = a->from.dtype == MOQ_DT_BF16;
     moq_launch launch = {.what = "rows of experts",
-                         .kernel = (const void *)make_codes<SOURCE>,
+                         .kernel = bf16 ? (const void *)make_codes<SOURCE, MOQ_DT_BF16>
+                                        : (const void *)make_codes<SOURCE, MOQ_DT_F16>,
                          .grid = dim3((unsigned)((a->count + CODE_WARPS - 1) / CODE_WARPS)),
                          .block = dim3(32 * CODE_WARPS),
                          .stream = (cudaStream_t)chunk->call->stream,
@@ -196,7 +232,7 @@ static code_args args_of(const moe::slot_chunk *chunk, const moe::slot_groups *g
 }
 
 moq_status make_row_codes_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                           const code_rows *rows, moq_err *err) {
+                               const code_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     code_args a = args_of(chunk, groups, &call->spec->w13, &call->w13, rows);
     a.from = moq_rows_of(call->x);
@@ -206,18 +242,19 @@ moq_status make_row_codes_of_x(const moe::slot_chunk *chunk, const moe::slot_gro
         a.weight_at = moe::slot_tensor_of(call->weights);
     }
     if (a.weights || a.smooth)
-        return launch<OF_SLOT>(&a, chunk, err);
+        return launch<TREATED>(&a, chunk, err);
     a.count = (int)chunk->tokens;
     return launch<OF_TOKEN>(&a, chunk, err);
 }
 
 moq_status make_row_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                           const void *g, const code_rows *rows, moq_err *err) {
+                               const void *g, const code_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     const moq_linear_spec *w2 = &call->spec->w2;
     code_args a = args_of(chunk, groups, w2, &call->w2, rows);
     a.from = {g, w2->in_features, w2->dtype};
-    return launch<OF_G>(&a, chunk, err);
+    a.by_row = true;
+    return a.smooth ? launch<TREATED>(&a, chunk, err) : launch<OF_G>(&a, chunk, err);
 }
 
 } // namespace moq::moe_many

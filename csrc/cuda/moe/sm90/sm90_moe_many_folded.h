@@ -2,11 +2,11 @@
  * how weights become operands in shared memory, and how they meet rows.
  *
  * A tile is 64 rows of W and the 64 rows beside them, gate and up of the same columns or, of other
- * products, the next ones, by rows of an expert's tokens, which are the columns of the products. One
- * warpgroup, or two, does nothing but fold (device/nvfp4_fold.h); it puts rows of the first 64 and
- * of the others in turns of eight, so that the two rows that a thread of wgmma has are of both.
- * Two warpgroups multiply, operands in registers, a part of the tokens after the other, and add what
- * 128 columns give to float32 sums, as FP8 wgmma keeps about 14 bits of its own.
+ * products, the next ones, by rows of an expert's tokens, which are the columns of the products.
+ * One warpgroup, or two, does nothing but fold (device/nvfp4_fold.h); it puts rows of the first 64
+ * and of the others in turns of eight, so that the two rows that a thread of wgmma has are of both.
+ * Two warpgroups multiply, operands in registers, a part of the tokens after the other, and add
+ * what 128 columns give to float32 sums, as FP8 wgmma keeps about 14 bits of its own.
  *
  * Two blocks of a cluster have the same rows and neighbouring rows of W. Each copies half of the
  * rows to both: L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/moe.md). */
@@ -22,8 +22,7 @@ namespace moq::moe_many {
 
 #define MULTIPLIERS    256 /* threads of the two warpgroups that multiply */
 #define FOLDED_COPIERS 128
-#define FOLDED_STAGES  6 /* at most, as packed ones */
-#define PACKED_STAGES  8
+#define FOLDED_STAGES  6 /* at most */
 #define FOLDED_STEP    128
 #define PACKED_SLAB    (2 * MOQ_PACK_BYTES) /* of a step */
 #define PACKED_BOX     (4 * PACKED_SLAB)    /* of 64 rows */
@@ -43,13 +42,11 @@ template <bool WIDE, int N_, int PARTS_> struct folded_tile {
     static constexpr int folders = WIDE ? 128 : 256;
     static constexpr int registers = WIDE ? 224 : 160, folder_registers = WIDE ? 40 : 64;
     static constexpr int threads = MULTIPLIERS + folders + FOLDED_COPIERS;
-    static constexpr int least_packed = WIDE ? 3 : 5; /* stages of packed weights */
 };
 
 typedef struct {
     gemm_args gemm;
     const float *fold_scale; /* [E, n] */
-    int packed_stages;
 } folded_args;
 
 /* ---- tiles ---- */
@@ -85,7 +82,7 @@ typedef struct {
     uint32_t rows, operands, empty, packed, unpacked;
 } folded_barriers;
 
-#define FOLDED_BARRIERS (3 * FOLDED_STAGES + 2 * PACKED_STAGES)
+#define FOLDED_BARRIERS (5 * FOLDED_STAGES)
 
 /* By all threads, before anything else. */
 template <class S>
@@ -93,14 +90,12 @@ static __device__ __forceinline__ folded_barriers make_folded_barriers(const fol
                                                                        uint64_t *memory) {
     uint32_t first = fixed_shared_address(memory);
     folded_barriers b = {first, first + 8 * FOLDED_STAGES, first + 16 * FOLDED_STAGES,
-                         first + 24 * FOLDED_STAGES, first + 24 * FOLDED_STAGES + 8 * PACKED_STAGES};
+                         first + 24 * FOLDED_STAGES, first + 32 * FOLDED_STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < f->gemm.stages; i++) {
             mbarrier_init(b.rows + 8u * i, 1);
             mbarrier_init(b.operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
             mbarrier_init(b.empty + 8u * i, MULTIPLIERS / 32 * 2 * WARP_ARRIVALS);
-        }
-        for (int i = 0; i < f->packed_stages; i++) {
             mbarrier_init(b.packed + 8u * i, 1);
             mbarrier_init(b.unpacked + 8u * i, S::folders / 32 * WARP_ARRIVALS);
         }
@@ -134,8 +129,9 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if (step == 0)
-                    bytes[half] = 4u * (uint32_t)max(0, min(64, end_of_rows<USE>(a, half) -
-                                                                    first_row<USE>(a, p.along, half)));
+                    bytes[half] =
+                        4u * (uint32_t)max(0, min(64, end_of_rows<USE>(a, half) -
+                                                          first_row<USE>(a, p.along, half)));
             mbarrier_expect(full, 2 * PACKED_BOX + bytes[0] + bytes[1]);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -147,17 +143,16 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
                                f->fold_scale + (int64_t)p.rows.expert * a->n + row, bytes[half],
                                full);
             }
-            advance(&slot, f->packed_stages);
+            advance(&slot, a->stages);
         }
     }
 }
 
 /* Rows in boxes of S::box_rows, every other one of this block, for both. */
 template <class S>
-static __device__ __forceinline__ void produce_shared_rows(const gemm_args *a,
-                                                           const CUtensorMap *map,
-                                                           const folded_barriers *b,
-                                                           uint32_t ring) {
+static __device__ __forceinline__ void
+produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_barriers *b,
+                    uint32_t ring) {
     int rank = (int)rank_in_cluster();
     ring_place slot = {0, 0};
     uint64_t policy = policy_evict_normal();
@@ -199,33 +194,33 @@ static __device__ __forceinline__ uint32_t read_folds(uint32_t from) {
                           __uint_as_float(load_shared_word(at + 32)));
 }
 
-/* A warp has slab `warp % 4` of both halves, both units of a step or, where there are eight warps,
- * unit `warp / 4`. `packed` and `operands` are the rings. */
+/* Folds the weights of all steps of a block. A warp has slab `warp % 4` of both halves, both units
+ * of a step or, where there are eight warps, unit `warp / 4`. `packed` and `operands` are the
+ * rings. */
 template <class S>
-static __device__ __forceinline__ void fold_weights(const folded_args *f, const folded_barriers *b,
+static __device__ __forceinline__ void fold_weights(const gemm_args *a, const folded_barriers *b,
                                                     uint32_t packed, uint32_t operands, int warp) {
     constexpr int UNITS = S::wide ? 4 : 2; /* of both halves in turn */
-    const gemm_args *a = &f->gemm;
     int slab = warp % 4, unit = S::wide ? 0 : warp / 4;
     uint32_t own = packed + slab * PACKED_SLAB + unit * MOQ_PACK_BYTES;
     uint32_t out = operands + 2 * slab * OPERAND_SLAB + unit * OPERAND_UNIT + threadIdx.x % 32 * 8;
     uint32_t folds_at = packed + PACKED_FOLDS + slab * 64;
-    ring_place from = {0, 0}, to = {0, 0};
+    ring_place slot = {0, 0};
     wait_for_predecessor();
     for (tile_queue q = folded_queue(a); q.number < q.end; q.number += q.stride) {
         uint32_t folds[2] = {0, 0};
 #pragma unroll 1
         for (int step = 0; step < a->steps; step++) {
-            uint32_t in = own + (uint32_t)(from.index * PACKED_STAGE);
-            uint32_t at = out + (uint32_t)(to.index * OPERAND_STAGE);
-            mbarrier_wait(b->packed + 8u * from.index, from.parity);
+            uint32_t in = own + (uint32_t)(slot.index * PACKED_STAGE);
+            uint32_t to = out + (uint32_t)(slot.index * OPERAND_STAGE);
+            mbarrier_wait(b->packed + 8u * slot.index, slot.parity);
+            nvfp4_many::packed_unit next = nvfp4_many::load_unit(in);
             if (step == 0) {
-                uint32_t first = folds_at + (uint32_t)(from.index * PACKED_STAGE);
+                uint32_t first = folds_at + (uint32_t)(slot.index * PACKED_STAGE);
                 folds[0] = read_folds(first);
                 folds[1] = read_folds(first + 256);
             }
-            nvfp4_many::packed_unit next = nvfp4_many::load_unit(in);
-            mbarrier_wait(b->empty + 8u * to.index, to.parity ^ 1);
+            mbarrier_wait(b->empty + 8u * slot.index, slot.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < UNITS; i++) {
                 nvfp4_many::packed_unit now = next;
@@ -234,12 +229,11 @@ static __device__ __forceinline__ void fold_weights(const folded_args *f, const 
                     next = nvfp4_many::load_unit(in + (i + 1) % 2 * PACKED_BOX +
                                                  (i + 1) / 2 * MOQ_PACK_BYTES);
                 moq_fold_unit(now.codes, now.scales, folds[i % 2], code);
-                store_folded(at + i % 2 * 256 + i / 2 * OPERAND_UNIT, code);
+                store_folded(to + i % 2 * 256 + i / 2 * OPERAND_UNIT, code);
             }
-            warp_releases<false>(b->unpacked + 8u * from.index);
-            warp_releases<false>(b->operands + 8u * to.index);
-            advance(&from, f->packed_stages);
-            advance(&to, a->stages);
+            warp_releases<false>(b->unpacked + 8u * slot.index);
+            warp_releases<false>(b->operands + 8u * slot.index);
+            advance(&slot, a->stages);
         }
     }
 }

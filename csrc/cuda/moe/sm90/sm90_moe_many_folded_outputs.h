@@ -20,10 +20,10 @@ namespace moq::moe_many {
 /* store_box_2d (device/ptx.h), as one of several that commit_boxes() makes a group. */
 static __device__ __forceinline__ void put_box_2d(const CUtensorMap *map, int c0, int c1,
                                                   uint32_t from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
-                     map),
-                 "r"(c0), "r"(c1), "r"(from)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+        "r"(c0), "r"(c1), "r"(from)
+        : "memory");
 }
 
 static __device__ __forceinline__ void commit_boxes(void) {
@@ -95,15 +95,17 @@ static __device__ __forceinline__ void choose_sums(const float (&sum)[ALL], int 
                                                    float (&own)[16]) {
 #pragma unroll
     for (int i = 0; i < (ALL + 15) / 16; i++)
-        if (chunk == i)
+        if (chunk == i) {
+            asm volatile(""); /* a branch, not a choice for each number */
 #pragma unroll
             for (int k = 0; k < 16; k++)
                 own[k] = 16 * i + k < ALL ? sum[16 * i + k] : 0.0f;
+        }
 }
 
 /* The four sums of eight tokens, finished: those of the first half's row, then of the second's. */
-static __device__ __forceinline__ void finish_four(const terms *e, const float *x,
-                                                   const float *sum, float (&value)[4]) {
+static __device__ __forceinline__ void finish_four(const terms *e, const float *x, const float *sum,
+                                                   float (&value)[4]) {
     float2 own = *(const float2 *)(x + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -132,8 +134,7 @@ static __device__ __forceinline__ void park_g(const gemm_args *a, uint32_t room,
     }
 #pragma unroll
     for (int i = 0; i < KINDS; i++)
-        store_matrices_turned(room + i * (OUT_ROWS * 64) + lane * 64 +
-                                  (piece ^ lane / 2 % 4) * 16,
+        store_matrices_turned(room + i * (OUT_ROWS * 64) + lane * 64 + (piece ^ lane / 2 % 4) * 16,
                               matrix[i]);
 }
 
@@ -145,8 +146,8 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, uint32_t room
 #pragma unroll
     for (int half = 0; half < (USE == OF_ONE ? 2 : 1); half++) {
         int column = first_column<USE>(a, p, group, half) + piece * 8;
-        uint4 word = load_shared(room + half * (OUT_ROWS * 64) + token * 64 +
-                                 (piece ^ token / 2 % 4) * 16);
+        uint4 word =
+            load_shared(room + half * (OUT_ROWS * 64) + token * 64 + (piece ^ token / 2 % 4) * 16);
         if (token < count && column < end_of_rows<USE>(a, half))
             *(uint4 *)((uint16_t *)a->out.data + (row + token) * a->out.stride + column) = word;
     }
@@ -195,8 +196,7 @@ static __device__ __forceinline__ void carry_d(const gemm_args *a, uint32_t room
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < count * 16; i += 128) {
         int token = i / 16, half = i / 8 % 2, piece = i % 8, n = column + half * 64 + piece * 4;
-        uint4 word =
-            load_shared(room + half * OUT_HALF + token * 128 + (piece ^ token % 8) * 16);
+        uint4 word = load_shared(room + half * OUT_HALF + token * 128 + (piece ^ token % 8) * 16);
         if (n < a->n)
             *(uint4 *)(a->d + (row + token) * a->n + n) = word;
     }

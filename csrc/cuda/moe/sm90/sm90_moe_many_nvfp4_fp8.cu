@@ -37,7 +37,7 @@ static __device__ __forceinline__ void make_fitting_tile(const folded_args *f, c
         make_folded_tile<folded_tile<WIDE, LEAST, 1>, USE>(f, t, p, slot, group, w);
     else if (rows <= SOME)
         make_folded_tile<folded_tile<WIDE, SOME / (WIDE ? 2 : 1), WIDE ? 2 : 1>, USE>(f, t, p, slot,
-                                                                                     group, w);
+                                                                                      group, w);
     else
         make_folded_tile<S, USE>(f, t, p, slot, group, w);
 }
@@ -60,7 +60,8 @@ template <class S, product_use USE>
 static __global__ void __launch_bounds__(S::threads, 1)
     experts_folded(const __grid_constant__ CUtensorMap weights,
                    const __grid_constant__ CUtensorMap rows,
-                   const __grid_constant__ CUtensorMap outputs, const __grid_constant__ folded_args f) {
+                   const __grid_constant__ CUtensorMap outputs,
+                   const __grid_constant__ folded_args f) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[FOLDED_BARRIERS];
     __shared__ __align__(16) folded_board boards[2];
@@ -77,7 +78,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
         consume_folded<S, USE>(&f, &t, group, &w);
     } else if (warp < (MULTIPLIERS + S::folders) / 32) {
         fewer_registers<S::folder_registers>();
-        fold_weights<S>(&f, &b, packed, operands, warp - MULTIPLIERS / 32);
+        fold_weights<S>(&f.gemm, &b, packed, operands, warp - MULTIPLIERS / 32);
     } else {
         fewer_registers<24>();
         if (threadIdx.x == MULTIPLIERS + S::folders)
@@ -93,7 +94,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
 
 /* What a launch needs to know of a shape: the kernels by what they are for. */
 typedef struct {
-    int stage, packed_stages, box_rows, threads;
+    int stage, box_rows, threads;
     const void *kernel[3];
 } folded_variant;
 
@@ -102,26 +103,20 @@ template <bool WIDE> static folded_variant folded_variant_of(void) {
     const void *one = NULL; /* such layers have small tiles */
     if constexpr (!WIDE)
         one = (const void *)experts_folded<S, OF_ONE>;
-    return {S::token_bytes + OPERAND_STAGE,
-            S::least_packed,
+    return {S::token_bytes + OPERAND_STAGE + PACKED_STAGE,
             S::box_rows,
             S::threads,
             {(const void *)experts_folded<S, OF_GATE_AND_UP>, one,
              (const void *)experts_folded<S, OF_D>}};
 }
 
-/* As many stages as fit beside the packed ones, and more of those in what is left. Dynamic shared
- * memory is returned. */
+/* As many stages as fit. Dynamic shared memory is returned. */
 static int lay_out_folded(folded_args *f, const folded_variant *v, int limit) {
     int fixed = 1024 + FOLDED_BARRIERS * 8 + 2 * (int)sizeof(folded_board) + OUT_BYTES;
-    int left = limit - fixed - v->packed_stages * PACKED_STAGE;
-    f->gemm.stages = left / v->stage < FOLDED_STAGES ? left / v->stage : FOLDED_STAGES;
-    left -= f->gemm.stages * v->stage;
-    f->packed_stages = v->packed_stages + left / PACKED_STAGE;
-    if (f->packed_stages > PACKED_STAGES)
-        f->packed_stages = PACKED_STAGES;
-    MOQ_ASSERT(f->gemm.stages >= 2);
-    return f->gemm.stages * v->stage + f->packed_stages * PACKED_STAGE + OUT_BYTES;
+    int stages = (limit - fixed) / v->stage;
+    f->gemm.stages = stages < FOLDED_STAGES ? stages : FOLDED_STAGES;
+    MOQ_ASSERT(f->gemm.stages >= 2); /* one is folded while one is multiplied */
+    return f->gemm.stages * v->stage + OUT_BYTES;
 }
 
 moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err) {
@@ -135,7 +130,7 @@ moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err) {
     CUtensorMap weights, rows, outputs;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     folded_args f = {args_of(p, (k + FOLDED_STEP - 1) / FOLDED_STEP, slabs, 1),
-                     e->weight->fold_scale, 0};
+                     e->weight->fold_scale};
     f.gemm.x_scale = (const float *)e->rows->scales;
     int shared = lay_out_folded(&f, &v, device.shared_per_block);
     int64_t tiles = e->tiles * ((f.gemm.row_tiles + 1) / 2);
