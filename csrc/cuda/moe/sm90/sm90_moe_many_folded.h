@@ -32,8 +32,8 @@ namespace moq::moe_many {
 #define OPERAND_SLAB   (2 * OPERAND_UNIT)
 #define OPERAND_STAGE  (8 * OPERAND_SLAB)
 
-/* Up to 160 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Few rows are bound by
- * folding, so that twice as many threads fold. */
+/* Up to 160 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
+ * registers for twice as many threads that fold. */
 template <bool WIDE, int N_, int PARTS_> struct folded_tile {
     static constexpr bool wide = WIDE;
     static constexpr int N = N_, PARTS = PARTS_, T = N * PARTS;

@@ -2,10 +2,10 @@
  * a scale a row, their columns in the order of operands (moq_cuda_quantize.paired), by the experts'
  * packed weights, folded to e4m3, in tiles of sm90_moe_many_folded.h.
  *
- * A step is 128 columns. What bounds it (docs/lab/moe.md): folding its 16384 weights, which takes a
- * warp 219 cycles a unit of 1024 alone and some 400 beside products whose sums are promoted, so
- * 1600 cycles with one warpgroup that folds; products with 288 rows take 1152, and L2 has to
- * deliver 27 kB. */
+ * A step is 128 columns. With 288 rows its products take the tensor cores 1152 cycles, folding its
+ * 16384 weights takes one warpgroup 900, and L2 has to deliver 27 kB; but it takes 2200, as the
+ * warpgroups that multiply issue their products and add up sums one after the other, and outputs of
+ * a tile 12000 (docs/lab/moe.md). With few rows it takes 1500, of which folding is 700. */
 #include "cuda/moe/sm90/sm90_moe_many_folded.h"
 #include "cuda/moe/sm90/sm90_moe_many_folded_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
