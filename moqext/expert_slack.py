@@ -28,7 +28,7 @@ at most and by half of that and more in few of a million sums; one 32 does not k
 _OFTEN = 2.0
 """Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
-_CORE_KERNELS = ("cuda:sm90_fp8_many",)
+_CORE_KERNELS = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -118,9 +118,12 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
 def _reach(low: F32, high: F32, down: Params, weight: F64, options: dict[str, Any]) -> F64:
     """How far the sums of the second projection may move, [rows, H]."""
     kind = treatment(options["quant_algo"], options.get("compute", "exact"))
-    if options.get("in_cores", False) and kind in ("token", "group"):
-        apart = _apart_by_scales(low, high, kind)
-        return np.asarray(_OFTEN * np.sqrt(np.square(apart) @ np.square(weight).T), np.float64)
+    if kind in ("token", "group"):
+        ends = _smoothed(low, down, options), _smoothed(high, down, options)
+        apart = _apart_by_scales(np.minimum(*ends), np.maximum(*ends), kind)
+        if options.get("in_cores", False):
+            return np.asarray(_OFTEN * np.sqrt(np.square(apart) @ np.square(weight).T), np.float64)
+        return np.asarray(apart @ np.abs(weight).T, np.float64)
     apart = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
     return np.asarray(apart @ np.abs(weight).T, np.float64)
 
@@ -152,10 +155,16 @@ def _error_of_sums(a: F64, weight: F64, bias: Any, in_cores: bool) -> F64:
     return error + _CORE_SUMS * np.sqrt(np.square(a) @ np.square(weight).T) if in_cores else error
 
 
+def _smoothed(h: F32, part: Params, options: dict[str, Any]) -> F32:
+    """What is quantized: h, or its product with pre_quant_scale."""
+    if "pre_quant_scale" not in part:
+        return h
+    product = (h * reference.as_float32(part["pre_quant_scale"])).astype(np.float64)
+    return np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
+
+
 def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:
     """What the quantized activations of a projection stand for."""
-    if "pre_quant_scale" in part:
-        product = (h * reference.as_float32(part["pre_quant_scale"])).astype(np.float64)
-        h = np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
+    h = _smoothed(h, part, options)
     compute = options.get("compute", "exact")
     return multiplied_activation(h, part, options["quant_algo"], compute, options.get("group_size"))

@@ -137,22 +137,46 @@ def random_stacks(
 
 
 def make_sums_exact(rng: Any, quant_algo: str, stacks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Stacks of FP8 whose first product rounds nothing, also in tensor cores that keep 14 bits of sums.
+    """Stacks whose first FP8 product rounds nothing, also in tensor cores that keep 14 bits of sums.
 
     For x of `x_of_exact_sums`: codes of W13 are -2 to 2, its scales powers of two and biases multiples of
-    one, so that every sum is a whole number below 2^13 of a common unit.
+    one, so that every sum is a whole number below 2^13 of a common unit. Of NVFP4 that is what it folds to.
     """
     made = dict(stacks)
+    if "NVFP4" in quant_algo:
+        return made | _fold_to_exact_sums(rng, stacks)
     values = rng.integers(-2, 3, stacks["w13_weight"].shape).astype(np.float32)
     made["w13_weight"] = reference.encode(values, "e4m3").view(stacks["w13_weight"].dtype)
     shape = stacks["w13_weight_scale"].shape
     made["w13_weight_scale"] = np.exp2(rng.integers(-10, -7, shape)).astype(np.float32)
     if "w13_input_scale" in stacks:
         made["w13_input_scale"] = np.full(stacks["w13_input_scale"].shape, 0.5, np.float32)
-    if "w13_bias" in stacks:
-        biases = rng.integers(-16, 17, stacks["w13_bias"].shape).astype(np.float32) / 8
-        carried = stacks["w13_bias"].dtype == np.uint16
-        made["w13_bias"] = reference.encode(biases, "bfloat16") if carried else biases
+    return made | _biases_of_exact_sums(rng, stacks)
+
+
+def _biases_of_exact_sums(rng: Any, stacks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if "w13_bias" not in stacks:
+        return {}
+    biases = rng.integers(-16, 17, stacks["w13_bias"].shape).astype(np.float32) / 8
+    carried = stacks["w13_bias"].dtype == np.uint16
+    return {"w13_bias": reference.encode(biases, "bfloat16") if carried else biases}
+
+
+def _fold_to_exact_sums(rng: Any, stacks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Scales of groups are one or two times a power of two of the row, factors of x one of the expert."""
+    made = _biases_of_exact_sums(rng, stacks)
+    codes = rng.choice(np.uint8([0, 2, 4, 10, 12]), (*stacks["w13_weight"].shape, 2))  # -2 to 2
+    made["w13_weight"] = codes[..., 0] | codes[..., 1] << 4
+    shape = stacks["w13_weight_scale"].shape
+    scales = np.exp2(rng.integers(-2, 3, (*shape[:-1], 1)) + rng.integers(0, 2, shape)).astype(np.float32)
+    made["w13_weight_scale"] = reference.encode(scales, "e4m3").view(stacks["w13_weight_scale"].dtype)
+    made["w13_weight_scale_2"] = np.full(stacks["w13_weight_scale_2"].shape, 2.0**-9, np.float32)
+    if "w13_pre_quant_scale" in stacks:
+        before = stacks["w13_pre_quant_scale"]
+        factors = np.exp2(rng.integers(-1, 2, (len(before), *(1,) * (before.ndim - 1)))).astype(np.float32)
+        factors = np.broadcast_to(factors, before.shape)
+        carried = before.dtype == np.uint16
+        made["w13_pre_quant_scale"] = reference.encode(factors, "bfloat16") if carried else factors.copy()
     return made
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from .moe_calls import MODELS, plan
 
-NVFP4, FP8 = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many"
+NVFP4, FP8, FOLDED = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many"
 FORMATS = [
     ("NVFP4", NVFP4),
     ("W4A16_NVFP4", NVFP4),
@@ -32,6 +32,24 @@ def test_one_token_goes_elsewhere(algo, kernel):
     assert layer.backend(512) == kernel
 
 
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"])
+def test_folded_weights(algo):
+    """Taken from four rows an expert on; fewer were not measured."""
+    for sizes in MODELS:
+        layer = plan(algo, *sizes, compute="fp8", chip="H200 SXM")
+        assert layer.backend(1) == "cuda:sm80_nvfp4_fp8", sizes
+        for tokens in (256, 1024, 4096, 65536):
+            if tokens * sizes[3] >= 4 * sizes[0]:
+                assert layer.backend(tokens) == FOLDED, (sizes, tokens)
+
+
+def test_auto_folds_where_that_is_faster():
+    layer = plan("NVFP4", 128, 2048, 768, 8, compute="auto", chip="H200 SXM")
+    assert layer.backend(256) == NVFP4
+    assert layer.backend(4096) == FOLDED
+    assert layer.compute_for(4096) == "fp8"
+
+
 @pytest.mark.parametrize(
     "algo, sizes, options, kernel, reason",
     [
@@ -42,6 +60,11 @@ def test_one_token_goes_elsewhere(algo, kernel):
         ("NVFP4", (8, 256, 128, 2), {"compute": "fp8"}, NVFP4, "multiplies NVFP4 weights exactly"),
         ("NVFP4", (8, 256, 128, 2), {}, FP8, "multiplies FP8 weights"),
         ("FP8", (8, 256, 128, 2), {}, NVFP4, "multiplies NVFP4 weights exactly"),
+        ("NVFP4", (8, 256, 128, 2), {}, FOLDED, "multiplies NVFP4 weights with compute fp8"),
+        ("FP8", (8, 256, 128, 2), {}, FOLDED, "multiplies NVFP4 weights with compute fp8"),
+        ("W4A8_NVFP4_FP8", (8, 256, 128, 2), {"compute": "fp8"}, FOLDED, "quantizes x by token"),
+        ("NVFP4", (8, 256, 128, 2), {"compute": "fp8", "dtype": "float32"}, FOLDED, "float32"),
+        ("NVFP4", (8, 256, 128, 2), {"compute": "fp8", "chip": "8.0"}, FOLDED, "9.0"),
         ("NVFP4", (8, 256, 128, 2), {"chip": "8.0"}, NVFP4, "9.0"),
         ("NVFP4", (8, 256, 128, 2), {"chip": "10.0"}, NVFP4, "9.0"),
     ],

@@ -203,6 +203,16 @@ int64_t moq_cuda_moe_nvfp4_many_workspace(const moq_moe_call *call) {
     return 0;
 }
 
+moq_status moq_cuda_moe_nvfp4_fp8_many(const moq_moe_call *call, moq_err *err) {
+    (void)call;
+    return absent(err);
+}
+
+int64_t moq_cuda_moe_nvfp4_fp8_many_workspace(const moq_moe_call *call) {
+    (void)call;
+    return 0;
+}
+
 moq_status moq_cuda_moe_simt(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);

@@ -6,6 +6,7 @@
 #include "cpu/cpu_moe.h"
 #include "cuda/choice/choice_moe.h"
 #include "cuda/choice/moe_few.h"
+#include "cuda/choice/moe_folded.h"
 #include "cuda/choice/moe_many.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
@@ -155,6 +156,7 @@ FEW_KERNEL(nvfp4)
 
 CUDA_KERNEL("sm90_fp8_many", fp8_many)
 CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
+CUDA_KERNEL("sm90_nvfp4_fp8_many", nvfp4_fp8_many)
 
 static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(portable),
@@ -171,6 +173,14 @@ static const moq_moe_kernel KERNELS[] = {
     FEW_ROW(nvfp4),
     MANY_ROW(fp8),
     MANY_ROW(nvfp4),
+    {{"cuda", "sm90_nvfp4_fp8_many"},
+     can_run_nvfp4_fp8_many,
+     moq_moe_folded_seconds,
+     moq_cuda_moe_nvfp4_fp8_many_workspace,
+     moq_cuda_moe_nvfp4_fp8_many,
+     moq_moe_folded_variants,
+     moq_moe_folded_choose,
+     .folds = true},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };

@@ -37,6 +37,7 @@ KERNELS = (
     "cuda:sm80_nvfp4_fp8",
     "cuda:sm90_fp8_many",
     "cuda:sm90_nvfp4_many",
+    "cuda:sm90_nvfp4_fp8_many",
 )
 
 

@@ -5,8 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moqext import MoEMethod
+from moqext.expert_slack import sums_in_cores
+
+from .. import moe_calls
 from ..linear_cases import random_x
-from ..moe_calls import as_values, check, layer_of, moved_inputs, prepared, run
+from ..moe_calls import as_values, check, moved_inputs, prepared, run
 from ..moe_cases import (
     ROUTINGS,
     make_sums_exact,
@@ -19,7 +23,7 @@ from .cases import to_numpy, torch
 
 pytestmark = pytest.mark.gpu
 
-NVFP4, FP8 = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many"
+NVFP4, FP8, FOLDED = "cuda:sm90_nvfp4_many", "cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many"
 FORMATS = [
     ("NVFP4", NVFP4),
     ("NVFP4_AWQ", NVFP4),
@@ -27,20 +31,28 @@ FORMATS = [
     ("FP8", FP8),
     ("FP8_PER_CHANNEL_PER_TOKEN", FP8),
     ("FP8_PB_WO", FP8),
+    ("NVFP4", FOLDED),
+    ("NVFP4_AWQ", FOLDED),
 ]
 SMALL, LARGE = 1, 2
-"""Variants: tiles of up to 64 rows, and of up to 128."""
+"""Variants: tiles of up to 64 rows, and of up to 128; of folded weights 160 and 288."""
+
+
+def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
+    """A layer that the kernel runs, of FP8 products where it folds weights."""
+    compute = "fp8" if kernel == FOLDED else "exact"
+    return moe_calls.layer_of(monkeypatch, kernel, *sizes, compute=compute, **options)
 
 
 def deciding_stacks(rng: Any, kernel: str, algo: str, *sizes: int, **options: Any) -> dict[str, np.ndarray]:
-    """Stacks, for FP8 of first products without a rounding: g is then what it has to be, code by code."""
+    """Stacks, for FP8 products of a first one without a rounding: g is what it has to be, code by code."""
     stacks = random_stacks(rng, algo, *sizes, **options)
-    return make_sums_exact(rng, algo, stacks) if kernel == FP8 else stacks
+    return make_sums_exact(rng, algo, stacks) if sums_in_cores(kernel) else stacks
 
 
 def deciding_x(rng: Any, kernel: str, shape: tuple[int, int], dtype: str = "bfloat16") -> np.ndarray:
     """x for them."""
-    return x_of_exact_sums(rng, *shape, dtype) if kernel == FP8 else random_x(rng, shape, dtype)
+    return x_of_exact_sums(rng, *shape, dtype) if sums_in_cores(kernel) else random_x(rng, shape, dtype)
 
 
 def check_exactly(y: Any, *call: Any, **options: Any) -> None:
@@ -110,9 +122,13 @@ def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
         127,
         128,
         129,
+        160,
+        161,
         193,
         256,
         257,
+        288,
+        289,
         0,
     ]
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
@@ -184,7 +200,7 @@ def test_rows_of_x_and_y_that_are_apart(rng, monkeypatch, algo, kernel):
         assert int((~out.isnan()).sum()) == 90 * 128
 
 
-@pytest.mark.parametrize("algo, kernel", [FORMATS[0], FORMATS[3], FORMATS[5]])
+@pytest.mark.parametrize("algo, kernel", [FORMATS[0], FORMATS[3], FORMATS[5], FORMATS[6]])
 def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     """More rows than the workspace is made for: each token has the bits that it has among few."""
     method = layer_of(monkeypatch, kernel, algo, 2, 4096, 128, top_k=8)

@@ -25,6 +25,10 @@ int64_t moq_cuda_moe_fp8_many_workspace(const moq_moe_call *call);
 moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_nvfp4_many_workspace(const moq_moe_call *call);
 
+/* The same, NVFP4 weights folded to e4m3, x quantized by token. */
+moq_status moq_cuda_moe_nvfp4_fp8_many(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_fp8_many_workspace(const moq_moe_call *call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -34,6 +34,7 @@ typedef struct {
 
 moq_status multiply_fp8(const many_product *p, moq_err *err);
 moq_status multiply_nvfp4(const many_product *p, moq_err *err);
+moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err);
 
 } // namespace moq::moe_many
 

@@ -1,0 +1,159 @@
+/* NVFP4 experts of many tokens with FP8 products on Hopper (compute "fp8"): rows of e4m3 codes with
+ * a scale a row, their columns in the order of operands (moq_cuda_quantize.paired), by the experts'
+ * packed weights, folded to e4m3, in tiles of sm90_moe_many_folded.h.
+ *
+ * A step is 128 columns. With 288 rows its products take the tensor cores 1152 cycles, folding its
+ * 16384 weights takes one warpgroup 900, and L2 has to deliver 27 kB; but it takes 2200, as the
+ * warpgroups that multiply issue their products and add up sums one after the other, and outputs of
+ * a tile 12000 (docs/lab/moe.md). With few rows it takes 1500, of which folding is 700. */
+#include "cuda/moe/sm90/sm90_moe_many_folded.h"
+#include "cuda/moe/sm90/sm90_moe_many_folded_outputs.h"
+#include "cuda/moe/sm90/sm90_moe_many_launch.h"
+
+namespace moq::moe_many {
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void make_folded_tile(const folded_args *f, const folded_ring *t,
+                                                        const place *p, ring_place *slot, int group,
+                                                        folded_way *w) {
+    float sum[S::T / 2] = {};
+    fetch_board<USE>(f, p, group, w->board);
+    multiply_folded<S>(t, f->gemm.steps, slot, sum);
+    write_folded<S, USE>(&f->gemm, p, group, w, sum);
+}
+
+/* Makes a tile by the least products that have room for its rows; other activations than plain silu
+ * by the largest ones, which are compiled for that alone. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void make_fitting_tile(const folded_args *f, const folded_ring *t,
+                                                         const place *p, ring_place *slot,
+                                                         int group, folded_way *w) {
+    constexpr bool WIDE = S::wide;
+    constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 80;
+    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
+    if (USE != OF_D && !is_plain(&f->gemm.act))
+        rows = S::tokens;
+    if (rows <= LEAST)
+        make_folded_tile<folded_tile<WIDE, LEAST, 1>, USE>(f, t, p, slot, group, w);
+    else if (rows <= SOME)
+        make_folded_tile<folded_tile<WIDE, SOME / (WIDE ? 2 : 1), WIDE ? 2 : 1>, USE>(f, t, p, slot,
+                                                                                      group, w);
+    else
+        make_folded_tile<S, USE>(f, t, p, slot, group, w);
+}
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void consume_folded(const folded_args *f, const folded_ring *t,
+                                                      int group, folded_way *w) {
+    ring_place slot = {0, 0};
+    wait_for_predecessor();
+    launch_dependents(); /* which know by then that the grouping is done */
+    for (tile_queue q = folded_queue(&f->gemm); q.number < q.end; q.number += q.stride) {
+        place p = folded_place(&f->gemm, q.number);
+        make_fitting_tile<S, USE>(f, t, &p, &slot, group, w);
+    }
+    if (threadIdx.x % 128 == 0)
+        wait_for_boxes<0>();
+}
+
+template <class S, product_use USE>
+static __global__ void __launch_bounds__(S::threads, 1)
+    experts_folded(const __grid_constant__ CUtensorMap weights,
+                   const __grid_constant__ CUtensorMap rows,
+                   const __grid_constant__ CUtensorMap outputs,
+                   const __grid_constant__ folded_args f) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[FOLDED_BARRIERS];
+    __shared__ __align__(16) folded_board boards[2];
+    uint32_t x = fixed_shared_address(smem), room = x + f.gemm.stages * S::token_bytes;
+    uint32_t operands = room + OUT_BYTES, packed = operands + f.gemm.stages * OPERAND_STAGE;
+    folded_barriers b = make_folded_barriers<S>(&f, barrier);
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    if (warp < MULTIPLIERS / 32) {
+        more_registers<S::registers>();
+        int group = warp / 4;
+        folded_ring t = {b, operands + warp * OPERAND_SLAB + threadIdx.x % 32 * 8, wgmma_operand(x),
+                         f.gemm.stages};
+        folded_way w = {&outputs, &boards[group], room + group * (OUT_BYTES / 2), 0};
+        consume_folded<S, USE>(&f, &t, group, &w);
+    } else if (warp < (MULTIPLIERS + S::folders) / 32) {
+        fewer_registers<S::folder_registers>();
+        fold_weights<S>(&f.gemm, &b, packed, operands, warp - MULTIPLIERS / 32);
+    } else {
+        fewer_registers<24>();
+        if (threadIdx.x == MULTIPLIERS + S::folders)
+            produce_packed<USE>(&f, &weights, &b, packed);
+        else if (threadIdx.x == MULTIPLIERS + S::folders + 32)
+            produce_shared_rows<S>(&f.gemm, &rows, &b, x);
+    }
+    __syncwarp();
+    cluster_sync(); /* the other block may still copy to this one */
+}
+
+/* ---- launch ---- */
+
+/* What a launch needs to know of a shape: the kernels by what they are for. */
+typedef struct {
+    int stage, box_rows, threads;
+    const void *kernel[3];
+} folded_variant;
+
+template <bool WIDE> static folded_variant folded_variant_of(void) {
+    typedef folded_tile<WIDE, WIDE ? 96 : 80, WIDE ? 3 : 2> S;
+    const void *one = NULL; /* such layers have small tiles */
+    if constexpr (!WIDE)
+        one = (const void *)experts_folded<S, OF_ONE>;
+    return {S::token_bytes + OPERAND_STAGE + PACKED_STAGE,
+            S::box_rows,
+            S::threads,
+            {(const void *)experts_folded<S, OF_GATE_AND_UP>, one,
+             (const void *)experts_folded<S, OF_D>}};
+}
+
+/* As many stages as fit. Dynamic shared memory is returned. */
+static int lay_out_folded(folded_args *f, const folded_variant *v, int limit) {
+    int fixed = 1024 + FOLDED_BARRIERS * 8 + 2 * (int)sizeof(folded_board) + OUT_BYTES;
+    int stages = (limit - fixed) / v->stage;
+    f->gemm.stages = stages < FOLDED_STAGES ? stages : FOLDED_STAGES;
+    MOQ_ASSERT(f->gemm.stages >= 2); /* one is folded while one is multiplied */
+    return f->gemm.stages * v->stage + OUT_BYTES;
+}
+
+moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err) {
+    const moe::expert_product *e = &p->product;
+    const moq_linear_spec *spec = e->spec;
+    bool wide = e->tile_rows > 160;
+    folded_variant v = wide ? folded_variant_of<true>() : folded_variant_of<false>();
+    int64_t k = spec->in_features, n = spec->out_features, blocks = moq_pack_blocks(k);
+    int64_t slabs = moq_pack_slabs(n), pairs = spec->target.sm_count / 2;
+    moq_cuda_device device;
+    CUtensorMap weights, rows, outputs;
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    folded_args f = {args_of(p, (k + FOLDED_STEP - 1) / FOLDED_STEP, slabs, 1),
+                     e->weight->fold_scale};
+    f.gemm.x_scale = (const float *)e->rows->scales;
+    int shared = lay_out_folded(&f, &v, device.shared_per_block);
+    int64_t tiles = e->tiles * ((f.gemm.row_tiles + 1) / 2);
+    if (tiles > INT32_MAX)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
+                        (long long)e->most_rows);
+    MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
+                                 blocks * (MOQ_PACK_BYTES / 8), 4, PACKED_SLAB / 8, err));
+    MOQ_TRY(
+        moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, (uint32_t)v.box_rows, err));
+    outputs = rows; /* not looked at where g comes out */
+    if (!p->first)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, e->out, e->most_rows, n * 4, n * 4, OUT_ROWS, err));
+    moq_launch launch = {.what = "product of experts",
+                         .kernel = v.kernel[use_of(p)],
+                         .grid = dim3((unsigned)(2 * (tiles < pairs ? tiles : pairs))),
+                         .block = dim3((unsigned)v.threads),
+                         .cluster = 2,
+                         .shared = (size_t)shared,
+                         .stream = (cudaStream_t)e->stream,
+                         .overlap = true};
+    void *parameters[] = {&weights, &rows, &outputs, &f};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::moe_many
