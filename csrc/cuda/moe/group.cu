@@ -1,13 +1,15 @@
 /* Sorts slots by expert: see group.h. A counting sort whose order is the same in every run.
  *
  * A block has a range of slots, each of its warps a part of that. A warp goes through its part 32
- * slots at a time; slots of one expert among these 32 find each other by a match, so that a slot's
- * rank is that of its lane, and counts of the warp so far come from shared memory, [warp][expert].
- * Up to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert
- * in every range, a second adds these up over ranges and experts, and the third ranks.
+ * slots at a time; slots of one expert among these 32 find each other by votes on the bits of the
+ * expert (a match instruction takes a multiprocessor 70 cycles), so that a slot's place is that of
+ * its lane behind those of the warp so far, whose counts are in shared memory, [warp][expert]. Up
+ * to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert in
+ * every range, a second adds these up over ranges and experts, and the third places them.
  *
- * Bound by latency: that of ids, which are asked for several at a time, and of the code, which is
- * met for the first time in every call, so that loops are not unrolled. */
+ * Bound by latency, that of ids above all, which are asked for several at a time. A single block
+ * sorts in shared memory: rows that are stored in the order of slots, each in a line of its own,
+ * take a multiprocessor as long as all else together. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -19,14 +21,17 @@ namespace moq::moe {
 #define WARPS   16
 #define THREADS (32 * WARPS)
 #define ONCE    8192 /* slots of one block */
-#define ASKED   4    /* ids that a lane asks for at a time */
+#define ASKED   8    /* ids that a lane asks for at a time */
 #define RANGES  64   /* of slots, where ONCE allows */
-#define RANGE   2048 /* slots of one, at least */
+#define RANGE   512  /* slots of one, at least */
 #define EVEN    8    /* rows of tiles are multiples of */
-#define OWN     ((MOQ_CUDA_MOE_EXPERTS + THREADS - 1) / THREADS) /* experts of a thread */
+#define LISTERS 4    /* threads that list tiles of an expert */
+#define ALL     0xffffffffu
 
 typedef struct {
     slot_tensor ids;
+    const int32_t *flat; /* ids that follow each other, from the first slot on, or NULL */
+    int32_t words;       /* of one */
     const int32_t *expert_map;
     int64_t first; /* token */
     int32_t slots, top_k, experts, global_experts;
@@ -37,18 +42,28 @@ typedef struct {
     slot_groups out;
 } group_args;
 
+#define NOBODY 0xffffu
+
 /* ---- slots ---- */
 
-/* The local expert of a slot, or -1 where it does not count. */
-static __device__ __forceinline__ int expert_of(const group_args *a, int slot) {
+/* The local expert of an id, or NOBODY where its slot does not count. */
+static __device__ __forceinline__ int expert_of_id(const group_args *a, int id) {
+    if ((uint32_t)id >= (uint32_t)a->global_experts)
+        return NOBODY;
+    int local = a->expert_map ? a->expert_map[id] : id;
+    return (uint32_t)local < (uint32_t)a->experts ? local : NOBODY;
+}
+
+/* An id of which the upper word, if there is one, has to be 0; otherwise it is nobody's. */
+static __device__ __forceinline__ int id_at(const int32_t *word, int words) {
+    return words == 2 && word[1] != 0 ? -1 : word[0];
+}
+
+/* The id of a slot, wherever ids are. */
+static __device__ __forceinline__ int find_id(const group_args *a, int slot) {
     int token = slot / a->top_k;
     int64_t at = slot_offset(&a->ids, a->first + token, slot - token * a->top_k);
-    int64_t id = a->ids.dtype == MOQ_DT_I64 ? ((const int64_t *)a->ids.data)[at]
-                                            : ((const int32_t *)a->ids.data)[at];
-    if (id < 0 || id >= a->global_experts)
-        return -1;
-    int local = a->expert_map ? a->expert_map[id] : (int)id;
-    return local >= 0 && local < a->experts ? local : -1;
+    return id_at((const int32_t *)a->ids.data + at * a->words, a->words);
 }
 
 /* The slots of a warp. */
@@ -65,188 +80,255 @@ static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
 
 /* What a block has in shared memory. */
 typedef struct {
-    int *count; /* [WARPS, E]: slots of a warp, then of those before it, then of those so far */
-    int *begin; /* [E]: the row of the block's first */
-    int *first_tile; /* [E + 1] */
-    int *end;        /* [E]: behind its last row */
-    uint16_t *held;  /* [range]: the expert of each slot of the block, or NOBODY */
+    int *begin;       /* [E]: the row of the block's first slot */
+    int *end;         /* [E]: slots, then behind its last row */
+    int *first_tile;  /* [E + 1] */
+    int *rows;        /* of all experts */
+    uint32_t *held;   /* [range]: a slot's expert, or NOBODY, and above its place in the warp */
+    uint16_t *count;  /* [WARPS, E]: slots of a warp, then of those before it */
+    uint32_t *sorted; /* [rows], where count was: of each row the slot, and above it the expert */
 } block_memory;
 
-#define NOBODY 0xffff
-
-static __host__ __device__ __forceinline__ int64_t memory_bytes(int64_t experts, int64_t range) {
-    return ((WARPS + 3) * experts + 1) * (int64_t)sizeof(int) + range * (int64_t)sizeof(uint16_t);
+/* `rows` of a block that sorts alone, or 0. */
+static int64_t memory_bytes(int64_t experts, int64_t range, int64_t rows) {
+    int64_t counts = WARPS * experts * (int64_t)sizeof(uint16_t), sorted = rows * 4;
+    return (3 * experts + 2 + range) * 4 + (counts > sorted ? counts : sorted);
 }
 
 static __device__ __forceinline__ block_memory memory_at(const group_args *a, int *shared) {
     block_memory m = {shared};
-    m.begin = m.count + WARPS * a->experts;
     m.end = m.begin + a->experts;
     m.first_tile = m.end + a->experts;
-    m.held = (uint16_t *)(m.first_tile + a->experts + 1);
+    m.rows = m.first_tile + a->experts + 1;
+    m.held = (uint32_t *)(m.rows + 1);
+    m.sorted = m.held + a->range;
+    m.count = (uint16_t *)m.sorted;
     return m;
 }
 
-/* Finds the experts of the block's slots and counts them for each warp. */
+/* Before slots are counted: no thread waits for this but at a barrier of its own. */
+static __device__ __forceinline__ void clear_counts(const group_args *a, const block_memory *m) {
+    uint32_t *two = (uint32_t *)m->count;
+    for (int i = threadIdx.x; i < WARPS / 2 * a->experts; i += THREADS)
+        two[i] = 0;
+    __syncthreads();
+}
+
+/* The lanes that have the same expert as this one; of nobody's slots none. Votes on bits that no
+ * expert has cost less than a loop whose votes wait for each other. */
+static __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert) {
+    uint32_t same = __ballot_sync(ALL, expert != NOBODY);
+#pragma unroll
+    for (uint32_t bit = 1; bit < MOQ_CUDA_MOE_EXPERTS; bit *= 2) {
+        uint32_t set = __ballot_sync(ALL, expert & bit);
+        same &= expert & bit ? set : ~set;
+    }
+    return same;
+}
+
+/* Finds the expert of each of the block's slots and its place among those of the warp. */
 static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    uint16_t *held = m->held - (int)blockIdx.x * a->range;
-    int *own = m->count + threadIdx.x / 32 * a->experts;
-    for (int i = threadIdx.x; i < WARPS * a->experts; i += THREADS)
-        m->count[i] = 0;
-    __syncthreads();
+    int lane = threadIdx.x % 32;
+    uint32_t *held = m->held - (int)blockIdx.x * a->range;
+    uint16_t *own = m->count + threadIdx.x / 32 * a->experts;
 #pragma unroll 1
-    for (int base = part.begin + (int)threadIdx.x % 32; base < part.end; base += 32 * ASKED) {
-        int expert[ASKED];
+    for (int base = part.begin + lane; a->flat && base < part.end; base += 32 * ASKED) {
+        int id[ASKED];
 #pragma unroll
         for (int i = 0; i < ASKED; i++)
-            expert[i] = base + 32 * i < part.end ? expert_of(a, base + 32 * i) : -1;
+            id[i] = id_at(a->flat + min(base + 32 * i, part.end - 1) * (int64_t)a->words, a->words);
 #pragma unroll
-        for (int i = 0; i < ASKED; i++) {
+        for (int i = 0; i < ASKED; i++)
             if (base + 32 * i < part.end)
-                held[base + 32 * i] = (uint16_t)expert[i];
-            if (expert[i] >= 0)
-                atomicAdd(own + expert[i], 1); /* whole numbers: their order does not matter */
+                held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
+    }
+#pragma unroll 1
+    for (int slot = part.begin + lane; !a->flat && slot < part.end; slot += 32)
+        held[slot] = (uint32_t)expert_of_id(a, find_id(a, slot));
+#pragma unroll 2
+    for (int slot = part.begin + lane; slot - lane < part.end; slot += 32) {
+        uint32_t expert = slot < part.end ? held[slot] : NOBODY, before = 0;
+        uint32_t same = lanes_alike(expert), rank = __popc(same & ((1u << lane) - 1));
+        if (expert != NOBODY) {
+            before = own[expert];
+            held[slot] = expert | (before + rank) << 16;
         }
+        __syncwarp();
+        if (expert != NOBODY && rank == 0)
+            own[expert] = (uint16_t)(before + __popc(same));
+        __syncwarp();
     }
     __syncthreads();
 }
 
-/* The slots of an expert in this block; count[warp][expert] become those of the warps before. */
-static __device__ __forceinline__ int add_warps(const group_args *a, int *count, int expert) {
-    int own[WARPS], sum = 0;
+/* The slots of each expert in this block, m->end; count[warp][expert] become those of the warps
+ * before. */
+static __device__ __forceinline__ void add_warps(const group_args *a, const block_memory *m) {
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
+        int own[WARPS], sum = 0;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++)
-        own[warp] = count[warp * a->experts + expert];
+        for (int warp = 0; warp < WARPS; warp++)
+            own[warp] = m->count[warp * a->experts + expert];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) {
-        count[warp * a->experts + expert] = sum;
-        sum += own[warp];
+        for (int warp = 0; warp < WARPS; warp++) {
+            m->count[warp * a->experts + expert] = (uint16_t)sum;
+            sum += own[warp];
+        }
+        m->end[expert] = sum;
     }
-    return sum;
+    __syncthreads();
+}
+
+/* The row of a slot of the calling warp, or -1. */
+static __device__ __forceinline__ int row_of(const group_args *a, const block_memory *m,
+                                             uint32_t held) {
+    int expert = held & 0xffff;
+    if (expert == NOBODY)
+        return -1;
+    return m->begin[expert] + m->count[threadIdx.x / 32 * a->experts + expert] + (int)(held >> 16);
 }
 
 /* Rows of the slots of each warp. */
 static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    const uint16_t *held = m->held - (int)blockIdx.x * a->range;
-    int lane = threadIdx.x % 32, *own = m->count + threadIdx.x / 32 * a->experts;
-#pragma unroll 1
-    for (int base = part.begin; base < part.end; base += 32) {
-        int slot = base + lane, expert = slot < part.end ? held[slot] : NOBODY;
-        uint32_t same = __match_any_sync(0xffffffffu, expert);
-        int rank = __popc(same & ((1u << lane) - 1));
-        int row = expert != NOBODY ? m->begin[expert] + own[expert] + rank : -1;
-        __syncwarp();
-        if (expert != NOBODY && rank == 0)
-            own[expert] += __popc(same);
-        __syncwarp();
-        if (slot < part.end)
-            a->out.row[slot] = row;
+    const uint32_t *held = m->held - (int)blockIdx.x * a->range;
+#pragma unroll 2
+    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
+        int row = row_of(a, m, held[slot]);
+        a->out.row[slot] = row;
         if (row >= 0) {
             a->out.slot[row] = slot;
-            a->out.owner[row] = expert;
+            a->out.owner[row] = held[slot] & 0xffff;
+        }
+    }
+}
+
+/* place_slots of a single block, by way of shared memory, so that what follows each other there
+ * does so in memory. */
+#define SLOT_BITS 13
+#define NO_SLOT   0xffffffffu
+static_assert(ONCE <= 1 << SLOT_BITS && MOQ_CUDA_MOE_EXPERTS <= 1 << (31 - SLOT_BITS),
+              "slot and expert share 32 bits");
+static __device__ __forceinline__ void sort_slots(const group_args *a, const block_memory *m,
+                                                  int rows) {
+    slot_part part = part_of_warp(a);
+#pragma unroll 4
+    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
+        uint32_t held = m->held[slot];
+        int row = row_of(a, m, held);
+        a->out.row[slot] = row;
+        m->held[slot] = row < 0 ? NO_SLOT : (uint32_t)row | (held & 0xffff) << 16;
+    }
+    __syncthreads(); /* counts are needed no more */
+#pragma unroll 4
+    for (int row = threadIdx.x; row < rows; row += THREADS)
+        m->sorted[row] = NO_SLOT; /* some rows are nobody's */
+    __syncthreads();
+#pragma unroll 4
+    for (int slot = threadIdx.x; slot < a->slots; slot += THREADS) {
+        uint32_t held = m->held[slot];
+        if (held != NO_SLOT)
+            m->sorted[held & 0xffff] = (uint32_t)slot | held >> 16 << SLOT_BITS;
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int row = threadIdx.x; row < rows; row += THREADS) {
+        uint32_t slot = m->sorted[row];
+        if (slot != NO_SLOT) {
+            a->out.slot[row] = slot & ((1u << SLOT_BITS) - 1);
+            a->out.owner[row] = slot >> SLOT_BITS;
         }
     }
 }
 
 /* ---- experts ---- */
 
-typedef struct {
-    int rows, tiles;
-} extent;
-
-/* What the threads before this one have; *all becomes what all have. */
-static __device__ __forceinline__ extent scan_block(extent own, extent *shared, extent *all) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    extent sum = own;
+/* What the lanes before this one have, and *all what all have. */
+static __device__ __forceinline__ int scan_lanes(int own, int *all) {
+    int sum = own, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
-        int rows = __shfl_up_sync(0xffffffffu, sum.rows, i);
-        int tiles = __shfl_up_sync(0xffffffffu, sum.tiles, i);
-        sum.rows += lane >= i ? rows : 0;
-        sum.tiles += lane >= i ? tiles : 0;
+        int other = __shfl_up_sync(ALL, sum, i);
+        sum += lane >= i ? other : 0;
     }
-    if (lane == 31)
-        shared[warp] = sum;
-    __syncthreads();
-    extent before = {sum.rows - own.rows, sum.tiles - own.tiles};
-    *all = {0, 0};
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-        before.rows += i < warp ? shared[i].rows : 0;
-        before.tiles += i < warp ? shared[i].tiles : 0;
-        all->rows += shared[i].rows;
-        all->tiles += shared[i].tiles;
-    }
-    return before;
+    *all = __shfl_sync(ALL, sum, 31);
+    return sum - own;
 }
 
-/* Where each expert's rows and tiles begin. Thread t has experts t * OWN on; total[i] are the slots
- * of its i-th, and become its first row. */
-static __device__ __forceinline__ void place_experts(const group_args *a, int (&total)[OWN],
-                                                     const block_memory *m) {
-    __shared__ extent shared[WARPS];
-    int first = (int)threadIdx.x * OWN, step = a->tile_rows * (a->pairs ? 2 : 1);
-    extent own = {0, 0}, all, next[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        next[i].rows = (total[i] + a->align - 1) / a->align * a->align;
-        next[i].tiles = (total[i] + step - 1) / step * (a->pairs ? 2 : 1);
-        own.rows += next[i].rows;
-        own.tiles += next[i].tiles;
+/* Where each expert's rows and tiles begin, from the slots of each, m->end; how many rows there are
+ * is returned. One warp adds up: lane after lane has a share of the experts. */
+static __device__ __forceinline__ int place_experts(const group_args *a, const block_memory *m) {
+    int together = a->pairs ? 2 : 1, step = a->tile_rows * together;
+    int each = (a->experts + 31) / 32, first = min((int)threadIdx.x % 32 * each, a->experts);
+    int last = min(first + each, a->experts), rows = 0, tiles = 0, all;
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
+        int own = m->end[expert];
+        m->begin[expert] = (own + a->align - 1) / a->align * a->align;
+        m->first_tile[expert] = (own + step - 1) / step * together;
     }
-    extent at = scan_block(own, shared, &all);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int expert = first + i, end = at.rows + total[i];
-        total[i] = at.rows;
-        if (expert < a->experts) {
-            a->out.begin[expert] = at.rows;
-            m->begin[expert] = at.rows;
-            m->first_tile[expert] = at.tiles;
-            m->end[expert] = end;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+#pragma unroll 1
+        for (int expert = first; expert < last; expert++) {
+            rows += m->begin[expert];
+            tiles += m->first_tile[expert];
         }
-        at.rows += next[i].rows;
-        at.tiles += next[i].tiles;
-        for (int row = end; row < at.rows; row++) {
+        rows = scan_lanes(rows, &all);
+        if (threadIdx.x == 0)
+            a->out.count[0] = m->rows[0] = all;
+        tiles = scan_lanes(tiles, &all);
+        if (threadIdx.x == 0)
+            a->out.count[1] = m->first_tile[a->experts] = all;
+#pragma unroll 1
+        for (int expert = first; expert < last; expert++) {
+            int own_rows = m->begin[expert], own_tiles = m->first_tile[expert];
+            m->begin[expert] = rows;
+            m->first_tile[expert] = tiles;
+            m->end[expert] += rows;
+            rows += own_rows;
+            tiles += own_tiles;
+        }
+    }
+    __syncthreads();
+    all = m->rows[0];
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
+        int next = expert + 1 < a->experts ? m->begin[expert + 1] : all;
+        a->out.begin[expert] = m->begin[expert];
+        for (int row = m->end[expert]; row < next; row++) {
             a->out.slot[row] = -1;
             a->out.owner[row] = expert;
         }
     }
-    if (threadIdx.x == 0) {
-        a->out.count[0] = all.rows;
-        a->out.count[1] = m->first_tile[a->experts] = all.tiles;
-    }
-    __syncthreads();
+    return all;
 }
 
-/* The list of tiles. */
+/* The list of tiles: some threads have an expert and every so many of its tiles; then those without
+ * rows. */
 static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m) {
-    const int *first_tile = m->first_tile;
-    for (int i = threadIdx.x; i < a->tiles; i += THREADS) {
-        row_tile tile = {0, 0, 0};
-        if (i < first_tile[a->experts]) {
-            int low = 0,
-                high = a->experts - 1; /* the last expert that begins at tile i or before */
-            while (low < high) {
-                int middle = (low + high + 1) / 2;
-                if (first_tile[middle] <= i)
-                    low = middle;
-                else
-                    high = middle - 1;
-            }
-            int begin = m->begin[low], tiles = first_tile[low + 1] - first_tile[low];
-            int each = (m->end[low] - begin + tiles - 1) / tiles;
-            each = min((each + EVEN - 1) / EVEN * EVEN, a->tile_rows);
-            tile.expert = low;
-            tile.first = begin + (i - first_tile[low]) * each;
-            tile.rows = min(m->end[low] - tile.first, each);
-            if (tile.rows <= 0)
-                tile = {low, begin, 0};
+    int all = m->first_tile[a->experts];
+#pragma unroll 1
+    for (int expert = threadIdx.x / LISTERS; expert < a->experts; expert += THREADS / LISTERS) {
+        int first = m->first_tile[expert], tiles = m->first_tile[expert + 1] - first;
+        int begin = m->begin[expert], rows = m->end[expert] - begin;
+        if (tiles == 0)
+            continue;
+        int each = ((rows + tiles - 1) / tiles + EVEN - 1) / EVEN * EVEN;
+        each = min(each, a->tile_rows);
+#pragma unroll 1
+        for (int i = threadIdx.x % LISTERS; i < tiles; i += LISTERS) {
+            int own = min(rows - i * each, each);
+            row_tile tile = {expert, begin + i * each, own};
+            if (own <= 0)
+                tile = {expert, begin, 0};
+            a->out.tile[first + i] = tile;
         }
-        a->out.tile[i] = tile;
     }
+    for (int i = all + threadIdx.x; i < a->tiles; i += THREADS)
+        a->out.tile[i] = {0, 0, 0};
 }
 
 /* ---- kernels ---- */
@@ -255,18 +337,12 @@ static __global__ void __launch_bounds__(THREADS)
     group_at_once(const __grid_constant__ group_args a) {
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
-    int total[OWN] = {};
+    clear_counts(&a, &m);
     wait_for_predecessor();
     launch_dependents();
     count_slots(&a, &m);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int expert = (int)threadIdx.x * OWN + i;
-        if (expert < a.experts)
-            total[i] = add_warps(&a, m.count, expert);
-    }
-    place_experts(&a, total, &m);
-    place_slots(&a, &m);
+    add_warps(&a, &m);
+    sort_slots(&a, &m, place_experts(&a, &m));
     list_tiles(&a, &m);
 }
 
@@ -274,25 +350,26 @@ static __global__ void __launch_bounds__(THREADS)
     count_ranges(const __grid_constant__ group_args a) {
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
+    clear_counts(&a, &m);
     wait_for_predecessor();
     launch_dependents(); /* what follows may read the ids from here on */
     count_slots(&a, &m);
+    add_warps(&a, &m);
     for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
-        a.before[(int64_t)blockIdx.x * a.experts + expert] = add_warps(&a, m.count, expert);
+        a.before[(int64_t)blockIdx.x * a.experts + expert] = m.end[expert];
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
     constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
-    int total[OWN] = {};
     wait_for_predecessor();
     launch_dependents();
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        int expert = (int)threadIdx.x * OWN + i;
 #pragma unroll 1
-        for (int range = 0; range < a.ranges && expert < a.experts; range += AT_ONCE) {
+    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
+        int total = 0;
+#pragma unroll 1
+        for (int range = 0; range < a.ranges; range += AT_ONCE) {
             int *before = a.before + (int64_t)range * a.experts + expert, own[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++)
@@ -300,12 +377,14 @@ static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_consta
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 if (range + j < a.ranges)
-                    before[j * a.experts] = total[i];
-                total[i] += own[j];
+                    before[j * a.experts] = total;
+                total += own[j];
             }
         }
+        m.end[expert] = total;
     }
-    place_experts(&a, total, &m);
+    __syncthreads();
+    place_experts(&a, &m);
     list_tiles(&a, &m);
 }
 
@@ -314,12 +393,12 @@ static __global__ void __launch_bounds__(THREADS)
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
     launch_dependents();
+    clear_counts(&a, &m);
     count_slots(&a, &m); /* the ids were there before the predecessor began */
+    add_warps(&a, &m);
     wait_for_predecessor();
-    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
+    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
         m.begin[expert] = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
-        add_warps(&a, m.count, expert);
-    }
     __syncthreads();
     place_slots(&a, &m);
 }
@@ -401,6 +480,9 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     group_args a = {};
     int64_t bytes;
     a.ids = slot_tensor_of(call->ids);
+    a.words = a.ids.dtype == MOQ_DT_I64 ? 2 : 1;
+    if (a.ids.step == 1 && a.ids.leading == 1 && a.ids.stride[0] == spec->top_k)
+        a.flat = (const int32_t *)a.ids.data + chunk->first * spec->top_k * a.words;
     a.expert_map = call->expert_map;
     a.first = chunk->first;
     a.slots = (int32_t)slots_of(chunk);
@@ -423,7 +505,8 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
-                         .shared = (size_t)memory_bytes(args->experts, args->range),
+                         .shared = (size_t)memory_bytes(args->experts, args->range,
+                                                        args->ranges > 1 ? 0 : most_rows(chunk)),
                          .stream = (cudaStream_t)chunk->call->stream,
                          .overlap = true};
     void *parameters[] = {args};

@@ -1,12 +1,12 @@
 /* Experts of many tokens on Hopper:
  *
  *   1. slots sorted by expert                               group.cu
- *   2. x as w13 takes it: as it is, or the codes of its
- *      tokens, which the product gathers; or one row a slot
- *      where the expert or the router has a say in it       expert_rows.cu
+ *   2. x as w13 takes it: as it is, and the product gathers
+ *      its tokens; or one row of codes a slot               sm90_moe_many_rows.cu,
+ *      where router or weights have factors for x           expert_rows.cu
  *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu,
  *                                                           sm90_moe_many_nvfp4.cu
- *   4. g as w2 takes it, where that is another thing        expert_rows.cu
+ *   4. g as w2 takes it, where that is another thing        as 2
  *   5. d = rows W2^T + b2, float32                          as 3
  *   6. y = the sum of d over the slots of a token           expert_rows.cu
  *
@@ -19,7 +19,6 @@
 #include "cuda/choice/moe_many.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
-#include "cuda/tensor/cuda_quantize.h"
 
 namespace moq::moe_many {
 
@@ -70,14 +69,14 @@ static bool takes_g(const moq_moe_call *call) {
 typedef enum { X_AS_IS, X_CODES, X_ROWS } x_form;
 
 static x_form x_form_of(const moq_moe_call *call) {
-    row_form form = form_of(&call->spec->w13);
-    if (call->weights_on_input || call->w13.pre_quant_scale || form == ROWS_TENSOR)
+    bool values = form_of(&call->spec->w13) == ROWS_VALUES;
+    if (call->weights_on_input || call->w13.pre_quant_scale)
         return X_ROWS;
-    return form == ROWS_VALUES ? X_AS_IS : X_CODES;
+    return values ? X_AS_IS : X_CODES;
 }
 
-/* Large tiles of FP8 come in pairs that share their weights, but for those with scales of groups,
- * whose rows are gathered (docs/lab/moe.md). */
+/* Large tiles of FP8 come in pairs that share their weights, but for those with scales of groups
+ * (docs/lab/moe.md). */
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     row_form form = form_of(&call->spec->w13);
     int rows = moq_moe_many_tile_rows(call->way);
@@ -116,8 +115,7 @@ static layout lay_out(const slot_chunk *chunk) {
     }
     l.x = l.d = l.end;
     if (x != X_AS_IS) {
-        int64_t count = x == X_ROWS ? rows : chunk->tokens;
-        l.x = take(&l.end, count * row_bytes(form_of(w13), w13->dtype, h));
+        l.x = take(&l.end, rows * row_bytes(form_of(w13), w13->dtype, h));
         l.x_scales = take(&l.end, all_scales(chunk, form_of(w13), h));
     }
     int64_t after_d = l.d;
@@ -137,25 +135,12 @@ static int64_t chunk_tokens(const moq_moe_call *call) {
     return (call->tokens + chunks - 1) / chunks;
 }
 
-/* Codes of the tokens of a chunk. */
-static moq_status quantize_tokens(const slot_chunk *chunk, const expert_rows *x, moq_err *err) {
-    const moq_moe_call *call = chunk->call;
-    const moq_linear_spec *w13 = &call->spec->w13;
-    moq_tensor tokens = *call->x;
-    tokens.shape[0] = chunk->tokens;
-    tokens.data = (uint8_t *)call->x->data +
-                  chunk->first * tokens.stride[0] * (int64_t)moq_dtype_size(tokens.dtype);
-    moq_cuda_quantize q = {};
-    q.x = &tokens;
-    q.mode = w13->input;
-    q.group = 128;
-    q.codes = (uint8_t *)x->data;
-    q.code_stride = q.code_columns = row_bytes(x->form, w13->dtype, w13->in_features);
-    q.scales = x->scales;
-    q.scale_row = 1;
-    q.scale_group = x->scale_stride;
-    q.stream = call->stream;
-    return moq_cuda_quantize_rows(&q, err);
+/* g as the second product takes it, where that is another thing. */
+static moq_status bring_g(const slot_chunk *chunk, const slot_groups *groups, const void *values,
+                          const expert_rows *g, moq_err *err) {
+    bool codes = g->form != ROWS_VALUES && !chunk->call->w2.pre_quant_scale;
+    return codes ? make_codes_of_g(chunk, groups, values, g, err)
+                 : make_rows_of_g(chunk, groups, values, g, err);
 }
 
 /* Rows of x where the first product finds them. */
@@ -163,14 +148,11 @@ static moq_status bring_x(const slot_chunk *chunk, const slot_groups *groups, co
                           many_product *p, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     x_form form = x_form_of(call);
-    if (form == X_ROWS && x->form == ROWS_TENSOR && !call->weights_on_input)
+    if (form == X_CODES)
         return make_codes_of_x(chunk, groups, x, err);
     if (form == X_ROWS)
         return make_rows_of_x(chunk, groups, x, err);
     p->gathered = true;
-    p->row_stride = row_bytes(x->form, call->x->dtype, call->spec->w13.in_features);
-    if (form == X_CODES)
-        return quantize_tokens(chunk, x, err);
     p->row_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
     return MOQ_OK;
 }
@@ -208,7 +190,7 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
     MOQ_TRY(bring_x(chunk, &groups, &x, &first, err));
     MOQ_TRY(multiply(&first, err));
     if (!takes_g(call))
-        MOQ_TRY(make_rows_of_g(chunk, &groups, first.g, &g, err));
+        MOQ_TRY(bring_g(chunk, &groups, first.g, &g, err));
     MOQ_TRY(multiply(&second, err));
     return combine_rows(chunk, &groups, second.product.out, err);
 }

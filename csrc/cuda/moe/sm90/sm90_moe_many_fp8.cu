@@ -42,14 +42,15 @@ static __device__ __forceinline__ fp8_many::block_scales<S> find_blocks(const ge
     return block;
 }
 
-template <class S, product_use USE>
+/* PLAIN: silu without a limit alone, which is compiled for all widths. */
+template <class S, product_use USE, bool PLAIN>
 static __device__ __forceinline__ void make_tile(const gemm_args *a,
                                                  const fp8_many::consumer_ring *t, const place *p,
                                                  ring_place *slot, const way_out *w, int group) {
     float sum[2][S::T / 2] = {}, factor = factor_of_token<S>(a, p);
     fp8_many::block_scales<S> block = find_blocks<S, USE>(a, p, group);
     fp8_many::multiply<S>(t, &block, 0, a->steps, group, slot, sum);
-    write_tile<S, USE>(a, p, group, factor, w, sum);
+    write_tile<S, USE, PLAIN>(a, p, group, factor, w, sum);
 }
 
 template <class S, product_use USE>
@@ -60,10 +61,13 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const fp8_man
     launch_dependents(); /* which know by then that the grouping is done */
     for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
         place p = place_at<S>(a, q.number);
-        with_width<S, USE>(a, p.rows.rows, [&](auto width) {
-            typedef typename S::template of_width<decltype(width)::columns> narrow;
-            make_tile<narrow, USE>(a, t, &p, &slot, w, group);
-        });
+        if (USE == OF_ONE || (USE == OF_GATE_AND_UP && !is_plain(&a->act)))
+            make_tile<S, USE, false>(a, t, &p, &slot, w, group);
+        else
+            with_width<S, USE>(a, p.rows.rows, [&](auto width) {
+                typedef typename S::template of_width<decltype(width)::columns> narrow;
+                make_tile<narrow, USE, true>(a, t, &p, &slot, w, group);
+            });
     }
 }
 

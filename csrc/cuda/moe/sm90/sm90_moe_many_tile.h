@@ -184,15 +184,19 @@ struct outputs_of_g {
     typedef gemm_args args;
 };
 
-/* 16 columns of g of a token that was turned around. */
+/* 16 columns of g, of 16 bits, of a token that was turned around. */
 static __device__ __forceinline__ void load_turned(const gemm_args *a, uint32_t turn, int token,
                                                    int piece, float (&value)[16]) {
-    moq_rows as = {NULL, 0, a->out.dtype};
-    moq_chunk chunk;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-        chunk.word[i] = load_shared(turn + token * 128 + ((2 * piece + i) ^ token % 8) * 16);
-    moq_widen(&as, &chunk, value);
+    for (int i = 0; i < 2; i++) {
+        uint4 eight = load_shared(turn + token * 128 + ((2 * piece + i) ^ token % 8) * 16);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float2 pair = moq_widen_pair((&eight.x)[j], a->out.dtype);
+            value[8 * i + 2 * j] = pair.x;
+            value[8 * i + 2 * j + 1] = pair.y;
+        }
+    }
 }
 
 /* carry_out for codes, of form G_GROUP where S::groups and else G_TENSOR: `count` tokens from
@@ -315,12 +319,12 @@ write_g(const gemm_args *a, const place *p, int column, const way_out *w, const 
 }
 
 /* The same for whatever the activation is: code of one kind stays together. */
-template <class S, bool GATED>
+template <class S, bool GATED, bool PLAIN>
 static __device__ __forceinline__ void
 write_activated(const gemm_args *a, const place *p, int column, const way_out *w,
                 const terms *of_gate, const terms *of_up, float (&gate)[S::T / 2],
                 float (&up)[S::T / 2]) {
-    if (S::T < S::tokens || is_plain(&a->act))
+    if (PLAIN || is_plain(&a->act))
         write_g<S, GATED, PLAIN_SILU>(a, p, column, w, of_gate, of_up, gate, up);
     else if (a->act.kind == MOQ_MOE_SILU)
         write_g<S, GATED, ANY_SILU>(a, p, column, w, of_gate, of_up, gate, up);
@@ -356,8 +360,9 @@ static __device__ __forceinline__ void write_d(const gemm_args *a, const place *
     }
 }
 
-/* Writes what a warpgroup has of a tile, of whose tokens' factors a thread brings `factor`. */
-template <class S, product_use USE>
+/* Writes what a warpgroup has of a tile, of whose tokens' factors a thread brings `factor`. PLAIN:
+ * the activation is silu without a limit. */
+template <class S, product_use USE, bool PLAIN = (S::T < S::tokens)>
 static __device__ __forceinline__ void write_tile(const gemm_args *a, const place *p, int group,
                                                   float factor, const way_out *w,
                                                   float (&sum)[2][S::T / 2]) {
@@ -366,13 +371,14 @@ static __device__ __forceinline__ void write_tile(const gemm_args *a, const plac
     w->token[threadIdx.x % 128] = factor;
     barrier_sync(2 + group, 128);
     if constexpr (USE == OF_GATE_AND_UP)
-        write_activated<S, true>(a, p, row_of_wave<S, USE>(a, p->along, group, 0), w, &e[0], &e[1],
-                                 sum[0], sum[1]);
+        write_activated<S, true, PLAIN>(a, p, row_of_wave<S, USE>(a, p->along, group, 0), w, &e[0],
+                                        &e[1], sum[0], sum[1]);
 #pragma unroll
     for (int wave = 0; wave < 2; wave++) {
         int column = row_of_wave<S, USE>(a, p->along, group, wave);
         if constexpr (USE == OF_ONE)
-            write_activated<S, false>(a, p, column, w, &e[wave], &e[wave], sum[wave], sum[wave]);
+            write_activated<S, false, PLAIN>(a, p, column, w, &e[wave], &e[wave], sum[wave],
+                                             sum[wave]);
         if constexpr (USE == OF_D)
             write_d<S>(a, p, column, w->token, &e[wave], sum[wave]);
     }
