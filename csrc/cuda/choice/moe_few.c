@@ -420,6 +420,9 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
            0.1e-6 * h->cluster;
 }
 
+/* Slots up to which strips were measured; with more, experts have several chunks. */
+#define STRIP_SLOTS 512
+
 /* Seconds of the kernel of strips and the sum, likewise: the strips of the busiest block, of which
  * the first product has whole slices, and what comes with a slot. */
 static double strips_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_strips *s) {
@@ -441,7 +444,8 @@ static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     if (!lay_out_row(spec, tokens, row, &share))
         return INFINITY;
     if (row == MOQ_MOE_FEW_STRIPS)
-        return strips_seconds(spec, tokens, &share.strips);
+        return slots_of(spec, tokens) > STRIP_SLOTS ? INFINITY
+                                                    : strips_seconds(spec, tokens, &share.strips);
     bool one = !share.up.slice && !share.down.slice &&
                up_bytes(spec, tokens) <= (double)ONE_BLOCK * spec->w13.target.sm_count;
     return row % 2 == one
