@@ -22,11 +22,15 @@ FORMATS = [
     ("FP8_PER_CHANNEL_PER_TOKEN", "exact", FP8),
     ("FP8_PB_WO", "exact", FP8),
 ]
-WAYS = 32
-"""Variants beside the own choice: blocks of a multiprocessor, ways to do the second kernel, slices of K."""
+WAYS = 33
+"""Variants beside the own choice: blocks of a multiprocessor, ways to do the second kernel, slices of K,
+strips."""
 
-SLICED = (17, 20)
-"""Variants of slices in both kernels, either number of blocks in each."""
+STRIPS = 33
+"""The variant of strips, which NVFP4 alone has."""
+
+SLICED = (17, 20, STRIPS)
+"""Variants of slices in both kernels, either number of blocks in each, and of strips."""
 
 
 def random_call(
@@ -65,7 +69,7 @@ def test_every_way(rng, monkeypatch, algo, compute, kernel):
             check(y, method, stacks, x, weights, ids)
 
 
-@pytest.mark.parametrize("hidden, inner", [(2048, 768), (2880, 384), (4096, 1536), (1024, 1152)])
+@pytest.mark.parametrize("hidden, inner", [(2048, 768), (2880, 384), (4096, 1536), (1024, 1152), (1920, 320)])
 @pytest.mark.parametrize("algo, compute, kernel", FORMATS)
 def test_slices_of_every_length(rng, monkeypatch, algo, compute, kernel, hidden, inner):
     """Slices of one block of K to eight, that come out even and overlap."""
@@ -77,6 +81,32 @@ def test_slices_of_every_length(rng, monkeypatch, algo, compute, kernel, hidden,
             method._plan.keep(tokens, kernel, way)
             x, weights, ids, y = random_call(rng, method, params, tokens, "random")
             check(y, method, stacks, x, weights, ids)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("top_k", [1, 4, 10])
+def test_strips(rng, monkeypatch, top_k, gated, dtype):
+    """A block for each strip of one token, blocks with none, with several of one chunk and of many; sums of
+    many parts by slots, and of a few by columns; weights on the input, shares of experts."""
+    options = {"top_k": top_k, "gated": gated, "dtype": dtype, "global_num_experts": 64}
+    method = layer_of(monkeypatch, NVFP4, "NVFP4", 48, 1152, 192, **options)
+    stacks = random_stacks(rng, "NVFP4", 48, 1152, 192, gated=gated, bias="float32")
+    params = prepared(method, stacks)
+    expert_map = random_expert_map(rng, 64, 48)
+    for tokens in (1, 2, 5, 40, 102):
+        method._plan.keep(tokens, NVFP4, STRIPS)
+        for kind in ROUTINGS:
+            x, before = (random_x(rng, (tokens, 1152), dtype) for _ in range(2))
+            weights, ids = random_routing(rng, tokens, top_k, 64, kind, "int64")
+            given = {"expert_map": expert_map, "out": before.copy(), "accumulate": True}
+            options = {"expert_map": expert_map, "global_num_experts": 64, "out": as_values(before, dtype)}
+            if top_k == 1:
+                given["apply_router_weight_on_input"] = options["apply_router_weight_on_input"] = True
+            y = run(method, params, x, weights, ids, **given)
+            check(y, method, stacks, x, weights, ids, **options)
+            again = run(method, params, x, weights, ids, **{**given, "out": before.copy()})
+            np.testing.assert_array_equal(again, y)
 
 
 @pytest.mark.parametrize("gated", [True, False])

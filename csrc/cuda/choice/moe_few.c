@@ -10,6 +10,8 @@
 /* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
  * kernels declare. */
 #define BLOCK_BYTES (112 << 10)
+/* That of a block that is alone there, likewise. */
+#define WHOLE_BYTES ((227 << 10) - 2048)
 /* Slots up to here are grouped by the lanes of a warp, which need no counts. */
 #define LANES 32
 
@@ -48,7 +50,8 @@ int64_t moq_moe_few_sums_at(const moq_moe_spec *spec, int64_t tokens) {
     return moq_moe_few_inner_bytes(spec, tokens) + maxima;
 }
 
-int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens) {
+/* Of g and d in the forms of two products. */
+static int64_t halves_workspace(const moq_moe_spec *spec, int64_t tokens) {
     return moq_moe_few_sums_at(spec, tokens) +
            slots_of(spec, tokens) * spec->w2.out_features * (int64_t)sizeof(float);
 }
@@ -112,18 +115,18 @@ static int parked_bytes(const moq_moe_few_half *h) {
     return items * MOQ_MOE_FEW_WARPS * h->slabs * 4 * LANES * 4;
 }
 
-/* The tables; each warp's with few slots and slices. */
-static void lay_out_tables(const moq_moe_spec *spec, int64_t slots, int *used,
-                           moq_moe_few_half *h) {
+/* The tables; those of so many warps with few slots. */
+static void lay_out_tables(const moq_moe_spec *spec, int64_t slots, int warps, int *used,
+                           moq_moe_few_tables *tables) {
     int begin = *used;
-    h->tables.expert = take(used, slots * 4);
-    h->tables.sorted = take(used, slots * 2);
-    h->tables.chunk = take(used, chunks_of(spec, slots) * 4);
-    h->tables.count = take(used, slots > LANES ? counts_of(spec, slots) : 0);
-    h->tables.chunks = take(used, 4);
-    h->tables.pitch = *used - begin;
-    if (h->slice && slots <= LANES)
-        take(used, (MOQ_MOE_FEW_WARPS - 1) * h->tables.pitch);
+    tables->expert = take(used, slots * 4);
+    tables->sorted = take(used, slots * 2);
+    tables->chunk = take(used, chunks_of(spec, slots) * 4);
+    tables->count = take(used, slots > LANES ? counts_of(spec, slots) : 0);
+    tables->chunks = take(used, 4);
+    tables->pitch = *used - begin;
+    if (slots <= LANES)
+        take(used, (warps - 1) * tables->pitch);
 }
 
 /* With so many stages; `sums` are bytes of what slots give to a block, 0 in the first kernel. */
@@ -135,7 +138,7 @@ static void lay_out(const moq_moe_spec *spec, int64_t slots, int64_t sums, int s
     h->parked_at = take(&used, parked_bytes(h));
     h->sums_at = take(&used, sums);
     h->weights_at = take(&used, slots * 4);
-    lay_out_tables(spec, slots, &used, h);
+    lay_out_tables(spec, slots, h->slice ? MOQ_MOE_FEW_WARPS : 1, &used, &h->tables);
     h->scales_at = take(&used, spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? slots * 4 : 0);
     h->shared = used + format_of(spec)->alignment;
 }
@@ -249,6 +252,91 @@ static bool lay_out_sums(const moq_moe_spec *spec, int64_t tokens, int log_block
            fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h);
 }
 
+/* ---- routing as it is expected ---- */
+
+/* Experts that have a slot, as they are expected of a router that likes all. */
+static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
+    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
+    return all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens));
+}
+
+/* Chunks as they are expected, one an expert but where there are more slots than that. */
+static double expected_chunks(const moq_moe_spec *spec, int64_t tokens) {
+    double active = active_experts(spec, tokens);
+    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
+    return fmax(1, fmax(active, again));
+}
+
+/* ---- strips ---- */
+
+/* Blocks of K of a slice in the first product, or 0 where none has room. */
+static int strip_slice(const moq_moe_spec *spec) {
+#define SLICE(count) count,
+    static const int slices[] = {MOQ_MOE_NVFP4_STRIP_SLICES(SLICE) 0};
+#undef SLICE
+    int64_t blocks = blocks_of(spec, spec->w13.in_features);
+    int64_t least = divide_up(blocks, MOQ_MOE_STRIP_PARTS);
+    for (const int *slice = slices; *slice; slice++)
+        if (*slice >= least && *slice <= blocks)
+            return *slice;
+    return 0;
+}
+
+/* Stages that are on their way at once at first, where a block has one strip. */
+#define STRIP_FLIGHT 4
+
+static int64_t strips_of(const moq_moe_spec *spec) {
+    return spec->w2.in_features / MOQ_MOE_STRIP_COLUMNS;
+}
+
+/* With so many stages. */
+static void lay_out_strip_bytes(const moq_moe_spec *spec, int64_t slots, int stages,
+                                moq_moe_strips *s) {
+    int used = 0;
+    s->stages = stages;
+    take(&used, (int64_t)stages * MOQ_MOE_NVFP4_STRIP_STAGE);
+    s->parked_at =
+        take(&used, MOQ_MOE_STRIP_PARTS * 2 * MOQ_MOE_STRIP_COLUMNS / MOQ_PACK_ROWS * 512);
+    s->g_at = take(&used, MOQ_MOE_FEW_CHUNK * MOQ_MOE_STRIP_G_PITCH);
+    s->weights_at = take(&used, slots * 4);
+    lay_out_tables(spec, slots, MOQ_MOE_STRIP_WARPS, &used, &s->tables);
+    s->shared = used + format_of(spec)->alignment;
+}
+
+static bool lay_out_strips(const moq_moe_spec *spec, int64_t tokens, moq_moe_strips *s) {
+    int64_t slots = slots_of(spec, tokens), strips = strips_of(spec);
+    int sms = spec->w13.target.sm_count;
+    *s = (moq_moe_strips){0};
+    s->slice = strip_slice(spec);
+    if (format_of(spec) != &NVFP4 || !s->slice ||
+        down_slabs(spec) > MOQ_MOE_STRIP_WARPS * MOQ_MOE_STRIP_DOWN_SLABS ||
+        spec->w2.in_features % MOQ_MOE_STRIP_COLUMNS)
+        return false;
+    s->alone = tokens == 1 && slots <= LANES && slots * strips <= sms;
+    lay_out_strip_bytes(spec, slots, 0, s);
+    int stages =
+        (WHOLE_BYTES - s->shared) / MOQ_MOE_NVFP4_STRIP_STAGE / 2 * 2; /* a place is a group's */
+    if (stages < 2)
+        return false;
+    int slabs = (spec->gated ? 2 : 1) * MOQ_MOE_STRIP_COLUMNS / MOQ_PACK_ROWS;
+    s->strip_stages = slabs + 2 * MOQ_MOE_STRIP_DOWN_SLABS / MOQ_MOE_STRIP_STAGE_SLABS;
+    s->flight = s->alone ? STRIP_FLIGHT : stages;
+    lay_out_strip_bytes(spec, slots, stages < MOQ_MOE_STRIP_STAGES ? stages : MOQ_MOE_STRIP_STAGES,
+                        s);
+    s->grid = s->alone ? (int)(slots * strips) : sms;
+    s->flight = s->flight < s->stages ? s->flight : s->stages;
+    s->by_slots = s->alone || expected_chunks(spec, tokens) * 2 < sms;
+    s->d_at = align((int)(slots + 1) * 4);
+    return true;
+}
+
+/* Where slots are, and d of every chunk that a block can have. */
+static int64_t strips_workspace(const moq_moe_spec *spec, int64_t tokens, const moq_moe_strips *s) {
+    int64_t rows = s->grid + chunks_of(spec, slots_of(spec, tokens));
+    return s->d_at + rows * (s->alone ? 1 : MOQ_MOE_FEW_CHUNK) * spec->w2.out_features *
+                         (int64_t)sizeof(float);
+}
+
 /* ---- the way ---- */
 
 /* Ways to do the second kernel: slices and blocks of a multiprocessor, or slabs and blocks of a
@@ -271,7 +359,9 @@ static bool lay_out_down(const moq_moe_spec *spec, int64_t tokens, const down_wa
 static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
                         moq_moe_few_share *share) {
     const down_way *down = &DOWN[row % MOQ_MOE_FEW_SLICES / 2];
-    *share = (moq_moe_few_share){{0}, {0}};
+    *share = (moq_moe_few_share){{0}, {0}, {0}};
+    if (row == MOQ_MOE_FEW_STRIPS)
+        return lay_out_strips(spec, tokens, &share->strips);
     share->up.pieces = share->down.pieces = 1;
     return lay_out_up(spec, tokens, row % 2, row >= MOQ_MOE_FEW_SLICES, &share->up) &&
            lay_out_down(spec, tokens, down, &share->down);
@@ -280,19 +370,6 @@ static bool lay_out_row(const moq_moe_spec *spec, int64_t tokens, int row,
 /* Bytes of `slabs` slabs of a weight. */
 static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t columns) {
     return (double)slabs * (double)blocks_of(spec, columns) * format_of(spec)->bytes;
-}
-
-/* Experts that have a slot, as they are expected of a router that likes all. */
-static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
-    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
-    return all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens));
-}
-
-/* Chunks as they are expected, one an expert but where there are more slots than that. */
-static double expected_chunks(const moq_moe_spec *spec, int64_t tokens) {
-    double active = active_experts(spec, tokens);
-    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
-    return fmax(1, fmax(active, again));
 }
 
 /* Bytes of weights that a multiprocessor reads up to which a block of the first kernel should leave
@@ -343,12 +420,32 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
            0.1e-6 * h->cluster;
 }
 
+/* Slots up to which strips were measured; with more, experts have several chunks. */
+#define STRIP_SLOTS 512
+
+/* Seconds of the kernel of strips and the sum, likewise: the strips of the busiest block, of which
+ * the first product has whole slices, and what comes with a slot. */
+static double strips_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_strips *s) {
+    const moq_target *target = &spec->w2.target;
+    double strips = (double)strips_of(spec);
+    int64_t columns = (int64_t)s->slice * MOQ_MOE_STRIP_PARTS * MOQ_PACK_K;
+    double bytes = slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, columns) +
+                   slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
+    double each = fmax(1, ceil(expected_chunks(spec, tokens) * strips / target->sm_count));
+    double rate = moq_memory_rate(target, 4.05e12) / target->sm_count;
+    double outputs = (double)(slots_of(spec, tokens) * spec->w2.out_features);
+    return (s->alone ? 5.2e-6 : 9.0e-6) + each * bytes / strips / rate + 6.2e-12 * outputs;
+}
+
 /* Seconds of a row, infinite where it cannot be, or where the first kernel should have another
  * number of blocks. */
 static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     moq_moe_few_share share;
     if (!lay_out_row(spec, tokens, row, &share))
         return INFINITY;
+    if (row == MOQ_MOE_FEW_STRIPS)
+        return slots_of(spec, tokens) > STRIP_SLOTS ? INFINITY
+                                                    : strips_seconds(spec, tokens, &share.strips);
     bool one = !share.up.slice && !share.down.slice &&
                up_bytes(spec, tokens) <= (double)ONE_BLOCK * spec->w13.target.sm_count;
     return row % 2 == one
@@ -359,7 +456,7 @@ static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
 static int best_row(const moq_moe_spec *spec, int64_t tokens, double *seconds) {
     int best = -1;
     *seconds = INFINITY;
-    for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++) {
+    for (int row = 0; row <= MOQ_MOE_FEW_STRIPS; row++) {
         double own = row_seconds(spec, tokens, row);
         if (own < *seconds) {
             *seconds = own;
@@ -369,19 +466,28 @@ static int best_row(const moq_moe_spec *spec, int64_t tokens, double *seconds) {
     return best;
 }
 
+/* A form has room for the rows of the two products; the next number of blocks says strips. */
+static moq_way way_of_row(int32_t variant, int row) {
+    return row == MOQ_MOE_FEW_STRIPS ? moq_way_of(variant, 0, 2) : moq_way_of(variant, row, 1);
+}
+
+static int row_of_way(moq_way way) {
+    return moq_form_blocks(way.form) == 2 ? MOQ_MOE_FEW_STRIPS : moq_form_row(way.form);
+}
+
 moq_way moq_moe_few_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
     moq_moe_few_share share;
     int row = variant - 1;
     double seconds;
-    bool can = row >= 0 && row < MOQ_MOE_FEW_WAYS && lay_out_row(spec, tokens, row, &share);
-    return moq_way_of(can ? variant : 0, can ? row : best_row(spec, tokens, &seconds), 1);
+    bool can = row >= 0 && row <= MOQ_MOE_FEW_STRIPS && lay_out_row(spec, tokens, row, &share);
+    return way_of_row(can ? variant : 0, can ? row : best_row(spec, tokens, &seconds));
 }
 
 uint64_t moq_moe_few_variants(const moq_moe_call *call) {
     uint64_t variants = 1;
     double least;
     int best = best_row(call->spec, call->tokens, &least);
-    for (int row = 0; row < MOQ_MOE_FEW_WAYS; row++)
+    for (int row = 0; row <= MOQ_MOE_FEW_STRIPS; row++)
         if (row != best && row_seconds(call->spec, call->tokens, row) < 1.5 * least)
             variants |= 1ull << (row + 1);
     return variants;
@@ -389,9 +495,17 @@ uint64_t moq_moe_few_variants(const moq_moe_call *call) {
 
 void moq_moe_few_share_out(const moq_moe_spec *spec, int64_t tokens, moq_way way,
                            moq_moe_few_share *share) {
-    bool fits = lay_out_row(spec, tokens, moq_form_row(way.form), share);
+    bool fits = lay_out_row(spec, tokens, row_of_way(way), share);
     MOQ_ASSERT(fits);
     (void)fits;
+}
+
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens, moq_way way) {
+    moq_moe_few_share share;
+    if (row_of_way(way) != MOQ_MOE_FEW_STRIPS)
+        return halves_workspace(spec, tokens);
+    moq_moe_few_share_out(spec, tokens, way, &share);
+    return strips_workspace(spec, tokens, &share.strips);
 }
 
 /* ---- what the kernels take ---- */

@@ -30,11 +30,26 @@ extern "C" {
 #define MOQ_MOE_NVFP4_FEW_SLICES(X) X(1) X(2) X(3) X(4) X(6) X(8)
 #define MOQ_MOE_FP8_FEW_SLICES(X)   X(1) X(2) X(3) X(4)
 
+/* The form of strips (sm90_moe_few_strips.h): warps of a block that multiply, those that share K of
+ * the first product, columns of I, slabs of H that a warp has, and of them in a stage, bytes
+ * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have. NVFP4
+ * alone. */
+#define MOQ_MOE_STRIP_WARPS           16
+#define MOQ_MOE_STRIP_PARTS           8
+#define MOQ_MOE_STRIP_COLUMNS         64
+#define MOQ_MOE_STRIP_DOWN_SLABS      8
+#define MOQ_MOE_STRIP_STAGE_SLABS     4
+#define MOQ_MOE_STRIP_G_PITCH         (2 * MOQ_MOE_STRIP_COLUMNS + 16)
+#define MOQ_MOE_STRIP_STAGES          12
+#define MOQ_MOE_NVFP4_STRIP_STAGE     (32 * MOQ_PACK_BYTES)
+#define MOQ_MOE_NVFP4_STRIP_SLICES(X) X(2) X(4)
+
 /* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
  * the first kernel, the next three the row of a table of ways to do the second, and the last says
- * whether warps of the first have slices of K. */
+ * whether warps of the first have slices of K. Strips are behind them. */
 #define MOQ_MOE_FEW_WAYS   32
 #define MOQ_MOE_FEW_SLICES 16
+#define MOQ_MOE_FEW_STRIPS MOQ_MOE_FEW_WAYS
 
 /* Offsets of the tables in shared memory. */
 typedef struct {
@@ -60,15 +75,29 @@ typedef struct {
     moq_moe_few_tables tables;
 } moq_moe_few_half;
 
+/* The kernel of strips, and the sum behind it. */
+typedef struct {
+    int grid;   /* blocks; 0: the call has no strips */
+    bool alone; /* one token, whose slots are chunks, with a block for each of their strips */
+    int slice, stages, shared;
+    int flight;       /* stages of a fresh ring that are on their way at once */
+    int strip_stages; /* of the block in a strip */
+    bool by_slots;    /* the sum: slots have many parts, as a block has few strips of an expert */
+    int parked_at, g_at, weights_at;
+    moq_moe_few_tables tables;
+    int64_t d_at; /* in the workspace, behind where slots are */
+} moq_moe_strips;
+
 typedef struct {
     moq_moe_few_half up, down;
+    moq_moe_strips strips;
 } moq_moe_few_share;
 
 /* Bytes of g, [slots, I], which is between the kernels; where d is behind it and what belongs to
  * it, float32 [slots, H]; and bytes of all that. */
 int64_t moq_moe_few_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
 int64_t moq_moe_few_sums_at(const moq_moe_spec *spec, int64_t tokens);
-int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_few_workspace(const moq_moe_spec *spec, int64_t tokens, moq_way way);
 
 /* Whether the kernel of packed NVFP4 weights as they are, or that of FP8, takes the layer and so
  * many tokens, or 0 for any number that suits it; a reason if not. The device is not looked at. */

@@ -189,7 +189,7 @@ static __device__ __forceinline__ int64_t open_tables(const routing *r, const ta
     int lane = (int)threadIdx.x % 32, groups = (r->slots + 31) / 32;
     int64_t place = 0;
     if (groups > 1) {
-        for (int i = (int)threadIdx.x; i < groups * r->experts; i += THREADS)
+        for (int i = (int)threadIdx.x; i < groups * r->experts; i += (int)blockDim.x)
             t->within[i] = 0;
     } else if ((EVERY_WARP || threadIdx.x < 32) && lane < r->slots) {
         place = place_of_id(r, lane);
@@ -205,6 +205,7 @@ template <bool EVERY_WARP>
 static __device__ __forceinline__ void group_slots(const routing *r, const tables *t,
                                                    int64_t place) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, groups = (r->slots + 31) / 32;
+    int threads = (int)blockDim.x;
     if (r->slots <= 32) {
         if (EVERY_WARP || warp == 0)
             group_lanes(r, t, place, lane);
@@ -214,16 +215,16 @@ static __device__ __forceinline__ void group_slots(const routing *r, const table
             __syncthreads();
         return;
     }
-    for (int group = warp; group < groups; group += WARPS)
+    for (int group = warp; group < groups; group += threads / 32)
         count_lanes(r, t, group, lane);
     __syncthreads();
-    for (int expert = (int)threadIdx.x; expert < r->experts; expert += THREADS)
+    for (int expert = (int)threadIdx.x; expert < r->experts; expert += threads)
         t->count[expert] = (uint32_t)sum_groups(r, t, groups, expert);
     __syncthreads();
     if (warp == 0)
         chunk_experts(r, t, lane);
     __syncthreads();
-    for (int slot = (int)threadIdx.x; slot < r->slots; slot += THREADS) {
+    for (int slot = (int)threadIdx.x; slot < r->slots; slot += threads) {
         int both = t->expert[slot], expert = both & 0xffff;
         if (both < 0)
             continue;

@@ -292,7 +292,7 @@ static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *
 
 /* There for everybody after group_slots. */
 static __device__ __forceinline__ void load_weights(const warp_parts *p) {
-    for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += THREADS)
+    for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += (int)blockDim.x)
         p->weight[i] = weight_of_slot(&p->a->route, i);
 }
 

@@ -358,7 +358,7 @@ extern "C" moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *er
 }
 
 extern "C" int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call) {
-    return moq_moe_few_workspace(call->spec, call->tokens);
+    return moq_moe_few_workspace(call->spec, call->tokens, call->way);
 }
 
 } // namespace moq::moe_few
