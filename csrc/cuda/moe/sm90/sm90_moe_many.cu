@@ -80,9 +80,12 @@ static x_form x_form_of(const moq_moe_call *call) {
  * whose rows are gathered (docs/lab/moe.md). */
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     row_form form = form_of(&call->spec->w13);
-    int rows = moq_moe_many_tile_rows(call->way);
+    int rows = moq_moe_many_tile_rows(call->spec, call->way);
     bool pairs = rows == 128 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
-    return {call, first, tokens, rows, form == ROWS_GROUP ? MOQ_MOE_MANY_ALIGN : 1, pairs};
+    int align = form == ROWS_GROUP    ? MOQ_MOE_MANY_ALIGN
+                : form == ROWS_VALUES ? MOQ_MOE_MANY_ROWS_OF_D
+                                      : 1;
+    return {call, first, tokens, rows, align, pairs};
 }
 
 /* Scales of a column of groups, which are copied for whole tiles from multiples of
