@@ -73,6 +73,8 @@ static x_form x_form_of(const moq_moe_call *call) {
     row_form form = form_of(&call->spec->w13);
     if (call->weights_on_input || call->w13.pre_quant_scale || form == ROWS_TENSOR)
         return X_ROWS;
+    if (form == ROWS_VALUES && moq_moe_many_tile_rows(call->spec, call->way) > 64)
+        return X_ROWS; /* large tiles would wait for rows that are gathered (docs/lab/moe.md) */
     return form == ROWS_VALUES ? X_AS_IS : X_CODES;
 }
 
