@@ -35,7 +35,7 @@ FORMATS = [
     ("NVFP4_AWQ", FOLDED),
 ]
 SMALL, LARGE = 1, 2
-"""Variants: tiles of up to 64 rows, and of up to 128; of folded weights 160 and 288."""
+"""Variants: tiles of up to 64 rows, and large ones: of up to 128, of NVFP4 288; of folded weights 160 and 288."""
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
@@ -101,36 +101,8 @@ def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, way):
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
     """Experts with every number of rows around the widths of products, and around one and two tiles."""
-    counts = [
-        1,
-        8,
-        15,
-        16,
-        17,
-        31,
-        32,
-        33,
-        47,
-        48,
-        49,
-        63,
-        64,
-        65,
-        95,
-        96,
-        97,
-        127,
-        128,
-        129,
-        160,
-        161,
-        193,
-        256,
-        257,
-        288,
-        289,
-        0,
-    ]
+    edges = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 288, 576)
+    counts = sorted({count for edge in edges for count in (edge - 1, edge, edge + 1)} | {0, 1, 300})
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
     stacks = deciding_stacks(rng, kernel, algo, len(counts), 128, 64)
     weights, ids = ids_of_counts(rng, counts)

@@ -9,12 +9,11 @@
 extern "C" {
 #endif
 
-/* Ways, the rows of forms: tiles of up to 64 rows of tokens, or up to 128. */
+/* Ways, the rows of forms: tiles of up to 64 rows of tokens, or large ones. */
 #define MOQ_MOE_MANY_WAYS 2
 
-static inline int moq_moe_many_tile_rows(moq_way way) {
-    return 64 << moq_form_row(way.form);
-}
+/* Rows of a tile at most. */
+int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way);
 
 /* The way of a call in a variant: 0 is the best one, others are a row and one more. */
 moq_way moq_moe_many_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);

@@ -117,6 +117,20 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
+/* Whether the phase of that parity has ended. */
+static __device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 /* A stage of a ring, and the parity of the phase in which it is used next. */
 typedef struct {
     int index, parity;
@@ -231,6 +245,24 @@ static __device__ __forceinline__ void store_box_2d(const CUtensorMap *map, int 
 /* What this thread's stores of boxes store has been read. */
 static __device__ __forceinline__ void store_boxes_wait(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* store_box_2d as one of a group of stores, which store_commit ends. */
+static __device__ __forceinline__ void store_box_of_group(const CUtensorMap *map, int c0, int c1,
+                                                          uint32_t from) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+        "r"(c0), "r"(c1), "r"(from)
+        : "memory");
+}
+
+static __device__ __forceinline__ void store_commit(void) {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* What this thread's groups of stores store has been read, but for the last `pending` ones. */
+template <int pending> static __device__ __forceinline__ void store_wait(void) {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 /* Copies `bytes`, a multiple of 16, from an address that is one too. */

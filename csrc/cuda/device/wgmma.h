@@ -105,6 +105,13 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
                "%110, %111, "                                                                      \
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "    \
                "%125, %126, %127"
+#define NUMBERS_72                                                                                 \
+    NUMBERS_64 ", "                                                                                \
+               "%64, %65, %66, %67, %68, %69, %70, %71"
+#define NUMBERS_96                                                                                 \
+    NUMBERS_64 ", "                                                                                \
+               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "  \
+               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FLOATS_8(d, i)                                                                             \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
         "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -113,6 +120,8 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
 #define FLOATS_32(d, i)  FLOATS_16(d, i), FLOATS_16(d, i + 16)
 #define FLOATS_48(d, i)  FLOATS_32(d, i), FLOATS_16(d, i + 32)
 #define FLOATS_64(d, i)  FLOATS_32(d, i), FLOATS_32(d, i + 32)
+#define FLOATS_72(d, i)  FLOATS_64(d, i), FLOATS_8(d, i + 64)
+#define FLOATS_96(d, i)  FLOATS_64(d, i), FLOATS_32(d, i + 64)
 #define FLOATS_128(d, i) FLOATS_64(d, i), FLOATS_64(d, i + 64)
 
 #define WGMMA_OF_REGISTERS(type, columns, sums, a0, a1, a2, a3, right)                             \
@@ -135,6 +144,8 @@ WGMMA_OF_REGISTERS(bf16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(bf16, 64, 32, 32, 33, 34, 35, 36)
 WGMMA_OF_REGISTERS(bf16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(bf16, 128, 64, 64, 65, 66, 67, 68)
+WGMMA_OF_REGISTERS(bf16, 144, 72, 72, 73, 74, 75, 76)
+WGMMA_OF_REGISTERS(bf16, 192, 96, 96, 97, 98, 99, 100)
 WGMMA_OF_REGISTERS(bf16, 256, 128, 128, 129, 130, 131, 132)
 WGMMA_OF_REGISTERS(f16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(f16, 32, 16, 16, 17, 18, 19, 20)
@@ -142,6 +153,8 @@ WGMMA_OF_REGISTERS(f16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(f16, 64, 32, 32, 33, 34, 35, 36)
 WGMMA_OF_REGISTERS(f16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(f16, 128, 64, 64, 65, 66, 67, 68)
+WGMMA_OF_REGISTERS(f16, 144, 72, 72, 73, 74, 75, 76)
+WGMMA_OF_REGISTERS(f16, 192, 96, 96, 97, 98, 99, 100)
 WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
 #undef WGMMA_OF_REGISTERS

@@ -72,6 +72,8 @@ static x_form x_form_of(const moq_moe_call *call) {
     bool values = form_of(&call->spec->w13) == ROWS_VALUES;
     if (call->weights_on_input || call->w13.pre_quant_scale)
         return X_ROWS;
+    if (values && moq_moe_many_tile_rows(call->spec, call->way) > 64)
+        return X_ROWS; /* large tiles would wait for rows that are gathered (docs/lab/moe.md) */
     return values ? X_AS_IS : X_CODES;
 }
 
@@ -79,9 +81,12 @@ static x_form x_form_of(const moq_moe_call *call) {
  * (docs/lab/moe.md). */
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     row_form form = form_of(&call->spec->w13);
-    int rows = moq_moe_many_tile_rows(call->way);
+    int rows = moq_moe_many_tile_rows(call->spec, call->way);
     bool pairs = rows == 128 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
-    return {call, first, tokens, rows, form == ROWS_GROUP ? MOQ_MOE_MANY_ALIGN : 1, pairs};
+    int align = form == ROWS_GROUP    ? MOQ_MOE_MANY_ALIGN
+                : form == ROWS_VALUES ? MOQ_MOE_MANY_ROWS_OF_D
+                                      : 1;
+    return {call, first, tokens, rows, align, pairs};
 }
 
 /* Scales of a column of groups, which are copied for whole tiles from multiples of

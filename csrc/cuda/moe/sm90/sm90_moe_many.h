@@ -9,6 +9,9 @@ namespace moq::moe_many {
 /* What the first row of an expert has to be a multiple of where rows have scales of groups. */
 #define MOQ_MOE_MANY_ALIGN 4
 
+/* The same where d leaves by the copy engine, in boxes of so many rows. */
+#define MOQ_MOE_MANY_ROWS_OF_D 8
+
 /* What is written of g: values of the layer's dtype, or e4m3 codes by the scale of the expert or
  * with scales of groups. */
 typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_form;

@@ -62,9 +62,10 @@ static int lay_out(gemm_args *a, int stage, int limit) {
     return a->stages * stage + MANY_TURN_BYTES;
 }
 
+/* `more` are two maps of kernels that take them behind their arguments. */
 static moq_status launch(const many_product *p, const void *kernel, gemm_args *a, int shared,
                          CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
-                         moq_err *err) {
+                         moq_err *err, CUtensorMap *more = NULL) {
     int64_t tiles = p->product.tiles * a->row_tiles, blocks = p->product.spec->target.sm_count;
     if (pair) /* tiles come in twos */
         blocks -= blocks % 2;
@@ -79,7 +80,7 @@ static moq_status launch(const many_product *p, const void *kernel, gemm_args *a
                          .shared = (size_t)shared,
                          .stream = (cudaStream_t)p->product.stream,
                          .overlap = true};
-    void *parameters[] = {weights, rows, a};
+    void *parameters[] = {weights, rows, a, more, more ? more + 1 : NULL};
     return moq_cuda_launch(&launch, parameters, err);
 }
 

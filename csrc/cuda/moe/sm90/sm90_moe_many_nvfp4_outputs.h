@@ -1,0 +1,179 @@
+/* Outputs of NVFP4 experts on Hopper for many tokens. What a warpgroup has of them turns around in
+ * shared memory: g, 32 or 64 columns of 16 bits of each row, is stored from there by its threads;
+ * d, 64 columns of float32, by the copy engine, which still stores under the products of the next
+ * tile. The code for g goes round some rows at a time, so that it stays in the instructions' cache
+ * (docs/lab/moe.md). */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_OUTPUTS_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_OUTPUTS_H
+
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_tile.h"
+
+namespace moq::moe_many {
+
+/* Factors and biases of the two rows of W that a thread has sums of: of gate and up, or 8 apart. */
+template <class S>
+static __device__ __forceinline__ terms find_terms(const gemm_args *a, const place *p, int group) {
+    int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    int column = p->along * S::columns +
+                 (S::halves ? group * 32 + warp * 8 : group * 64 + warp * 16) + lane / 4;
+    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int row = column + i * (S::halves ? a->half : 8);
+        int64_t at = (int64_t)p->rows.expert * a->n + row;
+        if (S::halves ? column >= a->half : row >= a->n)
+            continue;
+        e.factor[i] = a->output_scale[at] * MOQ_NVFP4_FACTOR;
+        if (a->bias)
+            e.bias[i] = a->bias[at];
+    }
+    return e;
+}
+
+static __device__ __forceinline__ float finish(float sum, const terms *e, int i) {
+    return __fadd_rn(__fmul_rn(sum, e->factor[i]), e->bias[i]);
+}
+
+/* Where 16 bytes of a row of g are in the room: all of eight rows in banks of their own. */
+template <class S> static __device__ __forceinline__ int place_in_row(int row, int piece) {
+    return (S::halves ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
+}
+
+/* Stores so many rows of g, from `first` on, from the room. */
+template <class S>
+static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *p, uint32_t room,
+                                               int column, int first, int count) {
+    constexpr int PIECES = S::row_bytes / 16;
+    int thread = threadIdx.x % 128, piece = thread % PIECES, n = column + piece * 8;
+    uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + first) * a->out.stride + n;
+    if (n >= (S::halves ? a->half : a->n))
+        return;
+#pragma unroll 1
+    for (int row = thread / PIECES; row < count; row += 128 / PIECES)
+        *(uint4 *)(to + row * a->out.stride) =
+            load_shared(room + row * S::row_bytes + place_in_row<S>(row, piece));
+}
+
+/* Parks what a thread has of eight rows: two of a column, or of two columns 8 apart. */
+template <class S, kind_of_code KIND>
+static __device__ __forceinline__ void park_g(const gemm_args *a, const terms *e, const float *four,
+                                              uint32_t (&word)[S::halves ? 1 : 2]) {
+#pragma unroll
+    for (int i = 0; i < (S::halves ? 1 : 2); i++) {
+        float g[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            float z = finish(four[2 * i + odd], e, i);
+            g[odd] = act<KIND>(&a->act, z, S::halves ? finish(four[2 + odd], e, 1) : 1.0f);
+        }
+        word[i] = moq_narrow_pair(a->out.dtype, g[0], g[1]);
+    }
+}
+
+/* Writes the columns of g of a warpgroup. The sums are used up. */
+template <class S, kind_of_code KIND>
+static __device__ __forceinline__ void write_some_g(const gemm_args *a, const place *p,
+                                                    uint32_t room, const terms *e, int group,
+                                                    float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rows = p->rows.rows;
+    int column = p->along * S::columns + group * (S::row_bytes / 2);
+    int row = S::halves ? lane % 16 : lane % 8, piece = S::halves ? warp : 2 * warp + lane / 8 % 2;
+    uint32_t own = room + row * S::row_bytes + place_in_row<S>(row, piece);
+#pragma unroll 1
+    for (int first = 0; first < rows; first += S::at_once) {
+        barrier_sync(2 + group, 128); /* what was there has been stored */
+#pragma unroll
+        for (int j = 0; j < S::at_once / 8; j += S::halves ? 2 : 1) {
+            uint32_t word[S::halves ? 1 : 2], other[S::halves ? 1 : 2] = {};
+            park_g<S, KIND>(a, e, sum + 4 * j, word);
+            if (S::halves)
+                park_g<S, KIND>(a, e, sum + 4 * j + 4, other);
+            store_two_matrices_turned(own + 8 * j * S::row_bytes, word[0],
+                                      S::halves ? other[0] : word[S::halves ? 0 : 1]);
+        }
+        move_down<S::at_once / 2>(sum);
+        barrier_sync(2 + group, 128);
+        carry_g<S>(a, p, room, column, first, min(S::at_once, rows - first));
+    }
+}
+
+/* The same for whatever the activation is: what is rarely asked for has code for the largest tiles
+ * alone. */
+template <class S>
+static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
+                                               const terms *e, int group, float (&sum)[S::T / 2]) {
+    if (S::T < S::tokens || is_plain(&a->act))
+        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, sum);
+    else if (a->act.kind == MOQ_MOE_SILU)
+        write_some_g<S, ANY_SILU>(a, p, room, e, group, sum);
+    else
+        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, sum);
+}
+
+/* Maps of d, in boxes of 32 columns by D_ROWS rows and by eight. */
+typedef struct {
+    const CUtensorMap *whole, *eight;
+} maps_of_d;
+
+/* Copies a piece of d out, 64 columns of rows from `first` on, by one thread. Rows come in eights:
+ * those of an expert begin at a multiple of that. */
+static __device__ __forceinline__ void send_piece(const maps_of_d *m, const place *p, uint32_t room,
+                                                  int column, int first) {
+    int row = p->rows.first + first, left = p->rows.rows - first;
+    bool whole = left >= D_ROWS;
+    const CUtensorMap *map = whole ? m->whole : m->eight;
+#pragma unroll
+    for (int i = 0; i < D_ROWS; i += 8)
+        if (i == 0 || (!whole && i < left)) {
+            store_box_of_group(map, column * 4, row + i, room + i * 128);
+            store_box_of_group(map, column * 4 + 128, row + i, room + (D_ROWS + i) * 128);
+        }
+    store_commit();
+}
+
+/* Parks a piece of a thread's sums, 64 columns of D_ROWS rows, in the 128-byte swizzle. */
+static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
+                                              const float (&sum)[D_ROWS / 2]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane % 4 * 2;
+    int piece = warp % 2 * 4 + lane / 16;
+    room += warp / 2 * (D_ROWS * 128) + lane / 4 % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < D_ROWS / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int swizzled = (row + i % 2) * 128 + ((piece + i / 2 * 2) ^ (row + i % 2)) * 16;
+            store_shared_word(room + swizzled + j * EIGHT_BYTES,
+                              __float_as_uint(finish(sum[4 * j + i], e, i / 2)));
+        }
+}
+
+/* Writes 64 columns of d by a warpgroup, rows from FIRST on. Its first thread waits for the copies,
+ * and makes sure of room for the next piece before the others go on to it. */
+template <class S, int FIRST = 0>
+static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *p, uint32_t room,
+                                               const terms *e, int group, int *next,
+                                               float (&sum)[S::T / 2]) {
+    if constexpr (FIRST < S::T) {
+        if (FIRST >= p->rows.rows)
+            return;
+        uint32_t some = room + *next * (D_ROWS * 256);
+        float piece[D_ROWS / 2] = {};
+#pragma unroll
+        for (int i = 0; i < D_ROWS / 2; i++)
+            if (FIRST / 2 + i < S::T / 2)
+                piece[i] = sum[FIRST / 2 + i];
+        park_d(some, e, piece);
+        fence_async_proxy();
+        if (threadIdx.x % 128 == 0)
+            store_wait<D_PIECES - 2>();
+        barrier_sync(2 + group, 128);
+        if (threadIdx.x % 128 == 0)
+            send_piece(m, p, some, p->along * S::columns + group * 64, FIRST);
+        *next = *next + 1 == D_PIECES ? 0 : *next + 1;
+        write_d<S, FIRST + D_ROWS>(m, p, room, e, group, next, sum);
+    }
+}
+
+} // namespace moq::moe_many
+
+#endif
