@@ -153,10 +153,10 @@ static moq_status bring_x(const slot_chunk *chunk, const slot_groups *groups, co
                           many_product *p, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     x_form form = x_form_of(call);
-    if (form == X_CODES)
-        return make_codes_of_x(chunk, groups, x, err);
-    if (form == X_ROWS)
+    if (form == X_ROWS && (call->weights_on_input || call->w13.pre_quant_scale))
         return make_rows_of_x(chunk, groups, x, err);
+    if (form != X_AS_IS)
+        return make_rows_of_tokens(chunk, groups, x, err);
     p->gathered = true;
     p->row_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
     return MOQ_OK;

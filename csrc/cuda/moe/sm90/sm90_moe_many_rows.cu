@@ -1,11 +1,13 @@
-/* Rows of e4m3 codes for the products of experts of many tokens: expert_rows.cu's ROWS_TENSOR,
- * ROWS_TOKEN and ROWS_GROUP, bit by bit, for many rows without weights or factors on them. A warp
+/* Rows for the products of experts of many tokens: expert_rows.cu's ROWS_TENSOR, ROWS_TOKEN,
+ * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows without weights or factors on them. A warp
  * has a token of x, whose codes it makes once for all of its slots, or once more where the scale of
  * a slot's expert is another one, and stores them in the rows of these slots; or it has a row of g.
+ * Values are stored as they are.
  *
  * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
  * took more from the product than these rows take to be written (docs/lab/moe.md). Bound by what is
  * written: slots times columns. */
+#include "core/invariant.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/sm90/sm90_moe_many_rows.h"
 #include "cuda/runtime/launch.h"
@@ -23,7 +25,7 @@ typedef struct {
     int parts, top_k, k;
     bool by_row; /* sources are rows, not tokens */
     int sources;
-    uint8_t *codes; /* [rows, k] */
+    uint8_t *codes; /* [rows, k], or values */
     float *scales;  /* of rows, or of groups [K / 128, scale_stride] */
     int64_t scale_stride;
 } code_args;
@@ -172,6 +174,50 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     }
 }
 
+/* The values of 16 bits of a token in the rows of its slots. */
+static __global__ void __launch_bounds__(32 * ROW_WARPS)
+    copy_values(const __grid_constant__ code_args a) {
+    int source = (int)(blockIdx.x * ROW_WARPS + threadIdx.x / 32);
+    moq_chunk chunk[AT_ONCE];
+    launch_dependents();
+    wait_for_predecessor();
+    if (source >= a.sources)
+        return;
+    target own = target_of_lane<moe::ROWS_VALUES>(&a, source);
+    uint32_t rows = __ballot_sync(0xffffffffu, own.row >= 0);
+#pragma unroll 1
+    for (int base = 0; base < a.k && rows; base += SPAN) {
+        int column = base + (int)threadIdx.x % 32 * 16;
+        load_span(&a, source, base, chunk);
+#pragma unroll 1
+        for (uint32_t left = rows; left; left &= left - 1) {
+            int row = __shfl_sync(0xffffffffu, own.row, __ffs((int)left) - 1);
+            uint4 *to = (uint4 *)((uint16_t *)a.codes + (int64_t)row * a.k + column);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (column + 512 * i >= a.k)
+                    break;
+                to[64 * i] = chunk[i].word[0];
+                to[64 * i + 1] = chunk[i].word[1];
+            }
+        }
+    }
+}
+
+static const void *kernel_of(moe::row_form form) {
+    switch (form) {
+    case moe::ROWS_TENSOR:
+        return (const void *)make_codes<moe::ROWS_TENSOR>;
+    case moe::ROWS_TOKEN:
+        return (const void *)make_codes<moe::ROWS_TOKEN>;
+    case moe::ROWS_GROUP:
+        return (const void *)make_codes<moe::ROWS_GROUP>;
+    default:
+        MOQ_ASSERT(form == moe::ROWS_VALUES);
+        return (const void *)copy_values;
+    }
+}
+
 static moq_status make(code_args *a, const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                        const moe::expert_rows *rows, const moq_linear_spec *spec, moq_err *err) {
     a->groups = *groups;
@@ -179,12 +225,8 @@ static moq_status make(code_args *a, const moe::slot_chunk *chunk, const moe::sl
     a->codes = (uint8_t *)rows->data;
     a->scales = (float *)rows->scales;
     a->scale_stride = rows->scale_stride;
-    const void *kernel = rows->form == moe::ROWS_TENSOR ? (const void *)make_codes<moe::ROWS_TENSOR>
-                         : rows->form == moe::ROWS_TOKEN
-                             ? (const void *)make_codes<moe::ROWS_TOKEN>
-                             : (const void *)make_codes<moe::ROWS_GROUP>;
     moq_launch launch = {.what = "rows of experts",
-                         .kernel = kernel,
+                         .kernel = kernel_of(rows->form),
                          .grid = dim3((unsigned)((a->sources + ROW_WARPS - 1) / ROW_WARPS)),
                          .block = dim3(32 * ROW_WARPS),
                          .stream = (cudaStream_t)chunk->call->stream,
@@ -193,8 +235,8 @@ static moq_status make(code_args *a, const moe::slot_chunk *chunk, const moe::sl
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-moq_status make_codes_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                           const moe::expert_rows *rows, moq_err *err) {
+moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                               const moe::expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     const moq_linear_spec *w13 = &call->spec->w13;
     code_args a = {};

@@ -1,4 +1,4 @@
-/* Rows of codes for the products of experts of many tokens on Hopper. */
+/* Rows of codes or values for the products of experts of many tokens on Hopper. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_ROWS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_ROWS_H
 
@@ -6,12 +6,12 @@
 
 namespace moq::moe_many {
 
-/* make_rows_of_x of ROWS_TENSOR, ROWS_TOKEN or ROWS_GROUP, values of 16 bits, K a multiple of 16,
- * where router weights are not on the input and x has no factors. */
-moq_status make_codes_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                           const moe::expert_rows *rows, moq_err *err);
+/* make_rows_of_x of ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES, values of 16 bits, K a
+ * multiple of 16, where router weights are not on the input and x has no factors. */
+moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                               const moe::expert_rows *rows, moq_err *err);
 
-/* make_rows_of_g likewise. */
+/* make_rows_of_g of the same forms but ROWS_VALUES. */
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                            const void *g, const moe::expert_rows *rows, moq_err *err);
 
