@@ -117,20 +117,6 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
-/* Whether the phase of that parity has ended. */
-static __device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, done;\n"
-                 "}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return done != 0;
-}
-
 /* A stage of a ring, and the parity of the phase in which it is used next. */
 typedef struct {
     int index, parity;

@@ -115,7 +115,7 @@ static unit_variant variant_for(int rows, product_use use) {
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     int stages = (limit - 1024 - 2 * MANY_STAGES * 8 - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
-    MOQ_ASSERT(a->stages >= 4); /* two more than are gathered at a time */
+    MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
 }
 

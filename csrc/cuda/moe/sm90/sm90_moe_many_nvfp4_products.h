@@ -89,6 +89,7 @@ static __device__ __forceinline__ void
 follow(const unit_reader *t, ring_place *slot, ring_place *before, bool first,
        const nvfp4_many::operand_unit *o, float (&sum)[S::T / 2]) {
     uint64_t x = t->ring.x + (uint32_t)(slot->index * (S::token_bytes / 16));
+    let_products_see<S>();
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < MOQ_PACK_GROUPS; s++)

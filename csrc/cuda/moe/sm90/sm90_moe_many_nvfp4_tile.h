@@ -14,7 +14,7 @@
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
-#include "cuda/moe/sm90/sm90_moe_many_copies.h"
+#include "cuda/moe/sm90/sm90_moe_many_tile.h"
 
 namespace moq::moe_many {
 
@@ -34,7 +34,6 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int GROUPS, int N> str
     static constexpr int registers = large ? 224 : 104, copier_registers = large ? 56 : 64;
     static constexpr int tokens = large ? 288 : 64, box_rows = large ? 32 : 16;
     static constexpr int token_bytes = tokens * 128, weight_bytes = GROUPS * WAVE_BYTES;
-    static constexpr int lag = large ? 2 : 4; /* steps that are gathered at a time */
     /* Bytes of outputs on their way, of a warpgroup: of a row of g, and all. */
     static constexpr int row_bytes = halves ? 64 : 128;
     static constexpr int room =
@@ -189,57 +188,38 @@ static __device__ __forceinline__ void gather_step(const gemm_args *a, const gat
     for (int i = 0; i < g->COUNT; i++)
         if (16 * i < rows)
             copy_async_16(to + i * 2048, from + (uint64_t)g->offset[i] * 16, bytes);
-    copy_async_commit();
 }
 
-/* Tells of the first step that is on its way, once it has come. */
-template <int MOST>
-static __device__ __forceinline__ void tell_first(const copy_ring *r, int stages,
-                                                  steps_on_their_way *w) {
-    if constexpr (MOST == 0)
-        return;
-    if (w->count == MOST) {
-        copy_async_wait<(MOST > 0 ? MOST - 1 : 0)>();
-        tell(r, stages, w);
-    } else {
-        tell_first<(MOST > 0 ? MOST - 1 : 0)>(r, stages, w);
-    }
-}
-
-/* By four warps, of which the first one asks for units, too. Steps are told of some steps later,
- * but as soon as they come where there is no room for the next one. */
+/* By four warps, of which the first one asks for units, too. A step's barrier hears of its copies
+ * from the threads that asked, when they have come; that they came so is made known to the products
+ * by who multiplies (let_products_see). A fence here would wait for the steps behind. */
 template <class S>
 static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f, int warp) {
     int lane = threadIdx.x % 32, own = 4 * warp + lane / 8;
     uint32_t swizzled = f->x + own * 128 + (lane % 8 ^ own % 8) * 16;
     uint64_t policy = policy_evict_normal();
-    copy_ring ring = {f->rows, f->x, f->full, f->empty};
     ring_place slot = {0, 0};
-    steps_on_their_way w = {{0, 0}, 0};
     wait_for_predecessor();
     for (int width = S::tokens; width; width = width_after<S>(width))
         for_tiles<S>(a, width, [&](place p) {
             gathered<S> rows = find_rows<S>(a, &p, warp);
             for (int step = 0; step < a->steps; step++) {
-                uint32_t empty = f->empty + 8u * slot.index;
-                while (w.count > 0 &&
-                       !__all_sync(0xffffffffu, mbarrier_has_ended(empty, slot.parity ^ 1)))
-                    tell_first<S::lag>(&ring, a->stages, &w);
-                mbarrier_wait(empty, slot.parity ^ 1);
+                mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
                 if (warp == 0 && lane == 0)
                     copy_units<S>(a, f, &p, step, &slot, policy);
                 __syncwarp();
                 gather_step<S>(a, &rows, p.rows.rows, step,
                                swizzled + (uint32_t)(slot.index * S::token_bytes));
+                copy_async_arrive(f->full + 8u * slot.index);
                 advance(&slot, a->stages);
-                if (++w.count > S::lag) {
-                    copy_async_wait<S::lag>();
-                    tell(&ring, a->stages, &w);
-                }
             }
         });
-    while (w.count > 0)
-        tell_first<S::lag>(&ring, a->stages, &w);
+}
+
+/* Before products of rows that were gathered. */
+template <class S> static __device__ __forceinline__ void let_products_see(void) {
+    if (S::use != OF_D)
+        fence_async_proxy();
 }
 
 /* ---- all of them ---- */
@@ -261,7 +241,7 @@ static __device__ __forceinline__ void make_stage_barriers(const gemm_args *a, u
                                                            uint32_t empty) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
-            mbarrier_init(full + 8u * i, 1 + (a->slot ? COPIERS : 1));
+            mbarrier_init(full + 8u * i, 1 + (a->slot ? 32 * COPIERS : 1));
             mbarrier_init(empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
