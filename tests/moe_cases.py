@@ -274,7 +274,7 @@ def assert_experts_close(
     with np.errstate(invalid="ignore"):
         beyond = np.where(known, np.maximum(np.abs(y - expected) - slack, 0), 0)
     values = np.where(np.isfinite(expected), np.abs(expected), 0)
-    enough = 0.1 if len(y) > 1 else 0.25  # of 300 single tokens 15 had more than 0.1, none more than 0.15
+    enough = 0.15 if len(y) > 9 else 0.25  # of 300 draws none had more than 0.15 up to 9 tokens, 0.11 with 40
     assert np.linalg.norm(slack) <= enough * np.linalg.norm(values) + 1e-30, "the case decides too little"
     limit, limit_max = LIMITS[dtype]
     assert np.linalg.norm(beyond) <= limit * np.linalg.norm(values), np.linalg.norm(beyond)

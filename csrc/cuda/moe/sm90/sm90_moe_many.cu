@@ -129,15 +129,17 @@ static layout lay_out(const slot_chunk *chunk) {
     return l;
 }
 
-/* Tokens of a chunk: all, or as many as MEMORY has room for. */
+/* Tokens of a chunk: of so few chunks of one size that MEMORY has room for each. */
 static int64_t chunk_tokens(const moq_moe_call *call) {
-    slot_chunk all = chunk_of(call, 0, call->tokens), one = chunk_of(call, 0, 1);
-    if (call->tokens * call->spec->top_k <= INT32_MAX / 2 && lay_out(&all).end <= MEMORY)
-        return call->tokens;
-    int64_t most = MEMORY / lay_out(&one).end; /* whose parts are rounded up */
-    most = most < 1 ? 1 : most;
-    int64_t chunks = (call->tokens + most - 1) / most;
-    return (call->tokens + chunks - 1) / chunks;
+    slot_chunk all = chunk_of(call, 0, call->tokens);
+    int64_t by_slots = call->tokens * call->spec->top_k / (INT32_MAX / 2) + 1;
+    int64_t chunks = lay_out(&all).end / MEMORY + 1;
+    for (chunks = chunks > by_slots ? chunks : by_slots;; chunks++) {
+        int64_t each = (call->tokens + chunks - 1) / chunks;
+        slot_chunk chunk = chunk_of(call, 0, each);
+        if (each == 1 || lay_out(&chunk).end <= MEMORY)
+            return each;
+    }
 }
 
 /* g as the second product takes it, where that is another thing. */
