@@ -12,8 +12,8 @@
 
 /* What tiles of up to 64 rows do, and large ones, of H200: bytes of weights a second, products a
  * second, as how many rows a tile counts beside its own, and bytes that are written for each value
- * of x and slot. The first two overlap in part (EXPONENT): 40 times of four models from 128 to 4096
- * tokens are met within 10 % but for five, within 19 % (docs/lab/moe.md). */
+ * of x and slot. The first two overlap in part (EXPONENT): 41 times of four models from 128 to 4096
+ * tokens are met within 11 % but for two, within 19 % (docs/lab/moe.md). */
 #define EXPONENT 1.5
 
 typedef struct {
