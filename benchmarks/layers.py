@@ -255,10 +255,7 @@ def activation_meaning(torch: Any, x: Any, layer: Layer) -> Any:
 
 
 def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
-    """e4m3 codes and float32 scales ([1], [rows, 1] or [rows, K / 128]) as `moqext.ops.quantize` has them.
-
-    In groups K has to be a multiple of 128.
-    """
+    """e4m3 codes and float32 scales as `moqext.ops.quantize` has them: [1], [rows, 1] or [rows, ceil(K / 128)]."""
     values = x.float()
     # A tensor: by a number torch divides on CUDA by multiplying, one bit off. Where amax is 448 times a power
     # of two, a sixteenth of all values are ties, and that bit decides them.
@@ -269,6 +266,8 @@ def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
         least = 1 / (E4M3_MAX * 512)
         scale = (values.abs().amax(1, keepdim=True) / most).clamp(min=least)
         return to_e4m3(torch, values / scale), scale
-    groups = values.reshape(len(x), -1, BLOCK)
+    padded = torch.nn.functional.pad(values, (0, -x.shape[1] % BLOCK))
+    groups = padded.reshape(len(x), -1, BLOCK)
     scale = groups.abs().amax(2).clamp(min=1e-10) / most
-    return to_e4m3(torch, groups / scale[..., None]).reshape(x.shape), scale
+    codes = to_e4m3(torch, groups / scale[..., None]).reshape(padded.shape)
+    return codes[:, : x.shape[1]], scale
