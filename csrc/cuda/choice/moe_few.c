@@ -254,17 +254,27 @@ static bool lay_out_sums(const moq_moe_spec *spec, int64_t tokens, int log_block
 
 /* ---- routing as it is expected ---- */
 
-/* Experts that have a slot, as they are expected of a router that likes all. */
-static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
-    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
-    return all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens));
+/* Slots of an expert from which on a fraction of a chunk is taken for half of one. */
+#define MANY_SLOTS 64
+
+/* Chunks of an expert that a router which likes all gives `share` of the tokens: its slots are
+ * distributed binomially, and the chance of each number follows from the one before. */
+static double expected_chunks_of_one(int64_t tokens, double share) {
+    double mean = share * (double)tokens, chunks = 0;
+    if (share >= 1 || mean > MANY_SLOTS)
+        return share >= 1 ? ceil(mean / MOQ_MOE_FEW_CHUNK) : mean / MOQ_MOE_FEW_CHUNK + 0.5;
+    double chance = pow(1 - share, (double)tokens), odds = share / (1 - share);
+    for (int64_t slots = 1; slots <= tokens && slots <= 2 * MANY_SLOTS; slots++) {
+        chance *= odds * (double)(tokens - slots + 1) / (double)slots;
+        chunks += chance * (double)divide_up(slots, MOQ_MOE_FEW_CHUNK);
+    }
+    return chunks;
 }
 
-/* Chunks as they are expected, one an expert but where there are more slots than that. */
+/* Chunks of all experts here, as they are expected. */
 static double expected_chunks(const moq_moe_spec *spec, int64_t tokens) {
-    double active = active_experts(spec, tokens);
-    double again = (double)slots_of(spec, tokens) / MOQ_MOE_FEW_CHUNK;
-    return fmax(1, fmax(active, again));
+    double share = (double)spec->top_k / spec->global_experts;
+    return fmax(1, spec->experts * expected_chunks_of_one(tokens, share));
 }
 
 /* ---- strips ---- */
