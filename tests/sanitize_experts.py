@@ -1,0 +1,79 @@
+"""Calls of one kernel of experts in all its ways, for a tool of compute-sanitizer.
+
+Nothing is compared, so that a tool's time goes to kernels: tests take ten times as long. Layers come out even
+or do not, experts have no slot, one, or many; the order of calls is drawn. Prints how many calls there were.
+
+    compute-sanitizer --tool racecheck python tests/sanitize_experts.py cuda:sm90_nvfp4_few NVFP4 --seconds 40
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = ((20, 320, 448, 3), (6, 1024, 256, 2), (9, 2048, 192, 4), (3, 2880, 384, 2))
+"""Experts, hidden and intermediate size, top k."""
+
+FEW_TOKENS, FEW_WAYS = (1, 2, 24, 70), 34
+MANY_TOKENS, MANY_WAYS = (5, 90, 700), 3
+
+
+def prepare_layers(rng: Any, kernel: str, algo: str, compute: str) -> list[tuple[Any, Any]]:
+    """Methods with their prepared parameters, in both types."""
+    from moqext import MoEMethod
+    from tests.moe_calls import prepared
+    from tests.moe_cases import random_stacks
+
+    layers = []
+    for dtype, (experts, hidden, inner, top_k) in itertools.product(("bfloat16", "float16"), SIZES):
+        options = {"top_k": top_k, "compute": compute, "dtype": dtype, "device": "cuda:0"}
+        method = MoEMethod(algo, experts, hidden, inner, **options)
+        assert method.backend == kernel, f"{kernel} was asked for, {method.backend} runs"
+        layers.append((method, prepared(method, random_stacks(rng, algo, experts, hidden, inner))))
+    return layers
+
+
+def call(rng: Any, method: Any, params: Any, tokens: int) -> None:
+    from tests.linear_cases import random_x
+    from tests.moe_calls import run
+    from tests.moe_cases import random_routing
+
+    kind = str(rng.choice(["random", "skewed"]))
+    weights, ids = random_routing(rng, tokens, method.top_k, method.global_num_experts, kind, "int32")
+    run(method, params, random_x(rng, (tokens, method.hidden_size), method.dtype), weights, ids)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kernel")
+    parser.add_argument("algo")
+    parser.add_argument("--compute", default="exact")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no call begins after them")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    asked = parser.parse_args()
+    end = time.monotonic() + asked.seconds
+    os.environ["MOQEXT_KERNEL"] = asked.kernel
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    rng, few = np.random.default_rng(asked.seed), asked.kernel.endswith("_few")
+    layers = prepare_layers(rng, asked.kernel, asked.algo, asked.compute)
+    ways = [(FEW_TOKENS, FEW_WAYS), (MANY_TOKENS, MANY_WAYS)][not few]
+    cases = list(itertools.product(layers, ways[0], range(ways[1])))
+    done = 0
+    for i in rng.permutation(len(cases)):
+        if time.monotonic() > end:
+            break
+        (method, params), tokens, way = cases[i]
+        method._plan.keep(tokens, asked.kernel, way)
+        call(rng, method, params, tokens)
+        done += 1
+    print(f"{asked.kernel} {asked.algo}: {done} of {len(cases)} calls; seed {asked.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
