@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
 from moqext_vllm.check import check_checkpoint
+from moqext_vllm.compiled import install_pass
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
@@ -134,6 +135,7 @@ class MoqextConfig(QuantizationConfig):
         enter_settings(
             compute=self.compute, fast_accum=self.fast_accum, ops=read_ops(), semantics=self.semantics
         )
+        install_pass()
         if isinstance(layer, (Attention, MLAAttention)):
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
