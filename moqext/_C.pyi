@@ -80,6 +80,18 @@ def rms_norm(
     format: str | None = None,
     stream: Any = None,
 ) -> Any: ...
+def turn_heads(
+    x: Any,
+    positions: Any,
+    table: Any,
+    q_heads: int,
+    k_heads: int,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 0.0,
+    stream: Any = None,
+) -> Any: ...
 def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any = None) -> Any: ...
 def dequantize(
     weight: Any,

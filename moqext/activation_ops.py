@@ -99,3 +99,55 @@ def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any
         BufferError: as for `silu_and_mul`.
     """
     return _C.rotary_embedding(x, cos, sin, out=out, stream=stream)
+
+
+def turn_heads(
+    x: Any,
+    positions: Any,
+    table: Any,
+    q_heads: int,
+    k_heads: int,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 0.0,
+    stream: Any = None,
+) -> Any:
+    """Heads of q and k normed and turned by the angles of their tokens' positions, in their place.
+
+    In one kernel, with the bits of `rms_norm` of each head, where its kind has a weight, and of
+    `rotary_embedding` behind it.
+
+    Args:
+        x: [T, at least (q_heads + k_heads) * D] of bfloat16 or float16 on a CUDA device, such as what a fused
+            qkv_proj writes: the heads of q, then those of k, then what stays as it is. Rows begin at
+            multiples of 16 bytes and have no gaps.
+        positions: [T] int64; those beyond the table have its last row.
+        table: [P, D] of the dtype of x: D / 2 cosines of each position, then as many sines. D is 32, 64, 128
+            or 256.
+        q_heads: of a token.
+        k_heads: of a token.
+        q_weight: [D] of the dtype of x, or None: no norm.
+        k_weight: likewise.
+        eps: of the norms, finite and not negative.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        x.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: other shapes, gaps, or x on the CPU.
+        BufferError: as for `silu_and_mul`; or x shares memory with another tensor.
+    """
+    return _C.turn_heads(
+        x,
+        positions,
+        table,
+        q_heads,
+        k_heads,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        stream=stream,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
-from moqext.activation_ops import rms_norm, rotary_embedding, silu_and_mul
+from moqext.activation_ops import rms_norm, rotary_embedding, silu_and_mul, turn_heads
 from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
@@ -40,6 +40,7 @@ __all__ = [
     "swizzle_block_scales",
     "to_device",
     "to_host",
+    "turn_heads",
     "unpack_fp4",
     "unpack_nvfp4",
     "unswizzle_block_scales",

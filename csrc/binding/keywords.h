@@ -32,6 +32,8 @@
     X(input_scale)                                                                                 \
     X(interleaved)                                                                                 \
     X(intermediate_size)                                                                           \
+    X(k_heads)                                                                                     \
+    X(k_weight)                                                                                    \
     X(kernel)                                                                                      \
     X(limit)                                                                                       \
     X(module)                                                                                      \
@@ -39,6 +41,9 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
+    X(positions)                                                                                   \
+    X(q_heads)                                                                                     \
+    X(q_weight)                                                                                    \
     X(quantized_input)                                                                             \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
@@ -67,6 +72,7 @@
     X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
+    X(table)                                                                                       \
     X(tokens)                                                                                      \
     X(top_k)                                                                                       \
     X(topk_groups)                                                                                 \

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_vllm.attention import take_over
 from moqext_vllm.check import check_checkpoint
 from moqext_vllm.compiled import install_pass
 from moqext_vllm.experts import MoqextModelOptMoEMethod
@@ -137,6 +138,7 @@ class MoqextConfig(QuantizationConfig):
         )
         install_pass()
         if isinstance(layer, (Attention, MLAAttention)):
+            take_over()
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             quant = self.layer_quant(prefix)

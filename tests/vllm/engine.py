@@ -110,6 +110,23 @@ def codes_of_norms(directory):
     say([generate(llm), sum(counts), len(counts)])
 
 
+def heads(directory):
+    """The tokens, how many attentions were taken over, and how often `turn_heads` ran.
+
+    On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
+    """
+    from moqext import ops as functions
+
+    counts = {"turn_heads": 0}
+    functions.turn_heads = counted(functions.turn_heads, counts, "turn_heads")
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    say([generate(llm), llm.apply_model(taken_over)[0], counts["turn_heads"]])
+
+
+def taken_over(model):
+    return sum(bool(getattr(module, "moqext_turns", False)) for module in model.modules())
+
+
 def compiled_pairs(directory):
     """The tokens of a compiled model, how many norms were joined with linears, and how often they ran.
 
