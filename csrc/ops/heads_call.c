@@ -37,7 +37,7 @@ static moq_status check_rows(const moq_tensor *x, int64_t least, moq_err *err) {
     if (x->dtype != MOQ_DT_BF16 && x->dtype != MOQ_DT_F16)
         return moq_fail(err, MOQ_ERR_TYPE, "x: expected bfloat16 or float16, got %s",
                         moq_dtype_name(x->dtype));
-    if (x->ndim != 2 || x->shape[1] < least || x->stride[1] != 1)
+    if (x->ndim != 2 || x->shape[1] < least || (x->shape[0] > 0 && x->stride[1] != 1))
         return moq_fail(err, MOQ_ERR_VALUE,
                         "x: expected rows without gaps of at least %lld values, got %s",
                         (long long)least, moq_shape_text(x, got, sizeof got));

@@ -91,7 +91,7 @@ def test_norms_write_codes_beside_their_values(engine, expected):
     assert coded == 2 * (calls / 4 - 1)  # the two linears of a layer behind norms, after the first time
 
 
-@pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "qwen3moe_nvfp4"])
+@pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "qwen3moe_fp8", "qwen3moe_nvfp4"])
 def test_attention_turns_its_heads_by_moqext(engine, expected, name):
     tokens, attentions, calls = engine("heads", DATA / "checkpoints" / name, MOQEXT_VLLM_OPS="1")[0]
     assert_same(tokens, expected[name])
