@@ -90,6 +90,9 @@ def turn_heads(
     q_weight: Any = None,
     k_weight: Any = None,
     eps: float = 0.0,
+    k_cache: Any = None,
+    v_cache: Any = None,
+    slots: Any = None,
     stream: Any = None,
 ) -> Any: ...
 def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any = None) -> Any: ...

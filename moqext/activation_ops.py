@@ -111,12 +111,15 @@ def turn_heads(
     q_weight: Any = None,
     k_weight: Any = None,
     eps: float = 0.0,
+    k_cache: Any = None,
+    v_cache: Any = None,
+    slots: Any = None,
     stream: Any = None,
 ) -> Any:
     """Heads of q and k normed and turned by the angles of their tokens' positions, in their place.
 
     In one kernel, with the bits of `rms_norm` of each head, where its kind has a weight, and of
-    `rotary_embedding` behind it.
+    `rotary_embedding` behind it; with a cache, k and v are also stored there.
 
     Args:
         x: [T, at least (q_heads + k_heads) * D] of bfloat16 or float16 on a CUDA device, such as what a fused
@@ -130,6 +133,11 @@ def turn_heads(
         q_weight: [D] of the dtype of x, or None: no norm.
         k_weight: likewise.
         eps: of the norms, finite and not negative.
+        k_cache: [blocks, slots of a block, k_heads, D] of the dtype of x, a view with gaps mostly, where the
+            turned heads of k are written as well. Behind those of k x has as many heads of v then.
+        v_cache: likewise, for those of v, as they are.
+        slots: [at most T] int64: the place of each token in the cache, from the first token on, block times
+            slots of a block plus slot. What lies outside of the cache is not stored, as of padding, -1.
         stream: as for `silu_and_mul`.
 
     Returns:
@@ -149,5 +157,8 @@ def turn_heads(
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slots=slots,
         stream=stream,
     )

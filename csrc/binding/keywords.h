@@ -32,6 +32,7 @@
     X(input_scale)                                                                                 \
     X(interleaved)                                                                                 \
     X(intermediate_size)                                                                           \
+    X(k_cache)                                                                                     \
     X(k_heads)                                                                                     \
     X(k_weight)                                                                                    \
     X(kernel)                                                                                      \
@@ -69,6 +70,7 @@
     X(shape)                                                                                       \
     X(shards)                                                                                      \
     X(sin)                                                                                         \
+    X(slots)                                                                                       \
     X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
@@ -78,6 +80,7 @@
     X(topk_groups)                                                                                 \
     X(topk_ids)                                                                                    \
     X(topk_weights)                                                                                \
+    X(v_cache)                                                                                     \
     X(value_out)                                                                                   \
     X(variant)                                                                                     \
     X(w13_bias)                                                                                    \

@@ -1,15 +1,18 @@
-"""Heads of q and k in one kernel of moqext: their norms and the rotary embedding, before attention.
+"""Heads of q and k in one kernel of moqext: their norms, the rotary embedding and the write to the cache.
 
 vLLM's models call a kernel for each, which know no programmatic launch; in eager mode and in graphs of the
 device without torch.compile that is a tenth of a token's time for small models. Nothing in vLLM stands for
 the three together, so the forward of a model's attention is replaced where its source is one of those that
 are known here, and its own stays where it is not, in what torch.compile makes, and call by call where the
-tensors are others.
+tensors are others. The cache is written where vLLM's own function for that is a known one, too, which says
+how the cache is laid out, and where it has the dtype of the model; vLLM's function then passes over the call.
 """
 
 import hashlib
 import inspect
 import sys
+from collections.abc import Collection
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +24,11 @@ from moqext_torch.op import is_plain_call
 from moqext_vllm.kv_cache import MoqextKVCacheMethod
 from moqext_vllm.settings import runs_ops
 
+try:
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+except ImportError:
+    get_attention_context = None
+
 MODELS = "vllm.model_executor.models"
 CLASSES = (
     ("llama", "LlamaAttention"),
@@ -29,8 +37,11 @@ CLASSES = (
     ("qwen3", "Qwen3Attention"),
     ("qwen3_moe", "Qwen3MoeAttention"),
 )
-KNOWN = {"78be7f1d53541146": False, "d1f8b9a2bd3c61db": True}
-"""Fingerprints of a forward, and whether it norms the heads of q and k."""
+WITHOUT_NORMS = {"78be7f1d53541146"}
+WITH_NORMS = {"d1f8b9a2bd3c61db"}
+"""Fingerprints of forwards, by whether they norm the heads of q and k."""
+KNOWN_WRITES = {"8f8c2c9b38f0ea5d"}
+"""Fingerprints of functions that write a cache [blocks, heads, slots of a block, k beside v]."""
 WIDTHS = (32, 64, 128, 256)
 """Of heads, that moqext has a kernel for."""
 
@@ -42,20 +53,25 @@ def fingerprint(source: str) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
+def is_known(function: Any, known: Collection[str]) -> bool:
+    """Whether the source of a function is there and has one of the fingerprints."""
+    try:
+        return fingerprint(inspect.getsource(function)) in known
+    except (OSError, TypeError):
+        return False
+
+
 def take_over() -> None:
     """Replaces the forward of the classes that are imported and known, once."""
     for module, name in CLASSES:
         found = getattr(sys.modules.get(f"{MODELS}.{module}"), name, None)
         if found is None or "moqext_own_forward" in vars(found):
             continue
-        own = found.forward
-        try:
-            has_norms = KNOWN.get(fingerprint(inspect.getsource(own)))
-        except (OSError, TypeError):
-            continue
-        if has_norms is not None:
-            found.moqext_own_forward = own
-            found.forward = forward_with_norms if has_norms else forward
+        for ours, fingerprints in ((forward, WITHOUT_NORMS), (forward_with_norms, WITH_NORMS)):
+            if is_known(found.forward, fingerprints):
+                found.moqext_own_forward = found.forward
+                found.forward = ours
+                break
 
 
 def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -77,7 +93,9 @@ def _run(
     qkv, _ = self.qkv_proj(hidden_states)
     sizes = [self.q_size, self.kv_size, self.kv_size]
     rotary = self.rotary_emb
+    cache: dict[str, torch.Tensor] = {}
     if _fits(qkv, positions, q_norm):
+        cache = _find_cache(self.attn, qkv)
         ops.turn_heads(
             qkv,
             positions,
@@ -87,6 +105,7 @@ def _run(
             q_weight=None if q_norm is None else q_norm.weight.data,
             k_weight=None if k_norm is None else k_norm.weight.data,
             eps=0.0 if q_norm is None else q_norm.variance_epsilon,
+            **cache,
         )
         q, k, v = qkv.split(sizes, dim=-1)
     else:
@@ -96,8 +115,49 @@ def _run(
             for part, norm in ((q, q_norm), (k, k_norm))
         )
         q, k = rotary(positions, q, k)
-    output: torch.Tensor = self.o_proj(self.attn(q, k, v))[0]
+    impl = self.attn.impl
+    impl.moqext_stored = bool(cache)
+    try:
+        attended = self.attn(q, k, v)
+    finally:
+        impl.moqext_stored = False
+    output: torch.Tensor = self.o_proj(attended)[0]
     return output
+
+
+def _find_cache(attn: Any, qkv: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments of `turn_heads` for what is to be stored of qkv, none where vLLM stores it."""
+    if not _stores(attn):
+        return {}
+    _, _, pages, slots = get_attention_context(attn.layer_name)
+    if slots is None or pages.dim() != 4 or pages.dtype != qkv.dtype:
+        return {}  # nothing is stored when memory is measured, and other dtypes have scales
+    keys, values = pages.transpose(1, 2).split(attn.impl.head_size, dim=-1)
+    return {"k_cache": keys, "v_cache": values, "slots": slots}
+
+
+def _stores(attn: Any) -> bool:
+    """Whether moqext may write the layer's cache; vLLM's function passes over what it wrote, from then on."""
+    impl = attn.impl
+    known: bool | None = vars(impl).get("moqext_stores")
+    if known is None:
+        known = (
+            get_attention_context is not None
+            and is_known(getattr(type(impl), "do_kv_cache_update", None), KNOWN_WRITES)
+            and attn.attn_type == "decoder"
+            and attn.kv_sharing_target_layer_name is None
+            and attn.query_quant is None
+        )
+        impl.moqext_stores, impl.moqext_stored = known, False
+        if known:
+            impl.do_kv_cache_update = MethodType(_store_once, impl)
+    return known
+
+
+def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of `do_kv_cache_update`."""
+    if not impl.moqext_stored:
+        type(impl).do_kv_cache_update(impl, *args, **kwargs)
 
 
 def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:

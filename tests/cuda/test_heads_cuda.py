@@ -63,6 +63,70 @@ def test_bits(rng, dtype, width, tokens, heads, normed):
     assert there[:, columns + width :].cpu().equal(rows[:, columns + width :])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("heads", [(32, 4), (1, 1), (0, 3), (5, 2)])
+@pytest.mark.parametrize("layout", ["beside", "apart"])
+def test_k_and_v_are_stored(rng, dtype, width, heads, layout):
+    tokens, blocks, block_size, keys = 21, 5, 16, heads[1]
+    x = normal(rng, tokens, (heads[0] + 2 * keys) * width, dtype=dtype)
+    table, weights = make_table(rng, 40, width, dtype), [normal(rng, width, dtype=dtype) for _ in range(2)]
+    positions = torch.from_numpy(rng.integers(0, 40, tokens))
+    slots = torch.from_numpy(rng.permutation(blocks * block_size)[: tokens - 2])
+    slots[[3, 7, 8]] = torch.tensor([-1, blocks * block_size, 1 << 40])
+    if layout == "beside":
+        pages = normal(rng, blocks, keys, block_size, 2 * width, dtype=dtype)
+        cache = pages.cuda()
+        there = cache.transpose(1, 2).split(width, -1)
+        k_cache, v_cache = pages.transpose(1, 2).split(width, -1)
+    else:
+        pages = normal(rng, 2, blocks, block_size, keys, width, dtype=dtype)
+        cache = pages.cuda()
+        there, (k_cache, v_cache) = cache.unbind(), pages.unbind()
+    found = ops.turn_heads(
+        x.cuda(),
+        positions.cuda(),
+        table.cuda(),
+        *heads,
+        q_weight=weights[0].cuda(),
+        k_weight=weights[1].cuda(),
+        eps=EPS,
+        k_cache=there[0],
+        v_cache=there[1],
+        slots=slots.cuda(),
+    )
+    turned = expected(x, positions, table, heads, weights)
+    assert found.cpu().equal(turned)
+    k, v = turned[:, heads[0] * width :].reshape(tokens, 2, keys, width).unbind(1)
+    for token, slot in enumerate(slots.tolist()):
+        if 0 <= slot < blocks * block_size:
+            k_cache[slot // block_size, slot % block_size] = k[token]
+            v_cache[slot // block_size, slot % block_size] = v[token]
+    assert cache.cpu().equal(pages)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"slots": None}, ValueError, "all or none"),
+        ({"v_cache": None}, ValueError, "all or none"),
+        ({"k_cache": (2, 4, 2, 128)}, ValueError, "k_cache: expected shape"),
+        ({"v_cache": (3, 4, 1, 128)}, ValueError, "shape of k_cache"),
+        ({"slots": (5,)}, ValueError, "at most 4"),
+        ({"x": (4, 256)}, ValueError, "at least 384 values"),
+    ],
+)
+def test_refusals_of_caches(rng, change, error, text):
+    shapes = {"x": (4, 384), "k_cache": (2, 4, 1, 128), "v_cache": (2, 4, 1, 128), "slots": (4,)} | change
+    made = {name: None if shape is None else normal(rng, *shape).cuda() for name, shape in shapes.items()}
+    if made["slots"] is not None:
+        made["slots"] = made["slots"].long()
+    positions = torch.zeros(4, dtype=torch.int64, device="cuda")
+    table = make_table(rng, 7, 128, torch.bfloat16).cuda()
+    with pytest.raises(error, match=text):
+        ops.turn_heads(made.pop("x"), positions, table, 1, 1, **made)
+
+
 def test_positions_beyond_the_table_have_its_last_row(rng):
     x, table = normal(rng, 3, 256).cuda(), make_table(rng, 7, 128, torch.bfloat16).cuda()
     far = ops.turn_heads(x.clone(), torch.tensor([6, 7, 1 << 40], device="cuda"), table, 1, 1)

@@ -111,16 +111,17 @@ def codes_of_norms(directory):
 
 
 def heads(directory):
-    """The tokens, how many attentions were taken over, and how often `turn_heads` ran.
+    """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
 
     On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
     """
     from moqext import ops as functions
 
-    counts = {"turn_heads": 0}
-    functions.turn_heads = counted(functions.turn_heads, counts, "turn_heads")
+    calls, turn_heads = [], functions.turn_heads
+    functions.turn_heads = lambda *args, **options: calls.append(options) or turn_heads(*args, **options)
     llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
-    say([generate(llm), llm.apply_model(taken_over)[0], counts["turn_heads"]])
+    found = generate(llm), llm.apply_model(taken_over)[0]
+    say([*found, len(calls), sum("slots" in options for options in calls)])
 
 
 def taken_over(model):
