@@ -80,6 +80,7 @@ def rms_norm(
     format: str | None = None,
     stream: Any = None,
 ) -> Any: ...
+def router_logits(x: Any, weight: Any, *, dtype: Any = None, out: Any = None, stream: Any = None) -> Any: ...
 def turn_heads(
     x: Any,
     positions: Any,

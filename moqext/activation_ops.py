@@ -101,6 +101,33 @@ def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any
     return _C.rotary_embedding(x, cos, sin, out=out, stream=stream)
 
 
+def router_logits(x: Any, weight: Any, *, dtype: Any = None, out: Any = None, stream: Any = None) -> Any:
+    """The logits of experts, x times the rows of the weight, summed in float32 and rounded once.
+
+    One kernel, for the few experts of a router and up to some 64 tokens, that is launched programmatically
+    and has the weight on its way while its predecessor still runs. A token's sums are in the same order
+    whatever stands beside it.
+
+    Args:
+        x: [T, K] of bfloat16 or float16 on a CUDA device of compute capability 9.0 or later; K is a multiple
+            of 32, and rows begin at multiples of 16 bytes and have no gaps.
+        weight: [E, K], likewise.
+        dtype: of the result: "float32", or that of x, which is what it has without one.
+        out: as for `silu_and_mul`.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        [T, E].
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: other shapes, gaps, or x on the CPU.
+        UnsupportedQuantization: an older device.
+        BufferError: as for `silu_and_mul`.
+    """
+    return _C.router_logits(x, weight, dtype=dtype, out=out, stream=stream)
+
+
 def turn_heads(
     x: Any,
     positions: Any,

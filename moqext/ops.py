@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
-from moqext.activation_ops import rms_norm, rotary_embedding, silu_and_mul, turn_heads
+from moqext.activation_ops import rms_norm, rotary_embedding, router_logits, silu_and_mul, turn_heads
 from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
@@ -33,6 +33,7 @@ __all__ = [
     "rms_norm_quantize",
     "rotary_embedding",
     "route",
+    "router_logits",
     "shared_input_scale",
     "silu_and_mul",
     "silu_and_mul_quantize",

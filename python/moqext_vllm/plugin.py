@@ -40,6 +40,12 @@ NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
 }
 
 
+NEEDED_BY_GATE = {
+    "vllm.model_executor.custom_op": ("PluggableLayer", "op_registry_oot"),
+    "vllm.model_executor.layers.fused_moe.router.gate_linear": ("GateLinear",),
+}
+
+
 def find_missing(needed: dict[str, tuple[str, ...]] = NEEDED) -> list[str]:
     """The dotted names that the plug-in uses and this vLLM does not have."""
     missing = []
@@ -79,3 +85,7 @@ def register() -> None:
     from moqext_vllm.activations import register_layers
 
     register_layers()
+    if not find_missing(NEEDED_BY_GATE):
+        from moqext_vllm.gate import register_gate
+
+        register_gate()
