@@ -130,6 +130,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: Any = None,
     routed_scaling_factor: float = 1.0,
+    padding: Any = None,
     out: tuple[Any, Any] | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]: ...

@@ -511,6 +511,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: Any = None,
     routed_scaling_factor: float = 1.0,
+    padding: Any = None,
     out: tuple[Tensor, Tensor] | None = None,
     stream: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -560,6 +561,7 @@ def route(
         topk_groups: 1 to num_groups; has to be given where that is not 1.
         correction_bias: [E] of float32, bfloat16 or float16, or None; not with "topk_softmax".
         routed_scaling_factor: positive and finite.
+        padding: contiguous bool [...], or None: tokens where it holds have no experts, ids are -1.
         out: contiguous tensors (float32, int32) of the shapes of the results, apart from all others.
         stream: CUDA stream, None for the current one; must be None on the CPU.
 
@@ -582,6 +584,7 @@ def route(
         topk_groups=topk_groups,
         correction_bias=correction_bias,
         routed_scaling_factor=routed_scaling_factor,
+        padding=padding,
         out=out,
         stream=stream,
     )
