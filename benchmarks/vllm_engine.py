@@ -31,7 +31,7 @@ MORE = {1: 256, 16: 128, 64: 128}
 LOCK = Path("/tmp/moqext-vllm.lock")
 """Held by the process that measures alone, shared by those that make engines."""
 CACHE_GIB = 4
-PROFILED = 26
+PROFILED = 28
 """Lines of a profile."""
 
 
@@ -96,7 +96,8 @@ class Engine:
     def decode(self, batch: int) -> float:
         """Tokens a second of each of `batch` sequences."""
         more = self.more or MORE.get(batch, 64)
-        self.seconds(self.prompts(batch, PROMPT), 2)  # what is compiled or chosen at the first call
+        for _ in range(2):
+            self.seconds(self.prompts(batch, PROMPT), 2)  # what is compiled or chosen at the first calls
         runs = [self.prompts(batch, PROMPT) for _ in range(3)]
         first = min(self.seconds(prompts, 1) for prompts in runs)
         return more / (min(self.seconds(prompts, 1 + more) for prompts in runs) - first)
@@ -119,32 +120,43 @@ class Engine:
         return dict(counts)
 
     def profile(self, batch: int, tokens: int = PROMPT, steps: int = 8) -> None:
-        """Prints what the kernels of a step take, by name and by the kernel before, in microseconds."""
+        """Prints what kernels take in a step of decoding, by name, in us; with no steps in a prompt."""
+        prompts = self.prompts(batch, tokens)
+        times, calls = self.kernels(prompts, 1 + steps)
+        if steps:  # less the prompts' step
+            for whole, first in zip((times, calls), self.kernels(prompts, 1), strict=True):
+                whole.subtract(first)
+        count = max(steps, 1)
+        what = f"{steps} steps" if steps else "the prompt"
+        print(
+            f"profile of {what}, {batch} sequences of {tokens} tokens: {times.total() / count:.1f} us a step"
+        )
+        for name, spent in times.most_common(PROFILED):
+            if calls[name] > 0:
+                print(f"{spent / count:9.1f} {calls[name] / count:7.1f} {spent / calls[name]:7.2f}  {name}")
+
+    def kernels(self, prompts: list[dict[str, list[int]]], new: int) -> tuple[Counter[str], Counter[str]]:
+        """What kernels take on the device in all, by name, and how many there are."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
 
-        prompts = self.prompts(batch, tokens)
-        self.seconds(prompts, steps)
+        self.seconds(prompts, new)
         with profiler(activities=[ProfilerActivity.CUDA]) as found:
-            self.seconds(prompts, steps)
-        times: Counter[tuple[str, str]] = Counter()
-        calls: Counter[tuple[str, str]] = Counter()
-        before = ""
-        for event in sorted(found.events(), key=lambda event: event.time_range.start):
-            name = shorten(event.name)
-            times[name, before] += event.device_time_total
-            calls[name, before] += 1
-            before = name
-        whole = times.total() / steps
-        print(f"profile of {steps} steps, {batch} sequences of {tokens} tokens first: {whole:.1f} us a step")
-        for (name, before), spent in times.most_common(PROFILED):
-            print(f"{spent / steps:9.1f} {calls[name, before] / steps:7.1f}  {name:60}  behind {before[:40]}")
+            self.seconds(prompts, new)
+        times: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for event in found.profiler.kineto_results.events():  # `found.events()` takes seconds
+            if event.device_type() == DeviceType.CUDA:
+                times[shorten(event.name())] += event.duration_ns() / 1e3
+                calls[shorten(event.name())] += 1
+        return times, calls
 
 
 def shorten(name: str) -> str:
     """A kernel's name without what all have in common, its arguments and the middle of a long one."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0]
-    return name if len(name) <= 60 else f"{name[:34]}..{name[-24:]}"
+    return name if len(name) <= 90 else f"{name[:50]}..{name[-38:]}"
 
 
 def main() -> None:
@@ -176,7 +188,7 @@ def main() -> None:
         for batch in options.profile:
             engine.profile(batch)
         if options.profile and options.prompt:
-            engine.profile(1, options.prompt, 1)
+            engine.profile(1, options.prompt, 0)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,22 @@ def rms_norm(
     format: str | None = None,
     stream: Any = None,
 ) -> Any: ...
+def router_logits(x: Any, weight: Any, *, dtype: Any = None, out: Any = None, stream: Any = None) -> Any: ...
+def turn_heads(
+    x: Any,
+    positions: Any,
+    table: Any,
+    q_heads: int,
+    k_heads: int,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 0.0,
+    k_cache: Any = None,
+    v_cache: Any = None,
+    slots: Any = None,
+    stream: Any = None,
+) -> Any: ...
 def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any = None) -> Any: ...
 def dequantize(
     weight: Any,
@@ -114,6 +130,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: Any = None,
     routed_scaling_factor: float = 1.0,
+    padding: Any = None,
     out: tuple[Any, Any] | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]: ...

@@ -99,3 +99,93 @@ def rotary_embedding(x: Any, cos: Any, sin: Any, *, out: Any = None, stream: Any
         BufferError: as for `silu_and_mul`.
     """
     return _C.rotary_embedding(x, cos, sin, out=out, stream=stream)
+
+
+def router_logits(x: Any, weight: Any, *, dtype: Any = None, out: Any = None, stream: Any = None) -> Any:
+    """The logits of experts, x times the rows of the weight, summed in float32 and rounded once.
+
+    One kernel, for the few experts of a router and up to some 64 tokens, that is launched programmatically
+    and has the weight on its way while its predecessor still runs. A token's sums are in the same order
+    whatever stands beside it.
+
+    Args:
+        x: [T, K] of bfloat16 or float16 on a CUDA device of compute capability 9.0 or later; K is a multiple
+            of 32, and rows begin at multiples of 16 bytes and have no gaps.
+        weight: [E, K], likewise.
+        dtype: of the result: "float32", or that of x, which is what it has without one.
+        out: as for `silu_and_mul`.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        [T, E].
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: other shapes, gaps, or x on the CPU.
+        UnsupportedQuantization: an older device.
+        BufferError: as for `silu_and_mul`.
+    """
+    return _C.router_logits(x, weight, dtype=dtype, out=out, stream=stream)
+
+
+def turn_heads(
+    x: Any,
+    positions: Any,
+    table: Any,
+    q_heads: int,
+    k_heads: int,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 0.0,
+    k_cache: Any = None,
+    v_cache: Any = None,
+    slots: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Heads of q and k normed and turned by the angles of their tokens' positions, in their place.
+
+    In one kernel, with the bits of `rms_norm` of each head, where its kind has a weight, and of
+    `rotary_embedding` behind it; with a cache, k and v are also stored there.
+
+    Args:
+        x: [T, at least (q_heads + k_heads) * D] of bfloat16 or float16 on a CUDA device, such as what a fused
+            qkv_proj writes: the heads of q, then those of k, then what stays as it is. Rows begin at
+            multiples of 16 bytes and have no gaps.
+        positions: [T] int64; those beyond the table have its last row.
+        table: [P, D] of the dtype of x: D / 2 cosines of each position, then as many sines. D is 32, 64, 128
+            or 256.
+        q_heads: of a token.
+        k_heads: of a token.
+        q_weight: [D] of the dtype of x, or None: no norm.
+        k_weight: likewise.
+        eps: of the norms, finite and not negative.
+        k_cache: [blocks, slots of a block, k_heads, D] of the dtype of x, a view with gaps mostly, where the
+            turned heads of k are written as well. Behind those of k x has as many heads of v then.
+        v_cache: likewise, for those of v, as they are.
+        slots: [at most T] int64: the place of each token in the cache, from the first token on, block times
+            slots of a block plus slot. What lies outside of the cache is not stored, as of padding, -1.
+        stream: as for `silu_and_mul`.
+
+    Returns:
+        x.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: other shapes, gaps, or x on the CPU.
+        BufferError: as for `silu_and_mul`; or x shares memory with another tensor.
+    """
+    return _C.turn_heads(
+        x,
+        positions,
+        table,
+        q_heads,
+        k_heads,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slots=slots,
+        stream=stream,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
-from moqext.activation_ops import rms_norm, rotary_embedding, silu_and_mul
+from moqext.activation_ops import rms_norm, rotary_embedding, router_logits, silu_and_mul, turn_heads
 from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
@@ -33,6 +33,7 @@ __all__ = [
     "rms_norm_quantize",
     "rotary_embedding",
     "route",
+    "router_logits",
     "shared_input_scale",
     "silu_and_mul",
     "silu_and_mul_quantize",
@@ -40,6 +41,7 @@ __all__ = [
     "swizzle_block_scales",
     "to_device",
     "to_host",
+    "turn_heads",
     "unpack_fp4",
     "unpack_nvfp4",
     "unswizzle_block_scales",
@@ -509,6 +511,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: Any = None,
     routed_scaling_factor: float = 1.0,
+    padding: Any = None,
     out: tuple[Tensor, Tensor] | None = None,
     stream: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -558,6 +561,7 @@ def route(
         topk_groups: 1 to num_groups; has to be given where that is not 1.
         correction_bias: [E] of float32, bfloat16 or float16, or None; not with "topk_softmax".
         routed_scaling_factor: positive and finite.
+        padding: contiguous bool [...], or None: tokens where it holds have no experts, ids are -1.
         out: contiguous tensors (float32, int32) of the shapes of the results, apart from all others.
         stream: CUDA stream, None for the current one; must be None on the CPU.
 
@@ -580,6 +584,7 @@ def route(
         topk_groups=topk_groups,
         correction_bias=correction_bias,
         routed_scaling_factor=routed_scaling_factor,
+        padding=padding,
         out=out,
         stream=stream,
     )

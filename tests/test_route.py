@@ -458,3 +458,28 @@ def test_subnormal_weights_do_not_depend_on_the_mode_of_the_thread(rng):
     finally:
         torch.set_flush_denormal(False)
     same(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5), ()], ids=str)
+def test_tokens_that_are_padding_have_no_experts(rng, shape):
+    x, padding = rng.standard_normal((*shape, 16)).astype(np.float32), rng.random(shape) < 0.5
+    padding = np.asarray(padding)
+    weights, ids = moqext.route(x, 3, scoring="softmax")
+    found = moqext.route(x, 3, scoring="softmax", padding=padding)
+    np.testing.assert_array_equal(found[0], weights)
+    np.testing.assert_array_equal(found[1], np.where(padding[..., None], -1, ids))
+    same(found, reference.route(x, 3, scoring="softmax", padding=padding))
+
+
+@pytest.mark.parametrize(
+    ("padding", "error", "text"),
+    [
+        (np.zeros(4, bool), ValueError, "padding: expected the shape"),
+        (np.zeros((3, 1), bool), ValueError, "padding: expected the shape"),
+        (np.zeros(6, bool)[::2], ValueError, "no gaps"),
+        (np.zeros(3, np.uint8), TypeError, "padding: expected bool"),
+    ],
+)
+def test_refusals_of_padding(padding, error, text):
+    with pytest.raises(error, match=text):
+        moqext.route(np.zeros((3, 8), np.float32), 2, scoring="softmax", padding=padding)

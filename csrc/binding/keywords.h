@@ -32,6 +32,9 @@
     X(input_scale)                                                                                 \
     X(interleaved)                                                                                 \
     X(intermediate_size)                                                                           \
+    X(k_cache)                                                                                     \
+    X(k_heads)                                                                                     \
+    X(k_weight)                                                                                    \
     X(kernel)                                                                                      \
     X(limit)                                                                                       \
     X(module)                                                                                      \
@@ -39,6 +42,10 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
+    X(padding)                                                                                     \
+    X(positions)                                                                                   \
+    X(q_heads)                                                                                     \
+    X(q_weight)                                                                                    \
     X(quantized_input)                                                                             \
     X(out)                                                                                         \
     X(out_partitions)                                                                              \
@@ -64,14 +71,17 @@
     X(shape)                                                                                       \
     X(shards)                                                                                      \
     X(sin)                                                                                         \
+    X(slots)                                                                                       \
     X(stack)                                                                                       \
     X(stream)                                                                                      \
     X(swizzled)                                                                                    \
+    X(table)                                                                                       \
     X(tokens)                                                                                      \
     X(top_k)                                                                                       \
     X(topk_groups)                                                                                 \
     X(topk_ids)                                                                                    \
     X(topk_weights)                                                                                \
+    X(v_cache)                                                                                     \
     X(value_out)                                                                                   \
     X(variant)                                                                                     \
     X(w13_bias)                                                                                    \

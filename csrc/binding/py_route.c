@@ -6,7 +6,20 @@
 
 #include "ops/route_call.h"
 
-enum { LOGITS, TOP_K, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, BIAS, FACTOR, OUT, STREAM, COUNT };
+enum {
+    LOGITS,
+    TOP_K,
+    SCORING,
+    RENORMALIZE,
+    GROUPS,
+    TOP_GROUPS,
+    BIAS,
+    FACTOR,
+    PADDING,
+    OUT,
+    STREAM,
+    COUNT
+};
 
 static const moq_signature SIGNATURE = {
     "route",
@@ -14,7 +27,7 @@ static const moq_signature SIGNATURE = {
     3,
     COUNT,
     {KW_router_logits, KW_top_k, KW_scoring, KW_renormalize, KW_num_groups, KW_topk_groups,
-     KW_correction_bias, KW_routed_scaling_factor, KW_out, KW_stream},
+     KW_correction_bias, KW_routed_scaling_factor, KW_padding, KW_out, KW_stream},
 };
 
 static int take_count(PyObject *value, const char *name, int32_t *out) {
@@ -134,19 +147,23 @@ static PyObject *route(PyObject *module, PyObject *const *args, Py_ssize_t nargs
                        PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
     PyObject *v[COUNT], *result = NULL;
-    moq_route asked = {.groups = 1, .bias = {.ndim = -1}};
+    moq_route asked = {.groups = 1, .bias = {.ndim = -1}, .padding = {.ndim = -1}};
     moq_route_plan plan;
-    moq_arg logits = {0}, bias = {0};
+    moq_arg logits = {0}, bias = {0}, padding = {0};
+    const moq_tensor *padded;
     moq_err err;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, v) < 0 ||
         take_options(state, v, &asked) < 0)
         return NULL;
     bool biased = !moq_arg_absent(v[BIAS]);
     if (take_floats(state, v[LOGITS], "router_logits", &logits) == 0 &&
-        (!biased || take_floats(state, v[BIAS], "correction_bias", &bias) == 0)) {
+        (!biased || take_floats(state, v[BIAS], "correction_bias", &bias) == 0) &&
+        moq_arg_take_optional(state, v[PADDING], "padding", &padding, &padded) == 0) {
         asked.logits = logits.view;
         if (biased)
             asked.bias = bias.view;
+        if (padded)
+            asked.padding = *padded;
         if (moq_plan_route(&asked, &plan, &err) != MOQ_OK)
             moq_raise(state, &err);
         else
@@ -154,6 +171,7 @@ static PyObject *route(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     }
     moq_arg_release(&logits);
     moq_arg_release(&bias);
+    moq_arg_release(&padding);
     return result;
 }
 

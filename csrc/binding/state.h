@@ -37,6 +37,8 @@ int moq_add_config(PyObject *module, moq_state *state);
 int moq_add_dequantize(PyObject *module, moq_state *state);
 int moq_add_describe(PyObject *module, moq_state *state);
 int moq_add_formats(PyObject *module, moq_state *state);
+int moq_add_gate(PyObject *module, moq_state *state);
+int moq_add_heads(PyObject *module, moq_state *state);
 int moq_add_info(PyObject *module, moq_state *state);
 int moq_add_linear(PyObject *module, moq_state *state);
 int moq_add_layout(PyObject *module, moq_state *state);

@@ -25,6 +25,8 @@
  *   weight = u / (D + 1e-20) * factor    where `renormalize` holds, D of the chosen u
  *   weight = score * factor              where it does not; a NaN where the logit is a NaN
  *
+ * Tokens that are padding have no experts: -1 in the place of every id, and weights as they were.
+ *
  * All arithmetic is float32, each operation rounded once, in the order given here, so that ids and
  * weights have the same bits on every processor, with any number of threads. D is added up from 0
  * in the order of the chosen experts. S is 32 sums, of the experts whose index leaves the same
@@ -82,6 +84,7 @@ typedef struct {
     float factor;       /* positive and finite */
     moq_tensor logits;  /* [..., experts] of float32, bfloat16 or float16, any strides */
     moq_tensor bias;    /* [experts] of one of these; ndim -1 where there is none */
+    moq_tensor padding; /* [...] bool without gaps, true for padding; ndim -1 where there is none */
 } moq_route;
 
 #endif

@@ -20,6 +20,7 @@ typedef struct {
     const float *bias; /* padded; NULL where there is none */
     float *weights;
     int32_t *ids;
+    const uint8_t *padding; /* of tokens; NULL where there is none */
 } job;
 
 static moq_route_token token_function(void) {
@@ -46,15 +47,19 @@ static void work(void *context, int64_t begin, int64_t end) {
     float logits[MOQ_ROUTE_EXPERTS];
     moq_pace pace = {0};
     for (int64_t row = begin; row < end && !moq_stops(&pace, route->experts); row++) {
+        int32_t *ids = j->ids + row * route->top_k;
         load_padded(&route->logits, row, logits);
-        j->token(route, logits, j->bias, j->weights + row * route->top_k,
-                 j->ids + row * route->top_k);
+        j->token(route, logits, j->bias, j->weights + row * route->top_k, ids);
+        for (int32_t t = 0; j->padding && j->padding[row] && t < route->top_k; t++)
+            ids[t] = -1;
     }
 }
 
 void moq_cpu_route(const moq_route *route, float *weights, int32_t *ids) {
     float bias[MOQ_ROUTE_EXPERTS];
     job j = {.route = route, .token = token_function(), .weights = weights, .ids = ids};
+    if (route->padding.ndim >= 0)
+        j.padding = route->padding.data;
     if (route->bias.ndim >= 0) {
         load_padded(&route->bias, 0, bias);
         j.bias = bias;

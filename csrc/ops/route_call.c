@@ -80,6 +80,26 @@ static moq_status check_bias(const moq_route *route, moq_err *err) {
     return MOQ_OK;
 }
 
+static moq_status check_padding(const moq_route *route, moq_err *err) {
+    const moq_tensor *padding = &route->padding, *logits = &route->logits;
+    char shape[128];
+    if (padding->ndim < 0)
+        return MOQ_OK;
+    MOQ_TRY(moq_check_device(padding, "padding", logits->device, err));
+    if (padding->dtype != MOQ_DT_BOOL)
+        return moq_fail(err, MOQ_ERR_TYPE, "padding: expected bool, got %s",
+                        moq_dtype_name(padding->dtype));
+    bool fits = padding->ndim == logits->ndim - 1 && moq_tensor_is_contiguous(padding);
+    for (int i = 0; fits && i < padding->ndim; i++)
+        fits = padding->shape[i] == logits->shape[i];
+    if (!fits)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "padding: expected the shape of router_logits without its last axis, and "
+                        "no gaps, got %s",
+                        moq_shape_text(padding, shape, sizeof shape));
+    return MOQ_OK;
+}
+
 moq_status moq_plan_route(const moq_route *asked, moq_route_plan *plan, moq_err *err) {
     moq_route *route = &plan->route;
     const moq_tensor *logits = &route->logits;
@@ -94,6 +114,7 @@ moq_status moq_plan_route(const moq_route *asked, moq_route_plan *plan, moq_err 
     MOQ_TRY(check_groups(route, err));
     MOQ_TRY(check_top_k(route, err));
     MOQ_TRY(check_bias(route, err));
+    MOQ_TRY(check_padding(route, err));
     if (!(route->factor > 0.0f) || isinf(route->factor))
         return moq_fail(err, MOQ_ERR_VALUE,
                         "routed_scaling_factor: expected a positive finite number, got %g",
@@ -120,9 +141,9 @@ moq_status moq_run_route(const moq_route_plan *plan, const moq_tensor *weights,
                          const moq_tensor *ids, void *stream, moq_err *err) {
     const moq_route *route = &plan->route;
     const moq_tensor *inputs[] = {&route->logits, route->bias.ndim >= 0 ? &route->bias : NULL,
-                                  weights};
-    MOQ_TRY(moq_check_output(weights, "out[0]", &plan->weights, inputs, 2, err));
-    MOQ_TRY(moq_check_output(ids, "out[1]", &plan->ids, inputs, 3, err));
+                                  route->padding.ndim >= 0 ? &route->padding : NULL, weights};
+    MOQ_TRY(moq_check_output(weights, "out[0]", &plan->weights, inputs, 3, err));
+    MOQ_TRY(moq_check_output(ids, "out[1]", &plan->ids, inputs, 4, err));
     if (moq_tensor_numel(ids) == 0)
         return MOQ_OK;
     if (route->logits.device.kind == MOQ_CUDA)

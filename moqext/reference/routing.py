@@ -106,6 +106,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: ArrayLike | None = None,
     routed_scaling_factor: float = 1.0,
+    padding: ArrayLike | None = None,
 ) -> tuple[F32, NDArray[np.int32]]:
     """The experts of every token and their weights, as `moqext.route` describes them.
 
@@ -123,6 +124,7 @@ def route(
         topk_groups: groups that experts are chosen from; None where there is one group.
         correction_bias: [E] or None.
         routed_scaling_factor: rounded to float32.
+        padding: bool [...]: tokens without experts, whose ids are -1; or None.
 
     Returns:
         weights float32 [..., top_k], ids int32 [..., top_k].
@@ -148,4 +150,7 @@ def route(
         if renormalize:
             divisor = _sum_in_order(chosen) + np.float32(1e-20)
         weights = chosen / divisor * np.float32(routed_scaling_factor)
-    return np.where(np.isnan(np.take_along_axis(x, ids, -1)), np.float32(np.nan), weights), ids
+    weights = np.where(np.isnan(np.take_along_axis(x, ids, -1)), np.float32(np.nan), weights)
+    if padding is not None:
+        ids = np.where(np.asarray(padding)[..., None], np.int32(-1), ids)
+    return weights, ids

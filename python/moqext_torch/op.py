@@ -60,8 +60,7 @@ def find_method(
     )
 
 
-@torch.library.impl("moqext::linear", ("cpu", "cuda"))
-def _run(
+def run_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
@@ -78,6 +77,7 @@ def _run(
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
+    """What the operation does, on tensors of the CPU or of CUDA."""
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got shape []")
     tensors = (weight, weight_scale, output_scale, input_scale, pre_quant_scale, fold_scale)
@@ -96,6 +96,9 @@ def _run(
         fast_accum,
     )
     return method(x.detach() if x.requires_grad else x, params, bias)
+
+
+torch.library.impl("moqext::linear", ("cpu", "cuda"))(run_linear)
 
 
 @torch.library.register_fake("moqext::linear")

@@ -11,7 +11,7 @@ from moqext_torch.op import NO_GRADIENT, is_plain_call, wants_gradient
 torch.library.define(
     "moqext::route",
     "(Tensor router_logits, int top_k, str scoring, bool renormalize, int num_groups, int? topk_groups, "
-    "Tensor? correction_bias, float routed_scaling_factor) -> (Tensor, Tensor)",
+    "Tensor? correction_bias, float routed_scaling_factor, Tensor? padding=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -26,6 +26,7 @@ def route(
     topk_groups: int | None = None,
     correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`moqext.route`: (weights float32 [..., top_k], ids int32 [..., top_k]).
 
@@ -33,7 +34,10 @@ def route(
         RuntimeError: a gradient is asked for.
         TypeError, ValueError, BufferError: as there.
     """
-    options = (scoring, renormalize, num_groups, topk_groups, correction_bias, routed_scaling_factor)
+    options = (
+        *(scoring, renormalize, num_groups, topk_groups, correction_bias, routed_scaling_factor),
+        padding,
+    )
     watched = torch.compiler.is_compiling() or router_logits.is_meta or not is_plain_call(router_logits)
     if watched or wants_gradient(router_logits, correction_bias):
         return torch.ops.moqext.route(router_logits, top_k, *options)
@@ -49,6 +53,7 @@ def _run(
     topk_groups: int | None,
     correction_bias: torch.Tensor | None,
     routed_scaling_factor: float,
+    padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.route(
         router_logits.detach(),
@@ -59,6 +64,7 @@ def _run(
         topk_groups=topk_groups,
         correction_bias=None if correction_bias is None else correction_bias.detach(),
         routed_scaling_factor=routed_scaling_factor,
+        padding=padding,
     )
 
 

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_vllm.attention import take_over
 from moqext_vllm.check import check_checkpoint
+from moqext_vllm.compiled import install_pass
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
@@ -134,7 +136,9 @@ class MoqextConfig(QuantizationConfig):
         enter_settings(
             compute=self.compute, fast_accum=self.fast_accum, ops=read_ops(), semantics=self.semantics
         )
+        install_pass()
         if isinstance(layer, (Attention, MLAAttention)):
+            take_over()
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             quant = self.layer_quant(prefix)

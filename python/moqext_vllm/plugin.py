@@ -26,6 +26,8 @@ NEEDED = {  # what has to be there, by module
         "PerTensorScaleParameter",
         "RowvLLMParameter",
     ),
+    "vllm.model_executor.layers.layernorm": ("RMSNorm",),
+    "vllm.model_executor.layers.rotary_embedding.base": ("RotaryEmbedding",),
     "vllm.model_executor.utils": ("replace_parameter",),
     "vllm.config": ("get_current_vllm_config_or_none",),
     "vllm.envs": ("VLLM_BATCH_INVARIANT",),
@@ -35,7 +37,12 @@ NEEDED = {  # what has to be there, by module
 NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
     "vllm.model_executor.custom_op": ("CustomOp", "op_registry_oot"),
     "vllm.model_executor.layers.activation": ("SiluAndMul",),
-    "vllm.model_executor.layers.layernorm": ("RMSNorm",),
+}
+
+
+NEEDED_BY_GATE = {
+    "vllm.model_executor.custom_op": ("PluggableLayer", "op_registry_oot"),
+    "vllm.model_executor.layers.fused_moe.router.gate_linear": ("GateLinear",),
 }
 
 
@@ -78,3 +85,7 @@ def register() -> None:
     from moqext_vllm.activations import register_layers
 
     register_layers()
+    if not find_missing(NEEDED_BY_GATE):
+        from moqext_vllm.gate import register_gate
+
+        register_gate()

@@ -8,7 +8,8 @@ this vLLM has no such contract, activations come as they are.
 Of a norm nobody says which linear is behind it. So its values carry its name, and a linear that finds it
 there becomes its taker: from then on the norm writes codes as well, beside values for whoever else reads
 them, and the taker finds them there. The first codes are compared with those of the values, which a model may
-have changed in their place; then there are none any more. torch.compile sees nothing of it.
+have changed in their place; then there are none any more. torch.compile sees nothing of it: in its graphs a
+norm and the linear behind it become one operation (`moqext_vllm.compiled`).
 """
 
 import weakref
@@ -20,13 +21,10 @@ import torch
 
 from moqext import ops
 from moqext_torch.activations import rms_norm, rms_norm_with_codes, silu_and_mul, silu_and_mul_quantize
+from moqext_torch.norm_linear import FEW_TOKENS
 from moqext_vllm.settings import read_ops
 
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
-
-FEW_TOKENS = 4
-"""Up to so many are quantized by the linear's own kernel; with more it takes 1 to 2 us longer than with codes
-(H200, docs/lab/neighbours.md)."""
 
 try:
     from vllm.model_executor.layers.activation import SiluAndMul

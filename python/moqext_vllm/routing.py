@@ -46,9 +46,8 @@ class Routing(NamedTuple):
         options = self._asdict()
         bias = self.correction_bias
         options["correction_bias"] = None if bias is None else bias.data
-        weights, ids = route(router_logits, options.pop("top_k"), **options)
-        padding = _find_padding(len(ids))
-        return weights, ids if padding is None else ids.masked_fill_(padding[:, None], -1)
+        padding = _find_padding(len(router_logits))
+        return route(router_logits, options.pop("top_k"), padding=padding, **options)
 
 
 def find_routing(layer: Any, moe: Any) -> Routing | None:

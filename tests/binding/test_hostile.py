@@ -392,7 +392,9 @@ def test_missing_and_surplus_arguments(name: str) -> None:
 
 
 def test_the_table_of_functions_is_complete() -> None:
-    assert set(ops.__all__) - {"linear", "prepare_experts", "to_device", "to_host"} == set(RIGHT)
+    others = {"linear", "prepare_experts", "to_device", "to_host"}
+    on_devices_alone = {"router_logits", "turn_heads"}
+    assert set(ops.__all__) - others - on_devices_alone == set(RIGHT)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -224,3 +224,9 @@ def test_what_does_not_fit_is_named(rng):
         moqext.route(x, 2, scoring="sigmoid", out=out)
     with pytest.raises(ValueError, match=r"^top_k: expected 1 to 16"):
         moqext.route(x, 17, scoring="sigmoid")
+
+
+def test_tokens_that_are_padding_have_no_experts(rng):
+    for tokens in (1, 5, 200):
+        x, padding = on_gpu(rng.standard_normal((tokens, 128))), torch.from_numpy(rng.random(tokens) < 0.5)
+        compare(x, 8, scoring="softmax", renormalize=True, padding=padding.cuda())

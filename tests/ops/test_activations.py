@@ -164,3 +164,17 @@ def test_bad_arguments_are_refused_by_name(case):
     error, message, call = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_routers_run_on_devices_only(rng):
+    x = np.zeros((3, 64), np.uint16)
+    with pytest.raises(ValueError, match="CUDA devices only"):
+        ops.router_logits(x, x)
+
+
+def test_heads_are_turned_on_devices_only(rng):
+    """Refused by name before anything is written."""
+    x = rng.standard_normal((3, 96)).astype(np.float32).view(np.uint16)[:, :96]
+    table = np.zeros((4, 32), np.uint16)
+    with pytest.raises(ValueError, match="CUDA devices only"):
+        ops.turn_heads(x, np.zeros(3, np.int64), table, 2, 1)

@@ -110,6 +110,50 @@ def codes_of_norms(directory):
     say([generate(llm), sum(counts), len(counts)])
 
 
+def heads(directory):
+    """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
+
+    On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
+    """
+    from moqext import ops as functions
+
+    calls, turn_heads = [], functions.turn_heads
+    functions.turn_heads = lambda *args, **options: calls.append(options) or turn_heads(*args, **options)
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    found = generate(llm), llm.apply_model(taken_over)[0]
+    say([*found, len(calls), sum("slots" in options for options in calls)])
+
+
+def taken_over(model):
+    return sum(bool(getattr(module, "moqext_turns", False)) for module in model.modules())
+
+
+def compiled_pairs(directory):
+    """The tokens of a compiled model, how many norms were joined with linears, and how often they ran.
+
+    A number of rows for each call; those of making the engine count, too.
+    """
+    from moqext import ops as functions
+    from moqext_torch import norm_linear
+
+    rows, counts, joined = [], {"join": 0}, norm_linear.join_norms
+    quantize = functions.rms_norm_quantize
+
+    def count(graph):
+        found = joined(graph)
+        counts["join"] += found
+        return found
+
+    def run(x, *args, **kwargs):
+        rows.append(x.shape[0])
+        return quantize(x, *args, **kwargs)
+
+    norm_linear.join_norms = count
+    functions.rms_norm_quantize = run
+    llm = make_engine(directory, hf_overrides=without_cache(directory), enforce_eager=False)
+    say([generate(llm), counts["join"], rows])
+
+
 def takers(model):
     """How many linears offer to take codes."""
     return sum(getattr(module, "_input_quant_key", None) is not None for module in model.modules())

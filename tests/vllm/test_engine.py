@@ -1,5 +1,6 @@
 """The real engine serves genuine checkpoints through the plug-in that it has found by itself."""
 
+import json
 import shutil
 
 import pytest
@@ -88,6 +89,26 @@ def test_norms_write_codes_beside_their_values(engine, expected):
     tokens, coded, calls = engine("codes_of_norms", directory, MOQEXT_VLLM_OPS="1")[0]
     assert_same(tokens, expected["llama_fp8_kvfp8"])
     assert coded == 2 * (calls / 4 - 1)  # the two linears of a layer behind norms, after the first time
+
+
+@pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "qwen3moe_fp8", "qwen3moe_nvfp4"])
+def test_attention_turns_its_heads_by_moqext(engine, expected, name):
+    tokens, attentions, calls, stored = engine("heads", DATA / "checkpoints" / name, MOQEXT_VLLM_OPS="1")[0]
+    assert_same(tokens, expected[name])
+    layers = json.loads((DATA / "checkpoints" / name / "config.json").read_text())["num_hidden_layers"]
+    assert attentions == layers
+    assert (calls > 0) == on_cuda()
+    assert (stored > 0) == on_cuda()
+
+
+def test_compiled_norms_write_codes_for_the_linear_behind_them(engine, expected):
+    directory = DATA / "checkpoints" / "llama_fp8_kvfp8"
+    tokens, joined, rows = engine("compiled_pairs", directory, MOQEXT_VLLM_OPS="1")[0]
+    assert_same(tokens, expected["llama_fp8_kvfp8"])
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    assert joined == 2 * layers - 1  # all but the first norm, which has no residual, and the last one
+    assert rows
+    assert min(rows) > 4
 
 
 def test_scales_of_the_cache_are_the_checkpoints(engine):

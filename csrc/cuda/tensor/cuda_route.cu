@@ -32,6 +32,7 @@ typedef struct {
     int64_t count; /* of tokens */
     float *weights;
     int32_t *ids;
+    const uint8_t *padding; /* of tokens; NULL where there is none */
     moq_route_scoring scoring;
     bool
         divides_by_chosen; /* by the sum of the chosen u, else by that of all where it is softmax */
@@ -253,7 +254,7 @@ static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t
     if (lane < a.top_k) {
         float weight = __fmul_rn(__fdiv_rn(u, divisor), a.factor);
         a.weights[row * a.top_k + lane] = logit == logit ? weight : __int_as_float(0x7fc00000);
-        a.ids[row * a.top_k + lane] = expert;
+        a.ids[row * a.top_k + lane] = a.padding && a.padding[row] ? -1 : expert;
     }
 }
 
@@ -383,23 +384,24 @@ extern "C" moq_status moq_cuda_route(const moq_route *route, float *weights, int
                                      void *stream, moq_err *err) {
     const moq_tensor *logits = &route->logits;
     bool biased = route->bias.ndim >= 0;
-    route_args a = {.logits = rows_of(logits),
-                    .logits_dtype = logits->dtype,
-                    .bias_dtype = biased ? route->bias.dtype : MOQ_DT_F32,
-                    .bias = biased ? route->bias.data : NULL,
-                    .bias_step = biased ? route->bias.stride[0] : 0,
-                    .count = 1,
-                    .weights = weights,
-                    .ids = ids,
-                    .scoring = route->scoring,
-                    .divides_by_chosen =
-                        route->renormalize || route->scoring == MOQ_ROUTE_TOPK_SOFTMAX,
-                    .factor = route->factor,
-                    .experts = route->experts,
-                    .top_k = route->top_k,
-                    .groups = route->groups,
-                    .top_groups = route->top_groups,
-                    .group_lanes = lanes_of_group(route->groups)};
+    route_args a = {
+        .logits = rows_of(logits),
+        .logits_dtype = logits->dtype,
+        .bias_dtype = biased ? route->bias.dtype : MOQ_DT_F32,
+        .bias = biased ? route->bias.data : NULL,
+        .bias_step = biased ? route->bias.stride[0] : 0,
+        .count = 1,
+        .weights = weights,
+        .ids = ids,
+        .padding = route->padding.ndim >= 0 ? (const uint8_t *)route->padding.data : NULL,
+        .scoring = route->scoring,
+        .divides_by_chosen = route->renormalize || route->scoring == MOQ_ROUTE_TOPK_SOFTMAX,
+        .factor = route->factor,
+        .experts = route->experts,
+        .top_k = route->top_k,
+        .groups = route->groups,
+        .top_groups = route->top_groups,
+        .group_lanes = lanes_of_group(route->groups)};
     for (int i = 0; i + 1 < logits->ndim; i++)
         a.count *= logits->shape[i];
     int64_t warps = a.count < WARPS ? a.count : WARPS, blocks = (a.count + warps - 1) / warps;

@@ -1,0 +1,19 @@
+/* Heads made ready for attention on the device: see core/heads.h. */
+#ifndef MOQ_CUDA_TENSOR_CUDA_HEADS_H
+#define MOQ_CUDA_TENSOR_CUDA_HEADS_H
+
+#include "core/heads.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* D is 32, 64, 128 or 256, there is at least one token and one head, and rows and tensors begin at
+ * multiples of 16 bytes. Queued on `stream` of the current device. It may overlap with its
+ * predecessor and successor there (programmatic launch). */
+moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, moq_err *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

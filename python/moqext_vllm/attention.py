@@ -1,0 +1,207 @@
+"""Heads of q and k in one kernel of moqext: their norms, the rotary embedding and the write to the cache.
+
+vLLM's models call a kernel for each, which know no programmatic launch; in eager mode and in graphs of the
+device without torch.compile that is a tenth of a token's time for small models. Nothing in vLLM stands for
+the three together, so the forward of a model's attention is replaced where its source is one of those that
+are known here, and its own stays where it is not, in what torch.compile makes, and call by call where the
+tensors are others. The cache is written where vLLM's own function for that is a known one, too, which says
+how the cache is laid out, and where it has the dtype of the model; vLLM's function then passes over the call.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Collection
+from types import MethodType
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from moqext import ops
+from moqext_torch.op import is_plain_call
+from moqext_vllm.kv_cache import MoqextKVCacheMethod
+from moqext_vllm.settings import runs_ops
+
+try:
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+except ImportError:
+    get_attention_context = None
+
+MODELS = "vllm.model_executor.models"
+CLASSES = (
+    ("llama", "LlamaAttention"),
+    ("mixtral", "MixtralAttention"),
+    ("qwen2_moe", "Qwen2MoeAttention"),
+    ("qwen3", "Qwen3Attention"),
+    ("qwen3_moe", "Qwen3MoeAttention"),
+)
+WITHOUT_NORMS = {"78be7f1d53541146"}
+WITH_NORMS = {"d1f8b9a2bd3c61db"}
+"""Fingerprints of forwards, by whether they norm the heads of q and k."""
+KNOWN_WRITES = {"8f8c2c9b38f0ea5d"}
+"""Fingerprints of functions that write a cache [blocks, heads, slots of a block, k beside v]."""
+WIDTHS = (32, 64, 128, 256)
+"""Of heads, that moqext has a kernel for."""
+
+
+def fingerprint(source: str) -> str:
+    """What is the same of two functions that differ in comments, blank lines and indentation only."""
+    lines = (line.strip() for line in source.splitlines())
+    code = "\n".join(line for line in lines if line and not line.startswith("#"))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def is_known(function: Any, known: Collection[str]) -> bool:
+    """Whether the source of a function is there and has one of the fingerprints."""
+    try:
+        return fingerprint(inspect.getsource(function)) in known
+    except (OSError, TypeError):
+        return False
+
+
+def take_over() -> None:
+    """Replaces the forward of the classes that are imported and known, once."""
+    for module, name in CLASSES:
+        found = getattr(sys.modules.get(f"{MODELS}.{module}"), name, None)
+        if found is None or "moqext_own_forward" in vars(found):
+            continue
+        for ours, fingerprints in ((forward, WITHOUT_NORMS), (forward_with_norms, WITH_NORMS)):
+            if is_known(found.forward, fingerprints):
+                found.moqext_own_forward = found.forward
+                found.forward = ours
+                break
+
+
+def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Attention without norms of heads."""
+    return _run(self, positions, hidden_states, None, None)
+
+
+def forward_with_norms(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Attention with norms of the heads of q and k."""
+    return _run(self, positions, hidden_states, self.q_norm, self.k_norm)
+
+
+def _run(
+    self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, q_norm: Any, k_norm: Any
+) -> torch.Tensor:
+    if torch.compiler.is_compiling() or not _is_ours(self, q_norm, k_norm):
+        result: torch.Tensor = self.moqext_own_forward(positions, hidden_states)
+        return result
+    qkv, _ = self.qkv_proj(hidden_states)
+    sizes = [self.q_size, self.kv_size, self.kv_size]
+    rotary = self.rotary_emb
+    cache: dict[str, torch.Tensor] = {}
+    if _fits(qkv, positions, q_norm):
+        cache = _find_cache(self.attn, qkv)
+        ops.turn_heads(
+            qkv,
+            positions,
+            rotary._match_cos_sin_cache_dtype(qkv),
+            self.q_size // rotary.head_size,
+            self.kv_size // rotary.head_size,
+            q_weight=None if q_norm is None else q_norm.weight.data,
+            k_weight=None if k_norm is None else k_norm.weight.data,
+            eps=0.0 if q_norm is None else q_norm.variance_epsilon,
+            **cache,
+        )
+        q, k, v = qkv.split(sizes, dim=-1)
+    else:
+        q, k, v = qkv.split(sizes, dim=-1)
+        q, k = (
+            part if norm is None else norm(part.unflatten(-1, (-1, rotary.head_size))).flatten(-2)
+            for part, norm in ((q, q_norm), (k, k_norm))
+        )
+        q, k = rotary(positions, q, k)
+    impl = self.attn.impl
+    impl.moqext_stored = bool(cache)
+    try:
+        attended = self.attn(q, k, v)
+    finally:
+        impl.moqext_stored = False
+    output: torch.Tensor = self.o_proj(attended)[0]
+    return output
+
+
+def _find_cache(attn: Any, qkv: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments of `turn_heads` for what is to be stored of qkv, none where vLLM stores it."""
+    if not _stores(attn):
+        return {}
+    _, _, pages, slots = get_attention_context(attn.layer_name)
+    if slots is None or pages.dim() != 4 or pages.dtype != qkv.dtype:
+        return {}  # nothing is stored when memory is measured, and other dtypes have scales
+    keys, values = pages.transpose(1, 2).split(attn.impl.head_size, dim=-1)
+    return {"k_cache": keys, "v_cache": values, "slots": slots}
+
+
+def _stores(attn: Any) -> bool:
+    """Whether moqext may write the layer's cache; vLLM's function passes over what it wrote, from then on."""
+    impl = attn.impl
+    known: bool | None = vars(impl).get("moqext_stores")
+    if known is None:
+        known = (
+            get_attention_context is not None
+            and is_known(getattr(type(impl), "do_kv_cache_update", None), KNOWN_WRITES)
+            and attn.attn_type == "decoder"
+            and attn.kv_sharing_target_layer_name is None
+            and attn.query_quant is None
+        )
+        impl.moqext_stores, impl.moqext_stored = known, False
+        if known:
+            impl.do_kv_cache_update = MethodType(_store_once, impl)
+    return known
+
+
+def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of `do_kv_cache_update`."""
+    if not impl.moqext_stored:
+        type(impl).do_kv_cache_update(impl, *args, **kwargs)
+
+
+def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:
+    """Whether the layer is of a model of moqext and has a rotary embedding and norms of the usual kind."""
+    known: bool | None = vars(attention).get("moqext_turns")
+    if known is None:
+        rotary = attention.rotary_emb
+        known = (
+            runs_ops()
+            and isinstance(getattr(attention.attn, "quant_method", None), MoqextKVCacheMethod)
+            and isinstance(rotary, RotaryEmbedding)
+            and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+            and rotary.is_neox_style
+            and rotary.rotary_dim == rotary.head_size
+            and rotary.head_size in WIDTHS
+            and not (rotary.use_flashinfer or getattr(rotary, "use_aiter", False))
+            and _are_usual(q_norm, k_norm, rotary.head_size)
+        )
+        attention.moqext_turns = known
+    return known
+
+
+def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:
+    """Whether there are no norms, or two that differ in their weights only."""
+    if q_norm is None or k_norm is None:
+        return q_norm is k_norm
+    return q_norm.variance_epsilon == k_norm.variance_epsilon and all(
+        isinstance(norm, RMSNorm)
+        and norm.has_weight
+        and norm.variance_size_override is None
+        and norm.hidden_size == width
+        for norm in (q_norm, k_norm)
+    )
+
+
+def _fits(qkv: torch.Tensor, positions: torch.Tensor, q_norm: Any) -> bool:
+    """Whether moqext has a call: what nobody watches, on CUDA, with one position for each row."""
+    return (
+        qkv.is_cuda
+        and is_plain_call(qkv)
+        and qkv.dim() == 2
+        and qkv.dtype in (torch.bfloat16, torch.float16)
+        and (q_norm is None or q_norm.weight.dtype == qkv.dtype)
+        and positions.dim() == 1
+        and positions.dtype == torch.int64
+        and positions.is_contiguous()
+    )
