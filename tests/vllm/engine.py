@@ -132,6 +132,21 @@ def taken_over(model):
     return sum(bool(getattr(module, "moqext_turns", False)) for module in model.modules())
 
 
+def gates(directory):
+    """The tokens, the classes of the routers' linears, and how often moqext ran one."""
+    from moqext import ops as functions
+
+    counts = {"router_logits": 0}
+    functions.router_logits = counted(functions.router_logits, counts, "router_logits")
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    say([generate(llm), llm.apply_model(gate_classes)[0], counts["router_logits"]])
+
+
+def gate_classes(model):
+    names = {type(module).__name__ for module in model.modules()}
+    return sorted(name for name in names if name.endswith("GateLinear"))
+
+
 def compiled_pairs(directory):
     """The tokens of a compiled model, how many norms were joined with linears, and how often they ran.
 

@@ -104,6 +104,17 @@ def test_attention_turns_its_heads_by_moqext(engine, expected, name, how):
     assert (steps > 0) == (not on_cuda() and how == "compiled")
 
 
+def test_routers_have_their_linear_from_moqext(engine, expected):
+    import torch
+
+    name = "qwen3moe_nvfp4"
+    tokens, classes, calls = engine("gates", DATA / "checkpoints" / name, MOQEXT_VLLM_OPS="1")[0]
+    assert_same(tokens, expected[name])
+    runs = on_cuda() and torch.cuda.get_device_capability() >= (9, 0)
+    assert classes == ["MoqextGateLinear" if runs else "GateLinear"]
+    assert (calls > 0) == runs
+
+
 def test_compiled_norms_write_codes_for_the_linear_behind_them(engine, expected):
     directory = DATA / "checkpoints" / "llama_fp8_kvfp8"
     tokens, joined, rows = engine("compiled_pairs", directory, MOQEXT_VLLM_OPS="1")[0]
