@@ -150,7 +150,7 @@ def route(
         if renormalize:
             divisor = _sum_in_order(chosen) + np.float32(1e-20)
         weights = chosen / divisor * np.float32(routed_scaling_factor)
-    weights = np.where(np.isnan(np.take_along_axis(x, ids, -1)), np.float32(np.nan), weights)
+    is_known = ~np.isnan(np.take_along_axis(x, ids, -1))
     if padding is not None:
         ids = np.where(np.asarray(padding)[..., None], np.int32(-1), ids)
-    return weights, ids
+    return np.where(is_known, weights, np.float32(np.nan)), ids

@@ -1,17 +1,20 @@
 """Heads of q and k in one kernel of moqext: their norms, the rotary embedding and the write to the cache.
 
-vLLM's models call a kernel for each, which know no programmatic launch; in eager mode and in graphs of the
-device without torch.compile that is a tenth of a token's time for small models. Nothing in vLLM stands for
-the three together, so the forward of a model's attention is replaced where its source is one of those that
-are known here, and its own stays where it is not, in what torch.compile makes, and call by call where the
-tensors are others. The cache is written where vLLM's own function for that is a known one, too, which says
-how the cache is laid out, and where it has the dtype of the model; vLLM's function then passes over the call.
+vLLM's models call a kernel for each, which know no programmatic launch; that is a tenth of a token's time for
+small models. Nothing in vLLM stands for the three together, so the forward of a model's attention is replaced
+where its source is one of those that are known here, and its own stays where it is not, and call by call
+where the tensors are others. In a graph that torch.compile makes the kernel is an operation.
+
+The cache is written in eager mode and in graphs of the device, where vLLM's own function for that is a known
+one, too, which says how the cache is laid out, and where it has the dtype of the model; vLLM's function then
+passes over the call. torch.compile's graphs end at that function.
 """
 
+import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
 
@@ -19,8 +22,7 @@ import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from moqext import ops
-from moqext_torch.op import is_plain_call
+from moqext_torch.heads import turn_heads
 from moqext_vllm.kv_cache import MoqextKVCacheMethod
 from moqext_vllm.settings import runs_ops
 
@@ -71,7 +73,21 @@ def take_over() -> None:
             if is_known(found.forward, fingerprints):
                 found.moqext_own_forward = found.forward
                 found.forward = ours
+                found.moqext_turns = False  # of one that is being made now
+                found.__init__ = _deciding(found.__init__)
                 break
+
+
+def _deciding(make: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of an attention, after which the layer knows whether moqext turns its heads."""
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if type(self).__init__ is init:  # a subclass may change what there is, after this
+            self.moqext_turns = _is_ours(self, getattr(self, "q_norm", None), getattr(self, "k_norm", None))
+
+    return init
 
 
 def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -87,16 +103,16 @@ def forward_with_norms(self: Any, positions: torch.Tensor, hidden_states: torch.
 def _run(
     self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, q_norm: Any, k_norm: Any
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling() or not _is_ours(self, q_norm, k_norm):
+    if not self.moqext_turns:
         result: torch.Tensor = self.moqext_own_forward(positions, hidden_states)
         return result
     qkv, _ = self.qkv_proj(hidden_states)
-    sizes = [self.q_size, self.kv_size, self.kv_size]
-    rotary = self.rotary_emb
+    sizes, rotary = [self.q_size, self.kv_size, self.kv_size], self.rotary_emb
     cache: dict[str, torch.Tensor] = {}
     if _fits(qkv, positions, q_norm):
-        cache = _find_cache(self.attn, qkv)
-        ops.turn_heads(
+        if not torch.compiler.is_compiling():
+            cache = _find_cache(self.attn, qkv)
+        turn_heads(
             qkv,
             positions,
             rotary._match_cos_sin_cache_dtype(qkv),
@@ -115,14 +131,18 @@ def _run(
             for part, norm in ((q, q_norm), (k, k_norm))
         )
         q, k = rotary(positions, q, k)
-    impl = self.attn.impl
-    impl.moqext_stored = bool(cache)
-    try:
-        attended = self.attn(q, k, v)
-    finally:
-        impl.moqext_stored = False
+    attended = _attend_stored(self.attn, q, k, v) if cache else self.attn(q, k, v)
     output: torch.Tensor = self.o_proj(attended)[0]
     return output
+
+
+def _attend_stored(attn: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Attention of keys and values that are in the cache already."""
+    attn.impl.moqext_stored = True
+    try:
+        return attn(q, k, v)
+    finally:
+        attn.impl.moqext_stored = False
 
 
 def _find_cache(attn: Any, qkv: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -162,22 +182,18 @@ def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:
     """Whether the layer is of a model of moqext and has a rotary embedding and norms of the usual kind."""
-    known: bool | None = vars(attention).get("moqext_turns")
-    if known is None:
-        rotary = attention.rotary_emb
-        known = (
-            runs_ops()
-            and isinstance(getattr(attention.attn, "quant_method", None), MoqextKVCacheMethod)
-            and isinstance(rotary, RotaryEmbedding)
-            and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
-            and rotary.is_neox_style
-            and rotary.rotary_dim == rotary.head_size
-            and rotary.head_size in WIDTHS
-            and not (rotary.use_flashinfer or getattr(rotary, "use_aiter", False))
-            and _are_usual(q_norm, k_norm, rotary.head_size)
-        )
-        attention.moqext_turns = known
-    return known
+    rotary = attention.rotary_emb
+    return (
+        runs_ops()
+        and isinstance(getattr(attention.attn, "quant_method", None), MoqextKVCacheMethod)
+        and isinstance(rotary, RotaryEmbedding)
+        and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+        and rotary.is_neox_style
+        and rotary.rotary_dim == rotary.head_size
+        and rotary.head_size in WIDTHS
+        and not (rotary.use_flashinfer or getattr(rotary, "use_aiter", False))
+        and _are_usual(q_norm, k_norm, rotary.head_size)
+    )
 
 
 def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:
@@ -194,12 +210,10 @@ def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:
 
 
 def _fits(qkv: torch.Tensor, positions: torch.Tensor, q_norm: Any) -> bool:
-    """Whether moqext has a call: what nobody watches, on CUDA, with one position for each row."""
+    """Whether moqext has a call: with one position for each row, and on the CPU in a compiled graph alone."""
     return (
-        qkv.is_cuda
-        and is_plain_call(qkv)
+        (qkv.dtype in (torch.bfloat16, torch.float16) if qkv.is_cuda else torch.compiler.is_compiling())
         and qkv.dim() == 2
-        and qkv.dtype in (torch.bfloat16, torch.float16)
         and (q_norm is None or q_norm.weight.dtype == qkv.dtype)
         and positions.dim() == 1
         and positions.dtype == torch.int64

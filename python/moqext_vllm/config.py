@@ -137,8 +137,8 @@ class MoqextConfig(QuantizationConfig):
             compute=self.compute, fast_accum=self.fast_accum, ops=read_ops(), semantics=self.semantics
         )
         install_pass()
+        take_over()
         if isinstance(layer, (Attention, MLAAttention)):
-            take_over()
             return MoqextKVCacheMethod(self, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             quant = self.layer_quant(prefix)

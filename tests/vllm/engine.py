@@ -110,22 +110,41 @@ def codes_of_norms(directory):
     say([generate(llm), sum(counts), len(counts)])
 
 
-def heads(directory):
+def heads(directory, how):
     """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
 
-    On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
+    In "eager" mode, which means graphs on a GPU, or "compiled". On the CPU it never does: what stands in its
+    place then is vLLM's own, by the forward of the plug-in, or in a compiled graph its steps.
     """
     from moqext import ops as functions
 
     calls, turn_heads = [], functions.turn_heads
     functions.turn_heads = lambda *args, **options: calls.append(options) or turn_heads(*args, **options)
-    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    steps, rotate = [], functions.rotary_embedding
+    functions.rotary_embedding = lambda *args: steps.append(1) or rotate(*args)
+    options = {"enforce_eager": False} if how == "compiled" else GRAPHS if ON_CUDA else {}
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **options)
     found = generate(llm), llm.apply_model(taken_over)[0]
-    say([*found, len(calls), sum("slots" in options for options in calls)])
+    say([*found, len(calls), sum("slots" in options for options in calls), len(steps)])
 
 
 def taken_over(model):
     return sum(bool(getattr(module, "moqext_turns", False)) for module in model.modules())
+
+
+def gates(directory):
+    """The tokens, the classes of the routers' linears, and how often moqext ran one."""
+    from moqext import ops as functions
+
+    counts = {"router_logits": 0}
+    functions.router_logits = counted(functions.router_logits, counts, "router_logits")
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    say([generate(llm), llm.apply_model(gate_classes)[0], counts["router_logits"]])
+
+
+def gate_classes(model):
+    names = {type(module).__name__ for module in model.modules()}
+    return sorted(name for name in names if name.endswith("GateLinear"))
 
 
 def compiled_pairs(directory):

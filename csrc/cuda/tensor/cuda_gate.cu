@@ -34,7 +34,9 @@ typedef struct {
     int experts, steps;
 } gate_args;
 
-/* Of both operands of a step: rows `lane / 4` and those 8 further on. */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900 /* clusters */
+
+/* Of the weight in a step: row `lane / 4` of the experts and that 8 further on. */
 typedef struct {
     uint4 low, high;
 } step_rows;
@@ -108,8 +110,10 @@ static __device__ __forceinline__ void store(const gate_args &a, int64_t at, flo
         ((__half *)a.out)[at] = __float2half_rn(value);
 }
 
+#endif
+
 template <int DT, int OUT, int TILES>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 1)
     router_logits(const __grid_constant__ gate_args a) {
 #if __CUDA_ARCH__ >= 900
     constexpr int TOKENS = TILES * 8, OWN = EXPERTS * TOKENS / SHARES; /* outputs of a block */
