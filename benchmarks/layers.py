@@ -255,7 +255,7 @@ def activation_meaning(torch: Any, x: Any, layer: Layer) -> Any:
 
 
 def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
-    """e4m3 codes and float32 scales ([1], [rows, 1] or one for each group) as `moqext.ops.quantize` has them."""
+    """e4m3 codes and scales ([1], [rows, 1] or one for each group) as `moqext.ops.quantize` has them."""
     values = x.float()
     # A tensor: by a number torch divides on CUDA by multiplying, one bit off. Where amax is 448 times a power
     # of two, a sixteenth of all values are ties, and that bit decides them.
