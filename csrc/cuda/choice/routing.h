@@ -17,7 +17,8 @@ static inline double moq_active_experts(const moq_moe_spec *spec, int64_t tokens
     return fmax(1, spec->experts * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens)));
 }
 
-/* Tiles of up to `most` rows of an expert that has so many rows in the mean, as chance spreads them.
+/* Tiles of up to `most` rows of an expert that has so many rows in the mean, as chance spreads
+ * them.
  */
 static inline double moq_expected_tiles(double rows, double most) {
     double spread = 1.2 * sqrt(rows), sum = 0;

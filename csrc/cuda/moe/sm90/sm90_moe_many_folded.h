@@ -31,12 +31,12 @@ namespace moq::moe_many {
 #define OPERAND_EIGHT  1024                 /* of eight rows, in the swizzle of 128 bytes */
 #define OPERAND_STAGE  (16 * OPERAND_EIGHT) /* half of it a warpgroup's */
 
-/* Up to 160 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
+/* Up to 96 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
  * registers for twice as many threads that fold. */
 template <bool WIDE, int N_, int PARTS_> struct folded_tile {
     static constexpr bool wide = WIDE;
     static constexpr int N = N_, PARTS = PARTS_, T = N * PARTS;
-    static constexpr int tokens = WIDE ? 288 : 160, token_bytes = tokens * 128;
+    static constexpr int tokens = WIDE ? 288 : 96, token_bytes = tokens * 128;
     static constexpr int box_rows = WIDE ? 32 : 16;
     static constexpr int folders = WIDE ? 128 : 256;
     static constexpr int registers = WIDE ? 224 : 160, folder_registers = WIDE ? 40 : 64;
@@ -263,29 +263,19 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
 
 /* ---- products ---- */
 
-#define FLOATS_40(d, i) FLOATS_32(d, i), FLOATS_8(d, i + 32)
-#define NUMBERS_40      NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-
-/* Widths that device/wgmma.h does not have. */
+/* A width that device/wgmma.h does not have. */
 using moq::wgmma_e4m3;
 
-#define WGMMA_E4M3(columns, sums, left, right, more)                                               \
-    static __device__ __forceinline__ void wgmma_e4m3(float (&d)[sums], uint64_t a, uint64_t b,    \
-                                                      int add) {                                   \
-        asm volatile("{\n"                                                                         \
-                     ".reg .pred p;\n"                                                             \
-                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
-                     "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3"              \
-                     " {" NUMBERS_##sums "}, %" #left ", %" #right ", p, 1, 1;\n"                  \
-                                         "}"                                                       \
-                     : FLOATS_##sums(d, 0)                                                         \
-                     : "l"(a), "l"(b), "r"(add));                                                  \
-    }
-
-WGMMA_E4M3(80, 40, 40, 41, 42)
-WGMMA_E4M3(144, 72, 72, 73, 74)
-
-#undef WGMMA_E4M3
+static __device__ __forceinline__ void wgmma_e4m3(float (&d)[72], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %74, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {" NUMBERS_72 "}, "
+                 "%72, %73, p, 1, 1;\n"
+                 "}"
+                 : FLOATS_72(d, 0)
+                 : "l"(a), "l"(b), "r"(add));
+}
 
 /* What a thread multiplies: the operand of its warpgroup and all rows, in the first stage. */
 typedef struct {

@@ -7,6 +7,7 @@
  * that promote, and with all copies and barriers it is some 2270. Outputs of a tile take 6000 (g)
  * to 9000 (d in float32). With few rows folding takes 700 cycles a step, and memory as much
  * (docs/lab/moe.md). */
+#include "cuda/choice/moe_folded.h"
 #include "cuda/moe/sm90/sm90_moe_many_folded.h"
 #include "cuda/moe/sm90/sm90_moe_many_folded_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
@@ -32,7 +33,7 @@ static __device__ __forceinline__ void
 make_fitting_tile(const folded_args *f, const folded_ring *t, const tile_queue *q, place *p,
                   ring_place *slot, int group, folded_way *w) {
     constexpr bool WIDE = S::wide;
-    constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 80;
+    constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 64;
     int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
     if (USE != OF_D && !is_plain(&f->gemm.act))
         rows = S::tokens;
@@ -103,7 +104,7 @@ typedef struct {
 } folded_variant;
 
 template <bool WIDE> static folded_variant folded_variant_of(void) {
-    typedef folded_tile<WIDE, WIDE ? 144 : 80, 2> S;
+    typedef folded_tile<WIDE, WIDE ? 144 : 96, WIDE ? 2 : 1> S;
     const void *one = NULL; /* such layers have small tiles */
     if constexpr (!WIDE)
         one = (const void *)experts_folded<S, OF_ONE>;
@@ -126,7 +127,7 @@ static int lay_out_folded(folded_args *f, const folded_variant *v, int limit) {
 moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     const moq_linear_spec *spec = e->spec;
-    bool wide = e->tile_rows > 160;
+    bool wide = e->tile_rows > MOQ_MOE_FOLDED_ROWS;
     folded_variant v = wide ? folded_variant_of<true>() : folded_variant_of<false>();
     int64_t k = spec->in_features, n = spec->out_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(n), pairs = spec->target.sm_count / 2;
