@@ -35,7 +35,7 @@ FORMATS = [
     ("NVFP4_AWQ", FOLDED),
 ]
 SMALL, LARGE = 1, 2
-"""Variants: tiles of up to 64 rows, and of up to 128, of NVFP4 288; of folded weights 160 and 288."""
+"""Variants: tiles of up to 64 rows, and of up to 128, of NVFP4 288; of folded weights 96 and 288."""
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:

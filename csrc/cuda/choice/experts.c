@@ -3,6 +3,7 @@
  * what lies between. */
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice_moe.h"
+#include "cuda/choice/routing.h"
 
 #include <math.h>
 
@@ -26,17 +27,6 @@ typedef struct {
 #define BYTES_BETWEEN 6.0 /* of each value of u and d */
 
 /* ---- rows ---- */
-
-/* Experts that have a slot, as they are expected of a router that likes all. */
-static double active_experts(const moq_moe_spec *spec, double tokens) {
-    double share = (double)spec->top_k / spec->global_experts;
-    double active = spec->experts * (1 - pow(share < 1 ? 1 - share : 0, tokens));
-    return active < 1 ? 1 : active;
-}
-
-static double slots_of(const moq_moe_spec *spec, int64_t tokens) {
-    return (double)tokens * spec->top_k * spec->experts / spec->global_experts;
-}
 
 /* Tiles of an expert that has so many rows in the mean: one if few experts have more rows than
  * that, else the last one is half empty. */
@@ -69,7 +59,7 @@ static double product_seconds(const moq_linear_spec *layer, double active, doubl
 }
 
 static double seconds(const moq_moe_spec *spec, int64_t tokens, const pace *of) {
-    double slots = slots_of(spec, tokens), active = active_experts(spec, (double)tokens);
+    double slots = moq_expected_slots(spec, tokens), active = moq_active_experts(spec, tokens);
     double values = (double)(spec->w13.out_features + spec->w2.out_features);
     double rows = fmax(1, slots / active);
     return of->steps +

@@ -12,7 +12,7 @@ extern "C" {
 
 /* Ways, the rows of forms: tiles of up to so many rows of tokens. */
 #define MOQ_MOE_FOLDED_WAYS 2
-#define MOQ_MOE_FOLDED_ROWS 160
+#define MOQ_MOE_FOLDED_ROWS 96
 #define MOQ_MOE_FOLDED_WIDE 288
 
 static inline int moq_moe_folded_tile_rows(moq_way way) {

@@ -2,6 +2,7 @@
 #include "cuda/choice/moe_many.h"
 
 #include "cuda/choice/chip.h"
+#include "cuda/choice/routing.h"
 
 #include <math.h>
 
@@ -39,31 +40,17 @@ static const format *format_of(const moq_moe_spec *spec) {
                                                      : &FP8;
 }
 
-/* Experts that have a slot, as they are expected of a router that likes all. */
-static double active_experts(const moq_moe_spec *spec, int64_t tokens) {
-    double all = spec->experts, share = (double)spec->top_k / spec->global_experts;
-    return fmax(1, all * (1 - pow(share < 1 ? 1 - share : 0, (double)tokens)));
-}
-
-/* Tiles of an expert that has so many rows in the mean, as chance spreads them. */
-static double tiles_of(double rows, double most) {
-    double spread = 1.2 * sqrt(rows), sum = 0;
-    for (int i = -1; i <= 1; i++)
-        sum += ceil(fmax(1, rows + i * spread) / most);
-    return sum / 3;
-}
-
 static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
     const format *f = format_of(spec);
-    double slots = (double)tokens * spec->top_k * spec->experts / spec->global_experts;
+    double slots = moq_expected_slots(spec, tokens);
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
     const pace *p = &f->way[row];
-    double active = active_experts(spec, tokens), together = row ? f->together : 1;
+    double active = moq_active_experts(spec, tokens), together = row ? f->together : 1;
     double bytes = active * weights * (f == &PACKED ? 0.5625 : 1);
     double read = bytes / moq_memory_rate(&w13->target, p->read);
-    double tiles = together * tiles_of(slots / active, (row ? f->rows : 64) * together);
+    double tiles = together * moq_expected_tiles(slots / active, (row ? f->rows : 64) * together);
     double rows = slots + active * tiles * p->tile;
     double products = rows * weights / moq_matrix_rate(&w13->target, p->products);
     double between = slots * (4 * (double)w2->out_features + p->x * (double)w13->in_features) /

@@ -1,7 +1,8 @@
 /* Rows of e4m3 codes with a scale a row, their columns in the order of operands: see
  * sm90_moe_many_codes.h.
  *
- * A warp has a row of values and keeps KEPT chunks of 16 a lane; what is beyond is read twice.
+ * A warp has a row of values, or half a warp where that is enough, and keeps KEPT chunks of 16 a
+ * lane; what is beyond is read twice.
  * The codes of a token are written to the rows of all its slots, unless the slot has a say in them
  * by its weight or its expert's pre_quant_scale: then each row is made by itself. Bound by memory:
  * K bytes written a slot. */
@@ -14,7 +15,6 @@ namespace moq::moe_many {
 
 #define CODE_WARPS 8
 #define KEPT       4
-#define SPAN       (32 * 16) /* columns that a warp has at a time */
 
 /* What a warp makes: the rows of a token's slots, a row of g, or a row of either by itself that has
  * a weight or factors. */
@@ -153,62 +153,70 @@ static __device__ __forceinline__ bool find_values(const code_args *a, int numbe
     return true;
 }
 
-/* The chunks of a lane from a column on. */
+/* The chunks of a lane from a column on; LANES have a row. */
+template <int LANES>
 static __device__ __forceinline__ void load_chunks(const moq_rows *from, int row, int k, int first,
                                                    moq_chunk (&kept)[KEPT]) {
+    constexpr int SPAN = LANES * 16;
 #pragma unroll
     for (int i = 0; i < KEPT; i++)
         if (first + SPAN * i < k)
             kept[i] = moq_load_chunk(from, row, first + SPAN * i);
 }
 
-template <code_source SOURCE, moq_dtype DTYPE>
+template <code_source SOURCE, moq_dtype DTYPE, int LANES>
 static __global__ void __launch_bounds__(32 * CODE_WARPS)
     make_codes(const __grid_constant__ code_args a) {
-    int number = (int)(blockIdx.x * CODE_WARPS + threadIdx.x / 32), lane = threadIdx.x % 32;
+    constexpr int SPAN = LANES * 16; /* columns that they have at a time */
+    int number = (int)((blockIdx.x * (32 * CODE_WARPS) + threadIdx.x) / LANES);
+    int lane = threadIdx.x % LANES;
     moq_rows from = {a.from.data, a.from.stride, DTYPE};
     uint32_t most = 0;
     moq_chunk kept[KEPT];
     value_row v;
     launch_dependents();
     wait_for_predecessor();
-    if (!find_values<SOURCE>(&a, number, &v))
+    bool found = find_values<SOURCE>(&a, number, &v);
+    if (!__any_sync(0xffffffffu, found))
         return;
+    int k = found ? a.k : 0; /* the other half of the warp may have a row all the same */
 #pragma unroll 1
-    for (int base = (a.k - 1) / (KEPT * SPAN) * (KEPT * SPAN); base >= 0; base -= KEPT * SPAN) {
+    for (int base = LANES < 32 ? 0 : (a.k - 1) / (KEPT * SPAN) * (KEPT * SPAN); base >= 0;
+         base -= KEPT * SPAN) {
         int first = base + lane * 16;
-        load_chunks(&from, v.from, a.k, first, kept);
+        load_chunks<LANES>(&from, v.from, k, first, kept);
 #pragma unroll
         for (int i = 0; i < KEPT; i++)
-            if (first + SPAN * i < a.k)
+            if (first + SPAN * i < k)
                 most = max(most, find_amax<SOURCE>(&from, &v, first + SPAN * i, &kept[i]));
     }
-    float scale = moq_token_scale(__uint_as_float(moq_max_of_lanes(most, 32)));
-    for (int slot = lane; slot < (SOURCE == OF_TOKEN ? a.top_k : 1); slot += 32) {
+    float scale = moq_token_scale(__uint_as_float(moq_max_of_lanes(most, LANES)));
+    for (int slot = lane; found && slot < (SOURCE == OF_TOKEN ? a.top_k : 1); slot += LANES) {
         int row = row_of<SOURCE>(&a, number, slot);
         if (row >= 0)
             a.scales[row] = scale;
     }
 #pragma unroll 1
-    for (int first = lane * 16; first - lane * 16 < a.k; first += KEPT * SPAN) {
+    for (int first = lane * 16; first - lane * 16 < k; first += KEPT * SPAN) {
         if (first >= KEPT * SPAN)
-            load_chunks(&from, v.from, a.k, first, kept);
+            load_chunks<LANES>(&from, v.from, k, first, kept);
 #pragma unroll
         for (int i = 0; i < KEPT; i++)
-            if (first + SPAN * i < a.k)
+            if (first + SPAN * i < k)
                 store_codes<SOURCE>(&a, &from, &v, number, first + SPAN * i, &kept[i], scale);
     }
 }
 
 /* ---- launch ---- */
 
-template <code_source SOURCE>
+template <code_source SOURCE, int LANES = 32>
 static moq_status launch(code_args *a, const moe::slot_chunk *chunk, moq_err *err) {
     bool bf16 = a->from.dtype == MOQ_DT_BF16;
     moq_launch launch = {.what = "rows of experts",
-                         .kernel = bf16 ? (const void *)make_codes<SOURCE, MOQ_DT_BF16>
-                                        : (const void *)make_codes<SOURCE, MOQ_DT_F16>,
-                         .grid = dim3((unsigned)((a->count + CODE_WARPS - 1) / CODE_WARPS)),
+                         .kernel = bf16 ? (const void *)make_codes<SOURCE, MOQ_DT_BF16, LANES>
+                                        : (const void *)make_codes<SOURCE, MOQ_DT_F16, LANES>,
+                         .grid = dim3((unsigned)(((int64_t)a->count * LANES + 32 * CODE_WARPS - 1) /
+                                                 (32 * CODE_WARPS))),
                          .block = dim3(32 * CODE_WARPS),
                          .stream = (cudaStream_t)chunk->call->stream,
                          .overlap = true};
@@ -254,7 +262,9 @@ moq_status make_row_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_gro
     code_args a = args_of(chunk, groups, w2, &call->w2, rows);
     a.from = {g, w2->in_features, w2->dtype};
     a.by_row = true;
-    return a.smooth ? launch<TREATED>(&a, chunk, err) : launch<OF_G>(&a, chunk, err);
+    if (a.smooth)
+        return launch<TREATED>(&a, chunk, err);
+    return a.k <= 16 * 16 * KEPT ? launch<OF_G, 16>(&a, chunk, err) : launch<OF_G>(&a, chunk, err);
 }
 
 } // namespace moq::moe_many

@@ -5,8 +5,8 @@
  * products, the next ones, by rows of an expert's tokens, which are the columns of the products.
  * One warpgroup, or two, does nothing but fold (device/nvfp4_fold.h); it puts rows of the first 64
  * and of the others in turns of eight, so that the two rows that a thread of wgmma has are of both.
- * Two warpgroups multiply, operands in registers, a part of the tokens after the other, and add
- * what 128 columns give to float32 sums, as FP8 wgmma keeps about 14 bits of its own.
+ * Two warpgroups multiply, both operands in shared memory, a part of the tokens after the other,
+ * and add what 128 columns give to float32 sums, as FP8 wgmma keeps about 14 bits of its own.
  *
  * Two blocks of a cluster have the same rows and neighbouring rows of W. Each copies half of the
  * rows to both: L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/moe.md). */
@@ -28,16 +28,15 @@ namespace moq::moe_many {
 #define PACKED_BOX     (4 * PACKED_SLAB)    /* of 64 rows */
 #define PACKED_FOLDS   (2 * PACKED_BOX)     /* where in a stage powers of two of its rows are, */
 #define PACKED_STAGE   (PACKED_FOLDS + 512) /* if it is the first of a tile */
-#define OPERAND_UNIT   1024
-#define OPERAND_SLAB   (2 * OPERAND_UNIT)
-#define OPERAND_STAGE  (8 * OPERAND_SLAB)
+#define OPERAND_EIGHT  1024                 /* of eight rows, in the swizzle of 128 bytes */
+#define OPERAND_STAGE  (16 * OPERAND_EIGHT) /* half of it a warpgroup's */
 
-/* Up to 160 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
+/* Up to 96 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
  * registers for twice as many threads that fold. */
 template <bool WIDE, int N_, int PARTS_> struct folded_tile {
     static constexpr bool wide = WIDE;
     static constexpr int N = N_, PARTS = PARTS_, T = N * PARTS;
-    static constexpr int tokens = WIDE ? 288 : 160, token_bytes = tokens * 128;
+    static constexpr int tokens = WIDE ? 288 : 96, token_bytes = tokens * 128;
     static constexpr int box_rows = WIDE ? 32 : 16;
     static constexpr int folders = WIDE ? 128 : 256;
     static constexpr int registers = WIDE ? 224 : 160, folder_registers = WIDE ? 40 : 64;
@@ -57,9 +56,20 @@ static __device__ __forceinline__ tile_queue folded_queue(const gemm_args *a) {
     return {(int)blockIdx.x / 2, a->count[1] * along, (int)gridDim.x / 2};
 }
 
-static __device__ __forceinline__ place folded_place(const gemm_args *a, int number) {
+static __device__ __forceinline__ place folded_place_at(const gemm_args *a, int number) {
     int along = (a->row_tiles + 1) / 2, tile = number / along;
     return {a->tiles[tile], 2 * (number - tile * along) + (int)rank_in_cluster()};
+}
+
+/* The first tile of a queue, if there is one, and the one after. Whoever needs them asks a tile
+ * ahead. */
+static __device__ __forceinline__ place folded_place(const gemm_args *a, const tile_queue *q) {
+    return folded_place_at(a, min(q->number, max(q->end - 1, 0)));
+}
+
+static __device__ __forceinline__ place folded_place_after(const gemm_args *a,
+                                                           const tile_queue *q) {
+    return folded_place_at(a, min(q->number + q->stride, q->end - 1));
 }
 
 /* The first of the 64 rows of W, within the expert, of the first half of a tile or of the second,
@@ -119,8 +129,10 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
     prefetch_map(map);
     if (!a->early)
         wait_for_predecessor();
-    for (tile_queue q = folded_queue(a); q.number < q.end; q.number += q.stride) {
-        place p = folded_place(a, q.number);
+    tile_queue q = folded_queue(a);
+    place p = folded_place(a, &q);
+    for (; q.number < q.end; q.number += q.stride) {
+        place next = folded_place_after(a, &q);
         int slab = p.rows.expert * a->height;
         for (int step = 0; step < a->steps; step++) {
             uint32_t to = ring + (uint32_t)(slot.index * PACKED_STAGE);
@@ -145,6 +157,7 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
             }
             advance(&slot, a->stages);
         }
+        p = next;
     }
 }
 
@@ -158,8 +171,11 @@ produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_bar
     uint64_t policy = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
-    for (tile_queue q = folded_queue(a); q.number < q.end; q.number += q.stride) {
-        moe::row_tile rows = folded_place(a, q.number).rows;
+    tile_queue q = folded_queue(a);
+    place p = folded_place(a, &q);
+    for (; q.number < q.end; q.number += q.stride) {
+        moe::row_tile rows = p.rows;
+        place next = folded_place_after(a, &q);
         int boxes = (rows.rows + S::box_rows - 1) / S::box_rows;
         for (int step = 0; step < a->steps; step++) {
             uint32_t full = b->rows + 8u * slot.index;
@@ -171,19 +187,19 @@ produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_bar
                                rows.first + i * S::box_rows, full, policy, 3);
             advance(&slot, a->stages);
         }
+        p = next;
     }
 }
 
 /* ---- folding ---- */
 
-/* The operand of a unit: of each 32 columns, eight bytes a lane of rows of the first half of the
- * tile, 256 bytes behind them those of the second. Slab i of either half becomes its rows in the
- * slabs 2i and 2i + 1 of the operand. `to` is the lane's place in the first of these. */
+/* The operand of a unit, a row's 64 columns in four pieces of 16 bytes: rows g of the slab and,
+ * two eights behind, rows g + 8. `to` is the place of the lane's row and piece. */
 static __device__ __forceinline__ void store_folded(uint32_t to, const uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        store_shared_pair(to + i * 512, make_uint2(a[i][0], a[i][2]));
-        store_shared_pair(to + OPERAND_SLAB + i * 512, make_uint2(a[i][1], a[i][3]));
+        uint32_t piece[4] = {a[0][i], a[0][i + 2], a[1][i], a[1][i + 2]};
+        store_matrices(to + i * (2 * OPERAND_EIGHT), piece);
     }
 }
 
@@ -192,6 +208,13 @@ static __device__ __forceinline__ uint32_t read_folds(uint32_t from) {
     uint32_t at = from + threadIdx.x % 32 / 4 * 4;
     return moq_pack_folds(__uint_as_float(load_shared_word(at)),
                           __uint_as_float(load_shared_word(at + 32)));
+}
+
+/* Where a lane stores unit `unit` of slab `slab` of the first half in the first stage; those of the
+ * second half are an eight behind. The other unit of a step is where bit 6 is another one. */
+static __device__ __forceinline__ uint32_t place_of_unit(uint32_t operands, int slab, int unit) {
+    int row = threadIdx.x % 8, piece = unit * 4 + threadIdx.x % 32 / 8;
+    return operands + slab * (4 * OPERAND_EIGHT) + row * 128 + (piece ^ row) * 16;
 }
 
 /* Folds the weights of all steps of a block. A warp has slab `warp % 4` of both halves, both units
@@ -203,7 +226,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
     constexpr int UNITS = S::wide ? 4 : 2; /* of both halves in turn */
     int slab = warp % 4, unit = S::wide ? 0 : warp / 4;
     uint32_t own = packed + slab * PACKED_SLAB + unit * MOQ_PACK_BYTES;
-    uint32_t out = operands + 2 * slab * OPERAND_SLAB + unit * OPERAND_UNIT + threadIdx.x % 32 * 8;
+    uint32_t out = place_of_unit(operands, slab, unit);
     uint32_t folds_at = packed + PACKED_FOLDS + slab * 64;
     ring_place slot = {0, 0};
     wait_for_predecessor();
@@ -212,7 +235,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
 #pragma unroll 1
         for (int step = 0; step < a->steps; step++) {
             uint32_t in = own + (uint32_t)(slot.index * PACKED_STAGE);
-            uint32_t to = out + (uint32_t)(slot.index * OPERAND_STAGE);
+            uint32_t at = out + (uint32_t)(slot.index * OPERAND_STAGE);
             mbarrier_wait(b->packed + 8u * slot.index, slot.parity);
             nvfp4_many::packed_unit next = nvfp4_many::load_unit(in);
             if (step == 0) {
@@ -229,7 +252,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
                     next = nvfp4_many::load_unit(in + (i + 1) % 2 * PACKED_BOX +
                                                  (i + 1) / 2 * MOQ_PACK_BYTES);
                 moq_fold_unit(now.codes, now.scales, folds[i % 2], code);
-                store_folded(to + i % 2 * 256 + i / 2 * OPERAND_UNIT, code);
+                store_folded((i / 2 ? at ^ 64 : at) + i % 2 * OPERAND_EIGHT, code);
             }
             warp_releases<false>(b->unpacked + 8u * slot.index);
             warp_releases<false>(b->operands + 8u * slot.index);
@@ -240,72 +263,42 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
 
 /* ---- products ---- */
 
-#define FLOATS_40(d, i) FLOATS_32(d, i), FLOATS_8(d, i + 32)
-#define NUMBERS_40      NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-
-/* Widths that device/wgmma.h does not have. */
+/* A width that device/wgmma.h does not have. */
 using moq::wgmma_e4m3;
 
-#define WGMMA_E4M3_OF_REGISTERS(columns, sums, a0, a1, a2, a3, right, more)                        \
-    static __device__ __forceinline__ void wgmma_e4m3(float (&d)[sums], const uint32_t (&a)[4],    \
-                                                      uint64_t b, int add) {                       \
-        asm volatile("{\n"                                                                         \
-                     ".reg .pred p;\n"                                                             \
-                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
-                     "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3"              \
-                     " {" NUMBERS_##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #right   \
-                                         ", p, 1, 1;\n"                                            \
-                                         "}"                                                       \
-                     : FLOATS_##sums(d, 0)                                                         \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));              \
-    }
+static __device__ __forceinline__ void wgmma_e4m3(float (&d)[72], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %74, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {" NUMBERS_72 "}, "
+                 "%72, %73, p, 1, 1;\n"
+                 "}"
+                 : FLOATS_72(d, 0)
+                 : "l"(a), "l"(b), "r"(add));
+}
 
-WGMMA_E4M3_OF_REGISTERS(80, 40, 40, 41, 42, 43, 44, 45)
-WGMMA_E4M3_OF_REGISTERS(96, 48, 48, 49, 50, 51, 52, 53)
-
-#undef WGMMA_E4M3_OF_REGISTERS
-
-/* What a thread multiplies: its operand and all rows, in the first stage. */
+/* What a thread multiplies: the operand of its warpgroup and all rows, in the first stage. */
 typedef struct {
     folded_barriers barriers;
-    uint32_t operands;
-    uint64_t x;
+    uint64_t w, x;
     int stages;
 } folded_ring;
-
-/* An operand of a unit. */
-typedef struct {
-    uint32_t part[2][4];
-} folded_unit;
 
 static __device__ __forceinline__ void await(const folded_ring *t, const ring_place *slot) {
     mbarrier_wait(t->barriers.operands + 8u * slot->index, slot->parity);
     mbarrier_wait(t->barriers.rows + 8u * slot->index, slot->parity);
 }
 
-static __device__ __forceinline__ void take(const folded_ring *t, const ring_place *slot, int unit,
-                                            folded_unit *o) {
-    uint32_t at = t->operands + (uint32_t)(slot->index * OPERAND_STAGE + unit * OPERAND_UNIT);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        uint2 upper = load_shared_pair(at + i * 512), lower = load_shared_pair(at + i * 512 + 256);
-        o->part[i][0] = upper.x;
-        o->part[i][1] = lower.x;
-        o->part[i][2] = upper.y;
-        o->part[i][3] = lower.y;
-    }
-}
-
-/* c = or += products of a unit with a part of the rows. */
+/* c = products of a step with a part of the rows. */
 template <class S>
-static __device__ __forceinline__ void issue(const folded_ring *t, const ring_place *slot, int unit,
-                                             int part, const folded_unit *o, int add,
+static __device__ __forceinline__ void issue(const folded_ring *t, const ring_place *slot, int part,
                                              float (&c)[S::N / 2]) {
-    uint64_t x =
-        t->x + (uint32_t)(slot->index * (S::token_bytes / 16) + part * (S::N * 8) + unit * 4);
+    uint64_t w = t->w + (uint32_t)(slot->index * (OPERAND_STAGE / 16));
+    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16) + part * (S::N * 8));
     wgmma_fence();
-    wgmma_e4m3(c, o->part[0], x, add);
-    wgmma_e4m3(c, o->part[1], x + 2, 1);
+#pragma unroll
+    for (int i = 0; i < FOLDED_STEP / 32; i++)
+        wgmma_e4m3(c, w + 2 * i, x + 2 * i, i > 0);
     wgmma_commit();
 }
 
@@ -320,35 +313,24 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
         sum[part * (S::N / 2) + i] += c[i];
 }
 
-/* Adds the products of all steps of a tile; the operand of a step's first unit is in `even` when it
- * begins. While sums are added here, the other warpgroup has the tensor cores. */
+/* Adds the products of all steps of a tile. While sums are added here, the other warpgroup has the
+ * tensor cores. */
 template <class S>
 static __device__ __forceinline__ void multiply_folded(const folded_ring *t, int steps,
                                                        ring_place *slot, float (&sum)[S::T / 2]) {
-    folded_unit even, odd;
     float c[S::N / 2];
-    await(t, slot);
-    take(t, slot, 0, &even);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        ring_place next = *slot;
-        advance(&next, t->stages);
+        await(t, slot);
+        fence_async_proxy(); /* here, where nobody waits for what it stored itself */
 #pragma unroll
         for (int part = 0; part < S::PARTS; part++) {
-            issue<S>(t, slot, 0, part, &even, 0, c);
-            if (part == 0)
-                take(t, slot, 1, &odd);
-            issue<S>(t, slot, 1, part, &odd, 1, c);
-            if (part + 1 == S::PARTS && step + 1 < steps) {
-                await(t, &next);
-                wgmma_wait<1>();
-                take(t, &next, 0, &even);
-            }
+            issue<S>(t, slot, part, c);
             promote<S>(sum, part, c);
         }
         warp_releases<true>(t->barriers.empty + 8u * slot->index);
         stay_here(sum);
-        *slot = next;
+        advance(slot, t->stages);
     }
 }
 

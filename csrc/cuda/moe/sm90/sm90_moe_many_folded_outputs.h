@@ -89,18 +89,40 @@ static __device__ __forceinline__ terms read_board(const gemm_args *a, const fol
     return e;
 }
 
+/* The sums of chunk NUMBER. The comment keeps the compiler from making a choice for each number and
+ * chunk of what is a jump. */
+template <int NUMBER, int ALL>
+static __device__ __forceinline__ void take_sums(const float (&sum)[ALL], float (&own)[16]) {
+    asm volatile("// chunk %0" ::"n"(NUMBER));
+#pragma unroll
+    for (int k = 0; k < 16; k++)
+        own[k] = NUMBER * 16 + k < ALL ? sum[NUMBER * 16 + k < ALL ? NUMBER * 16 + k : 0] : 0.0f;
+}
+
 /* The sums of one chunk of tokens. */
 template <int ALL>
 static __device__ __forceinline__ void choose_sums(const float (&sum)[ALL], int chunk,
                                                    float (&own)[16]) {
-#pragma unroll
-    for (int i = 0; i < (ALL + 15) / 16; i++)
-        if (chunk == i) {
-            asm volatile(""); /* a branch, not a choice for each number */
-#pragma unroll
-            for (int k = 0; k < 16; k++)
-                own[k] = 16 * i + k < ALL ? sum[16 * i + k] : 0.0f;
-        }
+    switch (chunk) {
+    case 0:
+        return take_sums<0>(sum, own);
+    case 1:
+        return take_sums<1>(sum, own);
+    case 2:
+        return take_sums<2>(sum, own);
+    case 3:
+        return take_sums<3>(sum, own);
+    case 4:
+        return take_sums<4>(sum, own);
+    case 5:
+        return take_sums<5>(sum, own);
+    case 6:
+        return take_sums<6>(sum, own);
+    case 7:
+        return take_sums<7>(sum, own);
+    default:
+        return take_sums<8>(sum, own);
+    }
 }
 
 /* The four sums of eight tokens, finished: those of the first half's row, then of the second's. */

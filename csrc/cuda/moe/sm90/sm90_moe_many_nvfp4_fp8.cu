@@ -2,10 +2,12 @@
  * a scale a row, their columns in the order of operands (moq_cuda_quantize.paired), by the experts'
  * packed weights, folded to e4m3, in tiles of sm90_moe_many_folded.h.
  *
- * A step is 128 columns. With 288 rows its products take the tensor cores 1152 cycles, folding its
- * 16384 weights takes one warpgroup 900, and L2 has to deliver 27 kB; but it takes 2200, as the
- * warpgroups that multiply issue their products and add up sums one after the other, and outputs of
- * a tile 12000 (docs/lab/moe.md). With few rows it takes 1500, of which folding is 700. */
+ * A step is 128 columns. With 288 rows its products take the tensor cores 1152 cycles, or 1530 with
+ * the sums promoted; warps that fold beside them make that 2030, since they take turns with those
+ * that promote, and with all copies and barriers it is some 2270. Outputs of a tile take 6000 (g)
+ * to 9000 (d in float32). With few rows folding takes 700 cycles a step, and memory as much
+ * (docs/lab/moe.md). */
+#include "cuda/choice/moe_folded.h"
 #include "cuda/moe/sm90/sm90_moe_many_folded.h"
 #include "cuda/moe/sm90/sm90_moe_many_folded_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
@@ -13,33 +15,35 @@
 namespace moq::moe_many {
 
 template <class S, product_use USE>
-static __device__ __forceinline__ void make_folded_tile(const folded_args *f, const folded_ring *t,
-                                                        const place *p, ring_place *slot, int group,
-                                                        folded_way *w) {
+static __device__ __forceinline__ void
+make_folded_tile(const folded_args *f, const folded_ring *t, const tile_queue *q, place *p,
+                 ring_place *slot, int group, folded_way *w) {
     float sum[S::T / 2] = {};
     fetch_board<USE>(f, p, group, w->board);
     multiply_folded<S>(t, f->gemm.steps, slot, sum);
+    place next = folded_place_after(&f->gemm, q); /* comes while outputs leave */
     write_folded<S, USE>(&f->gemm, p, group, w, sum);
+    *p = next;
 }
 
 /* Makes a tile by the least products that have room for its rows; other activations than plain silu
  * by the largest ones, which are compiled for that alone. */
 template <class S, product_use USE>
-static __device__ __forceinline__ void make_fitting_tile(const folded_args *f, const folded_ring *t,
-                                                         const place *p, ring_place *slot,
-                                                         int group, folded_way *w) {
+static __device__ __forceinline__ void
+make_fitting_tile(const folded_args *f, const folded_ring *t, const tile_queue *q, place *p,
+                  ring_place *slot, int group, folded_way *w) {
     constexpr bool WIDE = S::wide;
-    constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 80;
+    constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 64;
     int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
     if (USE != OF_D && !is_plain(&f->gemm.act))
         rows = S::tokens;
     if (rows <= LEAST)
-        make_folded_tile<folded_tile<WIDE, LEAST, 1>, USE>(f, t, p, slot, group, w);
+        make_folded_tile<folded_tile<WIDE, LEAST, 1>, USE>(f, t, q, p, slot, group, w);
     else if (rows <= SOME)
-        make_folded_tile<folded_tile<WIDE, SOME / (WIDE ? 2 : 1), WIDE ? 2 : 1>, USE>(f, t, p, slot,
-                                                                                      group, w);
+        make_folded_tile<folded_tile<WIDE, SOME / (WIDE ? 2 : 1), WIDE ? 2 : 1>, USE>(
+            f, t, q, p, slot, group, w);
     else
-        make_folded_tile<S, USE>(f, t, p, slot, group, w);
+        make_folded_tile<S, USE>(f, t, q, p, slot, group, w);
 }
 
 template <class S, product_use USE>
@@ -48,10 +52,10 @@ static __device__ __forceinline__ void consume_folded(const folded_args *f, cons
     ring_place slot = {0, 0};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
-    for (tile_queue q = folded_queue(&f->gemm); q.number < q.end; q.number += q.stride) {
-        place p = folded_place(&f->gemm, q.number);
-        make_fitting_tile<S, USE>(f, t, &p, &slot, group, w);
-    }
+    tile_queue q = folded_queue(&f->gemm);
+    place p = folded_place(&f->gemm, &q);
+    for (; q.number < q.end; q.number += q.stride)
+        make_fitting_tile<S, USE>(f, t, &q, &p, &slot, group, w);
     if (threadIdx.x % 128 == 0)
         wait_for_boxes<0>();
 }
@@ -72,7 +76,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     if (warp < MULTIPLIERS / 32) {
         more_registers<S::registers>();
         int group = warp / 4;
-        folded_ring t = {b, operands + warp * OPERAND_SLAB + threadIdx.x % 32 * 8, wgmma_operand(x),
+        folded_ring t = {b, wgmma_operand(operands + group * (OPERAND_STAGE / 2)), wgmma_operand(x),
                          f.gemm.stages};
         folded_way w = {&outputs, &boards[group], room + group * (OUT_BYTES / 2), 0};
         consume_folded<S, USE>(&f, &t, group, &w);
@@ -81,9 +85,10 @@ static __global__ void __launch_bounds__(S::threads, 1)
         fold_weights<S>(&f.gemm, &b, packed, operands, warp - MULTIPLIERS / 32);
     } else {
         fewer_registers<24>();
-        if (threadIdx.x == MULTIPLIERS + S::folders)
+        int copier = warp - (MULTIPLIERS + S::folders) / 32;
+        if (copier == 0 && is_elected())
             produce_packed<USE>(&f, &weights, &b, packed);
-        else if (threadIdx.x == MULTIPLIERS + S::folders + 32)
+        else if (copier == 1 && is_elected())
             produce_shared_rows<S>(&f.gemm, &rows, &b, x);
     }
     __syncwarp();
@@ -99,7 +104,7 @@ typedef struct {
 } folded_variant;
 
 template <bool WIDE> static folded_variant folded_variant_of(void) {
-    typedef folded_tile<WIDE, WIDE ? 96 : 80, WIDE ? 3 : 2> S;
+    typedef folded_tile<WIDE, WIDE ? 144 : 96, WIDE ? 2 : 1> S;
     const void *one = NULL; /* such layers have small tiles */
     if constexpr (!WIDE)
         one = (const void *)experts_folded<S, OF_ONE>;
@@ -122,7 +127,7 @@ static int lay_out_folded(folded_args *f, const folded_variant *v, int limit) {
 moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     const moq_linear_spec *spec = e->spec;
-    bool wide = e->tile_rows > 160;
+    bool wide = e->tile_rows > MOQ_MOE_FOLDED_ROWS;
     folded_variant v = wide ? folded_variant_of<true>() : folded_variant_of<false>();
     int64_t k = spec->in_features, n = spec->out_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(n), pairs = spec->target.sm_count / 2;
