@@ -13,8 +13,9 @@
 
 namespace moq::moe_many {
 
-/* The outputs on their way, of a warpgroup. */
+/* The tiles of the block, and the outputs on their way, of a warpgroup. */
 typedef struct {
+    const tile_board *tiles;
     uint32_t room;
     int next; /* piece of d */
     maps_of_d maps;
@@ -24,14 +25,21 @@ typedef struct {
 template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   ring_place *slot, int group, way_of_units *way) {
-    for_tiles<S>(a, S::T, [&](place p) {
-        float sum[S::T / 2] = {};
-        terms e = find_terms<S>(a, &p, group);
-        multiply<S>(t, a->steps, slot, sum);
-        if constexpr (S::use == OF_D)
-            write_d<S>(&way->maps, &p, way->room, &e, group, &way->next, sum);
+    for_tiles<S>(a, way->tiles, S::T, [&](place p) {
+        float sum[S::waves][S::T / 2] = {};
+        terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
+        if constexpr (S::large)
+            multiply<S>(t, a->steps, slot, sum[0]);
         else
-            write_g<S>(a, &p, way->room, &e, group, sum);
+            multiply_waves<S>(t, a->steps, slot, sum);
+        complete(&e[0]);
+        complete(&e[1]);
+        if constexpr (S::use != OF_D)
+            write_g<S>(a, &p, way->room, e, group, sum);
+#pragma unroll
+        for (int i = 0; S::use == OF_D && i < S::waves; i++)
+            write_d<S>(&way->maps, &p, way->room, &e[i], group, column_of_wave<S>(&p, group, i),
+                       &way->next, sum[i]);
     });
 }
 
@@ -49,6 +57,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
     } else {
+        make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
@@ -63,25 +72,35 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
                      const __grid_constant__ CUtensorMap whole_d,
                      const __grid_constant__ CUtensorMap eight_of_d) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[2 * MANY_STAGES];
+    __shared__ __align__(8) uint64_t barrier[3 * MANY_STAGES];
+    __shared__ tile_board tiles;
     uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MANY_STAGES;
+    uint32_t gathered = empty + 8 * MANY_STAGES;
     uint32_t x = fixed_shared_address(smem), room = x + a.stages * S::token_bytes;
-    uint32_t units = room + S::warpgroups * S::room;
-    make_stage_barriers<S>(&a, full, empty);
+    uint32_t scales = room + S::warpgroups * S::room, units = scales + S::scales;
+    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered};
+    set_up<S>(&a, &f, &tiles);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         uint32_t own = units + (S::halves ? warp / 2 : warp) * MOQ_PACK_BYTES;
+        uint32_t scale = own + moq_pack_scale_at(lane / 4, 0), made = 0, needed = 0;
+        if (!S::large) {
+            uint32_t of_warp = scales + warp * (2 * SCALES_OF_STEP);
+            scale = own + lane / 16 * (S::weight_bytes / 2) + MOQ_PACK_SCALES + lane % 16 * 4;
+            made = kept(of_warp + lane * 8);
+            needed = kept(of_warp + lane / 4 * 16);
+        }
         unit_reader t = {{full, empty, wgmma_operand(x),
-                          own + moq_pack_word_at(lane / 4, lane % 4, 0),
-                          own + moq_pack_scale_at(lane / 4, 0), a.stages},
-                         half_of<S::type>(warp % 2)};
-        consume<S>(&a, &t, group, {room + group * S::room, 0, {&whole_d, &eight_of_d}});
+                          own + moq_pack_word_at(lane / 4, lane % 4, 0), scale, a.stages},
+                         half_of<S::type>(warp % 2),
+                         made,
+                         needed};
+        consume<S>(&a, &t, group, {&tiles, room + group * S::room, 0, {&whole_d, &eight_of_d}});
     } else {
         fewer_registers<S::copier_registers>();
-        feed f = {&weights, &rows, units, x, full, empty};
         fill<S>(&a, &f);
     }
 }
@@ -90,12 +109,17 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, box_rows, warpgroups;
+    int stage, room, box_rows, warpgroups, waves, slabs; /* of a box */
     const void *kernel;
 } unit_variant;
 
 template <class S> static unit_variant variant_of(void) {
-    return {S::token_bytes + S::weight_bytes, S::warpgroups * S::room, S::box_rows, S::warpgroups,
+    return {S::token_bytes + S::weight_bytes,
+            S::warpgroups * S::room + S::scales,
+            S::box_rows,
+            S::warpgroups,
+            S::waves,
+            S::weight_bytes / MOQ_PACK_BYTES / 2,
             (const void *)experts_of_units<S>};
 }
 
@@ -113,7 +137,7 @@ static unit_variant variant_for(int rows, product_use use) {
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
-    int stages = (limit - 1024 - 2 * MANY_STAGES * 8 - v->room) / v->stage;
+    int stages = (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
@@ -130,10 +154,10 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    gemm_args a = args_of(p, blocks, slabs, v.warpgroups / 2);
+    gemm_args a = args_of(p, blocks, slabs, v.warpgroups * v.waves / 2);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, WAVE_SLABS, UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.slabs, UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,

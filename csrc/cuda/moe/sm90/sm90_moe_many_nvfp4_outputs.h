@@ -10,24 +10,43 @@
 
 namespace moq::moe_many {
 
-/* Factors and biases of the two rows of W that a thread has sums of: of gate and up, or 8 apart. */
+/* The first column of the output of a wave of a warpgroup. */
 template <class S>
-static __device__ __forceinline__ terms find_terms(const gemm_args *a, const place *p, int group) {
+static __device__ __forceinline__ int column_of_wave(const place *p, int group, int wave) {
+    int column = p->along * S::columns + group * (S::halves ? 32 : WAVE_ROWS);
+    return S::gated ? column : column + wave * S::warpgroups * WAVE_ROWS;
+}
+
+/* Factors and biases of the two rows of W that a thread has sums of in a wave: 8 apart, or, where
+ * halves of gate and up are a wave, of both. Factors without that of the decoder: memory has time
+ * until the sums are there (complete). */
+template <class S>
+static __device__ __forceinline__ terms find_terms(const gemm_args *a, const place *p, int group,
+                                                   int wave) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    int column = p->along * S::columns +
-                 (S::halves ? group * 32 + warp * 8 : group * 64 + warp * 16) + lane / 4;
+    int column = column_of_wave<S>(p, group, wave) + warp * (S::halves ? 8 : 16) + lane / 4;
     terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        int row = column + i * (S::halves ? a->half : 8);
+        int own = S::halves ? column : column + 8 * i;
+        int row = own + (S::halves ? i : S::gated ? wave : 0) * a->half;
         int64_t at = (int64_t)p->rows.expert * a->n + row;
-        if (S::halves ? column >= a->half : row >= a->n)
+        if (own >= (S::gated ? a->half : a->n))
             continue;
-        e.factor[i] = a->output_scale[at] * MOQ_NVFP4_FACTOR;
+        e.factor[i] = a->output_scale[at];
         if (a->bias)
             e.bias[i] = a->bias[at];
     }
     return e;
+}
+
+/* Not before this point are the factors waited for. */
+static __device__ __forceinline__ void complete(terms *e) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        asm volatile("" : "+f"(e->factor[i]));
+        e->factor[i] *= MOQ_NVFP4_FACTOR;
+    }
 }
 
 static __device__ __forceinline__ float finish(float sum, const terms *e, int i) {
@@ -46,7 +65,7 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *
     constexpr int PIECES = S::row_bytes / 16;
     int thread = threadIdx.x % 128, piece = thread % PIECES, n = column + piece * 8;
     uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + first) * a->out.stride + n;
-    if (n >= (S::halves ? a->half : a->n))
+    if (n >= (S::gated ? a->half : a->n))
         return;
 #pragma unroll 1
     for (int row = thread / PIECES; row < count; row += 128 / PIECES)
@@ -54,29 +73,34 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *
             load_shared(room + row * S::row_bytes + place_in_row<S>(row, piece));
 }
 
-/* Parks what a thread has of eight rows: two of a column, or of two columns 8 apart. */
+/* Makes what a thread has of eight rows: two of a column, or of two columns 8 apart. Sums of gate
+ * and up are in one wave, or in two. */
 template <class S, kind_of_code KIND>
-static __device__ __forceinline__ void park_g(const gemm_args *a, const terms *e, const float *four,
+static __device__ __forceinline__ void make_g(const gemm_args *a, const terms (&e)[2],
+                                              const float *gate, const float *up,
                                               uint32_t (&word)[S::halves ? 1 : 2]) {
 #pragma unroll
     for (int i = 0; i < (S::halves ? 1 : 2); i++) {
         float g[2];
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
-            float z = finish(four[2 * i + odd], e, i);
-            g[odd] = act<KIND>(&a->act, z, S::halves ? finish(four[2 + odd], e, 1) : 1.0f);
+            float z = finish(gate[2 * i + odd], &e[0], i), u = 1.0f;
+            if (S::gated)
+                u = S::halves ? finish(gate[2 + odd], &e[0], 1)
+                              : finish(up[2 * i + odd], &e[1], i);
+            g[odd] = act<KIND>(&a->act, z, u);
         }
         word[i] = moq_narrow_pair(a->out.dtype, g[0], g[1]);
     }
 }
 
-/* Writes the columns of g of a warpgroup. The sums are used up. */
+/* Writes the columns of g of a warpgroup from `column` on. The sums are used up. */
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void write_some_g(const gemm_args *a, const place *p,
-                                                    uint32_t room, const terms *e, int group,
-                                                    float (&sum)[S::T / 2]) {
+                                                    uint32_t room, const terms (&e)[2], int group,
+                                                    int column, float (&gate)[S::T / 2],
+                                                    float (&up)[S::T / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rows = p->rows.rows;
-    int column = p->along * S::columns + group * (S::row_bytes / 2);
     int row = S::halves ? lane % 16 : lane % 8, piece = S::halves ? warp : 2 * warp + lane / 8 % 2;
     uint32_t own = room + row * S::row_bytes + place_in_row<S>(row, piece);
 #pragma unroll 1
@@ -85,13 +109,15 @@ static __device__ __forceinline__ void write_some_g(const gemm_args *a, const pl
 #pragma unroll
         for (int j = 0; j < S::at_once / 8; j += S::halves ? 2 : 1) {
             uint32_t word[S::halves ? 1 : 2], other[S::halves ? 1 : 2] = {};
-            park_g<S, KIND>(a, e, sum + 4 * j, word);
+            make_g<S, KIND>(a, e, gate + 4 * j, up + 4 * j, word);
             if (S::halves)
-                park_g<S, KIND>(a, e, sum + 4 * j + 4, other);
+                make_g<S, KIND>(a, e, gate + 4 * j + 4, up + 4 * j + 4, other);
             store_two_matrices_turned(own + 8 * j * S::row_bytes, word[0],
                                       S::halves ? other[0] : word[S::halves ? 0 : 1]);
         }
-        move_down<S::at_once / 2>(sum);
+        move_down<S::at_once / 2>(gate);
+        if (S::gated && !S::halves)
+            move_down<S::at_once / 2>(up);
         barrier_sync(2 + group, 128);
         carry_g<S>(a, p, room, column, first, min(S::at_once, rows - first));
     }
@@ -100,14 +126,28 @@ static __device__ __forceinline__ void write_some_g(const gemm_args *a, const pl
 /* The same for whatever the activation is: what is rarely asked for has code for the largest tiles
  * alone. */
 template <class S>
-static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
-                                               const terms *e, int group, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void write_any_g(const gemm_args *a, const place *p,
+                                                   uint32_t room, const terms (&e)[2], int group,
+                                                   int column, float (&gate)[S::T / 2],
+                                                   float (&up)[S::T / 2]) {
     if (S::T < S::tokens || is_plain(&a->act))
-        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, sum);
+        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, column, gate, up);
     else if (a->act.kind == MOQ_MOE_SILU)
-        write_some_g<S, ANY_SILU>(a, p, room, e, group, sum);
+        write_some_g<S, ANY_SILU>(a, p, room, e, group, column, gate, up);
     else
-        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, sum);
+        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, column, gate, up);
+}
+
+template <class S>
+static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
+                                               const terms (&e)[2], int group,
+                                               float (&sum)[S::waves][S::T / 2]) {
+    write_any_g<S>(a, p, room, e, group, column_of_wave<S>(p, group, 0), sum[0],
+                   sum[S::waves - 1]);
+    if constexpr (!S::gated) {
+        const terms second[2] = {e[1], e[1]};
+        write_any_g<S>(a, p, room, second, group, column_of_wave<S>(p, group, 1), sum[1], sum[1]);
+    }
 }
 
 /* Maps of d, in boxes of 32 columns by D_ROWS rows and by eight. */
@@ -151,7 +191,7 @@ static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
  * and makes sure of room for the next piece before the others go on to it. */
 template <class S, int FIRST = 0>
 static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *p, uint32_t room,
-                                               const terms *e, int group, int *next,
+                                               const terms *e, int group, int column, int *next,
                                                float (&sum)[S::T / 2]) {
     if constexpr (FIRST < S::T) {
         if (FIRST >= p->rows.rows)
@@ -165,12 +205,12 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
         park_d(some, e, piece);
         fence_async_proxy();
         if (threadIdx.x % 128 == 0)
-            store_wait<D_PIECES - 2>();
+            store_wait<S::pieces - 2>();
         barrier_sync(2 + group, 128);
         if (threadIdx.x % 128 == 0)
-            send_piece(m, p, some, p->along * S::columns + group * 64, FIRST);
-        *next = *next + 1 == D_PIECES ? 0 : *next + 1;
-        write_d<S, FIRST + D_ROWS>(m, p, room, e, group, next, sum);
+            send_piece(m, p, some, column, FIRST);
+        *next = *next + 1 == S::pieces ? 0 : *next + 1;
+        write_d<S, FIRST + D_ROWS>(m, p, room, e, group, column, next, sum);
     }
 }
 

@@ -45,10 +45,13 @@ static __device__ __forceinline__ void codes_of_half(uint32_t word, const slab_h
     }
 }
 
-/* What a thread multiplies: its ring, and of gate and up the rows of its warp. */
+/* What a thread multiplies: its ring; in large tiles, of gate and up the rows of its warp; in small
+ * ones, where it puts the scales that it makes of a step, four of two groups of rows g and g + 8,
+ * and where it finds those that it needs. */
 typedef struct {
     nvfp4_many::consumer_ring ring;
     slab_half half;
+    uint32_t made, needed;
 } unit_reader;
 
 template <class S>
@@ -83,13 +86,12 @@ static __device__ __forceinline__ void decode_step(const unit_reader *t, const r
         nvfp4_many::decode<S>(&t->ring, slot, o);
 }
 
-/* Queues the products of a step behind those of the one before, whose end it waits for. */
+/* Queues the products of a step. */
 template <class S>
-static __device__ __forceinline__ void
-follow(const unit_reader *t, ring_place *slot, ring_place *before, bool first,
-       const nvfp4_many::operand_unit *o, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void queue_products(const unit_reader *t, const ring_place *slot,
+                                                      const nvfp4_many::operand_unit *o,
+                                                      float (&sum)[S::T / 2]) {
     uint64_t x = t->ring.x + (uint32_t)(slot->index * (S::token_bytes / 16));
-    let_products_see<S>();
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < MOQ_PACK_GROUPS; s++)
@@ -102,6 +104,14 @@ follow(const unit_reader *t, ring_place *slot, ring_place *before, bool first,
                 wgmma_f16(some, o->group[s], x + 2 * s + begin * 8);
         }
     wgmma_commit();
+}
+
+/* Queues the products of a step behind those of the one before, whose end it waits for. */
+template <class S>
+static __device__ __forceinline__ void
+follow(const unit_reader *t, ring_place *slot, ring_place *before, bool first,
+       const nvfp4_many::operand_unit *o, float (&sum)[S::T / 2]) {
+    queue_products<S>(t, slot, o, sum);
     if (!first) {
         wgmma_wait<1>();
         nvfp4_many::release<S>(&t->ring, before);
@@ -110,7 +120,7 @@ follow(const unit_reader *t, ring_place *slot, ring_place *before, bool first,
     advance(slot, t->ring.stages);
 }
 
-/* Adds the products of a tile's steps. */
+/* Adds the products of a large tile's steps. */
 template <class S>
 static __device__ __forceinline__ void multiply(const unit_reader *t, int steps, ring_place *slot,
                                                 float (&sum)[S::T / 2]) {
@@ -129,6 +139,129 @@ static __device__ __forceinline__ void multiply(const unit_reader *t, int steps,
     }
     wgmma_wait<0>();
     stay_here(sum);
+    nvfp4_many::release<S>(&t->ring, &before);
+}
+
+/* ---- small tiles: a warpgroup has two waves, with sums of their own ---- */
+
+/* Waits for a step, and makes a quarter of the scales that this lane and three others need. */
+template <class S>
+static __device__ __forceinline__ void open_step(const unit_reader *t, const ring_place *slot,
+                                                 uint32_t to) {
+    constexpr moq_nvfp4_type TYPE = S::type == nvfp4_many::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
+    nvfp4_many::await(&t->ring, slot);
+    uint32_t four = load_shared_word(t->ring.scales + (uint32_t)(slot->index * S::weight_bytes));
+    store_shared_pair(to,
+                      {moq_nvfp4_scales<TYPE>(four, false), moq_nvfp4_scales<TYPE>(four, true)});
+    __syncwarp();
+}
+
+/* Operands of some products of 16 columns. */
+template <class S> struct piece_operands {
+    uint32_t group[S::depth][4];
+};
+
+/* Codes and scales of a piece of a step, S::depth groups of a wave. */
+template <class S> struct packed_piece {
+    uint32_t word[S::depth], scale[S::depth];
+};
+
+/* `scales` is where they are of the first piece. */
+template <class S>
+static __device__ __forceinline__ packed_piece<S> load_piece(const unit_reader *t,
+                                                             const ring_place *slot,
+                                                             uint32_t scales, int piece) {
+    int wave = piece * S::depth / MOQ_PACK_GROUPS, first = piece * S::depth % MOQ_PACK_GROUPS;
+    uint32_t from = t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) +
+                    wave * (S::weight_bytes / 2) + 4 * first;
+    packed_piece<S> p;
+    scales += wave * (SCALES_OF_STEP / 2) + 4 * first;
+    if constexpr (S::depth == 4) {
+        *(uint4 *)p.word = load_shared(from);
+        *(uint4 *)p.scale = load_shared(scales);
+    } else {
+        *(uint2 *)p.word = load_shared_pair(from);
+        *(uint2 *)p.scale = load_shared_pair(scales);
+    }
+    return p;
+}
+
+template <class S>
+static __device__ __forceinline__ void decode_piece(const packed_piece<S> *p,
+                                                    piece_operands<S> *o) {
+    constexpr moq_nvfp4_type TYPE = S::type == nvfp4_many::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
+#pragma unroll
+    for (int s = 0; s < S::depth; s++)
+        moq_nvfp4_fragment<TYPE>(p->word[s], p->scale[s], o->group[s]);
+}
+
+/* Queues the products of a piece. Of the operand of rows the low half tells where they are: a sum of
+ * 64 bits would take more instructions. */
+template <class S>
+static __device__ __forceinline__ void queue_piece(const unit_reader *t, const ring_place *slot,
+                                                   int piece, const piece_operands<S> *o,
+                                                   float (&sum)[S::T / 2]) {
+    uint32_t at = (uint32_t)t->ring.x + (uint32_t)(slot->index * (S::token_bytes / 16)) +
+                  2 * (piece * S::depth % MOQ_PACK_GROUPS);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < S::depth; s++) {
+        uint64_t x = t->ring.x >> 32 << 32 | (at + 2 * s);
+        if constexpr (S::type == nvfp4_many::AS_BF16)
+            wgmma_bf16(sum, o->group[s], x);
+        else
+            wgmma_f16(sum, o->group[s], x);
+    }
+    wgmma_commit();
+}
+
+/* The products of these operands have ended: until here they stay in their registers. */
+template <class S> static __device__ __forceinline__ void give_up(piece_operands<S> *o) {
+#pragma unroll
+    for (int i = 0; i < 4 * S::depth; i++)
+        asm volatile("" : "+r"(o->group[i / 4][i % 4])::"memory");
+}
+
+/* Adds the products of a small tile's steps: a piece is decoded under the products of the one
+ * before. */
+template <class S>
+static __device__ __forceinline__ void multiply_waves(const unit_reader *t, int steps,
+                                                      ring_place *slot,
+                                                      float (&sum)[2][S::T / 2]) {
+    constexpr int PIECES = 2 * MOQ_PACK_GROUPS / S::depth;
+    piece_operands<S> set[2] = {};
+    ring_place before = *slot, next = *slot;
+    uint32_t made = t->made, needed = t->needed;
+    open_step<S>(t, slot, made);
+    packed_piece<S> packed = load_piece<S>(t, slot, needed, 0);
+#pragma unroll 1
+    for (int left = steps; left > 0; left--) {
+        advance(&next, t->ring.stages);
+        made ^= SCALES_OF_STEP;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++) {
+            piece_operands<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
+            if (piece == PIECES - 1 && left > 1)
+                open_step<S>(t, &next, made);
+            decode_piece<S>(&packed, own);
+            if (piece < PIECES - 1)
+                packed = load_piece<S>(t, slot, needed, piece + 1);
+            else if (left > 1)
+                packed = load_piece<S>(t, &next, needed ^ SCALES_OF_STEP, 0);
+            queue_piece<S>(t, slot, piece, own, sum[piece * 2 / PIECES]);
+            wgmma_wait<1>(); /* the products of the piece before have ended */
+            give_up<S>(other);
+            if (piece == 0 && left < steps)
+                nvfp4_many::release<S>(&t->ring, &before);
+        }
+        needed ^= SCALES_OF_STEP;
+        before = *slot;
+        *slot = next;
+    }
+    wgmma_wait<0>();
+    give_up<S>(&set[1]);
+    stay_here(sum[0]);
+    stay_here(sum[1]);
     nvfp4_many::release<S>(&t->ring, &before);
 }
 
