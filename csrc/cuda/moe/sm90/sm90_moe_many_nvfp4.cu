@@ -109,7 +109,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, box_rows, warpgroups, waves, slabs; /* of a box */
+    int stage, room, box_rows, warpgroups, waves, slabs, d_rows; /* slabs of a box */
     const void *kernel;
 } unit_variant;
 
@@ -120,6 +120,7 @@ template <class S> static unit_variant variant_of(void) {
             S::warpgroups,
             S::waves,
             S::weight_bytes / MOQ_PACK_BYTES / 2,
+            S::d_rows,
             (const void *)experts_of_units<S>};
 }
 
@@ -165,7 +166,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
                                     (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
         MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
-                                    (int64_t)a.n * 4, i ? 8 : D_ROWS, err));
+                                    (int64_t)a.n * 4, i ? 8u : (uint32_t)v.d_rows, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
 

@@ -150,35 +150,37 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
     }
 }
 
-/* Maps of d, in boxes of 32 columns by D_ROWS rows and by eight. */
+/* Maps of d, in boxes of 32 columns by the rows of a piece and by eight. */
 typedef struct {
     const CUtensorMap *whole, *eight;
 } maps_of_d;
 
 /* Copies a piece of d out, 64 columns of rows from `first` on, by one thread. Rows come in eights:
  * those of an expert begin at a multiple of that. */
+template <class S>
 static __device__ __forceinline__ void send_piece(const maps_of_d *m, const place *p, uint32_t room,
                                                   int column, int first) {
     int row = p->rows.first + first, left = p->rows.rows - first;
-    bool whole = left >= D_ROWS;
+    bool whole = left >= S::d_rows;
     const CUtensorMap *map = whole ? m->whole : m->eight;
 #pragma unroll
-    for (int i = 0; i < D_ROWS; i += 8)
+    for (int i = 0; i < S::d_rows; i += 8)
         if (i == 0 || (!whole && i < left)) {
             store_box_of_group(map, column * 4, row + i, room + i * 128);
-            store_box_of_group(map, column * 4 + 128, row + i, room + (D_ROWS + i) * 128);
+            store_box_of_group(map, column * 4 + 128, row + i, room + (S::d_rows + i) * 128);
         }
     store_commit();
 }
 
-/* Parks a piece of a thread's sums, 64 columns of D_ROWS rows, in the 128-byte swizzle. */
+/* Parks a piece of a thread's sums, 64 columns of S::d_rows rows, in the 128-byte swizzle. */
+template <class S>
 static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
-                                              const float (&sum)[D_ROWS / 2]) {
+                                              const float (&sum)[S::d_rows / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane % 4 * 2;
     int piece = warp % 2 * 4 + lane / 16;
-    room += warp / 2 * (D_ROWS * 128) + lane / 4 % 4 * 4;
+    room += warp / 2 * (S::d_rows * 128) + lane / 4 % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < D_ROWS / 8; j++)
+    for (int j = 0; j < S::d_rows / 8; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int swizzled = (row + i % 2) * 128 + ((piece + i / 2 * 2) ^ (row + i % 2)) * 16;
@@ -196,21 +198,21 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
     if constexpr (FIRST < S::T) {
         if (FIRST >= p->rows.rows)
             return;
-        uint32_t some = room + *next * (D_ROWS * 256);
-        float piece[D_ROWS / 2] = {};
+        uint32_t some = room + *next * S::piece_bytes;
+        float piece[S::d_rows / 2] = {};
 #pragma unroll
-        for (int i = 0; i < D_ROWS / 2; i++)
+        for (int i = 0; i < S::d_rows / 2; i++)
             if (FIRST / 2 + i < S::T / 2)
                 piece[i] = sum[FIRST / 2 + i];
-        park_d(some, e, piece);
+        park_d<S>(some, e, piece);
         fence_async_proxy();
         if (threadIdx.x % 128 == 0)
-            store_wait<S::pieces - 2>();
+            store_wait<D_PIECES - 2>();
         barrier_sync(2 + group, 128);
         if (threadIdx.x % 128 == 0)
-            send_piece(m, p, some, column, FIRST);
-        *next = *next + 1 == S::pieces ? 0 : *next + 1;
-        write_d<S, FIRST + D_ROWS>(m, p, room, e, group, column, next, sum);
+            send_piece<S>(m, p, some, column, FIRST);
+        *next = *next + 1 == D_PIECES ? 0 : *next + 1;
+        write_d<S, FIRST + S::d_rows>(m, p, room, e, group, column, next, sum);
     }
 }
 

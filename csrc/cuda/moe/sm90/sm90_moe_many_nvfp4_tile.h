@@ -22,7 +22,7 @@ namespace moq::moe_many {
 #define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
 #define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
 #define COPIERS    2  /* warps that gather rows */
-#define D_ROWS     32 /* of d that leave at a time */
+#define D_PIECES   3 /* of rows of d there is room for, in a warpgroup */
 /* Bytes of a warp's scales of a step as products need them: of two slabs by 64 columns,
  * [slab][row g][group, rows g and g + 8]. */
 #define SCALES_OF_STEP 256
@@ -43,14 +43,12 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int GROUPS, int N> str
     /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums of two
      * waves leave less room. */
     static constexpr int depth = N == 64 ? 2 : 4;
-    static constexpr int at_once = large ? (N <= 96   ? N
-                                            : N == 288 ? 96
-                                                       : N / 2)
-                                         : (N == 48 ? 24 : N < 32 ? N : 32);
-    /* Bytes of outputs on their way, of a warpgroup: of a row of g, and all. */
-    static constexpr int row_bytes = halves ? 64 : 128, pieces = large ? 3 : 2; /* of d */
+    static constexpr int at_once = !large ? 16 : N <= 96 ? N : N == 288 ? 96 : N / 2;
+    /* Bytes of outputs on their way, of a warpgroup: of a row of g, and all; of d, pieces of rows. */
+    static constexpr int row_bytes = halves ? 64 : 128;
+    static constexpr int d_rows = large ? 32 : 16, piece_bytes = d_rows * 256;
     static constexpr int room =
-        FOR == OF_D ? pieces * D_ROWS * 256 : (large ? 128 : 32) * row_bytes;
+        FOR == OF_D ? D_PIECES * piece_bytes : (large ? 128 : at_once) * row_bytes;
     /* And of scales that warps make for each other. */
     static constexpr int scales = large ? 0 : GROUPS * 4 * 2 * SCALES_OF_STEP;
     static constexpr int columns = 64 * GROUPS * waves / (gated ? 2 : 1); /* of the output */
