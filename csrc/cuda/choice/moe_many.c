@@ -26,7 +26,7 @@ typedef struct {
     int together; /* large tiles that an expert has a multiple of */
 } format;
 
-static const format PACKED = {288, {{4.2e12, 3.15e14, 40, 0}, {1.5e12, 3.8e14, 28, 2}}, 1};
+static const format PACKED = {128, {{4.2e12, 3.15e14, 40, 0}, {1.5e12, 3.8e14, 28, 2}}, 1};
 static const format FP8 = {128, {{3.9e12, 5.95e14, 40, 1}, {3.1e12, 5.6e14, 8, 1}}, 2};
 static const format FP8_BY_TOKEN = {128, {{3.7e12, 5.1e14, 32, 1}, {2.9e12, 5.25e14, 4, 1}}, 2};
 static const format FP8_BY_BLOCK = {128, {{4e12, 5e14, 44, 1}, {3.3e12, 3.95e14, 0, 1}}, 1};

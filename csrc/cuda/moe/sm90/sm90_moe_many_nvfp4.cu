@@ -28,10 +28,7 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
     for_tiles<S>(a, way->tiles, S::T, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
         terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
-        if constexpr (S::large)
-            multiply<S>(t, a->steps, slot, sum[0]);
-        else
-            multiply_waves<S>(t, a->steps, slot, sum);
+        multiply<S>(t, a->steps, slot, sum);
         complete(&e[0]);
         complete(&e[1]);
         if constexpr (S::use != OF_D)
@@ -51,11 +48,10 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
     make_tiles<S>(a, t, &slot, group, &way);
-    if constexpr (S::large) {
-        make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
+    if constexpr (S::waves == 1) {
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
         make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
@@ -77,27 +73,15 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MANY_STAGES;
     uint32_t gathered = empty + 8 * MANY_STAGES;
     uint32_t x = fixed_shared_address(smem), room = x + a.stages * S::token_bytes;
-    uint32_t scales = room + S::warpgroups * S::room, units = scales + S::scales;
+    uint32_t scales = room + S::warpgroups * S::room;
+    uint32_t units = scales + S::warpgroups * 4 * 2 * S::scales;
     feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered};
     set_up<S>(&a, &f, &tiles);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        uint32_t own = units + (S::halves ? warp / 2 : warp) * MOQ_PACK_BYTES;
-        uint32_t scale = own + moq_pack_scale_at(lane / 4, 0), made = 0, needed = 0;
-        if (!S::large) {
-            uint32_t of_warp = scales + warp * (2 * SCALES_OF_STEP);
-            scale = own + lane / 16 * (S::weight_bytes / 2) + MOQ_PACK_SCALES + lane % 16 * 4;
-            made = kept(of_warp + lane * 8);
-            needed = kept(of_warp + lane / 4 * 16);
-        }
-        unit_reader t = {{full, empty, wgmma_operand(x),
-                          own + moq_pack_word_at(lane / 4, lane % 4, 0), scale, a.stages},
-                         half_of<S::type>(warp % 2),
-                         made,
-                         needed};
+        unit_reader t = reader_of<S>(&f, scales, a.stages);
         consume<S>(&a, &t, group, {&tiles, room + group * S::room, 0, {&whole_d, &eight_of_d}});
     } else {
         fewer_registers<S::copier_registers>();
@@ -109,31 +93,25 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, box_rows, warpgroups, waves, slabs, d_rows; /* slabs of a box */
+    int stage, room, columns, box_slabs;
     const void *kernel;
 } unit_variant;
 
 template <class S> static unit_variant variant_of(void) {
-    return {S::token_bytes + S::weight_bytes,
-            S::warpgroups * S::room + S::scales,
-            S::box_rows,
-            S::warpgroups,
-            S::waves,
-            S::weight_bytes / MOQ_PACK_BYTES / 2,
-            S::d_rows,
-            (const void *)experts_of_units<S>};
+    return {S::token_bytes + S::weight_bytes, S::warpgroups * (S::room + 4 * 2 * S::scales),
+            S::columns, S::box_slabs, (const void *)experts_of_units<S>};
 }
 
 /* Layers without a gate have small tiles. */
 template <nvfp4_many::operand_type TYPE>
 static unit_variant variant_for(int rows, product_use use) {
     if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 4, 64>>();
+        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 4, 64>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 4, 64>>();
-    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 2, 288>>()
-                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 2, 288>>();
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
+    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
+                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
 }
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
@@ -155,19 +133,19 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    gemm_args a = args_of(p, blocks, slabs, v.warpgroups * v.waves / 2);
+    gemm_args a = args_of(p, blocks, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, v.slabs, UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.box_slabs, UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
-                                    (uint32_t)v.box_rows, err));
+                                    BOX_ROWS, err));
     for (int i = 0; !p->first && i < 2; i++)
         MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
-                                    (int64_t)a.n * 4, i ? 8u : (uint32_t)v.d_rows, err));
-    return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
+                                    (int64_t)a.n * 4, i ? 8 : AT_ONCE, err));
+    return launch(p, v.kernel, &a, shared, &weights, &rows, 4, false, err, of_d);
 }
 
 } // namespace moq::moe_many

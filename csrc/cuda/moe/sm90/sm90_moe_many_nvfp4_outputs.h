@@ -13,25 +13,23 @@ namespace moq::moe_many {
 /* The first column of the output of a wave of a warpgroup. */
 template <class S>
 static __device__ __forceinline__ int column_of_wave(const place *p, int group, int wave) {
-    int column = p->along * S::columns + group * (S::halves ? 32 : WAVE_ROWS);
+    int column = p->along * S::columns + group * S::columns_of_wave;
     return S::gated ? column : column + wave * S::warpgroups * WAVE_ROWS;
 }
 
-/* Factors and biases of the two rows of W that a thread has sums of in a wave: 8 apart, or, where
- * halves of gate and up are a wave, of both. Factors without that of the decoder: memory has time
- * until the sums are there (complete). */
+/* Factors and biases of the two rows of W, 8 apart, that a thread has sums of in a wave. Factors
+ * without that of the decoder: memory has time until the sums are there (complete). */
 template <class S>
 static __device__ __forceinline__ terms find_terms(const gemm_args *a, const place *p, int group,
                                                    int wave) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    int column = column_of_wave<S>(p, group, wave) + warp * (S::halves ? 8 : 16) + lane / 4;
+    int column = column_of_wave<S>(p, group, wave) + (S::mixed ? warp % 2 : warp) * 16 + lane / 4;
+    int of_up = S::mixed ? warp / 2 : S::gated ? wave : 0;
     terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        int own = S::halves ? column : column + 8 * i;
-        int row = own + (S::halves ? i : S::gated ? wave : 0) * a->half;
-        int64_t at = (int64_t)p->rows.expert * a->n + row;
-        if (own >= (S::gated ? a->half : a->n))
+        int64_t at = (int64_t)p->rows.expert * a->n + of_up * a->half + column + 8 * i;
+        if (column + 8 * i >= (S::gated ? a->half : a->n))
             continue;
         e.factor[i] = a->output_scale[at];
         if (a->bias)
@@ -55,7 +53,7 @@ static __device__ __forceinline__ float finish(float sum, const terms *e, int i)
 
 /* Where 16 bytes of a row of g are in the room: all of eight rows in banks of their own. */
 template <class S> static __device__ __forceinline__ int place_in_row(int row, int piece) {
-    return (S::halves ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
+    return (S::mixed ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
 }
 
 /* Stores so many rows of g, from `first` on, from the room. */
@@ -73,81 +71,120 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *
             load_shared(room + row * S::row_bytes + place_in_row<S>(row, piece));
 }
 
-/* Makes what a thread has of eight rows: two of a column, or of two columns 8 apart. Sums of gate
- * and up are in one wave, or in two. */
+/* g of a thread's sums of eight rows, finished: two of a column, and two of the one 8 further. */
 template <class S, kind_of_code KIND>
-static __device__ __forceinline__ void make_g(const gemm_args *a, const terms (&e)[2],
-                                              const float *gate, const float *up,
-                                              uint32_t (&word)[S::halves ? 1 : 2]) {
+static __device__ __forceinline__ void make_g(const gemm_args *a, const float (&gate)[4],
+                                              const float (&up)[4], uint32_t (&word)[2]) {
 #pragma unroll
-    for (int i = 0; i < (S::halves ? 1 : 2); i++) {
-        float g[2];
+    for (int i = 0; i < 2; i++)
+        word[i] = moq_narrow_pair(
+            a->out.dtype, act<KIND>(&a->act, gate[2 * i], S::gated ? up[2 * i] : 1.0f),
+            act<KIND>(&a->act, gate[2 * i + 1], S::gated ? up[2 * i + 1] : 1.0f));
+}
+
+static __device__ __forceinline__ void finish_four(const float *sum, const terms *e,
+                                                   float (&four)[4]) {
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            float z = finish(gate[2 * i + odd], &e[0], i), u = 1.0f;
-            if (S::gated)
-                u = S::halves ? finish(gate[2 + odd], &e[0], 1)
-                              : finish(up[2 * i + odd], &e[1], i);
-            g[odd] = act<KIND>(&a->act, z, u);
+    for (int i = 0; i < 4; i++)
+        four[i] = finish(sum[i], e, i / 2);
+}
+
+/* Writes the columns of g of a warpgroup from `column` on, whose sums of gate and up, if there are
+ * both, are a thread's. They are used up. */
+template <class S, kind_of_code KIND>
+static __device__ __forceinline__ void
+write_own_g(const gemm_args *a, const place *p, uint32_t room, int group, int column,
+            const terms *of_gate, const terms *of_up, float (&gate)[S::T / 2],
+            float (&up)[S::T / 2]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rows = p->rows.rows;
+    uint32_t own = room + lane % 8 * S::row_bytes +
+                   place_in_row<S>(lane % 8, 2 * warp + lane / 8 % 2);
+#pragma unroll 1
+    for (int first = 0; first < rows; first += AT_ONCE) {
+        barrier_sync(2 + group, 128); /* what was there has been stored */
+#pragma unroll
+        for (int j = 0; j < AT_ONCE / 8; j++) {
+            float z[4], u[4];
+            uint32_t word[2];
+            finish_four(gate + 4 * j, of_gate, z);
+            finish_four(up + 4 * j, of_up, u);
+            make_g<S, KIND>(a, z, u, word);
+            store_two_matrices_turned(own + 8 * j * S::row_bytes, word[0], word[1]);
         }
-        word[i] = moq_narrow_pair(a->out.dtype, g[0], g[1]);
+        move_down<AT_ONCE / 2>(gate);
+        if (S::gated)
+            move_down<AT_ONCE / 2>(up);
+        barrier_sync(2 + group, 128);
+        carry_g<S>(a, p, room, column, first, min(AT_ONCE, rows - first));
     }
 }
 
-/* Writes the columns of g of a warpgroup from `column` on. The sums are used up. */
+/* The same where two warps have gate and two up: each pair gives the other its sums of eight rows
+ * of sixteen, and makes g of the other eight. */
+template <class S, kind_of_code KIND>
+static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const place *p,
+                                                     uint32_t room, int group, int column,
+                                                     const terms *e, float (&sum)[S::T / 2]) {
+    static_assert(AT_ONCE == 16, "eight rows for each pair of warps");
+    int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, rows = p->rows.rows;
+    bool up = warp / 2;
+    int row = 8 * up + lane % 8;
+    uint32_t own = room + row * S::row_bytes + place_in_row<S>(row, warp % 2 * 2 + lane / 8 % 2);
+    uint32_t handed = room + AT_ONCE * S::row_bytes;
+#pragma unroll 1
+    for (int first = 0; first < rows; first += AT_ONCE) {
+        float low[4], high[4], z[4], u[4];
+        uint32_t word[2];
+        finish_four(sum, e, low);
+        finish_four(sum + 4, e, high);
+        uint4 given;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            (&given.x)[i] = __float_as_uint(up ? low[i] : high[i]);
+        store_shared(handed + thread * 16, given);
+        move_down<AT_ONCE / 2>(sum);
+        barrier_sync(2 + group, 128); /* what was there before has been stored, too */
+        uint4 got = load_shared(handed + (thread ^ 64) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float other = __uint_as_float((&got.x)[i]);
+            z[i] = up ? other : low[i];
+            u[i] = up ? high[i] : other;
+        }
+        make_g<S, KIND>(a, z, u, word);
+        store_two_matrices_turned(own, word[0], word[1]);
+        barrier_sync(2 + group, 128);
+        carry_g<S>(a, p, room, column, first, min(AT_ONCE, rows - first));
+    }
+}
+
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void write_some_g(const gemm_args *a, const place *p,
                                                     uint32_t room, const terms (&e)[2], int group,
-                                                    int column, float (&gate)[S::T / 2],
-                                                    float (&up)[S::T / 2]) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rows = p->rows.rows;
-    int row = S::halves ? lane % 16 : lane % 8, piece = S::halves ? warp : 2 * warp + lane / 8 % 2;
-    uint32_t own = room + row * S::row_bytes + place_in_row<S>(row, piece);
-#pragma unroll 1
-    for (int first = 0; first < rows; first += S::at_once) {
-        barrier_sync(2 + group, 128); /* what was there has been stored */
-#pragma unroll
-        for (int j = 0; j < S::at_once / 8; j += S::halves ? 2 : 1) {
-            uint32_t word[S::halves ? 1 : 2], other[S::halves ? 1 : 2] = {};
-            make_g<S, KIND>(a, e, gate + 4 * j, up + 4 * j, word);
-            if (S::halves)
-                make_g<S, KIND>(a, e, gate + 4 * j + 4, up + 4 * j + 4, other);
-            store_two_matrices_turned(own + 8 * j * S::row_bytes, word[0],
-                                      S::halves ? other[0] : word[S::halves ? 0 : 1]);
-        }
-        move_down<S::at_once / 2>(gate);
-        if (S::gated && !S::halves)
-            move_down<S::at_once / 2>(up);
-        barrier_sync(2 + group, 128);
-        carry_g<S>(a, p, room, column, first, min(S::at_once, rows - first));
-    }
-}
-
-/* The same for whatever the activation is: what is rarely asked for has code for the largest tiles
- * alone. */
-template <class S>
-static __device__ __forceinline__ void write_any_g(const gemm_args *a, const place *p,
-                                                   uint32_t room, const terms (&e)[2], int group,
-                                                   int column, float (&gate)[S::T / 2],
-                                                   float (&up)[S::T / 2]) {
-    if (S::T < S::tokens || is_plain(&a->act))
-        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, column, gate, up);
-    else if (a->act.kind == MOQ_MOE_SILU)
-        write_some_g<S, ANY_SILU>(a, p, room, e, group, column, gate, up);
+                                                    float (&sum)[S::waves][S::T / 2]) {
+    constexpr int LAST = S::waves - 1;
+    int column = column_of_wave<S>(p, group, 0);
+    if constexpr (S::mixed)
+        write_mixed_g<S, KIND>(a, p, room, group, column, &e[0], sum[0]);
     else
-        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, column, gate, up);
+        write_own_g<S, KIND>(a, p, room, group, column, &e[0], &e[S::gated], sum[0], sum[S::gated]);
+    if constexpr (!S::gated)
+        write_own_g<S, KIND>(a, p, room, group, column_of_wave<S>(p, group, LAST), &e[LAST],
+                             &e[LAST], sum[LAST], sum[LAST]);
 }
 
+/* Writes the columns of g of a warpgroup, whatever the activation is: what is rarely asked for has
+ * code for the largest tiles alone. */
 template <class S>
 static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
                                                const terms (&e)[2], int group,
                                                float (&sum)[S::waves][S::T / 2]) {
-    write_any_g<S>(a, p, room, e, group, column_of_wave<S>(p, group, 0), sum[0],
-                   sum[S::waves - 1]);
-    if constexpr (!S::gated) {
-        const terms second[2] = {e[1], e[1]};
-        write_any_g<S>(a, p, room, second, group, column_of_wave<S>(p, group, 1), sum[1], sum[1]);
-    }
+    if (S::T < S::tokens || is_plain(&a->act))
+        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, sum);
+    else if (a->act.kind == MOQ_MOE_SILU)
+        write_some_g<S, ANY_SILU>(a, p, room, e, group, sum);
+    else
+        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, sum);
 }
 
 /* Maps of d, in boxes of 32 columns by the rows of a piece and by eight. */
@@ -161,26 +198,26 @@ template <class S>
 static __device__ __forceinline__ void send_piece(const maps_of_d *m, const place *p, uint32_t room,
                                                   int column, int first) {
     int row = p->rows.first + first, left = p->rows.rows - first;
-    bool whole = left >= S::d_rows;
+    bool whole = left >= AT_ONCE;
     const CUtensorMap *map = whole ? m->whole : m->eight;
 #pragma unroll
-    for (int i = 0; i < S::d_rows; i += 8)
+    for (int i = 0; i < AT_ONCE; i += 8)
         if (i == 0 || (!whole && i < left)) {
             store_box_of_group(map, column * 4, row + i, room + i * 128);
-            store_box_of_group(map, column * 4 + 128, row + i, room + (S::d_rows + i) * 128);
+            store_box_of_group(map, column * 4 + 128, row + i, room + (AT_ONCE + i) * 128);
         }
     store_commit();
 }
 
-/* Parks a piece of a thread's sums, 64 columns of S::d_rows rows, in the 128-byte swizzle. */
+/* Parks a piece of a thread's sums, 64 columns of AT_ONCE rows, in the 128-byte swizzle. */
 template <class S>
 static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
-                                              const float (&sum)[S::d_rows / 2]) {
+                                              const float (&sum)[AT_ONCE / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane % 4 * 2;
     int piece = warp % 2 * 4 + lane / 16;
-    room += warp / 2 * (S::d_rows * 128) + lane / 4 % 4 * 4;
+    room += warp / 2 * (AT_ONCE * 128) + lane / 4 % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < S::d_rows / 8; j++)
+    for (int j = 0; j < AT_ONCE / 8; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int swizzled = (row + i % 2) * 128 + ((piece + i / 2 * 2) ^ (row + i % 2)) * 16;
@@ -199,9 +236,9 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
         if (FIRST >= p->rows.rows)
             return;
         uint32_t some = room + *next * S::piece_bytes;
-        float piece[S::d_rows / 2] = {};
+        float piece[AT_ONCE / 2] = {};
 #pragma unroll
-        for (int i = 0; i < S::d_rows / 2; i++)
+        for (int i = 0; i < AT_ONCE / 2; i++)
             if (FIRST / 2 + i < S::T / 2)
                 piece[i] = sum[FIRST / 2 + i];
         park_d<S>(some, e, piece);
@@ -212,7 +249,7 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
         if (threadIdx.x % 128 == 0)
             send_piece<S>(m, p, some, column, FIRST);
         *next = *next + 1 == D_PIECES ? 0 : *next + 1;
-        write_d<S, FIRST + S::d_rows>(m, p, room, e, group, column, next, sum);
+        write_d<S, FIRST + AT_ONCE>(m, p, room, e, group, column, next, sum);
     }
 }
 

@@ -1,15 +1,15 @@
 /* Tiles of NVFP4 experts on Hopper for many tokens: how packed units of W and rows of 16 bits come
  * to them.
  *
- * A tile is 64 rows of an expert's W for each of its warpgroups by up to S::tokens rows of tokens,
- * which are the columns of the products. In the first product half of a warpgroup's rows are gate
- * and half are up, eight by eight, so that a thread has both sums of an output. A step is 64
- * columns, a unit of each slab and 128 bytes of each row, in a ring of steps. Four warps fill it:
- * rows that are tokens of x, each where it happens to be, they gather, 16 bytes a lane in the
- * swizzle that the copy engine would make; everything else comes by the copy engine.
+ * A tile is 512 rows of an expert's W by up to 64 rows of tokens, which are the columns of the
+ * products, or 256 rows by up to 144. Four warpgroups multiply, each two waves of 64 rows or one.
+ * In the first product half of these are rows of gate and half are the rows of up beside them: a
+ * wave of each, or, of one wave, 32 rows of each. A step is 64 columns, a unit of each slab and 128
+ * bytes of each row, in a ring of steps. Four warps fill it: rows that are tokens of x, each where
+ * it happens to be, they gather, 16 bytes a lane in the swizzle that the copy engine would make;
+ * everything else comes by the copy engine.
  *
- * What bounds it: L2, which has to deliver 36 bytes a cycle and multiprocessor where tiles are
- * large. */
+ * What bounds it: the memory with few rows, the tensor cores with many. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 
@@ -22,37 +22,35 @@ namespace moq::moe_many {
 #define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
 #define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
 #define COPIERS    2  /* warps that gather rows */
-#define D_PIECES   3 /* of rows of d there is room for, in a warpgroup */
-/* Bytes of a warp's scales of a step as products need them: of two slabs by 64 columns,
- * [slab][row g][group, rows g and g + 8]. */
-#define SCALES_OF_STEP 256
+#define BOX_ROWS   16 /* rows that the copy engine brings at a time */
+#define AT_ONCE    16 /* rows of outputs that leave at a time */
+#define D_PIECES   3  /* of so many rows of d there is room for, in a warpgroup */
 
-/* Tiles of up to 288 rows of two warpgroups with a wave each, or up to 64 of four with two waves
- * each, of which N are multiplied. */
-template <nvfp4_many::operand_type TYPE, product_use FOR, int GROUPS, int N> struct unit_shape {
+/* Tiles of up to MOST rows, of which N are multiplied. */
+template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struct unit_shape {
     static constexpr nvfp4_many::operand_type type = TYPE;
     static constexpr product_use use = FOR;
-    static constexpr bool pair = false, large = GROUPS == 2;
-    static constexpr bool gated = FOR == OF_GATE_AND_UP, halves = gated && large;
-    static constexpr int warpgroups = GROUPS, waves = large ? 1 : 2, T = N;
-    static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
-    static constexpr int tokens = large ? 288 : 64, box_rows = large ? 32 : 16;
-    static constexpr int token_bytes = tokens * 128, weight_bytes = GROUPS * waves * WAVE_BYTES;
-    /* Rows whose products are one instruction, and whose outputs are made at a time. */
-    static constexpr int part = N > 256 ? N / 2 : N;
-    /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums of two
-     * waves leave less room. */
-    static constexpr int depth = N == 64 ? 2 : 4;
-    static constexpr int at_once = !large ? 16 : N <= 96 ? N : N == 288 ? 96 : N / 2;
-    /* Bytes of outputs on their way, of a warpgroup: of a row of g, and all; of d, pieces of rows. */
-    static constexpr int row_bytes = halves ? 64 : 128;
-    static constexpr int d_rows = large ? 32 : 16, piece_bytes = d_rows * 256;
+    static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
+    static constexpr int warpgroups = 4, waves = MOST > 64 ? 1 : 2, tokens = MOST, T = N;
+    static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
+    static constexpr int registers = 112, copier_registers = 32;
+    static constexpr int token_bytes = tokens * 128, weight_bytes = warpgroups * waves * WAVE_BYTES;
+    static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
+    static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
+    static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
+    static constexpr int part = N > 128 ? 96 : N; /* rows whose products are one instruction */
+    /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
+     * less room. */
+    static constexpr int depth = waves == 1 || N == 64 ? 2 : 4;
+    /* Bytes of scales of a step that a warp makes for its lanes: [wave][row g][group, rows g and
+     * g + 8]. */
+    static constexpr int scales = waves * 128;
+    /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
+     * and of up hand each other; of d, pieces of some rows. */
+    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = AT_ONCE * 256;
     static constexpr int room =
-        FOR == OF_D ? D_PIECES * piece_bytes : (large ? 128 : at_once) * row_bytes;
-    /* And of scales that warps make for each other. */
-    static constexpr int scales = large ? 0 : GROUPS * 4 * 2 * SCALES_OF_STEP;
-    static constexpr int columns = 64 * GROUPS * waves / (gated ? 2 : 1); /* of the output */
-    template <int M> using of_width = unit_shape<TYPE, FOR, GROUPS, M>;
+        FOR == OF_D ? D_PIECES * piece_bytes : AT_ONCE * row_bytes + (mixed ? 128 * 16 : 0);
+    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M>;
 };
 
 /* ---- the order of tiles ---- */
@@ -62,16 +60,14 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int GROUPS, int N> str
 template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
     if (S::use != OF_D && !is_plain(&a->act))
         return S::tokens;
-    if (S::large)
-        return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
+    if (S::waves == 1)
+        return rows > 32 ? (rows + 31) / 32 * 32 : 32;
     return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
 
 /* Widths from the largest one on, 0 behind the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
-    if (S::large)
-        return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    return width - 16;
+    return width - (S::waves == 1 ? 32 : 16);
 }
 
 /* The first tiles of a block, each a lane's: all warps go through them once for every width, which
@@ -130,15 +126,14 @@ template <class S>
 static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed *f, const place *p,
                                                   int step, const ring_place *slot,
                                                   uint64_t policy) {
-    constexpr int BOX_SLABS = S::weight_bytes / MOQ_PACK_BYTES / 2; /* of a box */
     uint32_t to = f->weights + (uint32_t)(slot->index * S::weight_bytes);
     uint32_t full = f->full + 8u * slot->index;
     int slab = p->rows.expert * a->height + p->along * S::columns / MOQ_PACK_ROWS;
     mbarrier_expect(full, S::weight_bytes);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        copy_box_2d(to + i * BOX_SLABS * MOQ_PACK_BYTES, f->units, step * UNIT_WORDS,
-                    slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : BOX_SLABS), full, policy);
+        copy_box_2d(to + i * S::box_slabs * MOQ_PACK_BYTES, f->units, step * UNIT_WORDS,
+                    slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : S::box_slabs), full, policy);
 }
 
 template <class S>
@@ -160,13 +155,13 @@ template <class S>
 static __device__ __forceinline__ void copy_rows(const gemm_args *a, const feed *f, const place *p,
                                                  int step, const ring_place *slot,
                                                  uint64_t policy) {
-    constexpr int BOX = S::box_rows * 128;
-    int boxes = (p->rows.rows + S::box_rows - 1) / S::box_rows;
+    constexpr int BOX = BOX_ROWS * 128;
+    int boxes = (p->rows.rows + BOX_ROWS - 1) / BOX_ROWS;
     uint32_t full = f->full + 8u * slot->index;
     uint32_t to = f->x + (uint32_t)(slot->index * S::token_bytes);
     mbarrier_expect(full, boxes * BOX);
     for (int i = 0; i < boxes; i++)
-        copy_box_2d(to + i * BOX, f->rows, step * 128, p->rows.first + i * S::box_rows, full,
+        copy_box_2d(to + i * BOX, f->rows, step * 128, p->rows.first + i * BOX_ROWS, full,
                     policy);
 }
 
@@ -186,7 +181,7 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
         });
 }
 
-/* ---- rows that are gathered, of small tiles ---- */
+/* ---- rows that are gathered ---- */
 
 /* Where the rows of a tile begin in x, in 16 bytes: those of lane and lane + 32. */
 typedef struct {
@@ -261,7 +256,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* The warps that copy. */
 template <class S> static __device__ __forceinline__ void fill(const gemm_args *a, const feed *f) {
     int warp = (int)threadIdx.x / 32 - S::warpgroups * 4;
-    bool gathering = !S::large && S::use != OF_D && a->slot;
+    bool gathering = S::waves == 2 && S::use != OF_D && a->slot;
     if (warp == 0)
         produce_units<S>(a, f);
     else if (gathering && warp == 3)
