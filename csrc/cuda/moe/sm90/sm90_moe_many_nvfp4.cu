@@ -34,9 +34,13 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
         if constexpr (S::use != OF_D)
             write_g<S>(a, &p, way->room, e, group, sum);
 #pragma unroll
-        for (int i = 0; S::use == OF_D && i < S::waves; i++)
-            write_d<S>(&way->maps, &p, way->room, &e[i], group, column_of_wave<S>(&p, group, i),
-                       &way->next, sum[i]);
+        for (int i = 0; S::use == OF_D && i < S::waves; i++) {
+            int column = column_of_wave<S>(&p, group, i);
+            if constexpr (S::from_registers)
+                store_d<S>(a, &p, &e[i], column, sum[i]);
+            else
+                write_d<S>(&way->maps, &p, way->room, &e[i], group, column, &way->next, sum[i]);
+        }
     });
 }
 
@@ -48,8 +52,15 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
     make_tiles<S>(a, t, &slot, group, &way);
-    if constexpr (S::waves == 1) {
+    if constexpr (S::large) {
+        make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
+    } else if constexpr (S::waves == 1) {
+        make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
@@ -57,7 +68,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
-    if (S::use == OF_D)
+    if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
 }
 
@@ -93,13 +104,17 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, columns, box_slabs;
+    int stage, room, warpgroups, box_slabs, box_rows;
     const void *kernel;
 } unit_variant;
 
 template <class S> static unit_variant variant_of(void) {
-    return {S::token_bytes + S::weight_bytes, S::warpgroups * (S::room + 4 * 2 * S::scales),
-            S::columns, S::box_slabs, (const void *)experts_of_units<S>};
+    return {S::token_bytes + S::weight_bytes,
+            S::warpgroups * (S::room + 4 * 2 * S::scales),
+            S::warpgroups,
+            S::box_slabs,
+            S::box_rows,
+            (const void *)experts_of_units<S>};
 }
 
 /* Layers without a gate have small tiles. */
@@ -110,13 +125,17 @@ static unit_variant variant_for(int rows, product_use use) {
     if (rows == 64)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
-    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
-                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
+    if (rows == 128)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
+    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 288, 288>>()
+                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 288, 288>>();
 }
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
-    int stages = (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
+    int stages =
+        (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
@@ -141,11 +160,11 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
-                                    BOX_ROWS, err));
+                                    (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
         MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
                                     (int64_t)a.n * 4, i ? 8 : AT_ONCE, err));
-    return launch(p, v.kernel, &a, shared, &weights, &rows, 4, false, err, of_d);
+    return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
 
 } // namespace moq::moe_many

@@ -92,13 +92,13 @@ static __device__ __forceinline__ void finish_four(const float *sum, const terms
 /* Writes the columns of g of a warpgroup from `column` on, whose sums of gate and up, if there are
  * both, are a thread's. They are used up. */
 template <class S, kind_of_code KIND>
-static __device__ __forceinline__ void
-write_own_g(const gemm_args *a, const place *p, uint32_t room, int group, int column,
-            const terms *of_gate, const terms *of_up, float (&gate)[S::T / 2],
-            float (&up)[S::T / 2]) {
+static __device__ __forceinline__ void write_own_g(const gemm_args *a, const place *p,
+                                                   uint32_t room, int group, int column,
+                                                   const terms *of_gate, const terms *of_up,
+                                                   float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rows = p->rows.rows;
-    uint32_t own = room + lane % 8 * S::row_bytes +
-                   place_in_row<S>(lane % 8, 2 * warp + lane / 8 % 2);
+    uint32_t own =
+        room + lane % 8 * S::row_bytes + place_in_row<S>(lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll 1
     for (int first = 0; first < rows; first += AT_ONCE) {
         barrier_sync(2 + group, 128); /* what was there has been stored */
@@ -226,8 +226,9 @@ static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
         }
 }
 
-/* Writes 64 columns of d by a warpgroup, rows from FIRST on. Its first thread waits for the copies,
- * and makes sure of room for the next piece before the others go on to it. */
+/* Writes 64 columns of d by a warpgroup through the copy engine, rows from FIRST on. Its first
+ * thread waits for the copies, and makes sure of room for the next piece before the others go on to
+ * it. */
 template <class S, int FIRST = 0>
 static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *p, uint32_t room,
                                                const terms *e, int group, int column, int *next,
@@ -250,6 +251,30 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
             send_piece<S>(m, p, some, column, FIRST);
         *next = *next + 1 == D_PIECES ? 0 : *next + 1;
         write_d<S, FIRST + AT_ONCE>(m, p, room, e, group, column, next, sum);
+    }
+}
+
+/* Writes 64 columns of d by a warpgroup from its registers: eight threads have 32 bytes of a row.
+ */
+template <class S>
+static __device__ __forceinline__ void store_d(const gemm_args *a, const place *p, const terms *e,
+                                               int column, float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, n = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    int left = p->rows.rows - lane % 4 * 2;
+    bool upper = n < a->n, lower = n + 8 < a->n;
+    float *to = a->d + (int64_t)(p->rows.first + lane % 4 * 2) * a->n + n;
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++) {
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            if (8 * j + odd < left) {
+                if (upper)
+                    to[0] = finish(sum[4 * j + odd], e, 0);
+                if (lower)
+                    to[8] = finish(sum[4 * j + 2 + odd], e, 1);
+            }
+            to += odd ? 7 * a->n : a->n;
+        }
     }
 }
 

@@ -24,9 +24,10 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int slab = S::mixed ? warp % 4 / 2 * S::box_slabs + warp / 4 * 2 + warp % 2 : warp;
     uint32_t unit = f->weights + slab * MOQ_PACK_BYTES, of_warp = scales + warp * (2 * S::scales);
-    uint32_t four = S::waves == 1 ? lane / 2 * 4 : lane / 16 * (S::weight_bytes / 2) + lane % 16 * 4;
-    return {{f->full, f->empty, wgmma_operand(f->x),
-             unit + moq_pack_word_at(lane / 4, lane % 4, 0), unit + MOQ_PACK_SCALES + four, stages},
+    uint32_t four =
+        S::waves == 1 ? lane / 2 * 4 : lane / 16 * (S::weight_bytes / 2) + lane % 16 * 4;
+    return {{f->full, f->empty, wgmma_operand(f->x), unit + moq_pack_word_at(lane / 4, lane % 4, 0),
+             unit + MOQ_PACK_SCALES + four, stages},
             kept(of_warp + lane * (S::waves * 4)),
             kept(of_warp + lane / 4 * 16)};
 }
@@ -58,9 +59,8 @@ template <class S> struct packed_piece {
 
 /* `scales` is where they are of the first piece. */
 template <class S>
-static __device__ __forceinline__ packed_piece<S> load_piece(const unit_reader *t,
-                                                             const ring_place *slot,
-                                                             uint32_t scales, int piece) {
+static __device__ __forceinline__ packed_piece<S>
+load_piece(const unit_reader *t, const ring_place *slot, uint32_t scales, int piece) {
     int wave = piece * S::depth / MOQ_PACK_GROUPS, first = piece * S::depth % MOQ_PACK_GROUPS;
     uint32_t from = t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) +
                     wave * (S::weight_bytes / 2) + 4 * first;
@@ -95,8 +95,8 @@ static __device__ __forceinline__ void multiply_some(const uint32_t (&weights)[4
         wgmma_f16(some, weights, rows);
 }
 
-/* Queues the products of a piece. Of the operand of rows the low half tells where they are: a sum of
- * 64 bits would take more instructions. */
+/* Queues the products of a piece. Of the operand of rows the low half tells where they are: a sum
+ * of 64 bits would take more instructions. */
 template <class S>
 static __device__ __forceinline__ void queue_piece(const unit_reader *t, const ring_place *slot,
                                                    int piece, const piece_operands<S> *o,

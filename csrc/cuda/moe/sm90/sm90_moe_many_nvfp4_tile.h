@@ -2,7 +2,8 @@
  * to them.
  *
  * A tile is 512 rows of an expert's W by up to 64 rows of tokens, which are the columns of the
- * products, or 256 rows by up to 144. Four warpgroups multiply, each two waves of 64 rows or one.
+ * products, or 256 rows by up to 128, or 128 by up to 288. Of four warpgroups each multiplies two
+ * waves of 64 rows or one, of two warpgroups one.
  * In the first product half of these are rows of gate and half are the rows of up beside them: a
  * wave of each, or, of one wave, 32 rows of each. A step is 64 columns, a unit of each slab and 128
  * bytes of each row, in a ring of steps. Four warps fill it: rows that are tokens of x, each where
@@ -22,7 +23,6 @@ namespace moq::moe_many {
 #define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
 #define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
 #define COPIERS    2  /* warps that gather rows */
-#define BOX_ROWS   16 /* rows that the copy engine brings at a time */
 #define AT_ONCE    16 /* rows of outputs that leave at a time */
 #define D_PIECES   3  /* of so many rows of d there is room for, in a warpgroup */
 
@@ -31,14 +31,18 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
     static constexpr nvfp4_many::operand_type type = TYPE;
     static constexpr product_use use = FOR;
     static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
-    static constexpr int warpgroups = 4, waves = MOST > 64 ? 1 : 2, tokens = MOST, T = N;
+    static constexpr bool large = MOST > 128;
+    static constexpr int warpgroups = large ? 2 : 4, waves = MOST > 64 ? 1 : 2, tokens = MOST;
+    static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
-    static constexpr int registers = 112, copier_registers = 32;
+    static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
+    static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
     static constexpr int token_bytes = tokens * 128, weight_bytes = warpgroups * waves * WAVE_BYTES;
     static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
     static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
     static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
-    static constexpr int part = N > 128 ? 96 : N; /* rows whose products are one instruction */
+    /* Rows whose products are one instruction, of those that come first. */
+    static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
      * less room. */
     static constexpr int depth = waves == 1 || N == 64 ? 2 : 4;
@@ -46,10 +50,12 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
      * g + 8]. */
     static constexpr int scales = waves * 128;
     /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
-     * and of up hand each other; of d, pieces of some rows. */
+     * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
+    static constexpr bool from_registers = MOST == 64;
     static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = AT_ONCE * 256;
-    static constexpr int room =
-        FOR == OF_D ? D_PIECES * piece_bytes : AT_ONCE * row_bytes + (mixed ? 128 * 16 : 0);
+    static constexpr int room = FOR != OF_D      ? AT_ONCE * row_bytes + (mixed ? 128 * 16 : 0)
+                                : from_registers ? 0
+                                                 : D_PIECES * piece_bytes;
     template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M>;
 };
 
@@ -60,14 +66,18 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
 template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
     if (S::use != OF_D && !is_plain(&a->act))
         return S::tokens;
+    if (S::large)
+        return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
     if (S::waves == 1)
-        return rows > 32 ? (rows + 31) / 32 * 32 : 32;
+        return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
     return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
 
 /* Widths from the largest one on, 0 behind the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
-    return width - (S::waves == 1 ? 32 : 16);
+    if (S::large)
+        return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
+    return S::waves == 1 && width <= 64 ? width - 32 : width - 16;
 }
 
 /* The first tiles of a block, each a lane's: all warps go through them once for every width, which
@@ -155,13 +165,13 @@ template <class S>
 static __device__ __forceinline__ void copy_rows(const gemm_args *a, const feed *f, const place *p,
                                                  int step, const ring_place *slot,
                                                  uint64_t policy) {
-    constexpr int BOX = BOX_ROWS * 128;
-    int boxes = (p->rows.rows + BOX_ROWS - 1) / BOX_ROWS;
+    constexpr int BOX = S::box_rows * 128;
+    int boxes = (p->rows.rows + S::box_rows - 1) / S::box_rows;
     uint32_t full = f->full + 8u * slot->index;
     uint32_t to = f->x + (uint32_t)(slot->index * S::token_bytes);
     mbarrier_expect(full, boxes * BOX);
     for (int i = 0; i < boxes; i++)
-        copy_box_2d(to + i * BOX, f->rows, step * 128, p->rows.first + i * BOX_ROWS, full,
+        copy_box_2d(to + i * BOX, f->rows, step * 128, p->rows.first + i * S::box_rows, full,
                     policy);
 }
 
@@ -193,8 +203,8 @@ static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, co
     int lane = threadIdx.x % 32, last = p->rows.rows - 1;
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        g.offset[i] = (uint32_t)(a->x_stride / 16) *
-                      source_of(a, p->rows.first + min(32 * i + lane, last));
+        g.offset[i] =
+            (uint32_t)(a->x_stride / 16) * source_of(a, p->rows.first + min(32 * i + lane, last));
     return g;
 }
 
@@ -270,7 +280,8 @@ template <class S> static __device__ __forceinline__ void fill(const gemm_args *
 /* Barriers of the stages, full and empty ones and those of gathered rows, and the tiles of a block.
  * By all threads, before anything else. */
 template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f, tile_board *tiles) {
+static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f,
+                                              tile_board *tiles) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(f->full + 8u * i, 2); /* of weights and of rows */
@@ -281,6 +292,8 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f,
         prefetch_map(f->units);
         prefetch_map(f->rows);
     }
+    if (threadIdx.x / 32 == 2)
+        touch_parameter(*a);
     if (threadIdx.x / 32 == 1) {
         if (!a->early)
             wait_for_predecessor();
