@@ -35,7 +35,7 @@ FORMATS = [
     ("NVFP4_AWQ", FOLDED),
 ]
 SMALL, LARGE, LARGEST = 1, 2, 3
-"""Variants: tiles of up to 64 rows, of up to 128, and of NVFP4 of up to 288; of folded weights 160 and 288."""
+"""Variants: tiles of up to 64 rows, of up to 128, and of NVFP4 up to 288; folded 160 and 288."""
 
 
 def ways_of(kernel: str) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, warpgroups, box_slabs, box_rows;
+    int stage, room, warpgroups, box_slabs, box_rows, at_once;
     const void *kernel;
 } unit_variant;
 
@@ -114,6 +114,7 @@ template <class S> static unit_variant variant_of(void) {
             S::warpgroups,
             S::box_slabs,
             S::box_rows,
+            S::at_once,
             (const void *)experts_of_units<S>};
 }
 
@@ -163,7 +164,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
                                     (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
         MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
-                                    (int64_t)a.n * 4, i ? 8 : AT_ONCE, err));
+                                    (int64_t)a.n * 4, i ? 8u : (uint32_t)v.at_once, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
 

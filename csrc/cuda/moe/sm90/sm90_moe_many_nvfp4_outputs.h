@@ -100,10 +100,10 @@ static __device__ __forceinline__ void write_own_g(const gemm_args *a, const pla
     uint32_t own =
         room + lane % 8 * S::row_bytes + place_in_row<S>(lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll 1
-    for (int first = 0; first < rows; first += AT_ONCE) {
+    for (int first = 0; first < rows; first += S::at_once) {
         barrier_sync(2 + group, 128); /* what was there has been stored */
 #pragma unroll
-        for (int j = 0; j < AT_ONCE / 8; j++) {
+        for (int j = 0; j < S::at_once / 8; j++) {
             float z[4], u[4];
             uint32_t word[2];
             finish_four(gate + 4 * j, of_gate, z);
@@ -111,11 +111,11 @@ static __device__ __forceinline__ void write_own_g(const gemm_args *a, const pla
             make_g<S, KIND>(a, z, u, word);
             store_two_matrices_turned(own + 8 * j * S::row_bytes, word[0], word[1]);
         }
-        move_down<AT_ONCE / 2>(gate);
+        move_down<S::at_once / 2>(gate);
         if (S::gated)
-            move_down<AT_ONCE / 2>(up);
+            move_down<S::at_once / 2>(up);
         barrier_sync(2 + group, 128);
-        carry_g<S>(a, p, room, column, first, min(AT_ONCE, rows - first));
+        carry_g<S>(a, p, room, column, first, min(S::at_once, rows - first));
     }
 }
 
@@ -125,36 +125,45 @@ template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const place *p,
                                                      uint32_t room, int group, int column,
                                                      const terms *e, float (&sum)[S::T / 2]) {
-    static_assert(AT_ONCE == 16, "eight rows for each pair of warps");
     int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, rows = p->rows.rows;
-    bool up = warp / 2;
-    int row = 8 * up + lane % 8;
+    bool of_up = warp / 2;
+    int row = 8 * of_up + lane % 8;
     uint32_t own = room + row * S::row_bytes + place_in_row<S>(row, warp % 2 * 2 + lane / 8 % 2);
-    uint32_t handed = room + AT_ONCE * S::row_bytes;
+    uint32_t handed = room + S::at_once * S::row_bytes;
 #pragma unroll 1
-    for (int first = 0; first < rows; first += AT_ONCE) {
-        float low[4], high[4], z[4], u[4];
-        uint32_t word[2];
-        finish_four(sum, e, low);
-        finish_four(sum + 4, e, high);
-        uint4 given;
+    for (int first = 0; first < rows; first += S::at_once) {
+        float kept[S::at_once / 16][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            (&given.x)[i] = __float_as_uint(up ? low[i] : high[i]);
-        store_shared(handed + thread * 16, given);
-        move_down<AT_ONCE / 2>(sum);
-        barrier_sync(2 + group, 128); /* what was there before has been stored, too */
-        uint4 got = load_shared(handed + (thread ^ 64) * 16);
+        for (int j = 0; j < S::at_once / 16; j++) {
+            float low[4], high[4];
+            uint4 given;
+            finish_four(sum + 8 * j, e, low);
+            finish_four(sum + 8 * j + 4, e, high);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float other = __uint_as_float((&got.x)[i]);
-            z[i] = up ? other : low[i];
-            u[i] = up ? high[i] : other;
+            for (int i = 0; i < 4; i++) {
+                (&given.x)[i] = __float_as_uint(of_up ? low[i] : high[i]);
+                kept[j][i] = of_up ? high[i] : low[i];
+            }
+            store_shared(handed + j * HANDED + thread * 16, given);
         }
-        make_g<S, KIND>(a, z, u, word);
-        store_two_matrices_turned(own, word[0], word[1]);
+        move_down<S::at_once / 2>(sum);
+        barrier_sync(2 + group, 128); /* what was there before has been stored, too */
+#pragma unroll
+        for (int j = 0; j < S::at_once / 16; j++) {
+            float gate[4], up[4];
+            uint32_t word[2];
+            uint4 got = load_shared(handed + j * HANDED + (thread ^ 64) * 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float other = __uint_as_float((&got.x)[i]);
+                gate[i] = of_up ? other : kept[j][i];
+                up[i] = of_up ? kept[j][i] : other;
+            }
+            make_g<S, KIND>(a, gate, up, word);
+            store_two_matrices_turned(own + j * 16 * S::row_bytes, word[0], word[1]);
+        }
         barrier_sync(2 + group, 128);
-        carry_g<S>(a, p, room, column, first, min(AT_ONCE, rows - first));
+        carry_g<S>(a, p, room, column, first, min(S::at_once, rows - first));
     }
 }
 
@@ -198,26 +207,26 @@ template <class S>
 static __device__ __forceinline__ void send_piece(const maps_of_d *m, const place *p, uint32_t room,
                                                   int column, int first) {
     int row = p->rows.first + first, left = p->rows.rows - first;
-    bool whole = left >= AT_ONCE;
+    bool whole = left >= S::at_once;
     const CUtensorMap *map = whole ? m->whole : m->eight;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i += 8)
+    for (int i = 0; i < S::at_once; i += 8)
         if (i == 0 || (!whole && i < left)) {
             store_box_of_group(map, column * 4, row + i, room + i * 128);
-            store_box_of_group(map, column * 4 + 128, row + i, room + (AT_ONCE + i) * 128);
+            store_box_of_group(map, column * 4 + 128, row + i, room + (S::at_once + i) * 128);
         }
     store_commit();
 }
 
-/* Parks a piece of a thread's sums, 64 columns of AT_ONCE rows, in the 128-byte swizzle. */
+/* Parks a piece of a thread's sums, 64 columns of S::at_once rows, in the 128-byte swizzle. */
 template <class S>
 static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
-                                              const float (&sum)[AT_ONCE / 2]) {
+                                              const float (&sum)[S::at_once / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane % 4 * 2;
     int piece = warp % 2 * 4 + lane / 16;
-    room += warp / 2 * (AT_ONCE * 128) + lane / 4 % 4 * 4;
+    room += warp / 2 * (S::at_once * 128) + lane / 4 % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < AT_ONCE / 8; j++)
+    for (int j = 0; j < S::at_once / 8; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int swizzled = (row + i % 2) * 128 + ((piece + i / 2 * 2) ^ (row + i % 2)) * 16;
@@ -237,9 +246,9 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
         if (FIRST >= p->rows.rows)
             return;
         uint32_t some = room + *next * S::piece_bytes;
-        float piece[AT_ONCE / 2] = {};
+        float piece[S::at_once / 2] = {};
 #pragma unroll
-        for (int i = 0; i < AT_ONCE / 2; i++)
+        for (int i = 0; i < S::at_once / 2; i++)
             if (FIRST / 2 + i < S::T / 2)
                 piece[i] = sum[FIRST / 2 + i];
         park_d<S>(some, e, piece);
@@ -250,7 +259,7 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
         if (threadIdx.x % 128 == 0)
             send_piece<S>(m, p, some, column, FIRST);
         *next = *next + 1 == D_PIECES ? 0 : *next + 1;
-        write_d<S, FIRST + AT_ONCE>(m, p, room, e, group, column, next, sum);
+        write_d<S, FIRST + S::at_once>(m, p, room, e, group, column, next, sum);
     }
 }
 

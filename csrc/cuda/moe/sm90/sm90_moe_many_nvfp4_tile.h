@@ -22,9 +22,10 @@ namespace moq::moe_many {
 #define UNIT_WORDS (MOQ_PACK_BYTES / 8)
 #define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
 #define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
-#define COPIERS    2  /* warps that gather rows */
-#define AT_ONCE    16 /* rows of outputs that leave at a time */
-#define D_PIECES   3  /* of so many rows of d there is room for, in a warpgroup */
+#define COPIERS    2 /* warps that gather rows */
+/* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
+#define HANDED   2048
+#define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
 
 /* Tiles of up to MOST rows, of which N are multiplied. */
 template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struct unit_shape {
@@ -49,11 +50,13 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
     /* Bytes of scales of a step that a warp makes for its lanes: [wave][row g][group, rows g and
      * g + 8]. */
     static constexpr int scales = waves * 128;
+    static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
     /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
      * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
     static constexpr bool from_registers = MOST == 64;
-    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = AT_ONCE * 256;
-    static constexpr int room = FOR != OF_D      ? AT_ONCE * row_bytes + (mixed ? 128 * 16 : 0)
+    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = at_once * 256;
+    static constexpr int room = FOR != OF_D
+                                    ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
                                 : from_registers ? 0
                                                  : D_PIECES * piece_bytes;
     template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M>;
