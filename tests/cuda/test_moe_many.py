@@ -34,8 +34,15 @@ FORMATS = [
     ("NVFP4", FOLDED),
     ("NVFP4_AWQ", FOLDED),
 ]
-SMALL, LARGE = 1, 2
-"""Variants: tiles of up to 64 rows, and of up to 128, of NVFP4 288; of folded weights 96 and 288."""
+SMALL, LARGE, LARGEST = 1, 2, 3
+"""Variants: tiles of up to 64 rows, of up to 128, and of NVFP4 up to 288; of folded weights 96 and 288."""
+
+
+def ways_of(kernel: str) -> tuple[int, ...]:
+    return (SMALL, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
+
+
+WAYS = [(algo, kernel, way) for algo, kernel in FORMATS for way in ways_of(kernel)]
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:
@@ -67,8 +74,7 @@ def ids_of_counts(rng: Any, counts: list[int], top_k: int = 1) -> tuple[np.ndarr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("way", [SMALL, LARGE])
-@pytest.mark.parametrize("algo, kernel", FORMATS)
+@pytest.mark.parametrize("algo, kernel, way", WAYS)
 def test_tokens_and_routing(rng, monkeypatch, algo, kernel, way, dtype):
     """From one slot to several tiles an expert; rows of W that end within a tile and within a warpgroup's."""
     method = layer_of(monkeypatch, kernel, algo, 7, 336, 208, top_k=3, dtype=dtype)
@@ -97,11 +103,10 @@ def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, way):
         check(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
 
 
-@pytest.mark.parametrize("way", [SMALL, LARGE])
-@pytest.mark.parametrize("algo, kernel", FORMATS)
+@pytest.mark.parametrize("algo, kernel, way", WAYS)
 def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
     """Experts with every number of rows around the widths of products, and around one and two tiles."""
-    edges = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 288, 576)
+    edges = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288, 576)
     counts = sorted({count for edge in edges for count in (edge - 1, edge, edge + 1)} | {0, 1, 300})
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
     stacks = deciding_stacks(rng, kernel, algo, len(counts), 128, 64)
@@ -121,7 +126,7 @@ def test_activations(rng, monkeypatch, algo, kernel, activation, gated):
     method = layer_of(monkeypatch, kernel, algo, 3, 256, 192, top_k=2, activation=activation, gated=gated)
     stacks = deciding_stacks(rng, kernel, algo, 3, 256, 192, gated=gated, bias="float32")
     params = prepared(method, stacks)
-    for way in (SMALL, LARGE):
+    for way in ways_of(kernel):
         method._plan.keep(150, kernel, way)
         x = deciding_x(rng, kernel, (150, 256), "bfloat16")
         weights, ids = random_routing(rng, 150, 2, 3)
@@ -179,7 +184,7 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     stacks = deciding_stacks(rng, kernel, algo, 2, 4096, 128)
     params = prepared(method, stacks)
     tokens = 9000  # of 16 kB and more for each of eight slots
-    method._plan.keep(tokens, kernel, LARGE)
+    method._plan.keep(tokens, kernel, ways_of(kernel)[-1])
     x = deciding_x(rng, kernel, (tokens, 4096), "bfloat16")
     weights, ids = random_routing(rng, tokens, 8, 2, "duplicates")
     y = run(method, params, x, weights, ids)

@@ -11,26 +11,32 @@
 #define STEPS   22e-6
 #define BETWEEN 3.6e12
 
-/* What tiles of up to 64 rows do, and large ones, of H200: bytes of weights a second, products a
- * second, as how many rows a tile counts beside its own, and bytes that are written for each value
- * of x and slot. The first two overlap in part (EXPONENT): 41 times of four models from 128 to 4096
- * tokens are met within 11 % but for two, within 19 % (docs/lab/moe.md). */
+/* What tiles of up to so many rows do, of H200: bytes of weights a second, products a second, as
+ * how many rows a tile counts beside its own, and bytes that are moved for each value of x and
+ * slot. The first two overlap in part (EXPONENT). Of FP8 41 times of four models from 128 to 4096
+ * tokens are met within 11 % but for two, within 19 %, of NVFP4 31 of three models within 17 %
+ * (docs/lab/moe.md). */
 #define EXPONENT 1.5
 
 typedef struct {
+    int rows; /* of a tile */
     double read, products, tile, x;
+    int together; /* tiles that an expert has a multiple of */
 } pace;
 
 typedef struct {
-    int rows; /* of a large tile */
+    int ways;
     pace way[MOQ_MOE_MANY_WAYS];
-    int together; /* large tiles that an expert has a multiple of */
 } format;
 
-static const format PACKED = {288, {{4.2e12, 3.15e14, 40, 0}, {1.5e12, 3.8e14, 28, 2}}, 1};
-static const format FP8 = {128, {{3.9e12, 5.95e14, 40, 1}, {3.1e12, 5.6e14, 8, 1}}, 2};
-static const format FP8_BY_TOKEN = {128, {{3.7e12, 5.1e14, 32, 1}, {2.9e12, 5.25e14, 4, 1}}, 2};
-static const format FP8_BY_BLOCK = {128, {{4e12, 5e14, 44, 1}, {3.3e12, 3.95e14, 0, 1}}, 1};
+static const format PACKED = {
+    3,
+    {{64, 3.8e12, 2.4e14, 12, 0, 1}, {128, 4e12, 3e14, 24, 4, 1}, {288, 3.4e12, 4.2e14, 76, 6, 1}}};
+static const format FP8 = {2, {{64, 3.9e12, 5.95e14, 40, 1, 1}, {128, 3.1e12, 5.6e14, 8, 1, 2}}};
+static const format FP8_BY_TOKEN = {
+    2, {{64, 3.7e12, 5.1e14, 32, 1, 1}, {128, 2.9e12, 5.25e14, 4, 1, 2}}};
+static const format FP8_BY_BLOCK = {2,
+                                    {{64, 4e12, 5e14, 44, 1, 1}, {128, 3.3e12, 3.95e14, 0, 1, 1}}};
 
 static const format *format_of(const moq_moe_spec *spec) {
     if (spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED)
@@ -47,10 +53,10 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
     const pace *p = &f->way[row];
-    double active = moq_active_experts(spec, tokens), together = row ? f->together : 1;
+    double active = moq_active_experts(spec, tokens), together = p->together;
     double bytes = active * weights * (f == &PACKED ? 0.5625 : 1);
     double read = bytes / moq_memory_rate(&w13->target, p->read);
-    double tiles = together * moq_expected_tiles(slots / active, (row ? f->rows : 64) * together);
+    double tiles = together * moq_expected_tiles(slots / active, p->rows * together);
     double rows = slots + active * tiles * p->tile;
     double products = rows * weights / moq_matrix_rate(&w13->target, p->products);
     double between = slots * (4 * (double)w2->out_features + p->x * (double)w13->in_features) /
@@ -59,22 +65,30 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
 }
 
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way) {
-    return moq_form_row(way.form) ? format_of(spec)->rows : 64;
+    return format_of(spec)->way[moq_form_row(way.form)].rows;
 }
 
 /* Layers without a gate have the small tiles alone. */
+static int ways_of(const moq_moe_spec *spec) {
+    return spec->gated ? format_of(spec)->ways : 1;
+}
+
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {
-    return spec->gated && seconds(spec, tokens, 1) < seconds(spec, tokens, 0) ? 1 : 0;
+    int best = 0;
+    for (int row = 1; row < ways_of(spec); row++)
+        if (seconds(spec, tokens, row) < seconds(spec, tokens, best))
+            best = row;
+    return best;
 }
 
 moq_way moq_moe_many_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
-    bool given = variant > 0 && variant <= (spec->gated ? MOQ_MOE_MANY_WAYS : 1);
+    bool given = variant > 0 && variant <= ways_of(spec);
     return moq_way_of(given ? variant : 0, given ? variant - 1 : best_row(spec, tokens), 1);
 }
 
 uint64_t moq_moe_many_variants(const moq_moe_call *call) {
-    int other = 1 - best_row(call->spec, call->tokens);
-    return call->spec->gated ? 1 | 1ull << (other + 1) : 1;
+    uint64_t rows = (1ull << ways_of(call->spec)) - 1;
+    return 1 | (rows & ~(1ull << best_row(call->spec, call->tokens))) << 1;
 }
 
 double moq_moe_many_seconds(const moq_moe_spec *spec, int64_t tokens) {

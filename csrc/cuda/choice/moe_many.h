@@ -9,8 +9,8 @@
 extern "C" {
 #endif
 
-/* Ways, the rows of forms: tiles of up to 64 rows of tokens, or large ones. */
-#define MOQ_MOE_MANY_WAYS 2
+/* Ways at most, the rows of forms: tiles of up to 64 rows of tokens, or larger ones. */
+#define MOQ_MOE_MANY_WAYS 3
 
 /* Rows of a tile at most. */
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way);

@@ -3,18 +3,20 @@
  * become operands in sm90_moe_many_nvfp4_products.h, and outputs leave as in
  * sm90_moe_many_nvfp4_outputs.h.
  *
- * Large tiles, 128 rows of W by up to 288 of tokens, are bound by the tensor cores: 1152 cycles of
- * products a step of 64 columns, under which each of two warpgroups decodes a unit in 500. Small
- * ones, 256 by up to 64, are bound by the memory where decoding keeps up with it: four warpgroups
- * do. */
+ * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 94 of a warp for a
+ * unit with the rest of the loop, so 750 of a scheduler for a step of 512 rows of W by 64 columns,
+ * for which memory takes some 800 cycles; with many rows the tensor cores, 1152 cycles of products a
+ * step of 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each
+ * other. */
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_products.h"
 
 namespace moq::moe_many {
 
-/* The outputs on their way, of a warpgroup. */
+/* The tiles of the block, and the outputs on their way, of a warpgroup. */
 typedef struct {
+    const tile_board *tiles;
     uint32_t room;
     int next; /* piece of d */
     maps_of_d maps;
@@ -24,14 +26,22 @@ typedef struct {
 template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   ring_place *slot, int group, way_of_units *way) {
-    for_tiles<S>(a, S::T, [&](place p) {
-        float sum[S::T / 2] = {};
-        terms e = find_terms<S>(a, &p, group);
+    for_tiles<S>(a, way->tiles, S::T, [&](place p) {
+        float sum[S::waves][S::T / 2] = {};
+        terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
         multiply<S>(t, a->steps, slot, sum);
-        if constexpr (S::use == OF_D)
-            write_d<S>(&way->maps, &p, way->room, &e, group, &way->next, sum);
-        else
-            write_g<S>(a, &p, way->room, &e, group, sum);
+        complete(&e[0]);
+        complete(&e[1]);
+        if constexpr (S::use != OF_D)
+            write_g<S>(a, &p, way->room, e, group, sum);
+#pragma unroll
+        for (int i = 0; S::use == OF_D && i < S::waves; i++) {
+            int column = column_of_wave<S>(&p, group, i);
+            if constexpr (S::from_registers)
+                store_d<S>(a, &p, &e[i], column, sum[i]);
+            else
+                write_d<S>(&way->maps, &p, way->room, &e[i], group, column, &way->next, sum[i]);
+        }
     });
 }
 
@@ -48,11 +58,18 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
+    } else if constexpr (S::waves == 1) {
+        make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
+        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
+        make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
-    if (S::use == OF_D)
+    if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
 }
 
@@ -63,25 +80,23 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
                      const __grid_constant__ CUtensorMap whole_d,
                      const __grid_constant__ CUtensorMap eight_of_d) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[2 * MANY_STAGES];
+    __shared__ __align__(8) uint64_t barrier[3 * MANY_STAGES];
+    __shared__ tile_board tiles;
     uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MANY_STAGES;
+    uint32_t gathered = empty + 8 * MANY_STAGES;
     uint32_t x = fixed_shared_address(smem), room = x + a.stages * S::token_bytes;
-    uint32_t units = room + S::warpgroups * S::room;
-    make_stage_barriers<S>(&a, full, empty);
+    uint32_t scales = room + S::warpgroups * S::room;
+    uint32_t units = scales + S::warpgroups * 4 * 2 * S::scales;
+    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered};
+    set_up<S>(&a, &f, &tiles);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        uint32_t own = units + (S::halves ? warp / 2 : warp) * MOQ_PACK_BYTES;
-        unit_reader t = {{full, empty, wgmma_operand(x),
-                          own + moq_pack_word_at(lane / 4, lane % 4, 0),
-                          own + moq_pack_scale_at(lane / 4, 0), a.stages},
-                         half_of<S::type>(warp % 2)};
-        consume<S>(&a, &t, group, {room + group * S::room, 0, {&whole_d, &eight_of_d}});
+        unit_reader t = reader_of<S>(&f, scales, a.stages);
+        consume<S>(&a, &t, group, {&tiles, room + group * S::room, 0, {&whole_d, &eight_of_d}});
     } else {
         fewer_registers<S::copier_registers>();
-        feed f = {&weights, &rows, units, x, full, empty};
         fill<S>(&a, &f);
     }
 }
@@ -90,12 +105,17 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, box_rows, warpgroups;
+    int stage, room, warpgroups, box_slabs, box_rows, at_once;
     const void *kernel;
 } unit_variant;
 
 template <class S> static unit_variant variant_of(void) {
-    return {S::token_bytes + S::weight_bytes, S::warpgroups * S::room, S::box_rows, S::warpgroups,
+    return {S::token_bytes + S::weight_bytes,
+            S::warpgroups * (S::room + 4 * 2 * S::scales),
+            S::warpgroups,
+            S::box_slabs,
+            S::box_rows,
+            S::at_once,
             (const void *)experts_of_units<S>};
 }
 
@@ -103,17 +123,21 @@ template <class S> static unit_variant variant_of(void) {
 template <nvfp4_many::operand_type TYPE>
 static unit_variant variant_for(int rows, product_use use) {
     if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 4, 64>>();
+        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 4, 64>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 4, 64>>();
-    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 2, 288>>()
-                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 2, 288>>();
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
+    if (rows == 128)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
+    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 288, 288>>()
+                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 288, 288>>();
 }
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
-    int stages = (limit - 1024 - 2 * MANY_STAGES * 8 - v->room) / v->stage;
+    int stages =
+        (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
@@ -130,10 +154,10 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    gemm_args a = args_of(p, blocks, slabs, v.warpgroups / 2);
+    gemm_args a = args_of(p, blocks, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, WAVE_SLABS, UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.box_slabs, UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,
@@ -141,7 +165,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
                                     (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
         MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
-                                    (int64_t)a.n * 4, i ? 8 : D_ROWS, err));
+                                    (int64_t)a.n * 4, i ? 8u : (uint32_t)v.at_once, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
 
