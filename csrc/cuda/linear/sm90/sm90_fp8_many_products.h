@@ -50,7 +50,8 @@ static __device__ __forceinline__ void advance_own(ring_place *slot, int stages)
 }
 
 /* Scales of blocks of W by step, a row of them for each wave of rows, or one for all: a lane holds
- * one step in 32 of them, so that a step waits for none. */
+ * one step in 32 of them, so that a step waits for none. Where tokens are the rows, the scale of
+ * the first step alone is held. */
 template <class S> struct block_scales {
     static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
     const float *row[ROWS];
@@ -60,7 +61,7 @@ template <class S> struct block_scales {
 
 template <class S>
 static __device__ __forceinline__ void hold_scales(block_scales<S> *block, int step) {
-    int own = step + threadIdx.x % 32;
+    int own = step + (S::tokens_first ? 0 : threadIdx.x % 32);
     block->first = step;
 #pragma unroll
     for (int i = 0; i < block->ROWS; i++)
@@ -247,8 +248,7 @@ multiply_by_rows(const consumer_ring *t, const block_scales<S> *block, int first
     uint32_t left = (uint32_t)t->left, right = (uint32_t)t->right;
     int end = first + steps;
     await(t, slot);
-    row_scales<S> x =
-        scales_of_rows<S>(scales + slot->index * S::tokens, S::groups ? line[first] : 1.0f);
+    row_scales<S> x = scales_of_rows<S>(scales + slot->index * S::tokens, block->held[0]);
     float ahead = S::groups ? line[min(first + 1, end - 1)] : 1.0f;
 #pragma unroll 8
     for (int step = first; step < end; step++) {
