@@ -16,7 +16,8 @@
  *
  * What bounds it (H200, docs/lab/fp8-many.md): up to 64 tokens the weights, from 0.6 us after a
  * block's start, and a microsecond for sums of parts and the end; with more what the second-level
- * cache delivers, 7 to 8 TB/s, and the tensor cores. */
+ * cache delivers, 7 to 8 TB/s, and the tensor cores; with many what lies between two products of a
+ * warpgroup and between two tiles, and the clock that power allows. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
