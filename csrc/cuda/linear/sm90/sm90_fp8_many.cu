@@ -16,7 +16,8 @@
  *
  * What bounds it (H200, docs/lab/fp8-many.md): up to 64 tokens the weights, from 0.6 us after a
  * block's start, and a microsecond for sums of parts and the end; with more what the second-level
- * cache delivers, 7 to 8 TB/s, and the tensor cores. */
+ * cache delivers, 7 to 8 TB/s, and the tensor cores; with many what lies between two products of a
+ * warpgroup and between two tiles, and the clock that power allows. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
@@ -52,6 +53,22 @@ find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
     return block;
 }
 
+/* A tile of a warpgroup: which, where, and its block scales. */
+template <class S> struct own_tile {
+    work w;
+    tile_place at;
+    block_scales<S> block;
+};
+
+template <class S>
+static __device__ __forceinline__ void find_tile(const gemm_args *a, int group, int rank,
+                                                 own_tile<S> *tile) {
+    if (!has_steps(&tile->w))
+        return;
+    tile->at = place_of<S>(a, tile->w.number, rank);
+    tile->block = find_blocks<S>(a, &tile->at, group, tile->w.first);
+}
+
 template <class S>
 static __device__ __forceinline__ void
 consume(const gemm_args *a, const consumer_ring *t, uint8_t *shared, column_terms<S> *b,
@@ -61,30 +78,36 @@ consume(const gemm_args *a, const consumer_ring *t, uint8_t *shared, column_term
     int row = group / S::k_groups * (64 * S::WAVES);
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     ring_place slot = {0, 0};
-    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        tile_place at = place_of<S>(a, w.number, rank);
+    own_tile<S> tile = {start<S>(a)};
+    find_tile<S>(a, group, rank, &tile);
+    while (has_steps(&tile.w)) {
         float sum[S::WAVES][S::T / 2] = {};
-        block_scales<S> block = find_blocks<S>(a, &at, group, w.first);
         tile_terms<S> terms = {};
-        fetch_early<S>(a, &at, row, &terms);
+        own_tile<S> next = tile;
+        fetch_early<S>(a, &tile.at, row, &terms);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
-        fetch_late<S>(a, &at, row, &terms);
-        multiply<S>(t, &block, w.first, w.end, group, &slot, sum);
+        fetch_late<S>(a, &tile.at, row, &terms);
+        next_tile<S>(a, &next.w);
+        if (S::boxes) /* under the products: divisions, and loads that depend on them */
+            find_tile<S>(a, group, rank, &next);
+        multiply<S>(t, &tile.block, tile.w.first, tile.w.end, group, &slot, sum);
         if constexpr (S::parts) {
-            bring_together<S>(a, shared, b + group, meet, &terms, &at, sum[0]);
+            bring_together<S>(a, shared, b + group, meet, &terms, &tile.at, sum[0]);
             return;
         }
         if constexpr (S::boxes) {
-            write_boxes<S>(a, map, b + group, turn, &at, row, &terms, sum);
+            write_boxes<S>(a, map, b + group, turn, &tile.at, row, &terms, sum);
         } else {
             if (S::token_factors)
                 post_columns<S>(&terms, b + group);
 #pragma unroll
             for (int i = 0; i < S::WAVES; i++)
-                write_columns<S>(a, b + group, turn, &at, row + 64 * i, &terms.row[i], sum[i]);
+                write_columns<S>(a, b + group, turn, &tile.at, row + 64 * i, &terms.row[i], sum[i]);
+            find_tile<S>(a, group, rank, &next);
         }
+        tile = next;
     }
 }
 

@@ -50,7 +50,8 @@ static __device__ __forceinline__ void advance_own(ring_place *slot, int stages)
 }
 
 /* Scales of blocks of W by step, a row of them for each wave of rows, or one for all: a lane holds
- * one step in 32 of them, so that a step waits for none. */
+ * one step in 32 of them, so that a step waits for none. Where tokens are the rows, the scale of
+ * the first step alone is held. */
 template <class S> struct block_scales {
     static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
     const float *row[ROWS];
@@ -60,7 +61,7 @@ template <class S> struct block_scales {
 
 template <class S>
 static __device__ __forceinline__ void hold_scales(block_scales<S> *block, int step) {
-    int own = step + threadIdx.x % 32;
+    int own = step + (S::tokens_first ? 0 : threadIdx.x % 32);
     block->first = step;
 #pragma unroll
     for (int i = 0; i < block->ROWS; i++)
@@ -190,106 +191,91 @@ multiply_in_one_set(const consumer_ring *t, block_scales<S> *block, int first, i
     }
 }
 
-/* ---- tokens are the rows: a product of half of the columns is under way while the one before is
- * added. Both warpgroups wait for the same step, so that they would multiply, and then add, at the
- * same time: adding takes a fifth of a step (docs/lab/fp8-many.md) ---- */
+/* ---- tokens are the rows: a thread has two of them, and a step two scales for it. One set of
+ * registers, and as little as can be between the end of a product and the next: both warpgroups are
+ * seldom apart, so that what lies there is not hidden behind the other's products. A step's
+ * operands are waited for, and its scales read, under the last product of the step before
+ * (docs/lab/fp8-many.md) ---- */
 
-/* Issues piece `piece` of a step: half of the columns, of 64 rows. */
+/* wgmma_operand, of which the upper half is constant, from its lower half. */
+static __device__ __forceinline__ uint64_t operand_at(uint32_t place) {
+    return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | place;
+}
+
+/* Products of 64 rows and all columns, at these places of the step. */
 template <class S>
-static __device__ __forceinline__ void issue_half(const consumer_ring *t, const ring_place *slot,
-                                                  int piece, float (&c)[S::T / 4]) {
-    uint32_t at = (uint32_t)(slot->index * (S::stage / 16));
-    uint64_t left = t->left + at + piece / 2 * (64 * STEP / 16);
-    uint64_t right = t->right + at + piece % 2 * (S::T / 2 * STEP / 16);
+static __device__ __forceinline__ void multiply_rows(uint32_t left, uint32_t right,
+                                                     float (&c)[S::T / 2]) {
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < STEP / 32; j++)
-        wgmma_e4m3(c, left + 2 * j, right + 2 * j, j);
+        wgmma_e4m3(c, operand_at(left + 2 * j), operand_at(right + 2 * j), j);
     wgmma_commit();
 }
 
-/* A thread has two rows, whose scales are `upper` and `lower`. */
+/* A thread's scales of a step: of its upper and its lower row of each wave. */
+template <class S> struct row_scales {
+    float wave[S::WAVES][2];
+};
+
+/* `scales` are those of the tokens from the thread's first on, in shared memory. */
 template <class S>
-static __device__ __forceinline__ void promote_half(float (&sum)[S::T / 2], int half,
-                                                    const float (&c)[S::T / 4], float upper,
-                                                    float lower) {
-#pragma unroll
-    for (int i = 0; i < S::T / 4; i++)
-        sum[half * (S::T / 4) + i] += S::groups ? c[i] * (i & 2 ? lower : upper) : c[i];
-}
-
-/* Piece `piece` of a step is under way in `own`: the one after it is issued to `other`, then this
- * one is added. LAST: there is none after it. */
-template <class S, int PIECE, bool LAST>
-static __device__ __forceinline__ void continue_half(const consumer_ring *t, const ring_place *slot,
-                                                     const ring_place *next, float (&own)[S::T / 4],
-                                                     float (&other)[S::T / 4], const float (&x)[2],
-                                                     float (&sum)[S::T / 2]) {
-    constexpr bool ENDS = PIECE == 2 * S::WAVES - 1; /* the step */
-    if constexpr (LAST) {
-        wgmma_wait<0>();
-    } else {
-        if (ENDS)
-            await(t, next);
-        issue_half<S>(t, ENDS ? next : slot, ENDS ? 0 : PIECE + 1, other);
-        wgmma_wait<1>();
-    }
-    stay_here(own);
-    promote_half<S>(sum, PIECE % 2, own, x[0], x[1]);
-    stay_here(sum);
-    if (ENDS)
-        release<S>(t, slot);
-}
-
-/* Steps between which products are under way: the compiler lets none be where a loop begins anew.
- */
-#define STEPS_AT_ONCE 4
-
-/* A step whose first piece is under way in `even`. LAST: of the tile. */
-template <class S, bool LAST>
-static __device__ __forceinline__ void
-multiply_step(const consumer_ring *t, block_scales<S> *block, int step, ring_place *slot,
-              float (&even)[S::T / 4], float (&odd)[S::T / 4], float (&sum)[S::WAVES][S::T / 2]) {
-    int row = threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
-    const float *scales = t->scales + slot->index * S::tokens + row;
-    float w = weight_scale<S>(block, 0, step), x[S::WAVES][2] = {};
-    ring_place next = *slot;
-    advance(&next, t->stages);
+static __device__ __forceinline__ row_scales<S> scales_of_rows(const float *scales, float w) {
+    row_scales<S> x = {};
 #pragma unroll
     for (int i = 0; S::groups && i < S::WAVES; i++) {
-        x[i][0] = scales[64 * i] * w;
-        x[i][1] = scales[64 * i + 8] * w;
+        x.wave[i][0] = scales[64 * i] * w;
+        x.wave[i][1] = scales[64 * i + 8] * w;
     }
-    continue_half<S, 0, false>(t, slot, &next, even, odd, x[0], sum[0]);
-    continue_half<S, 1, LAST && S::WAVES == 1>(t, slot, &next, odd, even, x[0], sum[0]);
-    if constexpr (S::WAVES == 2) {
-        continue_half<S, 2, false>(t, slot, &next, even, odd, x[1], sum[1]);
-        continue_half<S, 3, LAST>(t, slot, &next, odd, even, x[1], sum[1]);
-    }
-    *slot = next;
+    return x;
 }
 
 template <class S>
 static __device__ __forceinline__ void
-multiply_in_halves(const consumer_ring *t, block_scales<S> *block, int first, int steps,
-                   ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
-    int step = first, end = first + steps;
-#pragma unroll 1
-    for (; step + STEPS_AT_ONCE <= end; step += STEPS_AT_ONCE) {
-        float even[S::T / 4], odd[S::T / 4];
-        await(t, slot);
-        issue_half<S>(t, slot, 0, even);
+promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], const float (&x)[2]) {
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE - 1; i++)
-            multiply_step<S, false>(t, block, step + i, slot, even, odd, sum);
-        multiply_step<S, true>(t, block, step + STEPS_AT_ONCE - 1, slot, even, odd, sum);
-    }
-#pragma unroll 1
-    for (; step < end; step++) {
-        float even[S::T / 4], odd[S::T / 4];
-        await(t, slot);
-        issue_half<S>(t, slot, 0, even);
-        multiply_step<S, true>(t, block, step, slot, even, odd, sum);
+    for (int i = 0; i < S::T / 2; i++)
+        sum[i] += S::groups ? c[i] * x[i / 2 % 2] : c[i];
+}
+
+template <class S>
+static __device__ __forceinline__ void
+multiply_by_rows(const consumer_ring *t, const block_scales<S> *block, int first, int steps,
+                 ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
+    constexpr uint32_t STAGE = S::stage / 16, WAVE = 64 * STEP / 16;
+    const float *scales = t->scales + threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
+    const float *line = block->row[0];
+    uint32_t left = (uint32_t)t->left, right = (uint32_t)t->right;
+    int end = first + steps;
+    await(t, slot);
+    row_scales<S> x = scales_of_rows<S>(scales + slot->index * S::tokens, block->held[0]);
+    float ahead = S::groups ? line[min(first + 1, end - 1)] : 1.0f;
+#pragma unroll 8
+    for (int step = first; step < end; step++) {
+        ring_place own = *slot;
+        row_scales<S> next = x;
+#pragma unroll
+        for (int wave = 0; wave < S::WAVES; wave++) {
+            float c[S::T / 2];
+            uint32_t at = own.index * STAGE;
+            multiply_rows<S>(left + at + wave * WAVE, right + at, c);
+            if (wave == S::WAVES - 1) {
+                advance(slot, t->stages);
+                if (step + 1 < end) {
+                    await(t, slot);
+                    next = scales_of_rows<S>(scales + slot->index * S::tokens, ahead);
+                }
+                if (S::groups)
+                    ahead = line[min(step + 2, end - 1)];
+            }
+            wgmma_wait<0>();
+            if (wave == S::WAVES - 1)
+                release<S>(t, &own);
+            stay_here(c);
+            promote_rows<S>(sum[wave], c, x.wave[wave]);
+            stay_here(sum[wave]);
+        }
+        x = next;
     }
 }
 
@@ -306,7 +292,7 @@ static __device__ __forceinline__ void multiply(const consumer_ring *t, block_sc
     if (S::by_steps && steps <= 0)
         return;
     if constexpr (S::tokens_first)
-        multiply_in_halves<S>(t, block, first, steps, slot, sum);
+        multiply_by_rows<S>(t, block, first, steps, slot, sum);
     else if constexpr (S::two_sets)
         multiply_in_two_sets<S>(t, block, first, steps, slot, sum);
     else
