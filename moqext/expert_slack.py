@@ -25,6 +25,9 @@ and what there was before they cut 33 numbers 13 bits behind the leading one of 
 at most and by half of that and more in few of a million sums; one 32 does not know of the next.
 """
 
+_ROUNDED_D = 2.0**-8
+"""Half an ulp of bfloat16, of a value."""
+
 _OFTEN = 2.0
 """Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
@@ -38,6 +41,11 @@ Params = dict[str, NDArray[Any]]
 def sums_in_cores(kernel: str) -> bool:
     """Whether a kernel of experts has sums that FP8 tensor cores begin, for `expert_slack`."""
     return kernel in _CORE_KERNELS
+
+
+def rounds_d(kernel: str, dtype: str) -> bool:
+    """Whether a kernel of experts rounds the outputs of the second projection, for `expert_slack`."""
+    return kernel in _CORE_KERNELS and dtype == "bfloat16"
 
 
 def expert_slack(
@@ -54,7 +62,8 @@ def expert_slack(
         stacks: as for `reference.experts_reference`, like all that follow.
         topk_weights: [T, k].
         topk_ids: [T, k].
-        **options: of `experts_reference`, by name; and `in_cores`, as `sums_in_cores` tells.
+        **options: of `experts_reference`, by name; `in_cores`, as `sums_in_cores` tells, and
+            `rounded`, as `rounds_d` does.
     """
     algo, compute = options["quant_algo"], options.get("compute", "exact")
     size, gated = options.get("group_size"), options.get("gated", True)
@@ -88,8 +97,9 @@ def expert_slack(
         down |= given["w2"]
         weight = multiplied_weight(down, algo, compute, size)
         reach = _reach(low, high, down, weight, options)
-        terms = np.abs(_read_by(low, down, options) @ weight.T)  # of the sum over slots, which may cancel
-        np.add.at(moved, tokens, np.abs(weights) * (reach + _SUMS * terms))
+        d = np.abs(_read_by(low, down, options) @ weight.T + _bias(down))
+        error = _SUMS + options.get("rounded", False) * _ROUNDED_D  # of d: the sum over slots may cancel
+        np.add.at(moved, tokens, np.abs(weights) * (reach + error * (d + reach)))
     return moved
 
 
@@ -101,7 +111,7 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
         coded = options.get("quantized_input", False)
         a = rows.astype(np.float64) if coded else _read_by(np.asarray(rows, np.float32), half, options)
         weight = multiplied_weight(half, algo, compute, size)
-        bias = reference.as_float32(half["bias"]).astype(np.float64) if "bias" in half else 0.0
+        bias = _bias(half)
         u, slack = a @ weight.T + bias, _error_of_sums(a, weight, bias, options.get("in_cores", False))
         ends.append((u - slack, u + slack))
     keys = {key: options.get(key) for key in ("alpha", "beta", "limit")}
@@ -113,6 +123,10 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
     return rounded[0], rounded[1]
+
+
+def _bias(part: Params) -> Any:
+    return reference.as_float32(part["bias"]).astype(np.float64) if "bias" in part else 0.0
 
 
 def _reach(low: F32, high: F32, down: Params, weight: F64, options: dict[str, Any]) -> F64:

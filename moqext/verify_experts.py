@@ -22,7 +22,7 @@ from moqext.checkpoint import Checkpoint
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
 from moqext.expert_form import is_gated, role_of
-from moqext.expert_slack import expert_slack, sums_in_cores
+from moqext.expert_slack import expert_slack, rounds_d, sums_in_cores
 from moqext.expert_stacks import ExpertStacks
 from moqext.load_experts import ExpertLayer, ExpertPart, plan_parts, prepare_part
 from moqext.matrices import matrix_of
@@ -285,7 +285,9 @@ def _of_reference(
         options = {name: getattr(part.method, name) for name in _OPTIONS}
         options["compute"] = part.method.compute_for(outputs.tokens)
         if function is expert_slack:
-            options["in_cores"] = sums_in_cores(part.method.backend_for(outputs.tokens))
+            kernel = part.method.backend_for(outputs.tokens)
+            options["in_cores"] = sums_in_cores(kernel)
+            options["rounded"] = rounds_d(kernel, part.method.dtype)
         options["expert_map"] = np.full(layer.global_num_experts, -1, np.int32)
         options["expert_map"][list(part.experts)] = np.arange(len(part.experts))
         with np.errstate(invalid="ignore", over="ignore"):  # what is NaN or infinite is so on both sides

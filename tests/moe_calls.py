@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moqext import _C, MoEMethod, UnsupportedQuantization, reference
-from moqext.expert_slack import sums_in_cores
+from moqext.expert_slack import rounds_d, sums_in_cores
 
 from .linear_cases import poisoned
 from .moe_cases import assert_experts_close
@@ -96,5 +96,6 @@ def call(
 def check(y: Any, method: MoEMethod, stacks: Any, x: Any, weights: Any, ids: Any, **options: Any) -> None:
     """The contract of outputs, beyond what the rounding of g leaves undecided."""
     values = as_values(x, method.dtype)
-    cores = options.pop("in_cores", sums_in_cores(method.backend_for(len(x))))
-    assert_experts_close(y, values, stacks, weights, ids, in_cores=cores, **options_of(method), **options)
+    kernel = method.backend_for(len(x))
+    of_kernel = {"in_cores": sums_in_cores(kernel), "rounded": rounds_d(kernel, method.dtype)}
+    assert_experts_close(y, values, stacks, weights, ids, **options_of(method), **of_kernel | options)

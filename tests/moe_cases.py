@@ -250,6 +250,7 @@ def assert_experts_close(
     topk_ids: np.ndarray,
     *,
     in_cores: bool = False,
+    rounded: bool = False,
     **options: Any,
 ) -> None:
     """The contract of outputs against the reference rounded once, beyond what a rounding in the middle moves.
@@ -261,6 +262,7 @@ def assert_experts_close(
         topk_weights: [T, k].
         topk_ids: [T, k].
         in_cores: of the kernel, as for `expert_slack`.
+        rounded: likewise.
         **options: of `experts_reference`, by name; `dtype` is that of y.
     """
     dtype = options.get("dtype", "bfloat16")
@@ -270,7 +272,7 @@ def assert_experts_close(
     assert y.shape == expected.shape
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     known = ~np.isnan(expected) & (y != expected)  # equal infinities have no difference
-    slack = expert_slack(x, stacks, topk_weights, topk_ids, in_cores=in_cores, **options)
+    slack = expert_slack(x, stacks, topk_weights, topk_ids, in_cores=in_cores, rounded=rounded, **options)
     with np.errstate(invalid="ignore"):
         beyond = np.where(known, np.maximum(np.abs(y - expected) - slack, 0), 0)
     values = np.where(np.isfinite(expected), np.abs(expected), 0)

@@ -42,6 +42,20 @@ def test_outputs_that_differ_in_last_bits_pass(algo, compute, dtype, rng):
     assert np.linalg.norm(slack) < 0.1 * np.linalg.norm(y.astype(np.float64))
 
 
+def test_allowance_of_a_rounded_second_product(rng):
+    """Half an ulp of bfloat16 of each slot, and no more: d is what one slot of weight 1 gives."""
+    stacks = random_stacks(rng, "FP8", 4, 64, 64)
+    x = reference.as_float32(random_x(rng, (12, 64), "bfloat16"))
+    weights, ids = np.ones((12, 1), np.float32), random_routing(rng, 12, 1, 4)[1]
+    options = {"quant_algo": "FP8", "dtype": "bfloat16"}
+    d = reference.experts_reference(x, stacks, weights, ids, **options)
+    moved = np.abs(reference.as_float32(reference.round_to(d, "bfloat16")) - d)
+    alone = expert_slack(x, stacks, weights, ids, **options)
+    term = expert_slack(x, stacks, weights, ids, rounded=True, **options) - alone
+    assert (moved <= term).all()
+    assert (term <= 2.0**-8 * (np.abs(d) + alone) * (1 + 1e-9)).all()
+
+
 @pytest.mark.parametrize(("algo", "compute"), COMPUTES)
 def test_wrong_outputs_do_not_pass(algo, compute, rng):
     """Up before gate, a slot that is left out, the neighbour's expert, one weight for all."""

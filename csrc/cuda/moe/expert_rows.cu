@@ -2,14 +2,13 @@
  *
  *   h[r] = rounded(x[t] * w), rounded(... * pre_quant_scale[e]), quantized    for W13
  *   g[r] = rounded(act(u[r])), rounded(... * pre_quant_scale[e]), quantized   for W2
- *   y[t] = rounded(out[t] + sum_j w d[row of slot j])
  *
  * and where x is codes already, h[r] = x[t] with its scales, as they are.
  *
  * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
  * a pass before the one that writes; a thread keeps its first values for it, and makes those of
  * longer rows anew. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
- * Bound by memory: u and d are float32. */
+ * Bound by memory: u is float32. */
 #include "cuda/device/ptx.h"
 #include "cuda/device/round.h"
 #include "cuda/moe/expert_activation.h"
@@ -357,89 +356,6 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
     }
 }
 
-/* ---- the sum over slots ---- */
-
-#define SUM_THREADS 256
-#define SUM_COLUMNS 4 /* neighbouring ones of a thread */
-
-typedef struct {
-    const float *d, *weights;
-    slot_tensor weight_at;
-    const int32_t *row;
-    moq_output y;
-    int64_t first, columns;
-    int32_t top_k;
-    bool weighted, accumulate;
-    bool aligned; /* rows of d, and of y, have whole vectors of SUM_COLUMNS */
-} sum_args;
-
-/* d of SUM_COLUMNS columns; what is beyond the ends is not looked at. */
-static __device__ __forceinline__ float4 load_d(const sum_args *a, int row, int64_t column) {
-    const float *from = a->d + row * a->columns + column;
-    if (a->aligned)
-        return *(const float4 *)from;
-    float4 value = {from[0], 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 1; i < SUM_COLUMNS; i++)
-        if (column + i < a->columns)
-            (&value.x)[i] = from[i];
-    return value;
-}
-
-static __device__ __forceinline__ void store_sums(const sum_args *a, int64_t token, int64_t column,
-                                                  const float (&sum)[SUM_COLUMNS]) {
-    if (a->aligned && a->y.dtype != MOQ_DT_F32) {
-        uint2 word = {moq_narrow_pair(a->y.dtype, sum[0], sum[1]),
-                      moq_narrow_pair(a->y.dtype, sum[2], sum[3])};
-        *(uint2 *)((uint16_t *)a->y.data + token * a->y.stride + column) = word;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < SUM_COLUMNS; i++)
-        if (column + i < a->columns)
-            moq_store_output(&a->y, token, (int)column + i, sum[i], 0.0f);
-}
-
-static __global__ void __launch_bounds__(SUM_THREADS) combine(const __grid_constant__ sum_args a) {
-    constexpr int AT_ONCE = 8; /* rows of d that are asked for */
-    __shared__ int rows[MOQ_MOE_TOP_K];
-    __shared__ float weights[MOQ_MOE_TOP_K];
-    int64_t token = blockIdx.x;
-    launch_dependents();
-    wait_for_predecessor();
-    if ((int)threadIdx.x < a.top_k) {
-        int j = threadIdx.x;
-        rows[j] = a.row[token * a.top_k + j];
-        weights[j] = a.weighted ? a.weights[slot_offset(&a.weight_at, a.first + token, j)] : 1.0f;
-    }
-    __syncthreads();
-    int64_t at = (a.first + token) * a.y.stride;
-    for (int64_t column = ((int64_t)blockIdx.y * SUM_THREADS + threadIdx.x) * SUM_COLUMNS;
-         column < a.columns; column += (int64_t)gridDim.y * SUM_THREADS * SUM_COLUMNS) {
-        float sum[SUM_COLUMNS] = {};
-#pragma unroll
-        for (int i = 0; a.accumulate && i < SUM_COLUMNS; i++)
-            if (column + i < a.columns)
-                sum[i] = moq_load_one(a.y.data, at + column + i, a.y.dtype);
-        for (int first = 0; first < a.top_k; first += AT_ONCE) {
-            float4 d[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                if (first + j < a.top_k && rows[first + j] >= 0)
-                    d[j] = load_d(&a, rows[first + j], column);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                if (first + j >= a.top_k || rows[first + j] < 0)
-                    continue;
-#pragma unroll
-                for (int i = 0; i < SUM_COLUMNS; i++)
-                    sum[i] = __fadd_rn(sum[i], __fmul_rn(weights[first + j], (&d[j].x)[i]));
-            }
-        }
-        store_sums(&a, a.first + token, column, sum);
-    }
-}
-
 /* ---- launch ---- */
 
 int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
@@ -597,28 +513,6 @@ moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, co
     a.by_row = true;
     return launch("rows of experts", kernel_for<false>(rows->form, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
-}
-
-moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, const float *d,
-                        moq_err *err) {
-    const moq_moe_call *call = chunk->call;
-    sum_args a = {};
-    a.d = d;
-    a.weights = (const float *)call->weights->data;
-    a.weight_at = slot_tensor_of(call->weights);
-    a.row = groups->row;
-    a.y = {call->y->data, call->y->stride[0], call->y->dtype, MOQ_DT_NONE, NULL};
-    a.first = chunk->first;
-    a.columns = call->spec->w2.out_features;
-    a.top_k = call->spec->top_k;
-    a.weighted = !call->weights_on_input;
-    a.accumulate = call->accumulate;
-    uint64_t step = (uint64_t)(a.y.stride * (int64_t)moq_dtype_size(a.y.dtype));
-    a.aligned = a.columns % SUM_COLUMNS == 0 && ((uintptr_t)a.y.data | step) % 8 == 0;
-    int64_t spans = (a.columns + SUM_THREADS * SUM_COLUMNS - 1) / (SUM_THREADS * SUM_COLUMNS);
-    unsigned wide = (unsigned)(spans < 64 ? spans : 64);
-    return launch("combining experts", (const void *)combine, dim3((unsigned)chunk->tokens, wide),
-                  SUM_THREADS, call->stream, &a, err);
 }
 
 } // namespace moq::moe

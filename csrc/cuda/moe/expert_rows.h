@@ -45,8 +45,15 @@ moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, co
  * multiple of 16 values. */
 moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, const void *g,
                           const expert_rows *rows, moq_err *err);
-/* y from d, float32 [rows, H]. */
-moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, const float *d,
+/* d [rows, H], float32 or, H a multiple of 8, bfloat16. */
+typedef struct {
+    const void *data;
+    moq_dtype dtype;
+    bool early; /* what makes it lets others begin when it knows that the grouping is done */
+} rows_of_d;
+
+/* y from d: expert_sum.cu. */
+moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, rows_of_d d,
                         moq_err *err);
 
 } // namespace moq::moe

@@ -282,6 +282,7 @@ static __device__ __forceinline__ int place_experts(const group_args *a, const b
         tiles = scan_lanes(tiles, &all);
         if (threadIdx.x == 0)
             a->out.count[1] = m->first_tile[a->experts] = all;
+        a->out.count[2] = a->out.count[3] = 0;
 #pragma unroll 1
         for (int expert = first; expert < last; expert++) {
             int own_rows = m->begin[expert], own_tiles = m->first_tile[expert];
@@ -451,7 +452,7 @@ static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **befo
     int64_t slots = slots_of(chunk), ranges = range_count(chunk);
     slot_groups g;
     *bytes = 0;
-    g.count = take(bytes, memory, 2);
+    g.count = take(bytes, memory, 4);
     g.begin = take(bytes, memory, spec->experts);
     g.row = take(bytes, memory, slots);
     g.slot = take(bytes, memory, most_rows(chunk));

@@ -58,7 +58,8 @@ typedef struct {
 
 /* The result, all on the device. */
 typedef struct {
-    int32_t *count; /* how many rows there are, and how many tiles */
+    int32_t *count; /* how many rows there are, and how many tiles; two zeros, for kernels to count
+                       what they take of them */
     int32_t *begin; /* [E]: the first row of each expert */
     int32_t *row;   /* [slots]: the row of each slot, or -1 */
     int32_t *slot;  /* [most_rows]: the slot of each row, or -1 */

@@ -5,7 +5,7 @@
  *   3. u = rows W13^T + b13, float32                        a product of linears
  *   4. rows of act(u) as w2 takes them                      expert_rows.cu
  *   5. d = rows W2^T + b2, float32                          a product of linears
- *   6. y = the sum of d over the slots of a token           expert_rows.cu
+ *   6. y = the sum of d over the slots of a token           expert_sum.cu
  *
  * The kernels of products are those of linears, with an expert in the schedule; there is one set of
  * steps for all of them. Long inputs go in chunks of tokens whose rows fit MEMORY bytes. What lies
@@ -93,7 +93,7 @@ static moq_status run_chunk(const slot_chunk *chunk, const product_kind *kind, m
     MOQ_TRY(kind->multiply(&first, err));
     MOQ_TRY(make_rows_of_u(chunk, &groups, u, &g, err));
     MOQ_TRY(kind->multiply(&second, err));
-    return combine_rows(chunk, &groups, d, err);
+    return combine_rows(chunk, &groups, {d, MOQ_DT_F32, false}, err);
 }
 
 static moq_status run(const moq_moe_call *call, const product_kind *kind, moq_err *err) {

@@ -2,13 +2,14 @@
 #include "cuda/runtime/tensor_map.h"
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/tensor_map_pairs.h"
 
 /* Boxes; what lies outside reads as 0. */
 static moq_status encode_boxes(CUtensorMap *map, CUtensorMapDataType type,
                                CUtensorMapSwizzle swizzle, const void *data, uint32_t dims,
                                const cuuint64_t *extent, const cuuint64_t *stride,
                                const cuuint32_t *box, moq_err *err) {
-    cuuint32_t step[3] = {1, 1, 1};
+    cuuint32_t step[4] = {1, 1, 1, 1};
     const moq_driver *driver;
     MOQ_TRY(moq_cuda_find_driver(&driver, err));
     return moq_cuda_check_driver(driver->encode_tiled(map, type, dims, (void *)data, extent, stride,
@@ -41,6 +42,14 @@ moq_status moq_tensor_map_rows(CUtensorMap *map, const void *data, int64_t rows,
     cuuint64_t bytes[1] = {(cuuint64_t)stride};
     cuuint32_t box[2] = {128, box_rows};
     return encode(map, data, 2, extent, bytes, box, err);
+}
+
+moq_status moq_tensor_map_pairs(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
+                                int64_t stride, moq_err *err) {
+    cuuint64_t extent[4] = {(cuuint64_t)columns, 8, 2, (cuuint64_t)rows / 16};
+    cuuint64_t bytes[3] = {(cuuint64_t)stride * 2, (cuuint64_t)stride, (cuuint64_t)stride * 16};
+    cuuint32_t box[4] = {128, 8, 2, 4};
+    return encode(map, data, 4, extent, bytes, box, err);
 }
 
 moq_status moq_tensor_map_words(CUtensorMap *map, const void *data, int64_t rows, int64_t words,

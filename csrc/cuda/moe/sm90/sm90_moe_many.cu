@@ -7,8 +7,9 @@
  *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu,
  *                                                           sm90_moe_many_nvfp4.cu
  *   4. g as w2 takes it, where that is another thing        as 2
- *   5. d = rows W2^T + b2, float32                          as 3
- *   6. y = the sum of d over the slots of a token           expert_rows.cu
+ *   5. d = rows W2^T + b2, float32, or bfloat16 as y is,
+ *      where products are of FP8 (docs/numerics.md)         as 3
+ *   6. y = the sum of d over the slots of a token           expert_sum.cu
  *
  * u stays in registers: a block has gate and up of the same columns (sm90_moe_many_tile.h). Long
  * inputs go in chunks of tokens whose rows fit MEMORY bytes. */
@@ -82,7 +83,7 @@ static x_form x_form_of(const moq_moe_call *call) {
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     row_form form = form_of(&call->spec->w13);
     int rows = moq_moe_many_tile_rows(call->spec, call->way);
-    bool pairs = rows == 128 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
+    bool pairs = rows > 64 && (form == ROWS_TENSOR || form == ROWS_TOKEN);
     int align = form == ROWS_GROUP    ? MOQ_MOE_MANY_ALIGN
                 : form == ROWS_VALUES ? MOQ_MOE_MANY_ROWS_OF_D
                                       : 1;
@@ -98,6 +99,12 @@ static int64_t scale_stride(const slot_chunk *chunk) {
 static int64_t all_scales(const slot_chunk *chunk, row_form form, int64_t columns) {
     return scale_bytes(form, scale_stride(chunk), columns) +
            chunk->tile_rows * (int64_t)sizeof(float);
+}
+
+/* Of d. Sums of FP8 products are no more exact than its rounding; float16 has not their range. */
+static moq_dtype dtype_of_d(const moq_moe_spec *spec) {
+    bool rounded = form_of(&spec->w2) != ROWS_VALUES && spec->w2.dtype == MOQ_DT_BF16;
+    return rounded ? MOQ_DT_BF16 : MOQ_DT_F32;
 }
 
 static layout lay_out(const slot_chunk *chunk) {
@@ -124,7 +131,7 @@ static layout lay_out(const slot_chunk *chunk) {
         l.x_scales = take(&l.end, all_scales(chunk, form_of(w13), h));
     }
     int64_t after_d = l.d;
-    take(&after_d, rows * w2->out_features * (int64_t)sizeof(float));
+    take(&after_d, rows * w2->out_features * (int64_t)moq_dtype_size(dtype_of_d(spec)));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }
@@ -157,8 +164,10 @@ static moq_status bring_x(const slot_chunk *chunk, const slot_groups *groups, co
     x_form form = x_form_of(call);
     if (form == X_ROWS && (call->weights_on_input || call->w13.pre_quant_scale))
         return make_rows_of_x(chunk, groups, x, err);
-    if (form != X_AS_IS)
+    if (form != X_AS_IS) {
+        p->early = true;
         return make_rows_of_tokens(chunk, groups, x, err);
+    }
     p->gathered = true;
     p->row_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
     return MOQ_OK;
@@ -193,13 +202,15 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
     second.product.weight = &call->w2;
     second.product.rows = &g;
     second.product.out = (float *)(memory + l.d);
+    second.early = true; /* the first product has waited for the grouping */
+    second.rounds_d = dtype_of_d(spec) != MOQ_DT_F32;
     MOQ_TRY(group_slots(chunk, memory + l.groups, err));
     MOQ_TRY(bring_x(chunk, &groups, &x, &first, err));
     MOQ_TRY(multiply(&first, err));
     if (!takes_g(call))
         MOQ_TRY(bring_g(chunk, &groups, first.g, &g, err));
     MOQ_TRY(multiply(&second, err));
-    return combine_rows(chunk, &groups, second.product.out, err);
+    return combine_rows(chunk, &groups, {memory + l.d, dtype_of_d(spec), true}, err);
 }
 
 static moq_status run(const moq_moe_call *call, multiplication multiply, moq_err *err) {

@@ -24,18 +24,22 @@ typedef struct {
 } g_codes;
 
 /* As expert_product.h has it, but for what comes out: g of the layer's dtype [rows, I], rows at
- * multiples of 16 values, or its codes, or d float32 [rows, H]. */
+ * multiples of 16 values, or its codes, or d [rows, H], float32 or rounded. */
 typedef struct {
     moe::expert_product product;
     const moq_moe_spec *moe;
     bool gathered; /* rows are tokens, row_stride bytes apart, that slots ask for */
     int64_t row_stride;
-    bool first; /* of the two products: g comes out; otherwise d, which is product.out */
+    bool first;    /* of the two products: g comes out; otherwise d, which is product.out */
+    bool rounds_d; /* to bfloat16 */
+    bool early;    /* the groups are there before the predecessor has ended */
     void *g;
     g_codes codes;
 } many_product;
 
 moq_status multiply_fp8(const many_product *p, moq_err *err);
+moq_status multiply_fp8_small(const many_product *p, moq_err *err);
+moq_status multiply_fp8_large(const many_product *p, moq_err *err);
 moq_status multiply_nvfp4(const many_product *p, moq_err *err);
 moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err);
 

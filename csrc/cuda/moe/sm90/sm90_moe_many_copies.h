@@ -1,10 +1,11 @@
-/* How weights and rows come to the tiles of sm90_moe_many_tile.h: a ring in shared memory, which
- * warps of their own fill.
+/* How weights and rows of FP8 experts come to the tiles of sm90_moe_many_tile.h: a ring in shared
+ * memory, which two threads fill by the copy engine.
  *
- * W comes in boxes of the copy engine. So do rows that are side by side in memory; rows that are
- * tokens of x, each where it happens to be, are gathered 16 bytes a lane by two warps, in the
- * swizzle that the copy engine would make. They tell of a step some steps later, when what they
- * asked for has come. */
+ * The one that copies W claims tiles for its block, each while it copies the one before, and tells
+ * the others: the memory serves blocks unequally, and whoever is served well has more of them.
+ *
+ * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
+ * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_COPIES_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_COPIES_H
 
@@ -12,140 +13,137 @@
 
 namespace moq::moe_many {
 
+/* ---- tiles ---- */
+
+#define CLAIMS 4 /* that some may not have seen yet */
+
+/* In shared memory; and barriers: a place is there, everybody has seen it. */
+typedef struct {
+    int4 *place; /* expert, first row, rows, tile of W, which is -1 behind the last */
+    uint32_t full, empty;
+} claim_board;
+
+/* By the thread that claims. */
+static __device__ __forceinline__ void post_claim(const claim_board *b, ring_place *at,
+                                                  const place *p) {
+    mbarrier_wait(b->empty + 8u * at->index, at->parity ^ 1);
+    b->place[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
+    mbarrier_arrive(b->full + 8u * at->index);
+    advance(at, CLAIMS);
+}
+
+/* By the others, who then release b->empty. */
+static __device__ __forceinline__ place see_claim(const claim_board *b, const ring_place *at) {
+    mbarrier_wait(b->full + 8u * at->index, at->parity);
+    int4 p = b->place[at->index];
+    return {{p.x, p.y, p.z}, p.w};
+}
+
+/* ---- rings ---- */
+
 typedef struct {
     const CUtensorMap *map;
     uint32_t ring, full, empty; /* in shared memory; barriers of the stages */
 } copy_ring;
 
-/* S says how W is stored: box_bytes of a wave's rows of a step, box_step between steps in the map,
- * and row_unit, the rows that the map counts as one; weight_stage between stages. */
+/* copy_box_2d of a map of pairs, from row `row` on, a multiple of 16. */
+static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap *map, int column,
+                                                  int row, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+                 "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
+/* copy_box_2d_to of the same, to both blocks of a cluster. */
+static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
+                                                          int column, int row, uint32_t barrier,
+                                                          uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %7, %6;" ::"r"(to),
+        "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy), "h"((uint16_t)3)
+        : "memory");
+}
+
+/* The steps of W of a tile. */
 template <class S, product_use USE>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_ring *r) {
-    constexpr int BOXES = 2 * S::warpgroups;
-    int rank = S::pair ? (int)rank_in_cluster() : 0;
-    ring_place slot = {0, 0};
+static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_ring *r,
+                                                    const place *p, ring_place *slot) {
+    constexpr int BOXES = 2 * S::warpgroups, BOX = WAVE_ROWS * 128;
+    int first = p->rows.expert * a->height, row[BOXES];
     uint64_t policy = policy_evict_normal();
+#pragma unroll
+    for (int i = 0; i < BOXES; i++)
+        row[i] = first + row_of_wave<S, USE>(a, p->along, i / 2, i % 2);
+    for (int step = 0; step < a->steps; step++) {
+        uint32_t to = r->ring + (uint32_t)(slot->index * S::stage);
+        uint32_t full = r->full + 8u * slot->index;
+        mbarrier_wait(r->empty + 8u * slot->index, slot->parity ^ 1);
+        mbarrier_expect(full, BOXES * BOX);
+#pragma unroll
+        for (int i = 0; i < BOXES; i++)
+            copy_pairs(to + i * BOX, r->map, step * 128, row[i], full, policy);
+        advance(slot, a->stages);
+    }
+}
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_ring *r,
+                                                       const claim_board *claims) {
+    ring_place slot = {0, 0}, at = {0, 0};
     prefetch_map(r->map);
     if (!a->early)
         wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at<S>(a, q.number);
-        int first = p.rows.expert * a->height, row[BOXES];
-#pragma unroll
-        for (int i = 0; i < BOXES; i++)
-            row[i] = first + row_of_wave<S, USE>(a, p.along, i / 2, i % 2) / S::row_unit;
-        for (int step = 0; step < a->steps; step++) {
-            uint32_t to = r->ring + (uint32_t)(slot.index * S::weight_stage);
-            uint32_t full = r->full + 8u * slot.index;
-            mbarrier_wait(r->empty + 8u * slot.index, slot.parity ^ 1);
-            mbarrier_expect(full, BOXES * S::box_bytes);
-#pragma unroll
-            for (int i = 0; i < BOXES; i++) {
-                if (!S::pair)
-                    copy_box_2d(to + i * S::box_bytes, r->map, step * S::box_step, row[i], full,
-                                policy);
-                else if (i / (BOXES / 2) == rank)
-                    copy_box_2d_to(to + i * S::box_bytes, r->map, step * S::box_step, row[i], full,
-                                   policy, 3);
-            }
-            advance(&slot, a->stages);
-        }
+    int number = blockIdx.x, end = a->count[1] * a->row_tiles;
+    while (number < end) {
+        place p = place_at<S>(a, number);
+        post_claim(claims, &at, &p);
+        number = (int)gridDim.x + atomicAdd(a->claimed, 1);
+        copy_weights<S, USE>(a, r, &p, &slot);
+    }
+    place none = {{0, 0, 0}, -1};
+    post_claim(claims, &at, &none);
+}
+
+/* The steps of rows of a tile, in boxes of S::box_rows, as many as there are rows. `scales` is
+ * where those of groups go, in the first stage. */
+template <class S>
+static __device__ __forceinline__ void copy_rows(const gemm_args *a, const copy_ring *r,
+                                                 uint32_t scales, const place *p,
+                                                 ring_place *slot) {
+    constexpr int SCALES = S::groups ? S::tokens * 4 : 0;
+    uint64_t policy = policy_evict_normal();
+    int boxes = (p->rows.rows + S::box_rows - 1) / S::box_rows;
+    for (int step = 0; step < a->steps; step++) {
+        uint32_t full = r->full + 8u * slot->index;
+        uint32_t to = r->ring + (uint32_t)(slot->index * S::stage);
+        mbarrier_wait(r->empty + 8u * slot->index, slot->parity ^ 1);
+        mbarrier_expect(full, boxes * (S::box_rows * 128) + SCALES);
+        for (int i = 0; i < boxes; i++)
+            copy_box_2d(to + i * (S::box_rows * 128), r->map, step * 128,
+                        p->rows.first + i * S::box_rows, full, policy);
+        if (S::groups)
+            copy_bytes(scales + (uint32_t)slot->index * SCALES,
+                       a->x_scale + step * a->x_scale_stride + p->rows.first, SCALES, full);
+        advance(slot, a->stages);
     }
 }
 
-/* Rows come in boxes of S::box_rows, as many as there are rows. `scales` is where those of groups
- * go, in the first stage. */
 template <class S>
 static __device__ __forceinline__ void produce_rows(const gemm_args *a, const copy_ring *r,
-                                                    uint32_t scales) {
-    constexpr int SCALES = S::groups ? S::tokens * 4 : 0;
-    ring_place slot = {0, 0};
-    uint64_t policy = policy_evict_normal();
+                                                    uint32_t scales, const claim_board *claims) {
+    ring_place slot = {0, 0}, at = {0, 0};
     prefetch_map(r->map);
     wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
-        moe::row_tile rows = place_at<S>(a, q.number).rows;
-        int boxes = (rows.rows + S::box_rows - 1) / S::box_rows;
-        for (int step = 0; step < a->steps; step++) {
-            uint32_t full = r->full + 8u * slot.index;
-            uint32_t to = r->ring + (uint32_t)(slot.index * S::row_stage);
-            mbarrier_wait(r->empty + 8u * slot.index, slot.parity ^ 1);
-            mbarrier_expect(full, boxes * (S::box_rows * 128) + SCALES);
-            for (int i = 0; i < boxes; i++)
-                copy_box_2d(to + i * (S::box_rows * 128), r->map, step * 128,
-                            rows.first + i * S::box_rows, full, policy);
-            if (S::groups)
-                copy_bytes(scales + (uint32_t)slot.index * SCALES,
-                           a->x_scale + step * a->x_scale_stride + rows.first, SCALES, full);
-            advance(&slot, a->stages);
-        }
+    for (;;) {
+        place p = see_claim(claims, &at);
+        mbarrier_arrive(claims->empty + 8u * at.index);
+        advance(&at, CLAIMS);
+        if (p.along < 0)
+            return;
+        copy_rows<S>(a, r, scales, &p, &slot);
     }
-}
-
-/* ---- rows that are gathered ---- */
-
-/* Steps that were asked for and not told of yet. */
-typedef struct {
-    ring_place next; /* the first of them */
-    int count;
-} steps_on_their_way;
-
-/* Tells of the first of them, which has come. */
-static __device__ __forceinline__ void tell(const copy_ring *r, int stages, steps_on_their_way *w) {
-    fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        mbarrier_arrive(r->full + 8u * w->next.index);
-    advance(&w->next, stages);
-    w->count--;
-}
-
-/* S::lag steps are on their way, fewer than there are stages by two or more. What a warp has of a
- * tile: rows 4 * (2 * i + warp) + lane / 8, 16 bytes of them a lane. `places`
- * is shared memory for where they begin, 64 numbers. */
-template <class S>
-static __device__ __forceinline__ void gather_rows(const gemm_args *a, const copy_ring *r,
-                                                   uint32_t scales, uint32_t *places, int warp) {
-    int lane = threadIdx.x % 32, chunk = lane % 8;
-    ring_place slot = {0, 0};
-    steps_on_their_way w = {{0, 0}, 0};
-    wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<S>(a); q.number < q.end; q.number += q.stride) {
-        moe::row_tile rows = place_at<S>(a, q.number).rows;
-        int fours = (rows.rows + 3) / 4, own = (fours + 1 - warp) / GATHERERS;
-        __syncwarp();
-        for (int i = lane; i < own * 4; i += 32) {
-            int row = i / 4 * (4 * GATHERERS) + warp * 4 + i % 4;
-            places[i] = (uint32_t)source_of(a, rows.first + min(row, rows.rows - 1));
-        }
-        __syncwarp();
-        for (int step = 0; step < a->steps; step++) {
-            uint32_t to = r->ring + (uint32_t)(slot.index * S::row_stage);
-            int column = step * 128 + chunk * 16, bytes = column < a->bytes ? 16 : 0;
-            const uint8_t *from = a->x + (bytes ? column : 0);
-            mbarrier_wait(r->empty + 8u * slot.index, slot.parity ^ 1);
-#pragma unroll 4
-            for (int i = 0; i < own; i++) {
-                int row = i * (4 * GATHERERS) + warp * 4 + lane / 8;
-                copy_async_16(to + row * 128 + (chunk ^ row % 8) * 16,
-                              from + places[i * 4 + lane / 8] * a->x_stride, bytes);
-            }
-            for (int i = lane; S::groups && i < own * 4; i += 32) {
-                int row = i / 4 * (4 * GATHERERS) + warp * 4 + i % 4;
-                copy_async_4(scales + (uint32_t)(slot.index * S::tokens + row) * 4,
-                             a->x_scale + step * a->x_scale_stride + places[i], 4);
-            }
-            copy_async_commit();
-            advance(&slot, a->stages);
-            if (++w.count > S::lag) {
-                copy_async_wait<S::lag>();
-                tell(r, a->stages, &w);
-            }
-        }
-    }
-    copy_async_wait<0>();
-    while (w.count > 0)
-        tell(r, a->stages, &w);
 }
 
 /* ---- barriers ---- */
@@ -155,40 +153,48 @@ typedef struct {
     uint32_t weights, rows, empty;
 } ring_barriers;
 
-/* By all threads, before anything else. Units of packed weights arrive where rows do. */
+#define RING_BARRIERS (3 * MANY_STAGES + 2 * CLAIMS)
+
+/* Where those of claims are. */
+static __device__ __forceinline__ claim_board claims_at(const ring_barriers *b, int4 *places) {
+    uint32_t full = b->empty + 8 * MANY_STAGES;
+    return {places, full, full + 8 * CLAIMS};
+}
+
+/* By all threads, before anything else. */
 template <class S>
 static __device__ __forceinline__ ring_barriers make_barriers(const gemm_args *a,
                                                               uint64_t *memory) {
+    constexpr int WARPS = S::warpgroups * 4;
     uint32_t first = fixed_shared_address(memory);
     ring_barriers b = {first, first + 8 * MANY_STAGES, first + 16 * MANY_STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(b.weights + 8u * i, 1);
-            mbarrier_init(b.rows + 8u * i, (a->slot ? GATHERERS : 1) + (S::row_unit > 1));
-            mbarrier_init(b.empty + 8u * i, S::warpgroups * 4 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
+            mbarrier_init(b.rows + 8u * i, 1);
+            mbarrier_init(b.empty + 8u * i, WARPS * WARP_ARRIVALS);
+        }
+        claim_board claims = claims_at(&b, NULL);
+        for (int i = 0; i < CLAIMS; i++) {
+            mbarrier_init(claims.full + 8u * i, 1);
+            mbarrier_init(claims.empty + 8u * i, 1 + WARPS * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }
-    if (S::pair)
-        cluster_sync(); /* the other block knows them, too */
-    else
-        __syncthreads();
+    __syncthreads();
     return b;
 }
 
-/* The threads that copy. */
+/* The threads that copy. `scales` is as for produce_rows. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void produce(const gemm_args *a, const copy_ring *weights,
                                                const copy_ring *rows, uint32_t scales,
-                                               uint32_t (&places)[GATHERERS][BOARD / GATHERERS]) {
-    int thread = (int)threadIdx.x - S::warpgroups * 128, warp = thread / 32;
-    bool gathered = USE != OF_D && a->slot;
+                                               const claim_board *claims) {
+    int thread = (int)threadIdx.x - S::warpgroups * 128;
     if (thread == 0)
-        produce_weights<S, USE>(a, weights);
-    else if (thread == 32 && !gathered)
-        produce_rows<S>(a, rows, scales);
-    else if (warp >= 4 - GATHERERS && gathered)
-        gather_rows<S>(a, rows, scales, places[warp - (4 - GATHERERS)], warp - (4 - GATHERERS));
+        produce_weights<S, USE>(a, weights, claims);
+    else if (thread == 32)
+        produce_rows<S>(a, rows, scales, claims);
 }
 
 } // namespace moq::moe_many

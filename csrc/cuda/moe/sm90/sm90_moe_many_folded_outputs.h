@@ -1,10 +1,10 @@
-/* Outputs of the tiles of sm90_moe_many_folded.h: act(gate, up) in the layer's dtype, or d in
- * float32.
+/* Outputs of the tiles of sm90_moe_many_folded.h: act(gate, up) in the layer's dtype, or d, rounded
+ * to bfloat16 or in float32.
  *
  * A warpgroup has 32 columns of the first half of its tile and the 32 of the second that belong to
  * them; sums leave 32 tokens at a time through shared memory, by code that goes round, so that it
- * stays in the instructions' cache (docs/lab/moe.md). d is taken out by the copy engine under what
- * comes next. */
+ * stays in the instructions' cache (docs/lab/moe.md). d in float32 is taken out by the copy engine
+ * under what comes next. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_FOLDED_OUTPUTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_FOLDED_OUTPUTS_H
 
@@ -134,12 +134,14 @@ static __device__ __forceinline__ void finish_four(const terms *e, const float *
         value[i] = finish_sum(sum[i], e->factor[i / 2], i % 2 ? own.y : own.x, e->bias[i / 2]);
 }
 
-/* ---- g ---- */
+/* ---- outputs of 16 bits ---- */
 
-/* Parks g of a chunk, 64 bytes a token; where there is no gate, that of the second half behind. */
-template <bool GATED, kind_of_code KIND>
+/* Parks g of a chunk, or d, 64 bytes a token; where there is no gate, that of the second half
+ * behind. */
+template <product_use USE, kind_of_code KIND>
 static __device__ __forceinline__ void park_g(const gemm_args *a, uint32_t room, const terms *e,
                                               const float *x, const float (&sum)[16]) {
+    constexpr bool GATED = USE == OF_GATE_AND_UP;
     constexpr int KINDS = GATED ? 1 : 2;
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32;
     uint32_t matrix[KINDS][4];
@@ -149,7 +151,7 @@ static __device__ __forceinline__ void park_g(const gemm_args *a, uint32_t room,
         finish_four(e, x + 8 * j, sum + 4 * j, z);
 #pragma unroll
         for (int i = 0; i < 2 * KINDS; i++)
-            g[i] = act<KIND>(&a->act, z[i], GATED ? z[i + 2] : 1.0f);
+            g[i] = USE == OF_D ? z[i] : act<KIND>(&a->act, z[i], GATED ? z[i + 2] : 1.0f);
 #pragma unroll
         for (int i = 0; i < KINDS; i++)
             matrix[i][j] = moq_narrow_pair(a->out.dtype, g[2 * i], g[2 * i + 1]);
@@ -166,7 +168,7 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, uint32_t room
                                                int group, int64_t row, int count) {
     int thread = threadIdx.x % 128, token = thread / 4, piece = thread % 4;
 #pragma unroll
-    for (int half = 0; half < (USE == OF_ONE ? 2 : 1); half++) {
+    for (int half = 0; half < (USE == OF_GATE_AND_UP ? 1 : 2); half++) {
         int column = first_column<USE>(a, p, group, half) + piece * 8;
         uint4 word =
             load_shared(room + half * (OUT_ROWS * 64) + token * 64 + (piece ^ token / 2 % 4) * 16);
@@ -185,14 +187,14 @@ static __device__ __forceinline__ void write_folded_g(const gemm_args *a, const 
         int first = chunk * OUT_ROWS;
         float own[16];
         choose_sums(sum, chunk, own);
-        park_g<USE == OF_GATE_AND_UP, KIND>(a, room, &e, w->board->x + first, own);
+        park_g<USE, KIND>(a, room, &e, w->board->x + first, own);
         barrier_sync(2 + group, 128); /* whoever was here has stored what was in the other room */
         carry_g<USE>(a, room, p, group, p->rows.first + first, p->rows.rows - first);
         w->turn ^= 1;
     }
 }
 
-/* ---- d ---- */
+/* ---- d in float32 ---- */
 
 /* Parks d of a chunk in the 128-byte swizzle. */
 static __device__ __forceinline__ void park_d(uint32_t room, const terms *e, const float *x,
@@ -261,9 +263,12 @@ static __device__ __forceinline__ void write_folded(const gemm_args *a, const pl
                                                     folded_way *w, const float (&sum)[S::T / 2]) {
     copy_async_wait<0>();
     barrier_sync(2 + group, 128);
-    if constexpr (USE == OF_D)
-        write_folded_d<S>(a, p, group, w, sum);
-    else if (is_plain(&a->act))
+    if constexpr (USE == OF_D) {
+        if (a->d)
+            write_folded_d<S>(a, p, group, w, sum);
+        else
+            write_folded_g<S, USE, PLAIN_SILU>(a, p, group, w, sum);
+    } else if (is_plain(&a->act))
         write_folded_g<S, USE, PLAIN_SILU>(a, p, group, w, sum);
     else if constexpr (S::T == S::tokens)
         write_folded_g<S, USE, ANY_ACTIVATION>(a, p, group, w, sum);

@@ -4,7 +4,7 @@
 
 #include "core/invariant.h"
 #include "cuda/moe/sm90/sm90_moe_many.h"
-#include "cuda/moe/sm90/sm90_moe_many_copies.h"
+#include "cuda/moe/sm90/sm90_moe_many_tile.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
@@ -38,11 +38,15 @@ static gemm_args args_of(const many_product *p, int64_t steps, int64_t height, i
     a.code_stride = i;
     a.g_scale = p->codes.scales;
     a.g_scale_stride = p->codes.scale_stride;
-    a.d = e->out;
+    if (p->rounds_d)
+        a.out = {e->out, a.n, MOQ_DT_BF16, MOQ_DT_NONE, NULL};
+    else
+        a.d = e->out;
     a.output_scale = w->output_scale;
     a.bias = w->bias;
     a.parts = spec->partition_count;
-    a.early = !p->first; /* the first product has waited for the grouping */
+    a.early = p->early;
+    a.claimed = e->groups->count + (p->first ? 2 : 3);
     if (p->gathered) {
         a.slot = e->groups->slot;
         a.top_k = p->moe->top_k;
@@ -53,13 +57,18 @@ static gemm_args args_of(const many_product *p, int64_t steps, int64_t height, i
     return a;
 }
 
-/* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */
-static int lay_out(gemm_args *a, int stage, int limit) {
-    int fixed = 3 * MANY_STAGES * 8 + 6 * BOARD * 4; /* barriers, boards, places, magnitudes */
-    int stages = (limit - 1024 - fixed - MANY_TURN_BYTES) / stage;
-    a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
-    MOQ_ASSERT(a->stages >= 2);
-    return a->stages * stage + MANY_TURN_BYTES;
+/* Of FP8 products. */
+static gemm_args fp8_args_of(const many_product *p) {
+    const moe::expert_product *e = &p->product;
+    int64_t steps = (e->spec->in_features + 127) / 128;
+    gemm_args a = args_of(p, steps, e->spec->out_features, 2);
+    a.x_scale = e->rows->form == moe::ROWS_TENSOR ? NULL : (const float *)e->rows->scales;
+    a.x_scale_stride = e->rows->scale_stride;
+    a.input_scale = e->weight->input_scale;
+    a.block_scale = (const float *)e->weight->weight_scale;
+    a.block_step = moq_linear_block_rows(e->spec) * steps;
+    a.partitions = moq_partitions_of(e->spec);
+    return a;
 }
 
 /* `more` are two maps of kernels that take them behind their arguments. */

@@ -127,11 +127,17 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     make_codes(const __grid_constant__ code_args a) {
     int source = (int)(blockIdx.x * ROW_WARPS + threadIdx.x / 32);
     moq_chunk chunk[AT_ONCE];
-    launch_dependents();
+    if (a.by_row)
+        launch_dependents();
+    else if (source < a.sources) /* x was there before the grouping began */
+        load_span(&a, source, 0, chunk);
     wait_for_predecessor();
+    if (!a.by_row)
+        launch_dependents(); /* which know by then that the grouping is done */
     if (source >= a.sources)
         return;
-    load_span(&a, source, 0, chunk);
+    if (a.by_row)
+        load_span(&a, source, 0, chunk);
     target own = target_of_lane<FORM>(&a, source);
     uint32_t rows = __ballot_sync(0xffffffffu, own.row >= 0);
     float scale = 0.0f;
@@ -179,8 +185,8 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
     copy_values(const __grid_constant__ code_args a) {
     int source = (int)(blockIdx.x * ROW_WARPS + threadIdx.x / 32);
     moq_chunk chunk[AT_ONCE];
-    launch_dependents();
     wait_for_predecessor();
+    launch_dependents(); /* which know by then that the grouping is done */
     if (source >= a.sources)
         return;
     target own = target_of_lane<moe::ROWS_VALUES>(&a, source);

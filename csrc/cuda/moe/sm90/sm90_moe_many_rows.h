@@ -7,7 +7,8 @@
 namespace moq::moe_many {
 
 /* make_rows_of_x of ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES, values of 16 bits, K a
- * multiple of 16, where router weights are not on the input and x has no factors. */
+ * multiple of 16, where router weights are not on the input and x has no factors. What follows may
+ * read the groups before it waits. */
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                const moe::expert_rows *rows, moq_err *err);
 

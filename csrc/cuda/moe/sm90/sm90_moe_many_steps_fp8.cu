@@ -4,8 +4,8 @@
  *   2. rows of codes of x, one a slot, and their scales  sm90_moe_many_codes.cu
  *   3. g = rounded(act(rows W13^T + b13))                sm90_moe_many_nvfp4_fp8.cu
  *   4. rows of codes of g and their scales               as 2
- *   5. d = rows W2^T + b2, float32                       as 3
- *   6. y = the sum of d over the slots of a token        expert_rows.cu
+ *   5. d = rows W2^T + b2, float32, or bfloat16 as y is  as 3
+ *   6. y = the sum of d over the slots of a token        expert_sum.cu
  *
  * A scale of g is that of a whole row, of which no block has all columns, so that g is written.
  * Long inputs go in chunks of tokens whose rows fit MEMORY bytes. */
@@ -40,6 +40,11 @@ static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t toke
     return {call, first, tokens, moq_moe_folded_tile_rows(call->way), 1, false};
 }
 
+/* Of d. Sums of FP8 products are no more exact than its rounding; float16 has not their range. */
+static moq_dtype dtype_of_d(const moq_moe_spec *spec) {
+    return spec->w2.dtype == MOQ_DT_BF16 ? MOQ_DT_BF16 : MOQ_DT_F32;
+}
+
 static folded_layout lay_out(const slot_chunk *chunk) {
     const moq_moe_spec *spec = chunk->call->spec;
     int64_t rows = most_rows(chunk), h = spec->w2.out_features, i = spec->w2.in_features;
@@ -52,7 +57,7 @@ static folded_layout lay_out(const slot_chunk *chunk) {
     l.x = take(&l.end, rows * h);
     l.x_scales = take(&l.end, rows * (int64_t)sizeof(float));
     int64_t after_d = l.d;
-    take(&after_d, rows * h * (int64_t)sizeof(float));
+    take(&after_d, rows * h * (int64_t)moq_dtype_size(dtype_of_d(spec)));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }
@@ -89,12 +94,14 @@ static moq_status run_chunk(const slot_chunk *chunk, moq_err *err) {
     second.product.weight = &call->w2;
     second.product.rows = &g;
     second.product.out = (float *)(memory + l.d);
+    second.early = true; /* the first product has waited for the grouping */
+    second.rounds_d = dtype_of_d(spec) != MOQ_DT_F32;
     MOQ_TRY(group_slots(chunk, memory + l.groups, err));
     MOQ_TRY(make_row_codes_of_x(chunk, &groups, &codes_of_x, err));
     MOQ_TRY(multiply_nvfp4_fp8(&first, err));
     MOQ_TRY(make_row_codes_of_g(chunk, &groups, first.g, &codes_of_g, err));
     MOQ_TRY(multiply_nvfp4_fp8(&second, err));
-    return combine_rows(chunk, &groups, second.product.out, err);
+    return combine_rows(chunk, &groups, {memory + l.d, dtype_of_d(spec), true}, err);
 }
 
 extern "C" moq_status moq_cuda_moe_nvfp4_fp8_many(const moq_moe_call *call, moq_err *err) {
