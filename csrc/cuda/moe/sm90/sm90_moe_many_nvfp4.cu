@@ -5,8 +5,8 @@
  *
  * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 94 of a warp for a
  * unit with the rest of the loop, so 750 of a scheduler for a step of 512 rows of W by 64 columns,
- * for which memory takes some 800 cycles; with many rows the tensor cores, 1152 cycles of products a
- * step of 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each
+ * for which memory takes some 800 cycles; with many rows the tensor cores, 1152 cycles of products
+ * a step of 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each
  * other. */
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_outputs.h"

@@ -3,14 +3,14 @@
  *
  * A tile is 512 rows of an expert's W by up to 64 rows of tokens, which are the columns of the
  * products, or 256 rows by up to 128, or 128 by up to 288. Of four warpgroups each multiplies two
- * waves of 64 rows or one, of two warpgroups one.
- * In the first product half of these are rows of gate and half are the rows of up beside them: a
- * wave of each, or, of one wave, 32 rows of each. A step is 64 columns, a unit of each slab and 128
- * bytes of each row, in a ring of steps. Four warps fill it: rows that are tokens of x, each where
- * it happens to be, they gather, 16 bytes a lane in the swizzle that the copy engine would make;
- * everything else comes by the copy engine.
+ * waves of 64 rows or one, of two warpgroups one. In the first product half of these are rows of
+ * gate and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of each. A
+ * step is 64 columns, a unit of each slab and 128 bytes of each row, in a ring of steps. Four warps
+ * fill it: rows that are tokens of x, each where it happens to be, they gather, 16 bytes a lane in
+ * the swizzle that the copy engine would make; everything else comes by the copy engine.
  *
- * What bounds it: the memory with few rows, the tensor cores with many. */
+ * What bounds it: not the copies, but where rows are many the L2, which delivers 36 bytes a cycle
+ * and multiprocessor to tiles of 288. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 
