@@ -2,12 +2,11 @@
 
 vLLM's models call a kernel for each, which know no programmatic launch; that is a tenth of a token's time for
 small models. Nothing in vLLM stands for the three together, so the forward of a model's attention is replaced
-where its source is one of those that are known here, and its own stays where it is not, and call by call
-where the tensors are others. In a graph that torch.compile makes the kernel is an operation.
+where its source is one of those that are known here, and its own stays where it is not, in what torch.compile
+makes, and call by call where the tensors are others.
 
-The cache is written in eager mode and in graphs of the device, where vLLM's own function for that is a known
-one, too, which says how the cache is laid out, and where it has the dtype of the model; vLLM's function then
-passes over the call. torch.compile's graphs end at that function.
+The cache is written where vLLM's own function for that is a known one, too, which says how the cache is laid
+out, and where it has the dtype of the model; vLLM's function then passes over the call.
 """
 
 import functools
@@ -22,7 +21,8 @@ import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from moqext_torch.heads import turn_heads
+from moqext import ops
+from moqext_torch.op import is_plain_call
 from moqext_vllm.kv_cache import MoqextKVCacheMethod
 from moqext_vllm.settings import runs_ops
 
@@ -103,16 +103,15 @@ def forward_with_norms(self: Any, positions: torch.Tensor, hidden_states: torch.
 def _run(
     self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, q_norm: Any, k_norm: Any
 ) -> torch.Tensor:
-    if not self.moqext_turns:
+    if torch.compiler.is_compiling() or not self.moqext_turns:
         result: torch.Tensor = self.moqext_own_forward(positions, hidden_states)
         return result
     qkv, _ = self.qkv_proj(hidden_states)
     sizes, rotary = [self.q_size, self.kv_size, self.kv_size], self.rotary_emb
     cache: dict[str, torch.Tensor] = {}
     if _fits(qkv, positions, q_norm):
-        if not torch.compiler.is_compiling():
-            cache = _find_cache(self.attn, qkv)
-        turn_heads(
+        cache = _find_cache(self.attn, qkv)
+        ops.turn_heads(
             qkv,
             positions,
             rotary._match_cos_sin_cache_dtype(qkv),
@@ -210,10 +209,12 @@ def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:
 
 
 def _fits(qkv: torch.Tensor, positions: torch.Tensor, q_norm: Any) -> bool:
-    """Whether moqext has a call: with one position for each row, and on the CPU in a compiled graph alone."""
+    """Whether moqext has a call: what nobody watches, on CUDA, with one position for each row."""
     return (
-        (qkv.dtype in (torch.bfloat16, torch.float16) if qkv.is_cuda else torch.compiler.is_compiling())
+        qkv.is_cuda
+        and is_plain_call(qkv)
         and qkv.dim() == 2
+        and qkv.dtype in (torch.bfloat16, torch.float16)
         and (q_norm is None or q_norm.weight.dtype == qkv.dtype)
         and positions.dim() == 1
         and positions.dtype == torch.int64

@@ -110,22 +110,18 @@ def codes_of_norms(directory):
     say([generate(llm), sum(counts), len(counts)])
 
 
-def heads(directory, how):
+def heads(directory):
     """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
 
-    In "eager" mode, which means graphs on a GPU, or "compiled". On the CPU it never does: what stands in its
-    place then is vLLM's own, by the forward of the plug-in, or in a compiled graph its steps.
+    On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
     """
     from moqext import ops as functions
 
     calls, turn_heads = [], functions.turn_heads
     functions.turn_heads = lambda *args, **options: calls.append(options) or turn_heads(*args, **options)
-    steps, rotate = [], functions.rotary_embedding
-    functions.rotary_embedding = lambda *args: steps.append(1) or rotate(*args)
-    options = {"enforce_eager": False} if how == "compiled" else GRAPHS if ON_CUDA else {}
-    llm = make_engine(directory, hf_overrides=without_cache(directory), **options)
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
     found = generate(llm), llm.apply_model(taken_over)[0]
-    say([*found, len(calls), sum("slots" in options for options in calls), len(steps)])
+    say([*found, len(calls), sum("slots" in options for options in calls)])
 
 
 def taken_over(model):

@@ -92,16 +92,13 @@ def test_norms_write_codes_beside_their_values(engine, expected):
 
 
 @pytest.mark.parametrize("name", ["llama_fp8_kvfp8", "qwen3moe_fp8", "qwen3moe_nvfp4"])
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_attention_turns_its_heads_by_moqext(engine, expected, name, how):
-    found = engine("heads", DATA / "checkpoints" / name, how, MOQEXT_VLLM_OPS="1")[0]
-    tokens, attentions, calls, stored, steps = found
+def test_attention_turns_its_heads_by_moqext(engine, expected, name):
+    tokens, attentions, calls, stored = engine("heads", DATA / "checkpoints" / name, MOQEXT_VLLM_OPS="1")[0]
     assert_same(tokens, expected[name])
     layers = json.loads((DATA / "checkpoints" / name / "config.json").read_text())["num_hidden_layers"]
     assert attentions == layers
     assert (calls > 0) == on_cuda()
-    assert (stored > 0) == (on_cuda() and how == "eager")
-    assert (steps > 0) == (not on_cuda() and how == "compiled")
+    assert (stored > 0) == on_cuda()
 
 
 def test_routers_have_their_linear_from_moqext(engine, expected):
