@@ -22,6 +22,7 @@ typedef struct {
     int rows; /* of a tile */
     double read, products, tile, x;
     int together; /* tiles that an expert has a multiple of */
+    bool deep;
 } pace;
 
 typedef struct {
@@ -30,8 +31,11 @@ typedef struct {
 } format;
 
 static const format PACKED = {
-    3,
-    {{64, 3.8e12, 2.4e14, 12, 0, 1}, {128, 4e12, 3e14, 24, 4, 1}, {288, 3.4e12, 4.2e14, 76, 6, 1}}};
+    4,
+    {{64, 3.8e12, 2.4e14, 12, 0, 1},
+     {128, 4e12, 3e14, 24, 4, 1},
+     {288, 3.4e12, 4.2e14, 76, 6, 1},
+     {64, 3.7e12, 2.3e14, 12, 0, 1, true}}};
 static const format FP8 = {2, {{64, 4.1e12, 7.2e14, 48, 1, 1}, {136, 3.6e12, 7.2e14, 24, 1, 2}}};
 static const format FP8_BY_TOKEN = {
     2, {{64, 4e12, 6.4e14, 48, 1, 1}, {136, 3.3e12, 5.8e14, 16, 1, 2}}};
@@ -67,6 +71,10 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
 
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way) {
     return format_of(spec)->way[moq_form_row(way.form)].rows;
+}
+
+bool moq_moe_many_deep(const moq_moe_spec *spec, moq_way way) {
+    return format_of(spec)->way[moq_form_row(way.form)].deep;
 }
 
 /* Layers without a gate have the small tiles alone. */

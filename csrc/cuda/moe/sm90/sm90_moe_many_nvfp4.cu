@@ -58,7 +58,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
-    } else if constexpr (S::waves == 1) {
+    } else if constexpr (S::tokens == 128) {
         make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &way);
@@ -105,7 +105,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, warpgroups, box_slabs, box_rows, at_once;
+    int stage, room, warpgroups, box_slabs, units, box_rows, at_once;
     const void *kernel;
 } unit_variant;
 
@@ -114,6 +114,7 @@ template <class S> static unit_variant variant_of(void) {
             S::warpgroups * (S::room + 4 * 2 * S::scales),
             S::warpgroups,
             S::box_slabs,
+            S::units,
             S::box_rows,
             S::at_once,
             (const void *)experts_of_units<S>};
@@ -121,9 +122,12 @@ template <class S> static unit_variant variant_of(void) {
 
 /* Layers without a gate have small tiles. */
 template <nvfp4_many::operand_type TYPE>
-static unit_variant variant_for(int rows, product_use use) {
+static unit_variant variant_for(int rows, bool deep, product_use use) {
     if (use == OF_ONE)
         return variant_of<unit_shape<TYPE, OF_ONE, 64, 64>>();
+    if (deep)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
     if (rows == 64)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
@@ -147,17 +151,17 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     const moq_linear_spec *spec = e->spec;
     unit_variant v = spec->dtype == MOQ_DT_F16
-                         ? variant_for<nvfp4_many::AS_F16>(e->tile_rows, use_of(p))
-                         : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, use_of(p));
+                         ? variant_for<nvfp4_many::AS_F16>(e->tile_rows, p->deep, use_of(p))
+                         : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, p->deep, use_of(p));
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    gemm_args a = args_of(p, blocks, slabs, v.box_slabs / WAVE_SLABS);
+    gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, v.box_slabs, UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.box_slabs, v.units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,

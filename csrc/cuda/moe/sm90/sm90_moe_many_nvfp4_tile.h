@@ -27,18 +27,24 @@ namespace moq::moe_many {
 #define HANDED   2048
 #define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
 
-/* Tiles of up to MOST rows, of which N are multiplied. */
-template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struct unit_shape {
+/* Tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of columns. */
+template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1>
+struct unit_shape {
     static constexpr nvfp4_many::operand_type type = TYPE;
     static constexpr product_use use = FOR;
     static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
     static constexpr bool large = MOST > 128;
-    static constexpr int warpgroups = large ? 2 : 4, waves = MOST > 64 ? 1 : 2, tokens = MOST;
+    static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
+    static constexpr int waves = MOST > 64 || UNITS > 1 ? 1 : 2;
+    static constexpr int own_units = waves * units; /* of a warp in a step */
     static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
     static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
     static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
-    static constexpr int token_bytes = tokens * 128, weight_bytes = warpgroups * waves * WAVE_BYTES;
+    static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
+    static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
+    /* From one unit of a warp to the next. */
+    static constexpr int unit_bytes = units > 1 ? MOQ_PACK_BYTES : weight_bytes / 2;
     static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
     static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
     static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
@@ -46,10 +52,10 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
     static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
      * less room. */
-    static constexpr int depth = waves == 1 || N == 64 ? 2 : 4;
-    /* Bytes of scales of a step that a warp makes for its lanes: [wave][row g][group, rows g and
+    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
+    /* Bytes of scales of a step that a warp makes for its lanes: [unit][row g][group, rows g and
      * g + 8]. */
-    static constexpr int scales = waves * 128;
+    static constexpr int scales = own_units * 128;
     static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
     /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
      * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
@@ -59,7 +65,7 @@ template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N> struc
                                     ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
                                 : from_registers ? 0
                                                  : D_PIECES * piece_bytes;
-    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M>;
+    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS>;
 };
 
 /* ---- the order of tiles ---- */
@@ -71,7 +77,7 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
         return S::tokens;
     if (S::large)
         return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
-    if (S::waves == 1)
+    if (S::tokens == 128)
         return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
     return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
@@ -80,7 +86,7 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
 template <class S> static __device__ __forceinline__ int width_after(int width) {
     if (S::large)
         return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    return S::waves == 1 && width <= 64 ? width - 32 : width - 16;
+    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
 }
 
 /* The first tiles of a block, each a lane's: all warps go through them once for every width, which
@@ -145,7 +151,7 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
     mbarrier_expect(full, S::weight_bytes);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        copy_box_2d(to + i * S::box_slabs * MOQ_PACK_BYTES, f->units, step * UNIT_WORDS,
+        copy_box_2d(to + i * (S::weight_bytes / 2), f->units, step * (S::units * UNIT_WORDS),
                     slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : S::box_slabs), full, policy);
 }
 
@@ -172,10 +178,13 @@ static __device__ __forceinline__ void copy_rows(const gemm_args *a, const feed 
     int boxes = (p->rows.rows + S::box_rows - 1) / S::box_rows;
     uint32_t full = f->full + 8u * slot->index;
     uint32_t to = f->x + (uint32_t)(slot->index * S::token_bytes);
-    mbarrier_expect(full, boxes * BOX);
+    mbarrier_expect(full, S::units * boxes * BOX);
     for (int i = 0; i < boxes; i++)
-        copy_box_2d(to + i * BOX, f->rows, step * 128, p->rows.first + i * S::box_rows, full,
-                    policy);
+#pragma unroll
+        for (int unit = 0; unit < S::units; unit++)
+            copy_box_2d(to + unit * S::panel_bytes + i * BOX, f->rows,
+                        (step * S::units + unit) * 128, p->rows.first + i * S::box_rows, full,
+                        policy);
 }
 
 template <class S>
@@ -211,18 +220,27 @@ static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, co
     return g;
 }
 
-/* Asks for 64 columns of rows 8 * i + own, 16 bytes of each a lane. `to` is where the first one
- * goes. */
+/* Asks for a step's columns of rows 8 * i + own, 16 bytes of each 64 a lane. `to` is where the
+ * first one goes. */
 template <class S>
 static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows *g,
                                                    int rows, int own, int step, uint32_t to) {
-    int column = step * 128 + (int)threadIdx.x % 8 * 16, bytes = column < a->bytes ? 16 : 0;
-    const uint8_t *from = a->x + (bytes ? column : 0);
+    int column = step * (S::units * 128) + (int)threadIdx.x % 8 * 16;
+    const uint8_t *from[S::units];
+    int bytes[S::units];
+#pragma unroll
+    for (int unit = 0; unit < S::units; unit++, column += 128) {
+        bytes[unit] = column < a->bytes ? 16 : 0;
+        from[unit] = a->x + (bytes[unit] ? column : 0);
+    }
 #pragma unroll
     for (int i = 0; i < S::tokens / 8; i++)
         if (8 * i < rows) {
             uint32_t offset = __shfl_sync(0xffffffffu, g->offset[i / 4], 8 * i % 32 + own);
-            copy_async_16(to + i * 1024, from + (uint64_t)offset * 16, bytes);
+#pragma unroll
+            for (int unit = 0; unit < S::units; unit++)
+                copy_async_16(to + unit * S::panel_bytes + i * 1024,
+                              from[unit] + (uint64_t)offset * 16, bytes[unit]);
         }
 }
 
@@ -269,7 +287,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* The warps that copy. */
 template <class S> static __device__ __forceinline__ void fill(const gemm_args *a, const feed *f) {
     int warp = (int)threadIdx.x / 32 - S::warpgroups * 4;
-    bool gathering = S::waves == 2 && S::use != OF_D && a->slot;
+    bool gathering = S::tokens == 64 && S::use != OF_D && a->slot;
     if (warp == 0)
         produce_units<S>(a, f);
     else if (gathering && warp == 3)
