@@ -30,12 +30,11 @@ typedef struct {
     pace way[MOQ_MOE_MANY_WAYS];
 } format;
 
-static const format PACKED = {
-    4,
-    {{64, 3.8e12, 2.4e14, 12, 0, 1},
-     {128, 4e12, 3e14, 24, 4, 1},
-     {288, 3.4e12, 4.2e14, 76, 6, 1},
-     {64, 3.7e12, 2.3e14, 12, 0, 1, true}}};
+static const format PACKED = {4,
+                              {{64, 3.8e12, 2.4e14, 12, 0, 1},
+                               {128, 4e12, 3e14, 24, 4, 1},
+                               {288, 3.4e12, 4.2e14, 76, 6, 1},
+                               {64, 3.7e12, 2.3e14, 12, 0, 1, true}}};
 static const format FP8 = {2, {{64, 4.1e12, 7.2e14, 48, 1, 1}, {136, 3.6e12, 7.2e14, 24, 1, 2}}};
 static const format FP8_BY_TOKEN = {
     2, {{64, 4e12, 6.4e14, 48, 1, 1}, {136, 3.3e12, 5.8e14, 16, 1, 2}}};

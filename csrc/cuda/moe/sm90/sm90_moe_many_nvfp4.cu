@@ -16,7 +16,7 @@ namespace moq::moe_many {
 
 /* The tiles of the block, and the outputs on their way, of a warpgroup. */
 typedef struct {
-    const tile_board *tiles;
+    claim_reader tiles;
     uint32_t room;
     int next; /* piece of d */
     maps_of_d maps;
@@ -26,7 +26,7 @@ typedef struct {
 template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   ring_place *slot, int group, way_of_units *way) {
-    for_tiles<S>(a, way->tiles, S::T, [&](place p) {
+    for_tiles_of_width<S>(a, &way->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
         terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
         multiply<S>(t, a->steps, slot, sum);
@@ -52,6 +52,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
     ring_place slot = {0, 0};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
+    next_claim(&way.tiles);
     make_tiles<S>(a, t, &slot, group, &way);
     if constexpr (S::large) {
         make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &way);
@@ -73,6 +74,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         store_wait<0>();
 }
 
+#define BARRIERS (3 * MANY_STAGES + 2 * CLAIMS)
+
 template <class S>
 static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     experts_of_units(const __grid_constant__ CUtensorMap weights,
@@ -80,21 +83,22 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
                      const __grid_constant__ CUtensorMap whole_d,
                      const __grid_constant__ CUtensorMap eight_of_d) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[3 * MANY_STAGES];
+    __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ tile_board tiles;
     uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MANY_STAGES;
     uint32_t gathered = empty + 8 * MANY_STAGES;
     uint32_t x = fixed_shared_address(smem), room = x + a.stages * S::token_bytes;
     uint32_t scales = room + S::warpgroups * S::room;
     uint32_t units = scales + S::warpgroups * 4 * 2 * S::scales;
-    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered};
-    set_up<S>(&a, &f, &tiles);
+    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered, gathered + 8 * MANY_STAGES};
+    set_up<S>(&a, &f);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         unit_reader t = reader_of<S>(&f, scales, a.stages);
-        consume<S>(&a, &t, group, {&tiles, room + group * S::room, 0, {&whole_d, &eight_of_d}});
+        consume<S>(&a, &t, group,
+                   {{&tiles, f.posted}, room + group * S::room, 0, {&whole_d, &eight_of_d}});
     } else {
         fewer_registers<S::copier_registers>();
         fill<S>(&a, &f);
@@ -140,8 +144,7 @@ static unit_variant variant_for(int rows, bool deep, product_use use) {
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
-    int stages =
-        (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
+    int stages = (limit - 1024 - BARRIERS * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;

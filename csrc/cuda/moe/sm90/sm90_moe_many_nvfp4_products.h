@@ -23,9 +23,9 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
                                                         int stages) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int slab = S::mixed ? warp % 4 / 2 * S::box_slabs + warp / 4 * 2 + warp % 2 : warp;
-    uint32_t unit = f->weights + slab * (S::units * MOQ_PACK_BYTES), of_warp = scales + warp * (2 * S::scales);
-    uint32_t four =
-        S::own_units == 1 ? lane / 2 * 4 : lane / 16 * S::unit_bytes + lane % 16 * 4;
+    uint32_t unit = f->weights + slab * (S::units * MOQ_PACK_BYTES),
+             of_warp = scales + warp * (2 * S::scales);
+    uint32_t four = S::own_units == 1 ? lane / 2 * 4 : lane / 16 * S::unit_bytes + lane % 16 * 4;
     return {{f->full, f->empty, wgmma_operand(f->x), unit + moq_pack_word_at(lane / 4, lane % 4, 0),
              unit + MOQ_PACK_SCALES + four, stages},
             kept(of_warp + lane * (S::own_units * 4)),

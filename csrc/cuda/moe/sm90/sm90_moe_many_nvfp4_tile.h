@@ -14,130 +14,18 @@
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_TILE_H
 
-#include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
-#include "cuda/moe/sm90/sm90_moe_many_tile.h"
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_claims.h"
 
 namespace moq::moe_many {
-
-#define UNIT_WORDS (MOQ_PACK_BYTES / 8)
-#define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
-#define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
-#define COPIERS    2 /* warps that gather rows */
-/* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
-#define HANDED   2048
-#define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
-
-/* Tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of columns. */
-template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1>
-struct unit_shape {
-    static constexpr nvfp4_many::operand_type type = TYPE;
-    static constexpr product_use use = FOR;
-    static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
-    static constexpr bool large = MOST > 128;
-    static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
-    static constexpr int waves = MOST > 64 || UNITS > 1 ? 1 : 2;
-    static constexpr int own_units = waves * units; /* of a warp in a step */
-    static constexpr int T = N;
-    static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
-    static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
-    static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
-    static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
-    static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
-    /* From one unit of a warp to the next. */
-    static constexpr int unit_bytes = units > 1 ? MOQ_PACK_BYTES : weight_bytes / 2;
-    static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
-    static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
-    static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
-    /* Rows whose products are one instruction, of those that come first. */
-    static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
-    /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
-     * less room. */
-    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
-    /* Bytes of scales of a step that a warp makes for its lanes: [unit][row g][group, rows g and
-     * g + 8]. */
-    static constexpr int scales = own_units * 128;
-    static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
-    /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
-     * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
-    static constexpr bool from_registers = MOST == 64;
-    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = at_once * 256;
-    static constexpr int room = FOR != OF_D
-                                    ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
-                                : from_registers ? 0
-                                                 : D_PIECES * piece_bytes;
-    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS>;
-};
-
-/* ---- the order of tiles ---- */
-
-/* How many columns of products a tile of so many rows has: one of a few numbers, for each of which
- * there is code; the largest one for what is rarely asked for, which is compiled for that alone. */
-template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
-    if (S::use != OF_D && !is_plain(&a->act))
-        return S::tokens;
-    if (S::large)
-        return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
-    if (S::tokens == 128)
-        return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
-    return rows > 16 ? (rows + 15) / 16 * 16 : 16;
-}
-
-/* Widths from the largest one on, 0 behind the last. */
-template <class S> static __device__ __forceinline__ int width_after(int width) {
-    if (S::large)
-        return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
-}
-
-/* The first tiles of a block, each a lane's: all warps go through them once for every width, which
- * would look at memory again. */
-typedef struct {
-    int end; /* of all tiles */
-    place tile[32];
-} tile_board;
-
-/* By one warp; the others may look after the block has met. */
-template <class S>
-static __device__ __forceinline__ void post_tiles(const gemm_args *a, tile_board *b) {
-    tile_queue q = tiles_of_block<S>(a);
-    int lane = threadIdx.x % 32, own = q.number + lane * q.stride;
-    if (own < q.end)
-        b->tile[lane] = place_at<S>(a, own);
-    if (lane == 0)
-        b->end = q.end;
-}
-
-/* The tile of a block that comes `i`-th from tile `number` on. */
-template <class S>
-static __device__ __forceinline__ place tile_from(const gemm_args *a, const tile_board *b,
-                                                  int number, int i) {
-    return number == (int)blockIdx.x ? b->tile[i] : place_at<S>(a, number + i * (int)gridDim.x);
-}
-
-/* Calls `make` for the tiles of a block that have this width. Tiles of one width follow each other:
- * where the loop over tiles has code for several, ptxas finds no registers for their products
- * (docs/lab/moe.md). By whole warps, a lane of which looks at every 32nd tile. */
-template <class S, class F>
-static __device__ __forceinline__ void for_tiles(const gemm_args *a, const tile_board *b, int width,
-                                                 F make) {
-    int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int number = (int)blockIdx.x; number < b->end; number += 32 * (int)gridDim.x) {
-        bool suits = number + lane * (int)gridDim.x < b->end &&
-                     width_of<S>(a, tile_from<S>(a, b, number, lane).rows.rows) == width;
-        uint32_t left = __ballot_sync(0xffffffffu, suits);
-#pragma unroll 1
-        for (; left; left &= left - 1)
-            make(tile_from<S>(a, b, number, __ffs((int)left) - 1));
-    }
-}
 
 /* ---- the copy engine ---- */
 
 typedef struct {
     const CUtensorMap *units, *rows;
-    const tile_board *tiles;
-    uint32_t weights, x, full, empty, gathered; /* in shared memory: the ring, and barriers */
+    tile_board *tiles;
+    /* In shared memory: the ring, and barriers; behind those of posted claims those of seen ones.
+     */
+    uint32_t weights, x, full, empty, gathered, posted;
 } feed;
 
 /* Asks for a step's units of a tile. */
@@ -155,19 +43,28 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
                     slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : S::box_slabs), full, policy);
 }
 
+/* Claims the tiles, each while the copies of the one before are on their way. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const feed *f) {
-    ring_place slot = {0, 0};
+    ring_place slot = {0, 0}, at = {0, 0};
     uint64_t policy = policy_evict_normal();
-    for (int width = S::tokens; width; width = width_after<S>(width))
-        for_tiles<S>(a, f->tiles, width, [&](place p) {
-            for (int step = 0; step < a->steps; step++) {
-                mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
-                if (threadIdx.x % 32 == 0)
-                    copy_units<S>(a, f, &p, step, &slot, policy);
-                advance(&slot, a->stages);
-            }
-        });
+    tile_search search = {0, 0};
+    int number = (int)blockIdx.x, lane = threadIdx.x % 32;
+    while (number < f->tiles->end) {
+        place p = find_tile<S>(a, f->tiles, &search, number);
+        post_claim(f->tiles, f->posted, &at, &p);
+        if (lane == 0) /* for the tile that follows: the answer is here when its turn comes */
+            number = (int)gridDim.x + atomicAdd(a->claimed, 1);
+        for (int step = 0; step < a->steps; step++) {
+            mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
+            if (lane == 0)
+                copy_units<S>(a, f, &p, step, &slot, policy);
+            advance(&slot, a->stages);
+        }
+        number = __shfl_sync(ALL_LANES, number, 0);
+    }
+    place none = {{0, 0, 0}, -1};
+    post_claim(f->tiles, f->posted, &at, &none);
 }
 
 template <class S>
@@ -192,15 +89,14 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
     ring_place slot = {0, 0};
     uint64_t policy = policy_evict_normal();
     wait_for_predecessor();
-    for (int width = S::tokens; width; width = width_after<S>(width))
-        for_tiles<S>(a, f->tiles, width, [&](place p) {
-            for (int step = 0; step < a->steps; step++) {
-                mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
-                if (threadIdx.x % 32 == 0)
-                    copy_rows<S>(a, f, &p, step, &slot, policy);
-                advance(&slot, a->stages);
-            }
-        });
+    for_tiles(f->tiles, f->posted, [&](place p) {
+        for (int step = 0; step < a->steps; step++) {
+            mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
+            if (threadIdx.x % 32 == 0)
+                copy_rows<S>(a, f, &p, step, &slot, policy);
+            advance(&slot, a->stages);
+        }
+    });
 }
 
 /* ---- rows that are gathered ---- */
@@ -251,17 +147,16 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
     int lane = threadIdx.x % 32, own = 4 * warp + lane / 8;
     uint32_t swizzled = f->x + own * 128 + (lane % 8 ^ own) * 16;
     ring_place slot = {0, 0};
-    for (int width = S::tokens; width; width = width_after<S>(width))
-        for_tiles<S>(a, f->tiles, width, [&](place p) {
-            gathered_rows rows = find_rows(a, &p);
-            for (int step = 0; step < a->steps; step++) {
-                mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
-                gather_step<S>(a, &rows, p.rows.rows, own, step,
-                               swizzled + (uint32_t)(slot.index * S::token_bytes));
-                copy_async_arrive(f->gathered + 8u * slot.index);
-                advance(&slot, a->stages);
-            }
-        });
+    for_tiles(f->tiles, f->posted, [&](place p) {
+        gathered_rows rows = find_rows(a, &p);
+        for (int step = 0; step < a->steps; step++) {
+            mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
+            gather_step<S>(a, &rows, p.rows.rows, own, step,
+                           swizzled + (uint32_t)(slot.index * S::token_bytes));
+            copy_async_arrive(f->gathered + 8u * slot.index);
+            advance(&slot, a->stages);
+        }
+    });
 }
 
 /* Makes gathered rows known to the copy engine's side, where products read them, in the place of
@@ -270,44 +165,50 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
 template <class S>
 static __device__ __forceinline__ void let_products_see(const gemm_args *a, const feed *f) {
     ring_place slot = {0, 0};
-    for (int width = S::tokens; width; width = width_after<S>(width))
-        for_tiles<S>(a, f->tiles, width, [&](place) {
-            for (int step = 0; step < a->steps; step++) {
-                mbarrier_wait(f->gathered + 8u * slot.index, slot.parity);
-                fence_async_proxy();
-                if (threadIdx.x % 32 == 0)
-                    mbarrier_arrive(f->full + 8u * slot.index);
-                advance(&slot, a->stages);
-            }
-        });
+    for_tiles(f->tiles, f->posted, [&](place) {
+        for (int step = 0; step < a->steps; step++) {
+            mbarrier_wait(f->gathered + 8u * slot.index, slot.parity);
+            fence_async_proxy();
+            if (threadIdx.x % 32 == 0)
+                mbarrier_arrive(f->full + 8u * slot.index);
+            advance(&slot, a->stages);
+        }
+    });
 }
 
 /* ---- all of them ---- */
 
+template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
+    return S::tokens == 64 && S::use != OF_D && a->slot;
+}
+
 /* The warps that copy. */
 template <class S> static __device__ __forceinline__ void fill(const gemm_args *a, const feed *f) {
     int warp = (int)threadIdx.x / 32 - S::warpgroups * 4;
-    bool gathering = S::tokens == 64 && S::use != OF_D && a->slot;
     if (warp == 0)
         produce_units<S>(a, f);
-    else if (gathering && warp == 3)
+    else if (gathers<S>(a) && warp == 3)
         let_products_see<S>(a, f);
-    else if (gathering)
+    else if (gathers<S>(a))
         gather<S>(a, f, warp - 1);
     else if (warp == 1)
         produce_rows<S>(a, f);
 }
 
-/* Barriers of the stages, full and empty ones and those of gathered rows, and the tiles of a block.
- * By all threads, before anything else. */
+/* Barriers of the stages, full and empty ones and those of gathered rows, and of claims, and what
+ * tiles there are. By all threads, before anything else. */
 template <class S>
-static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f,
-                                              tile_board *tiles) {
+static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f) {
+    int readers = S::warpgroups * 4 + (gathers<S>(a) ? COPIERS + 1 : 1); /* of claims */
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(f->full + 8u * i, 2); /* of weights and of rows */
             mbarrier_init(f->empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
             mbarrier_init(f->gathered + 8u * i, 32 * COPIERS);
+        }
+        for (int i = 0; i < CLAIMS; i++) {
+            mbarrier_init(f->posted + 8u * i, 1);
+            mbarrier_init(f->posted + 8u * (CLAIMS + i), readers * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
         prefetch_map(f->units);
@@ -315,11 +216,9 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f,
     }
     if (threadIdx.x / 32 == 2)
         touch_parameter(*a);
-    if (threadIdx.x / 32 == 1) {
-        if (!a->early)
-            wait_for_predecessor();
-        post_tiles<S>(a, tiles);
-    }
+    if (!a->early)
+        wait_for_predecessor();
+    note_widths<S>(a, f->tiles);
     __syncthreads();
 }
 

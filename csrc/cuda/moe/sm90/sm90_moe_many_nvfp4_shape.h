@@ -1,0 +1,88 @@
+/* Shapes of tiles of NVFP4 experts on Hopper, and how many columns of products a tile has: see
+ * sm90_moe_many_nvfp4_tile.h. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_SHAPE_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_SHAPE_H
+
+#include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
+#include "cuda/moe/sm90/sm90_moe_many_tile.h"
+
+namespace moq::moe_many {
+
+#define UNIT_WORDS (MOQ_PACK_BYTES / 8)
+#define WAVE_SLABS (WAVE_ROWS / MOQ_PACK_ROWS)
+#define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
+#define COPIERS    2 /* warps that gather rows */
+/* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
+#define HANDED   2048
+#define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
+
+/* Tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of columns. */
+template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1>
+struct unit_shape {
+    static constexpr nvfp4_many::operand_type type = TYPE;
+    static constexpr product_use use = FOR;
+    static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
+    static constexpr bool large = MOST > 128;
+    static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
+    static constexpr int waves = MOST > 64 || UNITS > 1 ? 1 : 2;
+    static constexpr int own_units = waves * units; /* of a warp in a step */
+    static constexpr int T = N;
+    static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
+    static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
+    static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
+    static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
+    static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
+    /* From one unit of a warp to the next. */
+    static constexpr int unit_bytes = units > 1 ? MOQ_PACK_BYTES : weight_bytes / 2;
+    static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
+    static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
+    static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
+    /* Rows whose products are one instruction, of those that come first. */
+    static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
+    /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
+     * less room. */
+    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
+    /* Bytes of scales of a step that a warp makes for its lanes: [unit][row g][group, rows g and
+     * g + 8]. */
+    static constexpr int scales = own_units * 128;
+    static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
+    /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
+     * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
+    static constexpr bool from_registers = MOST == 64;
+    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = at_once * 256;
+    static constexpr int room = FOR != OF_D
+                                    ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
+                                : from_registers ? 0
+                                                 : D_PIECES * piece_bytes;
+    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS>;
+};
+
+/* ---- widths ---- */
+
+/* How many columns of products a tile of so many rows has: one of a few numbers, for each of which
+ * there is code; the largest one for what is rarely asked for, which is compiled for that alone. */
+template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
+    if (S::use != OF_D && !is_plain(&a->act))
+        return S::tokens;
+    if (S::large)
+        return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
+    if (S::tokens == 128)
+        return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
+    return rows > 16 ? (rows + 15) / 16 * 16 : 16;
+}
+
+/* Widths from the largest one on, 0 behind the last. */
+template <class S> static __device__ __forceinline__ int width_after(int width) {
+    if (S::large)
+        return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
+    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
+}
+
+/* How many widths there are. */
+template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
+    return S::large ? 5 : S::tokens == 128 ? 6 : 4;
+}
+
+} // namespace moq::moe_many
+
+#endif
