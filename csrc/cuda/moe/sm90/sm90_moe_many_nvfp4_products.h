@@ -7,6 +7,7 @@
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_products.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_tile.h"
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_widths.h"
 
 namespace moq::moe_many {
 
