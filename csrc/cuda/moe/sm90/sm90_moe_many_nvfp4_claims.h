@@ -8,7 +8,7 @@
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_CLAIMS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_CLAIMS_H
 
-#include "cuda/moe/sm90/sm90_moe_many_nvfp4_shape.h"
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_tile.h"
 
 namespace moq::moe_many {
 

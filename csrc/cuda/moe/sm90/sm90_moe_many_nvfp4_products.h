@@ -6,7 +6,7 @@
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_PRODUCTS_H
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_products.h"
-#include "cuda/moe/sm90/sm90_moe_many_nvfp4_tile.h"
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_widths.h"
 
 namespace moq::moe_many {
