@@ -102,6 +102,16 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const tile
 
 /* ---- claims ---- */
 
+/* Adds 1. Of an addition ptxas makes one for all lanes, whose answer it waits for at once. */
+static __device__ __forceinline__ int count_up(int32_t *counter) {
+    int before;
+    asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    return before;
+}
+
 /* By one warp. */
 static __device__ __forceinline__ void post_claim(tile_board *b, uint32_t posted, ring_place *at,
                                                   const place *p) {

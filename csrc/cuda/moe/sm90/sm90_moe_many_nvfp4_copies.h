@@ -44,16 +44,17 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const f
     int number = (int)blockIdx.x, lane = threadIdx.x % 32;
     while (number < f->tiles->end) {
         place p = find_tile<S>(a, f->tiles, &search, number);
+        int claimed = 0; /* is here when the next tile's turn comes: nothing looks at it before */
         post_claim(f->tiles, f->posted, &at, &p);
-        if (lane == 0) /* for the tile that follows: the answer is here when its turn comes */
-            number = (int)gridDim.x + atomicAdd(a->claimed, 1);
+        if (lane == 0)
+            claimed = count_up(a->claimed);
         for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             if (lane == 0)
                 copy_units<S>(a, f, &p, step, &slot, policy);
             advance(&slot, a->stages);
         }
-        number = __shfl_sync(ALL_LANES, number, 0);
+        number = (int)gridDim.x + __shfl_sync(ALL_LANES, claimed, 0);
     }
     place none = {{0, 0, 0}, -1};
     post_claim(f->tiles, f->posted, &at, &none);

@@ -142,7 +142,7 @@ static __device__ __forceinline__ void multiply(const unit_reader *t, int steps,
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             piece_operands<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
-            if (piece == PIECES - 1 && left > 1)
+            if (piece == (S::tokens == 64 ? 0 : PIECES - 1) && left > 1)
                 open_step<S>(t, &next, made);
             decode_piece<S>(&packed, own);
             if (piece < PIECES - 1)
