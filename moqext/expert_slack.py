@@ -32,6 +32,7 @@ _OFTEN = 2.0
 """Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
 _CORE_KERNELS = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
+_ROUNDING_KERNELS = (*_CORE_KERNELS, "cuda:sm90_nvfp4_many")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -45,7 +46,7 @@ def sums_in_cores(kernel: str) -> bool:
 
 def rounds_d(kernel: str, dtype: str) -> bool:
     """Whether a kernel of experts rounds the outputs of the second projection, for `expert_slack`."""
-    return kernel in _CORE_KERNELS and dtype == "bfloat16"
+    return kernel in _ROUNDING_KERNELS and dtype == "bfloat16"
 
 
 def expert_slack(

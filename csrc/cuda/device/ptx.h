@@ -524,6 +524,14 @@ static __device__ __forceinline__ void store_two_matrices_turned(uint32_t column
                  : "memory");
 }
 
+/* A matrix of 8 x 8 16-bit values, turned: a thread had two neighbours of a column, and has two of
+ * a row. By all threads of a warp. */
+static __device__ __forceinline__ uint32_t turn_matrix(uint32_t word) {
+    uint32_t turned;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+    return turned;
+}
+
 /* ---- flags in memory: what was written before a release is there after it was acquired ---- */
 
 static __device__ __forceinline__ void store_release(uint64_t *to, uint64_t value) {

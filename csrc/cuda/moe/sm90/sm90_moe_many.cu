@@ -7,8 +7,8 @@
  *   3. g = rounded(act(rows W13^T + b13)), or its codes     sm90_moe_many_fp8.cu,
  *                                                           sm90_moe_many_nvfp4.cu
  *   4. g as w2 takes it, where that is another thing        as 2
- *   5. d = rows W2^T + b2, float32, or bfloat16 as y is,
- *      where products are of FP8 (docs/numerics.md)         as 3
+ *   5. d = rows W2^T + b2, float32, or bfloat16 as y is
+ *      (docs/numerics.md)                                   as 3
  *   6. y = the sum of d over the slots of a token           expert_sum.cu
  *
  * u stays in registers: a block has gate and up of the same columns (sm90_moe_many_tile.h). Long
@@ -101,10 +101,10 @@ static int64_t all_scales(const slot_chunk *chunk, row_form form, int64_t column
            chunk->tile_rows * (int64_t)sizeof(float);
 }
 
-/* Of d. Sums of FP8 products are no more exact than its rounding; float16 has not their range. */
+/* Of d, which is as large as all that is between the products, and is written and read again.
+ * Float16 has not the range of sums. */
 static moq_dtype dtype_of_d(const moq_moe_spec *spec) {
-    bool rounded = form_of(&spec->w2) != ROWS_VALUES && spec->w2.dtype == MOQ_DT_BF16;
-    return rounded ? MOQ_DT_BF16 : MOQ_DT_F32;
+    return spec->w2.dtype == MOQ_DT_BF16 ? MOQ_DT_BF16 : MOQ_DT_F32;
 }
 
 static layout lay_out(const slot_chunk *chunk) {

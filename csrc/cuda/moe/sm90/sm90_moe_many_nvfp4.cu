@@ -161,6 +161,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
                          : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, p->deep, use_of(p));
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
+    int64_t row_of_d = spec->out_features * (p->rounds_d ? 2 : 4);
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
@@ -174,8 +175,8 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
                                     (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
-        MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, (int64_t)a.n * 4,
-                                    (int64_t)a.n * 4, i ? 8u : (uint32_t)v.at_once, err));
+        MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, row_of_d, row_of_d,
+                                    i ? 8u : (uint32_t)v.at_once, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
 

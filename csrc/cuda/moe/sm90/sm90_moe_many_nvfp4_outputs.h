@@ -1,8 +1,8 @@
 /* Outputs of NVFP4 experts on Hopper for many tokens. What a warpgroup has of them turns around in
  * shared memory: g, 32 or 64 columns of 16 bits of each row, is stored from there by its threads;
- * d, 64 columns of float32, by the copy engine, which still stores under the products of the next
- * tile. The code for g goes round some rows at a time, so that it stays in the instructions' cache
- * (docs/lab/moe.md). */
+ * d, 64 columns of bfloat16 or, in layers of float16, float32, by the copy engine, which still
+ * stores under the products of the next tile. Small tiles store d from registers. The code for g
+ * goes round some rows at a time, so that it stays in the instructions' cache (docs/lab/moe.md). */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_OUTPUTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_OUTPUTS_H
 
@@ -196,7 +196,7 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
         write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, sum);
 }
 
-/* Maps of d, in boxes of 32 columns by the rows of a piece and by eight. */
+/* Maps of d, in boxes of 128 bytes by the rows of a piece and by eight. */
 typedef struct {
     const CUtensorMap *whole, *eight;
 } maps_of_d;
@@ -212,10 +212,21 @@ static __device__ __forceinline__ void send_piece(const maps_of_d *m, const plac
 #pragma unroll
     for (int i = 0; i < S::at_once; i += 8)
         if (i == 0 || (!whole && i < left)) {
-            store_box_of_group(map, column * 4, row + i, room + i * 128);
-            store_box_of_group(map, column * 4 + 128, row + i, room + (S::at_once + i) * 128);
+            store_box_of_group(map, column * (S::rounds_d ? 2 : 4), row + i, room + i * 128);
+            if (!S::rounds_d)
+                store_box_of_group(map, column * 4 + 128, row + i, room + (S::at_once + i) * 128);
         }
     store_commit();
+}
+
+/* Two rows of a thread's sums of eight, of a column and of the one 8 further. */
+static __device__ __forceinline__ void round_d(const float *sum, const terms *e,
+                                               uint32_t (&word)[2]) {
+    float four[4];
+    finish_four(sum, e, four);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        word[i] = moq_narrow_pair(MOQ_DT_BF16, four[2 * i], four[2 * i + 1]);
 }
 
 /* Parks a piece of a thread's sums, 64 columns of S::at_once rows, in the 128-byte swizzle. */
@@ -223,6 +234,16 @@ template <class S>
 static __device__ __forceinline__ void park_d(uint32_t room, const terms *e,
                                               const float (&sum)[S::at_once / 2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = lane % 4 * 2;
+    if constexpr (S::rounds_d) {
+        room += lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+#pragma unroll
+        for (int j = 0; j < S::at_once / 8; j++) {
+            uint32_t word[2];
+            round_d(sum + 4 * j, e, word);
+            store_two_matrices_turned(room + j * EIGHT_BYTES, word[0], word[1]);
+        }
+        return;
+    }
     int piece = warp % 2 * 4 + lane / 16;
     room += warp / 2 * (S::at_once * 128) + lane / 4 % 4 * 4;
 #pragma unroll
@@ -263,11 +284,35 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
     }
 }
 
+/* store_d where d is rounded: a warp turns eight rows by eight columns, so that four threads have
+ * 16 bytes of a row. */
+template <class S>
+static __device__ __forceinline__ void store_rounded_d(const gemm_args *a, const place *p,
+                                                       const terms *e, int column,
+                                                       float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, left = p->rows.rows - lane / 4;
+    int n = column + threadIdx.x / 32 % 4 * 16 + lane % 4 * 2;
+    uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + lane / 4) * a->out.stride + n;
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++, to += 8 * a->out.stride) {
+        uint32_t word[2];
+        round_d(sum + 4 * j, e, word);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            word[i] = turn_matrix(word[i]);
+            if (8 * j < left && n + 8 * i < a->n)
+                *(uint32_t *)(to + 8 * i) = word[i];
+        }
+    }
+}
+
 /* Writes 64 columns of d by a warpgroup from its registers: eight threads have 32 bytes of a row.
  */
 template <class S>
 static __device__ __forceinline__ void store_d(const gemm_args *a, const place *p, const terms *e,
                                                int column, float (&sum)[S::T / 2]) {
+    if constexpr (S::rounds_d)
+        return store_rounded_d<S>(a, p, e, column, sum);
     int lane = threadIdx.x % 32, n = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
     int left = p->rows.rows - lane % 4 * 2;
     bool upper = n < a->n, lower = n + 8 < a->n;

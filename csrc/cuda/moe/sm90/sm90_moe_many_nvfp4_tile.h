@@ -59,7 +59,9 @@ struct unit_shape {
     /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
      * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
     static constexpr bool from_registers = MOST == 64;
-    static constexpr int row_bytes = columns_of_wave * 2, piece_bytes = at_once * 256;
+    static constexpr bool rounds_d = TYPE == nvfp4_many::AS_BF16;
+    static constexpr int row_bytes = columns_of_wave * 2;
+    static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
     static constexpr int room = FOR != OF_D
                                     ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
                                 : from_registers ? 0
