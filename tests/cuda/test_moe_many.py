@@ -193,6 +193,20 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
 
 
+@pytest.mark.parametrize("way", [SMALL, DEEP])
+def test_more_tiles_than_a_block_notes(rng, monkeypatch, way):
+    """Those who claim tiles then look at the list of them."""
+    method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)
+    stacks = deciding_stacks(rng, NVFP4, "NVFP4", 3, 64, 64)
+    tokens = 18000  # 2250 tiles, of which 2048 are noted
+    method._plan.keep(tokens, NVFP4, way)
+    x = deciding_x(rng, NVFP4, (tokens, 64), "bfloat16")
+    weights, ids = random_routing(rng, tokens, 8, 3, "duplicates")
+    y = run(method, prepared(method, stacks), x, weights, ids)
+    some = np.append(rng.choice(tokens, 30, replace=False), [0, tokens - 1])
+    check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
+
+
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_calls_follow_each_other(rng, monkeypatch, algo, kernel):
     """A call begins while the one before ends: in a graph every y is that of a call by itself."""
