@@ -66,11 +66,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
-        make_tiles<typename S::template of_width<56>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<40>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<24>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
     if (S::use == OF_D && !S::from_registers)

@@ -17,7 +17,7 @@ namespace moq::moe_many {
 #define ALL_LANES 0xffffffffu
 
 #define NOTED_WORDS 64 /* of tiles that are noted */
-#define MOST_WIDTHS 7
+#define MOST_WIDTHS 6
 #define CLAIMS      8 /* that some warps may not have seen yet */
 
 /* In shared memory: the bits, and a ring of claims. */

@@ -7,7 +7,6 @@
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_products.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_copies.h"
-#include "cuda/moe/sm90/sm90_moe_many_nvfp4_widths.h"
 
 namespace moq::moe_many {
 
@@ -142,7 +141,7 @@ static __device__ __forceinline__ void multiply(const unit_reader *t, int steps,
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             piece_operands<S> *own = &set[piece % 2], *other = &set[1 - piece % 2];
-            if (piece == (S::tokens == 64 ? 0 : PIECES - 1) && left > 1)
+            if (piece == PIECES - 1 && left > 1)
                 open_step<S>(t, &next, made);
             decode_piece<S>(&packed, own);
             if (piece < PIECES - 1)

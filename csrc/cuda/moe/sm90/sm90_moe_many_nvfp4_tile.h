@@ -51,7 +51,7 @@ struct unit_shape {
     static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
      * less room. */
-    static constexpr int depth = own_units == 1 || (waves == 2 && N > 48) ? 2 : 4;
+    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
     /* Bytes of scales of a step that a warp makes for its lanes: [unit][row g][group, rows g and
      * g + 8]. */
     static constexpr int scales = own_units * 128;
@@ -80,21 +80,19 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
         return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
     if (S::tokens == 128)
         return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
-    return rows > 16 ? (rows + 7) / 8 * 8 : 16;
+    return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
 
 /* Widths from the largest one on, 0 behind the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
     if (S::large)
         return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    if (S::tokens == 128)
-        return width <= 64 ? width - 32 : width - 16;
-    return width > 16 ? width - 8 : 0;
+    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
 }
 
 /* How many widths there are. */
 template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
-    return S::large ? 5 : S::tokens == 128 ? 6 : 7;
+    return S::large ? 5 : S::tokens == 128 ? 6 : 4;
 }
 
 } // namespace moq::moe_many
