@@ -198,7 +198,7 @@ def test_more_tiles_than_a_block_notes(rng, monkeypatch, way):
     """Those who claim tiles then look at the list of them."""
     method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)
     stacks = deciding_stacks(rng, NVFP4, "NVFP4", 3, 64, 64)
-    tokens = 18000  # 2250 tiles, of which 2048 are noted
+    tokens = 18000  # 2250 tiles, of which 1536 are noted
     method._plan.keep(tokens, NVFP4, way)
     x = deciding_x(rng, NVFP4, (tokens, 64), "bfloat16")
     weights, ids = random_routing(rng, tokens, 8, 3, "duplicates")

@@ -124,17 +124,19 @@ template <class S> static unit_variant variant_of(void) {
             (const void *)experts_of_units<S>};
 }
 
+#define SMALL_UNITS 2
+
 /* Layers without a gate have small tiles. */
 template <nvfp4_many::operand_type TYPE>
 static unit_variant variant_for(int rows, bool deep, product_use use) {
     if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64>>();
+        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, SMALL_UNITS, 2>>();
     if (deep)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, SMALL_UNITS, 2>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, SMALL_UNITS, 2>>();
     if (rows == 128)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();

@@ -16,7 +16,7 @@ namespace moq::moe_many {
 
 #define ALL_LANES 0xffffffffu
 
-#define NOTED_WORDS 64 /* of tiles that are noted */
+#define NOTED_WORDS 48 /* of tiles that are noted */
 #define MOST_WIDTHS 6
 #define CLAIMS      8 /* that some warps may not have seen yet */
 

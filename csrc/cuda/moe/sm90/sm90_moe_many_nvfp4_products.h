@@ -25,7 +25,9 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
     int slab = S::mixed ? warp % 4 / 2 * S::box_slabs + warp / 4 * 2 + warp % 2 : warp;
     uint32_t unit = f->weights + slab * (S::units * MOQ_PACK_BYTES),
              of_warp = scales + warp * (2 * S::scales);
-    uint32_t four = S::own_units == 1 ? lane / 2 * 4 : lane / 16 * S::unit_bytes + lane % 16 * 4;
+    uint32_t four = S::own_units == 1 ? lane / 2 * 4
+                                      : S::unit_at(lane * S::own_units / 32) +
+                                            lane % (32 / S::own_units) * (2 * S::own_units);
     return {{f->full, f->empty, wgmma_operand(f->x), unit + moq_pack_word_at(lane / 4, lane % 4, 0),
              unit + MOQ_PACK_SCALES + four, stages},
             kept(of_warp + lane * (S::own_units * 4)),
@@ -38,12 +40,20 @@ static __device__ __forceinline__ void open_step(const unit_reader *t, const rin
                                                  uint32_t to) {
     constexpr moq_nvfp4_type TYPE = S::type == nvfp4_many::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
     nvfp4_many::await(&t->ring, slot);
-    uint32_t four = load_shared_word(t->ring.scales + (uint32_t)(slot->index * S::weight_bytes));
-    if constexpr (S::own_units == 1)
-        store_shared_word(to, moq_nvfp4_scales<TYPE>(four >> threadIdx.x % 2 * 16, false));
-    else
+    uint32_t from = t->ring.scales + (uint32_t)(slot->index * S::weight_bytes);
+    if constexpr (S::own_units == 4) {
+        uint2 eight = load_shared_pair(from);
+        store_shared(
+            to, {moq_nvfp4_scales<TYPE>(eight.x, false), moq_nvfp4_scales<TYPE>(eight.x, true),
+                 moq_nvfp4_scales<TYPE>(eight.y, false), moq_nvfp4_scales<TYPE>(eight.y, true)});
+    } else if constexpr (S::own_units == 2) {
+        uint32_t four = load_shared_word(from);
         store_shared_pair(
             to, {moq_nvfp4_scales<TYPE>(four, false), moq_nvfp4_scales<TYPE>(four, true)});
+    } else {
+        uint32_t four = load_shared_word(from);
+        store_shared_word(to, moq_nvfp4_scales<TYPE>(four >> threadIdx.x % 2 * 16, false));
+    }
     __syncwarp();
 }
 
@@ -62,8 +72,8 @@ template <class S>
 static __device__ __forceinline__ packed_piece<S>
 load_piece(const unit_reader *t, const ring_place *slot, uint32_t scales, int piece) {
     int unit = piece * S::depth / MOQ_PACK_GROUPS, first = piece * S::depth % MOQ_PACK_GROUPS;
-    uint32_t from = t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) +
-                    unit * S::unit_bytes + 4 * first;
+    uint32_t from =
+        t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) + S::unit_at(unit) + 4 * first;
     packed_piece<S> p;
     scales += unit * 128 + 4 * first;
     if constexpr (S::depth == 4) {
@@ -103,7 +113,7 @@ static __device__ __forceinline__ void queue_piece(const unit_reader *t, const r
                                                    float (&sum)[S::T / 2]) {
     uint32_t at = (uint32_t)t->ring.x + (uint32_t)(slot->index * (S::token_bytes / 16)) +
                   2 * (piece * S::depth % MOQ_PACK_GROUPS) +
-                  (S::units > 1 ? piece * S::depth / MOQ_PACK_GROUPS * (S::panel_bytes / 16) : 0);
+                  piece * S::depth / MOQ_PACK_GROUPS % S::units * (S::panel_bytes / 16);
     uint64_t rest = t->ring.x >> 32 << 32;
     wgmma_fence();
 #pragma unroll

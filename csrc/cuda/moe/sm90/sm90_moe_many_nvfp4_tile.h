@@ -27,14 +27,15 @@ namespace moq::moe_many {
 #define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
 
 /* Tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of columns. */
-template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1>
+template <nvfp4_many::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1,
+          int WAVES = 1>
 struct unit_shape {
     static constexpr nvfp4_many::operand_type type = TYPE;
     static constexpr product_use use = FOR;
     static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
     static constexpr bool large = MOST > 128;
     static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
-    static constexpr int waves = MOST > 64 || UNITS > 1 ? 1 : 2;
+    static constexpr int waves = WAVES;
     static constexpr int own_units = waves * units; /* of a warp in a step */
     static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
@@ -42,8 +43,10 @@ struct unit_shape {
     static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
     static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
-    /* From one unit of a warp to the next. */
-    static constexpr int unit_bytes = units > 1 ? MOQ_PACK_BYTES : weight_bytes / 2;
+    /* Where a warp's unit `own` is, of the first wave those that follow each other come first. */
+    static __host__ __device__ constexpr int unit_at(int own) {
+        return own / units * (weight_bytes / 2) + own % units * MOQ_PACK_BYTES;
+    }
     static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
     static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
     static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
@@ -66,7 +69,7 @@ struct unit_shape {
                                     ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
                                 : from_registers ? 0
                                                  : D_PIECES * piece_bytes;
-    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS>;
+    template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS, WAVES>;
 };
 
 /* ---- the order of tiles ---- */
