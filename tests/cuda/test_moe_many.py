@@ -34,13 +34,13 @@ FORMATS = [
     ("NVFP4", FOLDED),
     ("NVFP4_AWQ", FOLDED),
 ]
-SMALL, LARGE, LARGEST, DEEP = 1, 2, 3, 4
+SMALL, LARGE, LARGEST, DEEP, DEEPEST = 1, 2, 3, 4, 5
 """Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), of NVFP4 288, and of 64 in steps of
 twice as many columns; folded 96 and 288."""
 
 
 def ways_of(kernel: str) -> tuple[int, ...]:
-    return (SMALL, DEEP, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
+    return (SMALL, DEEP, DEEPEST, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
 
 
 WAYS = [(algo, kernel, way) for algo, kernel in FORMATS for way in ways_of(kernel)]

@@ -80,7 +80,8 @@ typedef struct {
 static const packed_pace PACKED[] = {{64, 512, 64, 0.381, 0.0115, 1.81, 0},
                                      {128, 256, 64, 0.288, 0.0045, 0.83, 6},
                                      {288, 128, 64, 0.297, 0.0017, 0.74, 6},
-                                     {64, 256, 128, 0.347, 0.0134, 1.3, 0}};
+                                     {64, 256, 128, 0.347, 0.0134, 1.3, 0},
+                                     {32, 256, 256, 0.66, 0.0268, 1.3, 0}};
 
 enum { PACKED_WAYS = sizeof PACKED / sizeof *PACKED, PACKED_DEEP = 3 };
 _Static_assert(PACKED_WAYS <= MOQ_MOE_MANY_WAYS, "a way tells every shape of tiles");
@@ -103,7 +104,7 @@ static double packed_seconds(const moq_moe_spec *spec, int64_t tokens, int row) 
     const packed_pace *p = &PACKED[row];
     double slots = moq_expected_slots(spec, tokens), active = moq_active_experts(spec, tokens);
     double tiles = moq_expected_tiles(slots / active, p->rows);
-    double rows = slots / active / tiles + (p->rows == 64 ? 8 : 12); /* some are of no slot */
+    double rows = slots / active / tiles + (p->rows <= 64 ? 8 : 12); /* some are of no slot */
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
     double read = active * weights * 0.5625 / moq_memory_rate(&w13->target, PACKED_READ);

@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 /* Ways at most, the rows of forms: tiles of up to 64 rows of tokens, or larger ones. */
-#define MOQ_MOE_MANY_WAYS 4
+#define MOQ_MOE_MANY_WAYS 5
 
 /* Rows of a tile at most. */
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way);

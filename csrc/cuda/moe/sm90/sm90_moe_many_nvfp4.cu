@@ -66,8 +66,10 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
-        make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
+        if constexpr (S::tokens > 32) {
+            make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
+            make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
+        }
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
     if (S::use == OF_D && !S::from_registers)
@@ -109,7 +111,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, warpgroups, box_slabs, units, box_rows, at_once;
+    int stage, room, warpgroups, box_slabs, units, box_units, box_rows, at_once;
     const void *kernel;
 } unit_variant;
 
@@ -119,6 +121,7 @@ template <class S> static unit_variant variant_of(void) {
             S::warpgroups,
             S::box_slabs,
             S::units,
+            S::box_units,
             S::box_rows,
             S::at_once,
             (const void *)experts_of_units<S>};
@@ -131,6 +134,9 @@ template <nvfp4_many::operand_type TYPE>
 static unit_variant variant_for(int rows, bool deep, product_use use) {
     if (use == OF_ONE)
         return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, SMALL_UNITS, 2>>();
+    if (rows == 32)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 32, 32, 4>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 32, 32, 4>>();
     if (deep)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
@@ -167,7 +173,7 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, v.box_slabs, v.units * UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,

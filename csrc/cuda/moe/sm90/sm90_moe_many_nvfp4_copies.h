@@ -31,8 +31,12 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
     mbarrier_expect(full, S::weight_bytes);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        copy_box_2d(to + i * (S::weight_bytes / 2), f->units, step * (S::units * UNIT_WORDS),
-                    slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : S::box_slabs), full, policy);
+#pragma unroll
+        for (int unit = 0; unit < S::units; unit += S::box_units)
+            copy_box_2d(to + i * (S::weight_bytes / 2) + unit * (S::box_slabs * MOQ_PACK_BYTES),
+                        f->units, (step * S::units + unit) * UNIT_WORDS,
+                        slab + i * (S::gated ? a->half / MOQ_PACK_ROWS : S::box_slabs), full,
+                        policy);
 }
 
 /* Claims the tiles, each while the copies of the one before are on their way. */
@@ -172,7 +176,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* ---- all of them ---- */
 
 template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
-    return S::tokens == 64 && S::use != OF_D && a->slot;
+    return S::tokens <= 64 && S::use != OF_D && a->slot;
 }
 
 /* The warps that copy. */

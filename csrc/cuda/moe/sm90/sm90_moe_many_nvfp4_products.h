@@ -23,7 +23,8 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
                                                         int stages) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int slab = S::mixed ? warp % 4 / 2 * S::box_slabs + warp / 4 * 2 + warp % 2 : warp;
-    uint32_t unit = f->weights + slab * (S::units * MOQ_PACK_BYTES),
+    uint32_t unit = f->weights + slab / S::box_slabs * (S::weight_bytes / 2) +
+                    slab % S::box_slabs * (S::box_units * MOQ_PACK_BYTES),
              of_warp = scales + warp * (2 * S::scales);
     uint32_t four = S::own_units == 1 ? lane / 2 * 4
                                       : S::unit_at(lane * S::own_units / 32) +

@@ -35,7 +35,7 @@ struct unit_shape {
     static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
     static constexpr bool large = MOST > 128;
     static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
-    static constexpr int waves = WAVES;
+    static constexpr int waves = WAVES, box_units = UNITS > 2 ? 2 : UNITS;
     static constexpr int own_units = waves * units; /* of a warp in a step */
     static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
@@ -45,7 +45,9 @@ struct unit_shape {
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
     /* Where a warp's unit `own` is, of the first wave those that follow each other come first. */
     static __host__ __device__ constexpr int unit_at(int own) {
-        return own / units * (weight_bytes / 2) + own % units * MOQ_PACK_BYTES;
+        return own / units * (weight_bytes / 2) +
+               own % units / box_units * (box_slabs * box_units * MOQ_PACK_BYTES) +
+               own % box_units * MOQ_PACK_BYTES;
     }
     static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
     static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
@@ -61,7 +63,7 @@ struct unit_shape {
     static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
     /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
      * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
-    static constexpr bool from_registers = MOST == 64;
+    static constexpr bool from_registers = MOST <= 64;
     static constexpr bool rounds_d = TYPE == nvfp4_many::AS_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
@@ -95,7 +97,7 @@ template <class S> static __device__ __forceinline__ int width_after(int width) 
 
 /* How many widths there are. */
 template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
-    return S::large ? 5 : S::tokens == 128 ? 6 : 4;
+    return S::large ? 5 : S::tokens == 128 ? 6 : S::tokens / 16;
 }
 
 } // namespace moq::moe_many
