@@ -35,8 +35,8 @@ FORMATS = [
     ("NVFP4_AWQ", FOLDED),
 ]
 SMALL, LARGE, LARGEST, DEEP, DEEPEST = 1, 2, 3, 4, 5
-"""Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), of NVFP4 288, and of 64 in steps of
-twice as many columns; folded 96 and 288."""
+"""Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), and of NVFP4 288; of 64 and of 32 by
+fewer rows of W; folded 96 and 288."""
 
 
 def ways_of(kernel: str) -> tuple[int, ...]:
@@ -193,12 +193,12 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
 
 
-@pytest.mark.parametrize("way", [SMALL, DEEP])
+@pytest.mark.parametrize("way", [SMALL, DEEP, DEEPEST])
 def test_more_tiles_than_a_block_notes(rng, monkeypatch, way):
     """Those who claim tiles then look at the list of them."""
     method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)
     stacks = deciding_stacks(rng, NVFP4, "NVFP4", 3, 64, 64)
-    tokens = 18000  # 2250 tiles, of which 1536 are noted
+    tokens = 18000  # 2250 tiles and more, of which 1536 are noted
     method._plan.keep(tokens, NVFP4, way)
     x = deciding_x(rng, NVFP4, (tokens, 64), "bfloat16")
     weights, ids = random_routing(rng, tokens, 8, 3, "duplicates")

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* Ways at most, the rows of forms: tiles of up to 64 rows of tokens, or larger ones. */
+/* Ways at most, the rows of forms: shapes of tiles. */
 #define MOQ_MOE_MANY_WAYS 5
 
 /* Rows of a tile at most. */

@@ -3,11 +3,10 @@
  * become operands in sm90_moe_many_nvfp4_products.h, and outputs leave as in
  * sm90_moe_many_nvfp4_outputs.h.
  *
- * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 94 of a warp for a
- * unit with the rest of the loop, so 750 of a scheduler for a step of 512 rows of W by 64 columns,
- * for which memory takes some 800 cycles; with many rows the tensor cores, 1152 cycles of products
- * a step of 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each
- * other. */
+ * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 80 of a warp for a
+ * unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles, and how
+ * evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of 128
+ * rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each other. */
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_products.h"
@@ -127,13 +126,11 @@ template <class S> static unit_variant variant_of(void) {
             (const void *)experts_of_units<S>};
 }
 
-#define SMALL_UNITS 2
-
 /* Layers without a gate have small tiles. */
 template <nvfp4_many::operand_type TYPE>
 static unit_variant variant_for(int rows, bool deep, product_use use) {
     if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, SMALL_UNITS, 2>>();
+        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, 2, 2>>();
     if (rows == 32)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 32, 32, 4>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 32, 32, 4>>();
@@ -141,8 +138,8 @@ static unit_variant variant_for(int rows, bool deep, product_use use) {
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, SMALL_UNITS, 2>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, SMALL_UNITS, 2>>();
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2, 2>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2, 2>>();
     if (rows == 128)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();

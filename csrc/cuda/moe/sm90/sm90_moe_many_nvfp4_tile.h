@@ -1,12 +1,13 @@
 /* Tiles of NVFP4 experts on Hopper for many tokens: their shapes, and what a step has.
  *
  * A tile is 512 rows of an expert's W by up to 64 rows of tokens, which are the columns of the
- * products, or 256 rows by up to 64 or 128, or 128 by up to 288. Of four warpgroups each multiplies
- * two waves of 64 rows or one, of two warpgroups one. In the first product half of these are rows
- * of gate and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of
- * each. A step is 64 columns, a unit of each slab and 128 bytes of each row; of tiles of 256 rows
- * by up to 64 it is 128 columns, so that a step has as many units as one of 512 rows, and there are
- * twice as many tiles to be shared out. Steps come in a ring (sm90_moe_many_nvfp4_copies.h).
+ * products, or 256 rows by up to 32, 64 or 128, or 128 by up to 288. Of four warpgroups each
+ * multiplies two waves of 64 rows or one, of two warpgroups one. In the first product half of these
+ * are rows of gate and half are the rows of up beside them: a wave of each, or, of one wave, 32
+ * rows of each. A step is 64 columns, a unit of each slab and 128 bytes of each row; of tiles of up
+ * to 64 rows it is twice or four times as much, as what a step costs beside its products is the
+ * same. Tiles of 256 rows of W have half the columns of those of 512 to be shared out by. Steps
+ * come in a ring (sm90_moe_many_nvfp4_copies.h).
  *
  * What bounds it: not the copies, but where rows are many the L2, which delivers 36 bytes a cycle
  * and multiprocessor to tiles of 288. */
@@ -43,7 +44,8 @@ struct unit_shape {
     static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
     static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
-    /* Where a warp's unit `own` is, of the first wave those that follow each other come first. */
+    /* Where a warp's unit `own` is: waves are behind each other, of a wave the boxes of a slab's
+     * neighbouring units. */
     static __host__ __device__ constexpr int unit_at(int own) {
         return own / units * (weight_bytes / 2) +
                own % units / box_units * (box_slabs * box_units * MOQ_PACK_BYTES) +
