@@ -20,7 +20,7 @@ SIZES = ((20, 320, 448, 3), (6, 1024, 256, 2), (9, 2048, 192, 4), (3, 2880, 384,
 """Experts, hidden and intermediate size, top k."""
 
 FEW_TOKENS, FEW_WAYS = (1, 2, 24, 70), 34
-MANY_TOKENS, MANY_WAYS = (5, 90, 700), 3
+MANY_TOKENS, MANY_WAYS = (5, 90, 700), 6
 
 
 def prepare_layers(rng: Any, kernel: str, algo: str, compute: str) -> list[tuple[Any, Any]]:

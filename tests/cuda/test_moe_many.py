@@ -34,12 +34,13 @@ FORMATS = [
     ("NVFP4", FOLDED),
     ("NVFP4_AWQ", FOLDED),
 ]
-SMALL, LARGE, LARGEST = 1, 2, 3
-"""Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), of NVFP4 288; folded 96 and 288."""
+SMALL, LARGE, LARGEST, DEEP, DEEPEST = 1, 2, 3, 4, 5
+"""Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), and of NVFP4 288; of 64 and of 32 by
+fewer rows of W; folded 96 and 288."""
 
 
 def ways_of(kernel: str) -> tuple[int, ...]:
-    return (SMALL, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
+    return (SMALL, DEEP, DEEPEST, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
 
 
 WAYS = [(algo, kernel, way) for algo, kernel in FORMATS for way in ways_of(kernel)]
@@ -189,6 +190,20 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     weights, ids = random_routing(rng, tokens, 8, 2, "duplicates")
     y = run(method, params, x, weights, ids)
     some = np.append(rng.choice(tokens, 6, replace=False), [0, tokens - 1])
+    check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
+
+
+@pytest.mark.parametrize("way", [SMALL, DEEP, DEEPEST])
+def test_more_tiles_than_a_block_notes(rng, monkeypatch, way):
+    """Those who claim tiles then look at the list of them."""
+    method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)
+    stacks = deciding_stacks(rng, NVFP4, "NVFP4", 3, 64, 64)
+    tokens = 18000  # 2250 tiles and more, of which 1536 are noted
+    method._plan.keep(tokens, NVFP4, way)
+    x = deciding_x(rng, NVFP4, (tokens, 64), "bfloat16")
+    weights, ids = random_routing(rng, tokens, 8, 3, "duplicates")
+    y = run(method, prepared(method, stacks), x, weights, ids)
+    some = np.append(rng.choice(tokens, 30, replace=False), [0, tokens - 1])
     check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
 
 

@@ -13,9 +13,9 @@
 
 /* What tiles of up to so many rows do, of H200: bytes of weights a second, products a second, as
  * how many rows a tile counts beside its own, and bytes that are moved for each value of x and
- * slot. The first two overlap in part (EXPONENT). Of NVFP4 31 times of three models are met within
- * 17 %; of FP8 17 of Qwen3-30B-A3B from 64 to 8192 tokens within 8 %, and those of tiles of 64 rows
- * of Mixtral-8x7B and Llama-4 with 64 tokens, of the form before, within 9 % (docs/lab/moe.md). */
+ * slot. The first two overlap in part (EXPONENT). Of FP8 17 times of Qwen3-30B-A3B from 64 to 8192
+ * tokens within 8 %, and those of tiles of 64 rows of Mixtral-8x7B and Llama-4 with 64 tokens, of
+ * the form before, within 9 % (docs/lab/moe.md). */
 #define EXPONENT 1.5
 
 typedef struct {
@@ -29,9 +29,6 @@ typedef struct {
     pace way[MOQ_MOE_MANY_WAYS];
 } format;
 
-static const format PACKED = {
-    3,
-    {{64, 3.8e12, 2.4e14, 12, 0, 1}, {128, 4e12, 3e14, 24, 4, 1}, {288, 3.4e12, 4.2e14, 76, 6, 1}}};
 static const format FP8 = {2, {{64, 4.1e12, 7.2e14, 48, 1, 1}, {136, 3.6e12, 7.2e14, 24, 1, 2}}};
 static const format FP8_BY_TOKEN = {
     2, {{64, 4e12, 6.4e14, 48, 1, 1}, {136, 3.3e12, 5.8e14, 16, 1, 2}}};
@@ -39,39 +36,108 @@ static const format FP8_BY_BLOCK = {
     2, {{64, 4.3e12, 5.6e14, 48, 1, 1}, {128, 3.4e12, 3.85e14, 0, 1, 1}}};
 
 static const format *format_of(const moq_moe_spec *spec) {
-    if (spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED)
-        return &PACKED;
     return spec->w13.input == MOQ_INPUT_E4M3_GROUP   ? &FP8_BY_BLOCK
            : spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? &FP8_BY_TOKEN
                                                      : &FP8;
 }
 
-static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    const format *f = format_of(spec);
     double slots = moq_expected_slots(spec, tokens);
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
-    const pace *p = &f->way[row];
+    const pace *p = &format_of(spec)->way[row];
     double active = moq_active_experts(spec, tokens), together = p->together;
-    double bytes = active * weights * (f == &PACKED ? 0.5625 : 1);
-    double read = bytes / moq_memory_rate(&w13->target, p->read);
+    double read = active * weights / moq_memory_rate(&w13->target, p->read);
     double tiles = together * moq_expected_tiles(slots / active, p->rows * together);
     double rows = slots + active * tiles * p->tile;
     double products = rows * weights / moq_matrix_rate(&w13->target, p->products);
-    double d = f != &PACKED && w2->dtype == MOQ_DT_BF16 ? 2 : 4; /* bytes */
+    double d = w2->dtype == MOQ_DT_BF16 ? 2 : 4; /* bytes */
     double between = slots * (d * (double)w2->out_features + p->x * (double)w13->in_features) /
                      moq_memory_rate(&w13->target, BETWEEN);
     return STEPS + between + pow(pow(read, EXPONENT) + pow(products, EXPONENT), 1 / EXPONENT);
 }
 
+/* ---- NVFP4 ---- */
+
+/* What a multiprocessor does, of H200: a tile of up to so many rows is `height` rows of W, a step
+ * so many columns of it, and takes `step` and `row` for each row of the tile, in microseconds, its
+ * outputs `outputs`. Blocks make tiles one after the other, so that the last round has as long as
+ * any (sm90_moe_many_nvfp4_tile.h). That and the memory overlap. Fitted to 94 times of four models
+ * with 8 to 4096 tokens: 4 % root mean square, of ways near the best 3 %, and the way that is
+ * chosen takes 4 % longer than another at most (docs/lab/moe.md). */
+#define PACKED_STEPS    19.7e-6
+#define PACKED_BETWEEN  3.12e12
+#define PACKED_READ     3.83e12
+#define PACKED_EXPONENT 6.2
+
+typedef struct {
+    int rows, height, columns;
+    double step, row, outputs;
+    int x; /* bytes that are moved for each value of x and slot */
+} packed_pace;
+
+static const packed_pace PACKED[] = {{64, 512, 128, 0.691, 0.0229, 0.87, 0},
+                                     {128, 256, 64, 0.323, 0.004, 0.39, 6},
+                                     {288, 128, 64, 0.304, 0.0016, 0.53, 6},
+                                     {64, 256, 128, 0.323, 0.0128, 1.46, 0},
+                                     {32, 256, 256, 0.652, 0.0182, 1.31, 0}};
+
+enum { PACKED_WAYS = sizeof PACKED / sizeof *PACKED, PACKED_DEEP = 3 };
+_Static_assert(PACKED_WAYS <= MOQ_MOE_MANY_WAYS, "a way tells every shape of tiles");
+
+static bool is_packed(const moq_moe_spec *spec) {
+    return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED;
+}
+
+/* Seconds of one of the products, of so many tiles of rows. */
+static double packed_product(const moq_linear_spec *layer, double tiles, double rows,
+                             const packed_pace *p) {
+    double all = tiles * ceil((double)layer->out_features / p->height);
+    double rounds = ceil(all / (double)layer->target.sm_count);
+    double steps = ceil((double)layer->in_features / p->columns);
+    return 1e-6 * rounds * (steps * (p->step + p->row * rows) + p->outputs);
+}
+
+static double packed_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+    const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
+    const packed_pace *p = &PACKED[row];
+    double slots = moq_expected_slots(spec, tokens), active = moq_active_experts(spec, tokens);
+    double tiles = moq_expected_tiles(slots / active, p->rows);
+    double rows = slots / active / tiles + (p->rows <= 64 ? 8 : 12); /* some are of no slot */
+    double weights = (double)w13->in_features * (double)w13->out_features +
+                     (double)w2->in_features * (double)w2->out_features;
+    double read = active * weights * 0.5625 / moq_memory_rate(&w13->target, PACKED_READ);
+    double products =
+        packed_product(w13, active * tiles, rows, p) + packed_product(w2, active * tiles, rows, p);
+    double d = w2->dtype == MOQ_DT_BF16 ? 2 : 4; /* bytes */
+    double between = slots * (d * (double)w2->out_features + p->x * (double)w13->in_features) /
+                     moq_memory_rate(&w13->target, PACKED_BETWEEN);
+    double all =
+        PACKED_STEPS + between +
+        pow(pow(read, PACKED_EXPONENT) + pow(products, PACKED_EXPONENT), 1 / PACKED_EXPONENT);
+    return slots < 4 * active ? 1.05 * all : all; /* which of so few rows is 3 to 5 % too low */
+}
+
+/* ---- both ---- */
+
+static double seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+    return is_packed(spec) ? packed_seconds(spec, tokens, row) : fp8_seconds(spec, tokens, row);
+}
+
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way) {
-    return format_of(spec)->way[moq_form_row(way.form)].rows;
+    int row = moq_form_row(way.form);
+    return is_packed(spec) ? PACKED[row].rows : format_of(spec)->way[row].rows;
+}
+
+bool moq_moe_many_deep(const moq_moe_spec *spec, moq_way way) {
+    return is_packed(spec) && moq_form_row(way.form) == PACKED_DEEP;
 }
 
 /* Layers without a gate have the small tiles alone. */
 static int ways_of(const moq_moe_spec *spec) {
-    return spec->gated ? format_of(spec)->ways : 1;
+    int all = is_packed(spec) ? PACKED_WAYS : format_of(spec)->ways;
+    return spec->gated ? all : 1;
 }
 
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {

@@ -9,11 +9,14 @@
 extern "C" {
 #endif
 
-/* Ways at most, the rows of forms: tiles of up to 64 rows of tokens, or larger ones. */
-#define MOQ_MOE_MANY_WAYS 3
+/* Ways at most, the rows of forms: shapes of tiles. */
+#define MOQ_MOE_MANY_WAYS 5
 
 /* Rows of a tile at most. */
 int moq_moe_many_tile_rows(const moq_moe_spec *spec, moq_way way);
+
+/* Whether tiles have fewer rows of W, and steps more columns. */
+bool moq_moe_many_deep(const moq_moe_spec *spec, moq_way way);
 
 /* The way of a call in a variant: 0 is the best one, others are a row and one more. */
 moq_way moq_moe_many_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);

@@ -191,6 +191,7 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
                      most_tiles(chunk), chunk->tile_rows, NULL, call->stream};
     first.moe = spec;
     first.first = true;
+    first.deep = moq_moe_many_deep(spec, call->way);
     first.g = memory + l.g;
     first.codes = {g_form_of(spec), g.data,
                    g.form == ROWS_TENSOR ? (float *)call->w2.input_scale : (float *)g.scales,
@@ -202,6 +203,7 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
     second.product.weight = &call->w2;
     second.product.rows = &g;
     second.product.out = (float *)(memory + l.d);
+    second.deep = first.deep;
     second.early = true; /* the first product has waited for the grouping */
     second.rounds_d = dtype_of_d(spec) != MOQ_DT_F32;
     MOQ_TRY(group_slots(chunk, memory + l.groups, err));

@@ -32,6 +32,7 @@ typedef struct {
     int64_t row_stride;
     bool first;    /* of the two products: g comes out; otherwise d, which is product.out */
     bool rounds_d; /* to bfloat16 */
+    bool deep;     /* tiles of fewer rows of W by more columns a step */
     bool early;    /* the groups are there before the predecessor has ended */
     void *g;
     g_codes codes;

@@ -3,11 +3,10 @@
  * become operands in sm90_moe_many_nvfp4_products.h, and outputs leave as in
  * sm90_moe_many_nvfp4_outputs.h.
  *
- * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 94 of a warp for a
- * unit with the rest of the loop, so 750 of a scheduler for a step of 512 rows of W by 64 columns,
- * for which memory takes some 800 cycles; with many rows the tensor cores, 1152 cycles of products
- * a step of 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each
- * other. */
+ * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 80 of a warp for a
+ * unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles, and how
+ * evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of 128
+ * rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each other. */
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_nvfp4_products.h"
@@ -16,7 +15,7 @@ namespace moq::moe_many {
 
 /* The tiles of the block, and the outputs on their way, of a warpgroup. */
 typedef struct {
-    const tile_board *tiles;
+    claim_reader tiles;
     uint32_t room;
     int next; /* piece of d */
     maps_of_d maps;
@@ -26,7 +25,7 @@ typedef struct {
 template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   ring_place *slot, int group, way_of_units *way) {
-    for_tiles<S>(a, way->tiles, S::T, [&](place p) {
+    for_tiles_of_width<S>(a, &way->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
         terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
         multiply<S>(t, a->steps, slot, sum);
@@ -52,26 +51,31 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
     ring_place slot = {0, 0};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
+    next_claim(&way.tiles);
     make_tiles<S>(a, t, &slot, group, &way);
     if constexpr (S::large) {
         make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
-    } else if constexpr (S::waves == 1) {
+    } else if constexpr (S::tokens == 128) {
         make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &way);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
     } else {
-        make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
-        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
+        if constexpr (S::tokens > 32) {
+            make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &way);
+            make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &way);
+        }
         make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &way);
     }
     if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
 }
+
+#define BARRIERS (3 * MANY_STAGES + 2 * CLAIMS)
 
 template <class S>
 static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
@@ -80,21 +84,22 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
                      const __grid_constant__ CUtensorMap whole_d,
                      const __grid_constant__ CUtensorMap eight_of_d) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[3 * MANY_STAGES];
+    __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ tile_board tiles;
     uint32_t full = fixed_shared_address(barrier), empty = full + 8 * MANY_STAGES;
     uint32_t gathered = empty + 8 * MANY_STAGES;
     uint32_t x = fixed_shared_address(smem), room = x + a.stages * S::token_bytes;
     uint32_t scales = room + S::warpgroups * S::room;
     uint32_t units = scales + S::warpgroups * 4 * 2 * S::scales;
-    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered};
-    set_up<S>(&a, &f, &tiles);
+    feed f = {&weights, &rows, &tiles, units, x, full, empty, gathered, gathered + 8 * MANY_STAGES};
+    set_up<S>(&a, &f);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
         int group =
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         unit_reader t = reader_of<S>(&f, scales, a.stages);
-        consume<S>(&a, &t, group, {&tiles, room + group * S::room, 0, {&whole_d, &eight_of_d}});
+        consume<S>(&a, &t, group,
+                   {{&tiles, f.posted}, room + group * S::room, 0, {&whole_d, &eight_of_d}});
     } else {
         fewer_registers<S::copier_registers>();
         fill<S>(&a, &f);
@@ -105,7 +110,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* What a launch needs to know of a shape and a use. */
 typedef struct {
-    int stage, room, warpgroups, box_slabs, box_rows, at_once;
+    int stage, room, warpgroups, box_slabs, units, box_units, box_rows, at_once;
     const void *kernel;
 } unit_variant;
 
@@ -114,6 +119,8 @@ template <class S> static unit_variant variant_of(void) {
             S::warpgroups * (S::room + 4 * 2 * S::scales),
             S::warpgroups,
             S::box_slabs,
+            S::units,
+            S::box_units,
             S::box_rows,
             S::at_once,
             (const void *)experts_of_units<S>};
@@ -121,12 +128,18 @@ template <class S> static unit_variant variant_of(void) {
 
 /* Layers without a gate have small tiles. */
 template <nvfp4_many::operand_type TYPE>
-static unit_variant variant_for(int rows, product_use use) {
+static unit_variant variant_for(int rows, bool deep, product_use use) {
     if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64>>();
+        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, 2, 2>>();
+    if (rows == 32)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 32, 32, 4>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 32, 32, 4>>();
+    if (deep)
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64>>();
+        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2, 2>>()
+                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2, 2>>();
     if (rows == 128)
         return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
                            : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
@@ -136,8 +149,7 @@ static unit_variant variant_for(int rows, product_use use) {
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
-    int stages =
-        (limit - 1024 - 3 * MANY_STAGES * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
+    int stages = (limit - 1024 - BARRIERS * 8 - (int)sizeof(tile_board) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
@@ -147,18 +159,18 @@ moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     const moq_linear_spec *spec = e->spec;
     unit_variant v = spec->dtype == MOQ_DT_F16
-                         ? variant_for<nvfp4_many::AS_F16>(e->tile_rows, use_of(p))
-                         : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, use_of(p));
+                         ? variant_for<nvfp4_many::AS_F16>(e->tile_rows, p->deep, use_of(p))
+                         : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, p->deep, use_of(p));
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
     int64_t row_of_d = spec->out_features * (p->rounds_d ? 2 : 4);
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
-    gemm_args a = args_of(p, blocks, slabs, v.box_slabs / WAVE_SLABS);
+    gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
-                                 blocks * UNIT_WORDS, v.box_slabs, UNIT_WORDS, err));
+                                 blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,

@@ -6,7 +6,7 @@
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_MANY_NVFP4_PRODUCTS_H
 
 #include "cuda/linear/sm90/sm90_nvfp4_many_products.h"
-#include "cuda/moe/sm90/sm90_moe_many_nvfp4_tile.h"
+#include "cuda/moe/sm90/sm90_moe_many_nvfp4_copies.h"
 
 namespace moq::moe_many {
 
@@ -23,12 +23,15 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
                                                         int stages) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int slab = S::mixed ? warp % 4 / 2 * S::box_slabs + warp / 4 * 2 + warp % 2 : warp;
-    uint32_t unit = f->weights + slab * MOQ_PACK_BYTES, of_warp = scales + warp * (2 * S::scales);
-    uint32_t four =
-        S::waves == 1 ? lane / 2 * 4 : lane / 16 * (S::weight_bytes / 2) + lane % 16 * 4;
+    uint32_t unit = f->weights + slab / S::box_slabs * (S::weight_bytes / 2) +
+                    slab % S::box_slabs * (S::box_units * MOQ_PACK_BYTES),
+             of_warp = scales + warp * (2 * S::scales);
+    uint32_t four = S::own_units == 1 ? lane / 2 * 4
+                                      : S::unit_at(lane * S::own_units / 32) +
+                                            lane % (32 / S::own_units) * (2 * S::own_units);
     return {{f->full, f->empty, wgmma_operand(f->x), unit + moq_pack_word_at(lane / 4, lane % 4, 0),
              unit + MOQ_PACK_SCALES + four, stages},
-            kept(of_warp + lane * (S::waves * 4)),
+            kept(of_warp + lane * (S::own_units * 4)),
             kept(of_warp + lane / 4 * 16)};
 }
 
@@ -38,12 +41,20 @@ static __device__ __forceinline__ void open_step(const unit_reader *t, const rin
                                                  uint32_t to) {
     constexpr moq_nvfp4_type TYPE = S::type == nvfp4_many::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
     nvfp4_many::await(&t->ring, slot);
-    uint32_t four = load_shared_word(t->ring.scales + (uint32_t)(slot->index * S::weight_bytes));
-    if constexpr (S::waves == 1)
-        store_shared_word(to, moq_nvfp4_scales<TYPE>(four >> threadIdx.x % 2 * 16, false));
-    else
+    uint32_t from = t->ring.scales + (uint32_t)(slot->index * S::weight_bytes);
+    if constexpr (S::own_units == 4) {
+        uint2 eight = load_shared_pair(from);
+        store_shared(
+            to, {moq_nvfp4_scales<TYPE>(eight.x, false), moq_nvfp4_scales<TYPE>(eight.x, true),
+                 moq_nvfp4_scales<TYPE>(eight.y, false), moq_nvfp4_scales<TYPE>(eight.y, true)});
+    } else if constexpr (S::own_units == 2) {
+        uint32_t four = load_shared_word(from);
         store_shared_pair(
             to, {moq_nvfp4_scales<TYPE>(four, false), moq_nvfp4_scales<TYPE>(four, true)});
+    } else {
+        uint32_t four = load_shared_word(from);
+        store_shared_word(to, moq_nvfp4_scales<TYPE>(four >> threadIdx.x % 2 * 16, false));
+    }
     __syncwarp();
 }
 
@@ -61,11 +72,11 @@ template <class S> struct packed_piece {
 template <class S>
 static __device__ __forceinline__ packed_piece<S>
 load_piece(const unit_reader *t, const ring_place *slot, uint32_t scales, int piece) {
-    int wave = piece * S::depth / MOQ_PACK_GROUPS, first = piece * S::depth % MOQ_PACK_GROUPS;
-    uint32_t from = t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) +
-                    wave * (S::weight_bytes / 2) + 4 * first;
+    int unit = piece * S::depth / MOQ_PACK_GROUPS, first = piece * S::depth % MOQ_PACK_GROUPS;
+    uint32_t from =
+        t->ring.codes + (uint32_t)(slot->index * S::weight_bytes) + S::unit_at(unit) + 4 * first;
     packed_piece<S> p;
-    scales += wave * (128) + 4 * first;
+    scales += unit * 128 + 4 * first;
     if constexpr (S::depth == 4) {
         *(uint4 *)p.word = load_shared(from);
         *(uint4 *)p.scale = load_shared(scales);
@@ -102,7 +113,8 @@ static __device__ __forceinline__ void queue_piece(const unit_reader *t, const r
                                                    int piece, const piece_operands<S> *o,
                                                    float (&sum)[S::T / 2]) {
     uint32_t at = (uint32_t)t->ring.x + (uint32_t)(slot->index * (S::token_bytes / 16)) +
-                  2 * (piece * S::depth % MOQ_PACK_GROUPS);
+                  2 * (piece * S::depth % MOQ_PACK_GROUPS) +
+                  piece * S::depth / MOQ_PACK_GROUPS % S::units * (S::panel_bytes / 16);
     uint64_t rest = t->ring.x >> 32 << 32;
     wgmma_fence();
 #pragma unroll
@@ -127,7 +139,7 @@ template <class S> static __device__ __forceinline__ void give_up(piece_operands
 template <class S>
 static __device__ __forceinline__ void multiply(const unit_reader *t, int steps, ring_place *slot,
                                                 float (&sum)[S::waves][S::T / 2]) {
-    constexpr int PIECES = S::waves * MOQ_PACK_GROUPS / S::depth;
+    constexpr int PIECES = S::own_units * MOQ_PACK_GROUPS / S::depth;
     piece_operands<S> set[2] = {};
     ring_place before = *slot, next = *slot;
     uint32_t made = t->made, needed = t->needed;
