@@ -46,26 +46,6 @@ typedef struct {
     uint32_t ring, full, empty; /* in shared memory; barriers of the stages */
 } copy_ring;
 
-/* copy_box_2d of a map of pairs, from row `row` on, a multiple of 16. */
-static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap *map, int column,
-                                                  int row, uint32_t barrier, uint64_t policy) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
-                 "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy)
-                 : "memory");
-}
-
-/* copy_box_2d_to of the same, to both blocks of a cluster. */
-static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
-                                                          int column, int row, uint32_t barrier,
-                                                          uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %7, %6;" ::"r"(to),
-        "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy), "h"((uint16_t)3)
-        : "memory");
-}
-
 /* The steps of W of a tile. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_ring *r,

@@ -10,11 +10,10 @@
  * A step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23 bytes a
  * cycle of which it delivers to all multiprocessors at once: that bounds it. */
 #include "core/invariant.h"
+#include "cuda/device/wgmma.h"
 #include "cuda/moe/sm90/sm90_moe_many_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_fp8_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
-#include "cuda/moe/sm90/sm90_moe_many_widths.h"
-#include "cuda/runtime/tensor_map_pairs.h"
 
 namespace moq::moe_many {
 

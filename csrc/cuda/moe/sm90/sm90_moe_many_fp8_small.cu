@@ -11,7 +11,6 @@
 #include "cuda/moe/sm90/sm90_moe_many_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_fp8_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
-#include "cuda/runtime/tensor_map_pairs.h"
 
 namespace moq::moe_many {
 
