@@ -70,6 +70,7 @@ namespace moq {
     }
 
 WGMMA_E4M3(8, 4, 4, 5, 6)
+WGMMA_E4M3(16, 8, 8, 9, 10)
 WGMMA_E4M3(32, 16, 16, 17, 18)
 WGMMA_E4M3(64, 32, 32, 33, 34)
 WGMMA_E4M3(96, 48, 48, 49, 50)

@@ -125,7 +125,7 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
     constexpr int STEP_WORDS = PACKED_SLAB / 8;
     const gemm_args *a = &f->gemm;
     ring_place slot = {0, 0};
-    uint64_t policy = policy_evict_normal();
+    uint64_t policy = policy_evict_first();
     prefetch_map(map);
     if (!a->early)
         wait_for_predecessor();

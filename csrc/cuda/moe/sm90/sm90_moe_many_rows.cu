@@ -2,8 +2,8 @@
  * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows. A warp has a token of x, whose codes it
  * makes once for all of its slots, or once more where the scale of a slot's expert is another one,
  * and stores them in the rows of these slots; or it has a row of g, or half a warp where that is
- * enough. A slot may have a say in its codes by its weight or its expert's pre_quant_scale: then a
- * warp has its row. Values are stored as they are.
+ * enough, or a block where a row is long. A slot may have a say in its codes by its weight or its
+ * expert's pre_quant_scale: then a warp has its row. Values are stored as they are.
  *
  * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
  * took more from the product than these rows take to be written (docs/lab/moe.md). Bound by what is
@@ -259,6 +259,20 @@ static __device__ __forceinline__ void spread_span(const row_args *a, const valu
 
 /* ---- kernels ---- */
 
+/* The largest of what the lanes of a row have. */
+template <class S> static __device__ __forceinline__ uint32_t most_of_row(uint32_t most) {
+    __shared__ uint32_t of_warp[ROW_THREADS / 32];
+    most = moq_max_of_lanes(most, min(S::LANES, 32));
+    if (S::LANES > 32) {
+        of_warp[threadIdx.x / 32] = most;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < ROW_THREADS / 32; i++)
+            most = max(most, of_warp[i]);
+    }
+    return most;
+}
+
 /* The scale of the row, whose span from `base` on is there; then the first one is. */
 template <class S>
 static __device__ __forceinline__ float find_scale(const row_args *a, const value_row *v, int base,
@@ -270,7 +284,7 @@ static __device__ __forceinline__ float find_scale(const row_args *a, const valu
         load_span<S>(a, v->from, base, chunk);
         most = max(most, amax_of_span<S>(a, v, base, chunk));
     }
-    return moq_token_scale(__uint_as_float(moq_max_of_lanes(most, S::LANES)));
+    return moq_token_scale(__uint_as_float(most_of_row<S>(most)));
 }
 
 template <class S>
