@@ -218,6 +218,26 @@ static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtenso
                  : "memory");
 }
 
+/* copy_box_2d of a map of moq_tensor_map_pairs, from row `row` on, a multiple of 16. */
+static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap *map, int column,
+                                                  int row, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+                 "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
+/* copy_box_2d_to of the same, to both blocks of a cluster. */
+static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
+                                                          int column, int row, uint32_t barrier,
+                                                          uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %7, %6;" ::"r"(to),
+        "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy), "h"((uint16_t)3)
+        : "memory");
+}
+
 /* Stores the box of `map` at (c0, c1) from shared memory, which was written before a
  * fence_async_proxy and a barrier. */
 static __device__ __forceinline__ void store_box_2d(const CUtensorMap *map, int c0, int c1,

@@ -12,78 +12,7 @@
 
 namespace moq {
 
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[4], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %6, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, "
-                 "%4, %5, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[16], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "%16, %17, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                   "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                   "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, p, 1, 1;\n"
-                 "}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                   "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                   "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                   "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-                   "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-                   "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-                   "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-/* ---- 16-bit matrices, A from registers: d += A B^T for 16 columns. A thread has of A the rows
- * that it has of d: a[0] columns t % 4 * 2 (+ 1) of the upper row, a[1] of the lower, a[2] and a[3]
- * the same 8 columns further. Neither a nor d may be touched before the product has ended. ---- */
-
+#define NUMBERS_4  "%0, %1, %2, %3"
 #define NUMBERS_8  "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NUMBERS_16 NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NUMBERS_24 NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -105,6 +34,7 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
                "%110, %111, "                                                                      \
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "    \
                "%125, %126, %127"
+#define NUMBERS_68 NUMBERS_64 ", %64, %65, %66, %67"
 #define NUMBERS_72                                                                                 \
     NUMBERS_64 ", "                                                                                \
                "%64, %65, %66, %67, %68, %69, %70, %71"
@@ -112,6 +42,7 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
     NUMBERS_64 ", "                                                                                \
                "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "  \
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FLOATS_8(d, i)                                                                             \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
         "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -120,9 +51,38 @@ static __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, ui
 #define FLOATS_32(d, i)  FLOATS_16(d, i), FLOATS_16(d, i + 16)
 #define FLOATS_48(d, i)  FLOATS_32(d, i), FLOATS_16(d, i + 32)
 #define FLOATS_64(d, i)  FLOATS_32(d, i), FLOATS_32(d, i + 32)
+#define FLOATS_68(d, i)  FLOATS_64(d, i), FLOATS_4(d, i + 64)
 #define FLOATS_72(d, i)  FLOATS_64(d, i), FLOATS_8(d, i + 64)
 #define FLOATS_96(d, i)  FLOATS_64(d, i), FLOATS_32(d, i + 64)
 #define FLOATS_128(d, i) FLOATS_64(d, i), FLOATS_64(d, i + 64)
+
+#define WGMMA_E4M3(columns, sums, left, right, more)                                               \
+    static __device__ __forceinline__ void wgmma_e4m3(float (&d)[sums], uint64_t a, uint64_t b,    \
+                                                      int add) {                                   \
+        asm volatile("{\n"                                                                         \
+                     ".reg .pred p;\n"                                                             \
+                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3"              \
+                     " {" NUMBERS_##sums "}, %" #left ", %" #right ", p, 1, 1;\n"                  \
+                                         "}"                                                       \
+                     : FLOATS_##sums(d, 0)                                                         \
+                     : "l"(a), "l"(b), "r"(add));                                                  \
+    }
+
+WGMMA_E4M3(8, 4, 4, 5, 6)
+WGMMA_E4M3(16, 8, 8, 9, 10)
+WGMMA_E4M3(32, 16, 16, 17, 18)
+WGMMA_E4M3(64, 32, 32, 33, 34)
+WGMMA_E4M3(96, 48, 48, 49, 50)
+WGMMA_E4M3(128, 64, 64, 65, 66)
+WGMMA_E4M3(136, 68, 68, 69, 70)
+WGMMA_E4M3(144, 72, 72, 73, 74)
+
+#undef WGMMA_E4M3
+
+/* ---- 16-bit matrices, A from registers: d += A B^T for 16 columns. A thread has of A the rows
+ * that it has of d: a[0] columns t % 4 * 2 (+ 1) of the upper row, a[1] of the lower, a[2] and a[3]
+ * the same 8 columns further. Neither a nor d may be touched before the product has ended. ---- */
 
 #define WGMMA_OF_REGISTERS(type, columns, sums, a0, a1, a2, a3, right)                             \
     static __device__ __forceinline__ void wgmma_##type(float (&d)[sums], const uint32_t (&a)[4],  \
@@ -182,18 +142,6 @@ WGMMA_E4M3_OF_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_E4M3_OF_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69)
 
 #undef WGMMA_E4M3_OF_REGISTERS
-
-/* As the first ones above, of 96 columns. */
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[48], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %50, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {" NUMBERS_48 "}, "
-                 "%48, %49, p, 1, 1;\n"
-                 "}"
-                 : FLOATS_48(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
 
 } // namespace moq
 

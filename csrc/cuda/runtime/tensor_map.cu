@@ -2,7 +2,6 @@
 #include "cuda/runtime/tensor_map.h"
 
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/tensor_map_pairs.h"
 
 /* Boxes; what lies outside reads as 0. */
 static moq_status encode_boxes(CUtensorMap *map, CUtensorMapDataType type,

@@ -20,6 +20,12 @@ moq_status moq_tensor_map_blocks(CUtensorMap *map, const void *data, int64_t row
 moq_status moq_tensor_map_rows(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
                                int64_t stride, uint32_t box_rows, moq_err *err);
 
+/* moq_tensor_map_rows in boxes of [64, 128], of whose each 16 rows the even ones come first. The
+ * coordinates of a box are its column, twice 0, and its row divided by 16; `rows` are a multiple of
+ * that. */
+moq_status moq_tensor_map_pairs(CUtensorMap *map, const void *data, int64_t rows, int64_t columns,
+                                int64_t stride, moq_err *err);
+
 /* Rows of 8-byte words, an even number, that follow each other, in boxes of [box_rows, box_words]
  * that arrive row after row; what lies outside reads as 0. The address is a multiple of 16. */
 moq_status moq_tensor_map_words(CUtensorMap *map, const void *data, int64_t rows, int64_t words,

@@ -39,7 +39,6 @@ typedef struct {
 } many_product;
 
 moq_status multiply_fp8(const many_product *p, moq_err *err);
-moq_status multiply_fp8_small(const many_product *p, moq_err *err);
 moq_status multiply_fp8_large(const many_product *p, moq_err *err);
 moq_status multiply_nvfp4(const many_product *p, moq_err *err);
 moq_status multiply_nvfp4_fp8(const many_product *p, moq_err *err);

@@ -3,6 +3,9 @@
  *
  * The one that copies W claims tiles for its block, each while it copies the one before, and tells
  * the others: the memory serves blocks unequally, and whoever is served well has more of them.
+ * Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the other:
+ * so it comes from memory once for them, and L2 may give it up before all else, without which
+ * memory is slower by a tenth (docs/lab/moe.md).
  *
  * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
  * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
@@ -14,6 +17,16 @@
 namespace moq::moe_many {
 
 /* ---- tiles ---- */
+
+#define TOGETHER 8 /* tiles of rows */
+
+/* As place_at, in the order told above. */
+static __device__ __forceinline__ place place_in_turn(const gemm_args *a, int number) {
+    int all = TOGETHER * a->row_tiles, group = number / all, rest = number - group * all;
+    int first = group * TOGETHER, tiles = min(TOGETHER, a->count[1] - first);
+    int along = rest / tiles;
+    return {a->tiles[first + rest - along * tiles], along};
+}
 
 #define CLAIMS 4 /* that some may not have seen yet */
 
@@ -46,33 +59,13 @@ typedef struct {
     uint32_t ring, full, empty; /* in shared memory; barriers of the stages */
 } copy_ring;
 
-/* copy_box_2d of a map of pairs, from row `row` on, a multiple of 16. */
-static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap *map, int column,
-                                                  int row, uint32_t barrier, uint64_t policy) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
-                 "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy)
-                 : "memory");
-}
-
-/* copy_box_2d_to of the same, to both blocks of a cluster. */
-static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
-                                                          int column, int row, uint32_t barrier,
-                                                          uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %7, %6;" ::"r"(to),
-        "l"(map), "r"(column), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy), "h"((uint16_t)3)
-        : "memory");
-}
-
 /* The steps of W of a tile. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_ring *r,
                                                     const place *p, ring_place *slot) {
     constexpr int BOXES = 2 * S::warpgroups, BOX = WAVE_ROWS * 128;
     int first = p->rows.expert * a->height, row[BOXES];
-    uint64_t policy = policy_evict_normal();
+    uint64_t policy = policy_evict_first();
 #pragma unroll
     for (int i = 0; i < BOXES; i++)
         row[i] = first + row_of_wave<S, USE>(a, p->along, i / 2, i % 2);
@@ -97,7 +90,7 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
         wait_for_predecessor();
     int number = blockIdx.x, end = a->count[1] * a->row_tiles;
     while (number < end) {
-        place p = place_at<S>(a, number);
+        place p = place_in_turn(a, number);
         post_claim(claims, &at, &p);
         number = (int)gridDim.x + atomicAdd(a->claimed, 1);
         copy_weights<S, USE>(a, r, &p, &slot);
@@ -177,7 +170,7 @@ static __device__ __forceinline__ ring_barriers make_barriers(const gemm_args *a
         claim_board claims = claims_at(&b, NULL);
         for (int i = 0; i < CLAIMS; i++) {
             mbarrier_init(claims.full + 8u * i, 1);
-            mbarrier_init(claims.empty + 8u * i, 1 + WARPS * WARP_ARRIVALS);
+            mbarrier_init(claims.empty + 8u * i, 2 + WARPS * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
     }

@@ -125,7 +125,7 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
     constexpr int STEP_WORDS = PACKED_SLAB / 8;
     const gemm_args *a = &f->gemm;
     ring_place slot = {0, 0};
-    uint64_t policy = policy_evict_normal();
+    uint64_t policy = policy_evict_first();
     prefetch_map(map);
     if (!a->early)
         wait_for_predecessor();
@@ -262,20 +262,6 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
 }
 
 /* ---- products ---- */
-
-/* A width that device/wgmma.h does not have. */
-using moq::wgmma_e4m3;
-
-static __device__ __forceinline__ void wgmma_e4m3(float (&d)[72], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "setp.ne.b32 p, %74, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {" NUMBERS_72 "}, "
-                 "%72, %73, p, 1, 1;\n"
-                 "}"
-                 : FLOATS_72(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
 
 /* What a thread multiplies: the operand of its warpgroup and all rows, in the first stage. */
 typedef struct {

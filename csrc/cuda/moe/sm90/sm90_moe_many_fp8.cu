@@ -1,29 +1,28 @@
 /* FP8 experts of many tokens on Hopper: products of rows of codes with the experts' W, e4m3 [E, N,
- * K] as prepared, in tiles of sm90_moe_many_tile.h; those of this file have scales of groups, for
- * the others see sm90_moe_many_fp8_small.cu and sm90_moe_many_fp8_large.cu. The products are those
- * of linears (cuda/linear/sm90/sm90_fp8_many_products.h): 128 columns at a time, added to float32
- * sums.
+ * K] as prepared, in tiles of sm90_moe_many_tile.h, all but large ones without scales of groups
+ * (sm90_moe_many_fp8_large.cu). The products are those of linears
+ * (cuda/linear/sm90/sm90_fp8_many_products.h): 128 columns at a time, added to float32 sums.
  *
  * A step is 128 columns, 32 KB of W and 16 KB of rows or less in the 128-byte swizzle, in a ring of
- * four or five. A tile of 256 by 128 takes 1024 cycles of products a step, in which L2 has to
- * deliver 48 bytes a cycle and multiprocessor: that bounds it, and what tiles leave empty. */
+ * four or five. Where tiles are small W comes from memory but once, and that bounds it. A tile of
+ * 256 by 128 takes 1024 cycles of products a step, in which L2 has to deliver 48 bytes a cycle and
+ * multiprocessor: that bounds it, and what tiles leave empty. */
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
 #include "cuda/moe/sm90/sm90_moe_many_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_fp8_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
-#include "cuda/runtime/tensor_map_pairs.h"
 
 namespace moq::moe_many {
 
 /* Tiles of up to MOST rows of tokens, of which N are multiplied. */
-template <int MOST, int N>
-struct fp8_shape : fp8_many::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, true, false> {
+template <bool GROUPS, int MOST, int N>
+struct fp8_shape : fp8_many::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
     static constexpr bool large = MOST > 64;
     static constexpr int warpgroups = 2;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128, box_rows = MOST / 4;
     static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens that leave */
-    static constexpr int all_bytes = stage + MOST * 4;
-    template <int M> using of_width = fp8_shape<MOST, M>;
+    static constexpr int all_bytes = stage + (GROUPS ? MOST * 4 : 0);
+    template <int M> using of_width = fp8_shape<GROUPS, MOST, M>;
 };
 
 /* What a number is to a template. */
@@ -33,64 +32,152 @@ template <int N> struct width {
 
 /* Calls `make` with the least width of S that has room for so many rows. */
 template <class S, class F> static __device__ __forceinline__ void with_width(int rows, F make) {
-    rows = __shfl_sync(0xffffffffu, rows, 0); /* the compiler sees it is one */
     constexpr bool LARGE = S::large;
-    if (LARGE && rows <= 64)
-        make(width<64>());
-    else if (LARGE && rows <= 96)
-        make(width<LARGE ? 96 : 64>());
+    rows = __shfl_sync(0xffffffffu, rows, 0); /* the compiler sees it is one */
+    if (rows <= (LARGE ? 64 : 16))
+        make(width<LARGE ? 64 : 16>());
+    else if (rows <= (LARGE ? 96 : 32))
+        make(width<LARGE ? 96 : 32>());
     else
         make(width<S::tokens>());
 }
 
+/* ---- boards, which a warp fills a tile ahead: their latency is more than a short tile's products
+ * take ---- */
+
+#define BOARDS         2
+#define BOARD_BARRIERS (2 * BOARDS)
+#define HELD           32 /* block scales of a row that come with a board */
+
+/* Barriers: a board of both warpgroups is there, and may be filled again. */
+typedef struct {
+    out_board (*board)[2];
+    uint32_t full, empty;
+} board_ring;
+
+/* By a thread, before all meet. */
+static __device__ __forceinline__ void make_board_barriers(const board_ring *b) {
+    for (int i = 0; i < BOARDS; i++) {
+        mbarrier_init(b->full + 8u * i, 2 * 32);
+        mbarrier_init(b->empty + 8u * i, 8 * WARP_ARRIVALS);
+    }
+}
+
+/* The line of block scales of a wave's rows. */
+template <class S, product_use USE>
+static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, const place *p,
+                                                            int group, int wave) {
+    int partition = USE == OF_GATE_AND_UP ? wave : 0;
+    int row = min(row_of_wave<S, USE>(a, p->along, group, wave), end_of_wave<USE>(a, wave) - 1);
+    int64_t line = moq_block_row(&a->partitions, partition, row);
+    return a->block_scale + p->rows.expert * a->block_step + line * a->steps;
+}
+
+/* Where groups have scales rows have no factors: those of blocks lie in their place. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void fetch_block_scales(const gemm_args *a, const place *p,
+                                                          int group, out_board *board) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int wave = 0; wave < 2; wave++)
+        copy_async_4(shared_address(&board->factor[wave * HELD + lane]),
+                     line_of_wave<S, USE>(a, p, group, wave) + min(lane, a->steps - 1), 4);
+}
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_boards(const gemm_args *a, const claim_board *claims,
+                                                      const board_ring *b) {
+    ring_place slot = {0, 0}, at = {0, 0};
+    int lane = threadIdx.x % 32;
+    wait_for_predecessor();
+    for (;;) {
+        place p = see_claim(claims, &at);
+        __syncwarp();
+        if (lane == 0)
+            mbarrier_arrive(claims->empty + 8u * at.index);
+        advance(&at, CLAIMS);
+        if (p.along < 0)
+            return;
+        mbarrier_wait(b->empty + 8u * slot.index, slot.parity ^ 1);
+#pragma unroll 1
+        for (int group = 0; group < 2; group++) {
+            out_board *board = &b->board[slot.index][group];
+            fetch_board<S, USE>(a, &p, group, board, lane, 32);
+            if (S::groups)
+                fetch_block_scales<S, USE>(a, &p, group, board);
+        }
+        copy_async_arrive(b->full + 8u * slot.index);
+        mbarrier_arrive(b->full + 8u * slot.index);
+        advance(&slot, BOARDS);
+    }
+}
+
+/* ---- tiles ---- */
+
 /* The block scales of a warpgroup's rows. */
 template <class S, product_use USE>
-static __device__ __forceinline__ fp8_many::block_scales<S> find_blocks(const gemm_args *a,
-                                                                        const place *p, int group) {
+static __device__ __forceinline__ fp8_many::block_scales<S>
+find_blocks(const gemm_args *a, const place *p, int group, const out_board *board) {
     fp8_many::block_scales<S> block = {};
     block.steps = a->steps;
 #pragma unroll
-    for (int wave = 0; wave < 2; wave++) {
-        int partition = USE == OF_GATE_AND_UP ? wave : 0;
-        int row = min(row_of_wave<S, USE>(a, p->along, group, wave), end_of_wave<USE>(a, wave) - 1);
-        int64_t line = moq_block_row(&a->partitions, partition, row);
-        block.row[wave] = a->block_scale + p->rows.expert * a->block_step + line * a->steps;
+    for (int wave = 0; S::groups && wave < 2; wave++) {
+        block.row[wave] = line_of_wave<S, USE>(a, p, group, wave);
+        block.held[wave] = board->factor[wave * HELD + threadIdx.x % 32];
     }
-    fp8_many::hold_scales(&block, 0);
     return block;
+}
+
+/* What a warpgroup goes through: steps and boards; where its outputs leave; where it is, and how
+ * many tiles it has made. */
+typedef struct {
+    fp8_many::consumer_ring steps;
+    board_ring boards;
+    way_out out;
+    ring_place step;
+    uint32_t tiles;
+} tile_maker;
+
+/* Where the nth of what goes round in a ring is. */
+template <int PLACES> static __device__ __forceinline__ ring_place nth_place(uint32_t n) {
+    return {(int)(n % PLACES), (int)(n / PLACES % 2)};
 }
 
 /* PLAIN: is_near alone, which is compiled for all widths. */
 template <class S, product_use USE, bool PLAIN>
-static __device__ __forceinline__ void make_tile(const gemm_args *a,
-                                                 const fp8_many::consumer_ring *t, const place *p,
-                                                 ring_place *slot, const way_out *w, int group) {
+static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker *m, const place *p,
+                                                 int group) {
     float sum[2][S::T / 2] = {};
-    fetch_board<S, USE>(a, p, group, w->board);
-    fp8_many::block_scales<S> block = find_blocks<S, USE>(a, p, group);
-    fp8_many::multiply<S>(t, &block, 0, a->steps, group, slot, sum);
-    write_tile<S, USE, PLAIN>(a, p, group, w, sum);
+    ring_place board = nth_place<BOARDS>(m->tiles);
+    m->out.board = &m->boards.board[board.index][group];
+    if (S::groups)
+        mbarrier_wait(m->boards.full + 8u * board.index, board.parity);
+    fp8_many::block_scales<S> block = find_blocks<S, USE>(a, p, group, m->out.board);
+    fp8_many::multiply<S>(&m->steps, &block, 0, a->steps, group, &m->step, sum);
+    if (!S::groups)
+        mbarrier_wait(m->boards.full + 8u * board.index, board.parity);
+    write_tile<S, USE, PLAIN>(a, p, group, &m->out, sum);
+    warp_releases<false>(m->boards.empty + 8u * board.index);
+    m->tiles++;
 }
 
 template <class S, product_use USE>
-static __device__ __forceinline__ void consume(const gemm_args *a, const fp8_many::consumer_ring *t,
-                                               const way_out *w, const claim_board *claims,
-                                               int group) {
-    ring_place slot = {0, 0}, at = {0, 0};
+static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m,
+                                               const claim_board *claims, int group) {
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
     for (;;) {
+        ring_place at = nth_place<CLAIMS>(m->tiles);
         place p = see_claim(claims, &at);
         warp_releases<false>(claims->empty + 8u * at.index);
-        advance(&at, CLAIMS);
         if (p.along < 0)
             return;
         if (USE == OF_ONE || (USE == OF_GATE_AND_UP && !is_near(&a->act)))
-            make_tile<S, USE, false>(a, t, &p, &slot, w, group);
+            make_tile<S, USE, false>(a, m, &p, group);
         else
             with_width<S>(p.rows.rows, [&](auto width) {
                 typedef typename S::template of_width<decltype(width)::columns> narrow;
-                make_tile<narrow, USE, true>(a, t, &p, &slot, w, group);
+                make_tile<narrow, USE, true>(a, m, &p, group);
             });
     }
 }
@@ -100,30 +187,40 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     experts_fp8(const __grid_constant__ CUtensorMap weights,
                 const __grid_constant__ CUtensorMap rows, const __grid_constant__ gemm_args a) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    __shared__ __align__(8) uint64_t barrier[RING_BARRIERS];
+    __shared__ __align__(8) uint64_t barrier[RING_BARRIERS + BOARD_BARRIERS];
     __shared__ int4 places[CLAIMS];
-    __shared__ out_board board[S::warpgroups];
+    __shared__ out_board board[BOARDS][2];
     __shared__ uint32_t most[2][OUT_TOKENS];
     uint32_t ring = fixed_shared_address(smem), scales = ring + a.stages * S::stage;
-    uint32_t room = scales + a.stages * S::tokens * 4;
+    uint32_t room = ring + a.stages * S::all_bytes;
+    uint32_t of_boards = fixed_shared_address(barrier + RING_BARRIERS);
+    board_ring boards = {board, of_boards, of_boards + 8 * BOARDS};
+    if (threadIdx.x == 0)
+        make_board_barriers(&boards);
     ring_barriers b = make_barriers<S>(&a, barrier);
     claim_board claims = claims_at(&b, places);
-    if (threadIdx.x < S::warpgroups * 128) {
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    if (warp < 8) {
         more_registers<232>();
-        int group =
-            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
-        fp8_many::consumer_ring t = {{b.weights, b.rows, b.empty},
-                                     wgmma_operand(ring + group * (2 * WAVE_ROWS * 128)),
-                                     wgmma_operand(ring + 4 * WAVE_ROWS * 128),
-                                     (const float *)(smem + a.stages * S::stage),
-                                     a.stages};
-        way_out w = {&board[group], room + group * OUT_ROOM, most};
-        consume<S, USE>(&a, &t, &w, &claims, group);
+        int group = warp / 4;
+        tile_maker m = {{{b.weights, b.rows, b.empty},
+                         wgmma_operand(ring + group * (2 * WAVE_ROWS * 128)),
+                         wgmma_operand(ring + 4 * WAVE_ROWS * 128),
+                         (const float *)(smem + a.stages * S::stage),
+                         a.stages},
+                        boards,
+                        {NULL, room + group * OUT_ROOM, most},
+                        {0, 0},
+                        0};
+        consume<S, USE>(&a, &m, &claims, group);
     } else {
         fewer_registers<40>();
         copy_ring of_weights = {&weights, ring, b.weights, b.empty};
         copy_ring of_rows = {&rows, ring + 4 * WAVE_ROWS * 128, b.rows, b.empty};
-        produce<S, USE>(&a, &of_weights, &of_rows, scales, &claims);
+        if (warp == 10)
+            produce_boards<S, USE>(&a, &claims, &boards);
+        else
+            produce<S, USE>(&a, &of_weights, &of_rows, scales, &claims);
     }
 }
 
@@ -135,8 +232,8 @@ typedef struct {
     const void *kernel[3];
 } variant;
 
-template <int MOST> static variant variant_of(void) {
-    typedef fp8_shape<MOST, MOST> S;
+template <bool GROUPS, int MOST> static variant variant_of(void) {
+    typedef fp8_shape<GROUPS, MOST, MOST> S;
     const void *one = NULL; /* such layers have small tiles */
     if constexpr (MOST == 64)
         one = (const void *)experts_fp8<S, OF_ONE>;
@@ -148,8 +245,8 @@ template <int MOST> static variant variant_of(void) {
 
 /* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */
 static int lay_out(gemm_args *a, int stage, int limit) {
-    int fixed =
-        1024 + RING_BARRIERS * 8 + CLAIMS * 16 + 2 * (int)sizeof(out_board) + 2 * OUT_TOKENS * 4;
+    int fixed = 1024 + (RING_BARRIERS + BOARD_BARRIERS) * 8 + CLAIMS * 16 +
+                2 * BOARDS * (int)sizeof(out_board) + 2 * OUT_TOKENS * 4;
     int stages = (limit - fixed - 2 * OUT_ROOM) / stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
     MOQ_ASSERT(a->stages >= 2);
@@ -159,9 +256,11 @@ static int lay_out(gemm_args *a, int stage, int limit) {
 moq_status multiply_fp8(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     bool groups = e->rows->form == moe::ROWS_GROUP, narrow = e->tile_rows == 64;
-    if (!groups)
-        return narrow ? multiply_fp8_small(p, err) : multiply_fp8_large(p, err);
-    variant v = narrow ? variant_of<64>() : variant_of<128>();
+    if (!groups && !narrow)
+        return multiply_fp8_large(p, err);
+    variant v = !groups  ? variant_of<false, 64>()
+                : narrow ? variant_of<true, 64>()
+                         : variant_of<true, 128>();
     int64_t k = e->spec->in_features, n = e->spec->out_features;
     moq_cuda_device device;
     CUtensorMap weights, rows;

@@ -10,11 +10,10 @@
  * A step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23 bytes a
  * cycle of which it delivers to all multiprocessors at once: that bounds it. */
 #include "core/invariant.h"
+#include "cuda/device/wgmma.h"
 #include "cuda/moe/sm90/sm90_moe_many_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_fp8_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_many_launch.h"
-#include "cuda/moe/sm90/sm90_moe_many_widths.h"
-#include "cuda/runtime/tensor_map_pairs.h"
 
 namespace moq::moe_many {
 
@@ -152,30 +151,51 @@ static __device__ __forceinline__ void multiply_large(const large_ring *t, int s
     at->tell = -1;
 }
 
+/* The way out of the next tile, and the board of the one after. */
+typedef struct {
+    way_out out;
+    out_board *other;
+} large_way;
+
 /* Where a tile is that may be behind the last one. */
 static __device__ __forceinline__ place place_near(const gemm_args *a, const tile_queue *q) {
     return place_at<largest>(a, min(q->number, q->end - 1));
 }
 
-/* Makes the tile at *p, and finds the next one of the queue meanwhile. PLAIN: is_near alone, which
- * is compiled for all widths. */
+/* Asks for what a tile brings, by its warpgroup. */
+template <product_use USE>
+static __device__ __forceinline__ void ask_for_board(const gemm_args *a, const place *p,
+                                                     const way_out *w, int group) {
+    fetch_board<largest, USE>(a, p, group, w->board, threadIdx.x % 128, 128);
+    copy_async_commit();
+}
+
+/* Makes the tile at *p, whose board was asked for, finds the next one of the queue meanwhile and
+ * asks for its board, which has the place of the one before. PLAIN: is_near alone, which is
+ * compiled for all widths. */
 template <class S, product_use USE, bool PLAIN>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, const large_ring *t,
                                                  const tile_queue *q, place *p, large_place *at,
-                                                 const way_out *w, int group) {
+                                                 large_way *w, int group) {
     float sum[2][S::T / 2] = {};
-    fetch_board<S, USE>(a, p, group, w->board);
     multiply_large<S>(t, a->steps, at, sum);
     place next = place_near(a, q);
-    write_tile<S, USE, PLAIN>(a, p, group, w, sum);
+    copy_async_wait<0>();
+    barrier_sync(2 + group, 128); /* which all have left the tile before */
+    way_out own = w->out;
+    w->out.board = w->other;
+    w->other = own.board;
+    if (q->number < q->end)
+        ask_for_board<USE>(a, &next, &w->out, group);
+    write_tile<S, USE, PLAIN>(a, p, group, &own, sum);
     *p = next;
 }
 
 /* By the least products that have room for its rows. */
 template <product_use USE>
-static __device__ __forceinline__ void
-make_fitting_tile(const gemm_args *a, const large_ring *t, const tile_queue *q, place *p,
-                  large_place *at, const way_out *w, int group) {
+static __device__ __forceinline__ void make_fitting_tile(const gemm_args *a, const large_ring *t,
+                                                         const tile_queue *q, place *p,
+                                                         large_place *at, large_way *w, int group) {
     int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
     if (USE == OF_GATE_AND_UP && !is_near(&a->act))
         make_tile<largest, USE, false>(a, t, q, p, at, w, group);
@@ -191,16 +211,17 @@ make_fitting_tile(const gemm_args *a, const large_ring *t, const tile_queue *q, 
 
 template <product_use USE>
 static __device__ __forceinline__ void consume(const gemm_args *a, const large_ring *t,
-                                               const way_out *w, int group) {
+                                               large_way *w, int group) {
     large_place at = {{0, 0}, {0, 0}, group == 0 ? min(LAG, a->steps) - 1 : -1};
     wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
     tile_queue q = tiles_of_block<largest>(a);
     if (q.number >= q.end)
         return;
+    place p = place_near(a, &q);
+    ask_for_board<USE>(a, &p, &w->out, group);
     if (group == 1)
         barrier_sync(1, 256);
-    place p = place_near(a, &q);
     while (q.number < q.end) {
         q.number += q.stride;
         make_fitting_tile<USE>(a, t, &q, &p, &at, w, group);
@@ -214,7 +235,7 @@ static __global__ void __launch_bounds__(384, 1)
                       const __grid_constant__ gemm_args a) {
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[LARGE_BARRIERS];
-    __shared__ out_board board[2];
+    __shared__ out_board board[2][2];
     uint32_t ring = fixed_shared_address(smem), of_rows = ring + 2 * W_STAGES * W_STAGE;
     uint32_t room = of_rows + a.stages * largest::stage;
     uint32_t first = make_large_barriers(&a, barrier), full = barriers_of_rows(first);
@@ -225,7 +246,7 @@ static __global__ void __launch_bounds__(384, 1)
         large_ring t = {barriers_of_weights(first, group), full,
                         wgmma_operand(ring + group * (W_STAGES * W_STAGE)), wgmma_operand(of_rows),
                         a.stages};
-        way_out w = {&board[group], room + group * OUT_ROOM, NULL};
+        large_way w = {{&board[group][0], room + group * OUT_ROOM, NULL}, &board[group][1]};
         consume<USE>(&a, &t, &w, group);
     } else {
         fewer_registers<40>();
@@ -245,7 +266,7 @@ static __global__ void __launch_bounds__(384, 1)
 
 /* As many stages of rows as fit. Dynamic shared memory is returned. */
 static int lay_out_large(gemm_args *a, int limit) {
-    int fixed = 1024 + LARGE_BARRIERS * 8 + 2 * (int)sizeof(out_board);
+    int fixed = (LARGE_BARRIERS * 8 + 4 * (int)sizeof(out_board) + 1023) / 1024 * 1024;
     int always = 2 * W_STAGES * W_STAGE + 2 * OUT_ROOM;
     int stages = (limit - fixed - always) / largest::stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;

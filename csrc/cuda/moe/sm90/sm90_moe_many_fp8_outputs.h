@@ -34,29 +34,34 @@ typedef struct {
 
 /* ---- what tiles bring ---- */
 
-/* Asks for it; where tokens have no factors they get 1. */
+/* Asks for those of a warpgroup, by threads `first` and every `apart` after; where tokens have no
+ * factors they get 1. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void fetch_board(const gemm_args *a, const place *p, int group,
-                                                   out_board *board) {
-    int thread = threadIdx.x % 128, wave = thread / WAVE_ROWS, expert = p->rows.expert;
-    int row = row_of_wave<S, USE>(a, p->along, group, wave) + thread % WAVE_ROWS;
-    int bytes = row < end_of_wave<USE>(a, wave) ? 4 : 0;
-    int64_t at = (int64_t)expert * a->n + (bytes ? row : 0);
+                                                   out_board *board, int first, int apart) {
+    int expert = p->rows.expert;
     const float *of_tokens = a->x_scale ? a->x_scale + p->rows.first : a->input_scale;
-    if (!S::groups)
-        copy_async_4(shared_address(&board->factor[thread]), a->output_scale + at, bytes);
-    if (a->bias)
-        copy_async_4(shared_address(&board->bias[thread]), a->bias + at, bytes);
-    if (USE != OF_D && !S::groups && a->form == G_TENSOR && thread == 0)
+#pragma unroll 1
+    for (int i = first; i < 2 * WAVE_ROWS && (!S::groups || a->bias); i += apart) {
+        int wave = i / WAVE_ROWS;
+        int row = row_of_wave<S, USE>(a, p->along, group, wave) + i % WAVE_ROWS;
+        int bytes = row < end_of_wave<USE>(a, wave) ? 4 : 0;
+        int64_t at = (int64_t)expert * a->n + (bytes ? row : 0);
+        if (!S::groups)
+            copy_async_4(shared_address(&board->factor[i]), a->output_scale + at, bytes);
+        if (a->bias)
+            copy_async_4(shared_address(&board->bias[i]), a->bias + at, bytes);
+    }
+    if (USE != OF_D && !S::groups && a->form == G_TENSOR && first == 0)
         copy_async_4(shared_address(&board->scale), a->g_scale + expert, 4);
-    for (int i = thread; !S::groups && i < p->rows.rows; i += 128) {
+#pragma unroll 1
+    for (int i = first; !S::groups && i < p->rows.rows; i += apart) {
         if (of_tokens)
             copy_async_4(shared_address(&board->token[i]),
                          of_tokens + (a->x_scale ? i : expert * a->parts), 4);
         else
             board->token[i] = 1.0f;
     }
-    copy_async_commit();
 }
 
 /* Factors and biases of a thread's two columns of a wave. */
@@ -388,13 +393,11 @@ static __device__ __forceinline__ void write_d(const gemm_args *a, const place *
     }
 }
 
-/* Writes what a warpgroup has of a tile, whose board was fetched. PLAIN: is_near, where there is a
+/* Writes what a warpgroup has of a tile, whose board is there. PLAIN: is_near, where there is a
  * gate. */
 template <class S, product_use USE, bool PLAIN>
 static __device__ __forceinline__ void write_tile(const gemm_args *a, const place *p, int group,
                                                   const way_out *w, float (&sum)[2][S::T / 2]) {
-    copy_async_wait<0>();
-    barrier_sync(2 + group, 128);
     terms e[2] = {read_board<S>(a, w->board, 0), read_board<S>(a, w->board, 1)};
     if constexpr (USE == OF_GATE_AND_UP)
         write_activated<S, true, PLAIN>(a, p, row_of_wave<S, USE>(a, p->along, group, 0), w, e,
@@ -409,8 +412,6 @@ static __device__ __forceinline__ void write_tile(const gemm_args *a, const plac
         if constexpr (USE == OF_D)
             write_d<S>(a, p, column, w, &e[wave], sum[wave]);
     }
-    if (p->rows.rows == 0)            /* of two tiles of an expert one may have none */
-        barrier_sync(2 + group, 128); /* the board may be used again */
 }
 
 } // namespace moq::moe_many

@@ -16,6 +16,13 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                            const void *g, const moe::expert_rows *rows, moq_err *err);
 
+/* make_rows_of_x and make_rows_of_g of ROWS_TOKEN, values of 16 bits, K a multiple of 16, in the
+ * order of moq_cuda_quantize.paired; the rows of an expert begin where those before it end. */
+moq_status make_paired_rows_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                                 const moe::expert_rows *rows, moq_err *err);
+moq_status make_paired_rows_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                                 const void *g, const moe::expert_rows *rows, moq_err *err);
+
 } // namespace moq::moe_many
 
 #endif

@@ -1,7 +1,7 @@
 /* NVFP4 experts of many tokens with FP8 products on Hopper (compute "fp8"):
  *
  *   1. slots sorted by expert                            group.cu
- *   2. rows of codes of x, one a slot, and their scales  sm90_moe_many_codes.cu
+ *   2. rows of codes of x, one a slot, and their scales  sm90_moe_many_rows.cu
  *   3. g = rounded(act(rows W13^T + b13))                sm90_moe_many_nvfp4_fp8.cu
  *   4. rows of codes of g and their scales               as 2
  *   5. d = rows W2^T + b2, float32, or bfloat16 as y is  as 3
@@ -14,7 +14,7 @@
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "cuda/moe/sm90/sm90_moe_many.h"
-#include "cuda/moe/sm90/sm90_moe_many_codes.h"
+#include "cuda/moe/sm90/sm90_moe_many_rows.h"
 
 namespace moq::moe_many {
 
@@ -79,10 +79,8 @@ static moq_status run_chunk(const slot_chunk *chunk, moq_err *err) {
     folded_layout l = lay_out(chunk);
     uint8_t *memory = (uint8_t *)call->workspace;
     slot_groups groups = groups_at(chunk, memory + l.groups);
-    code_rows codes_of_x = {memory + l.x, (float *)(memory + l.x_scales)};
-    code_rows codes_of_g = {memory + l.codes, (float *)(memory + l.code_scales)};
-    expert_rows x = {ROWS_TOKEN, codes_of_x.codes, codes_of_x.scales};
-    expert_rows g = {ROWS_TOKEN, codes_of_g.codes, codes_of_g.scales};
+    expert_rows x = {ROWS_TOKEN, memory + l.x, memory + l.x_scales};
+    expert_rows g = {ROWS_TOKEN, memory + l.codes, memory + l.code_scales};
     many_product first = {}, second = {};
     first.product = {&spec->w13,        &call->w13,       &x,   most_rows(chunk), &groups,
                      most_tiles(chunk), chunk->tile_rows, NULL, call->stream};
@@ -97,9 +95,9 @@ static moq_status run_chunk(const slot_chunk *chunk, moq_err *err) {
     second.early = true; /* the first product has waited for the grouping */
     second.rounds_d = dtype_of_d(spec) != MOQ_DT_F32;
     MOQ_TRY(group_slots(chunk, memory + l.groups, err));
-    MOQ_TRY(make_row_codes_of_x(chunk, &groups, &codes_of_x, err));
+    MOQ_TRY(make_paired_rows_of_x(chunk, &groups, &x, err));
     MOQ_TRY(multiply_nvfp4_fp8(&first, err));
-    MOQ_TRY(make_row_codes_of_g(chunk, &groups, first.g, &codes_of_g, err));
+    MOQ_TRY(make_paired_rows_of_g(chunk, &groups, first.g, &g, err));
     MOQ_TRY(multiply_nvfp4_fp8(&second, err));
     return combine_rows(chunk, &groups, {memory + l.d, dtype_of_d(spec), true}, err);
 }
