@@ -142,6 +142,12 @@ def test_torch_compile_and_a_process_of_its_own(engine, served, how, processes):
     assert found == [served[name][0]]
 
 
+@pytest.mark.parametrize("name", ["qwen3moe_fp8", "qwen3moe_nvfp4"])
+def test_experts_in_graphs_of_torch_compile(engine, expected, name):
+    tokens = engine("plain", DATA / "checkpoints" / name, "compiled", MOQEXT_VLLM_OPS="1")[0]
+    assert_same(tokens, expected[name])
+
+
 # -------------------------------------------------------------------------------------- damaged checkpoints
 
 
