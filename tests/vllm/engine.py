@@ -646,15 +646,18 @@ def ops(directory, how, options="{}"):
 
 
 def generate_two(llm):
-    """The greedy tokens of every prompt, each with the one that would have been next."""
+    """The greedy tokens of every prompt, each with the best one beside it: of equals either may be chosen."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW, logprobs=2)
     found = []
     for out in llm.generate(prompts, how, use_tqdm=False):
-        best = [sorted(step.items(), key=lambda each: each[1].rank)[:2] for step in out.outputs[0].logprobs]
-        found.append([[value for token, one in two for value in (token, one.logprob)] for two in best])
+        answer, steps = out.outputs[0], []
+        for chosen, step in zip(answer.token_ids, answer.logprobs, strict=True):
+            other = min((token for token in step if token != chosen), key=lambda token: step[token].rank)
+            steps.append([value for token in (chosen, other) for value in (token, step[token].logprob)])
+        found.append(steps)
     return found
 
 
