@@ -16,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,6 +31,8 @@ MORE = {1: 256, 16: 128, 64: 128}
 """Tokens that are timed, by the number of sequences."""
 LOCK = Path("/tmp/moqext-vllm.lock")
 """Held by the process that measures alone, shared by those that make engines."""
+SETTLE = 2
+"""Seconds in which what the process before had on the device goes away."""
 CACHE_GIB = 4
 PROFILED = 28
 """Lines of a profile."""
@@ -180,6 +183,7 @@ def main() -> None:
         engine = Engine(options)
         fcntl.flock(lock, fcntl.LOCK_UN)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        time.sleep(SETTLE)
         row: dict[str, Any] = {"name": options.name, "compile": options.compile}
         row["decode"] = {batch: round(engine.decode(batch), 2) for batch in options.batches}
         row["prefill"] = round(engine.prefill(options.prompt), 1) if options.prompt else None
@@ -189,6 +193,8 @@ def main() -> None:
             engine.profile(batch)
         if options.profile and options.prompt:
             engine.profile(1, options.prompt, 0)
+        sys.stdout.flush()
+        os._exit(0)  # or the engine would be taken down while the next one is measured
 
 
 if __name__ == "__main__":

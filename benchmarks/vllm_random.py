@@ -63,16 +63,19 @@ EXPERTS = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 ATTENTION = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o"}
 
 
-def write_config(directory: Path, quant_algo: str, tiny: bool = False) -> None:
+def write_config(directory: Path, quant_algo: str, tiny: bool = False, layers: int | None = None) -> None:
     """Writes config.json, all that there is of a checkpoint.
 
     Args:
         directory: where to.
         quant_algo: "bfloat16", "FP8" or "NVFP4".
         tiny: small sizes, for a test.
+        layers: how many there are, where they are not those of the model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     text = CONFIG | (TINY if tiny else {})
+    if layers:
+        text["num_hidden_layers"] = layers
     if quant_algo != BF16:
         quantization = quantization_config(quant_algo)
         quantization["ignore"] = ["lm_head", "model.layers.*.mlp.gate"]

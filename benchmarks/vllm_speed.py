@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("/tmp/moqext-llama"))
     parser.add_argument("--model", choices=["llama", "moe"], default="llama")
     parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, help="of the model; all without")
+    parser.add_argument("--layers", type=int, help="of the mixture of experts, instead of its 48")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="engines that the memory has room for")
     parser.add_argument("--modes", nargs="+", default=["graphs", "compile"], choices=["graphs", "compile"])
     options, more = parser.parse_known_args()
@@ -127,7 +128,7 @@ def main() -> None:
     if options.model == "moe":
         options.directory = options.directory.with_name(options.directory.name + "-moe")
         for quant_algo in formats:
-            vllm_random.write_config(options.directory / quant_algo, quant_algo)
+            vllm_random.write_config(options.directory / quant_algo, quant_algo, layers=options.layers)
     else:
         make_checkpoints(options.directory, formats)
     print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)

@@ -2,11 +2,12 @@
 
 vLLM's models call a kernel for each, which know no programmatic launch; that is a tenth of a token's time for
 small models. Nothing in vLLM stands for the three together, so the forward of a model's attention is replaced
-where its source is one of those that are known here, and its own stays where it is not, in what torch.compile
-makes, and call by call where the tensors are others.
+where its source is one of those that are known here, and its own stays where it is not, and call by call
+where the tensors are others. In a graph that torch.compile makes the kernel is an operation.
 
 The cache is written where vLLM's own function for that is a known one, too, which says how the cache is laid
-out, and where it has the dtype of the model; vLLM's function then passes over the call.
+out, and where it has the dtype of the model; vLLM's function then passes over the call. torch.compile's
+graphs end at that function, so the operation in them looks the cache up when it runs.
 """
 
 import functools
@@ -30,6 +31,16 @@ try:
     from vllm.model_executor.layers.attention.attention import get_attention_context
 except ImportError:
     get_attention_context = None
+try:
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import (
+        LayerNameType,
+        _encode_layer_name,
+        _resolve_layer_name,
+        direct_register_custom_op,
+    )
+except ImportError:
+    LayerNameType = None
 
 MODELS = "vllm.model_executor.models"
 CLASSES = (
@@ -103,25 +114,24 @@ def forward_with_norms(self: Any, positions: torch.Tensor, hidden_states: torch.
 def _run(
     self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, q_norm: Any, k_norm: Any
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling() or not self.moqext_turns:
+    compiles = torch.compiler.is_compiling()
+    if not self.moqext_turns or (compiles and LayerNameType is None):
         result: torch.Tensor = self.moqext_own_forward(positions, hidden_states)
         return result
     qkv, _ = self.qkv_proj(hidden_states)
     sizes, rotary = [self.q_size, self.kv_size, self.kv_size], self.rotary_emb
     cache: dict[str, torch.Tensor] = {}
     if _fits(qkv, positions, q_norm):
-        cache = _find_cache(self.attn, qkv)
-        ops.turn_heads(
-            qkv,
-            positions,
-            rotary._match_cos_sin_cache_dtype(qkv),
-            self.q_size // rotary.head_size,
-            self.kv_size // rotary.head_size,
-            q_weight=None if q_norm is None else q_norm.weight.data,
-            k_weight=None if k_norm is None else k_norm.weight.data,
-            eps=0.0 if q_norm is None else q_norm.variance_epsilon,
-            **cache,
-        )
+        table = rotary._match_cos_sin_cache_dtype(qkv)
+        heads = self.q_size // rotary.head_size, self.kv_size // rotary.head_size
+        weights = [None if norm is None else norm.weight.data for norm in (q_norm, k_norm)]
+        eps = 0.0 if q_norm is None else q_norm.variance_epsilon
+        if compiles:
+            name = _encode_layer_name(self.attn.layer_name)
+            torch.ops.vllm.moqext_turn_heads(qkv, positions, table, *heads, *weights, eps, name)
+        else:
+            cache = _find_cache(self.attn, qkv)
+            _turn(qkv, positions, table, *heads, *weights, eps, cache)
         q, k, v = qkv.split(sizes, dim=-1)
     else:
         q, k, v = qkv.split(sizes, dim=-1)
@@ -133,6 +143,75 @@ def _run(
     attended = _attend_stored(self.attn, q, k, v) if cache else self.attn(q, k, v)
     output: torch.Tensor = self.o_proj(attended)[0]
     return output
+
+
+def _turn(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    q_heads: int,
+    k_heads: int,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cache: dict[str, torch.Tensor],
+) -> None:
+    weights: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
+    ops.turn_heads(qkv, positions, table, q_heads, k_heads, **weights, eps=eps, **cache)
+
+
+def _turn_in_graph(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    q_heads: int,
+    k_heads: int,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    layer_name: LayerNameType,
+) -> None:
+    """What runs where a compiled graph turns heads.
+
+    A piece of a model that is captured by itself has no part of the cache: vLLM's function, which stands
+    between two pieces, runs at each replay.
+    """
+    if not qkv.is_cuda:
+        _turn_in_steps(qkv, positions, table, ((q_heads, q_weight), (k_heads, k_weight)), eps)
+        return
+    context = get_forward_context()
+    attn = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    cache = {} if context.cudagraph_runtime_mode.name == "PIECEWISE" else _find_cache(attn, qkv)
+    _turn(qkv, positions, table, q_heads, k_heads, q_weight, k_weight, eps, cache)
+    if cache:
+        attn.impl.moqext_stored = True  # until vLLM's function comes
+
+
+def _turn_in_steps(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    parts: tuple[tuple[int, torch.Tensor | None], ...],
+    eps: float,
+) -> None:
+    """The same on the CPU, part by part."""
+    width, begin = table.shape[1], 0
+    cos, sin = (half.repeat(1, 2)[None] for half in table[positions].split(width // 2, -1))
+    for count, weight in parts:
+        part = qkv[:, begin : begin + count * width].view(1, len(qkv), count, width)
+        value = part if weight is None else ops.rms_norm(part, weight, eps)
+        part.copy_(ops.rotary_embedding(value, cos, sin))
+        begin += count * width
+
+
+def _returns_nothing(*args: Any) -> None:
+    """What a graph knows of it."""
+
+
+if LayerNameType is not None:
+    direct_register_custom_op(
+        "moqext_turn_heads", _turn_in_graph, mutates_args=["qkv"], fake_impl=_returns_nothing
+    )
 
 
 def _attend_stored(attn: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -175,7 +254,9 @@ def _stores(attn: Any) -> bool:
 
 def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
     """In the place of `do_kv_cache_update`."""
-    if not impl.moqext_stored:
+    if impl.moqext_stored:
+        impl.moqext_stored = False
+    else:
         type(impl).do_kv_cache_update(impl, *args, **kwargs)
 
 
@@ -209,12 +290,11 @@ def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:
 
 
 def _fits(qkv: torch.Tensor, positions: torch.Tensor, q_norm: Any) -> bool:
-    """Whether moqext has a call: what nobody watches, on CUDA, with one position for each row."""
+    """Whether moqext has a call, with one position for each row: on the CPU in a compiled graph alone."""
     return (
-        qkv.is_cuda
-        and is_plain_call(qkv)
+        (torch.compiler.is_compiling() or (qkv.is_cuda and is_plain_call(qkv)))
         and qkv.dim() == 2
-        and qkv.dtype in (torch.bfloat16, torch.float16)
+        and (qkv.dtype in (torch.bfloat16, torch.float16) or not qkv.is_cuda)
         and (q_norm is None or q_norm.weight.dtype == qkv.dtype)
         and positions.dim() == 1
         and positions.dtype == torch.int64

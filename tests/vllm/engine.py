@@ -110,18 +110,27 @@ def codes_of_norms(directory):
     say([generate(llm), sum(counts), len(counts)])
 
 
-def heads(directory):
+def heads(directory, how):
     """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
 
-    On the CPU it never does: what stands in its place then is vLLM's own, by the forward of the plug-in.
+    In graphs of the device, or "compiled". On the CPU it never does: what stands in its place then is vLLM's
+    own, by the forward of the plug-in, or in a compiled graph steps, of which the embedding counts.
     """
     from moqext import ops as functions
 
-    calls, turn_heads = [], functions.turn_heads
-    functions.turn_heads = lambda *args, **options: calls.append(options) or turn_heads(*args, **options)
-    llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+    calls = []
+    for name in ("turn_heads", "rotary_embedding"):
+        function = getattr(functions, name)
+        setattr(functions, name, partial(noted, calls, function))
+    options = {"enforce_eager": False} if how == "compiled" else GRAPHS if ON_CUDA else {}
+    llm = make_engine(directory, hf_overrides=without_cache(directory), **options)
     found = generate(llm), llm.apply_model(taken_over)[0]
     say([*found, len(calls), sum("slots" in options for options in calls)])
+
+
+def noted(calls, function, *args, **options):
+    calls.append(options)
+    return function(*args, **options)
 
 
 def taken_over(model):
@@ -637,15 +646,18 @@ def ops(directory, how, options="{}"):
 
 
 def generate_two(llm):
-    """The greedy tokens of every prompt, each with the one that would have been next."""
+    """The greedy tokens of every prompt, each with the best one beside it: of equals either may be chosen."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW, logprobs=2)
     found = []
     for out in llm.generate(prompts, how, use_tqdm=False):
-        best = [sorted(step.items(), key=lambda each: each[1].rank)[:2] for step in out.outputs[0].logprobs]
-        found.append([[value for token, one in two for value in (token, one.logprob)] for two in best])
+        answer, steps = out.outputs[0], []
+        for chosen, step in zip(answer.token_ids, answer.logprobs, strict=True):
+            other = min((token for token in step if token != chosen), key=lambda token: step[token].rank)
+            steps.append([value for token in (chosen, other) for value in (token, step[token].logprob)])
+        found.append(steps)
     return found
 
 

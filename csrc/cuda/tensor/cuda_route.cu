@@ -9,7 +9,8 @@
  *
  * Bound by latency with few tokens: the start of a kernel, one load from memory, and what a chosen
  * expert takes, one after the other. Loops over them are not unrolled: the code of a kernel that
- * runs once comes from memory, too. */
+ * runs once comes from memory, too. So what most models have, softmax of the chosen experts'
+ * logits without a bias or groups, is a kernel of its own (USUAL), with a fifth of the code. */
 #include "cuda/device/ptx.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
@@ -23,6 +24,8 @@ using quantization::quantize_input;
 #define LANES  MOQ_ROUTE_LANES
 #define ALL    0xffffffffu
 #define BLOCKS 0x7fffffff
+
+#define MOST_SORTED 4 /* experts of a lane */
 
 typedef struct {
     quantize_input logits;
@@ -133,11 +136,8 @@ static __device__ __forceinline__ candidate best_of_lane(const int32_t *key, int
     }
 }
 
-/* Takes the best of the warp away; true in the lane that has it, whose best before is `taken`.
- * `own` is the best that a lane has, before and after. */
-template <int N>
-static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &own,
-                                                 candidate &taken, int lane) {
+/* Whether a lane's best is the best of the warp. */
+static __device__ __forceinline__ bool is_best(candidate own) {
     int32_t most = __reduce_max_sync(ALL, own.key);
     bool mine = own.key == most;
     uint32_t equals = __ballot_sync(ALL, mine);
@@ -145,6 +145,15 @@ static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &o
         int32_t least = __reduce_min_sync(ALL, mine ? own.index : INT32_MAX);
         mine = mine && own.index == least;
     }
+    return mine;
+}
+
+/* Takes the best of the warp away; true in the lane that has it, whose best before is `taken`.
+ * `own` is the best that a lane has, before and after. */
+template <int N>
+static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &own,
+                                                 candidate &taken, int lane) {
+    bool mine = is_best(own);
     if (mine) {
         taken = own;
 #pragma unroll
@@ -240,11 +249,12 @@ static __device__ __forceinline__ void keep_groups(const route_args &a, int32_t 
 /* ---- a token ---- */
 
 /* Weights of the chosen experts, of which each lane below top_k has one with its logit. */
+template <bool USUAL>
 static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t row, float logit,
                                                     int32_t expert, float most, float divisor,
                                                     int lane) {
-    float u = score(a.scoring, logit, most);
-    if (a.divides_by_chosen) {
+    float u = score(USUAL ? MOQ_ROUTE_SOFTMAX : a.scoring, logit, most);
+    if (USUAL || a.divides_by_chosen) {
         divisor = 0.0f;
 #pragma unroll 1
         for (int t = 0; t < a.top_k; t++)
@@ -289,11 +299,47 @@ static __device__ __forceinline__ candidate take_experts(const route_args &a, in
     return lane < a.top_k ? places[lane] : (candidate){NAN_KEY, 0};
 }
 
+/* The same where every lane sorts its few experts once, the best first and of equals the lower
+ * index: a lane whose best is taken goes on with its next. */
 template <int N>
+static __device__ __forceinline__ candidate take_sorted_experts(const route_args &a,
+                                                                const int32_t (&key)[N],
+                                                                candidate *places, int lane) {
+    candidate own[N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        own[j] = {key[j], j * LANES + lane};
+#pragma unroll
+    for (int round = 0; round < N; round++) {
+#pragma unroll
+        for (int j = round % 2; j + 1 < N; j += 2) {
+            candidate first = own[j], second = own[j + 1];
+            bool swap = second.key > first.key;
+            own[j] = swap ? second : first;
+            own[j + 1] = swap ? first : second;
+        }
+    }
+    __syncwarp(); /* the token before has read its places */
+#pragma unroll 1
+    for (int t = 0; t < a.top_k; t++) {
+        bool mine = is_best(own[0]);
+        if (mine)
+            places[t] = own[0];
+#pragma unroll
+        for (int j = 0; j + 1 < N; j++)
+            own[j] = mine ? own[j + 1] : own[j];
+        own[N - 1].key = mine ? NO_KEY : own[N - 1].key;
+    }
+    __syncwarp();
+    return lane < a.top_k ? places[lane] : (candidate){NAN_KEY, 0};
+}
+
+template <int N, bool USUAL>
 static __device__ __forceinline__ void route_token(const route_args &a, int64_t row,
                                                    candidate *places, int32_t *shared, int lane) {
-    bool softmax = a.scoring == MOQ_ROUTE_SOFTMAX, biased = a.bias != NULL;
-    int64_t offset = a.logits.outer ? offset_of_row(&a.logits, row) : row * a.logits.stride;
+    bool softmax = a.scoring == MOQ_ROUTE_SOFTMAX, biased = !USUAL && a.bias != NULL;
+    int64_t offset =
+        !USUAL && a.logits.outer ? offset_of_row(&a.logits, row) : row * a.logits.stride;
     int32_t key[N];
     float value[N]; /* logits, then scores */
     float bias[N];
@@ -308,7 +354,7 @@ static __device__ __forceinline__ void route_token(const route_args &a, int64_t 
     }
     float most = value_of(__reduce_max_sync(ALL, best_of_lane<N>(key, lane, 0).key));
     float divisor = 1.0f;
-    if (biased || (softmax && !a.divides_by_chosen))
+    if (!USUAL && (biased || (softmax && !a.divides_by_chosen)))
         divisor = score_all(a, value, key, most);
     if (biased) {
 #pragma unroll
@@ -317,16 +363,20 @@ static __device__ __forceinline__ void route_token(const route_args &a, int64_t 
             key[j] = key[j] > NAN_KEY ? key_of(__fadd_rn(v, bias[j])) : key[j];
         }
     }
-    if (a.top_groups < a.groups)
+    if (!USUAL && a.top_groups < a.groups)
         keep_groups(a, key, shared, lane);
-    candidate chosen = take_experts(a, key, places, lane);
+    candidate chosen;
+    if constexpr (USUAL && N <= MOST_SORTED)
+        chosen = take_sorted_experts(a, key, places, lane);
+    else
+        chosen = take_experts(a, key, places, lane);
     float logit = value_of(chosen.key);
     if (biased && lane < a.top_k)
         logit = load_float(a.logits.data, a.logits_dtype, offset + chosen.index * a.logits.inner);
-    write_chosen(a, row, logit, chosen.index, most, divisor, lane);
+    write_chosen<USUAL>(a, row, logit, chosen.index, most, divisor, lane);
 }
 
-template <int N>
+template <int N, bool USUAL>
 static __global__ void __launch_bounds__(WARPS *LANES)
     route_tokens(const __grid_constant__ route_args a) {
     extern __shared__ int32_t shared[];
@@ -336,24 +386,24 @@ static __global__ void __launch_bounds__(WARPS *LANES)
     launch_dependents();
     int64_t row = (int64_t)blockIdx.x * blockDim.y + warp;
     for (; row < a.count; row += (int64_t)gridDim.x * blockDim.y)
-        route_token<N>(a, row, places[warp], shared + warp * (a.experts + a.groups), lane);
+        route_token<N, USUAL>(a, row, places[warp], shared + warp * (a.experts + a.groups), lane);
 }
 
 /* ---- launching ---- */
 
-static const void *kernel_for(int experts) {
+template <bool USUAL> static const void *kernel_for(int experts) {
     if (experts <= LANES)
-        return (const void *)route_tokens<1>;
+        return (const void *)route_tokens<1, USUAL>;
     if (experts <= 2 * LANES)
-        return (const void *)route_tokens<2>;
+        return (const void *)route_tokens<2, USUAL>;
     if (experts <= 4 * LANES)
-        return (const void *)route_tokens<4>;
+        return (const void *)route_tokens<4, USUAL>;
     if (experts <= 8 * LANES)
-        return (const void *)route_tokens<8>;
+        return (const void *)route_tokens<8, USUAL>;
     if (experts <= 16 * LANES)
-        return (const void *)route_tokens<16>;
+        return (const void *)route_tokens<16, USUAL>;
     static_assert(MOQ_ROUTE_EXPERTS == 32 * LANES, "the largest kernel has all experts");
-    return (const void *)route_tokens<32>;
+    return (const void *)route_tokens<32, USUAL>;
 }
 
 /* The rows of the logits, one stride apart where they can be. */
@@ -406,9 +456,11 @@ extern "C" moq_status moq_cuda_route(const moq_route *route, float *weights, int
         a.count *= logits->shape[i];
     int64_t warps = a.count < WARPS ? a.count : WARPS, blocks = (a.count + warps - 1) / warps;
     bool grouped = a.top_groups < a.groups;
+    bool softmax = a.scoring == MOQ_ROUTE_SOFTMAX || a.scoring == MOQ_ROUTE_TOPK_SOFTMAX;
+    bool usual = softmax && a.divides_by_chosen && !biased && !grouped && !a.logits.outer;
     moq_launch launch = {
         .what = "route",
-        .kernel = kernel_for(a.experts),
+        .kernel = usual ? kernel_for<true>(a.experts) : kernel_for<false>(a.experts),
         .grid = dim3((unsigned)(blocks < BLOCKS ? blocks : BLOCKS)),
         .block = dim3(LANES, (unsigned)warps),
         .shared = grouped ? (size_t)(warps * (a.experts + a.groups)) * sizeof(int32_t) : 0,
