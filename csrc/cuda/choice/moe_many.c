@@ -18,7 +18,7 @@
  * slot. The first two overlap in part: those of FP8's large tiles, which the memory seldom bounds,
  * nearly whole. Of NVFP4 31 times of three models are met within 17 %. Those of FP8 are fitted to
  * 80 of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3, TP8 with 1 to 4096 tokens, and to what is
- * chosen by them, which takes 0.5 % more than the fastest in the mean (docs/lab/moe.md). */
+ * chosen by them, which takes 0.3 % more than the fastest in the mean (docs/lab/moe.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
 
