@@ -591,13 +591,11 @@ bool moq_moe_fp8_few_takes(const moq_moe_spec *spec, int64_t tokens, char *reaso
 }
 
 /* What FP8's scales make of the seconds above: times of three models with 1 to 64 tokens on an
- * H200, in the mean. */
+ * H200, in the mean (docs/lab/moe.md). */
 static double scaling(const moq_moe_spec *spec) {
     if (format_of(spec) == &NVFP4)
         return 1;
-    return spec->w13.input == MOQ_INPUT_E4M3_TOKEN   ? 1.09
-           : spec->w13.input == MOQ_INPUT_E4M3_GROUP ? 1.05
-                                                     : 1.02;
+    return spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? 1.09 : 1.05;
 }
 
 double moq_moe_few_seconds(const moq_moe_spec *spec, int64_t tokens) {

@@ -18,7 +18,7 @@
  * how many rows a tile counts beside its own, and bytes that are moved for each value of x and
  * slot. The first two overlap in part: those of large tiles, which the memory seldom bounds, nearly
  * whole. Fitted to 80 times of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3, TP8 with 1 to 4096
- * tokens, and to what is chosen by them, which takes 0.5 % more than the fastest in the mean
+ * tokens, and to what is chosen by them, which takes 0.3 % more than the fastest in the mean
  * (docs/lab/moe.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
