@@ -266,6 +266,8 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     if (outputs)
         a->turn_step = outputs / 2;
     a->room = rest ? a->stages * stage : 0;
+    if (outputs && s->tokens == 256) /* nobody waits for weights alone */
+        a->flight = a->stages;
     MOQ_ASSERT(a->stages >= (s->share == MOQ_FINE_PARTS ? 4 : 2) && a->flight > 0);
     MOQ_ASSERT(a->room % 16 == 0 && a->turn % 16 == 0 && a->turn_step % 16 == 0);
     MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums come to where the ring was */

@@ -146,7 +146,9 @@ static __device__ __forceinline__ void make_step(row_worker<S> *o, int step,
     uint32_t left = (uint32_t)t->left + own.index * STAGE;
     uint32_t right = (uint32_t)t->right + own.index * STAGE;
     float scale = o->scale;
-    await(t, &own);
+    if (!S::together)
+        mbarrier_wait(t->barriers.weights + 8u * own.index, own.parity);
+    mbarrier_wait(t->barriers.tokens + 8u * own.index, own.parity);
     advance(&o->slot, t->stages);
 #pragma unroll
     for (int wave = 0; wave < S::WAVES; wave++) {
