@@ -71,6 +71,26 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     }
 }
 
+/* Copies weights and tokens of all steps, and the first weights before the tokens are there. */
+template <class S>
+static __device__ __forceinline__ void produce_steps(const gemm_args *a, const producer_ring *p,
+                                                     next_copy ahead) {
+    next_copy f = ahead;
+    while (ahead.copied < a->stages && more(&ahead)) {
+        operand_copies::weights<S>(a, p, &ahead);
+        advance_copy<S>(a, p, &ahead);
+    }
+    wait_for_predecessor();
+    while (more(&f)) {
+        if (f.copied >= a->stages) {
+            wait_for_room(p, &f);
+            operand_copies::weights<S>(a, p, &f);
+        }
+        operand_copies::tokens<S>(a, p, &f);
+        advance_copy<S>(a, p, &f);
+    }
+}
+
 template <class S>
 static __global__ void __launch_bounds__(S::threads, 1)
     fp8_many(const __grid_constant__ CUtensorMap weights,
@@ -119,9 +139,13 @@ static __global__ void __launch_bounds__(S::threads, 1)
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();
-        if (threadIdx.x == S::copier)
-            produce_weights<S>(&args, &p, f);
-        if (!S::fused && threadIdx.x == S::copier + 32)
+        if (threadIdx.x == S::copier) {
+            if constexpr (S::together)
+                produce_steps<S>(&args, &p, f);
+            else
+                produce_weights<S>(&args, &p, f);
+        }
+        if (!S::fused && !S::together && threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
     }
     if (S::pair) {
@@ -266,8 +290,6 @@ static size_t lay_out(gemm_args *a, const method *way, bool groups, int limit) {
     if (outputs)
         a->turn_step = outputs / 2;
     a->room = rest ? a->stages * stage : 0;
-    if (outputs && s->tokens == 256) /* nobody waits for weights alone */
-        a->flight = a->stages;
     MOQ_ASSERT(a->stages >= (s->share == MOQ_FINE_PARTS ? 4 : 2) && a->flight > 0);
     MOQ_ASSERT(a->room % 16 == 0 && a->turn % 16 == 0 && a->turn_step % 16 == 0);
     MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums come to where the ring was */

@@ -91,8 +91,8 @@ struct tile {
     static constexpr int quantizer_registers = 88;
     /* Threads from `copier` on copy. */
     static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
-    /* A step's weights are counted at the barrier of its tokens: a second wait costs 12 cycles
-     * between two products. Its first weights are not held back (gemm_args.flight). */
+    /* A step's weights are counted at the barrier of its tokens, and one thread copies both: a
+     * second wait lies between two products, and takes 12 cycles. */
     static constexpr bool together = boxes && WAVES > 1;
     static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : together ? 2 : 1;
     static constexpr int threads = copier + (uneven ? 128 : 64);
