@@ -143,6 +143,23 @@ def test_many_tiles(rng, algo):
         assert_close(to_numpy(y)[some], expected, "bfloat16")
 
 
+@pytest.mark.parametrize("algo", ALGOS)
+def test_tiles_that_follow_each_other(rng, algo):
+    """A few tiles more than blocks or pairs, of many steps, in all shapes; some tokens are compared."""
+    case = random_case(rng, algo, 2608, partitions(algo, [1500, 900]))
+    layer = OnDevice(case, "bfloat16")
+    x = random_x(rng, (1900, 2608), "bfloat16")
+    some = np.r_[0:40, 900:940, 1880:1900]
+    expected = case.expected(reference.as_float32(x[some]))
+    for variant in range(VARIANTS):
+        layer.method._plan.keep(len(x), NAME, variant)
+        y = layer(x)
+        assert not y.isnan().any()
+        assert_close(to_numpy(y)[some], expected, "bfloat16")
+        for _ in range(3):
+            assert torch.equal(layer(x), y)
+
+
 def test_partitions_that_share_an_input_scale(rng):
     case = random_case(rng, "FP8", 512, [120, 80])
     case.parts[1]["input_scale"] = case.parts[0]["input_scale"]

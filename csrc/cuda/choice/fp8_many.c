@@ -78,10 +78,11 @@ static double weight_seconds(const moq_fp8_many_way *way, double bytes, const ra
     return bytes / (double)tiles * ((double)rest / all + (double)last / few) / rate;
 }
 
-/* With groups, where outputs leave by the copy engine, under the products of a block's next tile,
- * and a block has more than two: what outputs take of their time nevertheless, and what a step
- * does. The times of shapes are fitted to up to 512 tokens; these to 1024 and 4096 tokens of 8192 x
- * 8192 and 28672 x 4096 on an H200. Without groups cuBLASLt was no slower there. */
+/* Where outputs leave by the copy engine, under the products of a block's next tile: what outputs
+ * take of their time nevertheless, and with groups, where a block has more than two tiles, what a
+ * step does. The times of shapes are fitted to up to 512 tokens; these to 1024 and 4096 tokens of
+ * 8192 x 8192 and 28672 x 4096 on an H200, and by token assumed of no shorter K and no fewer
+ * tokens. With one scale cuBLASLt was no slower there. */
 #define OUTPUT_SHARE 0.2
 #define STEP_SHARE   0.86
 
@@ -103,8 +104,9 @@ static double estimate(const moq_linear_spec *spec, const moq_fp8_many_way *way,
     double quantize =
         spec->quantized_input ? 0 : r->quantize[scaling] + (double)m * k / r->values[scaling];
     double output = v->weight_rows * v->tokens * r->output;
-    bool under = groups && moq_fp8_many_has_boxes(v) && turns > 2;
-    double step = v->step[groups] * 1e-6 * (under ? STEP_SHARE : 1);
+    bool by_token = spec->input == MOQ_INPUT_E4M3_TOKEN && m >= 1024 && steps >= 32;
+    bool under = moq_fp8_many_has_boxes(v) && (groups ? turns > 2 : by_token);
+    double step = v->step[groups] * 1e-6 * (under && groups ? STEP_SHARE : 1);
     double products = turns * steps / (parts ? way->cluster : 1) * step +
                       (turns - 1) * output * (under ? OUTPUT_SHARE : 1);
     double copies = tiles * steps * MOQ_FP8_MANY_STEP * (rows + columns) / r->cache;

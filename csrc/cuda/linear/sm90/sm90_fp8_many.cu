@@ -21,9 +21,9 @@
 #include "core/invariant.h"
 #include "cuda/choice/fp8_many.h"
 #include "cuda/linear/cuda_linear.h"
-#include "cuda/linear/sm90/sm90_fp8_many_outputs.h"
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
 #include "cuda/linear/sm90/sm90_fp8_many_quantize.h"
+#include "cuda/linear/sm90/sm90_fp8_many_rows.h"
 #include "cuda/linear/sm90/sm90_fp8_many_tile.h"
 #include "cuda/linear/sm90/sm90_gemm_feed.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
@@ -36,45 +36,10 @@ namespace moq::fp8_many {
 
 #define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
 
-/* The block scales of the rows of a warpgroup, held from step `first` on. */
 template <class S>
-static __device__ __forceinline__ block_scales<S>
-find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
-    block_scales<S> block = {};
-    block.steps = a->steps;
-#pragma unroll
-    for (int i = 0; S::groups && i < block.ROWS; i++) {
-        int row = at->row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
-        int line = moq_block_row(&a->partitions, at->partition, min(row, at->end - 1));
-        block.row[i] = a->block_scale + (int64_t)line * a->steps;
-    }
-    if (S::groups)
-        hold_scales(&block, first);
-    return block;
-}
-
-/* A tile of a warpgroup: which, where, and its block scales. */
-template <class S> struct own_tile {
-    work w;
-    tile_place at;
-    block_scales<S> block;
-};
-
-template <class S>
-static __device__ __forceinline__ void find_tile(const gemm_args *a, int group, int rank,
-                                                 own_tile<S> *tile) {
-    if (!has_steps(&tile->w))
-        return;
-    tile->at = place_of<S>(a, tile->w.number, rank);
-    tile->block = find_blocks<S>(a, &tile->at, group, tile->w.first);
-}
-
-template <class S>
-static __device__ __forceinline__ void
-consume(const gemm_args *a, const consumer_ring *t, uint8_t *shared, column_terms<S> *b,
-        const cluster_barriers *meet, const CUtensorMap *map, int rank) {
-    int group =
-        __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_ring *t,
+                                               uint8_t *shared, column_terms<S> *b,
+                                               const cluster_barriers *meet, int group, int rank) {
     int row = group / S::k_groups * (64 * S::WAVES);
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     ring_place slot = {0, 0};
@@ -83,31 +48,46 @@ consume(const gemm_args *a, const consumer_ring *t, uint8_t *shared, column_term
     while (has_steps(&tile.w)) {
         float sum[S::WAVES][S::T / 2] = {};
         tile_terms<S> terms = {};
-        own_tile<S> next = tile;
         fetch_early<S>(a, &tile.at, row, &terms);
         wait_for_predecessor(); /* at once from the second tile on */
         if (S::parts && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks run */
         fetch_late<S>(a, &tile.at, row, &terms);
-        next_tile<S>(a, &next.w);
-        if (S::boxes) /* under the products: divisions, and loads that depend on them */
-            find_tile<S>(a, group, rank, &next);
-        multiply<S>(t, &tile.block, tile.w.first, tile.w.end, group, &slot, sum);
+        if constexpr (S::tokens_first)
+            multiply_part<S>(a, t, &tile, sum);
+        else
+            multiply<S>(t, &tile.block, tile.w.first, tile.w.end, group, &slot, sum);
         if constexpr (S::parts) {
             bring_together<S>(a, shared, b + group, meet, &terms, &tile.at, sum[0]);
             return;
         }
-        if constexpr (S::boxes) {
-            write_boxes<S>(a, map, b + group, turn, &tile.at, row, &terms, sum);
-        } else {
-            if (S::token_factors)
-                post_columns<S>(&terms, b + group);
+        if (S::token_factors)
+            post_columns<S>(&terms, b + group);
 #pragma unroll
-            for (int i = 0; i < S::WAVES; i++)
-                write_columns<S>(a, b + group, turn, &tile.at, row + 64 * i, &terms.row[i], sum[i]);
-            find_tile<S>(a, group, rank, &next);
+        for (int i = 0; i < S::WAVES; i++)
+            write_columns<S>(a, b + group, turn, &tile.at, row + 64 * i, &terms.row[i], sum[i]);
+        next_tile<S>(a, &tile.w);
+        find_tile<S>(a, group, rank, &tile);
+    }
+}
+
+/* Copies weights and tokens of all steps, and the first weights before the tokens are there. */
+template <class S>
+static __device__ __forceinline__ void produce_steps(const gemm_args *a, const producer_ring *p,
+                                                     next_copy ahead) {
+    next_copy f = ahead;
+    while (ahead.copied < a->stages && more(&ahead)) {
+        operand_copies::weights<S>(a, p, &ahead);
+        advance_copy<S>(a, p, &ahead);
+    }
+    wait_for_predecessor();
+    while (more(&f)) {
+        if (f.copied >= a->stages) {
+            wait_for_room(p, &f);
+            operand_copies::weights<S>(a, p, &f);
         }
-        tile = next;
+        operand_copies::tokens<S>(a, p, &f);
+        advance_copy<S>(a, p, &f);
     }
 }
 
@@ -141,9 +121,15 @@ static __global__ void __launch_bounds__(S::threads, 1)
                            args.stages};
         if (S::parts && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S>(&args, &t, smem, terms, &meet, &outputs, rank);
-        if (S::boxes && threadIdx.x % 128 == 0)
-            store_boxes_wait();
+        if constexpr (S::boxes) {
+            uint32_t room = shared_address(smem + args.turn) + group * args.turn_step;
+            output_way<S> out = {&outputs, &terms[group], room, group * 64 * S::WAVES};
+            make_tiles<S>(&args, &t, &out, rank);
+            if (threadIdx.x % 128 == 0)
+                store_boxes_wait();
+        } else {
+            consume<S>(&args, &t, smem, terms, &meet, group, rank);
+        }
     } else if (threadIdx.x < S::copier) {
         sink s = {ring + S::token_at, barriers, 0.0f};
         if (S::fused && S::uneven)
@@ -153,9 +139,13 @@ static __global__ void __launch_bounds__(S::threads, 1)
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();
-        if (threadIdx.x == S::copier)
-            produce_weights<S>(&args, &p, f);
-        if (!S::fused && threadIdx.x == S::copier + 32)
+        if (threadIdx.x == S::copier) {
+            if constexpr (S::together)
+                produce_steps<S>(&args, &p, f);
+            else
+                produce_weights<S>(&args, &p, f);
+        }
+        if (!S::fused && !S::together && threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
     }
     if (S::pair) {

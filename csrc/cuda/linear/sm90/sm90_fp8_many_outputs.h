@@ -59,40 +59,46 @@ static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t ro
     }
 }
 
-/* Writes a warpgroup's tokens of a tile, from its `row` on. Its first thread waits for
- * store_boxes_wait() before the block ends. */
-template <class S>
-static __device__ __forceinline__ void
-write_boxes(const gemm_args *a, const CUtensorMap *map, column_terms<S> *b, uint32_t room,
-            const tile_place *at, int row, const tile_terms<S> *e,
-            const float (&sum)[S::WAVES][S::T / 2]) {
+/* Where outputs of a warpgroup go: y, where it can have boxes, factors and biases of columns, room
+ * for what waits, and its first row of a tile. */
+template <class S> struct output_way {
+    const CUtensorMap *map;
+    column_terms<S> *b;
+    uint32_t room;
+    int row;
+};
+
+/* Writes the tokens of a wave of a warpgroup. Its waves take turns, each with room of its own:
+ * where there are two, a wave's barrier tells that what the other had of the tile before has left.
+ * The first thread waits for store_boxes_wait() before the block ends. */
+template <class S, int WAVE>
+static __device__ __forceinline__ void write_wave(const gemm_args *a, const output_way<S> *way,
+                                                  const tile_place *at, const tile_terms<S> *e,
+                                                  const float (&sum)[S::T / 2]) {
     bool first = threadIdx.x % 128 == 0;
     /* boxes begin at multiples of 16 bytes, and write as many rows of W as they have */
     bool boxed = a->boxed && at->row % 8 == 0 && (at->row + S::T <= at->end || at->end == a->n);
-    int group = threadIdx.x / 128;
-    post_columns<S>(e, b);
-    if (first)
-        store_boxes_wait(); /* the tile before has left */
-    barrier_sync(2 + group, 128);
     bool plain = !S::row_factors && !a->out.bias && a->out.dtype == MOQ_DT_BF16;
-#pragma unroll
-    for (int i = 0; plain && i < S::WAVES; i++)
-        park<S, true>(a, room + 2 * BOX_BYTES * i, b, &e->row[i], sum[i]);
-#pragma unroll
-    for (int i = 0; !plain && i < S::WAVES; i++)
-        park<S, false>(a, room + 2 * BOX_BYTES * i, b, &e->row[i], sum[i]);
+    int barrier = 2 + threadIdx.x / 128, token = at->token + way->row + 64 * WAVE;
+    uint32_t room = way->room + 2 * BOX_BYTES * WAVE;
+    if (WAVE == 0 && !plain)
+        post_columns<S>(e, way->b);
+    if (S::WAVES == 1 && first)
+        store_boxes_wait();
+    if (S::WAVES == 1 || !plain)
+        barrier_sync(barrier, 128);
+    if (plain)
+        park<S, true>(a, room, way->b, &e->row[WAVE], sum);
+    else
+        park<S, false>(a, room, way->b, &e->row[WAVE], sum);
     fence_async_proxy();
-    barrier_sync(2 + group, 128);
-#pragma unroll
-    for (int i = 0; i < S::WAVES; i++) {
-        uint32_t from = room + 2 * BOX_BYTES * i;
-        int token = at->token + row + 64 * i;
-        if (!boxed)
-            carry_out(a, from, at, token);
-        else if (first)
-            for (int half = 0; half < 2; half++)
-                store_box_2d(map, 2 * (at->row + 64 * half), token, from + half * BOX_BYTES);
-    }
+    if (S::WAVES > 1 && first)
+        store_boxes_wait();
+    barrier_sync(barrier, 128);
+    if (!boxed)
+        carry_out(a, room, at, token);
+    for (int half = 0; boxed && first && half < 2; half++)
+        store_box_2d(way->map, 2 * (at->row + 64 * half), token, room + half * BOX_BYTES);
     __syncwarp();
 }
 

@@ -50,12 +50,13 @@ static __device__ __forceinline__ void advance_own(ring_place *slot, int stages)
 }
 
 /* Scales of blocks of W by step, a row of them for each wave of rows, or one for all: a lane holds
- * one step in 32 of them, so that a step waits for none. Where tokens are the rows, the scale of
- * the first step alone is held. */
+ * one step in 32 of them, so that a step waits for none. Where tokens are the rows, the scales of
+ * the first two steps alone are held. */
 template <class S> struct block_scales {
     static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
     const float *row[ROWS];
     float held[ROWS];
+    float second;
     int first, steps; /* the step that lane 0 holds, and how many there are */
 };
 
@@ -66,6 +67,8 @@ static __device__ __forceinline__ void hold_scales(block_scales<S> *block, int s
 #pragma unroll
     for (int i = 0; i < block->ROWS; i++)
         block->held[i] = own < block->steps ? block->row[i][own] : 0.0f;
+    if (S::tokens_first)
+        block->second = block->row[0][min(step + 1, block->steps - 1)];
 }
 
 template <class S>
@@ -75,6 +78,39 @@ static __device__ __forceinline__ float weight_scale(block_scales<S> *block, int
     if (step - block->first >= 32)
         hold_scales(block, block->first + 32);
     return __shfl_sync(0xffffffffu, block->held[wave % block->ROWS], step - block->first);
+}
+
+/* The block scales of the rows of a warpgroup, held from step `first` on. */
+template <class S>
+static __device__ __forceinline__ block_scales<S>
+find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
+    block_scales<S> block = {};
+    block.steps = a->steps;
+#pragma unroll
+    for (int i = 0; S::groups && i < block.ROWS; i++) {
+        int row = at->row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
+        int line = moq_block_row(&a->partitions, at->partition, min(row, at->end - 1));
+        block.row[i] = a->block_scale + (int64_t)line * a->steps;
+    }
+    if (S::groups)
+        hold_scales(&block, first);
+    return block;
+}
+
+/* A tile of a warpgroup: which, where, and its block scales. */
+template <class S> struct own_tile {
+    work w;
+    tile_place at;
+    block_scales<S> block;
+};
+
+template <class S>
+static __device__ __forceinline__ void find_tile(const gemm_args *a, int group, int rank,
+                                                 own_tile<S> *tile) {
+    if (!has_steps(&tile->w))
+        return;
+    tile->at = place_of<S>(a, tile->w.number, rank);
+    tile->block = find_blocks<S>(a, &tile->at, group, tile->w.first);
 }
 
 /* sum += c, where x are the scales of the tokens in shared memory and w that of the rows of W. */
@@ -191,95 +227,8 @@ multiply_in_one_set(const consumer_ring *t, block_scales<S> *block, int first, i
     }
 }
 
-/* ---- tokens are the rows: a thread has two of them, and a step two scales for it. One set of
- * registers, and as little as can be between the end of a product and the next: both warpgroups are
- * seldom apart, so that what lies there is not hidden behind the other's products. A step's
- * operands are waited for, and its scales read, under the last product of the step before
- * (docs/lab/fp8-many.md) ---- */
-
-/* wgmma_operand, of which the upper half is constant, from its lower half. */
-static __device__ __forceinline__ uint64_t operand_at(uint32_t place) {
-    return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | place;
-}
-
-/* Products of 64 rows and all columns, at these places of the step. */
-template <class S>
-static __device__ __forceinline__ void multiply_rows(uint32_t left, uint32_t right,
-                                                     float (&c)[S::T / 2]) {
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < STEP / 32; j++)
-        wgmma_e4m3(c, operand_at(left + 2 * j), operand_at(right + 2 * j), j);
-    wgmma_commit();
-}
-
-/* A thread's scales of a step: of its upper and its lower row of each wave. */
-template <class S> struct row_scales {
-    float wave[S::WAVES][2];
-};
-
-/* `scales` are those of the tokens from the thread's first on, in shared memory. */
-template <class S>
-static __device__ __forceinline__ row_scales<S> scales_of_rows(const float *scales, float w) {
-    row_scales<S> x = {};
-#pragma unroll
-    for (int i = 0; S::groups && i < S::WAVES; i++) {
-        x.wave[i][0] = scales[64 * i] * w;
-        x.wave[i][1] = scales[64 * i + 8] * w;
-    }
-    return x;
-}
-
-template <class S>
-static __device__ __forceinline__ void
-promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], const float (&x)[2]) {
-#pragma unroll
-    for (int i = 0; i < S::T / 2; i++)
-        sum[i] += S::groups ? c[i] * x[i / 2 % 2] : c[i];
-}
-
-template <class S>
-static __device__ __forceinline__ void
-multiply_by_rows(const consumer_ring *t, const block_scales<S> *block, int first, int steps,
-                 ring_place *slot, float (&sum)[S::WAVES][S::T / 2]) {
-    constexpr uint32_t STAGE = S::stage / 16, WAVE = 64 * STEP / 16;
-    const float *scales = t->scales + threadIdx.x / 128 * (64 * S::WAVES) + row_of_thread();
-    const float *line = block->row[0];
-    uint32_t left = (uint32_t)t->left, right = (uint32_t)t->right;
-    int end = first + steps;
-    await(t, slot);
-    row_scales<S> x = scales_of_rows<S>(scales + slot->index * S::tokens, block->held[0]);
-    float ahead = S::groups ? line[min(first + 1, end - 1)] : 1.0f;
-#pragma unroll 8
-    for (int step = first; step < end; step++) {
-        ring_place own = *slot;
-        row_scales<S> next = x;
-#pragma unroll
-        for (int wave = 0; wave < S::WAVES; wave++) {
-            float c[S::T / 2];
-            uint32_t at = own.index * STAGE;
-            multiply_rows<S>(left + at + wave * WAVE, right + at, c);
-            if (wave == S::WAVES - 1) {
-                advance(slot, t->stages);
-                if (step + 1 < end) {
-                    await(t, slot);
-                    next = scales_of_rows<S>(scales + slot->index * S::tokens, ahead);
-                }
-                if (S::groups)
-                    ahead = line[min(step + 2, end - 1)];
-            }
-            wgmma_wait<0>();
-            if (wave == S::WAVES - 1)
-                release<S>(t, &own);
-            stay_here(c);
-            promote_rows<S>(sum[wave], c, x.wave[wave]);
-            stay_here(sum[wave]);
-        }
-        x = next;
-    }
-}
-
-/* Sums of the steps of a tile from `first` to `end`, or every other of them for `group`. */
+/* Sums of the steps of a tile from `first` to `end`, or every other of them for `group`, where W
+ * gives the rows. */
 template <class S>
 static __device__ __forceinline__ void multiply(const consumer_ring *t, block_scales<S> *block,
                                                 int first, int end, int group, ring_place *slot,
@@ -291,9 +240,7 @@ static __device__ __forceinline__ void multiply(const consumer_ring *t, block_sc
     int steps = (end - first + S::stride - 1) / S::stride;
     if (S::by_steps && steps <= 0)
         return;
-    if constexpr (S::tokens_first)
-        multiply_by_rows<S>(t, block, first, steps, slot, sum);
-    else if constexpr (S::two_sets)
+    if constexpr (S::two_sets)
         multiply_in_two_sets<S>(t, block, first, steps, slot, sum);
     else
         multiply_in_one_set<S>(t, block, first, steps, slot, sum);

@@ -91,7 +91,10 @@ struct tile {
     static constexpr int quantizer_registers = 88;
     /* Threads from `copier` on copy. */
     static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
-    static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : 1;
+    /* A step's weights are counted at the barrier of its tokens, and one thread copies both: a
+     * second wait lies between two products, and takes 12 cycles. */
+    static constexpr bool together = boxes && WAVES > 1;
+    static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : together ? 2 : 1;
     static constexpr int threads = copier + (uneven ? 128 : 64);
     /* Sums of other blocks have room beside the ring, rather than where it was. */
     static constexpr bool own_room = parts && T < 128;
@@ -104,7 +107,8 @@ struct operand_copies {
     static __device__ __forceinline__ void weights(const gemm_args *, const producer_ring *p,
                                                    const next_copy *f) {
         uint32_t to = p->ring + (uint32_t)(f->slot.index * S::stage + S::weight_at);
-        uint32_t bar = p->barriers.weights + 8u * f->slot.index;
+        uint32_t bars = S::together ? p->barriers.tokens : p->barriers.weights;
+        uint32_t bar = bars + 8u * f->slot.index;
         mbarrier_expect(bar, S::weight_rows * STEP);
         if (S::share_weights) {
             int half = p->rank * (S::weight_rows / 2);
