@@ -194,7 +194,7 @@ def _turn_in_steps(
     parts: tuple[tuple[int, torch.Tensor | None], ...],
     eps: float,
 ) -> None:
-    """The same on the CPU, part by part."""
+    """Turns heads on the CPU, part by part."""
     width, begin = table.shape[1], 0
     cos, sin = (half.repeat(1, 2)[None] for half in table[positions].split(width // 2, -1))
     for count, weight in parts:

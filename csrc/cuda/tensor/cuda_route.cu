@@ -299,7 +299,7 @@ static __device__ __forceinline__ candidate take_experts(const route_args &a, in
     return lane < a.top_k ? places[lane] : (candidate){NAN_KEY, 0};
 }
 
-/* The same where every lane sorts its few experts once, the best first and of equals the lower
+/* take_experts where every lane sorts its few experts once, the best first and of equals the lower
  * index: a lane whose best is taken goes on with its next. */
 template <int N>
 static __device__ __forceinline__ candidate take_sorted_experts(const route_args &a,

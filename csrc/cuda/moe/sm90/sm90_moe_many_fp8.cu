@@ -73,7 +73,7 @@ static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, 
     return a->block_scale + p->rows.expert * a->block_step + line * a->steps;
 }
 
-/* Where groups have scales rows have no factors: those of blocks lie in their place. */
+/* Where groups have scales rows have no factors: block scales lie in their place. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void fetch_block_scales(const gemm_args *a, const place *p,
                                                           int group, out_board *board) {
