@@ -53,7 +53,8 @@ def test_allowance_of_a_rounded_second_product(rng):
     alone = expert_slack(x, stacks, weights, ids, **options)
     term = expert_slack(x, stacks, weights, ids, rounded=True, **options) - alone
     assert (moved <= term).all()
-    assert (term <= 2.0**-8 * (np.abs(d) + alone) * (1 + 1e-9)).all()
+    # Where a value of g may be one of two, the allowance is that of the lower, whose d is up to `alone` away.
+    assert (term <= 2.0**-8 * (np.abs(d) + 2 * alone) * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize(("algo", "compute"), COMPUTES)
