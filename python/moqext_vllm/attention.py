@@ -124,14 +124,16 @@ def _run(
     if _fits(qkv, positions, q_norm):
         table = rotary._match_cos_sin_cache_dtype(qkv)
         heads = self.q_size // rotary.head_size, self.kv_size // rotary.head_size
-        weights = [None if norm is None else norm.weight.data for norm in (q_norm, k_norm)]
+        q_weight, k_weight = (None if norm is None else norm.weight.data for norm in (q_norm, k_norm))
         eps = 0.0 if q_norm is None else q_norm.variance_epsilon
         if compiles:
             name = _encode_layer_name(self.attn.layer_name)
-            torch.ops.vllm.moqext_turn_heads(qkv, positions, table, *heads, *weights, eps, name)
+            torch.ops.vllm.moqext_turn_heads(qkv, positions, table, *heads, q_weight, k_weight, eps, name)
         else:
             cache = _find_cache(self.attn, qkv)
-            _turn(qkv, positions, table, *heads, *weights, eps, cache)
+            ops.turn_heads(
+                qkv, positions, table, *heads, q_weight=q_weight, k_weight=k_weight, eps=eps, **cache
+            )
         q, k, v = qkv.split(sizes, dim=-1)
     else:
         q, k, v = qkv.split(sizes, dim=-1)
@@ -143,21 +145,6 @@ def _run(
     attended = _attend_stored(self.attn, q, k, v) if cache else self.attn(q, k, v)
     output: torch.Tensor = self.o_proj(attended)[0]
     return output
-
-
-def _turn(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    q_heads: int,
-    k_heads: int,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cache: dict[str, torch.Tensor],
-) -> None:
-    weights: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight}
-    ops.turn_heads(qkv, positions, table, q_heads, k_heads, **weights, eps=eps, **cache)
 
 
 def _turn_in_graph(
@@ -182,7 +169,9 @@ def _turn_in_graph(
     context = get_forward_context()
     attn = context.no_compile_layers[_resolve_layer_name(layer_name)]
     cache = {} if context.cudagraph_runtime_mode.name == "PIECEWISE" else _find_cache(attn, qkv)
-    _turn(qkv, positions, table, q_heads, k_heads, q_weight, k_weight, eps, cache)
+    ops.turn_heads(
+        qkv, positions, table, q_heads, k_heads, q_weight=q_weight, k_weight=k_weight, eps=eps, **cache
+    )
     if cache:
         attn.impl.moqext_stored = True  # until vLLM's function comes
 

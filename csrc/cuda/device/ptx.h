@@ -227,7 +227,7 @@ static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap
                  : "memory");
 }
 
-/* copy_box_2d_to of the same, to both blocks of a cluster. */
+/* copy_pairs to both blocks of a cluster. */
 static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
                                                           int column, int row, uint32_t barrier,
                                                           uint64_t policy) {
