@@ -93,10 +93,14 @@ def test_agrees_with_the_cpu(rng, algo):
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(
-    "tokens, top_k, experts", [(3000, 4, 16), (1100, 8, 128), (700, 32, 1024), (9000, 1, 3)]
+    "tokens, top_k, experts",
+    [
+        *[(60, 8, 128), (600, 1, 5), (190, 8, 128), (511, 8, 257), (2001, 8, 512), (129, 32, 1024)],
+        *[(3000, 4, 16), (1100, 8, 128), (700, 32, 1024), (9000, 1, 3), (17000, 1, 3)],
+    ],
 )
 def test_slots_of_several_blocks(rng, kind, tokens, top_k, experts):
-    """More slots than one block sorts; the order is seen in the output of experts that tell their number."""
+    """Slots for 1, 2, 4 and 8 blocks of a cluster, and more; the output of experts tells their order."""
     method = MoEMethod("FP8", experts, 16, 16, top_k=top_k, dtype="float32", device="cuda:0")
     stacks = random_stacks(rng, "FP8", experts, 16, 16)
     x = random_x(rng, (tokens, 16), "float32")

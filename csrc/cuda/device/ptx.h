@@ -166,6 +166,16 @@ static __device__ __forceinline__ void prefetch_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+/* 16 bytes that are read once; a kernel before may have written them. */
+static __device__ __forceinline__ uint4 load_once(const void *address) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
 /* Brings a map near, which is a parameter of the kernel. */
 static __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

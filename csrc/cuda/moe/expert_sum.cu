@@ -1,6 +1,6 @@
 /* The sum over the slots of a token, y = sum of w d, the first slot first: a thread has 16 bytes of
  * each row of d, eight of which are asked for at once. Bound by the reading of d, which many
- * tokens have too much of for L2. */
+ * tokens have too much of for L2, and with few tokens by two latencies, of rows and of d. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/expert_rows.h"
@@ -9,6 +9,7 @@
 namespace moq::moe {
 
 #define SUM_THREADS 256
+#define AT_ONCE     8 /* rows of d that a thread asks for */
 
 typedef struct {
     const void *d;
@@ -21,6 +22,24 @@ typedef struct {
     bool weighted, accumulate, early;
     bool aligned; /* rows of d, and of y, have whole vectors of a thread's columns */
 } sum_args;
+
+/* The slots of a token: their rows, or -1, also beyond top_k, and what they count. */
+typedef struct {
+    int row[MOQ_MOE_TOP_K];
+    float weight[MOQ_MOE_TOP_K];
+} token_slots;
+static_assert(MOQ_MOE_TOP_K % AT_ONCE == 0 && MOQ_MOE_TOP_K <= 32, "a lane finds each slot");
+
+static __device__ __forceinline__ void find_slots(const sum_args *a, token_slots *slots) {
+    int64_t token = blockIdx.x;
+    int j = threadIdx.x;
+    if (j >= MOQ_MOE_TOP_K)
+        return;
+    bool has = j < a->top_k;
+    slots->row[j] = has ? a->row[token * a->top_k + j] : -1;
+    slots->weight[j] =
+        has && a->weighted ? a->weights[slot_offset(&a->weight_at, a->first + token, j)] : 1.0f;
+}
 
 /* What a thread has of a row of d: 16 bytes, four neighbouring columns of float32 or eight of
  * bfloat16. */
@@ -43,10 +62,10 @@ template <moq_dtype D>
 static __device__ __forceinline__ piece_of_d<D> load_d(const sum_args *a, int row, int64_t column) {
     int64_t at = row * a->columns + column;
     if (D != MOQ_DT_F32)
-        return {*(const uint4 *)((const uint16_t *)a->d + at)};
+        return {load_once((const uint16_t *)a->d + at)};
     const uint32_t *from = (const uint32_t *)a->d + at;
     if (a->aligned)
-        return {*(const uint4 *)from};
+        return {load_once(from)};
     piece_of_d<D> piece = {{from[0], 0, 0, 0}};
 #pragma unroll
     for (int i = 1; i < 4; i++)
@@ -55,15 +74,44 @@ static __device__ __forceinline__ piece_of_d<D> load_d(const sum_args *a, int ro
     return piece;
 }
 
+/* Adds up to AT_ONCE slots. */
+template <moq_dtype D>
+static __device__ __forceinline__ void add_rows(const sum_args *a, const int4 *rows,
+                                                const float4 *weights, int64_t column,
+                                                float (&sum)[piece_of_d<D>::columns]) {
+    piece_of_d<D> d[AT_ONCE];
+    int row[AT_ONCE];
+    float weight[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j += 4) {
+        *(int4 *)(row + j) = rows[j / 4];
+        *(float4 *)(weight + j) = weights[j / 4];
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+        if (row[j] >= 0)
+            d[j] = load_d<D>(a, row[j], column);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+        for (int i = 0; i < piece_of_d<D>::columns; i++)
+            if (row[j] >= 0)
+                sum[i] = __fadd_rn(sum[i], __fmul_rn(weight[j], value_of(&d[j], i)));
+}
+
 template <int COLUMNS>
 static __device__ __forceinline__ void store_sums(const sum_args *a, int64_t token, int64_t column,
                                                   const float (&sum)[COLUMNS]) {
     if (a->aligned && a->y.dtype != MOQ_DT_F32) {
-        uint2 *to = (uint2 *)((uint16_t *)a->y.data + token * a->y.stride + column);
+        uint16_t *to = (uint16_t *)a->y.data + token * a->y.stride + column;
+        __align__(16) uint32_t pair[COLUMNS / 2];
 #pragma unroll
-        for (int i = 0; i < COLUMNS; i += 4)
-            to[i / 4] = {moq_narrow_pair(a->y.dtype, sum[i], sum[i + 1]),
-                         moq_narrow_pair(a->y.dtype, sum[i + 2], sum[i + 3])};
+        for (int i = 0; i < COLUMNS; i += 2)
+            pair[i / 2] = moq_narrow_pair(a->y.dtype, sum[i], sum[i + 1]);
+        if (COLUMNS == 8) /* of plain stores the compiler makes one for each word */
+            __stcg((uint4 *)to, *(const uint4 *)pair);
+        else
+            __stcg((uint2 *)to, *(const uint2 *)pair);
         return;
     }
 #pragma unroll
@@ -72,49 +120,38 @@ static __device__ __forceinline__ void store_sums(const sum_args *a, int64_t tok
             moq_store_output(&a->y, token, (int)column + i, sum[i], 0.0f);
 }
 
+/* The thread's columns from `column` on of a token, all of its slots. */
+template <moq_dtype D>
+static __device__ __forceinline__ void sum_columns(const sum_args *a, const token_slots *slots,
+                                                   int64_t token, int64_t column) {
+    constexpr int COLUMNS = piece_of_d<D>::columns;
+    float sum[COLUMNS] = {};
+#pragma unroll
+    for (int i = 0; a->accumulate && i < COLUMNS; i++)
+        if (column + i < a->columns)
+            sum[i] = moq_load_one(a->y.data, token * a->y.stride + column + i, a->y.dtype);
+#pragma unroll 1
+    for (int first = 0; first < a->top_k; first += AT_ONCE)
+        add_rows<D>(a, (const int4 *)(slots->row + first), (const float4 *)(slots->weight + first),
+                    column, sum);
+    store_sums(a, token, column, sum);
+}
+
 template <moq_dtype D>
 static __global__ void __launch_bounds__(SUM_THREADS) combine(const __grid_constant__ sum_args a) {
-    constexpr int AT_ONCE = 8; /* rows of d that are asked for */
-    constexpr int SUM_COLUMNS = piece_of_d<D>::columns;
-    __shared__ int rows[MOQ_MOE_TOP_K];
-    __shared__ float weights[MOQ_MOE_TOP_K];
-    int64_t token = blockIdx.x;
+    constexpr int COLUMNS = piece_of_d<D>::columns;
+    __shared__ __align__(16) token_slots slots;
     launch_dependents();
     if (!a.early)
         wait_for_predecessor();
-    if ((int)threadIdx.x < a.top_k) {
-        int j = threadIdx.x;
-        rows[j] = a.row[token * a.top_k + j];
-        weights[j] = a.weighted ? a.weights[slot_offset(&a.weight_at, a.first + token, j)] : 1.0f;
-    }
+    find_slots(&a, &slots);
     if (a.early)
         wait_for_predecessor();
     __syncthreads();
-    int64_t at = (a.first + token) * a.y.stride;
-    for (int64_t column = ((int64_t)blockIdx.y * SUM_THREADS + threadIdx.x) * SUM_COLUMNS;
-         column < a.columns; column += (int64_t)gridDim.y * SUM_THREADS * SUM_COLUMNS) {
-        float sum[SUM_COLUMNS] = {};
-#pragma unroll
-        for (int i = 0; a.accumulate && i < SUM_COLUMNS; i++)
-            if (column + i < a.columns)
-                sum[i] = moq_load_one(a.y.data, at + column + i, a.y.dtype);
-        for (int first = 0; first < a.top_k; first += AT_ONCE) {
-            piece_of_d<D> d[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                if (first + j < a.top_k && rows[first + j] >= 0)
-                    d[j] = load_d<D>(&a, rows[first + j], column);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                if (first + j >= a.top_k || rows[first + j] < 0)
-                    continue;
-#pragma unroll
-                for (int i = 0; i < SUM_COLUMNS; i++)
-                    sum[i] = __fadd_rn(sum[i], __fmul_rn(weights[first + j], value_of(&d[j], i)));
-            }
-        }
-        store_sums(&a, a.first + token, column, sum);
-    }
+#pragma unroll 1
+    for (int64_t column = ((int64_t)blockIdx.y * SUM_THREADS + threadIdx.x) * COLUMNS;
+         column < a.columns; column += (int64_t)gridDim.y * SUM_THREADS * COLUMNS)
+        sum_columns<D>(&a, &slots, a.first + blockIdx.x, column);
 }
 
 moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, rows_of_d d,
@@ -136,7 +173,7 @@ moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, rows
     a.accumulate = call->accumulate;
     uint64_t step = (uint64_t)(a.y.stride * (int64_t)moq_dtype_size(a.y.dtype));
     MOQ_ASSERT(!rounded || a.columns % own == 0);
-    a.aligned = a.columns % own == 0 && ((uintptr_t)a.y.data | step) % 8 == 0;
+    a.aligned = a.columns % own == 0 && ((uintptr_t)a.y.data | step) % (uint64_t)(2 * own) == 0;
     int64_t spans = (a.columns + SUM_THREADS * own - 1) / (SUM_THREADS * own);
     unsigned wide = (unsigned)(spans < 64 ? spans : 64);
     const void *kernel =

@@ -3,13 +3,17 @@
  * A block has a range of slots, each of its warps a part of that. A warp goes through its part 32
  * slots at a time; slots of one expert among these 32 find each other by votes on the bits of the
  * expert (a match instruction takes a multiprocessor 70 cycles), so that a slot's place is that of
- * its lane behind those of the warp so far, whose counts are in shared memory, [warp][expert]. Up
- * to ONCE slots are a single block's; with more, a first kernel counts the slots of each expert in
- * every range, a second adds these up over ranges and experts, and the third places them.
+ * its lane behind those of the warp so far, whose counts are in shared memory, [warp][expert]. The
+ * blocks are one cluster, each of which sends the others how many slots of each expert it has, and
+ * finds by itself where experts, and its own slots in them, begin. With more slots than a cluster
+ * has room for, or than a block has where there are no clusters, a first kernel counts the slots of
+ * each expert in every range, a second adds these up over ranges and experts, and the third places
+ * them.
  *
- * Bound by latency, that of ids above all, which are asked for several at a time. A single block
- * sorts in shared memory: rows that are stored in the order of slots, each in a line of its own,
- * take a multiprocessor as long as all else together. */
+ * Bound by latency, that of ids above all, which are asked for several at a time. A block sorts in
+ * shared memory: rows that are stored in the order of slots, each in a line of its own, take a
+ * multiprocessor as long as all else together. Up to 512 slots are one block's, as what blocks
+ * tell each other takes a microsecond. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -20,12 +24,17 @@ namespace moq::moe {
 
 #define WARPS   16
 #define THREADS (32 * WARPS)
-#define ONCE    8192 /* slots of one block */
-#define ASKED   8    /* ids that a lane asks for at a time */
-#define RANGES  64   /* of slots, where ONCE allows */
-#define RANGE   512  /* slots of one, at least */
-#define EVEN    8    /* rows of tiles are multiples of */
-#define LISTERS 4    /* threads that list tiles of an expert */
+#define ROOM    (96 * 1024) /* shared memory of a block, which every chip has */
+#define ONCE    8192        /* slots of a block, at most */
+#define ALONE   4096        /* of one that no other helps: with more, three kernels are faster */
+#define CLUSTER 8           /* blocks of a cluster, at most */
+#define SHARE   2048        /* slots of a block of a cluster, at most, for the same reason */
+#define ASKED   8           /* ids that a lane asks for at a time */
+#define RANGES  64          /* of slots, where ONCE allows */
+#define RANGE   512         /* slots of one, at least */
+#define EVEN    8           /* rows of tiles are multiples of */
+#define LISTERS 4           /* threads of a block that list tiles of an expert */
+#define FILLERS 8           /* threads that mark rows of no slot behind an expert's */
 #define ALL     0xffffffffu
 
 typedef struct {
@@ -56,7 +65,8 @@ static __device__ __forceinline__ int expert_of_id(const group_args *a, int id) 
 
 /* An id of which the upper word, if there is one, has to be 0; otherwise it is nobody's. */
 static __device__ __forceinline__ int id_at(const int32_t *word, int words) {
-    return words == 2 && word[1] != 0 ? -1 : word[0];
+    int low = word[0], high = words == 2 ? word[1] : 0;
+    return high == 0 ? low : -1;
 }
 
 /* The id of a slot, wherever ids are. */
@@ -66,93 +76,126 @@ static __device__ __forceinline__ int find_id(const group_args *a, int slot) {
     return id_at((const int32_t *)a->ids.data + at * a->words, a->words);
 }
 
-/* The slots of a warp. */
+/* The first slot of the block. */
+static __device__ __forceinline__ int first_slot(const group_args *a) {
+    return (int)blockIdx.x * a->range;
+}
+
+/* The slots of a warp, counted from the block's first one on. */
 typedef struct {
     int begin, end;
 } slot_part;
 
 static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
-    int begin = (int)blockIdx.x * a->range, end = min(begin + a->range, a->slots);
-    int each = (end - begin + WARPS - 1) / WARPS;
-    int first = min(begin + (int)threadIdx.x / 32 * each, end);
-    return {first, min(first + each, end)};
+    int slots = max(min(a->slots - first_slot(a), a->range), 0);
+    int each = (slots + WARPS - 1) / WARPS;
+    int first = min((int)threadIdx.x / 32 * each, slots);
+    return {first, min(first + each, slots)};
+}
+
+/* Counts of two neighbouring experts share a word. */
+static __host__ __device__ __forceinline__ int words_of(int experts) {
+    return (experts + 1) / 2;
 }
 
 /* What a block has in shared memory. */
 typedef struct {
-    int *begin;       /* [E]: the row of the block's first slot */
-    int *end;         /* [E]: slots, then behind its last row */
+    int *begin;       /* [E + 1]: the first row of an expert */
+    int *end;         /* [E]: behind the last one that has a slot */
     int *first_tile;  /* [E + 1] */
-    int *rows;        /* of all experts */
+    int *local;       /* [E + 1]: where an expert's slots begin among the block's own, sorted */
+    int *base;        /* [E]: from a place among these to a row */
+    uint32_t *others; /* [CLUSTER, words_of(E)]: slots of every block of the cluster */
+    uint32_t *count;  /* [WARPS, words_of(E)]: slots of a warp, then of those before it */
     uint32_t *held;   /* [range]: a slot's expert, or NOBODY, and above its place in the warp */
-    uint16_t *count;  /* [WARPS, E]: slots of a warp, then of those before it */
-    uint32_t *sorted; /* [rows], where count was: of each row the slot, and above it the expert */
+    uint32_t *sorted; /* [range]: a slot, and above it the expert */
 } block_memory;
 
-/* `rows` of a block that sorts alone, or 0. */
-static int64_t memory_bytes(int64_t experts, int64_t range, int64_t rows) {
-    int64_t counts = WARPS * experts * (int64_t)sizeof(uint16_t), sorted = rows * 4;
-    return (3 * experts + 2 + range) * 4 + (counts > sorted ? counts : sorted);
+static int64_t memory_bytes(int64_t experts, int64_t range) {
+    return (5 * experts + 3 + (CLUSTER + WARPS) * words_of((int)experts) + 2 * range) * 4;
 }
 
 static __device__ __forceinline__ block_memory memory_at(const group_args *a, int *shared) {
     block_memory m = {shared};
-    m.end = m.begin + a->experts;
+    m.end = m.begin + a->experts + 1;
     m.first_tile = m.end + a->experts;
-    m.rows = m.first_tile + a->experts + 1;
-    m.held = (uint32_t *)(m.rows + 1);
+    m.local = m.first_tile + a->experts + 1;
+    m.base = m.local + a->experts + 1;
+    m.others = (uint32_t *)(m.base + a->experts);
+    m.count = m.others + CLUSTER * words_of(a->experts);
+    m.held = m.count + WARPS * words_of(a->experts);
     m.sorted = m.held + a->range;
-    m.count = (uint16_t *)m.sorted;
     return m;
+}
+
+/* The counts of the calling warp, by expert. */
+static __device__ __forceinline__ uint16_t *counts_of_warp(const group_args *a,
+                                                           const block_memory *m) {
+    return (uint16_t *)(m->count + threadIdx.x / 32 * words_of(a->experts));
 }
 
 /* Before slots are counted: no thread waits for this but at a barrier of its own. */
 static __device__ __forceinline__ void clear_counts(const group_args *a, const block_memory *m) {
-    uint32_t *two = (uint32_t *)m->count;
-    for (int i = threadIdx.x; i < WARPS / 2 * a->experts; i += THREADS)
-        two[i] = 0;
+    for (int i = threadIdx.x; i < WARPS * words_of(a->experts); i += THREADS)
+        m->count[i] = 0;
     __syncthreads();
 }
 
-/* The lanes that have the same expert as this one; of nobody's slots none. Votes on bits that no
- * expert has cost less than a loop whose votes wait for each other. */
-static __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert) {
-    uint32_t same = __ballot_sync(ALL, expert != NOBODY);
+/* Of the lanes in `same`, those that have the same bits of `expert` as this one. */
+template <uint32_t FROM, uint32_t TO>
+static __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, uint32_t same) {
 #pragma unroll
-    for (uint32_t bit = 1; bit < MOQ_CUDA_MOE_EXPERTS; bit *= 2) {
+    for (uint32_t bit = FROM; bit < TO; bit *= 2) {
         uint32_t set = __ballot_sync(ALL, expert & bit);
         same &= expert & bit ? set : ~set;
     }
     return same;
 }
 
-/* Finds the expert of each of the block's slots and its place among those of the warp. */
-static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
+/* The lanes that have the same expert as this one; of nobody's slots none. Votes on bits that no
+ * expert has cost less than a loop whose votes wait for each other. */
+static __device__ __forceinline__ uint32_t lanes_of_expert(const group_args *a, uint32_t expert) {
+    constexpr uint32_t FEW = 128;
+    uint32_t same = lanes_alike<1, FEW>(expert, __ballot_sync(ALL, expert != NOBODY));
+    return a->experts > FEW ? lanes_alike<FEW, MOQ_CUDA_MOE_EXPERTS>(expert, same) : same;
+}
+
+/* Finds the expert of each of the warp's slots. */
+static __device__ __forceinline__ void find_experts(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    int lane = threadIdx.x % 32;
-    uint32_t *held = m->held - (int)blockIdx.x * a->range;
-    uint16_t *own = m->count + threadIdx.x / 32 * a->experts;
+    int lane = threadIdx.x % 32, first = first_slot(a);
+    const int32_t *flat = a->flat + (int64_t)first * a->words;
 #pragma unroll 1
     for (int base = part.begin + lane; a->flat && base < part.end; base += 32 * ASKED) {
         int id[ASKED];
 #pragma unroll
         for (int i = 0; i < ASKED; i++)
-            id[i] = id_at(a->flat + min(base + 32 * i, part.end - 1) * (int64_t)a->words, a->words);
+            id[i] = base + 32 * i < part.end
+                        ? id_at(flat + (base + 32 * i) * (int64_t)a->words, a->words)
+                        : -1;
 #pragma unroll
         for (int i = 0; i < ASKED; i++)
             if (base + 32 * i < part.end)
-                held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
+                m->held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
     }
 #pragma unroll 1
     for (int slot = part.begin + lane; !a->flat && slot < part.end; slot += 32)
-        held[slot] = (uint32_t)expert_of_id(a, find_id(a, slot));
+        m->held[slot] = (uint32_t)expert_of_id(a, find_id(a, first + slot));
+}
+
+/* Finds the expert of each of the block's slots and its place among those of the warp. */
+static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
+    slot_part part = part_of_warp(a);
+    int lane = threadIdx.x % 32;
+    uint16_t *own = counts_of_warp(a, m);
+    find_experts(a, m); /* a lane reads what it has written alone */
 #pragma unroll 2
     for (int slot = part.begin + lane; slot - lane < part.end; slot += 32) {
-        uint32_t expert = slot < part.end ? held[slot] : NOBODY, before = 0;
-        uint32_t same = lanes_alike(expert), rank = __popc(same & ((1u << lane) - 1));
+        uint32_t expert = slot < part.end ? m->held[slot] : NOBODY, before = 0;
+        uint32_t same = lanes_of_expert(a, expert), rank = __popc(same & ((1u << lane) - 1));
         if (expert != NOBODY) {
             before = own[expert];
-            held[slot] = expert | (before + rank) << 16;
+            m->held[slot] = expert | (before + rank) << 16;
         }
         __syncwarp();
         if (expert != NOBODY && rank == 0)
@@ -162,157 +205,168 @@ static __device__ __forceinline__ void count_slots(const group_args *a, const bl
     __syncthreads();
 }
 
-/* The slots of each expert in this block, m->end; count[warp][expert] become those of the warps
- * before. */
-static __device__ __forceinline__ void add_warps(const group_args *a, const block_memory *m) {
-#pragma unroll 1
-    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
-        int own[WARPS], sum = 0;
+/* The slots of this block of the thread's two experts, of which the upper half of the word has the
+ * second; count[warp][expert] become those of the warps before. */
+static __device__ __forceinline__ uint32_t add_warps(const group_args *a, const block_memory *m) {
+    int words = words_of(a->experts);
+    uint32_t own[WARPS], sum = 0;
+    static_assert(ONCE < 1 << 16, "a sum does not reach into the other half");
+    static_assert(MOQ_CUDA_MOE_EXPERTS <= 2 * THREADS, "a thread has two experts");
+    if ((int)threadIdx.x >= words)
+        return 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++)
-            own[warp] = m->count[warp * a->experts + expert];
+    for (int warp = 0; warp < WARPS; warp++)
+        own[warp] = m->count[warp * words + threadIdx.x];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) {
-            m->count[warp * a->experts + expert] = (uint16_t)sum;
-            sum += own[warp];
-        }
-        m->end[expert] = sum;
+    for (int warp = 0; warp < WARPS; warp++) {
+        m->count[warp * words + threadIdx.x] = sum;
+        sum += own[warp];
     }
-    __syncthreads();
+    return sum;
 }
 
-/* The row of a slot of the calling warp, or -1. */
-static __device__ __forceinline__ int row_of(const group_args *a, const block_memory *m,
-                                             uint32_t held) {
-    int expert = held & 0xffff;
-    if (expert == NOBODY)
-        return -1;
-    return m->begin[expert] + m->count[threadIdx.x / 32 * a->experts + expert] + (int)(held >> 16);
-}
-
-/* Rows of the slots of each warp. */
+/* Rows of the block's slots, and slots of their rows, those of an expert by neighbouring threads:
+ * m->local and m->base are there. */
+#define SLOT_BITS 13
+static_assert(ONCE <= 1 << SLOT_BITS && MOQ_CUDA_MOE_EXPERTS <= 1 << (32 - SLOT_BITS),
+              "slot and expert share 32 bits");
 static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
     slot_part part = part_of_warp(a);
-    const uint32_t *held = m->held - (int)blockIdx.x * a->range;
-#pragma unroll 2
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        int row = row_of(a, m, held[slot]);
-        a->out.row[slot] = row;
-        if (row >= 0) {
-            a->out.slot[row] = slot;
-            a->out.owner[row] = held[slot] & 0xffff;
-        }
-    }
-}
-
-/* place_slots of a single block, by way of shared memory, so that what follows each other there
- * does so in memory. */
-#define SLOT_BITS 13
-#define NO_SLOT   0xffffffffu
-static_assert(ONCE <= 1 << SLOT_BITS && MOQ_CUDA_MOE_EXPERTS <= 1 << (31 - SLOT_BITS),
-              "slot and expert share 32 bits");
-static __device__ __forceinline__ void sort_slots(const group_args *a, const block_memory *m,
-                                                  int rows) {
-    slot_part part = part_of_warp(a);
+    int first = first_slot(a);
+    const uint16_t *count = counts_of_warp(a, m);
 #pragma unroll 4
     for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
-        uint32_t held = m->held[slot];
-        int row = row_of(a, m, held);
-        a->out.row[slot] = row;
-        m->held[slot] = row < 0 ? NO_SLOT : (uint32_t)row | (held & 0xffff) << 16;
-    }
-    __syncthreads(); /* counts are needed no more */
-#pragma unroll 4
-    for (int row = threadIdx.x; row < rows; row += THREADS)
-        m->sorted[row] = NO_SLOT; /* some rows are nobody's */
-    __syncthreads();
-#pragma unroll 4
-    for (int slot = threadIdx.x; slot < a->slots; slot += THREADS) {
-        uint32_t held = m->held[slot];
-        if (held != NO_SLOT)
-            m->sorted[held & 0xffff] = (uint32_t)slot | held >> 16 << SLOT_BITS;
-    }
-    __syncthreads();
-#pragma unroll 4
-    for (int row = threadIdx.x; row < rows; row += THREADS) {
-        uint32_t slot = m->sorted[row];
-        if (slot != NO_SLOT) {
-            a->out.slot[row] = slot & ((1u << SLOT_BITS) - 1);
-            a->out.owner[row] = slot >> SLOT_BITS;
+        uint32_t expert = m->held[slot] & 0xffff, place = m->held[slot] >> 16;
+        int row = -1;
+        if (expert != NOBODY) {
+            place += m->local[expert] + count[expert];
+            m->sorted[place] = (uint32_t)slot | expert << SLOT_BITS;
+            row = m->base[expert] + (int)place;
         }
+        a->out.row[first + slot] = row;
+    }
+    __syncthreads();
+    int all = m->local[a->experts];
+#pragma unroll 4
+    for (int place = threadIdx.x; place < all; place += THREADS) {
+        uint32_t own = m->sorted[place], expert = own >> SLOT_BITS;
+        int row = m->base[expert] + place;
+        a->out.slot[row] = first + (int)(own & ((1u << SLOT_BITS) - 1));
+        a->out.owner[row] = (int)expert;
     }
 }
 
 /* ---- experts ---- */
 
-/* What the lanes before this one have, and *all what all have. */
-static __device__ __forceinline__ int scan_lanes(int own, int *all) {
-    int sum = own, lane = threadIdx.x % 32;
+/* Sums over the threads before this one that have experts, several at a time. */
+template <int SUMS>
+static __device__ __forceinline__ void scan_threads(const group_args *a, int (&value)[SUMS]) {
+    __shared__ int of_warp[WARPS][SUMS];
+    int lane = threadIdx.x % 32, warp = (int)threadIdx.x / 32, own[SUMS];
+    bool counts = 32 * warp < words_of(a->experts);
+    if (counts) {
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        int other = __shfl_up_sync(ALL, sum, i);
-        sum += lane >= i ? other : 0;
+        for (int j = 0; j < SUMS; j++)
+            own[j] = value[j];
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) {
+                int other = __shfl_up_sync(ALL, value[j], i);
+                value[j] += lane >= i ? other : 0;
+            }
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) {
+            if (lane == 31)
+                of_warp[warp][j] = value[j];
+            value[j] -= own[j];
+        }
     }
-    *all = __shfl_sync(ALL, sum, 31);
-    return sum - own;
+    __syncthreads();
+    for (int i = 0; counts && i < warp; i++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++)
+            value[j] += of_warp[i][j];
 }
 
-/* Where each expert's rows and tiles begin, from the slots of each, m->end; how many rows there are
- * is returned. One warp adds up: lane after lane has a share of the experts. */
-static __device__ __forceinline__ int place_experts(const group_args *a, const block_memory *m) {
+/* What a thread knows of each of its two experts: slots of this block, of those before, of all. */
+typedef struct {
+    int own, before, total;
+} expert_slots;
+
+static __device__ __forceinline__ int half_of(uint32_t word, int i) {
+    return (int)(word >> 16 * i & 0xffff);
+}
+
+/* Where each expert's rows and tiles begin, and this block's slots of it. `first` is whether this
+ * block tells of it what all know. */
+static __device__ __forceinline__ void place_experts(const group_args *a, const block_memory *m,
+                                                     const expert_slots (&slots)[2], bool first) {
     int together = a->pairs ? 2 : 1, step = a->tile_rows * together;
-    int each = (a->experts + 31) / 32, first = min((int)threadIdx.x % 32 * each, a->experts);
-    int last = min(first + each, a->experts), rows = 0, tiles = 0, all;
-#pragma unroll 1
-    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
-        int own = m->end[expert];
-        m->begin[expert] = (own + a->align - 1) / a->align * a->align;
-        m->first_tile[expert] = (own + step - 1) / step * together;
+    int rows[2], tiles[2], sum[3];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        rows[i] = (slots[i].total + a->align - 1) / a->align * a->align;
+        tiles[i] = (slots[i].total + step - 1) / step * together;
+    }
+    sum[0] = rows[0] + rows[1];
+    sum[1] = tiles[0] + tiles[1];
+    sum[2] = slots[0].own + slots[1].own;
+    scan_threads(a, sum);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int expert = 2 * (int)threadIdx.x + i;
+        if (expert >= a->experts)
+            break;
+        m->begin[expert] = sum[0];
+        m->end[expert] = sum[0] + slots[i].total;
+        m->first_tile[expert] = sum[1];
+        m->local[expert] = sum[2];
+        m->base[expert] = sum[0] + slots[i].before - sum[2];
+        if (first)
+            a->out.begin[expert] = sum[0];
+        sum[0] += rows[i];
+        sum[1] += tiles[i];
+        sum[2] += slots[i].own;
+        if (expert + 1 < a->experts)
+            continue;
+        m->begin[a->experts] = sum[0];
+        m->first_tile[a->experts] = sum[1];
+        m->local[a->experts] = sum[2];
+        if (first)
+            *(int4 *)a->out.count = make_int4(sum[0], sum[1], 0, 0);
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
+}
+
+/* A block's share of what has to be said of experts. */
+typedef struct {
+    int rank, blocks;
+} share;
+
+/* Rows of no slot, behind those of each expert. */
+static __device__ __forceinline__ void fill_rows(const group_args *a, const block_memory *m,
+                                                 share s) {
+    if (a->align == 1)
+        return;
 #pragma unroll 1
-        for (int expert = first; expert < last; expert++) {
-            rows += m->begin[expert];
-            tiles += m->first_tile[expert];
-        }
-        rows = scan_lanes(rows, &all);
-        if (threadIdx.x == 0)
-            a->out.count[0] = m->rows[0] = all;
-        tiles = scan_lanes(tiles, &all);
-        if (threadIdx.x == 0)
-            a->out.count[1] = m->first_tile[a->experts] = all;
-        a->out.count[2] = a->out.count[3] = 0;
-#pragma unroll 1
-        for (int expert = first; expert < last; expert++) {
-            int own_rows = m->begin[expert], own_tiles = m->first_tile[expert];
-            m->begin[expert] = rows;
-            m->first_tile[expert] = tiles;
-            m->end[expert] += rows;
-            rows += own_rows;
-            tiles += own_tiles;
-        }
-    }
-    __syncthreads();
-    all = m->rows[0];
-#pragma unroll 1
-    for (int expert = threadIdx.x; expert < a->experts; expert += THREADS) {
-        int next = expert + 1 < a->experts ? m->begin[expert + 1] : all;
-        a->out.begin[expert] = m->begin[expert];
-        for (int row = m->end[expert]; row < next; row++) {
+    for (int expert = (int)threadIdx.x / FILLERS * s.blocks + s.rank; expert < a->experts;
+         expert += THREADS / FILLERS * s.blocks)
+        for (int row = m->end[expert] + (int)threadIdx.x % FILLERS; row < m->begin[expert + 1];
+             row += FILLERS) {
             a->out.slot[row] = -1;
             a->out.owner[row] = expert;
         }
-    }
-    return all;
 }
 
 /* The list of tiles: some threads have an expert and every so many of its tiles; then those without
  * rows. */
-static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m) {
-    int all = m->first_tile[a->experts];
+static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m,
+                                                  share s) {
+    int all = m->first_tile[a->experts], listers = LISTERS * s.blocks;
 #pragma unroll 1
-    for (int expert = threadIdx.x / LISTERS; expert < a->experts; expert += THREADS / LISTERS) {
+    for (int expert = (int)threadIdx.x / listers * s.blocks + s.rank; expert < a->experts;
+         expert += THREADS / LISTERS) {
         int first = m->first_tile[expert], tiles = m->first_tile[expert + 1] - first;
         int begin = m->begin[expert], rows = m->end[expert] - begin;
         if (tiles == 0)
@@ -320,7 +374,7 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const blo
         int each = ((rows + tiles - 1) / tiles + EVEN - 1) / EVEN * EVEN;
         each = min(each, a->tile_rows);
 #pragma unroll 1
-        for (int i = threadIdx.x % LISTERS; i < tiles; i += LISTERS) {
+        for (int i = (int)threadIdx.x % listers; i < tiles; i += listers) {
             int own = min(rows - i * each, each);
             row_tile tile = {expert, begin + i * each, own};
             if (own <= 0)
@@ -328,23 +382,62 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const blo
             a->out.tile[first + i] = tile;
         }
     }
-    for (int i = all + threadIdx.x; i < a->tiles; i += THREADS)
+    for (int i = all + s.rank * THREADS + (int)threadIdx.x; i < a->tiles; i += THREADS * s.blocks)
         a->out.tile[i] = {0, 0, 0};
 }
 
 /* ---- kernels ---- */
 
+/* Sends the other blocks of the cluster what this one has of the thread's experts, `own`, and adds
+ * up what they have. */
+static __device__ __forceinline__ void exchange_counts(const group_args *a, const block_memory *m,
+                                                       share s, uint32_t own,
+                                                       expert_slots (&slots)[2]) {
+    int words = words_of(a->experts);
+    slots[0] = {half_of(own, 0), 0, half_of(own, 0)};
+    slots[1] = {half_of(own, 1), 0, half_of(own, 1)};
+    if (s.blocks == 1)
+        return;
+#if __CUDA_ARCH__ >= 900
+    uint32_t place = shared_address(m->others + s.rank * words + threadIdx.x);
+    cluster_wait(); /* for all blocks to run */
+    for (int i = 0; i < s.blocks && (int)threadIdx.x < words; i++)
+        store_remote(address_in((uint32_t)i, place), __uint_as_float(own));
+    cluster_sync();
+    slots[0].total = slots[1].total = 0;
+#pragma unroll
+    for (int i = 0; i < CLUSTER; i++) {
+        uint32_t other =
+            i < s.blocks && (int)threadIdx.x < words ? m->others[i * words + threadIdx.x] : 0;
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            slots[j].total += half_of(other, j);
+            slots[j].before += i < s.rank ? half_of(other, j) : 0;
+        }
+    }
+#endif
+}
+
+/* One cluster, or one block. */
 static __global__ void __launch_bounds__(THREADS)
-    group_at_once(const __grid_constant__ group_args a) {
+    group_in_cluster(const __grid_constant__ group_args a) {
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
+    share s = {(int)blockIdx.x, (int)gridDim.x};
+    expert_slots slots[2];
+#if __CUDA_ARCH__ >= 900
+    if (s.blocks > 1)
+        cluster_arrive();
+#endif
     clear_counts(&a, &m);
     wait_for_predecessor();
     launch_dependents();
     count_slots(&a, &m);
-    add_warps(&a, &m);
-    sort_slots(&a, &m, place_experts(&a, &m));
-    list_tiles(&a, &m);
+    exchange_counts(&a, &m, s, add_warps(&a, &m), slots);
+    place_experts(&a, &m, slots, s.rank == 0);
+    place_slots(&a, &m);
+    fill_rows(&a, &m, s);
+    list_tiles(&a, &m, s);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -355,38 +448,52 @@ static __global__ void __launch_bounds__(THREADS)
     wait_for_predecessor();
     launch_dependents(); /* what follows may read the ids from here on */
     count_slots(&a, &m);
-    add_warps(&a, &m);
-    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
-        a.before[(int64_t)blockIdx.x * a.experts + expert] = m.end[expert];
+    uint32_t own = add_warps(&a, &m);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (2 * (int)threadIdx.x + i < a.experts)
+            a.before[(int64_t)blockIdx.x * a.experts + 2 * threadIdx.x + i] = half_of(own, i);
+}
+
+/* How many slots an expert has in all ranges; of each range those in the ranges before. */
+static __device__ __forceinline__ int add_range_counts(const group_args *a, int expert) {
+    constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
+    int total = 0;
+#pragma unroll 1
+    for (int range = 0; range < a->ranges; range += AT_ONCE) {
+        int *before = a->before + (int64_t)range * a->experts + expert, own[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            own[j] = range + j < a->ranges ? before[j * a->experts] : 0;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (range + j < a->ranges)
+                before[j * a->experts] = total;
+            total += own[j];
+        }
+    }
+    return total;
 }
 
 static __global__ void __launch_bounds__(THREADS) add_ranges(const __grid_constant__ group_args a) {
-    constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
     extern __shared__ int shared[];
     block_memory m = memory_at(&a, shared);
+    expert_slots slots[2] = {};
     wait_for_predecessor();
     launch_dependents();
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS) {
-        int total = 0;
-#pragma unroll 1
-        for (int range = 0; range < a.ranges; range += AT_ONCE) {
-            int *before = a.before + (int64_t)range * a.experts + expert, own[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                own[j] = range + j < a.ranges ? before[j * a.experts] : 0;
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                if (range + j < a.ranges)
-                    before[j * a.experts] = total;
-                total += own[j];
-            }
-        }
-        m.end[expert] = total;
-    }
+    for (int i = 0; i < 2; i++) /* neighbouring threads have neighbouring experts here */
+        if ((int)threadIdx.x + i * THREADS < a.experts)
+            m.end[threadIdx.x + i * THREADS] = add_range_counts(&a, (int)threadIdx.x + i * THREADS);
     __syncthreads();
-    place_experts(&a, &m);
-    list_tiles(&a, &m);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (2 * (int)threadIdx.x + i < a.experts)
+            slots[i].total = m.end[2 * threadIdx.x + i];
+    __syncthreads();
+    place_experts(&a, &m, slots, true);
+    fill_rows(&a, &m, {0, 1});
+    list_tiles(&a, &m, {0, 1});
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -396,10 +503,22 @@ static __global__ void __launch_bounds__(THREADS)
     launch_dependents();
     clear_counts(&a, &m);
     count_slots(&a, &m); /* the ids were there before the predecessor began */
-    add_warps(&a, &m);
+    uint32_t own = add_warps(&a, &m);
+    int local[1] = {half_of(own, 0) + half_of(own, 1)};
+    scan_threads(&a, local);
     wait_for_predecessor();
-    for (int expert = threadIdx.x; expert < a.experts; expert += THREADS)
-        m.begin[expert] = a.out.begin[expert] + a.before[(int64_t)blockIdx.x * a.experts + expert];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int expert = 2 * (int)threadIdx.x + i;
+        if (expert >= a.experts)
+            break;
+        m.local[expert] = local[0];
+        m.base[expert] =
+            a.out.begin[expert] - local[0] + a.before[(int64_t)blockIdx.x * a.experts + expert];
+        local[0] += half_of(own, i);
+        if (expert + 1 == a.experts)
+            m.local[a.experts] = local[0];
+    }
     __syncthreads();
     place_slots(&a, &m);
 }
@@ -425,18 +544,39 @@ int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert
     return (slots_of(chunk) + most_experts(chunk) * (step - 1)) / step * (chunk->pairs ? 2 : 1);
 }
 
-/* Slots of a range. */
+/* Slots that a block has room for. */
+static int64_t room_of_block(const slot_chunk *chunk) {
+    int64_t experts = chunk->call->spec->experts;
+    int64_t room = (ROOM - memory_bytes(experts, 0)) / (memory_bytes(0, 1) - memory_bytes(0, 0));
+    return room < ONCE ? room : ONCE;
+}
+
+/* Slots that a block alone sorts, at most. */
+static int64_t most_alone(const slot_chunk *chunk) {
+    int64_t room = room_of_block(chunk);
+    return room < ALONE ? room : ALONE;
+}
+
+/* Slots of a range of three kernels. */
 static int64_t range_of(const slot_chunk *chunk) {
-    int64_t slots = slots_of(chunk), each = (slots + RANGES - 1) / RANGES;
-    if (slots <= ONCE)
-        return slots;
+    int64_t each = (slots_of(chunk) + RANGES - 1) / RANGES, room = room_of_block(chunk);
     each = (each + THREADS - 1) / THREADS * THREADS;
-    return each < RANGE ? RANGE : each < ONCE ? each : ONCE;
+    return each < RANGE ? RANGE : each < room ? each : room;
 }
 
 static int64_t range_count(const slot_chunk *chunk) {
     int64_t each = range_of(chunk);
     return (slots_of(chunk) + each - 1) / each;
+}
+
+/* Blocks of the cluster that sorts, 1 for one without others; 0 for three kernels. */
+static int64_t cluster_of(const slot_chunk *chunk) {
+    int64_t slots = slots_of(chunk), blocks = 1;
+    if (!moq_cuda_is_recent((const void *)group_in_cluster))
+        return slots <= most_alone(chunk) ? 1 : 0;
+    while (blocks < CLUSTER && slots > blocks * THREADS)
+        blocks *= 2;
+    return slots <= blocks * SHARE ? blocks : 0;
 }
 
 /* The next part of the memory, of so many values. */
@@ -449,7 +589,7 @@ static int32_t *take(int64_t *used, void *memory, int64_t values) {
 static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **before,
                            int64_t *bytes) {
     const moq_moe_spec *spec = chunk->call->spec;
-    int64_t slots = slots_of(chunk), ranges = range_count(chunk);
+    int64_t slots = slots_of(chunk), ranges = slots > most_alone(chunk) ? range_count(chunk) : 0;
     slot_groups g;
     *bytes = 0;
     g.count = take(bytes, memory, 4);
@@ -458,7 +598,7 @@ static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **befo
     g.slot = take(bytes, memory, most_rows(chunk));
     g.owner = take(bytes, memory, most_rows(chunk));
     g.tile = (row_tile *)take(bytes, memory, most_tiles(chunk) * (int64_t)(sizeof(row_tile) / 4));
-    *before = take(bytes, memory, ranges > 1 ? ranges * spec->experts : 0);
+    *before = take(bytes, memory, ranges * spec->experts);
     return g;
 }
 
@@ -490,8 +630,6 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.top_k = spec->top_k;
     a.experts = spec->experts;
     a.global_experts = spec->global_experts;
-    a.ranges = (int32_t)range_count(chunk);
-    a.range = (int32_t)range_of(chunk);
     a.tile_rows = chunk->tile_rows;
     a.tiles = (int32_t)most_tiles(chunk);
     a.align = chunk->align;
@@ -500,14 +638,15 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     return a;
 }
 
-static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks, group_args *args,
-                         moq_err *err) {
+/* A cluster of so many blocks where `cluster` is more than 1. */
+static moq_status launch(const slot_chunk *chunk, const void *kernel, int64_t blocks,
+                         int64_t cluster, group_args *args, moq_err *err) {
     moq_launch launch = {.what = "grouping the slots of experts",
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
-                         .shared = (size_t)memory_bytes(args->experts, args->range,
-                                                        args->ranges > 1 ? 0 : most_rows(chunk)),
+                         .cluster = cluster > 1 ? (unsigned)cluster : 0u,
+                         .shared = (size_t)memory_bytes(args->experts, args->range),
                          .stream = (cudaStream_t)chunk->call->stream,
                          .overlap = true};
     void *parameters[] = {args};
@@ -515,12 +654,17 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int blocks
 }
 
 moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err) {
+    int64_t blocks = cluster_of(chunk);
     group_args args = args_of(chunk, memory);
-    if (args.ranges == 1)
-        return launch(chunk, (const void *)group_at_once, 1, &args, err);
-    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, &args, err));
-    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, &args, err));
-    return launch(chunk, (const void *)place_ranges, args.ranges, &args, err);
+    if (blocks > 0) {
+        args.range = (int32_t)((slots_of(chunk) + blocks - 1) / blocks);
+        return launch(chunk, (const void *)group_in_cluster, blocks, blocks, &args, err);
+    }
+    args.ranges = (int32_t)range_count(chunk);
+    args.range = (int32_t)range_of(chunk);
+    MOQ_TRY(launch(chunk, (const void *)count_ranges, args.ranges, 0, &args, err));
+    MOQ_TRY(launch(chunk, (const void *)add_ranges, 1, 0, &args, err));
+    return launch(chunk, (const void *)place_ranges, args.ranges, 0, &args, err);
 }
 
 } // namespace moq::moe
