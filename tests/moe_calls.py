@@ -24,10 +24,17 @@ MODELS = (
 """Layers of models: experts, hidden size, intermediate size, top k."""
 
 
-def plan(algo: str, *sizes: int, dtype: str = "bfloat16", compute: str = "exact", chip: str = "9.0") -> Any:
-    """The plan of a layer on a chip that need not be here."""
+def plan(
+    algo: str,
+    *sizes: int,
+    dtype: str = "bfloat16",
+    compute: str = "exact",
+    chip: str = "9.0",
+    of_all: int | None = None,
+) -> Any:
+    """The plan of a layer on a chip that need not be here; `of_all` experts are on all ranks."""
     activation = ("silu", True, None, dtype, "cuda:0", compute)
-    return _C.moe_plan(algo, *sizes, *activation, None, None, None, None, False, chip)
+    return _C.moe_plan(algo, *sizes, *activation, of_all, None, None, None, False, chip)
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:

@@ -5,6 +5,7 @@ import pytest
 from .moe_calls import MODELS, plan
 
 NVFP4, FP8 = "cuda:sm90_nvfp4_few", "cuda:sm90_fp8_few"
+NVFP4_MANY = "cuda:sm90_nvfp4_many"
 
 
 @pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
@@ -22,6 +23,23 @@ def test_models(algo, kernel, chip):
     """Their experts of one token are never done otherwise."""
     for sizes in MODELS:
         assert plan(algo, *sizes, chip=chip).backend(1) == kernel
+
+
+@pytest.mark.parametrize(
+    "sizes, of_all, few, many",
+    [
+        ((128, 2048, 768, 8), None, (16, 32, 64), (128, 512)),
+        ((128, 4096, 1536, 8), None, (16,), (32, 64, 128)),
+        ((8, 4096, 14336, 2), None, (8, 16), (32, 64, 128)),
+        ((256, 7168, 256, 8), None, (16, 32), (64, 128, 512)),
+        ((32, 7168, 2048, 8), 256, (16, 32, 64), (128, 512)),
+    ],
+)
+def test_nvfp4_has_the_faster_kernel_of_an_h200(sizes, of_all, few, many):
+    """As both were measured (docs/lab/moe.md); few with 128 tokens or more were not, but of two models."""
+    layer = plan("NVFP4", *sizes, chip="H200 SXM", of_all=of_all)
+    assert [layer.backend(tokens) for tokens in few] == [NVFP4] * len(few)
+    assert [layer.backend(tokens) for tokens in many] == [NVFP4_MANY] * len(many)
 
 
 def test_more_slots_go_elsewhere():

@@ -134,7 +134,7 @@ static double packed_seconds(const moq_moe_spec *spec, int64_t tokens, int row) 
     double all =
         PACKED_STEPS + between +
         pow(pow(read, PACKED_EXPONENT) + pow(products, PACKED_EXPONENT), 1 / PACKED_EXPONENT);
-    return slots < 4 * active ? 1.05 * all : all; /* which of so few rows is 3 to 5 % too low */
+    return slots < 4 * active ? 1.03 * all : all; /* which of so few rows is too low */
 }
 
 /* ---- both ---- */
