@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("algo")
     parser.add_argument("--compute", default="exact")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no call begins after them")
+    parser.add_argument("--way", type=int, help="this variant alone")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
@@ -62,7 +63,8 @@ def main() -> int:
     rng, few = np.random.default_rng(asked.seed), asked.kernel.endswith("_few")
     layers = prepare_layers(rng, asked.kernel, asked.algo, asked.compute)
     ways = [(FEW_TOKENS, FEW_WAYS), (MANY_TOKENS, MANY_WAYS)][not few]
-    cases = list(itertools.product(layers, ways[0], range(ways[1])))
+    variants = range(ways[1]) if asked.way is None else [asked.way]
+    cases = list(itertools.product(layers, ways[0], variants))
     done = 0
     for i in rng.permutation(len(cases)):
         if time.monotonic() > end:

@@ -27,7 +27,7 @@ WAYS = 33
 strips."""
 
 STRIPS = 33
-"""The variant of strips, which NVFP4 alone has."""
+"""The variant of strips, which NVFP4 has, and FP8 where a scale of g is known or that of 128 columns."""
 
 SLICED = (17, 20, STRIPS)
 """Variants of slices in both kernels, either number of blocks in each, and of strips."""
@@ -86,16 +86,20 @@ def test_slices_of_every_length(rng, monkeypatch, algo, compute, kernel, hidden,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("top_k", [1, 4, 10])
-def test_strips(rng, monkeypatch, top_k, gated, dtype):
+@pytest.mark.parametrize(
+    "algo, kernel, inner", [("NVFP4", NVFP4, 192), ("FP8", FP8, 192), ("FP8_PB_WO", FP8, 384)]
+)
+def test_strips(rng, monkeypatch, algo, kernel, inner, top_k, gated, dtype):
     """A block for each strip of one token, blocks with none, with several of one chunk and of many; sums of
     many parts by slots, and of a few by columns; weights on the input, shares of experts."""
     options = {"top_k": top_k, "gated": gated, "dtype": dtype, "global_num_experts": 64}
-    method = layer_of(monkeypatch, NVFP4, "NVFP4", 48, 1152, 192, **options)
-    stacks = random_stacks(rng, "NVFP4", 48, 1152, 192, gated=gated, bias="float32")
+    method = layer_of(monkeypatch, kernel, algo, 48, 1152, inner, **options)
+    stacks = random_stacks(rng, algo, 48, 1152, inner, gated=gated, bias="float32")
     params = prepared(method, stacks)
     expert_map = random_expert_map(rng, 64, 48)
-    for tokens in (1, 2, 5, 40, 96 if top_k == 10 else 102):
-        method._plan.keep(tokens, NVFP4, STRIPS)
+    most = 96 if top_k == 10 else 102
+    for tokens in (1, 2, 5, 40, most) if kernel == NVFP4 else (1, 2, 5, 13):
+        method._plan.keep(tokens, kernel, STRIPS)
         for kind in ROUTINGS:
             x, before = (random_x(rng, (tokens, 1152), dtype) for _ in range(2))
             weights, ids = random_routing(rng, tokens, top_k, 64, kind, "int64")

@@ -32,8 +32,8 @@ extern "C" {
 
 /* The form of strips (sm90_moe_few_strips.h): warps of a block that multiply, those that share K of
  * the first product, columns of I, slabs of H that a warp has, and of them in a stage, bytes
- * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have. NVFP4
- * alone. */
+ * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have; with
+ * NVFP4. */
 #define MOQ_MOE_STRIP_WARPS           16
 #define MOQ_MOE_STRIP_PARTS           8
 #define MOQ_MOE_STRIP_COLUMNS         64
@@ -43,6 +43,12 @@ extern "C" {
 #define MOQ_MOE_STRIP_STAGES          12
 #define MOQ_MOE_NVFP4_STRIP_STAGE     (32 * MOQ_PACK_BYTES)
 #define MOQ_MOE_NVFP4_STRIP_SLICES(X) X(2) X(4)
+
+/* Those of FP8 (sm90_moe_fp8_strips.cu): slabs of H that a warp has, its stages, and floats from
+ * the sums of a part of K to those of the next. */
+#define MOQ_MOE_FP8_STRIP_DOWN_SLABS 8
+#define MOQ_MOE_FP8_STRIP_STAGES     2
+#define MOQ_MOE_FP8_STRIP_PITCH      (2 * MOQ_MOE_STRIP_COLUMNS + 1)
 
 /* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
  * the first kernel, the next three the row of a table of ways to do the second, and the last says
@@ -84,6 +90,9 @@ typedef struct {
     int strip_stages; /* of the block in a strip */
     bool by_slots;    /* the sum: slots have many parts, as a block has few strips of an expert */
     int parked_at, g_at, weights_at;
+    /* Of FP8: strips of a block, which are of one slot, blocks of a slot and of a cluster, stages
+     * of a strip behind which W2 is asked for, and where its columns are. */
+    int block_strips, slot_blocks, cluster, ask, down_at;
     moq_moe_few_tables tables;
     int64_t d_at; /* in the workspace, behind where slots are */
 } moq_moe_strips;

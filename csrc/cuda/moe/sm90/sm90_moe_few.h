@@ -78,16 +78,23 @@ static __device__ __noinline__ int64_t place_of_id(const routing *r, int slot) {
     return moe::slot_offset(&r->ids, token, slot - token * r->top_k);
 }
 
-/* The local expert that an id names, or -1 where it does not count. Read past the first cache,
- * which may know an older state: a block may be here before what the router wrote. */
-static __device__ __forceinline__ int expert_at(const routing *r, int64_t place) {
-    int64_t id = r->ids.dtype == MOQ_DT_I64
-                     ? (int64_t)__ldcg((const long long *)r->ids.data + place)
-                     : (int64_t)__ldcg((const int *)r->ids.data + place);
+/* Read past the first cache, which may know an older state: a block may be here before what the
+ * router wrote. */
+static __device__ __forceinline__ int64_t id_at(const routing *r, int64_t place) {
+    return r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + place)
+                                      : (int64_t)__ldcg((const int *)r->ids.data + place);
+}
+
+/* The local expert that an id names, or -1 where it does not count. */
+static __device__ __forceinline__ int expert_of_id(const routing *r, int64_t id) {
     if (id < 0 || id >= r->global_experts)
         return -1;
     int local = r->map ? __ldcg(r->map + id) : (int)id;
     return local >= 0 && local < r->experts ? local : -1;
+}
+
+static __device__ __forceinline__ int expert_at(const routing *r, int64_t place) {
+    return expert_of_id(r, id_at(r, place));
 }
 
 static __device__ __noinline__ int expert_of_slot(const routing *r, int slot) {

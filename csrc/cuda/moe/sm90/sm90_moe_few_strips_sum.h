@@ -57,10 +57,11 @@ static __device__ __forceinline__ lane_rows rows_of_slot(const strip_sum_args *a
     if (expert < 0 || n >= w->rows)
         return rows;
     int64_t at = (int64_t)expert * w->rows + n;
+    float common = w->input_scale ? load_early(w->input_scale + expert * w->parts) : a->factor;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         (&rows.factor.x)[i] =
-            w->output_scale ? a->factor * load_early(w->output_scale + at + i) : a->factor;
+            w->output_scale ? common * load_early(w->output_scale + at + i) : common;
         if (w->bias)
             (&rows.bias.x)[i] = load_early(w->bias + at + i);
     }
@@ -254,19 +255,23 @@ static inline strip_args strips_of(const moq_moe_call *call, const moq_moe_strip
     return a;
 }
 
-/* Both kernels; a sum of the second product is multiplied by `factor`. */
-static inline moq_status launch_strips(const moq_moe_call *call, const moq_moe_strips *share,
-                                       const char *what, const void *kernel, strip_args *a,
-                                       float factor, moq_err *err) {
+static inline moq_status launch_first(const moq_moe_call *call, const moq_moe_strips *share,
+                                      const char *what, const void *kernel, void *args,
+                                      moq_err *err) {
     moq_launch launch = {.what = what,
                          .kernel = kernel,
                          .grid = dim3((unsigned)share->grid),
                          .block = dim3(STRIP_THREADS),
+                         .cluster = share->cluster > 1 ? (unsigned)share->cluster : 0,
                          .shared = (size_t)share->shared,
                          .stream = (cudaStream_t)call->stream,
                          .overlap = true};
-    void *parameters[] = {a};
-    MOQ_TRY(moq_cuda_launch(&launch, parameters, err));
+    void *parameters[] = {args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+/* What adds up needs of the kernel before. */
+static inline strip_sum_args sum_of(const moq_moe_call *call, const strip_args *a) {
     strip_sum_args sum = {};
     sum.route = a->common.route;
     sum.down = a->down;
@@ -279,18 +284,33 @@ static inline moq_status launch_strips(const moq_moe_call *call, const moq_moe_s
     sum.accumulate = call->accumulate;
     sum.by_blocks = a->common.by_blocks;
     sum.strips = a->by_strips.by;
-    sum.factor = factor;
+    return sum;
+}
+
+static inline moq_status launch_second(const moq_moe_call *call, const moq_moe_strips *share,
+                                       strip_sum_args *args, moq_err *err) {
     unsigned columns = share->by_slots ? 32 : 4 * ADD_THREADS;
     moq_launch add = {
         .what = "the sum over slots",
         .kernel = call->spec->w13.dtype == MOQ_DT_F16 ? sum_kernel<MOQ_DT_F16>(share->by_slots)
                                                       : sum_kernel<MOQ_DT_BF16>(share->by_slots),
-        .grid = dim3((unsigned)call->tokens, ((unsigned)sum.down.rows + columns - 1) / columns),
+        .grid = dim3((unsigned)call->tokens, ((unsigned)args->down.rows + columns - 1) / columns),
         .block = dim3(ADD_THREADS),
         .stream = (cudaStream_t)call->stream,
         .overlap = true};
-    void *of_sum[] = {&sum};
-    return moq_cuda_launch(&add, of_sum, err);
+    void *parameters[] = {args};
+    return moq_cuda_launch(&add, parameters, err);
+}
+
+/* Both kernels; a sum of the second product is multiplied by `factor`. */
+static inline moq_status launch_strips(const moq_moe_call *call, const moq_moe_strips *share,
+                                       const char *what, const void *kernel, strip_args *a,
+                                       float factor, moq_err *err) {
+    MOQ_TRY(launch_first(call, share, what, kernel, a, err));
+    strip_sum_args sum = sum_of(call, a);
+    sum.factor = factor;
+    sum.down.input_scale = NULL;
+    return launch_second(call, share, &sum, err);
 }
 
 } // namespace moq::moe_few

@@ -9,6 +9,7 @@
 namespace moq::moe_few {
 
 moq_status launch_nvfp4_strips(const moq_moe_call *call, const moq_moe_strips *share, moq_err *err);
+moq_status launch_fp8_strips(const moq_moe_call *call, const moq_moe_strips *share, moq_err *err);
 
 } // namespace moq::moe_few
 
