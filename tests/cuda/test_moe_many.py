@@ -236,6 +236,29 @@ def test_calls_follow_each_other(rng, monkeypatch, algo, kernel):
             assert all(torch.equal(y, expected) for y, expected in zip(chain, alone, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO"])
+def test_products_that_are_linked_on_two_streams(rng, monkeypatch, algo, tokens):
+    """The second one waits for tiles of the first one of its own call, whoever else has multiprocessors."""
+    method = layer_of(monkeypatch, FP8, algo, 48, 512, 256, top_k=4)
+    params = prepared(method, random_stacks(rng, algo, 48, 512, 256))
+    method._plan.keep(tokens, FP8, SMALL)
+    calls = []
+    for _ in range(2):
+        x = random_x(rng, (tokens, 512), "bfloat16")
+        inputs = moved_inputs(method, x, params, *random_routing(rng, tokens, 4, 48))
+        calls.append((inputs, method(*inputs), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    results: list[list[Any]] = [[], []]
+    for _ in range(40):
+        for (inputs, _, stream), into in zip(calls, results, strict=True):
+            with torch.cuda.stream(stream):
+                into.append(method(*inputs))
+    torch.cuda.synchronize()
+    for (_, expected, _), into in zip(calls, results, strict=True):
+        assert all(torch.equal(result, expected) for result in into)
+
+
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_tokens_do_not_see_each_other(rng, monkeypatch, algo, kernel):
     """A NaN stays in its row, also among the rows of one tile."""

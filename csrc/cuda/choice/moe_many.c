@@ -8,12 +8,14 @@
 
 /* ---- FP8 ---- */
 
-/* The launches of a call and what is not hidden of them, and bytes a second of what lies between
- * the products: d is read by the sum over slots; x has a row a slot, which is written; these are
- * read and written besides, which is in `x`. SUMMED has in it what a cluster saves that sorts many
- * slots: fitted after the rest to 12 times of Qwen3-30B-A3B and DeepSeek-V3, TP8, with 64 to 4096
- * tokens, 4.1 % root mean square. PACKED_SUMMED likewise: 10 times, 1.9 %. */
-#define STEPS   18e-6
+/* The launches of a call and what is not hidden of them, which is more where rows of x are longer,
+ * and bytes a second of what lies between the products: d is read by the sum over slots; x has a
+ * row a slot, which is written; these are read and written besides, which is in `x`. SUMMED has in
+ * it what a cluster saves that sorts many slots: fitted after the rest to 12 times of Qwen3-30B-A3B
+ * and DeepSeek-V3, TP8, with 64 to 4096 tokens, 4.1 % root mean square. PACKED_SUMMED likewise: 10
+ * times, 1.9 %. */
+#define STEPS   13e-6
+#define COLUMN  0.8e-9
 #define SUMMED  4.8e12
 #define BETWEEN 3.6e12
 
@@ -21,8 +23,9 @@
  * how many rows a tile counts beside its own, and bytes that are moved for each value of x and
  * slot. The first two overlap in part: those of large tiles, which the memory seldom bounds, nearly
  * whole. Fitted to 80 times of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3, TP8 with 1 to 4096
- * tokens, and to what is chosen by them, which takes 0.3 % more than the fastest in the mean
- * (docs/lab/moe.md). */
+ * tokens, and to what is chosen by them, which takes 0.3 % more than the fastest in the mean; then
+ * STEPS, COLUMN and the first rate of small tiles, of FP8 and in blocks, to 43 times of these and
+ * of Llama-4-Maverick with 2 to 1024 tokens, 4.1 % root mean square (docs/lab/moe.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
 
@@ -43,11 +46,11 @@ typedef struct {
 } format;
 
 static const format FP8 = {2,
-                           {{64, 4.6e12, 9.6e14, 50, 5.1, 1}, {136, 3.3e12, 5.69e14, 0, 5.4, 2}}};
+                           {{64, 4.7e12, 9.6e14, 50, 5.1, 1}, {136, 3.3e12, 5.69e14, 0, 5.4, 2}}};
 static const format FP8_BY_TOKEN = {
     2, {{64, 4.08e12, 5.1e14, 3, 4.5, 1}, {136, 3.1e12, 5.39e14, 0, 5.2, 2}}};
 static const format FP8_BY_BLOCK = {
-    2, {{64, 4.6e12, 7.41e14, 55, 4.8, 1}, {128, 3.78e12, 4.39e14, 11, 6, 1}}};
+    2, {{64, 4.8e12, 7.41e14, 55, 4.8, 1}, {128, 3.78e12, 4.39e14, 11, 6, 1}}};
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.input == MOQ_INPUT_E4M3_GROUP   ? &FP8_BY_BLOCK
@@ -71,7 +74,8 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
         slots * (d * (double)w2->out_features / moq_memory_rate(&w13->target, SUMMED) +
                  p->x * (double)w13->in_features / moq_memory_rate(&w13->target, BETWEEN));
     double power = row > 0 ? LARGE_EXPONENT : EXPONENT;
-    return STEPS + between + pow(pow(read, power) + pow(products, power), 1 / power);
+    return STEPS + COLUMN * (double)w13->in_features + between +
+           pow(pow(read, power) + pow(products, power), 1 / power);
 }
 
 /* ---- NVFP4 ---- */

@@ -574,6 +574,21 @@ static __device__ __forceinline__ uint64_t load_acquire(const uint64_t *from) {
     return value;
 }
 
+static __device__ __forceinline__ int32_t load_acquire(const int32_t *from) {
+    int32_t value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+static __device__ __forceinline__ void add_release(int32_t *to, int32_t value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+/* What others wrote, and this thread has acquired, may be read by the copy engine. */
+static __device__ __forceinline__ void fence_async_proxy_of_memory(void) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 /* ---- copies of a thread ---- */
 
 /* 16 bytes to shared memory; those from `bytes` on, 0 or 16, are zeros instead. */

@@ -136,6 +136,10 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) 
                     cudaGetErrorString(status), cudaGetErrorName(status));
 }
 
+bool moq_cuda_overlaps(void) {
+    return ask_once(&process.overlap, "MOQEXT_PDL") != OFF;
+}
+
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) {
     const moq_driver *driver;
     CUlaunchAttribute attribute[2];

@@ -29,6 +29,9 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err);
  * asynchronous error names the operation it came from. */
 moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
 
+/* Whether any kernel is launched programmatically: not with MOQEXT_PDL=0. */
+bool moq_cuda_overlaps(void);
+
 /* Launches with `args`, pointers to the parameters in order, and settles. Of MOQEXT_PDL overlap.h
  * tells; it and MOQEXT_SYNC are read once. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);

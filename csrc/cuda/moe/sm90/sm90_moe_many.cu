@@ -20,6 +20,7 @@
 #include "cuda/choice/moe_many.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
+#include "cuda/runtime/launch.h"
 
 namespace moq::moe_many {
 
@@ -29,9 +30,10 @@ using namespace moe;
 
 typedef moq_status (*multiplication)(const many_product *p, moq_err *err);
 
-/* Offsets in the workspace. The rows of x are read no more when d is written. */
+/* Offsets in the workspace. The rows of x are read no more when d is written, but where the
+ * products are linked. */
 typedef struct {
-    int64_t groups, g, codes, code_scales;
+    int64_t groups, written, g, codes, code_scales;
     int64_t x, x_scales;
     int64_t d;
     int64_t end;
@@ -107,6 +109,18 @@ static moq_dtype dtype_of_d(const moq_moe_spec *spec) {
     return spec->w2.dtype == MOQ_DT_BF16 ? MOQ_DT_BF16 : MOQ_DT_F32;
 }
 
+/* Whether the second product begins as the first one leaves multiprocessors
+ * (sm90_moe_many_fp8.cu): with small tiles of FP8, where the memory bounds both and the first one
+ * ends unevenly; where no kernel makes codes of g between them; where there can be more tiles of
+ * rows than go together, as those that do end together, when there is nothing left to begin beside;
+ * and where kernels overlap, as counting costs up to 2.5 % where they do not (docs/lab/moe.md). */
+static bool links_products(const slot_chunk *chunk) {
+    const moq_moe_call *call = chunk->call;
+    return chunk->tile_rows == 64 && x_form_of(call) == X_CODES &&
+           g_form_of(call->spec) != G_VALUES && most_tiles(chunk) > MOQ_MOE_MANY_TOGETHER &&
+           moq_cuda_overlaps();
+}
+
 static layout lay_out(const slot_chunk *chunk) {
     const moq_moe_call *call = chunk->call;
     const moq_moe_spec *spec = call->spec;
@@ -116,6 +130,7 @@ static layout lay_out(const slot_chunk *chunk) {
     bool codes = form_of(w2) != ROWS_VALUES;
     layout l = {};
     l.groups = take(&l.end, groups_bytes(chunk));
+    l.written = take(&l.end, links_products(chunk) ? rows * (int64_t)sizeof(int32_t) : 0);
     l.g = l.codes = l.code_scales = l.end;
     if (g_form_of(spec) == G_VALUES)
         l.g = take(&l.end, rows * row_bytes(ROWS_VALUES, w2->dtype, i));
@@ -130,6 +145,8 @@ static layout lay_out(const slot_chunk *chunk) {
         l.x = take(&l.end, rows * row_bytes(form_of(w13), w13->dtype, h));
         l.x_scales = take(&l.end, all_scales(chunk, form_of(w13), h));
     }
+    if (links_products(chunk))
+        l.d = l.end;
     int64_t after_d = l.d;
     take(&after_d, rows * w2->out_features * (int64_t)moq_dtype_size(dtype_of_d(spec)));
     l.end = l.end > after_d ? l.end : after_d;
@@ -166,7 +183,7 @@ static moq_status bring_x(const slot_chunk *chunk, const slot_groups *groups, co
         return make_rows_of_x(chunk, groups, x, err);
     if (form != X_AS_IS) {
         p->early = true;
-        return make_rows_of_tokens(chunk, groups, x, err);
+        return make_rows_of_tokens(chunk, groups, x, p->written, err);
     }
     p->gathered = true;
     p->row_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
@@ -196,7 +213,9 @@ static moq_status run_chunk(const slot_chunk *chunk, multiplication multiply, mo
     first.codes = {g_form_of(spec), g.data,
                    g.form == ROWS_TENSOR ? (float *)call->w2.input_scale : (float *)g.scales,
                    stride};
+    first.written = links_products(chunk) ? (int32_t *)(memory + l.written) : NULL;
     many_product second = {};
+    second.written = first.written;
     second.product = first.product;
     second.moe = spec;
     second.product.spec = &spec->w2;

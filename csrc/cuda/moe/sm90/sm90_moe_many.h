@@ -12,6 +12,9 @@ namespace moq::moe_many {
 /* The same where d leaves by the copy engine, in boxes of so many rows. */
 #define MOQ_MOE_MANY_ROWS_OF_D 8
 
+/* Tiles of rows of FP8 that have each tile of W one after the other. */
+#define MOQ_MOE_MANY_TOGETHER 8
+
 /* What is written of g: values of the layer's dtype, or e4m3 codes by the scale of the expert or
  * with scales of groups. */
 typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_form;
@@ -30,10 +33,12 @@ typedef struct {
     const moq_moe_spec *moe;
     bool gathered; /* rows are tokens, row_stride bytes apart, that slots ask for */
     int64_t row_stride;
-    bool first;    /* of the two products: g comes out; otherwise d, which is product.out */
-    bool rounds_d; /* to bfloat16 */
-    bool deep;     /* tiles of fewer rows of W by more columns a step */
-    bool early;    /* the groups are there before the predecessor has ended */
+    bool first;       /* of the two products: g comes out; otherwise d, which is product.out */
+    bool rounds_d;    /* to bfloat16 */
+    bool deep;        /* tiles of fewer rows of W by more columns a step */
+    bool early;       /* the groups are there before the predecessor has ended */
+    int32_t *written; /* [rows], zeros: counts what is written of g, where products are linked
+                         (sm90_moe_many_fp8.cu), or NULL */
     void *g;
     g_codes codes;
 } many_product;

@@ -1,11 +1,11 @@
 /* How weights and rows of FP8 experts come to the tiles of sm90_moe_many_tile.h: a ring in shared
  * memory, which two threads fill by the copy engine.
  *
- * The one that copies W claims tiles for its block, each while it copies the one before, and tells
- * the others: the memory serves blocks unequally, and whoever is served well has more of them.
- * Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the other:
- * so it comes from memory once for them, and L2 may give it up before all else, without which
- * memory is slower by a tenth (docs/lab/moe.md).
+ * The one that copies W claims tiles for its block, each as late as the answer comes in time, and
+ * tells the others: the memory serves blocks unequally, and whoever is served well has more of
+ * them. Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the
+ * other: so it comes from memory once for them, and L2 may give it up before all else, without
+ * which memory is slower by a tenth (docs/lab/moe.md).
  *
  * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
  * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
@@ -18,10 +18,9 @@ namespace moq::moe_many {
 
 /* ---- tiles ---- */
 
-#define TOGETHER 8 /* tiles of rows */
-
 /* As place_at, in the order told above. */
 static __device__ __forceinline__ place place_in_turn(const gemm_args *a, int number) {
+    constexpr int TOGETHER = MOQ_MOE_MANY_TOGETHER;
     int all = TOGETHER * a->row_tiles, group = number / all, rest = number - group * all;
     int first = group * TOGETHER, tiles = min(TOGETHER, a->count[1] - first);
     int along = rest / tiles;
@@ -59,17 +58,19 @@ typedef struct {
     uint32_t ring, full, empty; /* in shared memory; barriers of the stages */
 } copy_ring;
 
-/* The steps of W of a tile. */
+/* Steps of W of a tile, from `begin` to `end`. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_ring *r,
-                                                    const place *p, ring_place *slot) {
+                                                    const place *p, int begin, int end,
+                                                    ring_place *slot) {
     constexpr int BOXES = 2 * S::warpgroups, BOX = WAVE_ROWS * 128;
     int first = p->rows.expert * a->height, row[BOXES];
     uint64_t policy = policy_evict_first();
 #pragma unroll
     for (int i = 0; i < BOXES; i++)
         row[i] = first + row_of_wave<S, USE>(a, p->along, i / 2, i % 2);
-    for (int step = 0; step < a->steps; step++) {
+#pragma unroll 1
+    for (int step = begin; step < end; step++) {
         uint32_t to = r->ring + (uint32_t)(slot->index * S::stage);
         uint32_t full = r->full + 8u * slot->index;
         mbarrier_wait(r->empty + 8u * slot->index, slot->parity ^ 1);
@@ -81,22 +82,73 @@ static __device__ __forceinline__ void copy_weights(const gemm_args *a, const co
     }
 }
 
+/* ---- claims ---- */
+
+#define LEAD 4 /* steps of W before the end of a tile the next one is claimed */
+
+static __device__ __forceinline__ int claim_tile(const gemm_args *a) {
+    return (int)gridDim.x + atomicAdd(a->claimed, 1);
+}
+
+/* Tiles of more steps. */
 template <class S, product_use USE>
-static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_ring *r,
-                                                       const claim_board *claims) {
-    ring_place slot = {0, 0}, at = {0, 0};
-    prefetch_map(r->map);
-    if (!a->early)
-        wait_for_predecessor();
+static __device__ __forceinline__ void produce_long(const gemm_args *a, const copy_ring *r,
+                                                    const claim_board *claims, ring_place *at) {
+    ring_place slot = {0, 0};
     int number = blockIdx.x, end = a->count[1] * a->row_tiles;
     while (number < end) {
         place p = place_in_turn(a, number);
-        post_claim(claims, &at, &p);
-        number = (int)gridDim.x + atomicAdd(a->claimed, 1);
-        copy_weights<S, USE>(a, r, &p, &slot);
+        post_claim(claims, at, &p);
+        copy_weights<S, USE>(a, r, &p, 0, a->steps - LEAD, &slot);
+        number = claim_tile(a);
+        copy_weights<S, USE>(a, r, &p, a->steps - LEAD, a->steps, &slot);
     }
+}
+
+/* Tiles that end before a claim is answered: each is claimed two ahead, and found one ahead. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_short(const gemm_args *a, const copy_ring *r,
+                                                     const claim_board *claims, ring_place *at) {
+    ring_place slot = {0, 0};
+    int number = blockIdx.x, end = a->count[1] * a->row_tiles;
+    if (number >= end)
+        return;
+    int next = claim_tile(a);
+    place p = place_in_turn(a, number);
+    while (number < end) {
+        post_claim(claims, at, &p);
+        int later = claim_tile(a);
+        place q = place_in_turn(a, min(next, end - 1));
+        copy_weights<S, USE>(a, r, &p, 0, a->steps, &slot);
+        number = next;
+        next = later;
+        p = q;
+    }
+}
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_ring *r,
+                                                       const claim_board *claims) {
+    ring_place at = {0, 0};
+    prefetch_map(r->map);
+    if (!a->early)
+        wait_for_predecessor();
+    if (a->steps > LEAD)
+        produce_long<S, USE>(a, r, claims, &at);
+    else
+        produce_short<S, USE>(a, r, claims, &at);
     place none = {{0, 0, 0}, -1};
     post_claim(claims, &at, &none);
+}
+
+/* ---- rows ---- */
+
+/* Waits until the first product has written the g of a tile's rows, by ordinary stores, which the
+ * copy engine then reads for this thread. */
+static __device__ __forceinline__ void await_rows(const gemm_args *a, const place *p) {
+    while (load_acquire(a->written + p->rows.first) < a->writers)
+        ;
+    fence_async_proxy_of_memory();
 }
 
 /* The steps of rows of a tile, in boxes of S::box_rows, as many as there are rows. `scales` is
@@ -128,13 +180,16 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const co
                                                     uint32_t scales, const claim_board *claims) {
     ring_place slot = {0, 0}, at = {0, 0};
     prefetch_map(r->map);
-    wait_for_predecessor();
+    if (!a->linked)
+        wait_for_predecessor();
     for (;;) {
         place p = see_claim(claims, &at);
         mbarrier_arrive(claims->empty + 8u * at.index);
         advance(&at, CLAIMS);
         if (p.along < 0)
             return;
+        if (a->linked)
+            await_rows(a, &p);
         copy_rows<S>(a, r, scales, &p, &slot);
     }
 }

@@ -6,7 +6,31 @@
  * A step is 128 columns, 32 KB of W and 16 KB of rows or less in the 128-byte swizzle, in a ring of
  * four or five. Where tiles are small W comes from memory but once, and that bounds it. A tile of
  * 256 by 128 takes 1024 cycles of products a step, in which L2 has to deliver 48 bytes a cycle and
- * multiprocessor: that bounds it, and what tiles leave empty. */
+ * multiprocessor: that bounds it, and what tiles leave empty.
+ *
+ * Linked products (many_product.written): the second one does not wait for the end of the first.
+ * Each tile of rows has a counter, at its first row, of the warps that have written their columns
+ * of its g; the thread that copies rows waits for all of them (tell_written, await_rows).
+ *
+ * No block waits for one that cannot run. Blocks of the second kernel begin when all blocks of the
+ * first have called launch_dependents or ended, so that all of these have begun. A block that has
+ * begun has its place for good and waits for none but its own warps and copies: before the call its
+ * consumers have waited for the kernel ahead. So each of them ends, no matter how many blocks of
+ * the second kernel wait, and where; other streams' or processes' work delays it at most, as who is
+ * set aside for it comes back. Kernels behind begin when the blocks of the second have. Where it is
+ * not launched programmatically after all (ordinary edges of a graph, tools) the first kernel has
+ * ended and every counter is full.
+ *
+ * Counters are of one call: make_codes_of_token makes them 0, whatever a call that failed has left,
+ * behind the grouping, which waits for the call before, and the first product waits for it. They
+ * lie in the workspace, so that streams have their own. The second kernel ends after the first, so
+ * that whoever waits for it waits for both; it writes d while the first may read rows of x, which
+ * therefore lie elsewhere.
+ *
+ * A warp's stores come before its lane 0 adds (__syncwarp, release), the sum before the look at it
+ * (acquire), and all of that before the copies, which are of another proxy (fence.proxy.async, by
+ * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
+ * bring anything: they go to columns of products that are never written. */
 #include "cuda/linear/sm90/sm90_fp8_many_products.h"
 #include "cuda/moe/sm90/sm90_moe_many_copies.h"
 #include "cuda/moe/sm90/sm90_moe_many_fp8_outputs.h"
@@ -89,7 +113,8 @@ static __device__ __forceinline__ void produce_boards(const gemm_args *a, const 
                                                       const board_ring *b) {
     ring_place slot = {0, 0}, at = {0, 0};
     int lane = threadIdx.x % 32;
-    wait_for_predecessor();
+    if (!a->linked) /* otherwise boards are of weights alone */
+        wait_for_predecessor();
     for (;;) {
         place p = see_claim(claims, &at);
         __syncwarp();
@@ -143,6 +168,13 @@ template <int PLACES> static __device__ __forceinline__ ring_place nth_place(uin
     return {(int)(n % PLACES), (int)(n / PLACES % 2)};
 }
 
+/* A warp has written its part of g of a tile. */
+static __device__ __forceinline__ void tell_written(const gemm_args *a, const place *p) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        add_release(a->written + p->rows.first, 1);
+}
+
 /* PLAIN: is_near alone, which is compiled for all widths. */
 template <class S, product_use USE, bool PLAIN>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker *m, const place *p,
@@ -157,6 +189,8 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker 
     if (!S::groups)
         mbarrier_wait(m->boards.full + 8u * board.index, board.parity);
     write_tile<S, USE, PLAIN>(a, p, group, &m->out, sum);
+    if (USE != OF_D && a->written)
+        tell_written(a, p);
     warp_releases<false>(m->boards.empty + 8u * board.index);
     m->tiles++;
 }
@@ -164,14 +198,15 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker 
 template <class S, product_use USE>
 static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m,
                                                const claim_board *claims, int group) {
-    wait_for_predecessor();
+    if (!a->linked)
+        wait_for_predecessor();
     launch_dependents(); /* which know by then that the grouping is done */
     for (;;) {
         ring_place at = nth_place<CLAIMS>(m->tiles);
         place p = see_claim(claims, &at);
         warp_releases<false>(claims->empty + 8u * at.index);
         if (p.along < 0)
-            return;
+            break;
         if (USE == OF_ONE || (USE == OF_GATE_AND_UP && !is_near(&a->act)))
             make_tile<S, USE, false>(a, m, &p, group);
         else
@@ -180,6 +215,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
                 make_tile<narrow, USE, true>(a, m, &p, group);
             });
     }
+    if (a->linked)
+        wait_for_predecessor(); /* whoever waits for this kernel waits for all before it */
 }
 
 template <class S, product_use USE>
@@ -253,6 +290,12 @@ static int lay_out(gemm_args *a, int stage, int limit) {
     return a->stages * stage + 2 * OUT_ROOM;
 }
 
+/* Warps that write g of a tile of rows: those of a block for each tile of W13. */
+static int writers_of_g(const many_product *p) {
+    int64_t columns = (p->moe->gated ? 2 : 4) * WAVE_ROWS;
+    return 8 * (int)((p->moe->w2.in_features + columns - 1) / columns);
+}
+
 moq_status multiply_fp8(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     bool groups = e->rows->form == moe::ROWS_GROUP, narrow = e->tile_rows == 64;
@@ -266,6 +309,7 @@ moq_status multiply_fp8(const many_product *p, moq_err *err) {
     CUtensorMap weights, rows;
     MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
     gemm_args a = fp8_args_of(p);
+    a.writers = writers_of_g(p);
     int shared = lay_out(&a, v.stage, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
     MOQ_TRY(

@@ -47,6 +47,8 @@ static gemm_args args_of(const many_product *p, int64_t steps, int64_t height, i
     a.parts = spec->partition_count;
     a.early = p->early;
     a.claimed = e->groups->count + (p->first ? 2 : 3);
+    a.written = p->written;
+    a.linked = p->written && !p->first;
     if (p->gathered) {
         a.slot = e->groups->slot;
         a.top_k = p->moe->top_k;

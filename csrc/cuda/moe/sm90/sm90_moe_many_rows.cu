@@ -1,8 +1,8 @@
 /* Rows for the products of experts of many tokens: expert_rows.cu's ROWS_TENSOR, ROWS_TOKEN,
- * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows. A warp has a token of x, whose codes it
- * makes once for all of its slots, or once more where the scale of a slot's expert is another one,
- * and stores them in the rows of these slots; or it has a row of g, or half a warp where that is
- * enough, or a block where a row is long. A slot may have a say in its codes by its weight or its
+ * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows. A warp has a token of x, or a block where
+ * that is long: it makes codes once for all of its slots, or once more where the scale of a slot's
+ * expert is another one, and stores them in the rows of these slots; or a warp has a row of g, or
+ * half a warp where that is enough. A slot may have a say in its codes by its weight or its
  * expert's pre_quant_scale: then a warp has its row. Values are stored as they are.
  *
  * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
@@ -17,6 +17,8 @@ namespace moq::moe_many {
 
 #define ROW_THREADS 128
 #define AT_ONCE     4 /* chunks of a lane */
+
+#define BLOCKS_AT_ONCE 8 /* of tokens, on a multiprocessor */
 
 /* What a warp makes: the rows of a token's slots, a row of g, or a row of either by itself that has
  * a weight or factors. */
@@ -36,6 +38,7 @@ typedef struct {
     const float *weights; /* of the router, on the input, or NULL */
     moe::slot_tensor weight_at;
     const float *smooth; /* [E, K] or NULL */
+    int32_t *written;    /* of rows, which become 0, or NULL */
 } row_args;
 
 /* How a kernel makes rows: LANES have one. PAIRED: in the order of moq_cuda_quantize.paired. */
@@ -234,10 +237,23 @@ static __device__ __forceinline__ void store_span(const row_args *a, int row, in
     }
 }
 
-/* A span of a token in the rows of its slots, lanes of which have one factor at a time. */
+/* Codes of a span of a token in the rows of its slots, which lanes of `slots` have, one each. */
 template <class S>
-static __device__ __forceinline__ void spread_span(const row_args *a, const value_row *v, int base,
-                                                   const moq_chunk (&chunk)[AT_ONCE], float scale) {
+static __device__ __forceinline__ void
+spread_codes(const row_args *a, const value_row *v, uint32_t slots, int base,
+             const float (&group)[AT_ONCE], const uint4 (&code)[AT_ONCE]) {
+#pragma unroll 1
+    for (; slots; slots &= slots - 1) {
+        int row = __shfl_sync(0xffffffffu, v->row, __ffs((int)slots) - 1);
+        store_span<S>(a, row, base, group, code);
+    }
+}
+
+/* Makes and spreads codes of a span by the factors of the slots' experts, one factor at a time. */
+template <class S>
+static __device__ __forceinline__ void spread_by_factor(const row_args *a, const value_row *v,
+                                                        int base,
+                                                        const moq_chunk (&chunk)[AT_ONCE]) {
     uint4 code[AT_ONCE];
     float group[AT_ONCE] = {};
     uint32_t left = __ballot_sync(0xffffffffu, v->row >= 0);
@@ -247,13 +263,9 @@ static __device__ __forceinline__ void spread_span(const row_args *a, const valu
         uint32_t same =
             __ballot_sync(0xffffffffu, __float_as_uint(v->factor) == __float_as_uint(factor)) &
             left;
-        make_span<S>(a, v, base, chunk, S::FORM == moe::ROWS_TENSOR ? factor : scale, group, code);
+        make_span<S>(a, v, base, chunk, factor, group, code);
         left &= ~same;
-#pragma unroll 1
-        for (; same; same &= same - 1) {
-            int row = __shfl_sync(0xffffffffu, v->row, __ffs((int)same) - 1);
-            store_span<S>(a, row, base, group, code);
-        }
+        spread_codes<S>(a, v, same, base, group, code);
     }
 }
 
@@ -287,40 +299,72 @@ static __device__ __forceinline__ float find_scale(const row_args *a, const valu
     return moq_token_scale(__uint_as_float(most_of_row<S>(most)));
 }
 
+/* Codes of a token in the rows of its slots. x was there before the grouping began: the first span,
+ * or all where a block has a token, becomes codes meanwhile, but where experts have a say in them.
+ */
 template <class S>
 static __global__ void __launch_bounds__(ROW_THREADS)
-    make_codes(const __grid_constant__ row_args a) {
+    make_codes_of_token(const __grid_constant__ row_args a) {
     int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
     int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    value_row v = {min(number, a.sources - 1), -1, 1.0f, false, 1.0f, NULL};
     moq_chunk chunk[AT_ONCE];
-    float scale = 0.0f;
-    if (S::SOURCE != OF_TOKEN)
-        launch_dependents();
-    else if (number < a.sources) /* x was there before the grouping began */
-        load_span<S>(&a, number, begin, chunk);
-    wait_for_predecessor();
-    if (S::SOURCE == OF_TOKEN)
-        launch_dependents(); /* which know by then that the grouping is done */
-    value_row v = find_source<S>(&a, number);
-    if (!__any_sync(0xffffffffu, v.row >= 0))
-        return;
-    if (S::SOURCE != OF_TOKEN) /* of two rows of a warp one may be nobody's */
-        load_span<S>(&a, v.row >= 0 ? v.from : 0, begin, chunk);
-    if (S::FORM == moe::ROWS_TOKEN) {
+    uint4 code[AT_ONCE];
+    float group[AT_ONCE], scale = 0.0f;
+    load_span<S>(&a, v.from, begin, chunk);
+    if (S::FORM == moe::ROWS_TOKEN)
         scale = find_scale<S>(&a, &v, begin, chunk);
-        if (v.row >= 0 && (S::SOURCE == OF_TOKEN || threadIdx.x % S::LANES == 0))
-            a.scales[v.row] = scale;
-    }
+    if (S::FORM != moe::ROWS_TENSOR)
+        make_span<S>(&a, &v, 0, chunk, scale, group, code);
+    wait_for_predecessor();
+    launch_dependents(); /* which know by then that the grouping is done */
+    v = find_source<S>(&a, number);
+    uint32_t slots = __ballot_sync(0xffffffffu, v.row >= 0);
+    if (!slots)
+        return;
+    if (S::FORM == moe::ROWS_TOKEN && v.row >= 0)
+        a.scales[v.row] = scale;
+    if (a.written && v.row >= 0)
+        a.written[v.row] = 0;
 #pragma unroll 1
     for (int base = 0; base < a.k; base += S::SPAN) {
         if (base > 0)
             load_span<S>(&a, v.from, base, chunk);
-        if (S::SOURCE == OF_TOKEN) {
-            spread_span<S>(&a, &v, base, chunk, scale);
+        if (S::FORM == moe::ROWS_TENSOR) {
+            spread_by_factor<S>(&a, &v, base, chunk);
             continue;
         }
+        if (base > 0)
+            make_span<S>(&a, &v, base, chunk, scale, group, code);
+        spread_codes<S>(&a, &v, slots, base, group, code);
+    }
+}
+
+/* Codes of a row that has its own. */
+template <class S>
+static __global__ void __launch_bounds__(ROW_THREADS)
+    make_codes_of_row(const __grid_constant__ row_args a) {
+    int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
+    int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    moq_chunk chunk[AT_ONCE];
+    float scale = 0.0f;
+    launch_dependents();
+    wait_for_predecessor();
+    value_row v = find_source<S>(&a, number);
+    if (!__any_sync(0xffffffffu, v.row >= 0))
+        return;
+    load_span<S>(&a, v.row >= 0 ? v.from : 0, begin, chunk); /* of two rows one may be nobody's */
+    if (S::FORM == moe::ROWS_TOKEN) {
+        scale = find_scale<S>(&a, &v, begin, chunk);
+        if (v.row >= 0 && threadIdx.x % S::LANES == 0)
+            a.scales[v.row] = scale;
+    }
+#pragma unroll 1
+    for (int base = 0; base < a.k; base += S::SPAN) {
         uint4 code[AT_ONCE];
         float group[AT_ONCE];
+        if (base > 0)
+            load_span<S>(&a, v.from, base, chunk);
         make_span<S>(&a, &v, base, chunk, scale, group, code);
         if (v.row >= 0)
             store_span<S>(&a, v.row, base, group, code);
@@ -394,11 +438,17 @@ static moq_status launch(row_args *a, const moe::slot_chunk *chunk, const void *
 
 template <moe::row_form FORM, row_source SOURCE, int LANES = 32, bool PAIRED = false>
 static moq_status launch_as(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
-    const void *kernel =
-        a->from.dtype == MOQ_DT_BF16
-            ? (const void *)make_codes<row_way<FORM, SOURCE, MOQ_DT_BF16, LANES, PAIRED>>
-            : (const void *)make_codes<row_way<FORM, SOURCE, MOQ_DT_F16, LANES, PAIRED>>;
-    return launch(a, chunk, kernel, LANES, err);
+    typedef row_way<FORM, SOURCE, MOQ_DT_BF16, LANES, PAIRED> bf16;
+    typedef row_way<FORM, SOURCE, MOQ_DT_F16, LANES, PAIRED> f16;
+    const void *kernel[2];
+    if constexpr (SOURCE == OF_TOKEN) {
+        kernel[0] = (const void *)make_codes_of_token<bf16>;
+        kernel[1] = (const void *)make_codes_of_token<f16>;
+    } else {
+        kernel[0] = (const void *)make_codes_of_row<bf16>;
+        kernel[1] = (const void *)make_codes_of_row<f16>;
+    }
+    return launch(a, chunk, kernel[a->from.dtype != MOQ_DT_BF16], LANES, err);
 }
 
 static row_args args_of(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
@@ -445,16 +495,27 @@ static moq_status launch_tokens_of_g(row_args *a, const moe::slot_chunk *chunk, 
                                      : launch_as<moe::ROWS_TOKEN, OF_G, 32, PAIRED>(a, chunk, err);
 }
 
+/* Long rows of few tokens are a block's each. Shorter ones lose more by blocks that keep those of
+ * the first product from starting than they win (docs/lab/moe.md). */
+template <moe::row_form FORM>
+static moq_status launch_tokens(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
+    bool wide = a->k > 2 * 32 * 16 * AT_ONCE &&
+                a->sources <= BLOCKS_AT_ONCE * chunk->call->spec->w13.target.sm_count;
+    return wide ? launch_as<FORM, OF_TOKEN, ROW_THREADS>(a, chunk, err)
+                : launch_as<FORM, OF_TOKEN>(a, chunk, err);
+}
+
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                               const moe::expert_rows *rows, moq_err *err) {
+                               const moe::expert_rows *rows, int32_t *written, moq_err *err) {
     row_args a = args_of_x(chunk, groups, rows);
+    a.written = written;
     switch (rows->form) {
     case moe::ROWS_TENSOR:
-        return launch_as<moe::ROWS_TENSOR, OF_TOKEN>(&a, chunk, err);
+        return launch_tokens<moe::ROWS_TENSOR>(&a, chunk, err);
     case moe::ROWS_TOKEN:
-        return launch_as<moe::ROWS_TOKEN, OF_TOKEN>(&a, chunk, err);
+        return launch_tokens<moe::ROWS_TOKEN>(&a, chunk, err);
     case moe::ROWS_GROUP:
-        return launch_as<moe::ROWS_GROUP, OF_TOKEN>(&a, chunk, err);
+        return launch_tokens<moe::ROWS_GROUP>(&a, chunk, err);
     default:
         MOQ_ASSERT(rows->form == moe::ROWS_VALUES);
         return launch(&a, chunk, (const void *)copy_values, 32, err);

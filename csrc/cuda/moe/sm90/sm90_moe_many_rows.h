@@ -8,9 +8,10 @@ namespace moq::moe_many {
 
 /* make_rows_of_x of ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES, values of 16 bits, K a
  * multiple of 16, where router weights are not on the input and x has no factors. What follows may
- * read the groups before it waits. */
+ * read the groups before it waits. `written` becomes 0 for rows of slots, of all forms but
+ * ROWS_VALUES, or is NULL. */
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                               const moe::expert_rows *rows, moq_err *err);
+                               const moe::expert_rows *rows, int32_t *written, moq_err *err);
 
 /* make_rows_of_g of the same forms but ROWS_VALUES. */
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,

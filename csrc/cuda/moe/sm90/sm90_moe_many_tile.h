@@ -65,6 +65,10 @@ typedef struct {
     int64_t block_step;
     moq_partitions partitions;
     int32_t *claimed; /* tiles beside each block's first */
+    int32_t
+        *written; /* [rows]: warps that have written g of the tile that begins there, or NULL, */
+    int writers;  /* and how many of them there are */
+    bool linked;  /* rows are there when they are `written`, not when the predecessor ends */
 } gemm_args;
 
 /* ---- tiles ---- */
