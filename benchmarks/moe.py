@@ -389,24 +389,33 @@ def main() -> None:
     ceilings = None if on_cpu else device.measure_ceilings(torch)
     run = Run(torch, options.device, seed, ceilings, until, options.policy)
     models = {"tiny": TINY} if options.tiny else {name: MODELS[name] for name in options.model}
-    with torch.no_grad():
-        for name, sizes in models.items():
-            run.measure(name, sizes, options.algo, options)
+    try:
+        with torch.no_grad():
+            for name, sizes in models.items():
+                run.measure(name, sizes, options.algo, options)
+    finally:  # where a cell is wrong, those before it are kept
+        finish(run, models, options.output)
+
+
+def finish(run: Run, models: Mapping[str, Sizes], output: Path | None) -> None:
+    """Says what a run came to and, if asked, writes it."""
     worst = max((check["error"] for check in run.checks), default=0.0)
     print(f"{len(run.checks)} outputs compared, the largest error {worst:.1e}")
     for row in [*run.skipped, *run.host]:
         print(row)
-    if options.output:
-        about: dict[str, Any] = {
-            "seed": seed,
-            "models": {name: asdict(each) for name, each in models.items()},
-        }
-        about |= {"checks": run.checks, "host": run.host, "skipped": run.skipped}
-        if not on_cpu:
-            assert run.ceilings is not None
-            about["environment"] = facts(torch, device.Power())
-            about["ceilings"] = {name: asdict(each) for name, each in run.ceilings.items()}
-        record.write("moe_cuda", run.rows, options.output, **about)
+    if output is None:
+        return
+    about: dict[str, Any] = {
+        "seed": run.seed,
+        "models": {name: asdict(each) for name, each in models.items()},
+        "checks": run.checks,
+        "host": run.host,
+        "skipped": run.skipped,
+    }
+    if run.ceilings is not None:
+        about["environment"] = facts(run.torch, device.Power())
+        about["ceilings"] = {name: asdict(each) for name, each in run.ceilings.items()}
+    record.write("moe_cuda", run.rows, output, **about)
 
 
 if __name__ == "__main__":

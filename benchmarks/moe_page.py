@@ -205,14 +205,14 @@ def beside_section(result: Row) -> list[str]:
     about = result["environment"]
     own = max(row["error"] for row in result["checks"] if row["peer"] == OWN)
     return [
-        f"#### Beside public kernels, one run, {about['gpu']}",
+        f"#### Beside public kernels, in one process, {about['gpu']}",
         f"{dated(result)}, torch {about['torch']}, driver {about['driver']}; kernels of vLLM 0.33.0 and "
         "Humming 0.1.19, the same weights, tokens and routing for all "
         "([measuring.md](measuring.md#experts-on-cuda)): microseconds of a layer, with programmatic launch "
         "and without, and how many times as fast as the fastest of the others. `NVFP4, fp8` stands beside "
         "the others' products of NVFP4 in bfloat16. Errors "
         "to float32 of what NVFP4 weights mean, or of what FP8 weights and inputs were before: moqext's "
-        f"largest {own:.1e}.",
+        f"largest {own:.1e}. {result.get('note', '')}".strip(),
         beside_table(result["rows"]),
     ]
 

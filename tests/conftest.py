@@ -12,6 +12,23 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 DATA = Path(__file__).parent / "data"
 
 
+class Failures:
+    """Names what failed when it did: a run that is cut short by its time has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal:
+            terminal.write_line(f"\n{report.when} of {report.nodeid} failed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers hand their reports to the process that began them
+        config.pluginmanager.register(Failures(config))
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator with a fresh seed; MOQEXT_SEED replays the seed that a failure printed."""
