@@ -106,3 +106,17 @@ def check(y: Any, method: MoEMethod, stacks: Any, x: Any, weights: Any, ids: Any
     kernel = method.backend_for(len(x))
     of_kernel = {"in_cores": sums_in_cores(kernel), "rounded": rounds_d(kernel, method.dtype)}
     assert_experts_close(y, values, stacks, weights, ids, **options_of(method), **of_kernel | options)
+
+
+def check_on_two_streams(method: MoEMethod, every_inputs: list[Any], rounds: int) -> None:
+    """Calls whose kernels run beside each other's have the bits that each has alone."""
+    torch = pytest.importorskip("torch")
+    calls = [(inputs, method(*inputs), torch.cuda.Stream(), []) for inputs in every_inputs]
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for inputs, _, stream, results in calls:
+            with torch.cuda.stream(stream):
+                results.append(method(*inputs))
+    torch.cuda.synchronize()
+    for _, expected, _, results in calls:
+        assert all(torch.equal(result, expected) for result in results)

@@ -9,7 +9,7 @@ from moqext import MoEMethod, UnsupportedQuantization
 from moqext.expert_slack import rounds_d
 
 from ..linear_cases import random_x
-from ..moe_calls import as_values, call, check, moved_inputs, prepared, run
+from ..moe_calls import as_values, call, check, check_on_two_streams, moved_inputs, prepared, run
 from ..moe_cases import ALGOS, COMPUTES, ROUTINGS, random_expert_map, random_routing, random_stacks
 from ..test_moe import (  # noqa: F401
     test_a_nan_in_x_stays_in_its_row,
@@ -262,17 +262,8 @@ def test_two_streams(rng):
     calls = []
     for tokens in (300, 70):
         x = random_x(rng, (tokens, 256), "bfloat16")
-        inputs = moved_inputs(method, x, params, *random_routing(rng, tokens, 4, 16))
-        calls.append((inputs, method(*inputs), torch.cuda.Stream()))
-    torch.cuda.synchronize()
-    results: list[list[Any]] = [[], []]
-    for _ in range(20):
-        for (inputs, _, stream), into in zip(calls, results, strict=True):
-            with torch.cuda.stream(stream):
-                into.append(method(*inputs))
-    torch.cuda.synchronize()
-    for (_, expected, _), into in zip(calls, results, strict=True):
-        assert all(torch.equal(result, expected) for result in into)
+        calls.append(moved_inputs(method, x, params, *random_routing(rng, tokens, 4, 16)))
+    check_on_two_streams(method, calls, 20)
 
 
 def test_nothing_is_read_back(rng):

@@ -10,7 +10,7 @@ from moqext.expert_slack import sums_in_cores
 
 from .. import moe_calls
 from ..linear_cases import random_x
-from ..moe_calls import as_values, check, moved_inputs, prepared, run
+from ..moe_calls import as_values, check, check_on_two_streams, moved_inputs, prepared, run
 from ..moe_cases import (
     ROUTINGS,
     make_sums_exact,
@@ -246,17 +246,8 @@ def test_products_that_are_linked_on_two_streams(rng, monkeypatch, algo, tokens)
     calls = []
     for _ in range(2):
         x = random_x(rng, (tokens, 512), "bfloat16")
-        inputs = moved_inputs(method, x, params, *random_routing(rng, tokens, 4, 48))
-        calls.append((inputs, method(*inputs), torch.cuda.Stream()))
-    torch.cuda.synchronize()
-    results: list[list[Any]] = [[], []]
-    for _ in range(40):
-        for (inputs, _, stream), into in zip(calls, results, strict=True):
-            with torch.cuda.stream(stream):
-                into.append(method(*inputs))
-    torch.cuda.synchronize()
-    for (_, expected, _), into in zip(calls, results, strict=True):
-        assert all(torch.equal(result, expected) for result in into)
+        calls.append(moved_inputs(method, x, params, *random_routing(rng, tokens, 4, 48)))
+    check_on_two_streams(method, calls, 40)
 
 
 @pytest.mark.parametrize("algo, kernel", FORMATS)
