@@ -30,7 +30,10 @@ EXPONENT = 1.2
 INPUT_AMAX = {"w13": 6.0, "w2": 24.0}
 """What the static scales of FP8 cover: normal inputs, and products of two."""
 
-CHECKED_TOKENS = 2
+CHECKED_TOKENS = 4
+"""Outputs that are compared, from the first to the last. A right kernel may find the largest g of a token
+a last place of bfloat16 off, and with it the scale: 1.6e-2 to 2.5e-2 of that token's output in FP8
+(docs/numerics.md)."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Experts:
         return local
 
     def error(self, batch: Batch, y: Any) -> float:
-        """Relative error of the first and last tokens to what the codes mean, in float64.
+        """Relative error of some tokens, the first and last among them, to what the codes mean, in float64.
 
         Of those that have an expert here; others have to have zeros.
         """
@@ -210,7 +213,8 @@ class Experts:
         rows = torch.nonzero(local)[:, 0]
         if len(rows) == 0:
             return 0.0
-        rows = torch.unique(rows[[0, -1]])[:CHECKED_TOKENS]
+        some = torch.linspace(0, len(rows) - 1, CHECKED_TOKENS, device=rows.device).round().long()
+        rows = rows[some.unique()]
         return layers.relative_error(torch, y[rows], self._expected(batch, rows))
 
     def _expected(self, batch: Batch, rows: Any) -> Any:
