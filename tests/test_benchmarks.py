@@ -104,6 +104,22 @@ def test_experts_by_themselves_and_in_blocks(tmp_path: Path) -> None:
     assert record["rows"] == []  # times are of a GPU
 
 
+def test_a_cell_of_experts_that_is_wrong_leaves_what_came_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(ROOT)
+    moe = importlib.import_module("benchmarks.moe")
+    errors = iter([0.0, 0.0, 1.0])
+    monkeypatch.setattr(moe.Experts, "error", lambda *_: next(errors))
+    path = tmp_path / "result.json"
+    command = ["moe", "--tiny", "--device", "cpu", "--tokens", "1", "3", "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(ArithmeticError, match="wrong"):
+        moe.main()
+    assert [check["error"] for check in json.loads(path.read_text())["checks"]] == [0.0, 0.0, 1.0]
+
+
 def test_a_whole_model_of_experts(tmp_path: Path) -> None:
     """A small one: each form is what the codes mean, and decodes."""
     pytest.importorskip("transformers")
