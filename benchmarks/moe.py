@@ -66,11 +66,16 @@ BATCHES, FEW_BATCHES = 24, 6
 ROUTERS = 8
 ALONE_FROM = 1024
 ALLOWED = 2.5e-3
-"""Relative error of a layer: design's, of one rounding to bfloat16."""
+"""Relative error of a token: design's, of one rounding to bfloat16."""
 
 CUT = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
-ALLOWED_OF_CUT = 1.5e-2
-"""Kernels whose sums FP8 cores cut, which moves some codes of g to their neighbours: up to 0.013 was seen."""
+ALLOWED_OF_CUT, ALLOWED_OF_SCALE = 1.5e-2, 4e-2
+"""Kernels whose sums FP8 cores cut: most tokens, and the worst.
+
+That moves some codes of g to their neighbours, of the largest ones a fourteenth away. Where a scale follows from
+g, the largest g of a slot may also be a last place of bfloat16 off, which is up to 3e-2 of what the slot adds
+(docs/numerics.md).
+"""
 
 POLICIES = {ALL: graph_edges.nothing, NONE: graph_edges.everything}
 BLOCKS = "blocks"
@@ -291,10 +296,12 @@ class Run:
     # ------------------------------------------------------------------------------------------ steps
 
     def _check(self, about: Mapping[str, Any], experts: Experts, batch: Batch) -> None:
-        error = experts.error(batch, batch.out)
-        self.checks.append({**about, "error": error})
+        errors = experts.errors(batch, batch.out)
+        self.checks.append({**about, "error": errors.worst, "median_error": errors.median})
+        cut = about["kernel"] in CUT
         allowed = 4 * ALLOWED if experts.quant_algo == PEER else ALLOWED  # torch rounds every step
-        if not error < (ALLOWED_OF_CUT if about["kernel"] in CUT else allowed):
+        most = errors.median < (ALLOWED_OF_CUT if cut else allowed)
+        if not (most and errors.worst < (ALLOWED_OF_SCALE if cut else allowed)):
             raise ArithmeticError(f"{self.checks[-1]}: wrong")
 
     def _graph(self, call: Callable[[Any], object], weights: Sequence[Any], policy: str) -> device.Graph:

@@ -145,6 +145,20 @@ static PyObject *compute_for(PyObject *self, PyObject *tokens) {
     return PyUnicode_FromString(moq_compute_name(compute));
 }
 
+/* Which of the kernel's ways runs so many tokens: (kernel, row of its table of ways). */
+static PyObject *row(PyObject *self, PyObject *tokens) {
+    moq_plan *plan = plan_of(self);
+    moq_choice choice;
+    int64_t m;
+    moq_err err;
+    if (moq_arg_int(tokens, "tokens", 1, INT64_MAX, &m) < 0)
+        return NULL;
+    if (moq_plan_pick(plan, m, &choice, &err) != MOQ_OK)
+        return moq_raise(moq_plan_state(self), &err);
+    PyObject *name = name_of(plan->operation->name(choice.kernel));
+    return name ? Py_BuildValue("(Ni)", name, moq_form_row(choice.way.form)) : NULL;
+}
+
 /* What the plan compares: (kernel, variant, seconds) of each kernel that runs so many tokens. */
 static PyObject *estimates(PyObject *self, PyObject *tokens) {
     const moq_plan *plan = plan_of(self);
@@ -303,6 +317,7 @@ static PyMethodDef PLAN_METHODS[] = {
     {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many tokens"},
     {"compute_for", compute_for, METH_O,
      "compute_for(tokens) -> str: what that many tokens are multiplied as"},
+    {"row", row, METH_O, "row(tokens) -> (kernel, row of its table of ways) for that many tokens"},
     {"estimates", estimates, METH_O,
      "estimates(tokens) -> list of (kernel, variant, seconds) of those that run so many"},
     {"explain", (PyCFunction)(void (*)(void))explain, METH_FASTCALL | METH_KEYWORDS,

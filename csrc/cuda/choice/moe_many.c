@@ -19,13 +19,15 @@
 #define SUMMED  4.8e12
 #define BETWEEN 3.6e12
 
-/* What tiles of up to so many rows do, of H200: bytes of weights a second, products a second, as
- * how many rows a tile counts beside its own, and bytes that are moved for each value of x and
- * slot. The first two overlap in part: those of large tiles, which the memory seldom bounds, nearly
- * whole. Fitted to 80 times of Qwen3-30B-A3B, Mixtral-8x7B and DeepSeek-V3, TP8 with 1 to 4096
- * tokens, and to what is chosen by them, which takes 0.3 % more than the fastest in the mean; then
- * STEPS, COLUMN and the first rate of small tiles, of FP8 and in blocks, to 43 times of these and
- * of Llama-4-Maverick with 2 to 1024 tokens, 4.1 % root mean square (docs/lab/moe.md). */
+/* What tiles of up to so many rows do, of H200: bytes of weights a second, and the power of the
+ * memory's rate that this goes with on another chip; products a second, as how many rows a tile
+ * counts beside its own; and bytes that are moved for each value of x and slot. Weights and
+ * products overlap in part: those of large tiles, which the memory seldom bounds, nearly whole.
+ * Fitted to every way in 29 cells of six models with 16 to 8192 tokens on an H200 and in 24 of five
+ * on an H100, for each format, and to 34 times of 4 to 32 tokens on an H100: what is chosen by them
+ * takes 0.1 % more than the fastest in the mean on either chip, 7 % at most (Llama-4-Maverick).
+ * Before, large tiles were held to go with the memory wholly, and the choice lost 8 % of FP8 on an
+ * H100 (docs/lab/moe.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
 
@@ -36,7 +38,7 @@
 
 typedef struct {
     int rows; /* of a tile */
-    double read, products, tile, x;
+    double read, power, products, tile, x;
     int together; /* tiles that an expert has a multiple of */
 } pace;
 
@@ -45,12 +47,12 @@ typedef struct {
     pace way[MOQ_MOE_MANY_WAYS];
 } format;
 
-static const format FP8 = {2,
-                           {{64, 4.7e12, 9.6e14, 50, 5.1, 1}, {136, 3.3e12, 5.69e14, 0, 5.4, 2}}};
+static const format FP8 = {
+    2, {{64, 4.31e12, 1, 5.05e14, 0, 5.2, 1}, {136, 3.16e12, 0.5, 5.66e14, 0, 4.4, 2}}};
 static const format FP8_BY_TOKEN = {
-    2, {{64, 4.08e12, 5.1e14, 3, 4.5, 1}, {136, 3.1e12, 5.39e14, 0, 5.2, 2}}};
+    2, {{64, 4.16e12, 1, 4.69e14, 0, 5.2, 1}, {136, 3.04e12, 0.5, 5.15e14, 0, 4.2, 2}}};
 static const format FP8_BY_BLOCK = {
-    2, {{64, 4.8e12, 7.41e14, 55, 4.8, 1}, {128, 3.78e12, 4.39e14, 11, 6, 1}}};
+    2, {{64, 4.28e12, 1, 3.88e14, 0, 4.75, 1}, {128, 4.27e12, 1, 9.98e14, 164, 5.63, 1}}};
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.input == MOQ_INPUT_E4M3_GROUP   ? &FP8_BY_BLOCK
@@ -65,7 +67,7 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
                      (double)w2->in_features * (double)w2->out_features;
     const pace *p = &format_of(spec)->way[row];
     double active = moq_active_experts(spec, tokens), together = p->together;
-    double read = active * weights / moq_memory_rate(&w13->target, p->read);
+    double read = active * weights / (p->read * pow(moq_memory_rate(&w13->target, 1), p->power));
     double tiles = together * moq_expected_tiles(slots / active, p->rows * together);
     double rows = slots + active * tiles * p->tile;
     double products = rows * weights / moq_matrix_rate(&w13->target, p->products);
@@ -73,7 +75,7 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     double between =
         slots * (d * (double)w2->out_features / moq_memory_rate(&w13->target, SUMMED) +
                  p->x * (double)w13->in_features / moq_memory_rate(&w13->target, BETWEEN));
-    double power = row > 0 ? LARGE_EXPONENT : EXPONENT;
+    double power = row > 0 ? LARGE_EXPONENT : EXPONENT; /* of the overlap */
     return STEPS + COLUMN * (double)w13->in_features + between +
            pow(pow(read, power) + pow(products, power), 1 / power);
 }

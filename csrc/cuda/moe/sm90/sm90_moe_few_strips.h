@@ -80,18 +80,10 @@ static __device__ __forceinline__ int first_down_slab(int group, int stage) {
 
 /* ---- which strips ---- */
 
-/* The first of all strips that a block has. */
-static __device__ __forceinline__ int first_strip(int strips, const divisor *blocks, int block) {
-    int each = divide(strips, blocks), more = strips - each * blocks->by;
-    return block * each + min(block, more);
-}
-
-/* Who has a strip. */
-static __device__ __forceinline__ int block_of_strip(int strips, const divisor *blocks, int strip) {
-    int each = divide(strips, blocks), more = strips - each * blocks->by;
-    if (strip < more * (each + 1))
-        return strip / (each + 1);
-    return more + (strip - more * (each + 1)) / each;
+/* How many strips a block has; who comes last has fewer, or none. Where that is what a chunk has,
+ * each block has one chunk: x comes once, and d of a slot is one part. */
+static __device__ __forceinline__ int strips_each(int strips, const divisor *blocks) {
+    return divide(strips + blocks->by - 1, blocks);
 }
 
 /* The tables of a block whose slot is its chunk; false where that does not count. */
@@ -438,19 +430,20 @@ static __global__ void __launch_bounds__(STRIP_THREADS, 1)
     } else {
         group_slots<true>(route, &p.t, place);
         int strips = *p.t.chunks * a->by_strips.by;
-        s.first = first_strip(strips, &a->common.by_blocks, (int)blockIdx.x);
-        s.strips = first_strip(strips, &a->common.by_blocks, (int)blockIdx.x + 1) - s.first;
+        int each = strips_each(strips, &a->common.by_blocks);
+        s.first = (int)blockIdx.x * each;
+        s.strips = min(each, strips - s.first);
         if (s.strips > 0)
             ask_columns<F>(&p, &s, p.t.chunk[divide(s.first, &a->by_strips)], &raw);
-        if (blockIdx.x == 0)
-            leave_places(a, &p.t);
     }
     if (p.warp < a->common.flight)
         fill_strip<F>(a, &p, &s, p.warp, p.warp);
     __syncwarp();
+    if (!ALONE && blockIdx.x == 0)
+        leave_places(a, &p.t);
     if (a->common.weights_on_input)
         __syncthreads();
-    if (s.strips == 0)
+    if (s.strips <= 0)
         return;
     multiply_strips<F, ALONE>(
         a, &p, &s, shared_address(shared + a->g_at),

@@ -39,8 +39,8 @@ static __device__ __forceinline__ void find_slot(const strip_sum_args *a, added_
         return;
     uint32_t place = __ldcg(a->places + slot);
     int all = (int)__ldcg(a->places + a->route.slots) * a->strips, chunk = (int)place / CHUNK;
-    int first = block_of_strip(all, &a->by_blocks, chunk * a->strips);
-    int last = block_of_strip(all, &a->by_blocks, chunk * a->strips + a->strips - 1);
+    int each = strips_each(all, &a->by_blocks);
+    int first = chunk * a->strips / each, last = (chunk * a->strips + a->strips - 1) / each;
     slots->first[i] = (first + chunk) * CHUNK + (int)place % CHUNK;
     slots->parts[i] = last - first + 1;
 }
