@@ -72,9 +72,9 @@ CUT = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
 ALLOWED_OF_CUT, ALLOWED_OF_SCALE = 1.5e-2, 4e-2
 """Kernels whose sums FP8 cores cut: most tokens, and the worst.
 
-That moves some codes of g to their neighbours, of the largest ones a fourteenth away. Where a scale follows from
-g, the largest g of a slot may also be a last place of bfloat16 off, which is up to 3e-2 of what the slot adds
-(docs/numerics.md).
+That moves some codes of g to their neighbours, of the largest ones a fourteenth away. Where a scale follows
+from g, the largest g of a slot may also be a last place of bfloat16 off, which is up to 3e-2 of what the slot
+adds (docs/numerics.md).
 """
 
 POLICIES = {ALL: graph_edges.nothing, NONE: graph_edges.everything}

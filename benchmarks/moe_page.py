@@ -204,9 +204,10 @@ def beside_section(result: Row) -> list[str]:
     """What was measured in one process with the kernels of others."""
     about = result["environment"]
     own = max(row["error"] for row in result["checks"] if row["peer"] == OWN)
+    driver = f", driver {about['driver']}" if "driver" in about else ""
     return [
         f"#### Beside public kernels, in one process, {about['gpu']}",
-        f"{dated(result)}, torch {about['torch']}, driver {about['driver']}; kernels of vLLM 0.33.0 and "
+        f"{dated(result)}, torch {about['torch']}{driver}; kernels of vLLM 0.33.0 and "
         "Humming 0.1.19, the same weights, tokens and routing for all "
         "([measuring.md](measuring.md#experts-on-cuda)): microseconds of a layer, with programmatic launch "
         "and without, and how many times as fast as the fastest of the others. `NVFP4, fp8` stands beside "

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results/vllm.md from benchmarks/results/vllm.*.json and vllm-experts.*.json.
+"""Writes the tables of docs/results/vllm.md from benchmarks/results/vllm*.json.
 
 python -m benchmarks.vllm_page
 """
@@ -18,6 +18,12 @@ MARKS = ("<!-- results: python -m benchmarks.vllm_page -->", "<!-- end of result
 
 Row = Mapping[str, Any]
 
+PATTERNS = {
+    "vllm.*.json": "",
+    "vllm-64.*.json": "64 sequences, engines in turn, on ",
+    "vllm-experts.*.json": "Experts on ",
+}
+"""Results, and what stands before the name of their chip."""
 BESIDE = {
     "NVFP4 moqext": "NVFP4 Marlin",
     "FP8 moqext": "FP8 vLLM",
@@ -34,11 +40,14 @@ def speeds(row: Row) -> dict[str, float]:
 
 
 def own_of(rows: Sequence[Row], row: Row) -> Row | None:
-    """The row of vLLM's own kernels, of the same mode, that a row of moqext stands beside."""
+    """The row of vLLM's own kernels, of the same mode, that one of moqext stands beside, in turn."""
     for name, own in BESIDE.items():
         if row["name"].startswith(name):
-            same = [each for each in rows if each["name"] == own and each["compile"] == row["compile"]]
-            return same[0] if same else None
+            mine, same = (
+                [each for each in rows if (each["name"], each["compile"]) == (way, row["compile"])]
+                for way in (row["name"], own)
+            )
+            return same[min(mine.index(row), len(same) - 1)] if same else None
     return None
 
 
@@ -79,7 +88,7 @@ def page_text() -> str:
     """The page as the recorded results make it."""
     sections = [
         section(json.loads(path.read_text()), what)
-        for pattern, what in (("vllm.*.json", ""), ("vllm-experts.*.json", "Experts on "))
+        for pattern, what in PATTERNS.items()
         for path in sorted(RESULTS.glob(pattern))
     ]
     return fill(PAGE.read_text(encoding="utf-8"), *MARKS, sections)

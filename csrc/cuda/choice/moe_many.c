@@ -23,7 +23,7 @@
  * memory's rate that this goes with on another chip; products a second, as how many rows a tile
  * counts beside its own; and bytes that are moved for each value of x and slot. Weights and
  * products overlap in part: those of large tiles, which the memory seldom bounds, nearly whole.
- * Fitted to every way in 29 cells of six models with 16 to 8192 tokens on an H200 and in 24 of five
+ * Fitted to every way in 30 cells of six models with 16 to 8192 tokens on an H200 and in 25 of five
  * on an H100, for each format, and to 34 times of 4 to 32 tokens on an H100: what is chosen by them
  * takes 0.1 % more than the fastest in the mean on either chip, 7 % at most (Llama-4-Maverick).
  * Before, large tiles were held to go with the memory wholly, and the choice lost 8 % of FP8 on an
