@@ -38,7 +38,8 @@ def test_one_token_goes_elsewhere(algo, kernel):
 
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"])
 def test_folded_weights(algo):
-    """Taken from four rows an expert on; fewer were not measured."""
+    """Taken from four rows an expert on, and from 2.3 where that was measured; fewer were not."""
+    assert plan(algo, 256, 7168, 256, 8, compute="fp8", chip="H200 SXM").backend(64) == FOLDED
     for sizes in MODELS:
         layer = plan(algo, *sizes, compute="fp8", chip="H200 SXM")
         assert layer.backend(1) == "cuda:sm80_nvfp4_fp8", sizes
@@ -106,7 +107,7 @@ def measured():
 
 MEASURED = list(measured())
 # What the ways that are chosen take beyond the fastest: the mean, and the most.
-LOSSES = {"NVFP4": (0.02, 0.18), "NVFP4,fp8": (0.001, 0.005)}
+LOSSES = {"NVFP4": (0.008, 0.06), "NVFP4,fp8": (0.001, 0.005)}
 
 
 @pytest.mark.parametrize("chip, layer", sorted({cell[:2] for cell in MEASURED}))

@@ -85,28 +85,28 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
 /* What a multiprocessor does, of H200: a tile of up to so many rows is `height` rows of W, a step
  * so many columns of it, and takes `step` and `row` for each row of the tile, in microseconds, its
  * outputs `outputs`. Blocks make tiles one after the other, so that the last round has as long as
- * any (sm90_moe_many_nvfp4_tile.h). That and the memory overlap. Fitted to 94 times of four models
- * with 8 to 4096 tokens: 4 % root mean square, of ways near the best 3 %, and the way that is
- * chosen takes 4 % longer than another at most (docs/lab/moe.md). What rows of x take, and a step
- * of tiles of 128 rows, since these rows are stored in whole sectors: of 17 cells of four models
- * with 64 to 4096 tokens the choice loses 0.1 % in the mean. */
-#define PACKED_STEPS    19.7e-6
+ * any (sm90_moe_many_nvfp4_tile.h). That and the memory, from which tiles read W at `read`,
+ * overlap. Fitted to every way in 30 cells of six models with 16 to 8192 tokens on an H200 and in
+ * 25 of five on an H100: 7 % root mean square, and the way that is chosen takes 0.4 and 0.9 % more
+ * than the fastest in the mean, 6 % at most; and to whether the kernel of few tokens is faster, in
+ * 15 cells on an H200 (docs/lab/moe.md). */
+#define PACKED_STEPS    18.3e-6
 #define PACKED_SUMMED   4.16e12
 #define PACKED_BETWEEN  3.12e12
-#define PACKED_READ     3.83e12
-#define PACKED_EXPONENT 6.2
+#define PACKED_EXPONENT 5.16
 
 typedef struct {
     int rows, height, columns;
     double step, row, outputs;
-    int x; /* bytes that are moved for each value of x and slot */
+    double x; /* bytes that are moved for each value of x and slot */
+    double read;
 } packed_pace;
 
-static const packed_pace PACKED[] = {{64, 512, 128, 0.691, 0.0229, 0.87, 0},
-                                     {128, 256, 64, 0.315, 0.004, 0.39, 4},
-                                     {288, 128, 64, 0.304, 0.0016, 0.53, 4},
-                                     {64, 256, 128, 0.323, 0.0128, 1.46, 0},
-                                     {32, 256, 256, 0.652, 0.0182, 1.31, 0}};
+static const packed_pace PACKED[] = {{64, 512, 128, 0.7245, 0.0222, 0.75, 0, 3.95e12},
+                                     {128, 256, 64, 0.3076, 0.0041, 0.892, 1.74, 4.2e12},
+                                     {288, 128, 64, 0.301, 0.0018, 0.23, 3.6, 3.5e12},
+                                     {64, 256, 128, 0.4642, 0.01, 0.742, 0, 3.9e12},
+                                     {32, 256, 256, 0.66, 0.0187, 0.923, 0, 3.83e12}};
 
 enum { PACKED_WAYS = sizeof PACKED / sizeof *PACKED, PACKED_DEEP = 3 };
 _Static_assert(PACKED_WAYS <= MOQ_MOE_MANY_WAYS, "a way tells every shape of tiles");
@@ -132,7 +132,7 @@ static double packed_seconds(const moq_moe_spec *spec, int64_t tokens, int row) 
     double rows = slots / active / tiles + (p->rows <= 64 ? 8 : 12); /* some are of no slot */
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
-    double read = active * weights * 0.5625 / moq_memory_rate(&w13->target, PACKED_READ);
+    double read = active * weights * 0.5625 / moq_memory_rate(&w13->target, p->read);
     double products =
         packed_product(w13, active * tiles, rows, p) + packed_product(w2, active * tiles, rows, p);
     double d = w2->dtype == MOQ_DT_BF16 ? 2 : 4; /* bytes */
