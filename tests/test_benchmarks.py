@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from . import moe_calls
+
 ROOT = Path(__file__).parent.parent
+WAYS = Path(__file__).parent / "data" / "expert_ways.txt"
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")
 
 
@@ -291,6 +294,18 @@ def test_experts_in_the_harness_of_others(cpu_page: Any) -> None:
     assert torch.equal(call(x, batch.weights, batch.ids, 5), y)
     assert len(asked) == 1
     assert call.kernel(5).startswith("cpu:")
+
+
+@pytest.mark.parametrize(("layer", "ways"), [("FP8", 2), ("FP8_PB_WO", 2), ("NVFP4", 5), ("NVFP4,fp8", 2)])
+def test_ways_of_experts(cpu_page: Any, layer: str, ways: int) -> None:
+    """Every way is found, and a line of one is what tests of the choice read."""
+    module = importlib.import_module("benchmarks.expert_ways")
+    algo, _, compute = layer.partition(",")
+    plan = moe_calls.plan(algo, 128, 2048, 768, 8, compute=compute or "exact", chip="H200 SXM")
+    assert module.variants_of(plan, module.KERNELS[layer], 512) == list(range(1, ways + 1))
+    cell = module.Cell("H200 SXM", layer, "Mixtral-8x7B", 512, {1: 530.06, 0: 563.14})
+    assert cell.line() == f"H200 SXM; {layer}; Mixtral-8x7B; 512; 0:563.1 1:530.1"
+    assert any(line.startswith(cell.line().rpartition("; ")[0]) for line in WAYS.read_text().splitlines())
 
 
 def test_the_table_of_a_whole_model_of_experts(cpu_page: Any) -> None:
