@@ -122,16 +122,23 @@ static PyObject *device(PyObject *self, void *unused) {
 
 /* ---- the choice ---- */
 
-static PyObject *backend(PyObject *self, PyObject *tokens) {
-    moq_plan *plan = plan_of(self);
-    moq_choice choice;
+/* What runs so many tokens, of which there are `least` at least; -1 with an exception. */
+static int pick(PyObject *self, PyObject *tokens, int64_t least, moq_choice *choice) {
     int64_t m;
     moq_err err;
-    if (moq_arg_int(tokens, "tokens", 0, INT64_MAX, &m) < 0)
+    if (moq_arg_int(tokens, "tokens", least, INT64_MAX, &m) < 0)
+        return -1;
+    if (moq_plan_pick(plan_of(self), m, choice, &err) == MOQ_OK)
+        return 0;
+    moq_raise(moq_plan_state(self), &err);
+    return -1;
+}
+
+static PyObject *backend(PyObject *self, PyObject *tokens) {
+    moq_choice choice;
+    if (pick(self, tokens, 0, &choice) < 0)
         return NULL;
-    if (moq_plan_pick(plan, m, &choice, &err) != MOQ_OK)
-        return moq_raise(moq_plan_state(self), &err);
-    return name_of(plan->operation->name(choice.kernel));
+    return name_of(plan_of(self)->operation->name(choice.kernel));
 }
 
 static PyObject *compute_for(PyObject *self, PyObject *tokens) {
@@ -147,15 +154,10 @@ static PyObject *compute_for(PyObject *self, PyObject *tokens) {
 
 /* Which of the kernel's ways runs so many tokens: (kernel, row of its table of ways). */
 static PyObject *row(PyObject *self, PyObject *tokens) {
-    moq_plan *plan = plan_of(self);
     moq_choice choice;
-    int64_t m;
-    moq_err err;
-    if (moq_arg_int(tokens, "tokens", 1, INT64_MAX, &m) < 0)
+    if (pick(self, tokens, 1, &choice) < 0)
         return NULL;
-    if (moq_plan_pick(plan, m, &choice, &err) != MOQ_OK)
-        return moq_raise(moq_plan_state(self), &err);
-    PyObject *name = name_of(plan->operation->name(choice.kernel));
+    PyObject *name = name_of(plan_of(self)->operation->name(choice.kernel));
     return name ? Py_BuildValue("(Ni)", name, moq_form_row(choice.way.form)) : NULL;
 }
 
