@@ -54,10 +54,11 @@ test: .venv/.installed-test
 cuda-archs: .venv/.installed
 	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS= .venv/bin/python setup.py -q build_ext
 
-# Tests of the sources, the pages, the build and the programs of benchmarks: once, by test, is enough. Most start
-# processes, which the sanitizers make slow, and none has an array or a call of C that others have not.
+# Tests of the sources, the pages, the build, the programs of benchmarks, and the fuzz targets in C, which are compiled
+# with sanitizers each time: once, by test, is enough. Most start processes, which the sanitizers make slow, and none
+# has an array or a call of C that others have not.
 ONCE := $(addprefix --ignore=tests/,test_floors.py test_readme.py test_snippets.py test_examples.py test_packaging.py \
-          test_checkout.py test_benchmarks.py test_benchmarks_cuda.py test_sanitize_cuda.py)
+          test_checkout.py test_benchmarks.py test_benchmarks_cuda.py test_sanitize_cuda.py fuzz/test_fuzz_targets.py)
 
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(ONCE) $(PYTEST)

@@ -1,4 +1,5 @@
-"""The fuzz targets, compiled as plain programs, over genuine cases, changes of them, and those once found."""
+"""The fuzz targets in C, as programs with sanitizers of their own, over genuine cases, changes of them, and
+those once found."""
 
 import os
 import random
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import mutate
 import seeds
 import targets as builder
 
@@ -99,8 +99,3 @@ def test_a_broken_promise_ends_the_process(tmp_path, programs):
     done = execute(tmp_path / "x", [tmp_path / "case"])
     assert done.returncode < 0
     assert "2 bytes, the first 42" in done.stderr
-
-
-@pytest.mark.parametrize("target", mutate.TARGETS)
-def test_changed_genuine_files_are_read_or_refused(target, rng, tmp_path):
-    mutate.run(target, tmp_path, seed=int(rng.integers(2**32)), runs=mutate.TARGETS[target].quick_runs)
