@@ -5,8 +5,9 @@
  * that has a strip makes its g by itself, and needs nothing of other blocks to multiply W2's
  * columns by it: what it leaves is a part of d. So no block waits for another between the first
  * weight and the last one, weights of both products come as one stream, x is read by the blocks of
- * its expert alone, and g never leaves the multiprocessor. Blocks have even shares of the strips of
- * all chunks; strips of a chunk that follow each other are added up in registers.
+ * its expert alone, and g never leaves the multiprocessor. Blocks have equal shares of the strips
+ * of all chunks, the last ones less; strips of a chunk that follow each other are added up in
+ * registers.
  *
  * Sixteen warps, alone on a multiprocessor. In the first product they are two groups of eight: a
  * group has half of the rows, a warp of it a slice of K whose x stays in registers for all strips
