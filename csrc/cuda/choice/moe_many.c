@@ -87,8 +87,8 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
  * outputs `outputs`. Blocks make tiles one after the other, so that the last round has as long as
  * any (sm90_moe_many_nvfp4_tile.h). That and the memory, from which tiles read W at `read`,
  * overlap. Fitted to every way in 30 cells of six models with 16 to 8192 tokens on an H200 and in
- * 25 of five on an H100: 7 % root mean square, and the way that is chosen takes 0.4 and 0.9 % more
- * than the fastest in the mean, 6 % at most; and to whether the kernel of few tokens is faster, in
+ * 25 of five on an H100: 7 % root mean square, and the way that is chosen takes 0.3 and 0.7 % more
+ * than the fastest in the mean, 5 % at most; and to whether the kernel of few tokens is faster, in
  * 15 cells on an H200 (docs/lab/moe.md). */
 #define PACKED_STEPS    18.3e-6
 #define PACKED_SUMMED   4.16e12
