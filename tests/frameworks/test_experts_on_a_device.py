@@ -17,7 +17,8 @@ from moqext_torch import QuantMoE  # noqa: E402
 from moqext_torch.moe_op import ROLES  # noqa: E402
 
 from ..moe_cases import COMPUTES  # noqa: E402
-from .test_transformers_experts import GENUINE, GREEDY, heard, random_ids, reference_moe, separate  # noqa: E402
+from .greedy import GREEDY  # noqa: E402
+from .test_transformers_experts import GENUINE, heard, random_ids, reference_moe, separate  # noqa: E402
 from .torch_moe_cases import filled_moe, moe_case, random_call, stacks_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,8 @@ from moqext_torch import QuantLinear  # noqa: E402
 from moqext_transformers.fused_linear import FusedLinear, Part  # noqa: E402
 from moqext_transformers.texts import digest  # noqa: E402
 
-from .test_transformers import GREEDY, error, export, random_ids, small  # noqa: E402
+from .greedy import GREEDY  # noqa: E402
+from .test_transformers import error, export, random_ids, small  # noqa: E402
 
 EVERYTHING = {"norms": 5, "attentions": 2, "mlps": 2, "layers": 2, "routers": 0}
 KNOWN = {
