@@ -14,16 +14,17 @@ numerics = pytest.importorskip("benchmarks.numerics")
 @pytest.mark.parametrize("weights", numerics.WEIGHTS)
 @pytest.mark.parametrize("kind", numerics.ACTIVATIONS)
 def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
-    """The median of three layers: of heavy tails one weight may be most of a layer."""
+    """The median of seven layers: of heavy tails one weight may be most of a layer."""
     sizes = {"rows": 128, "columns": 1024, "tokens": 64}
-    found = [numerics.errors(weights, kind, rng, **sizes) for _ in range(3)]
+    found = [numerics.errors(weights, kind, rng, **sizes) for _ in range(7)]
     whole, to_exact = (
         {name: np.median([one[name][i] for one in found]) for name in found[0]} for i in range(2)
     )
-    assert to_exact["NVFP4, fp8"] < 0.045
+    assert 0.02 < to_exact["NVFP4, fp8"] < 0.045
     assert to_exact["NVFP4, fp8"] < 0.55 * to_exact["NVFP4, fp4"]
     # Beside the exact product of the layer itself: layers differ from each other by more than these two do.
+    # Of heavy tails one layer in fifty is beyond 1.12; of unlike rows an error may make up for another one.
     beside = np.median([one["NVFP4, fp8"][0] / one["NVFP4, exact"][0] for one in found])
-    assert 1 < beside < 1.12
+    assert beside < 1.12
     assert whole["NVFP4, fp8"] < 0.9 * whole["NVFP4, fp4"]
     assert np.isfinite(list(whole.values())).all()
