@@ -6,7 +6,10 @@ beyond the fastest; the rows of `--json` are what estimates are fitted to. Codes
 only times are wanted.
 
     python -m benchmarks.expert_choices [--model NAME ...] [--layer ALGO[,COMPUTE] ...] [--tokens T ...]
-                                        [--slow SECONDS] [--seconds S] [--json FILE]
+                                        [--slow SECONDS] [--seconds S] [--json FILE] [--output FILE]
+
+A line of `--output` is one of tests/data/expert_kernels.txt:
+chip; layer; model; tokens; kernel:microseconds ...
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 from benchmarks import device, record
 from benchmarks.goals import geomean
-from benchmarks.moe_layers import MODELS, UNIFORM, Batch, Sizes, draw
+from benchmarks.moe_layers import MODELS, UNIFORM, Batch, Sizes, draw, expert_map_of
 from moqext import MoEMethod
 from moqext.linear import Compute
 from moqext.method import ParamSpec
@@ -45,11 +48,26 @@ REPLAYS = 3
 SLOW = 20e-3
 """Kernels whose estimate is longer than so many seconds are left out, but for the chosen one."""
 
+CHIPS = {"NVIDIA H200": "H200 SXM", "NVIDIA H100 80GB HBM3": "H100 SXM"}
+"""The plan's name of a device."""
+
 SCALES = (0x28, 0x38)
 """Codes of block scales, from 0.25 to 1."""
 
 FACTORS = {"fold": 1.0, "input": 0.02, "scale": 1e-3}
 """Other scales, by the first of these that is in their name."""
+
+
+def chip_of(torch: Any) -> str:
+    """The plan's name of the device, or its own."""
+    name = torch.cuda.get_device_name(0)
+    return CHIPS.get(name, name)
+
+
+def record_line(chip: str, layer: str, model: str, tokens: int, microseconds: Mapping[Any, float]) -> str:
+    """Times as tests/data has them."""
+    times = " ".join(f"{name}:{time:.1f}" for name, time in sorted(microseconds.items()))
+    return "; ".join((chip, layer, model, str(tokens), times))
 
 
 @dataclass
@@ -83,6 +101,11 @@ class Cell:
             f"{self.model} {self.layer} T={self.tokens}: {_short(self.chosen)}, {self.loss:.1%} lost: {times}"
         )
 
+    def recorded(self, chip: str) -> str:
+        """One of tests/data/expert_kernels.txt."""
+        times = {name: seconds * 1e6 for name, seconds in self.seconds.items()}
+        return record_line(chip, self.layer, self.model, self.tokens, times)
+
     def rows(self) -> list[dict[str, Any]]:
         """One for each kernel, as JSON holds them."""
         about = {"model": self.model, "layer": self.layer, "tokens": self.tokens}
@@ -110,6 +133,7 @@ def method_of(sizes: Sizes, layer: str, place: str, kernel: str | None = None) -
             sizes.intermediate,
             top_k=sizes.top_k,
             activation=sizes.activation,
+            gated=sizes.gated,
             device=place,
             compute=_compute(compute),
             global_num_experts=sizes.of_all,
@@ -152,11 +176,14 @@ def kernels_of(method: MoEMethod, tokens: int, sizes: Sizes, layer: str, place: 
     return {name: method_of(sizes, layer, place, name) for name in names}
 
 
-def seconds_of(torch: Any, method: MoEMethod, params: Mapping[str, Any], batches: Sequence[Batch]) -> float:
+def seconds_of(
+    torch: Any, sizes: Sizes, method: MoEMethod, params: Mapping[str, Any], batches: Sequence[Batch]
+) -> float:
     """Of a call, the median of some replays."""
+    local = expert_map_of(torch, sizes, str(batches[0].x.device))
 
     def call(batch: Batch) -> None:
-        method(batch.x, params, batch.weights, batch.ids, out=batch.out)
+        method(batch.x, params, batch.weights, batch.ids, local, sizes.on_input, batch.out)
 
     graph = device.Graph(torch, call, batches)
     return statistics.median(graph.replay_seconds(REPLAYS))
@@ -178,7 +205,7 @@ def measure(
         cell = Cell(model, layer, count, method.backend_for(count))
         for name, forced in kernels_of(method, count, sizes, layer, place).items():
             if name == cell.chosen or name != "cuda:simt" or _is_short(sizes, count, slow):
-                cell.seconds[name] = seconds_of(torch, forced, params, batches)
+                cell.seconds[name] = seconds_of(torch, sizes, forced, params, batches)
         yield cell
 
 
@@ -207,6 +234,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=SLOW)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch = import_module("torch")
     until = time.monotonic() + options.seconds
@@ -222,6 +250,9 @@ def main() -> None:
             print(f"no time was left after {model} {layer}", flush=True)
             break
     print(summary(cells))
+    if options.output:
+        chip = chip_of(torch)
+        options.output.write_text("".join(cell.recorded(chip) + "\n" for cell in cells))
     if options.json:
         rows = [row for cell in cells for row in cell.rows()]
         record.write("expert choices", rows, options.json)

@@ -18,11 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.expert_choices import method_of, random_params, seconds_of
+from benchmarks.expert_choices import chip_of, method_of, random_params, record_line, seconds_of
 from benchmarks.moe_layers import MODELS, UNIFORM, Sizes, draw
 
-CHIPS = {"NVIDIA H200": "H200 SXM", "NVIDIA H100 80GB HBM3": "H100 SXM"}
-"""The plan's name of a device."""
 KERNELS = {
     "FP8": "cuda:sm90_fp8_many",
     "FP8_PER_CHANNEL_PER_TOKEN": "cuda:sm90_fp8_many",
@@ -55,8 +53,7 @@ class Cell(NamedTuple):
 
     def line(self) -> str:
         """As the file has it."""
-        times = " ".join(f"{row}:{time:.1f}" for row, time in sorted(self.microseconds.items()))
-        return "; ".join((self.chip, self.layer, self.model, str(self.tokens), times))
+        return record_line(*self)
 
 
 def variants_of(plan: Any, kernel: str, tokens: int) -> list[int]:
@@ -88,7 +85,7 @@ def measure(
             if tokens >= HEAVY:
                 torch.cuda.synchronize()
                 time.sleep(IDLE)
-            times[variant - 1] = 1e6 * seconds_of(torch, method, params, batches)
+            times[variant - 1] = 1e6 * seconds_of(torch, sizes, method, params, batches)
         yield Cell(chip, layer, model, tokens, times)
 
 
@@ -101,10 +98,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch = import_module("torch")
-    name = torch.cuda.get_device_name(0)
-    lines = []
+    chip, lines = chip_of(torch), []
     for model, layer in product(options.model, options.layer):
-        for cell in measure(torch, CHIPS.get(name, name), model, MODELS[model], layer, options.tokens):
+        for cell in measure(torch, chip, model, MODELS[model], layer, options.tokens):
             lines.append(cell.line())
             print(lines[-1], flush=True)
         torch.cuda.empty_cache()

@@ -45,6 +45,7 @@ class Sizes:
         intermediate: Rows of a gate.
         of_all: Experts of the layer on all devices, None for as many as are here.
         activation: As for `MoEMethod`.
+        gated: Whether an expert has a gate beside up.
         biases: Whether projections have some.
         scoring: Of the router, which renormalizes what is chosen but with "sigmoid".
         on_input: Whether weights multiply x.
@@ -56,6 +57,7 @@ class Sizes:
     intermediate: int
     of_all: int | None = None
     activation: Activation = "silu"
+    gated: bool = True
     biases: bool = False
     scoring: Scoring = "softmax"
     on_input: bool = False
@@ -73,6 +75,7 @@ MODELS: Mapping[str, Sizes] = {
     "DeepSeek-V3, TP8": Sizes(256, 8, 7168, 256),
     "DeepSeek-V3, EP8": Sizes(32, 8, 7168, 2048, of_all=256),
     "Llama-4-Maverick": Sizes(128, 1, 5120, 8192, scoring="sigmoid", on_input=True),
+    "Nemotron-3-Nano": Sizes(128, 6, 2688, 1856, activation="relu2", gated=False, scoring="sigmoid"),
     "gpt-oss-120b": Sizes(128, 4, 2880, 2880, activation="swigluoai", biases=True, scoring="topk_softmax"),
 }
 TINY = Sizes(8, 2, 256, 128)
@@ -105,6 +108,15 @@ def draw(torch: Any, sizes: Sizes, x: Any, out: Any, routing: str, source: Any) 
         logits = chances - torch.log(-torch.log(noise))
     weights, ids = route_by_torch(torch, sizes, logits)
     return Batch(x, weights, ids, out)
+
+
+def expert_map_of(torch: Any, sizes: Sizes, device: str) -> Any:
+    """int32: the first experts of all are here; None where all are."""
+    if sizes.of_all is None:
+        return None
+    local = torch.full((sizes.of_all,), -1, dtype=torch.int32, device=device)
+    local[: sizes.experts] = torch.arange(sizes.experts, device=device)
+    return local
 
 
 def route_by_torch(torch: Any, sizes: Sizes, logits: Any) -> tuple[Any, Any]:
@@ -153,14 +165,14 @@ class Experts:
         sizes: Of the layer.
         quant_algo: One of `ALGOS`, or `PEER` for weights in bfloat16.
         stacks: The tensors of a checkpoint.
-        parts: Of each expert gate, up and down, in views of the stacks.
+        parts: Of each expert gate, if there is one, up and down, in views of the stacks.
     """
 
     torch: Any
     sizes: Sizes
     quant_algo: str
     stacks: dict[str, Any]
-    parts: list[tuple[Part, Part, Part]] = field(default_factory=list)
+    parts: list[tuple[Part | None, Part, Part]] = field(default_factory=list)
 
     @classmethod
     def random(cls, torch: Any, sizes: Sizes, quant_algo: str, device: str, seed: int) -> Experts:
@@ -168,9 +180,9 @@ class Experts:
         made = cls(torch, sizes, quant_algo, _empty_stacks(torch, sizes, quant_algo, device))
         source = torch.Generator(device).manual_seed(seed)
         for expert in range(sizes.experts):
-            places = (("w13", 0), ("w13", 1), ("w2", None))
-            gate, up, down = (made._fill(stack, expert, half, source) for stack, half in places)
-            made.parts.append((gate, up, down))
+            gate = made._fill("w13", expert, 0, source) if sizes.gated else None
+            up = made._fill("w13", expert, 1 if sizes.gated else None, source)
+            made.parts.append((gate, up, made._fill("w2", expert, None, source)))
         return made
 
     @property
@@ -185,7 +197,8 @@ class Experts:
 
     def flop(self, slots: float) -> int:
         """Two for each weight of so many slots' experts."""
-        return round(6 * slots * self.sizes.hidden * self.sizes.intermediate)
+        matrices = 3 if self.sizes.gated else 2
+        return round(2 * matrices * slots * self.sizes.hidden * self.sizes.intermediate)
 
     def method(self) -> MoEMethod:
         """What runs them."""
@@ -201,15 +214,6 @@ class Experts:
                 device = self.stacks["w2_weight"].device
                 room[name] = self.torch.empty(spec.shape, dtype=_dtype(self.torch, spec.dtype), device=device)
         return method, method.prepare(self.stacks, room)
-
-    def expert_map(self) -> Any:
-        """int32: the first experts of all are here; None where all are."""
-        if self.sizes.of_all is None:
-            return None
-        device = self.stacks["w2_weight"].device
-        local = self.torch.full((self.sizes.of_all,), -1, dtype=self.torch.int32, device=device)
-        local[: self.sizes.experts] = self.torch.arange(self.sizes.experts, device=device)
-        return local
 
     def errors(self, batch: Batch, y: Any) -> Errors:
         """Relative errors of some tokens, the first and last among them, to what the codes mean, in float64.
@@ -240,13 +244,16 @@ class Experts:
             if sizes.on_input:
                 inputs, weight = (inputs * weight).to(x.dtype), torch.ones_like(weight)
             gate, up, down = self.parts[expert]
-            middle = self._activate(gate.multiply(torch, inputs), up.multiply(torch, inputs))
+            both = [part.multiply(torch, inputs) for part in (gate, up) if part]
+            middle = self._activate(*both)
             y.index_add_(0, tokens, weight.double() * down.multiply(torch, middle.to(x.dtype)))
         return y
 
-    def _activate(self, gate: Any, up: Any) -> Any:
-        values = reference.expert_activation(gate.cpu().numpy(), up.cpu().numpy(), self.sizes.activation)
-        return self.torch.from_numpy(values).to(gate.device)
+    def _activate(self, *both: Any) -> Any:
+        """Of gate and up, or of up alone."""
+        arrays = [part.cpu().numpy() for part in both]
+        values = reference.expert_activation(*arrays, activation=self.sizes.activation)
+        return self.torch.from_numpy(values).to(both[0].device)
 
     def _fill(self, stack: str, expert: int, half: int | None, source: Any) -> Part:
         """Quantizes one projection into its place."""
@@ -289,6 +296,7 @@ def _method(sizes: Sizes, quant_algo: str, device: str) -> MoEMethod:
         sizes.intermediate,
         top_k=sizes.top_k,
         activation=sizes.activation,
+        gated=sizes.gated,
         device=device,
         compute="fp8" if about["compute"] == "fp8" else "exact",
         global_num_experts=sizes.of_all,
@@ -302,7 +310,7 @@ def _dtype(torch: Any, name: str) -> Any:
 def _empty_stacks(torch: Any, sizes: Sizes, quant_algo: str, device: str) -> dict[str, Any]:
     if quant_algo == PEER:
         shapes = {
-            "w13_weight": (sizes.experts, 2 * sizes.intermediate, sizes.hidden),
+            "w13_weight": (sizes.experts, (2 if sizes.gated else 1) * sizes.intermediate, sizes.hidden),
             "w2_weight": (sizes.experts, sizes.hidden, sizes.intermediate),
         }
         if sizes.biases:
@@ -340,7 +348,8 @@ def _quantize(torch: Any, weight: Any, quant_algo: str) -> dict[str, Any]:
 def moqext_call(experts: Experts) -> tuple[Callable[[Batch], Any], Callable[[int], str]]:
     """What runs a batch by moqext, and the kernel of so many tokens."""
     method, params = experts.prepare()
-    local, on_input = experts.expert_map(), experts.sizes.on_input
+    local = expert_map_of(experts.torch, experts.sizes, str(experts.stacks["w2_weight"].device))
+    on_input = experts.sizes.on_input
 
     def call(batch: Batch) -> Any:
         return method(batch.x, params, batch.weights, batch.ids, local, on_input, batch.out)
@@ -365,6 +374,8 @@ def torch_call(experts: Experts) -> Callable[[Batch], Any]:
         return y + experts.stacks[name][ids] if sizes.biases else y
 
     def activate(both: Any) -> Any:
+        if not sizes.gated:
+            return torch.relu(both).square()
         gate, up = both.chunk(2, 1)
         if sizes.activation == "silu":
             return torch.nn.functional.silu(gate) * up

@@ -31,10 +31,12 @@ def plan(
     compute: str = "exact",
     chip: str = "9.0",
     of_all: int | None = None,
+    activation: str = "silu",
+    gated: bool = True,
 ) -> Any:
     """The plan of a layer on a chip that need not be here; `of_all` experts are on all ranks."""
-    activation = ("silu", True, None, dtype, "cuda:0", compute)
-    return _C.moe_plan(algo, *sizes, *activation, of_all, None, None, None, False, chip)
+    kind = (activation, gated, None, dtype, "cuda:0", compute)
+    return _C.moe_plan(algo, *sizes, *kind, of_all, None, None, None, False, chip)
 
 
 def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **options: Any) -> MoEMethod:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,22 @@ def test_experts_in_the_harness_of_others(cpu_page: Any) -> None:
     assert torch.equal(call(x, batch.weights, batch.ids, 5), y)
     assert len(asked) == 1
     assert call.kernel(5).startswith("cpu:")
+
+
+@pytest.mark.parametrize("quant_algo", ["FP8", "FP8_PB_WO", "NVFP4", None])
+def test_experts_without_a_gate(cpu_page: Any, quant_algo: str | None) -> None:
+    """In moqext's formats and, if None, by torch's grouped product."""
+    torch = pytest.importorskip("torch")
+    layers = importlib.import_module("benchmarks.moe_layers")
+    sizes = replace(layers.TINY, activation="relu2", gated=False)
+    made = layers.Experts.random(torch, sizes, quant_algo or layers.PEER, "cpu", 1)
+    call = layers.moqext_call(made)[0] if quant_algo else layers.torch_call(made)
+    source = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 256, generator=source).to(torch.bfloat16)
+    batch = layers.draw(torch, sizes, x, torch.empty_like(x), "uniform", source)
+    y = call(batch)
+    assert 0 < made.errors(batch, y).worst < (2.5e-3 if quant_algo else 2e-2)
+    assert made.errors(batch, 1.5 * y).median > 0.4
 
 
 @pytest.mark.parametrize(("layer", "ways"), [("FP8", 2), ("FP8_PB_WO", 2), ("NVFP4", 5), ("NVFP4,fp8", 2)])

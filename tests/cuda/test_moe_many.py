@@ -104,13 +104,15 @@ def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, way):
         check(run(method, params, x, weights, ids), method, stacks, x, weights, ids)
 
 
+@pytest.mark.parametrize("activation, gated", [("silu", True), ("swigluoai", True), ("relu2", False)])
 @pytest.mark.parametrize("algo, kernel, way", WAYS)
-def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way):
+def test_rows_of_every_width(rng, monkeypatch, algo, kernel, way, activation, gated):
     """Experts with every number of rows around the widths of products, and around one and two tiles."""
     edges = (8, 16, 32, 48, 64, 80, 96, 112, 128, 136, 160, 192, 256, 272, 288, 576)
     counts = sorted({count for edge in edges for count in (edge - 1, edge, edge + 1)} | {0, 1, 300})
-    method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, top_k=1)
-    stacks = deciding_stacks(rng, kernel, algo, len(counts), 128, 64)
+    options = {"top_k": 1, "activation": activation, "gated": gated}
+    method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, **options)
+    stacks = deciding_stacks(rng, kernel, algo, len(counts), 128, 64, gated=gated)
     weights, ids = ids_of_counts(rng, counts)
     x = deciding_x(rng, kernel, (len(ids), 128))
     method._plan.keep(len(ids), kernel, way)

@@ -62,19 +62,18 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int way) {
     return (tokens == 1 ? ONE_TOKEN : NOT_KNOWN) * all;
 }
 
-/* Layers without a gate have the small tiles alone. */
 static int best_way(const moq_moe_spec *spec, int64_t tokens) {
-    return spec->gated && seconds(spec, tokens, 1) < seconds(spec, tokens, 0) ? 1 : 0;
+    return seconds(spec, tokens, 1) < seconds(spec, tokens, 0) ? 1 : 0;
 }
 
 moq_way moq_moe_folded_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
-    bool given = variant > 0 && variant <= (spec->gated ? MOQ_MOE_FOLDED_WAYS : 1);
+    bool given = variant > 0 && variant <= MOQ_MOE_FOLDED_WAYS;
     return moq_way_of(given ? variant : 0, given ? variant - 1 : best_way(spec, tokens), 1);
 }
 
 uint64_t moq_moe_folded_variants(const moq_moe_call *call) {
     int other = 1 - best_way(call->spec, call->tokens);
-    return call->spec->gated ? 1 | 1ull << (other + 1) : 1;
+    return 1 | 1ull << (other + 1);
 }
 
 double moq_moe_folded_seconds(const moq_moe_spec *spec, int64_t tokens) {

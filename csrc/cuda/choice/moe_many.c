@@ -23,11 +23,10 @@
  * memory's rate that this goes with on another chip; products a second, as how many rows a tile
  * counts beside its own; and bytes that are moved for each value of x and slot. Weights and
  * products overlap in part: those of large tiles, which the memory seldom bounds, nearly whole.
- * Fitted to every way in 30 cells of six models with 16 to 8192 tokens on an H200 and in 25 of five
- * on an H100, for each format, and to 34 times of 4 to 32 tokens on an H100: what is chosen by them
- * takes 0.1 % more than the fastest in the mean on either chip, 7 % at most (Llama-4-Maverick).
- * Before, large tiles were held to go with the memory wholly, and the choice lost 8 % of FP8 on an
- * H100 (docs/lab/moe.md). */
+ * Fitted to every way in 36 cells of seven models with 16 to 8192 tokens on an H200 and in 32 of
+ * six on an H100, for each format: what is chosen by them takes 0.2 % more than the fastest in the
+ * mean on either chip, 7 % at most (Llama-4-Maverick). Before, large tiles were held to go with the
+ * memory wholly, and the choice lost 8 % of FP8 on an H100 (docs/lab/moe.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
 
@@ -48,11 +47,29 @@ typedef struct {
 } format;
 
 static const format FP8 = {
-    2, {{64, 4.31e12, 1, 5.05e14, 0, 5.2, 1}, {136, 3.16e12, 0.5, 5.66e14, 0, 4.4, 2}}};
+    2, {{64, 4.36e12, 1, 5.08e14, 0, 5.5, 1}, {136, 3.23e12, 0.5, 5.95e14, 0, 4.67, 2}}};
 static const format FP8_BY_TOKEN = {
-    2, {{64, 4.16e12, 1, 4.69e14, 0, 5.2, 1}, {136, 3.04e12, 0.5, 5.15e14, 0, 4.2, 2}}};
+    2, {{64, 4.13e12, 1, 4.88e14, 0, 5.41, 1}, {136, 3.14e12, 0.5, 5.44e14, 0, 4.7, 2}}};
 static const format FP8_BY_BLOCK = {
-    2, {{64, 4.28e12, 1, 3.88e14, 0, 4.75, 1}, {128, 4.27e12, 1, 9.98e14, 164, 5.63, 1}}};
+    2, {{64, 4.37e12, 1, 4.17e14, 0, 5.78, 1}, {128, 4.09e12, 1, 9.51e14, 143, 5.96, 1}}};
+
+/* How much longer reading and products take, by the row of the format, where rows of W begin within
+ * lines of 128 bytes, as every second one of 2880 columns (gpt-oss) does: two lines have to come
+ * for 128 columns of it. Part of the fit; alone, 4096 tokens of 2880 columns take 1.18 and 1.07
+ * times what those of 2816 or 2944 do. */
+static const struct {
+    double read, products;
+} PARTED[] = {{1.12, 1.5}, {1.025, 1.29}};
+
+/* The share of weights with such rows. */
+static double parted_share(const moq_linear_spec *w13, const moq_linear_spec *w2, double weights) {
+    double parted = 0;
+    if (w13->in_features % 128)
+        parted += (double)w13->in_features * (double)w13->out_features;
+    if (w2->in_features % 128)
+        parted += (double)w2->in_features * (double)w2->out_features;
+    return parted / weights;
+}
 
 static const format *format_of(const moq_moe_spec *spec) {
     return spec->w13.input == MOQ_INPUT_E4M3_GROUP   ? &FP8_BY_BLOCK
@@ -65,6 +82,7 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     double slots = moq_expected_slots(spec, tokens);
     double weights = (double)w13->in_features * (double)w13->out_features +
                      (double)w2->in_features * (double)w2->out_features;
+    double parted = parted_share(w13, w2, weights);
     const pace *p = &format_of(spec)->way[row];
     double active = moq_active_experts(spec, tokens), together = p->together;
     double read = active * weights / (p->read * pow(moq_memory_rate(&w13->target, 1), p->power));
@@ -72,6 +90,8 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     double rows = slots + active * tiles * p->tile;
     double products = rows * weights / moq_matrix_rate(&w13->target, p->products);
     double d = w2->dtype == MOQ_DT_BF16 ? 2 : 4; /* bytes */
+    read *= 1 + (PARTED[row].read - 1) * parted;
+    products *= 1 + (PARTED[row].products - 1) * parted;
     double between =
         slots * (d * (double)w2->out_features / moq_memory_rate(&w13->target, SUMMED) +
                  p->x * (double)w13->in_features / moq_memory_rate(&w13->target, BETWEEN));
@@ -86,14 +106,15 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
  * so many columns of it, and takes `step` and `row` for each row of the tile, in microseconds, its
  * outputs `outputs`. Blocks make tiles one after the other, so that the last round has as long as
  * any (sm90_moe_many_nvfp4_tile.h). That and the memory, from which tiles read W at `read`,
- * overlap. Fitted to every way in 30 cells of six models with 16 to 8192 tokens on an H200 and in
- * 25 of five on an H100: 7 % root mean square, and the way that is chosen takes 0.3 and 0.7 % more
- * than the fastest in the mean, 5 % at most; and to whether the kernel of few tokens is faster, in
- * 15 cells on an H200 (docs/lab/moe.md). */
-#define PACKED_STEPS    18.3e-6
-#define PACKED_SUMMED   4.16e12
-#define PACKED_BETWEEN  3.12e12
-#define PACKED_EXPONENT 5.16
+ * overlap. Fitted to every way in 32 cells of seven models with 16 to 8192 tokens on an H200 and in
+ * 31 of six on an H100: 4 % root mean square, and the way that is chosen takes 0.2 and 0.3 % more
+ * than the fastest in the mean, 3 % at most; and to whether the kernel of few tokens is faster, in
+ * 126 cells of seven models with 2 to 128 tokens: 0.2 % are lost by that in the mean, 5 % at most
+ * (docs/lab/moe.md). */
+#define PACKED_STEPS    16.4e-6
+#define PACKED_SUMMED   3.83e12
+#define PACKED_BETWEEN  2.86e12
+#define PACKED_EXPONENT 5.44
 
 typedef struct {
     int rows, height, columns;
@@ -102,11 +123,11 @@ typedef struct {
     double read;
 } packed_pace;
 
-static const packed_pace PACKED[] = {{64, 512, 128, 0.7245, 0.0222, 0.75, 0, 3.95e12},
-                                     {128, 256, 64, 0.3076, 0.0041, 0.892, 1.74, 4.2e12},
-                                     {288, 128, 64, 0.301, 0.0018, 0.23, 3.6, 3.5e12},
-                                     {64, 256, 128, 0.4642, 0.01, 0.742, 0, 3.9e12},
-                                     {32, 256, 256, 0.66, 0.0187, 0.923, 0, 3.83e12}};
+static const packed_pace PACKED[] = {{64, 512, 128, 0.7, 0.0211, 0.974, 0, 3.93e12},
+                                     {128, 256, 64, 0.294, 0.00396, 0.793, 1.84, 4.24e12},
+                                     {288, 128, 64, 0.262, 0.00179, 0.591, 2.74, 2.97e12},
+                                     {64, 256, 128, 0.451, 0.00932, 1.12, 0, 4.37e12},
+                                     {32, 256, 256, 0.715, 0.0202, 1.16, 0, 3.96e12}};
 
 enum { PACKED_WAYS = sizeof PACKED / sizeof *PACKED, PACKED_DEEP = 3 };
 _Static_assert(PACKED_WAYS <= MOQ_MOE_MANY_WAYS, "a way tells every shape of tiles");
@@ -160,10 +181,8 @@ bool moq_moe_many_deep(const moq_moe_spec *spec, moq_way way) {
     return is_packed(spec) && moq_form_row(way.form) == PACKED_DEEP;
 }
 
-/* Layers without a gate have the small tiles alone. */
 static int ways_of(const moq_moe_spec *spec) {
-    int all = is_packed(spec) ? PACKED_WAYS : format_of(spec)->ways;
-    return spec->gated ? all : 1;
+    return is_packed(spec) ? PACKED_WAYS : format_of(spec)->ways;
 }
 
 static int best_row(const moq_moe_spec *spec, int64_t tokens) {

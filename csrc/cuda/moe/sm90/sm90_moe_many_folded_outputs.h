@@ -268,10 +268,11 @@ static __device__ __forceinline__ void write_folded(const gemm_args *a, const pl
             write_folded_d<S>(a, p, group, w, sum);
         else
             write_folded_g<S, USE, PLAIN_SILU>(a, p, group, w, sum);
-    } else if (is_plain(&a->act))
-        write_folded_g<S, USE, PLAIN_SILU>(a, p, group, w, sum);
-    else if constexpr (S::T == S::tokens)
-        write_folded_g<S, USE, ANY_ACTIVATION>(a, p, group, w, sum);
+    } else {
+        with_code<USE, S::T == S::tokens>(&a->act, [&](auto code) {
+            write_folded_g<S, USE, decltype(code)::kind>(a, p, group, w, sum);
+        });
+    }
 }
 
 } // namespace moq::moe_many

@@ -175,8 +175,8 @@ static __device__ __forceinline__ void tell_written(const gemm_args *a, const pl
         add_release(a->written + p->rows.first, 1);
 }
 
-/* PLAIN: is_near alone, which is compiled for all widths. */
-template <class S, product_use USE, bool PLAIN>
+/* NEAR: is_near. */
+template <class S, product_use USE, bool NEAR>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker *m, const place *p,
                                                  int group) {
     float sum[2][S::T / 2] = {};
@@ -188,7 +188,7 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker 
     fp8_many::multiply<S>(&m->steps, &block, 0, a->steps, group, &m->step, sum);
     if (!S::groups)
         mbarrier_wait(m->boards.full + 8u * board.index, board.parity);
-    write_tile<S, USE, PLAIN>(a, p, group, &m->out, sum);
+    write_tile<S, USE, NEAR>(a, p, group, &m->out, sum);
     if (USE != OF_D && a->written)
         tell_written(a, p);
     warp_releases<false>(m->boards.empty + 8u * board.index);
@@ -207,7 +207,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
         warp_releases<false>(claims->empty + 8u * at.index);
         if (p.along < 0)
             break;
-        if (USE == OF_ONE || (USE == OF_GATE_AND_UP && !is_near(&a->act)))
+        if (!is_near<USE>(&a->act))
             make_tile<S, USE, false>(a, m, &p, group);
         else
             with_width<S>(p.rows.rows, [&](auto width) {
@@ -271,13 +271,10 @@ typedef struct {
 
 template <bool GROUPS, int MOST> static variant variant_of(void) {
     typedef fp8_shape<GROUPS, MOST, MOST> S;
-    const void *one = NULL; /* such layers have small tiles */
-    if constexpr (MOST == 64)
-        one = (const void *)experts_fp8<S, OF_ONE>;
-    return {
-        S::all_bytes,
-        S::box_rows,
-        {(const void *)experts_fp8<S, OF_GATE_AND_UP>, one, (const void *)experts_fp8<S, OF_D>}};
+    return {S::all_bytes,
+            S::box_rows,
+            {(const void *)experts_fp8<S, OF_GATE_AND_UP>, (const void *)experts_fp8<S, OF_ONE>,
+             (const void *)experts_fp8<S, OF_D>}};
 }
 
 /* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */

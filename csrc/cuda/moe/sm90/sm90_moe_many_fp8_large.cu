@@ -171,9 +171,8 @@ static __device__ __forceinline__ void ask_for_board(const gemm_args *a, const p
 }
 
 /* Makes the tile at *p, whose board was asked for, finds the next one of the queue meanwhile and
- * asks for its board, which has the place of the one before. PLAIN: is_near alone, which is
- * compiled for all widths. */
-template <class S, product_use USE, bool PLAIN>
+ * asks for its board, which has the place of the one before. NEAR: is_near. */
+template <class S, product_use USE, bool NEAR>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, const large_ring *t,
                                                  const tile_queue *q, place *p, large_place *at,
                                                  large_way *w, int group) {
@@ -187,7 +186,7 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, const large
     w->other = own.board;
     if (q->number < q->end)
         ask_for_board<USE>(a, &next, &w->out, group);
-    write_tile<S, USE, PLAIN>(a, p, group, &own, sum);
+    write_tile<S, USE, NEAR>(a, p, group, &own, sum);
     *p = next;
 }
 
@@ -197,7 +196,7 @@ static __device__ __forceinline__ void make_fitting_tile(const gemm_args *a, con
                                                          const tile_queue *q, place *p,
                                                          large_place *at, large_way *w, int group) {
     int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
-    if (USE == OF_GATE_AND_UP && !is_near(&a->act))
+    if (!is_near<USE>(&a->act))
         make_tile<largest, USE, false>(a, t, q, p, at, w, group);
     else if (rows <= 64)
         make_tile<large_tile<64>, USE, true>(a, t, q, p, at, w, group);
@@ -279,15 +278,15 @@ moq_status multiply_fp8_large(const many_product *p, moq_err *err) {
     int64_t k = e->spec->in_features, n = e->spec->out_features;
     moq_cuda_device device;
     CUtensorMap weights, rows;
-    MOQ_ASSERT(use_of(p) != OF_ONE); /* such layers have small tiles */
     MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
     gemm_args a = fp8_args_of(p);
     int shared = lay_out_large(&a, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
     MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, largest::box_rows, err));
-    const void *kernel = p->first ? (const void *)experts_fp8_large<OF_GATE_AND_UP>
-                                  : (const void *)experts_fp8_large<OF_D>;
-    return launch(p, kernel, &a, shared, &weights, &rows, 2, true, err);
+    const void *kernel[] = {(const void *)experts_fp8_large<OF_GATE_AND_UP>,
+                            (const void *)experts_fp8_large<OF_ONE>,
+                            (const void *)experts_fp8_large<OF_D>}; /* by use */
+    return launch(p, kernel[use_of(p)], &a, shared, &weights, &rows, 2, true, err);
 }
 
 } // namespace moq::moe_many

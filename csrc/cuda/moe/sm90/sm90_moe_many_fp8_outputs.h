@@ -203,31 +203,40 @@ static __device__ __forceinline__ void carry_groups(const gemm_args *a, const wa
 
 /* ---- g ---- */
 
-/* What silu without a limit takes: docs/numerics.md has what it rounds. */
+/* What silu takes: docs/numerics.md has what it rounds. */
 typedef struct {
-    float least, rate; /* of the gate; of the exponent of two */
+    float rate;                           /* of the exponent of two */
+    float least, most, least_up, most_up; /* of the gate, and of up, to which beta was added */
 } near_silu;
 
 static __device__ __forceinline__ near_silu near_silu_of(const moe::activation *a) {
-    return {a->least, a->alpha * MOQ_MINUS_LOG2E};
+    return {a->alpha * MOQ_MINUS_LOG2E, a->least, a->limit, a->beta - a->limit, a->beta + a->limit};
 }
 
-/* gate * logistic(alpha * gate) * up, by the chip's approximations: as silu_without_limit but for
- * last bits of float32. NaN stays one. */
+/* The value, or the end of the range that it is beyond. NaN stays one. */
+static __device__ __forceinline__ float within(float value, float least, float most) {
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(most));
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(least));
+    return value;
+}
+
+/* gate * logistic(alpha * gate) * up, each within its limits, by the chip's approximations: as
+ * moe::activate_as but for last bits of float32. */
 static __device__ __forceinline__ float silu_near(const near_silu *s, float gate, float up) {
-    float g, power;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(g) : "f"(gate), "f"(s->least));
+    float g = within(gate, s->least, s->most), power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(g * s->rate));
-    return g * reciprocal_near(1.0f + power) * up;
+    return g * reciprocal_near(1.0f + power) * within(up, s->least_up, s->most_up);
 }
 
-/* Whether silu_near is the activation: of other numbers it may be NaN where that is infinite. */
+/* Whether silu_near is the activation, which of other numbers may be NaN where that is infinite,
+ * or, of one, relu2: of these there is code in products of every width. */
+template <product_use USE>
 static __device__ __forceinline__ bool is_near(const moe::activation *a) {
-    return is_plain(a) && a->alpha > 0.0f;
+    return USE == OF_D || (is_usual<USE>(a) && a->alpha > 0.0f);
 }
 
 /* g of the four outputs of eight tokens; where there is no gate, `up` is not looked at. */
-template <bool GATED, kind_of_code KIND>
+template <bool GATED, bool NEAR>
 static __device__ __forceinline__ void activate_four(const gemm_args *a, const near_silu *s,
                                                      const float (&up)[2][2],
                                                      float (&value)[2][2]) {
@@ -235,7 +244,9 @@ static __device__ __forceinline__ void activate_four(const gemm_args *a, const n
     for (int i = 0; i < 4; i++) {
         float &own = value[i / 2][i % 2];
         float u = GATED ? up[i / 2][i % 2] : 1.0f;
-        own = KIND == PLAIN_SILU ? silu_near(s, own, u) : act<KIND>(&a->act, own, u);
+        own = !NEAR   ? moe::activate(&a->act, own, u)
+              : GATED ? silu_near(s, own, u)
+                      : moe::relu2(own);
     }
 }
 
@@ -247,7 +258,7 @@ static __device__ __forceinline__ uint32_t codes_of_pair(uint32_t pair, moq_dtyp
 }
 
 /* Parks g of 16 tokens, the tile's from `first + token` on. */
-template <class S, bool GATED, kind_of_code KIND>
+template <class S, bool GATED, bool NEAR>
 static __device__ __forceinline__ void
 park_g(const gemm_args *a, const way_out *w, const near_silu *s, const terms (&e)[2], int first,
        int token, moq_dtype dtype, float scale, const float *gate, const float *up) {
@@ -259,7 +270,7 @@ park_g(const gemm_args *a, const way_out *w, const near_silu *s, const terms (&e
         finish_four<S>(&e[0], factor, gate + 4 * j, g);
         if (GATED)
             finish_four<S>(&e[1], factor, up + 4 * j, u);
-        activate_four<GATED, KIND>(a, s, u, g);
+        activate_four<GATED, NEAR>(a, s, u, g);
 #pragma unroll
         for (int odd = 0; odd < 2; odd++)
             pair[j][odd] = moq_narrow_pair(dtype, g[0][odd], g[1][odd]);
@@ -293,7 +304,7 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const way_out
 /* Writes 64 columns of g from `column` on, by a warpgroup: `gate` and `up` are sums of the products
  * with their rows, up the same as gate where there is none. They are used up. DTYPE is the layer's
  * where there is code for that alone. */
-template <class S, bool GATED, kind_of_code KIND, moq_dtype DTYPE>
+template <class S, bool GATED, bool NEAR, moq_dtype DTYPE>
 static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, int column,
                                                const way_out *w, const terms (&e)[2],
                                                float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
@@ -305,7 +316,7 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
     for (int first = 0; first < rows; first += S::at_once) {
 #pragma unroll
         for (int token = 0; token < S::at_once; token += 16)
-            park_g<S, GATED, KIND>(a, w, &s, e, first, token, dtype, scale, gate + token / 2,
+            park_g<S, GATED, NEAR>(a, w, &s, e, first, token, dtype, scale, gate + token / 2,
                                    up + token / 2);
         barrier_sync(2 + group, 128);
         carry_g<S>(a, w, p->rows.first + first, column, GATED ? a->half : a->n,
@@ -317,24 +328,22 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
     }
 }
 
-/* The same for whatever the activation is, of which PLAIN has what narrow tiles have code for. */
-template <class S, bool GATED, bool PLAIN>
+/* The same for whatever the activation is. */
+template <class S, bool GATED, bool NEAR>
 static __device__ __forceinline__ void
 write_activated(const gemm_args *a, const place *p, int column, const way_out *w, terms (&e)[2],
                 float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
-    if (PLAIN || (!GATED && is_near(&a->act))) {
+    if constexpr (NEAR) {
         if (GATED) {
             e[1].bias[0] += a->act.beta;
             e[1].bias[1] += a->act.beta;
         }
         if (a->out.dtype == MOQ_DT_BF16)
-            write_g<S, GATED, PLAIN_SILU, MOQ_DT_BF16>(a, p, column, w, e, gate, up);
+            write_g<S, GATED, true, MOQ_DT_BF16>(a, p, column, w, e, gate, up);
         else
-            write_g<S, GATED, PLAIN_SILU, MOQ_DT_F16>(a, p, column, w, e, gate, up);
-    } else if (a->act.kind == MOQ_MOE_SILU) {
-        write_g<S, GATED, ANY_SILU, MOQ_DT_NONE>(a, p, column, w, e, gate, up);
+            write_g<S, GATED, true, MOQ_DT_F16>(a, p, column, w, e, gate, up);
     } else {
-        write_g<S, GATED, ANY_ACTIVATION, MOQ_DT_NONE>(a, p, column, w, e, gate, up);
+        write_g<S, GATED, false, MOQ_DT_NONE>(a, p, column, w, e, gate, up);
     }
 }
 
@@ -393,21 +402,20 @@ static __device__ __forceinline__ void write_d(const gemm_args *a, const place *
     }
 }
 
-/* Writes what a warpgroup has of a tile, whose board is there. PLAIN: is_near, where there is a
- * gate. */
-template <class S, product_use USE, bool PLAIN>
+/* Writes what a warpgroup has of a tile, whose board is there. NEAR: is_near. */
+template <class S, product_use USE, bool NEAR>
 static __device__ __forceinline__ void write_tile(const gemm_args *a, const place *p, int group,
                                                   const way_out *w, float (&sum)[2][S::T / 2]) {
     terms e[2] = {read_board<S>(a, w->board, 0), read_board<S>(a, w->board, 1)};
     if constexpr (USE == OF_GATE_AND_UP)
-        write_activated<S, true, PLAIN>(a, p, row_of_wave<S, USE>(a, p->along, group, 0), w, e,
-                                        sum[0], sum[1]);
+        write_activated<S, true, NEAR>(a, p, row_of_wave<S, USE>(a, p->along, group, 0), w, e,
+                                       sum[0], sum[1]);
 #pragma unroll
     for (int wave = 0; wave < 2; wave++) {
         int column = row_of_wave<S, USE>(a, p->along, group, wave);
         if constexpr (USE == OF_ONE) {
             terms own[2] = {e[wave], e[wave]};
-            write_activated<S, false, PLAIN>(a, p, column, w, own, sum[wave], sum[wave]);
+            write_activated<S, false, NEAR>(a, p, column, w, own, sum[wave], sum[wave]);
         }
         if constexpr (USE == OF_D)
             write_d<S>(a, p, column, w, &e[wave], sum[wave]);

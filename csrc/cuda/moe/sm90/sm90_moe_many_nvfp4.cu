@@ -126,25 +126,25 @@ template <class S> static unit_variant variant_of(void) {
             (const void *)experts_of_units<S>};
 }
 
-/* Layers without a gate have small tiles. */
-template <nvfp4_many::operand_type TYPE>
-static unit_variant variant_for(int rows, bool deep, product_use use) {
-    if (use == OF_ONE)
-        return variant_of<unit_shape<TYPE, OF_ONE, 64, 64, 2, 2>>();
+template <nvfp4_many::operand_type TYPE, product_use USE>
+static unit_variant variant_of_tile(int rows, bool deep) {
     if (rows == 32)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 32, 32, 4>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 32, 32, 4>>();
+        return variant_of<unit_shape<TYPE, USE, 32, 32, 4>>();
     if (deep)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2>>();
+        return variant_of<unit_shape<TYPE, USE, 64, 64, 2>>();
     if (rows == 64)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 64, 64, 2, 2>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 64, 64, 2, 2>>();
+        return variant_of<unit_shape<TYPE, USE, 64, 64, 2, 2>>();
     if (rows == 128)
-        return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 128, 128>>()
-                           : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 128, 128>>();
-    return use == OF_D ? variant_of<unit_shape<TYPE, OF_D, 288, 288>>()
-                       : variant_of<unit_shape<TYPE, OF_GATE_AND_UP, 288, 288>>();
+        return variant_of<unit_shape<TYPE, USE, 128, 128>>();
+    return variant_of<unit_shape<TYPE, USE, 288, 288>>();
+}
+
+template <nvfp4_many::operand_type TYPE> static unit_variant variant_for(const many_product *p) {
+    int rows = p->product.tile_rows;
+    product_use use = use_of(p);
+    return use == OF_D     ? variant_of_tile<TYPE, OF_D>(rows, p->deep)
+           : use == OF_ONE ? variant_of_tile<TYPE, OF_ONE>(rows, p->deep)
+                           : variant_of_tile<TYPE, OF_GATE_AND_UP>(rows, p->deep);
 }
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
@@ -158,9 +158,8 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
 moq_status multiply_nvfp4(const many_product *p, moq_err *err) {
     const moe::expert_product *e = &p->product;
     const moq_linear_spec *spec = e->spec;
-    unit_variant v = spec->dtype == MOQ_DT_F16
-                         ? variant_for<nvfp4_many::AS_F16>(e->tile_rows, p->deep, use_of(p))
-                         : variant_for<nvfp4_many::AS_BF16>(e->tile_rows, p->deep, use_of(p));
+    unit_variant v = spec->dtype == MOQ_DT_F16 ? variant_for<nvfp4_many::AS_F16>(p)
+                                               : variant_for<nvfp4_many::AS_BF16>(p);
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
     int64_t row_of_d = spec->out_features * (p->rounds_d ? 2 : 4);

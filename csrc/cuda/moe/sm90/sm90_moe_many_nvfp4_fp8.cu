@@ -26,8 +26,7 @@ make_folded_tile(const folded_args *f, const folded_ring *t, const tile_queue *q
     *p = next;
 }
 
-/* Makes a tile by the least products that have room for its rows; other activations than plain silu
- * by the largest ones, which are compiled for that alone. */
+/* Makes a tile by the least products that have room for its rows and code for the activation. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void
 make_fitting_tile(const folded_args *f, const folded_ring *t, const tile_queue *q, place *p,
@@ -35,7 +34,7 @@ make_fitting_tile(const folded_args *f, const folded_ring *t, const tile_queue *
     constexpr bool WIDE = S::wide;
     constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 64;
     int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
-    if (USE != OF_D && !is_plain(&f->gemm.act))
+    if (!is_usual<USE>(&f->gemm.act))
         rows = S::tokens;
     if (rows <= LEAST)
         make_folded_tile<folded_tile<WIDE, LEAST, 1>, USE>(f, t, q, p, slot, group, w);
@@ -105,14 +104,11 @@ typedef struct {
 
 template <bool WIDE> static folded_variant folded_variant_of(void) {
     typedef folded_tile<WIDE, WIDE ? 144 : 96, WIDE ? 2 : 1> S;
-    const void *one = NULL; /* such layers have small tiles */
-    if constexpr (!WIDE)
-        one = (const void *)experts_folded<S, OF_ONE>;
     return {S::token_bytes + OPERAND_STAGE + PACKED_STAGE,
             S::box_rows,
             S::threads,
-            {(const void *)experts_folded<S, OF_GATE_AND_UP>, one,
-             (const void *)experts_folded<S, OF_D>}};
+            {(const void *)experts_folded<S, OF_GATE_AND_UP>,
+             (const void *)experts_folded<S, OF_ONE>, (const void *)experts_folded<S, OF_D>}};
 }
 
 /* As many stages as fit. Dynamic shared memory is returned. */

@@ -177,23 +177,19 @@ static __device__ __forceinline__ void write_some_g(const gemm_args *a, const pl
         write_mixed_g<S, KIND>(a, p, room, group, column, &e[0], sum[0]);
     else
         write_own_g<S, KIND>(a, p, room, group, column, &e[0], &e[S::gated], sum[0], sum[S::gated]);
-    if constexpr (!S::gated)
+    if constexpr (!S::gated && LAST > 0)
         write_own_g<S, KIND>(a, p, room, group, column_of_wave<S>(p, group, LAST), &e[LAST],
                              &e[LAST], sum[LAST], sum[LAST]);
 }
 
-/* Writes the columns of g of a warpgroup, whatever the activation is: what is rarely asked for has
- * code for the largest tiles alone. */
+/* Writes the columns of g of a warpgroup, whatever the activation is. */
 template <class S>
 static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
                                                const terms (&e)[2], int group,
                                                float (&sum)[S::waves][S::T / 2]) {
-    if (S::T < S::tokens || is_plain(&a->act))
-        write_some_g<S, PLAIN_SILU>(a, p, room, e, group, sum);
-    else if (a->act.kind == MOQ_MOE_SILU)
-        write_some_g<S, ANY_SILU>(a, p, room, e, group, sum);
-    else
-        write_some_g<S, ANY_ACTIVATION>(a, p, room, e, group, sum);
+    with_code<S::use, S::T == S::tokens>(&a->act, [&](auto code) {
+        write_some_g<S, decltype(code)::kind>(a, p, room, e, group, sum);
+    });
 }
 
 /* Maps of d, in boxes of 128 bytes by the rows of a piece and by eight. */

@@ -81,7 +81,7 @@ struct unit_shape {
 /* How many columns of products a tile of so many rows has: one of a few numbers, for each of which
  * there is code; the largest one for what is rarely asked for, which is compiled for that alone. */
 template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
-    if (S::use != OF_D && !is_plain(&a->act))
+    if (!is_usual<S::use>(&a->act))
         return S::tokens;
     if (S::large)
         return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;

@@ -106,6 +106,13 @@ static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
     return a->kind == MOQ_MOE_SILU && isinf(a->limit);
 }
 
+/* Whether products of every width have code for what becomes of the sums: silu of gate and up, with
+ * a limit or without, and relu2 of one. For others the largest ones of a kernel have. */
+template <product_use USE>
+static __device__ __forceinline__ bool is_usual(const moe::activation *a) {
+    return USE == OF_D || a->kind == (USE == OF_ONE ? MOQ_MOE_RELU2 : MOQ_MOE_SILU);
+}
+
 /* The first row of W of a wave of a warpgroup, within the expert, and the end of those it may have.
  */
 template <class S, product_use USE>
@@ -130,7 +137,7 @@ static __device__ __forceinline__ float finish_sum(float sum, float of_row, floa
 
 /* Activations that have code of their own: it is unrolled, and what is not asked for would keep
  * what is from the instructions' cache (docs/lab/moe.md). */
-typedef enum { PLAIN_SILU, ANY_SILU, ANY_ACTIVATION } kind_of_code;
+typedef enum { PLAIN_SILU, ANY_SILU, RELU2, ANY_ACTIVATION } kind_of_code;
 
 template <kind_of_code KIND>
 static __device__ __forceinline__ float act(const moe::activation *a, float gate, float up) {
@@ -138,7 +145,27 @@ static __device__ __forceinline__ float act(const moe::activation *a, float gate
         return moe::silu_without_limit(a, gate, up);
     if (KIND == ANY_SILU)
         return moe::activate_as<MOQ_MOE_SILU>(a, gate, up);
+    if (KIND == RELU2)
+        return moe::activate_as<MOQ_MOE_RELU2>(a, gate, up);
     return moe::activate(a, gate, up);
+}
+
+/* What a kind of code is to a template. */
+template <kind_of_code KIND> struct code_for {
+    static constexpr kind_of_code kind = KIND;
+};
+
+/* Calls `write` with the code for an activation. LARGEST: products of the largest width. */
+template <product_use USE, bool LARGEST, class F>
+static __device__ __forceinline__ void with_code(const moe::activation *a, F write) {
+    constexpr bool GATED = USE == OF_GATE_AND_UP;
+    if constexpr (GATED)
+        if (is_plain(a))
+            return write(code_for<PLAIN_SILU>());
+    if (!LARGEST || is_usual<USE>(a))
+        write(code_for<GATED ? ANY_SILU : RELU2>());
+    else if constexpr (LARGEST)
+        write(code_for<ANY_ACTIVATION>());
 }
 
 /* Sums of the next tokens take the place of those before. */
