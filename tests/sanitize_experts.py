@@ -19,6 +19,9 @@ import numpy as np
 SIZES = ((20, 320, 448, 3), (6, 1024, 256, 2), (9, 2048, 192, 4), (3, 2880, 384, 2))
 """Experts, hidden and intermediate size, top k."""
 
+ACTIVATIONS = (("silu", True), ("swigluoai", True), ("relu2", False))
+"""Activations that have code of their own, and whether there is a gate; layers take turns."""
+
 FEW_TOKENS, FEW_WAYS = (1, 2, 24, 70), 34
 MANY_TOKENS, MANY_WAYS = (5, 90, 700), 6
 
@@ -29,12 +32,16 @@ def prepare_layers(rng: Any, kernel: str, algo: str, compute: str) -> list[tuple
     from tests.moe_calls import prepared
     from tests.moe_cases import random_stacks
 
-    layers = []
+    layers, kinds = [], itertools.cycle(ACTIVATIONS)
     for dtype, (experts, hidden, inner, top_k) in itertools.product(("bfloat16", "float16"), SIZES):
-        options = {"top_k": top_k, "compute": compute, "dtype": dtype, "device": "cuda:0"}
+        activation, gated = next(kinds)
+        options = {"activation": activation, "gated": gated, "compute": compute, "device": "cuda:0"}
+        options |= {"top_k": top_k, "dtype": dtype}
         method = MoEMethod(algo, experts, hidden, inner, **options)
         assert method.backend == kernel, f"{kernel} was asked for, {method.backend} runs"
-        layers.append((method, prepared(method, random_stacks(rng, algo, experts, hidden, inner))))
+        layers.append(
+            (method, prepared(method, random_stacks(rng, algo, experts, hidden, inner, gated=gated)))
+        )
     return layers
 
 
