@@ -385,7 +385,8 @@ static bool lay_out_strips(const moq_moe_spec *spec, int64_t tokens, moq_moe_str
     s->flight = s->alone ? STRIP_FLIGHT : stages;
     lay_out_strip_bytes(spec, slots, stages < MOQ_MOE_STRIP_STAGES ? stages : MOQ_MOE_STRIP_STAGES,
                         s);
-    s->grid = s->alone ? (int)(slots * strips) : sms;
+    int64_t most = (s->alone ? slots : chunks_of(spec, slots)) * strips;
+    s->grid = most < sms ? (int)most : sms; /* others would have none */
     s->flight = s->flight < s->stages ? s->flight : s->stages;
     s->by_slots = s->alone || expected_chunks(spec, tokens) * 2 < sms;
     s->d_at = align((int)(slots + 1) * 4);
