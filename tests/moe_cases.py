@@ -242,6 +242,11 @@ def random_expert_map(rng: Any, global_experts: int, local_experts: int) -> np.n
     return expert_map
 
 
+def finite_sizes(y: np.ndarray) -> np.ndarray:
+    """How large outputs are; 0 where they are not finite."""
+    return np.where(np.isfinite(y), np.abs(y), 0)
+
+
 def assert_experts_close(
     y: np.ndarray,
     x: np.ndarray,
@@ -275,9 +280,13 @@ def assert_experts_close(
     slack = expert_slack(x, stacks, topk_weights, topk_ids, in_cores=in_cores, rounded=rounded, **options)
     with np.errstate(invalid="ignore"):
         beyond = np.where(known, np.maximum(np.abs(y - expected) - slack, 0), 0)
-    values = np.where(np.isfinite(expected), np.abs(expected), 0)
+    values = finite_sizes(expected)
     enough = 0.15 if len(y) > 9 else 0.25  # of 300 draws none had more than 0.15 up to 9 tokens, 0.11 with 40
-    assert np.linalg.norm(slack) <= enough * np.linalg.norm(values) + 1e-30, "the case decides too little"
+    size = np.linalg.norm(values)
+    if np.linalg.norm(slack) > enough * size:  # slots of one expert may cancel, which is no fault of the case
+        whole = reference.experts_reference(x, stacks, np.abs(topk_weights), topk_ids, **options)
+        size = max(size, np.linalg.norm(finite_sizes(whole)))
+    assert np.linalg.norm(slack) <= enough * size + 1e-30, "the case decides too little"
     limit, limit_max = LIMITS[dtype]
     assert np.linalg.norm(beyond) <= limit * np.linalg.norm(values), np.linalg.norm(beyond)
     tops = values.max(axis=-1, keepdims=True, initial=0)
