@@ -521,7 +521,7 @@ static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_m
     double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
     double rate = rate_on(target, 4.3e12) / target->sm_count;
     double alone = each < 2 ? 1.3 : 1; /* too few warps */
-    if (nvfp4 && h->cluster > 2) /* 3 to 15 % behind clusters of two, of three models */
+    if (nvfp4 && h->cluster > 2)       /* 3 to 15 % behind clusters of two, of three models */
         alone *= LARGE_CLUSTER;
     return 5e-6 + alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
            0.1e-6 * h->cluster;
