@@ -4,21 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .moe_calls import plan
+from .moe_calls import MODELS, plan
 
 DATA = Path(__file__).parent / "data"
-WITHOUT_GATE = {"activation": "relu2", "gated": False}
-MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "Qwen3-30B-A3B": ((128, 2048, 768, 8), {}),
-    "Qwen3-235B-A22B": ((128, 4096, 1536, 8), {}),
-    "Mixtral-8x7B": ((8, 4096, 14336, 2), {}),
-    "DeepSeek-V3, TP8": ((256, 7168, 256, 8), {}),
-    "DeepSeek-V3, EP8": ((32, 7168, 2048, 8), {"of_all": 256}),
-    "Llama-4-Maverick": ((128, 5120, 8192, 1), {}),
-    "Nemotron-3-Nano": ((128, 2688, 1856, 6), WITHOUT_GATE),
-    "gpt-oss-120b": ((128, 2880, 2880, 4), {}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3, EP8": {"of_all": 256},
+    "Nemotron-3-Nano": {"activation": "relu2", "gated": False},
 }
-"""Experts, hidden size, intermediate size, top k; and what else `plan` is told."""
+"""What else `plan` is told of a model."""
 
 
 class Measured(NamedTuple):
@@ -41,8 +34,8 @@ class Measured(NamedTuple):
     def plan(self) -> Any:
         """That of the layer on the chip."""
         algo, _, compute = self.layer.partition(",")
-        sizes, options = MODELS[self.model]
-        return plan(algo, *sizes, compute=compute or "exact", chip=self.chip, **options)
+        options = {"compute": compute or "exact", "chip": self.chip} | OPTIONS.get(self.model, {})
+        return plan(algo, *MODELS[self.model], **options)
 
     def loss(self, chosen: str) -> float:
         """What the chosen one takes beyond the fastest."""

@@ -11,16 +11,17 @@ from moqext.expert_slack import rounds_d, sums_in_cores
 from .linear_cases import poisoned
 from .moe_cases import assert_experts_close
 
-MODELS = (
-    (128, 2048, 768, 8),
-    (128, 4096, 1536, 8),
-    (8, 4096, 14336, 2),
-    (256, 7168, 256, 8),
-    (32, 7168, 2048, 8),
-    (128, 5120, 8192, 1),
-    (128, 2880, 2880, 4),
-    (512, 2048, 512, 10),
-)
+MODELS = {
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "Qwen3-235B-A22B": (128, 4096, 1536, 8),
+    "Mixtral-8x7B": (8, 4096, 14336, 2),
+    "DeepSeek-V3, TP8": (256, 7168, 256, 8),
+    "DeepSeek-V3, EP8": (32, 7168, 2048, 8),
+    "Llama-4-Maverick": (128, 5120, 8192, 1),
+    "Nemotron-3-Nano": (128, 2688, 1856, 6),
+    "gpt-oss-120b": (128, 2880, 2880, 4),
+    "Qwen3-Next-80B-A3B": (512, 2048, 512, 10),
+}
 """Layers of models: experts, hidden size, intermediate size, top k."""
 
 

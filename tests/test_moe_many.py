@@ -21,7 +21,7 @@ FORMATS = [
 @pytest.mark.parametrize("algo, kernel", FORMATS)
 def test_models(algo, kernel, chip):
     """Experts with 64 rows and more are never done otherwise."""
-    for sizes in MODELS:
+    for sizes in MODELS.values():
         layer = plan(algo, *sizes, chip=chip)
         for tokens in (2048, 4096, 8192, 65536):
             if tokens * sizes[3] >= 64 * sizes[0]:
@@ -39,7 +39,7 @@ def test_one_token_goes_elsewhere(algo, kernel):
 def test_folded_weights(algo):
     """Taken from four rows an expert on, and from 2.3 where that was measured; fewer were not."""
     assert plan(algo, 256, 7168, 256, 8, compute="fp8", chip="H200 SXM").backend(64) == FOLDED
-    for sizes in MODELS:
+    for sizes in MODELS.values():
         layer = plan(algo, *sizes, compute="fp8", chip="H200 SXM")
         assert layer.backend(1) == "cuda:sm80_nvfp4_fp8", sizes
         for tokens in (256, 1024, 4096, 65536):
@@ -79,7 +79,7 @@ def test_what_is_refused(algo, sizes, options, kernel, reason):
 
 MEASURED = list(measured("expert_ways.txt"))
 # What the ways that are chosen take beyond the fastest: the mean, and the most.
-LOSSES = {"NVFP4": (0.005, 0.04), "NVFP4,fp8": (0.002, 0.03)}
+LOSSES = {"NVFP4": (0.005, 0.04), "NVFP4,fp8": (0.001, 0.005)}
 
 
 @pytest.mark.parametrize("chip, layer", sorted({cell[:2] for cell in MEASURED}))

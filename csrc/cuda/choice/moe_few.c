@@ -440,9 +440,8 @@ static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t column
  * room for one of the second, where that has clusters. */
 #define ONE_BLOCK (160 << 10)
 
-static double up_bytes(const moq_moe_spec *spec, int64_t tokens) {
-    return expected_chunks(spec, tokens) *
-           slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features);
+static double up_bytes(const moq_moe_spec *spec, double chunks) {
+    return chunks * slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features);
 }
 
 /* Bytes a second, fitted to an H200, on the target: with 0.7 of its memory's rate an H100 has 0.72
@@ -476,12 +475,12 @@ static double slice_rate(const moq_linear_spec *layer, double fitted) {
 static double up_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
     const moq_target *target = &spec->w13.target;
     bool nvfp4 = format_of(spec) == &NVFP4;
-    double bytes = up_bytes(spec, tokens);
-    double chunks = nvfp4 ? UP_CHUNK * expected_chunks(spec, tokens) : 0;
+    double chunks = expected_chunks(spec, tokens), bytes = up_bytes(spec, chunks);
+    double beside = nvfp4 ? UP_CHUNK * chunks : 0;
     if (!h->slice)
-        return 6.7e-6 + chunks + bytes / rate_on(target, nvfp4 ? 4.02e12 : 3.9e12);
+        return 6.7e-6 + beside + bytes / rate_on(target, nvfp4 ? 4.02e12 : 3.9e12);
     double ends = (double)(slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS));
-    return 6.0e-6 + chunks + bytes / slice_rate(&spec->w13, nvfp4 ? 4.15e12 : 4.0e12) +
+    return 6.0e-6 + beside + bytes / slice_rate(&spec->w13, nvfp4 ? 4.15e12 : 4.0e12) +
            (nvfp4 ? 0.055e-6 * ends / target->sm_count : 0);
 }
 
@@ -507,12 +506,12 @@ static double inner_bytes(const moq_moe_spec *spec, int64_t tokens, int cluster)
 static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_few_half *h) {
     const moq_target *target = &spec->w2.target;
     bool nvfp4 = format_of(spec) == &NVFP4;
-    double chunks = expected_chunks(spec, tokens), ends = nvfp4 ? DOWN_CHUNK * chunks : 0;
+    double chunks = expected_chunks(spec, tokens), beside = nvfp4 ? DOWN_CHUNK * chunks : 0;
     if (h->slice) {
         double rate = slice_rate(&spec->w2, nvfp4 ? 3.56e12 : 3.9e12);
         double weights = chunks * slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
         double few_warps = h->grid > target->sm_count ? 1 : 1.25;
-        return 4.9e-6 + ends + few_warps * weights / rate;
+        return 4.9e-6 + beside + few_warps * weights / rate;
     }
     double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
     double inner = inner_bytes(spec, tokens, h->cluster);
@@ -593,7 +592,8 @@ static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
     if (share.up.slice && !spec->gated && spec->w13.weight == MOQ_WEIGHT_E4M3_BLOCK)
         return INFINITY;
     bool one = !share.up.slice && !share.down.slice &&
-               up_bytes(spec, tokens) <= (double)ONE_BLOCK * spec->w13.target.sm_count;
+               up_bytes(spec, expected_chunks(spec, tokens)) <=
+                   (double)ONE_BLOCK * spec->w13.target.sm_count;
     if (row % 2 == one)
         return INFINITY;
     return scaling(spec) * (up_seconds(spec, tokens, &share.up) +

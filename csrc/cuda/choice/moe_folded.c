@@ -18,21 +18,22 @@
  * chip, whose estimates are up to a third too long with so few rows, is not left too soon; and with
  * one token, whose kernels are too short to hide each other's beginnings. */
 #define LEAST_ROWS 2.25
-#define NOT_KNOWN  1.75
+#define NOT_KNOWN  1.69
 #define ONE_TOKEN  2.2
 
 /* What tiles of a way do, of H200: weights a second that all blocks fold and multiply with no rows,
  * for each tile again, products a second, and seconds of a tile's outputs. They add up. Fitted to
- * both ways in 30 cells of six models with 16 to 8192 tokens, 9 % root mean square: the way that is
- * chosen is the faster one in all of them. Between this kernel and the exact one the choice loses
- * 0.9 % in the mean, 7 % at most (docs/lab/moe.md). */
+ * both ways in 36 cells of seven models with 16 to 8192 tokens on an H200 and 18 of three on an
+ * H100, 5 % root mean square: the way that is chosen is the faster one in all of them. Between this
+ * kernel and the exact one the choice loses 0.3 % in the mean of 49 cells, 7 % at most
+ * (docs/lab/moe.md). */
 typedef struct {
     int rows;
     double fold, products, outputs;
 } pace;
 
-static const pace WAYS[MOQ_MOE_FOLDED_WAYS] = {{MOQ_MOE_FOLDED_ROWS, 4.69e12, 9e14, 1.12e-6},
-                                               {MOQ_MOE_FOLDED_WIDE, 3.54e12, 9e14, 1.86e-6}};
+static const pace WAYS[MOQ_MOE_FOLDED_WAYS] = {{MOQ_MOE_FOLDED_ROWS, 4.49e12, 1.14e15, 0.965e-6},
+                                               {MOQ_MOE_FOLDED_WIDE, 3.34e12, 1.13e15, 0.836e-6}};
 
 /* Seconds of folding and of outputs in one product: pairs of blocks take tiles of 256 rows of W in
  * turn, and the last round is as long as any. */
