@@ -5,7 +5,7 @@
 # extension in the checkout too, so that Python runs from either.
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
-#   make cuda-archs   compiles CUDA for every architecture (some 8 minutes of one core), installs nothing
+#   make cuda-archs   compiles CUDA for every architecture (half an hour on two cores), installs nothing
 #   make oldest       the quick tests with the oldest NumPy that is supported
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
 #   make sglang       tests of moqext_sglang with SGLang's own classes and engine (downloads SGLang without its kernels)
@@ -17,8 +17,8 @@
 #   make format       apply the formatters
 #   make clean        remove everything the above have made
 # Variables: PYTHON (interpreter), PYTEST (options for pytest), WORKERS (processes of pytest), DEMO (checkpoint
-# directory), SECONDS (for each fuzz target), FUZZ (names of fuzz targets; all without), MOQEXT_CUDA_ARCHS (empty
-# for every architecture, as `pip install .` builds them).
+# directory), SECONDS (for each fuzz target), FUZZ (names of fuzz targets; all without), MOQEXT_CUDA_ARCHS (without it
+# the GPUs of this machine, and in lint every architecture).
 
 PYTHON ?= python3
 PYTEST ?=
@@ -30,9 +30,6 @@ JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 
 comma := ,
-
-# What demo and test build for; lint and cuda-archs build for every architecture.
-MOQEXT_CUDA_ARCHS ?= native
 
 # The tests and the demo run what was installed, never the source tree they are started in.
 export PYTHONSAFEPATH = 1
@@ -52,7 +49,7 @@ test: .venv/.installed-test
 
 # What a wheel has; needs nvcc.
 cuda-archs: .venv/.installed
-	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS= .venv/bin/python setup.py -q build_ext
+	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=all .venv/bin/python setup.py -q build_ext
 
 # Tests of the sources, the pages, the build, the programs of benchmarks, and the fuzz targets in C, which are compiled
 # with sanitizers each time: once, by test, is enough. Most start processes, which the sanitizers make slow, and none
@@ -131,8 +128,6 @@ define install
 	$(1)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation '$(3)'
 endef
 
-.venv/.installed .venv/.installed-test: export MOQEXT_CUDA_ARCHS := $(MOQEXT_CUDA_ARCHS)
-
 .venv/.installed: .venv/.made $(SOURCES)
 	$(call install,.venv,--inplace,.)
 	touch $@
@@ -148,6 +143,7 @@ endef
 	touch $@
 
 .venv-lint/.installed: export MOQEXT_WERROR = 1
+.venv-lint/.installed: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
 .venv-lint/.installed: .venv-lint/.made $(SOURCES)
 	$(call install,.venv-lint,,.[lint])
 	touch $@

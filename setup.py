@@ -6,9 +6,11 @@ kept while its command, its source and the headers it includes have not changed.
 flavours do not evict each other's. The host linker makes the one shared library; nvcc never links.
 
 Environment:
-  MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it
-  MOQEXT_CUDA_ARCHS        default "80;89;90a;100f;120f;89-virtual"; sm90_*.cu are compiled for 90a alone;
-                           "native": for the GPUs of this machine, and without one no CUDA
+  MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it: where there is
+                           no GPU for "all" architectures
+  MOQEXT_CUDA_ARCHS        "native" (default): the GPUs of this machine, and no CUDA where there is none;
+                           "all": "80;89;90a;100f;120f;89-virtual"; or a list of that form. sm90_*.cu are
+                           compiled for 90a alone
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
@@ -45,7 +47,7 @@ except ModuleNotFoundError:
 ROOT = Path(__file__).resolve().parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = PYPROJECT["project"]["version"]
-DEFAULT_ARCHS = "80;89;90a;100f;120f;89-virtual"
+ALL_ARCHS = "80;89;90a;100f;120f;89-virtual"
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
 # Options of files by the end of their name. Files of csrc/cpu for one vector extension end in its name;
@@ -174,7 +176,6 @@ def complete_toolkit(nvcc):
 def find_cuda():
     """Returns (toolkit, its architectures, None), or (None, "", why there is none), following MOQEXT_CUDA."""
     wish = os.environ.get("MOQEXT_CUDA") or "auto"
-    archs = os.environ.get("MOQEXT_CUDA_ARCHS") or DEFAULT_ARCHS
     if wish not in ("auto", "0", "1"):
         fail(f"MOQEXT_CUDA must be auto, 0 or 1, got {wish!r}")
     if wish == "0":
@@ -184,15 +185,32 @@ def find_cuda():
         if wish == "1":
             fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
         return None, "", "nvcc not found"
-    if archs == "native":
-        archs, names = native_archs(find_gpus())
-        none = "no GPU here that moqext runs on, MOQEXT_CUDA_ARCHS=native"
-        if not archs and wish == "1":
-            fail(f"MOQEXT_CUDA=1, but {none}")
-        if not archs:
-            return None, "", none
-        say(f"building for this machine alone: {names} ({archs})")
-    return complete_toolkit(nvcc), archs, None
+    archs, why_not = find_archs(demanded=wish == "1")
+    return (None, "", why_not) if why_not else (complete_toolkit(nvcc), archs, None)
+
+
+def find_archs(demanded):
+    """Returns (architectures, None), or ("", why there are none), following MOQEXT_CUDA_ARCHS.
+
+    An image is built where there is no GPU: CUDA that is `demanded`, with no word about architectures, is
+    compiled for all of them there.
+    """
+    wish = os.environ.get("MOQEXT_CUDA_ARCHS")
+    if wish == "all":
+        return ALL_ARCHS, None
+    if wish and wish != "native":
+        return wish, None
+    archs, names = native_archs(find_gpus())
+    if archs:
+        say(f"building for this machine alone: {names} ({archs}); MOQEXT_CUDA_ARCHS=all builds for every GPU")
+        return archs, None
+    why_not = "there was no GPU that it runs on; MOQEXT_CUDA_ARCHS=all builds for every GPU"
+    if not demanded:
+        return "", why_not
+    if wish:
+        fail(f"MOQEXT_CUDA=1 and MOQEXT_CUDA_ARCHS=native, but {why_not}")
+    say("no GPU here: building for every GPU, half an hour and more on two cores")
+    return ALL_ARCHS, None
 
 
 def find_gpus():
@@ -225,7 +243,7 @@ def arch_of_gpu(major, minor):
     that very chip; a driver compiles PTX for every later chip.
     """
     best = None
-    for arch in DEFAULT_ARCHS.split(";"):
+    for arch in ALL_ARCHS.split(";"):
         number, kind = re.fullmatch(r"(\d+)(\D*)", arch).groups()
         own = (int(number[:-1]), int(number[-1]))
         runs = own == (major, minor) if kind == "a" else own[0] == major and own[1] <= minor
@@ -238,7 +256,7 @@ def arch_of_gpu(major, minor):
 def native_archs(gpus):
     """What to compile for these GPUs, as "90a", and their names; "" where moqext runs on none."""
     chosen = {name: arch_of_gpu(major, minor) for name, major, minor in gpus}
-    archs = [arch for arch in DEFAULT_ARCHS.split(";") if arch in chosen.values()]
+    archs = [arch for arch in ALL_ARCHS.split(";") if arch in chosen.values()]
     return ";".join(archs), ", ".join(name for name, arch in chosen.items() if arch)
 
 

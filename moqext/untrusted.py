@@ -87,7 +87,7 @@ def directory_fault(directory: str | os.PathLike[str]) -> str | None:
         return (
             "no such directory; it looks like a model of the Hugging Face Hub: `hf download "
             f"{hub['repo']} --local-dir DIR` (or huggingface-cli download), then give DIR; or "
-            "`pip install moqext[hub]`, with which the name does"
+            "`pip install huggingface_hub`, with which the name does"
         )
     if name.startswith("~"):
         return "no such directory; ~ is not expanded here"

@@ -273,4 +273,4 @@ def test_without_the_library_the_message_says_what_to_install(tmp_path, monkeypa
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "org/name@main"]) == 2
-    assert "`pip install moqext[hub]`" in capsys.readouterr().err
+    assert "`pip install huggingface_hub`" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_wrong_cuda_home_is_an_error_and_not_a_cpu_build(tree, tmp_path):
 def test_nvcc_that_cannot_start_is_an_error(tree, tmp_path):
     home = fake_nvcc(tmp_path / "toolkit", "")
     (home / "bin" / "nvcc").write_bytes(b"\x7fELF nonsense")
-    status, output = build(tree, tmp_path, MOQEXT_CUDA_HOME=str(home))
+    status, output = build(tree, tmp_path, MOQEXT_CUDA_HOME=str(home), MOQEXT_CUDA_ARCHS="90a")
     assert status != 0
     assert f"{home / 'bin' / 'nvcc'} cannot be run" in output
 
@@ -184,7 +184,7 @@ def test_nvcc_that_cannot_start_is_an_error(tree, tmp_path):
 @needs_compiler
 def test_nvcc_without_a_runtime_is_an_error(tree, tmp_path):
     home = fake_nvcc(tmp_path / "toolkit", "exit 0")
-    status, output = build(tree, tmp_path, MOQEXT_CUDA_HOME=str(home))
+    status, output = build(tree, tmp_path, MOQEXT_CUDA_HOME=str(home), MOQEXT_CUDA_ARCHS="90a")
     if "libcudart_static.a" not in output and not no_toolkit_from_pip():
         pytest.skip("pip's packages completed the toolkit")
     assert status != 0
@@ -197,7 +197,8 @@ def test_failing_nvcc_is_an_error_and_not_a_cpu_build(tree, tmp_path):
     (home / "lib64").mkdir()
     (home / "lib64" / "libcudart_static.a").touch()
     (tmp_path / "fake").mkdir()
-    status, output = build(tree, tmp_path, MOQEXT_CUDA="auto", MOQEXT_CUDA_HOME=str(home))
+    toolkit = {"MOQEXT_CUDA_HOME": str(home), "MOQEXT_CUDA_ARCHS": "90a"}
+    status, output = build(tree, tmp_path, MOQEXT_CUDA="auto", **toolkit)
     assert status != 0
     assert "nvcc fatal: broken" in output
     assert "nvcc failed on csrc/cuda/" in output
@@ -352,7 +353,7 @@ def driver(tmp_path, capability):
     facts = [f"-DCOUNT={int(bool(capability))}", f"-DMAJOR={major}", f"-DMINOR={minor}"]
     done = run(["gcc", "-shared", "-fPIC", *facts, "-o", place / "libcuda.so.1", place / "cuda.c"])
     assert done.returncode == 0, done.stderr
-    return {"LD_LIBRARY_PATH": str(place), "MOQEXT_CUDA_ARCHS": "native"}
+    return {"LD_LIBRARY_PATH": str(place), "MOQEXT_CUDA_ARCHS": None}
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +391,7 @@ def test_several_gpus_get_each_architecture_once(setup_py):
 
 
 @needs_compiler
-def test_native_builds_for_the_gpu_that_is_there(sketch, tmp_path, fakes):
+def test_the_gpu_that_is_there_is_what_a_build_is_for(sketch, tmp_path, fakes):
     status, output = build(sketch, tmp_path, **(fakes | driver(tmp_path, (9, 0))))
     assert status == 0, output
     assert output.count("moqext: building for this machine alone: Chip (90a)") == 1
@@ -398,15 +399,24 @@ def test_native_builds_for_the_gpu_that_is_there(sketch, tmp_path, fakes):
 
 
 @needs_compiler
-def test_native_without_a_gpu_is_a_build_for_the_cpu(sketch, tmp_path, fakes):
-    native = fakes | driver(tmp_path, None)
-    status, output = build(sketch, tmp_path, **native)
-    assert status == 0, output
-    reason = "no GPU here that moqext runs on, MOQEXT_CUDA_ARCHS=native"
-    assert output.count(f"CPU-only build ({reason})") == 1
-    status, output = build(sketch, tmp_path, MOQEXT_CUDA="1", **native)
+def test_without_a_gpu_a_build_is_for_the_cpu_and_says_how_else(sketch, tmp_path, fakes):
+    none = fakes | driver(tmp_path, None)
+    reason = "there was no GPU that it runs on; MOQEXT_CUDA_ARCHS=all builds for every GPU"
+    for wish in ({}, {"MOQEXT_CUDA_ARCHS": "native"}):
+        status, output = build(sketch, tmp_path, **(none | wish))
+        assert status == 0, output
+        assert output.count(f"CPU-only build ({reason})") == 1
+    status, output = build(sketch, tmp_path, **(none | {"MOQEXT_CUDA": "1", "MOQEXT_CUDA_ARCHS": "native"}))
     assert status != 0
     assert reason in output
+
+
+@needs_compiler
+@pytest.mark.parametrize("wish", [{"MOQEXT_CUDA_ARCHS": "all"}, {"MOQEXT_CUDA": "1"}])
+def test_every_architecture_is_built_by_name_or_where_an_image_demands_cuda(sketch, tmp_path, fakes, wish):
+    status, output = build(sketch, tmp_path, **(fakes | driver(tmp_path, None) | wish))
+    assert status == 0, output
+    assert "CUDA (80;89;90a;100f;120f;89-virtual;" in output
 
 
 def test_variables_of_the_build_are_known_when_moqext_is_imported():
