@@ -24,16 +24,19 @@ from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
 from moqext.load_experts import ExpertLayer, load_experts
 from moqext.moe import Activation
+from moqext.places import NO_CHECKPOINT, instead_of, locate
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
-from moqext.untrusted import directory_fault, open_file, parse_object
+from moqext.untrusted import expand_home, open_file, parse_object
 
 
 class Checkpoint:
     """A directory as ModelOpt exports it: config.json and hf_quant_config.json, and safetensors files.
+
+    One file of several can be opened alone; the configuration is that beside it, and nothing is missed then.
 
     The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
     headers of the files; a tensor's bytes are read when it is asked for. Usable as a context manager, which
@@ -42,40 +45,57 @@ class Checkpoint:
     Attributes:
         name: what was opened, as given.
         directory: the directory; for a model of the Hub where its files are.
+        file: the one file that was opened, of safetensors or an index of such; None for a directory.
         headers_only: whether only headers are there.
         config: the quantization configuration, from all files that state one; None when none does. Then the
             tensors alone tell what is quantized, and a problem says so.
         files: the safetensors files in the directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, headers_only: bool = False) -> None:
-        """Opens the directory, or fetches a model of the Hugging Face Hub first.
+    file: Path | None = None
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        file: str | os.PathLike[str] | None = None,
+        headers_only: bool = False,
+    ) -> None:
+        """Opens the directory or the one file, or fetches a model of the Hugging Face Hub first.
 
         Args:
-            directory: a directory; or, where huggingface_hub is installed, `org/name` or `org/name@revision`.
+            directory: a directory, or one safetensors file or index of several; or, where huggingface_hub is
+                installed, `org/name` or `org/name@revision`. A leading `~` is the home directory.
+            file: the one to read of several in the directory, by its name in it.
             headers_only: fetches of a model of the Hub only what `layers()` and `problems` need, the JSON
                 files and the headers of the others. Values of scales are not judged then, and no tensor can
                 be read.
 
         Raises:
-            CheckpointError: there is no such directory, it cannot be read, or a safetensors file in it is
-                malformed.
+            CheckpointError: there is no such directory or file, it has a checkpoint below it or weights in
+                another form, it cannot be read, or a safetensors file in it is malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
-        self.name = os.fspath(directory)
+        self.name = os.fspath(directory if file is None else os.path.join(directory, file))
         self._stand_in: TemporaryDirectory[str] | None = None
         if (model := hub_name(directory)) is not None and is_installed():
+            only = None if file is None else os.fspath(file)
             if headers_only:
-                self._stand_in = fetch_headers(model)
-            directory = self._stand_in.name if self._stand_in else fetch(model)
-        if (fault := directory_fault(directory)) is not None:
-            raise CheckpointError(fault, file=directory or None)
-        self.directory = Path(directory)
+                self._stand_in = fetch_headers(model, only=only)
+            directory = self._stand_in.name if self._stand_in else fetch(model, only=only)
+        self.directory, self.file = locate(directory, file)
         self.headers_only = self._stand_in is not None
-        self.files = TensorFiles(self.directory, headers_only=self.headers_only)
+        self.files = TensorFiles(self.directory, single=self.file, headers_only=self.headers_only)
         documents = list(config_documents(self.directory))
         self.config: QuantConfig | None = QuantConfig(documents) if documents else None
+        if not self.has_content and (hint := instead_of(self.directory, fetched=self.headers_only)):
+            raise CheckpointError(f"{NO_CHECKPOINT}; {hint}", file=self.name)
         self._findings: dict[tuple[bool, bool], Findings] = {}
+
+    @property
+    def has_content(self) -> bool:
+        """False where there is no quantization configuration, no safetensors file and no index of such."""
+        return self.config is not None or self.files.has_weights or bool(self.files.named)
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:
@@ -161,6 +181,8 @@ class Checkpoint:
     @cached_property
     def file_problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd in the files, what is missing among them first of all."""
+        if self.file is not None:
+            return self.files.problems
         names = self.files.named.keys() | self.tensors.keys()
         return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
 
@@ -304,7 +326,7 @@ class Checkpoint:
         """
         return convert_checkpoint(
             self,
-            out,
+            expand_home(out),
             to=to,
             experts=experts,
             overwrite=overwrite,

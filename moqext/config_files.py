@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from moqext._C import ConfigError
 from moqext.errors import CheckpointError
 from moqext.hub import fetch, hub_name, is_installed
-from moqext.untrusted import RepeatedKeys, directory_fault, open_file, parse_object
+from moqext.untrusted import RepeatedKeys, directory_fault, expand_home, open_file, parse_object
 
 # File name, JSON path of the document in it, document.
 Document = tuple[str, str, Mapping[str, Any]]
@@ -36,7 +36,7 @@ def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
             raise fail(os.fspath(directory), "$", error.reason) from error
     if (fault := directory_fault(directory)) is not None:
         raise fail(os.fspath(directory) or "directory", "$", fault)
-    root = Path(directory)
+    root = Path(expand_home(directory))
     config = _load(root / "config.json") or {}
     places = [("$", config)]
     places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]

@@ -50,17 +50,20 @@ def is_installed() -> bool:
     return find_spec("huggingface_hub") is not None
 
 
-def fetch(name: HubName, *, configuration_only: bool = False) -> Path:
+def fetch(name: HubName, *, configuration_only: bool = False, only: str | None = None) -> Path:
     """The directory that the cache has the model in, with everything but weights in other forms.
 
     Args:
         name: the model.
         configuration_only: fetches what states the quantization, nothing else.
+        only: the one file of weights that is wanted; all where that is an index.
 
     Raises:
         CheckpointError: there is no such model or revision, or it cannot be fetched.
     """
     wanted = list(_CONFIGURATION) if configuration_only else None
+    if only is not None and only.endswith(".safetensors"):
+        wanted = ["*.json", only]
     with _told(name):
         hub = importlib.import_module("huggingface_hub")
         return Path(
@@ -70,8 +73,12 @@ def fetch(name: HubName, *, configuration_only: bool = False) -> Path:
         )
 
 
-def fetch_headers(name: HubName) -> "tempfile.TemporaryDirectory[str]":
+def fetch_headers(name: HubName, *, only: str | None = None) -> "tempfile.TemporaryDirectory[str]":
     """A directory with the JSON files of the model, and for each shard a file with its header alone.
+
+    Args:
+        name: the model.
+        only: the one file of weights that is wanted; all where that is an index.
 
     Raises:
         CheckpointError: as `fetch`, or a shard is not what its name says.
@@ -93,12 +100,18 @@ def fetch_headers(name: HubName) -> "tempfile.TemporaryDirectory[str]":
             else:
                 _write_header(pinned, file, files[file], target)
 
-        top = [
-            file for file in files if file in _CONFIGURATION or file.endswith((".safetensors", ".index.json"))
-        ]
+        wanted = [file for file in files if _has_headers(file, only)]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(take, top))
+            list(pool.map(take, wanted))
     return directory
+
+
+def _has_headers(file: str, only: str | None) -> bool:
+    """Whether a file tells of the model: its configuration, an index, or a header that is wanted."""
+    if file.endswith(".safetensors"):
+        return only is None or not only.endswith(".safetensors") or file == only
+    name = file.rpartition("/")[2]
+    return name in (*_CONFIGURATION, "model_index.json") or name.endswith(".index.json")
 
 
 def _is_safe(file: str) -> bool:

@@ -87,7 +87,7 @@ class TensorFiles:
     def __init__(
         self, directory: str | os.PathLike[str], *, single: Path | None = None, headers_only: bool = False
     ) -> None:
-        """Reads the index and the headers, or the header of the one file `single`.
+        """Reads the index and the headers; of `single`, a file or an index, and of what it names alone.
 
         With `headers_only` the files have nothing but headers, and asking for a tensor raises.
 
@@ -103,7 +103,7 @@ class TensorFiles:
         self._lock = Lock()
         self._open: OrderedDict[Path, Shard] | None = OrderedDict()
 
-        headers = self._read_headers() if single is None else {single: read_header(single)}
+        headers = self._read_headers() if single is None else self._read_single(single)
         self._identities = {path: header.identity for path, header in headers.items()}
         self.files = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
@@ -206,6 +206,18 @@ class TensorFiles:
             return {path: read_header(path) for path in sorted(chosen)}
         return self._read_indexed(sorted(chosen))
 
+    def _read_single(self, path: Path) -> dict[Path, Header]:
+        """The header of a file, or those of the shards of an index."""
+        if path.suffix != ".json":
+            return {path: read_header(path)}
+        return self._read_indexed(self._follow(path))
+
+    def _follow(self, index: Path) -> list[Path]:
+        """The files that an index names, those that are there."""
+        self.index = index
+        self.named = MappingProxyType(read_index(index))
+        return sorted(path for path in _distinct(self.named.values()) if os.path.lexists(path))
+
     def _read_indexed(self, shards: list[Path]) -> dict[Path, Header]:
         """The headers of the shards of an index, those that can be read."""
         headers = {}
@@ -223,9 +235,7 @@ class TensorFiles:
                 self._report("index_ignored", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
             return {self.directory / SINGLE_FILE}
         if INDEX_FILE in indexes or len(indexes) == 1:
-            self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
-            self.named = MappingProxyType(read_index(self.index))
-            return {path for path in _distinct(self.named.values()) if os.path.lexists(path)}
+            return set(self._follow(self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])))
         own = [name for name in weights if not name.startswith("consolidated")]
         return {self.directory / name for name in own or weights}
 
@@ -246,7 +256,8 @@ class TensorFiles:
                     continue
                 other = tensors.get(name)
                 if other is not None:
-                    raise CheckpointError(f"also in {other.file.name}", file=path, tensor=name)
+                    message = f"also in {other.file.name}; give one of the two files, as {path}"
+                    raise CheckpointError(message, file=path, tensor=name)
                 if self.named and owner is None:
                     self._report("unindexed_tensor", f"in {path.name}, not in the index", name)
                 if info.dtype not in _PLAIN_DTYPES and info.dtype not in _EXTENDED_DTYPES:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import open_checkpoint, plain, text
+from moqext.cli import add_checkpoint, open_checkpoint, plain, text
 from moqext.cli import problems as problem_list
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
@@ -39,9 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "problems. A directory with only the JSON files will do: then it prints what the configuration says. "
         "Exit status: 0, 1 with --strict or --fail-on and such a problem, 2 for an unreadable directory.",
     )
-    parser.add_argument(
-        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
-    )
+    add_checkpoint(parser)
     parser.add_argument("--layers", metavar="GLOB", help="list each layer whose name matches; * crosses dots")
     parser.add_argument("--problems", action="store_true", help="list every problem, not only the first ones")
     fail = parser.add_mutually_exclusive_group()
@@ -61,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    with open_checkpoint(args.directory, headers_only=not args.deep) as checkpoint:
+    with open_checkpoint(args, headers_only=not args.deep) as checkpoint:
         findings = checkpoint.findings(block_scales=True if args.deep else None)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.html is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moqext import _C
 from moqext.checkpoint import Checkpoint
-from moqext.cli import open_checkpoint, text
+from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import draw
 from moqext.cli.select import no_match
@@ -42,9 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "used as stored, or the checkpoint has a problem of severity error, 2 wrong arguments, no checkpoint "
         "that can be read, or nothing quantized in it that matches.",
     )
-    parser.add_argument(
-        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
-    )
+    add_checkpoint(parser)
     parser.add_argument(
         "--device",
         type=_device,
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
-    with open_checkpoint(args.directory) as checkpoint:
+    with open_checkpoint(args) as checkpoint:
         findings = checkpoint.findings(block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}

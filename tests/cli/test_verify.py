@@ -207,7 +207,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
         return [{"index": index, "name": name} for index, name in enumerate(devices)]
 
     monkeypatch.setattr("moqext._C.cuda_devices", listed)
-    monkeypatch.setattr("moqext.cli.verify.open_checkpoint", lambda directory: pytest.fail("it was opened"))
+    monkeypatch.setattr("moqext.cli.verify.open_checkpoint", lambda args: pytest.fail("it was opened"))
     assert main(["verify", str(tmp_path), "--device", device]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -220,7 +220,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
     [
         ("", "expected a directory, got an empty name"),
         ("nvidia/Llama-3.1-8B-Instruct-FP8", "`hf download nvidia/Llama-3.1-8B-Instruct-FP8"),
-        ("model/model.safetensors", "not a directory but a file; give the directory that it lies in, model"),
+        ("model/config.json", "not a directory but a file; give the directory that it lies in, model"),
+        ("model/model.safetensors", "model.safetensors: 0 bytes: an empty file"),
         ("cache", "no checkpoint: .*; give the snapshot below it, cache/snapshots/f00d"),
         ("pointers", "model.safetensors: a Git LFS pointer, not the file itself; run `git lfs pull`"),
         ("page", "config.json: .*an HTML page"),
@@ -231,7 +232,8 @@ def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     for directory in ("model", "cache/snapshots/f00d", "pointers", "page"):
         Path(directory).mkdir(parents=True)
-    Path("model/model.safetensors").touch()
+    for file in ("config.json", "model.safetensors"):
+        Path("model", file).touch()
     Path("pointers/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 7\n")
     Path("page/config.json").write_text("<!DOCTYPE html><html></html>")
     assert main([command, name]) == 2
