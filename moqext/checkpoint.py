@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +16,14 @@ from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
 from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
 from moqext.convert.plan import Experts
-from moqext.dequantize import dequantize_layer
+from moqext.dequantize import SCALES_OF_WEIGHT, dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.hub import fetch, fetch_headers, hub_name, is_installed
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
 from moqext.load_experts import ExpertLayer, load_experts
 from moqext.moe import Activation
+from moqext.naming import KV_ROLES, near_names, parse_tensor_name
 from moqext.places import NO_CHECKPOINT, instead_of, locate
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
@@ -145,17 +145,37 @@ class Checkpoint:
         try:
             return self._by_name[name]
         except KeyError:
+            self._refuse_lost(name)
             raise CheckpointError(self._why_not_quantized(name), file=self.directory) from None
 
     def _why_not_quantized(self, name: str) -> str:
         plain = self.tensors.get(f"{name}.weight")
         if plain is not None:
             return f"{name!r} is not quantized: its weight is stored as {plain.dtype}"
-        # Comparing takes the product of two lengths, and long names are nobody's slip of the pen.
-        known = [known for known in self._by_name if len(known) <= 256] if len(name) <= 256 else []
-        near = get_close_matches(name, known, n=3)
+        lost = [problem.message for problem in self.files.problems if problem.code == "missing_shard"]
+        if lost and not self.files.named:  # no index tells what is in it
+            return f"nothing quantized in the files that are there is named {name!r}; {lost[0]}"
+        near = near_names(name, self._by_name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"nothing quantized is named {name!r}{hint}"
+
+    def _refuse_lost(self, name: str, roles: Iterable[str] | None = None) -> None:
+        """Refuses what has a tensor, in one of the roles or any, that the index names and no file has."""
+        for module, tensors in self._lost.items():
+            if module == name or module.startswith(f"{name}."):
+                for role, tensor in tensors.items():
+                    if roles is None or role in roles:
+                        raise self.files.why_absent(tensor)
+
+    @cached_property
+    def _lost(self) -> dict[str, dict[str, str]]:
+        """Module -> role -> tensor, of those that the index names and no file has, cache scales aside."""
+        lost: dict[str, dict[str, str]] = {}
+        for tensor in self.files.absent:
+            named = parse_tensor_name(tensor)
+            if named is not None and named.role not in KV_ROLES:
+                lost.setdefault(named.module, {})[named.role] = tensor
+        return lost
 
     def _record(self, layer: str | LayerRecord | Projection) -> LayerRecord | Projection:
         return layer if isinstance(layer, (LayerRecord, Projection)) else self.layer(layer)
@@ -228,7 +248,9 @@ class Checkpoint:
                 tensors are not those of a weight in a known format, a scale is lost, or a tensor is there
                 twice with different values.
         """
-        return dequantize_layer(self, self._record(layer))
+        record = self._record(layer)
+        self._refuse_lost(record.name, ("weight", *SCALES_OF_WEIGHT))
+        return dequantize_layer(self, record)
 
     def load(
         self,
@@ -273,6 +295,8 @@ class Checkpoint:
         records = [self._record(item) for item in wanted]
         if not records:
             raise ValueError("layers: expected at least one name, got none")
+        for record in records:
+            self._refuse_lost(record.name)
         if len(records) == 1 and isinstance(first := records[0], LayerRecord) and first.kind == "moe":
             return load_experts(
                 self,

@@ -106,6 +106,21 @@ def fetch_headers(name: HubName, *, only: str | None = None) -> "tempfile.Tempor
     return directory
 
 
+def fetch_again(directory: Path, file: str | None = None, *, damaged: bool = False) -> str:
+    """The command that downloads a file of a checkpoint again, or all that is missing.
+
+    Args:
+        directory: of the checkpoint; in the library's cache it tells the model.
+        file: its name below the directory.
+        damaged: whether the file is there, and has to be replaced.
+    """
+    cached = [part.removeprefix("models--") for part in directory.parts if part.startswith("models--")]
+    words = ["hf download", cached[-1].replace("--", "/", 1) if cached else "ORG/NAME"]
+    words += [file] if file else []
+    words += [] if cached else [f"--local-dir {directory}"]
+    return f"`{' '.join(words)}{' --force-download' if damaged else ''}`"
+
+
 def _has_headers(file: str, only: str | None) -> bool:
     """Whether a file tells of the model: its configuration, an index, or a header that is wanted."""
     if file.endswith(".safetensors"):

@@ -73,7 +73,7 @@ def _member(directory: Path, file: str | os.PathLike[str]) -> Path:
 
 
 def instead_of(directory: Path, *, fetched: bool = False) -> str:
-    """What to give instead of a directory without a checkpoint, or what it has; empty where nothing tells.
+    """Tells what to give instead of a directory without a checkpoint, or what it has; else empty.
 
     Args:
         directory: that has neither a quantization configuration nor safetensors files.
@@ -125,7 +125,7 @@ def _first_file(directory: Path) -> str | None:
 
 
 def _names(directory: Path) -> list[str]:
-    """What is in a directory, sorted; nothing where it cannot be read."""
+    """Names in a directory, sorted; none where it cannot be read."""
     try:
         return sorted(os.listdir(directory))
     except OSError:

@@ -18,7 +18,7 @@ import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from types import MappingProxyType, TracebackType
@@ -28,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
+from moqext.hub import fetch_again
+from moqext.naming import near_names
 from moqext.problems import Problem, make_problem
 from moqext.shard import Shard
 from moqext.tensor_header import Header, TensorInfo, read_header
@@ -128,7 +130,7 @@ class TensorFiles:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
+            raise self.why_absent(name)
         array: NDArray[Any] = np.empty(info.shape, array_dtype(info))
         self._read(info, 0, array)
         return array
@@ -137,7 +139,7 @@ class TensorFiles:
         """The part [begin, end) of a tensor along its first axis; types and errors as `tensor`."""
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
+            raise self.why_absent(name)
         if not info.shape or not 0 <= begin <= end <= info.shape[0]:
             raise ValueError(f"rows: expected a part of {list(info.shape)}, got [{begin}, {end})")
         array: NDArray[Any] = np.empty((end - begin, *info.shape[1:]), array_dtype(info))
@@ -148,7 +150,7 @@ class TensorFiles:
         """Bytes [begin, end) of a tensor of any type; errors as `tensor`."""
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
+            raise self.why_absent(name)
         if not 0 <= begin <= end <= info.nbytes:
             raise ValueError(f"raw: expected a part of {info.nbytes} bytes, got [{begin}, {end})")
         array = np.empty(end - begin, np.uint8)
@@ -281,7 +283,7 @@ class TensorFiles:
         absent = sorted(path for path in _distinct(self.named.values()) if path not in headers)
         promised = Counter(self.named.values()) if absent else Counter()
         for path in absent:
-            told = f"tensors in it by the index: {promised[path]:,}"
+            told = f"{self._fetch_again(path)}; tensors in it by the index: {promised[path]:,}"
             if path in self._unreadable:
                 self._report("unreadable_shard", f"{path.name}: {self._unreadable[path].reason}; {told}")
             else:
@@ -314,6 +316,7 @@ class TensorFiles:
                 lost = next(number for number in range(first, first + count) if number not in found)
                 message = (
                     f"{missing} of {count} files {stem}-*-of-*.safetensors are missing, number {lost} for one"
+                    f"; {fetch_again(self.directory)} downloads them"
                 )
                 self._report("missing_shard", message)
 
@@ -322,16 +325,27 @@ class TensorFiles:
 
     # Reading
 
-    def _absent(self, name: str) -> CheckpointError:
+    @cached_property
+    def absent(self) -> Mapping[str, Path]:
+        """The tensors that the index names and no file has, with the files they should be in."""
+        return {name: path for name, path in self.named.items() if name not in self.tensors}
+
+    def why_absent(self, name: str) -> CheckpointError:
+        """The exception for a tensor that is not there: which file has it by the index, how to get that."""
         path = self.named.get(name)
         if path is None:
-            return CheckpointError("no such tensor", file=self.directory, tensor=name)
-        if path in self._unreadable:
-            reason = self._unreadable[path].reason
-            return CheckpointError(f"the index says it is in this file: {reason}", file=path, tensor=name)
+            near = near_names(name, self.tensors)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            return CheckpointError(f"no such tensor{hint}", file=self.directory, tensor=name)
         if path in self._identities:
             return CheckpointError("the index says it is in this file, it is not", file=path, tensor=name)
-        return CheckpointError("the index says it is in this file, which is missing", file=path, tensor=name)
+        reason = f": {self._unreadable[path].reason}" if path in self._unreadable else ", which is missing"
+        message = f"the index says it is in this file{reason}; {self._fetch_again(path)}"
+        return CheckpointError(message, file=path, tensor=name)
+
+    def _fetch_again(self, path: Path) -> str:
+        name = path.relative_to(self.directory).as_posix()
+        return f"{fetch_again(self.directory, name, damaged=path in self._unreadable)} downloads it again"
 
     def _read(self, info: TensorInfo, offset: int, array: NDArray[Any]) -> None:
         """Fills the array with the bytes of a tensor from `offset` on."""
