@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,6 +252,29 @@ class Checkpoint:
         self._refuse_lost(record.name, ("weight", *SCALES_OF_WEIGHT))
         return dequantize_layer(self, record)
 
+    @overload
+    def load(
+        self,
+        layers: str | LayerRecord | Iterable[str | LayerRecord],
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+    ) -> Layer: ...
+
+    @overload
+    def load(
+        self,
+        layers: str | LayerRecord | Iterable[str | LayerRecord],
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> ExpertLayer: ...
+
     def load(
         self,
         layers: str | LayerRecord | Iterable[str | LayerRecord],
@@ -266,8 +289,8 @@ class Checkpoint:
         """A linear made ready to run, several fused along their rows, or a layer of experts: `y = layer(x)`.
 
         Fused layers keep their own scales, however unequal; they need one algorithm and one input. The name
-        of a container of experts, however they are stored, gives an `ExpertLayer`:
-        `y = layer(x, topk_weights, topk_ids)`.
+        of a container of experts gives an `ExpertLayer`, as `load_experts` does; to type checkers, which do
+        not see what a name stands for, the result is a `Layer` unless an option of experts is given.
 
         Args:
             layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
@@ -295,11 +318,8 @@ class Checkpoint:
         records = [self._record(item) for item in wanted]
         if not records:
             raise ValueError("layers: expected at least one name, got none")
-        for record in records:
-            self._refuse_lost(record.name)
         if len(records) == 1 and isinstance(first := records[0], LayerRecord) and first.kind == "moe":
-            return load_experts(
-                self,
+            return self.load_experts(
                 first,
                 device=device,
                 dtype=dtype,
@@ -310,7 +330,42 @@ class Checkpoint:
             )
         if any(option is not None for option in (top_k, activation, experts)):
             raise ValueError(f"top_k, activation, experts: {records[0].name} is no container of experts")
+        for record in records:
+            self._refuse_lost(record.name)
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
+
+    def load_experts(
+        self,
+        container: str | LayerRecord,
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> ExpertLayer:
+        """A layer of experts made ready to run, however they are stored.
+
+        `y = layer(x, topk_weights, topk_ids)`; arguments and errors are those of `load`.
+
+        Raises:
+            CheckpointError: as for `load`, or the layer is no container of experts.
+        """
+        record = self._record(container)
+        if not isinstance(record, LayerRecord) or record.kind != "moe":
+            raise CheckpointError(f"{record.name} is no container of experts", file=self.directory)
+        self._refuse_lost(record.name)
+        return load_experts(
+            self,
+            record,
+            device=device,
+            dtype=dtype,
+            compute=compute,
+            top_k=top_k,
+            activation=activation,
+            experts=experts,
+        )
 
     def convert(
         self,
