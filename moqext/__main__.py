@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("moqext: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"moqext: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has seen enough (`| head`).
