@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moqext.errors import CheckpointError
+from moqext.interrupts import heard
 from moqext.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from moqext.untrusted import HUB_NAME
 
@@ -163,7 +164,8 @@ def _told(name: HubName) -> Iterator[None]:
     """Turns what the library and the network raise into an error that names the model."""
     shown = name.repo + (f"@{name.revision}" if name.revision else "")
     try:
-        yield
+        with heard():
+            yield
     except CheckpointError:
         raise
     except Exception as error:  # the library's own errors, and those of the client it uses, share no base
