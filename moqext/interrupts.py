@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STATUS = 130
-"""What a shell expects of a program that Ctrl-C ended."""
+"""Exit status that shells expect of a program ended by Ctrl-C."""
 
 
 def is_program() -> bool:

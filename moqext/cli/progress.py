@@ -28,7 +28,7 @@ class Progress:
         self._drawn = False
 
     def __call__(self, done: int, total: int, name: str, count: str = "") -> None:
-        """Tells it, if it is time to; `count` stands behind the share, as "3/70"."""
+        """Tells it, if it is time to; `count` stands before the share, as "3/70"."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = now
@@ -36,12 +36,12 @@ class Progress:
         if self._quiet or now < self._next:
             return
         seconds = now - self._begin
-        count = f", {count}" if count else ""
+        count = f"{count} · " if count else ""
         speed = f", {self._amount(int(done / max(seconds, 1e-9)))}/s" if done else ""
         left = f", {clock(seconds / done * (total - done))} left" if done else ""
         if self._terminal:
             self._next = now + DRAWN_EVERY
-            told = f" {100 * done // max(total, 1)} %{count}{speed}{left} "
+            told = f" {count}{100 * done // max(total, 1)} %{speed}{left} "
             width = shutil.get_terminal_size().columns
             bar = draw(done, total, max(10, min(40, width - len(told) - 32)))
             room = width - len(bar) - len(told) - 1
@@ -50,7 +50,7 @@ class Progress:
             self._drawn = True
         else:
             self._next = now + LINES_EVERY
-            line = f"{self._amount(done)} of {self._amount(total)}{count}{speed}{left}"
+            line = f"{count}{self._amount(done)} of {self._amount(total)}{speed}{left}"
             print(line, file=sys.stderr, flush=True)
 
     def _amount(self, count: int) -> str:
@@ -62,7 +62,7 @@ class Progress:
         """Wipes the bar, if there is one; what is printed then takes its line."""
         if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        self._drawn = False
+            self._drawn, self._next = False, 0.0
 
 
 def draw(done: int, total: int, width: int) -> str:

@@ -104,8 +104,8 @@ def _told(found: Iterator[Row], weights: Sequence[Weight], table: Table | None) 
             progress(done, total, weight.name, f"{number:,}/{len(weights):,}")
             rows.append(next(found))
             done += weight.weights
-            progress.end()
             if table is not None:
+                progress.end()
                 table.add(rows[-1])
     except KeyboardInterrupt:
         pass

@@ -100,5 +100,5 @@ def test_the_bar_says_how_long_it_takes(capsys, monkeypatch):
     progress(10_000_000, 40_000_000, "second", "2/4")
     progress.end()
     first, second = capsys.readouterr().err.split("\r\x1b[K")[1:3]
-    assert "0 %, 1/4 first" in first
-    assert "25 %, 2/4, 1 million weights/s, 0:30 left second" in second
+    assert "] 1/4 · 0 % first" in first
+    assert "] 2/4 · 25 %, 1 million weights/s, 0:30 left second" in second
