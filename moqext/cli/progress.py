@@ -46,8 +46,8 @@ class Progress:
             bar = draw(done, total, max(10, min(40, width - len(told) - 32)))
             room = width - len(bar) - len(told) - 1
             shown = text.shorten(text.printable(name), room) if room > 8 else ""
+            self._drawn = True  # before it is so: an interrupt may come between the two
             print(f"\r\x1b[K{bar}{told}{shown}", end="", file=sys.stderr, flush=True)
-            self._drawn = True
         else:
             self._next = now + LINES_EVERY
             line = f"{count}{self._amount(done)} of {self._amount(total)}{speed}{left}"
