@@ -11,9 +11,11 @@ from typing import Any, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from moqext._C import ConfigError
 from moqext.completeness import find_missing_layers, layer_count
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
+from moqext.config_files import in_directory
 from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
 from moqext.convert.plan import Experts
 from moqext.dequantize import SCALES_OF_WEIGHT, dequantize_layer
@@ -86,11 +88,17 @@ class Checkpoint:
         self.directory, self.file = locate(directory, file)
         self.headers_only = self._stand_in is not None
         self.files = TensorFiles(self.directory, single=self.file, headers_only=self.headers_only)
-        documents = list(config_documents(self.directory))
-        self.config: QuantConfig | None = QuantConfig(documents) if documents else None
+        self.config = self._read_config()
         if not self.has_content and (hint := instead_of(self.directory, fetched=self.headers_only)):
             raise CheckpointError(f"{NO_CHECKPOINT}; {hint}", file=self.name)
         self._findings: dict[tuple[bool, bool], Findings] = {}
+
+    def _read_config(self) -> QuantConfig | None:
+        try:
+            documents = list(config_documents(self.directory))
+            return QuantConfig(documents) if documents else None
+        except ConfigError as error:
+            raise in_directory(error, self.name) from None
 
     @property
     def has_content(self) -> bool:
