@@ -1,7 +1,7 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -214,7 +214,9 @@ class Checkpoint:
         names = self.files.named.keys() | self.tensors.keys()
         return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
 
-    def findings(self, *, block_scales: bool | None = None, values: bool = True) -> Findings:
+    def findings(
+        self, *, block_scales: bool | None = None, values: bool = True, progress: Progress | None = None
+    ) -> Findings:
         """Layers, cache scales and problems together.
 
         Args:
@@ -223,20 +225,34 @@ class Checkpoint:
                 are always read.
             values: whether to read scales at all; without them the headers alone are judged, and nothing of
                 the files but these is read.
+            progress: called as progress(scales read, scales in all, name of the next) where they are read.
         """
         if block_scales is None:
             block_scales = values and block_scale_bytes(self.tensors) <= BLOCK_SCALES_READ
         key = (values, values and block_scales)
         if key not in self._findings:
+            read = self.tensor if progress is None else self._told(progress)
             self._findings[key] = find_layers(
                 self.tensors,
                 self.config,
-                self.tensor if values and not self.headers_only else None,
+                read if values and not self.headers_only else None,
                 architectures=self.architectures,
                 model=self.model_config,
                 block_scales=key[1],
             )
         return self._findings[key]
+
+    def _told(self, progress: Progress) -> Callable[[str], NDArray[Any]]:
+        """Reads tensors, telling how many of the scales that was; those that are read again count once."""
+        total = sum("scale" in name.rpartition(".")[2] for name in self.tensors)
+        read: set[str] = set()
+
+        def tensor(name: str) -> NDArray[Any]:
+            progress(min(len(read), total), total, name)
+            read.add(name)
+            return self.tensor(name)
+
+        return tensor
 
     def dequantize(self, layer: str | LayerRecord | Projection) -> NDArray[np.float32]:
         """The weight of a layer, exactly what its codes and scales mean.

@@ -3,8 +3,10 @@
 import argparse
 
 from moqext.checkpoint import Checkpoint
+from moqext.cli.progress import Progress
 from moqext.errors import CheckpointError
 from moqext.places import NO_CHECKPOINT
+from moqext.records import Findings
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -29,3 +31,12 @@ def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False) -> 
     if not checkpoint.has_content:
         raise CheckpointError(NO_CHECKPOINT, file=checkpoint.name)
     return checkpoint
+
+
+def find(checkpoint: Checkpoint, *, block_scales: bool | None) -> Findings:
+    """`Checkpoint.findings`, with a bar while scales are read."""
+    progress = Progress(quiet=False, what="scales")
+    try:
+        return checkpoint.findings(block_scales=block_scales, progress=progress)
+    finally:
+        progress.end()

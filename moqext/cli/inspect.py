@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import add_checkpoint, open_checkpoint, plain, text
+from moqext.cli import add_checkpoint, find, open_checkpoint, plain, text
 from moqext.cli import problems as problem_list
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         refuse_unwritable(args.html)
     with open_checkpoint(args, headers_only=not args.deep) as checkpoint:
-        findings = checkpoint.findings(block_scales=True if args.deep else None)
+        findings = find(checkpoint, block_scales=True if args.deep else None)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.html is not None:
             write_whole(args.html, page(checkpoint, findings, problems, deep=args.deep))

@@ -56,7 +56,7 @@ class Progress:
     def _amount(self, count: int) -> str:
         if not self._what:
             return text.size(count)
-        return f"{count / 1e6:,.0f} million {self._what}"
+        return f"{count / 1e6:,.0f} million {self._what}" if count >= 1e6 else f"{count:,} {self._what}"
 
     def end(self) -> None:
         """Wipes the bar, if there is one; what is printed then takes its line."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from moqext import _C
 from moqext.checkpoint import Checkpoint
-from moqext.cli import add_checkpoint, open_checkpoint, text
+from moqext.cli import add_checkpoint, find, open_checkpoint, text
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
     with open_checkpoint(args) as checkpoint:
-        findings = checkpoint.findings(block_scales=True)
+        findings = find(checkpoint, block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
         weights = select_weights(checkpoint, args.layers, **kinds)

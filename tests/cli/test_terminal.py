@@ -102,3 +102,12 @@ def test_the_bar_says_how_long_it_takes(capsys, monkeypatch):
     first, second = capsys.readouterr().err.split("\r\x1b[K")[1:3]
     assert "] 1/4 · 0 % first" in first
     assert "] 2/4 · 25 %, 1 million weights/s, 0:30 left second" in second
+
+
+def test_inspect_shows_that_it_reads(terminal, data):
+    """184,000 tensors took eleven seconds without a sign of life."""
+    status, out = terminal("inspect", data / "checkpoints" / "qwen3moe_nvfp4", errors=True)
+    assert status == 0
+    bar, report = out.split("\r\x1b[K")[1:]
+    assert re.match(r"\[\.+\] 0 % .*_scale", bar)
+    assert "Qwen3MoeForCausalLM" in report
