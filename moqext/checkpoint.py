@@ -133,9 +133,19 @@ class Checkpoint:
         """Type, shape and place of every tensor, by name."""
         return self.files.tensors
 
-    def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor as an array of its own, read from its file now; see `TensorFiles.tensor`."""
-        return self.files.tensor(name)
+    def tensor(self, name: str, *, raw: bool = False) -> NDArray[Any]:
+        """The tensor as an array of its own, read from its file now.
+
+        Args:
+            name: in the checkpoint.
+            raw: bfloat16 as its bits in uint16 and 8-bit floats as theirs in uint8, whatever is installed.
+                Without it they have the types of ml_dtypes where that is installed, so that a program that
+                is to run elsewhere, too, asks for `raw`.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it cannot be read; see `TensorFiles.tensor`.
+        """
+        return self.files.tensor(name, raw=raw)
 
     def layers(self) -> tuple[LayerRecord, ...]:
         """One record per quantized linear or group of experts, in the order of their names."""

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
 from moqext.hub import fetch_again
+from moqext.interrupts import heard
 from moqext.naming import near_names
 from moqext.problems import Problem, make_problem
 from moqext.shard import Shard
@@ -117,11 +118,11 @@ class TensorFiles:
         """False for a directory without any safetensors file that can be read."""
         return bool(self.files)
 
-    def tensor(self, name: str) -> NDArray[Any]:
+    def tensor(self, name: str, *, raw: bool = False) -> NDArray[Any]:
         """The tensor `name` as a new array, of the shape in the file.
 
         Plain types are NumPy's. bfloat16 and the 8-bit floats are those of ml_dtypes where it is installed,
-        else their bits in uint16 and uint8.
+        else, and with `raw` everywhere, their bits in uint16 and uint8.
 
         Raises:
             CheckpointError: there is no such tensor, its file or type cannot be read, or the file is not the
@@ -131,7 +132,7 @@ class TensorFiles:
         info = self.tensors.get(name)
         if info is None:
             raise self.why_absent(name)
-        array: NDArray[Any] = np.empty(info.shape, array_dtype(info))
+        array: NDArray[Any] = np.empty(info.shape, array_dtype(info, raw=raw))
         self._read(info, 0, array)
         return array
 
@@ -409,8 +410,8 @@ def _distinct(paths: Iterable[Path]) -> set[Path]:
     return set({id(path): path for path in paths}.values())
 
 
-def array_dtype(info: TensorInfo) -> np.dtype[Any]:
-    """The NumPy type in which the tensor is shown.
+def array_dtype(info: TensorInfo, *, raw: bool = False) -> np.dtype[Any]:
+    """The NumPy type in which the tensor is shown; with `raw` never one of ml_dtypes.
 
     Raises:
         CheckpointError: there is none, because its elements are smaller than a byte or its type is not known.
@@ -418,7 +419,7 @@ def array_dtype(info: TensorInfo) -> np.dtype[Any]:
     if info.dtype in _PLAIN_DTYPES:
         return np.dtype(_PLAIN_DTYPES[info.dtype])
     if info.dtype in _EXTENDED_DTYPES:
-        return _extended_dtype(info.dtype)
+        return np.dtype(_EXTENDED_DTYPES[info.dtype][1]) if raw else _extended_dtype(info.dtype)
     known = ", ".join(sorted(_PLAIN_DTYPES | _EXTENDED_DTYPES))
     raise CheckpointError(
         f"type {info.dtype[:40]!r} cannot be shown as an array; supported are {known}",
@@ -431,7 +432,8 @@ def array_dtype(info: TensorInfo) -> np.dtype[Any]:
 def _extended_dtype(name: str) -> np.dtype[Any]:
     extended, carrier = _EXTENDED_DTYPES[name]
     try:
-        import ml_dtypes
+        with heard():
+            import ml_dtypes
     except ImportError:
         return np.dtype(carrier)
     return np.dtype(getattr(ml_dtypes, extended, carrier))
