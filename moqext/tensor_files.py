@@ -31,6 +31,7 @@ from moqext.errors import CheckpointError
 from moqext.hub import fetch_again
 from moqext.interrupts import heard
 from moqext.naming import near_names
+from moqext.places import other_forms
 from moqext.problems import Problem, make_problem
 from moqext.shard import Shard
 from moqext.tensor_header import Header, TensorInfo, read_header
@@ -280,7 +281,9 @@ class TensorFiles:
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
         if not headers and not self.named:
-            self._report("no_weights", "the directory has no safetensors files")
+            others = other_forms(self.directory)
+            message = "the directory has no safetensors files" + (f"; {others}" if others else "")
+            self._report("no_weights", message)
         absent = sorted(path for path in _distinct(self.named.values()) if path not in headers)
         promised = Counter(self.named.values()) if absent else Counter()
         for path in absent:

@@ -149,6 +149,14 @@ def test_weights_in_another_form_are_no_empty_checkpoint(tmp_path: Path, name: s
         Checkpoint(tmp_path)
 
 
+def test_weights_in_another_form_beside_a_configuration(nvfp4: Path, tmp_path: Path, capsys) -> None:
+    shutil.copy(nvfp4 / "hf_quant_config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    for command in ("inspect", "verify"):
+        main([command, str(tmp_path)])
+        assert "pytorch_model.bin: weights as torch.save writes them" in "".join(capsys.readouterr())
+
+
 def test_a_tilde_is_the_home_directory(nvfp4: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(nvfp4.parent))
     with Checkpoint(f"~/{nvfp4.name}") as ckpt:

@@ -15,6 +15,7 @@ from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
 from moqext.cli.verify_report import Report, Table
 from moqext.errors import CheckpointError
+from moqext.places import other_forms
 from moqext.problems import worst_severity
 from moqext.tensor_files import TensorInfo
 from moqext.verify import Weight, absent_layers, select_weights, verify_checkpoint
@@ -118,7 +119,8 @@ def _told(found: Iterator[Row], weights: Sequence[Weight], table: Table | None) 
 
 def _why_nothing(checkpoint: Checkpoint, pattern: str | None, plain: Sequence[TensorInfo]) -> str:
     if not checkpoint.files.has_weights:
-        return "nothing to verify: the directory has no safetensors files"
+        others = other_forms(checkpoint.directory)
+        return "nothing to verify: the directory has no safetensors files" + (f"; {others}" if others else "")
     names = [weight.name for weight in select_weights(checkpoint)]
     if pattern is not None and (names or plain):
         return no_match(pattern, dict.fromkeys(names), [info.name for info in plain])

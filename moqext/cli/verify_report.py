@@ -1,4 +1,4 @@
-"""What `python -m moqext verify` found, as text and as data: rows as they come, and the rest at the end."""
+"""The report of `python -m moqext verify`, as text and as data: rows as they come, the rest at the end."""
 
 import statistics
 import sys
