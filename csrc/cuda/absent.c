@@ -19,8 +19,7 @@
 
 #define REASON "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT
 #define REBUILD                                                                                    \
-    "rebuild it from the checkout, on the machine with the GPU and nvcc: "                         \
-    "MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=native pip install ."
+    "rebuild it where the GPU and nvcc are: MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=native pip install ."
 
 static moq_status absent(moq_err *err) {
     return moq_fail(err, MOQ_ERR_INTERNAL, "%s; %s", REASON, REBUILD);
