@@ -1,5 +1,10 @@
 """Reads NVIDIA ModelOpt checkpoints exactly and runs their FP8 and NVFP4 layers on DLPack tensors."""
 
+from moqext import interrupts
+
+if interrupts.is_program():
+    interrupts.end_on_interrupt()  # until the command runs
+
 try:
     from moqext import _C
 except ImportError as error:

@@ -7,14 +7,29 @@ import sys
 from collections.abc import Sequence
 
 import moqext
+from moqext import interrupts
 from moqext.cli import bench, compare, convert, info, inspect, text, verify
 
+DESCRIPTION = "Inspect, check, run and convert NVIDIA ModelOpt (FP8, NVFP4) checkpoints."
 COMMANDS = (inspect, verify, compare, convert, bench, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 2 for bad arguments or an unreadable checkpoint."""
-    parser = argparse.ArgumentParser(prog="moqext", description=moqext.__doc__)
+    ended = False
+    try:
+        ended = interrupts.raise_on_interrupt()
+        return _run(arguments)
+    except KeyboardInterrupt as interrupt:
+        print(f"moqext: interrupted {interrupt}".rstrip(), file=sys.stderr)
+        return interrupts.STATUS
+    finally:
+        if ended:
+            interrupts.end_on_interrupt()  # while Python ends
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog="moqext", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"moqext {moqext.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
@@ -33,9 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("moqext: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # The reader has seen enough (`| head`).
         _drop_output()

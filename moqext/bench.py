@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from moqext import _C, reference
 from moqext.algorithms import ALGORITHMS, LINEARS
 from moqext.environment import last_level_cache
+from moqext.interrupts import heard
 from moqext.linear import LinearMethod
 from moqext.method import ParamSpec
 
@@ -133,7 +134,8 @@ class Contestant(NamedTuple):
 def find_torch() -> Any:
     """The module, or None where it is not installed."""
     try:
-        return import_module("torch")
+        with heard():
+            return import_module("torch")
     except ModuleNotFoundError:
         return None
 

@@ -1,39 +1,44 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
 import os
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moqext._C import ConfigError
 from moqext.completeness import find_missing_layers, layer_count
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
+from moqext.config_files import in_directory
 from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
 from moqext.convert.plan import Experts
-from moqext.dequantize import dequantize_layer
+from moqext.dequantize import SCALES_OF_WEIGHT, dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.hub import fetch, fetch_headers, hub_name, is_installed
 from moqext.layers import find_layers
 from moqext.load import Layer, load_layers
 from moqext.load_experts import ExpertLayer, load_experts
 from moqext.moe import Activation
+from moqext.naming import KV_ROLES, near_names, parse_tensor_name
+from moqext.places import NO_CHECKPOINT, instead_of, locate
 from moqext.problems import Problem
 from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
-from moqext.untrusted import directory_fault, open_file, parse_object
+from moqext.untrusted import expand_home, open_file, parse_object
 
 
 class Checkpoint:
     """A directory as ModelOpt exports it: config.json and hf_quant_config.json, and safetensors files.
+
+    One file of several can be opened alone; the configuration is that beside it, and nothing is missed then.
 
     The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
     headers of the files; a tensor's bytes are read when it is asked for. Usable as a context manager, which
@@ -42,40 +47,63 @@ class Checkpoint:
     Attributes:
         name: what was opened, as given.
         directory: the directory; for a model of the Hub where its files are.
+        file: the one file that was opened, of safetensors or an index of such; None for a directory.
         headers_only: whether only headers are there.
         config: the quantization configuration, from all files that state one; None when none does. Then the
             tensors alone tell what is quantized, and a problem says so.
         files: the safetensors files in the directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, headers_only: bool = False) -> None:
-        """Opens the directory, or fetches a model of the Hugging Face Hub first.
+    file: Path | None = None
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        file: str | os.PathLike[str] | None = None,
+        headers_only: bool = False,
+    ) -> None:
+        """Opens the directory or the one file, or fetches a model of the Hugging Face Hub first.
 
         Args:
-            directory: a directory; or, where huggingface_hub is installed, `org/name` or `org/name@revision`.
+            directory: a directory, or one safetensors file or index of several; or, where huggingface_hub is
+                installed, `org/name` or `org/name@revision`. A leading `~` is the home directory.
+            file: the one to read of several in the directory, by its name in it.
             headers_only: fetches of a model of the Hub only what `layers()` and `problems` need, the JSON
                 files and the headers of the others. Values of scales are not judged then, and no tensor can
                 be read.
 
         Raises:
-            CheckpointError: there is no such directory, it cannot be read, or a safetensors file in it is
-                malformed.
+            CheckpointError: there is no such directory or file, it has a checkpoint below it or weights in
+                another form, it cannot be read, or a safetensors file in it is malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
-        self.name = os.fspath(directory)
+        self.name = os.fspath(directory if file is None else os.path.join(directory, file))
         self._stand_in: TemporaryDirectory[str] | None = None
         if (model := hub_name(directory)) is not None and is_installed():
+            only = None if file is None else os.fspath(file)
             if headers_only:
-                self._stand_in = fetch_headers(model)
-            directory = self._stand_in.name if self._stand_in else fetch(model)
-        if (fault := directory_fault(directory)) is not None:
-            raise CheckpointError(fault, file=directory or None)
-        self.directory = Path(directory)
+                self._stand_in = fetch_headers(model, only=only)
+            directory = self._stand_in.name if self._stand_in else fetch(model, only=only)
+        self.directory, self.file = locate(directory, file)
         self.headers_only = self._stand_in is not None
-        self.files = TensorFiles(self.directory, headers_only=self.headers_only)
-        documents = list(config_documents(self.directory))
-        self.config: QuantConfig | None = QuantConfig(documents) if documents else None
+        self.files = TensorFiles(self.directory, single=self.file, headers_only=self.headers_only)
+        self.config = self._read_config()
+        if not self.has_content and (hint := instead_of(self.directory, fetched=self.headers_only)):
+            raise CheckpointError(f"{NO_CHECKPOINT}; {hint}", file=self.name)
         self._findings: dict[tuple[bool, bool], Findings] = {}
+
+    def _read_config(self) -> QuantConfig | None:
+        try:
+            documents = list(config_documents(self.directory))
+            return QuantConfig(documents) if documents else None
+        except ConfigError as error:
+            raise in_directory(error, self.name) from None
+
+    @property
+    def has_content(self) -> bool:
+        """False where there is no quantization configuration, no safetensors file and no index of such."""
+        return self.config is not None or self.files.has_weights or bool(self.files.named)
 
     @cached_property
     def architectures(self) -> tuple[str, ...]:
@@ -105,9 +133,19 @@ class Checkpoint:
         """Type, shape and place of every tensor, by name."""
         return self.files.tensors
 
-    def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor as an array of its own, read from its file now; see `TensorFiles.tensor`."""
-        return self.files.tensor(name)
+    def tensor(self, name: str, *, raw: bool = False) -> NDArray[Any]:
+        """The tensor as an array of its own, read from its file now.
+
+        Args:
+            name: in the checkpoint.
+            raw: bfloat16 as its bits in uint16 and 8-bit floats as theirs in uint8, whatever is installed.
+                Without it they have the types of ml_dtypes where that is installed, so that a program that
+                is to run elsewhere, too, asks for `raw`.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it cannot be read; see `TensorFiles.tensor`.
+        """
+        return self.files.tensor(name, raw=raw)
 
     def layers(self) -> tuple[LayerRecord, ...]:
         """One record per quantized linear or group of experts, in the order of their names."""
@@ -125,17 +163,37 @@ class Checkpoint:
         try:
             return self._by_name[name]
         except KeyError:
+            self._refuse_lost(name)
             raise CheckpointError(self._why_not_quantized(name), file=self.directory) from None
 
     def _why_not_quantized(self, name: str) -> str:
         plain = self.tensors.get(f"{name}.weight")
         if plain is not None:
             return f"{name!r} is not quantized: its weight is stored as {plain.dtype}"
-        # Comparing takes the product of two lengths, and long names are nobody's slip of the pen.
-        known = [known for known in self._by_name if len(known) <= 256] if len(name) <= 256 else []
-        near = get_close_matches(name, known, n=3)
+        lost = [problem.message for problem in self.files.problems if problem.code == "missing_shard"]
+        if lost and not self.files.named:  # no index tells what is in it
+            return f"nothing quantized in the files that are there is named {name!r}; {lost[0]}"
+        near = near_names(name, self._by_name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         return f"nothing quantized is named {name!r}{hint}"
+
+    def _refuse_lost(self, name: str, roles: Iterable[str] | None = None) -> None:
+        """Refuses what has a tensor, in one of the roles or any, that the index names and no file has."""
+        for module, tensors in self._lost.items():
+            if module == name or module.startswith(f"{name}."):
+                for role, tensor in tensors.items():
+                    if roles is None or role in roles:
+                        raise self.files.why_absent(tensor)
+
+    @cached_property
+    def _lost(self) -> dict[str, dict[str, str]]:
+        """Module -> role -> tensor, of those that the index names and no file has, cache scales aside."""
+        lost: dict[str, dict[str, str]] = {}
+        for tensor in self.files.absent:
+            named = parse_tensor_name(tensor)
+            if named is not None and named.role not in KV_ROLES:
+                lost.setdefault(named.module, {})[named.role] = tensor
+        return lost
 
     def _record(self, layer: str | LayerRecord | Projection) -> LayerRecord | Projection:
         return layer if isinstance(layer, (LayerRecord, Projection)) else self.layer(layer)
@@ -161,10 +219,14 @@ class Checkpoint:
     @cached_property
     def file_problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd in the files, what is missing among them first of all."""
+        if self.file is not None:
+            return self.files.problems
         names = self.files.named.keys() | self.tensors.keys()
         return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
 
-    def findings(self, *, block_scales: bool | None = None, values: bool = True) -> Findings:
+    def findings(
+        self, *, block_scales: bool | None = None, values: bool = True, progress: Progress | None = None
+    ) -> Findings:
         """Layers, cache scales and problems together.
 
         Args:
@@ -173,20 +235,34 @@ class Checkpoint:
                 are always read.
             values: whether to read scales at all; without them the headers alone are judged, and nothing of
                 the files but these is read.
+            progress: called as progress(scales read, scales in all, name of the next) where they are read.
         """
         if block_scales is None:
             block_scales = values and block_scale_bytes(self.tensors) <= BLOCK_SCALES_READ
         key = (values, values and block_scales)
         if key not in self._findings:
+            read = self.tensor if progress is None else self._told(progress)
             self._findings[key] = find_layers(
                 self.tensors,
                 self.config,
-                self.tensor if values and not self.headers_only else None,
+                read if values and not self.headers_only else None,
                 architectures=self.architectures,
                 model=self.model_config,
                 block_scales=key[1],
             )
         return self._findings[key]
+
+    def _told(self, progress: Progress) -> Callable[[str], NDArray[Any]]:
+        """Reads tensors, telling how many of the scales that was; those that are read again count once."""
+        total = sum("scale" in name.rpartition(".")[2] for name in self.tensors)
+        read: set[str] = set()
+
+        def tensor(name: str) -> NDArray[Any]:
+            progress(min(len(read), total), total, name)
+            read.add(name)
+            return self.tensor(name)
+
+        return tensor
 
     def dequantize(self, layer: str | LayerRecord | Projection) -> NDArray[np.float32]:
         """The weight of a layer, exactly what its codes and scales mean.
@@ -206,7 +282,32 @@ class Checkpoint:
                 tensors are not those of a weight in a known format, a scale is lost, or a tensor is there
                 twice with different values.
         """
-        return dequantize_layer(self, self._record(layer))
+        record = self._record(layer)
+        self._refuse_lost(record.name, ("weight", *SCALES_OF_WEIGHT))
+        return dequantize_layer(self, record)
+
+    @overload
+    def load(
+        self,
+        layers: str | LayerRecord | Iterable[str | LayerRecord],
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+    ) -> Layer: ...
+
+    @overload
+    def load(
+        self,
+        layers: str | LayerRecord | Iterable[str | LayerRecord],
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> ExpertLayer: ...
 
     def load(
         self,
@@ -222,8 +323,8 @@ class Checkpoint:
         """A linear made ready to run, several fused along their rows, or a layer of experts: `y = layer(x)`.
 
         Fused layers keep their own scales, however unequal; they need one algorithm and one input. The name
-        of a container of experts, however they are stored, gives an `ExpertLayer`:
-        `y = layer(x, topk_weights, topk_ids)`.
+        of a container of experts gives an `ExpertLayer`, as `load_experts` does; to type checkers, which do
+        not see what a name stands for, the result is a `Layer` unless an option of experts is given.
 
         Args:
             layers: a name or record, or the names in the order of their rows in y ([q, k, v]).
@@ -252,8 +353,7 @@ class Checkpoint:
         if not records:
             raise ValueError("layers: expected at least one name, got none")
         if len(records) == 1 and isinstance(first := records[0], LayerRecord) and first.kind == "moe":
-            return load_experts(
-                self,
+            return self.load_experts(
                 first,
                 device=device,
                 dtype=dtype,
@@ -264,7 +364,42 @@ class Checkpoint:
             )
         if any(option is not None for option in (top_k, activation, experts)):
             raise ValueError(f"top_k, activation, experts: {records[0].name} is no container of experts")
+        for record in records:
+            self._refuse_lost(record.name)
         return load_layers(self, records, device=device, dtype=dtype, compute=compute)
+
+    def load_experts(
+        self,
+        container: str | LayerRecord,
+        *,
+        device: Device = "cpu",
+        dtype: Dtype = "bfloat16",
+        compute: Compute = "exact",
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        experts: Iterable[int] | None = None,
+    ) -> ExpertLayer:
+        """A layer of experts made ready to run, however they are stored.
+
+        `y = layer(x, topk_weights, topk_ids)`; arguments and errors are those of `load`.
+
+        Raises:
+            CheckpointError: as for `load`, or the layer is no container of experts.
+        """
+        record = self._record(container)
+        if not isinstance(record, LayerRecord) or record.kind != "moe":
+            raise CheckpointError(f"{record.name} is no container of experts", file=self.directory)
+        self._refuse_lost(record.name)
+        return load_experts(
+            self,
+            record,
+            device=device,
+            dtype=dtype,
+            compute=compute,
+            top_k=top_k,
+            activation=activation,
+            experts=experts,
+        )
 
     def convert(
         self,
@@ -304,7 +439,7 @@ class Checkpoint:
         """
         return convert_checkpoint(
             self,
-            out,
+            expand_home(out),
             to=to,
             experts=experts,
             overwrite=overwrite,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from moqext import _C
-from moqext.config_files import documents, fail
+from moqext.config_files import documents, fail, with_reader
 
 __all__ = ["Conflict", "LayerQuant", "Producer", "QuantConfig", "detect"]
 
@@ -113,7 +113,10 @@ class QuantConfig:
 
         Use `from_dict` or `from_pretrained`.
         """
-        self._native = _C.config_parse(documents)
+        try:
+            self._native = _C.config_parse(documents)
+        except _C.ConfigError as error:
+            raise with_reader(error, documents) from None
         fields = self._native.fields()
         self.quant_algo = fields["quant_algo"]
         self.kv_cache_quant_algo = fields["kv_cache_quant_algo"]
@@ -292,7 +295,7 @@ def _restore(
     return config
 
 
-def detect(mapping: Mapping[str, Any]) -> Family | None:
+def detect(mapping: Mapping[str, Any] | None) -> Family | None:
     """Returns the name of the engine method a configuration asks for, or None.
 
     "modelopt" for FP8 in every scaling, "modelopt_fp4" for every algorithm with "FP4" in its name,
@@ -301,5 +304,16 @@ def detect(mapping: Mapping[str, Any]) -> Family | None:
     quant_library. A model in native FP8 of which ModelOpt requantized the experts (quant_method "fp8") is not
     claimed: its engine method is another. vLLM and SGLang differ in claiming FP8_PER_CHANNEL_PER_TOKEN and
     the block formats only where quant_method happens to be exactly "modelopt".
+
+    A model without any configuration, None, is not claimed. Raises TypeError for what is no mapping, such as
+    the name of a directory.
     """
+    if mapping is None:
+        return None
+    if not isinstance(mapping, Mapping):
+        instead = "; QuantConfig.from_pretrained and Checkpoint take directories"
+        raise TypeError(
+            f"mapping: expected a parsed configuration, got {type(mapping)}"
+            + (instead if isinstance(mapping, (str, os.PathLike)) else "")
+        )
     return _C.config_detect(mapping)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from moqext._C import ConfigError
 from moqext.errors import CheckpointError
 from moqext.hub import fetch, hub_name, is_installed
-from moqext.untrusted import RepeatedKeys, directory_fault, open_file, parse_object
+from moqext.untrusted import RepeatedKeys, directory_fault, expand_home, open_file, parse_object
 
 # File name, JSON path of the document in it, document.
 Document = tuple[str, str, Mapping[str, Any]]
@@ -20,6 +20,22 @@ Document = tuple[str, str, Mapping[str, Any]]
 _NESTED_MODELS = ("text_config", "llm_config")
 # Every exporter writes the first, those before 0.27 the second beside it, for mixed precision.
 _OWN_FILES = ("hf_quant_config.json", "quant_cfg.json")
+# What reads the checkpoints of other quantizers, by their quant_method.
+_OTHER_QUANTIZERS = {
+    "compressed-tensors": "llm-compressor wrote it; vLLM, SGLang, and Transformers with "
+    "compressed-tensors read it",
+    "fp8": "FP8 in blocks as its maker stores it; vLLM, SGLang and Transformers read it",
+    "fbgemm_fp8": "vLLM, and Transformers with fbgemm-gpu, read it",
+    "mxfp4": "MXFP4 as gpt-oss has it; vLLM, SGLang and Transformers read it",
+    "gptq": "vLLM, SGLang, and Transformers with gptqmodel read it",
+    "awq": "vLLM, SGLang, and Transformers with gptqmodel read it",
+    "bitsandbytes": "vLLM, and Transformers with bitsandbytes, read it",
+    "torchao": "vLLM, and Transformers with torchao, read it",
+    "quark": "AMD Quark wrote it; vLLM, SGLang, and Transformers with amd-quark read it",
+    "auto-round": "vLLM, SGLang, and Transformers with auto-round read it",
+    "hqq": "Transformers with hqq reads it",
+    "gguf": "llama.cpp, vLLM and Transformers read it",
+}
 _FILE_LIMIT = 64 << 20  # bytes; the largest known file, of 22,422 layers, has 3 MB
 
 
@@ -36,7 +52,7 @@ def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
             raise fail(os.fspath(directory), "$", error.reason) from error
     if (fault := directory_fault(directory)) is not None:
         raise fail(os.fspath(directory) or "directory", "$", fault)
-    root = Path(directory)
+    root = Path(expand_home(directory))
     config = _load(root / "config.json") or {}
     places = [("$", config)]
     places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]
@@ -60,6 +76,30 @@ def fail(file: str, path: str, message: str) -> ConfigError:
     error = ConfigError(f"{file}: {path}: {message}")
     error.path = path
     return error
+
+
+def with_reader(error: ConfigError, found: Iterable[Document]) -> ConfigError:
+    """The exception with what reads the checkpoint, where another quantizer wrote it and that is known."""
+    if not error.path.endswith("quant_method"):
+        return error
+    for _, _, document in found:
+        inner = document.get("quantization_config")
+        method = (inner if isinstance(inner, Mapping) else document).get("quant_method")
+        reader = _OTHER_QUANTIZERS.get(method) if isinstance(method, str) else None
+        if reader is not None:
+            return _again(error, f"{error}; {reader}")
+    return error
+
+
+def in_directory(error: ConfigError, directory: str) -> ConfigError:
+    """The exception with the directory at the beginning of its message."""
+    return error if str(error).startswith(directory) else _again(error, f"{directory}: {error}")
+
+
+def _again(error: ConfigError, message: str) -> ConfigError:
+    again = ConfigError(message)
+    again.path = error.path
+    return again
 
 
 def _load(path: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moqext.errors import CheckpointError
+from moqext.interrupts import heard
 from moqext.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from moqext.untrusted import HUB_NAME
 
@@ -50,17 +51,20 @@ def is_installed() -> bool:
     return find_spec("huggingface_hub") is not None
 
 
-def fetch(name: HubName, *, configuration_only: bool = False) -> Path:
+def fetch(name: HubName, *, configuration_only: bool = False, only: str | None = None) -> Path:
     """The directory that the cache has the model in, with everything but weights in other forms.
 
     Args:
         name: the model.
         configuration_only: fetches what states the quantization, nothing else.
+        only: the one file of weights that is wanted; all where that is an index.
 
     Raises:
         CheckpointError: there is no such model or revision, or it cannot be fetched.
     """
     wanted = list(_CONFIGURATION) if configuration_only else None
+    if only is not None and only.endswith(".safetensors"):
+        wanted = ["*.json", only]
     with _told(name):
         hub = importlib.import_module("huggingface_hub")
         return Path(
@@ -70,8 +74,12 @@ def fetch(name: HubName, *, configuration_only: bool = False) -> Path:
         )
 
 
-def fetch_headers(name: HubName) -> "tempfile.TemporaryDirectory[str]":
+def fetch_headers(name: HubName, *, only: str | None = None) -> "tempfile.TemporaryDirectory[str]":
     """A directory with the JSON files of the model, and for each shard a file with its header alone.
+
+    Args:
+        name: the model.
+        only: the one file of weights that is wanted; all where that is an index.
 
     Raises:
         CheckpointError: as `fetch`, or a shard is not what its name says.
@@ -93,12 +101,33 @@ def fetch_headers(name: HubName) -> "tempfile.TemporaryDirectory[str]":
             else:
                 _write_header(pinned, file, files[file], target)
 
-        top = [
-            file for file in files if file in _CONFIGURATION or file.endswith((".safetensors", ".index.json"))
-        ]
+        wanted = [file for file in files if _has_headers(file, only)]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(take, top))
+            list(pool.map(take, wanted))
     return directory
+
+
+def fetch_again(directory: Path, file: str | None = None, *, damaged: bool = False) -> str:
+    """The command that downloads a file of a checkpoint again, or all that is missing.
+
+    Args:
+        directory: of the checkpoint; in the library's cache it tells the model.
+        file: its name below the directory.
+        damaged: whether the file is there, and has to be replaced.
+    """
+    cached = [part.removeprefix("models--") for part in directory.parts if part.startswith("models--")]
+    words = ["hf download", cached[-1].replace("--", "/", 1) if cached else "ORG/NAME"]
+    words += [file] if file else []
+    words += [] if cached else [f"--local-dir {directory}"]
+    return f"`{' '.join(words)}{' --force-download' if damaged else ''}`"
+
+
+def _has_headers(file: str, only: str | None) -> bool:
+    """Whether a file tells of the model: its configuration, an index, or a header that is wanted."""
+    if file.endswith(".safetensors"):
+        return only is None or not only.endswith(".safetensors") or file == only
+    name = file.rpartition("/")[2]
+    return name in (*_CONFIGURATION, "model_index.json") or name.endswith(".index.json")
 
 
 def _is_safe(file: str) -> bool:
@@ -135,7 +164,8 @@ def _told(name: HubName) -> Iterator[None]:
     """Turns what the library and the network raise into an error that names the model."""
     shown = name.repo + (f"@{name.revision}" if name.revision else "")
     try:
-        yield
+        with heard():
+            yield
     except CheckpointError:
         raise
     except Exception as error:  # the library's own errors, and those of the client it uses, share no base

@@ -21,7 +21,9 @@ Prefixes, fused names and the names of expert containers and projections are tho
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import lru_cache
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from moqext import _C
@@ -83,6 +85,8 @@ _EMBEDDING = re.compile(r"\w*embeddings?|embed(?:_tokens\w*|_in|_positions)?|wte
 _ROUTERS = ("gate", "router")
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
 _WORD = re.compile(r"\w+")
+_COMPARED_LENGTH, _COMPARED_KINDS, _COMPARED_ALIKE = 256, 5000, 500
+"""Letters of a name, kinds of names, and names of one kind that a misspelt name is compared with."""
 _ATTENTION_CHILD = re.compile(r"(?P<attention>.+)\.(?:q_proj|k_proj|v_proj|qkv_proj|kv_b_proj)")
 
 
@@ -174,6 +178,27 @@ def is_vision(module: str) -> bool:
 def name_pattern(module: str) -> str:
     """The name with every numeric part replaced by `*`: modules of one kind in different layers share it."""
     return ".".join("*" if is_number(part) else part for part in module.split("."))
+
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the known names that are spelled much like this one, the nearest first.
+
+    Kinds of names are compared before names: a checkpoint has a hundred thousand of these.
+    """
+    if len(name) > _COMPARED_LENGTH:  # the time is the product of two lengths
+        return []
+    kinds: dict[str, list[str]] = {}
+    for each in known:
+        if len(each) <= _COMPARED_LENGTH:
+            kinds.setdefault(name_pattern(each), []).append(each)
+    numbers = [part for part in name.split(".") if is_number(part)]
+    candidates: list[str] = []
+    for kind in get_close_matches(name_pattern(name), list(islice(kinds, _COMPARED_KINDS)), n=3, cutoff=0.8):
+        own = iter(numbers)
+        filled = ".".join(next(own, "0") if part == "*" else part for part in kind.split("."))
+        alike = kinds[kind]
+        candidates += [filled] if filled in alike else alike[:_COMPARED_ALIKE]
+    return get_close_matches(name, candidates, n=3)
 
 
 def number_order(name: str) -> str:

@@ -66,6 +66,8 @@ def decode_scales(dtype: str, array: NDArray[np.generic]) -> Float32:
         return np.asarray(_TABLES[dtype][array.view(np.uint8)])
     if dtype == "BF16":
         return np.asarray((array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32))
+    if array.dtype == np.float32:
+        return np.asarray(array, np.float32)
     with np.errstate(over="ignore"):  # of float64: infinite then, and a problem
         return array.astype(np.float32)
 
@@ -101,6 +103,7 @@ class Scales:
         self._tensors = tensors
         self._read = read
         self._block_scales = block_scales
+        self._single: dict[str, Float32] = {}  # read by several finders, and most of all scales
 
     @property
     def are_read(self) -> bool:
@@ -111,12 +114,17 @@ class Scales:
         """The values of a scale, None when it is absent, not to be read, or of a type that no scale has."""
         if self._read is None or name is None:
             return None
+        if (known := self._single.get(name)) is not None:
+            return known
         info = self._tensors[name]
         if not self._block_scales and prod(info.shape) > FEW:
             return None
         if info.dtype not in _TABLES and info.dtype not in FLOATS:
             return None
-        return decode_scales(info.dtype, self._read(name))
+        values = decode_scales(info.dtype, self._read(name))
+        if values.size == 1:
+            self._single[name] = values
+        return values
 
     def are_equal(self, one: str, other: str) -> bool | None:
         """Whether two tensors hold the same numbers, whatever their types; None when nothing may be read."""

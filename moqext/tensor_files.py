@@ -18,7 +18,7 @@ import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from types import MappingProxyType, TracebackType
@@ -28,6 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.errors import CheckpointError
+from moqext.hub import fetch_again
+from moqext.interrupts import heard
+from moqext.naming import near_names
+from moqext.places import other_forms
 from moqext.problems import Problem, make_problem
 from moqext.shard import Shard
 from moqext.tensor_header import Header, TensorInfo, read_header
@@ -87,7 +91,7 @@ class TensorFiles:
     def __init__(
         self, directory: str | os.PathLike[str], *, single: Path | None = None, headers_only: bool = False
     ) -> None:
-        """Reads the index and the headers, or the header of the one file `single`.
+        """Reads the index and the headers; of `single`, a file or an index, and of what it names alone.
 
         With `headers_only` the files have nothing but headers, and asking for a tensor raises.
 
@@ -103,7 +107,7 @@ class TensorFiles:
         self._lock = Lock()
         self._open: OrderedDict[Path, Shard] | None = OrderedDict()
 
-        headers = self._read_headers() if single is None else {single: read_header(single)}
+        headers = self._read_headers() if single is None else self._read_single(single)
         self._identities = {path: header.identity for path, header in headers.items()}
         self.files = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
@@ -115,11 +119,11 @@ class TensorFiles:
         """False for a directory without any safetensors file that can be read."""
         return bool(self.files)
 
-    def tensor(self, name: str) -> NDArray[Any]:
+    def tensor(self, name: str, *, raw: bool = False) -> NDArray[Any]:
         """The tensor `name` as a new array, of the shape in the file.
 
         Plain types are NumPy's. bfloat16 and the 8-bit floats are those of ml_dtypes where it is installed,
-        else their bits in uint16 and uint8.
+        else, and with `raw` everywhere, their bits in uint16 and uint8.
 
         Raises:
             CheckpointError: there is no such tensor, its file or type cannot be read, or the file is not the
@@ -128,8 +132,8 @@ class TensorFiles:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
-        array: NDArray[Any] = np.empty(info.shape, array_dtype(info))
+            raise self.why_absent(name)
+        array: NDArray[Any] = np.empty(info.shape, array_dtype(info, raw=raw))
         self._read(info, 0, array)
         return array
 
@@ -137,7 +141,7 @@ class TensorFiles:
         """The part [begin, end) of a tensor along its first axis; types and errors as `tensor`."""
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
+            raise self.why_absent(name)
         if not info.shape or not 0 <= begin <= end <= info.shape[0]:
             raise ValueError(f"rows: expected a part of {list(info.shape)}, got [{begin}, {end})")
         array: NDArray[Any] = np.empty((end - begin, *info.shape[1:]), array_dtype(info))
@@ -148,7 +152,7 @@ class TensorFiles:
         """Bytes [begin, end) of a tensor of any type; errors as `tensor`."""
         info = self.tensors.get(name)
         if info is None:
-            raise self._absent(name)
+            raise self.why_absent(name)
         if not 0 <= begin <= end <= info.nbytes:
             raise ValueError(f"raw: expected a part of {info.nbytes} bytes, got [{begin}, {end})")
         array = np.empty(end - begin, np.uint8)
@@ -206,6 +210,18 @@ class TensorFiles:
             return {path: read_header(path) for path in sorted(chosen)}
         return self._read_indexed(sorted(chosen))
 
+    def _read_single(self, path: Path) -> dict[Path, Header]:
+        """The header of a file, or those of the shards of an index."""
+        if path.suffix != ".json":
+            return {path: read_header(path)}
+        return self._read_indexed(self._follow(path))
+
+    def _follow(self, index: Path) -> list[Path]:
+        """The files that an index names, those that are there."""
+        self.index = index
+        self.named = MappingProxyType(read_index(index))
+        return sorted(path for path in _distinct(self.named.values()) if os.path.lexists(path))
+
     def _read_indexed(self, shards: list[Path]) -> dict[Path, Header]:
         """The headers of the shards of an index, those that can be read."""
         headers = {}
@@ -223,9 +239,7 @@ class TensorFiles:
                 self._report("index_ignored", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
             return {self.directory / SINGLE_FILE}
         if INDEX_FILE in indexes or len(indexes) == 1:
-            self.index = self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])
-            self.named = MappingProxyType(read_index(self.index))
-            return {path for path in _distinct(self.named.values()) if os.path.lexists(path)}
+            return set(self._follow(self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])))
         own = [name for name in weights if not name.startswith("consolidated")]
         return {self.directory / name for name in own or weights}
 
@@ -246,7 +260,8 @@ class TensorFiles:
                     continue
                 other = tensors.get(name)
                 if other is not None:
-                    raise CheckpointError(f"also in {other.file.name}", file=path, tensor=name)
+                    message = f"also in {other.file.name}; give one of the two files, as {path}"
+                    raise CheckpointError(message, file=path, tensor=name)
                 if self.named and owner is None:
                     self._report("unindexed_tensor", f"in {path.name}, not in the index", name)
                 if info.dtype not in _PLAIN_DTYPES and info.dtype not in _EXTENDED_DTYPES:
@@ -266,11 +281,13 @@ class TensorFiles:
     def _report_missing(self, headers: dict[Path, Header]) -> None:
         """Shards, and tensors in them, that the index promises."""
         if not headers and not self.named:
-            self._report("no_weights", "the directory has no safetensors files")
+            others = other_forms(self.directory)
+            message = "the directory has no safetensors files" + (f"; {others}" if others else "")
+            self._report("no_weights", message)
         absent = sorted(path for path in _distinct(self.named.values()) if path not in headers)
         promised = Counter(self.named.values()) if absent else Counter()
         for path in absent:
-            told = f"tensors in it by the index: {promised[path]:,}"
+            told = f"{self._fetch_again(path)}; tensors in it by the index: {promised[path]:,}"
             if path in self._unreadable:
                 self._report("unreadable_shard", f"{path.name}: {self._unreadable[path].reason}; {told}")
             else:
@@ -303,6 +320,7 @@ class TensorFiles:
                 lost = next(number for number in range(first, first + count) if number not in found)
                 message = (
                     f"{missing} of {count} files {stem}-*-of-*.safetensors are missing, number {lost} for one"
+                    f"; {fetch_again(self.directory)} downloads them"
                 )
                 self._report("missing_shard", message)
 
@@ -311,16 +329,27 @@ class TensorFiles:
 
     # Reading
 
-    def _absent(self, name: str) -> CheckpointError:
+    @cached_property
+    def absent(self) -> Mapping[str, Path]:
+        """The tensors that the index names and no file has, with the files they should be in."""
+        return {name: path for name, path in self.named.items() if name not in self.tensors}
+
+    def why_absent(self, name: str) -> CheckpointError:
+        """The exception for a tensor that is not there: which file has it by the index, how to get that."""
         path = self.named.get(name)
         if path is None:
-            return CheckpointError("no such tensor", file=self.directory, tensor=name)
-        if path in self._unreadable:
-            reason = self._unreadable[path].reason
-            return CheckpointError(f"the index says it is in this file: {reason}", file=path, tensor=name)
+            near = near_names(name, self.tensors)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            return CheckpointError(f"no such tensor{hint}", file=self.directory, tensor=name)
         if path in self._identities:
             return CheckpointError("the index says it is in this file, it is not", file=path, tensor=name)
-        return CheckpointError("the index says it is in this file, which is missing", file=path, tensor=name)
+        reason = f": {self._unreadable[path].reason}" if path in self._unreadable else ", which is missing"
+        message = f"the index says it is in this file{reason}; {self._fetch_again(path)}"
+        return CheckpointError(message, file=path, tensor=name)
+
+    def _fetch_again(self, path: Path) -> str:
+        name = path.relative_to(self.directory).as_posix()
+        return f"{fetch_again(self.directory, name, damaged=path in self._unreadable)} downloads it again"
 
     def _read(self, info: TensorInfo, offset: int, array: NDArray[Any]) -> None:
         """Fills the array with the bytes of a tensor from `offset` on."""
@@ -384,8 +413,8 @@ def _distinct(paths: Iterable[Path]) -> set[Path]:
     return set({id(path): path for path in paths}.values())
 
 
-def array_dtype(info: TensorInfo) -> np.dtype[Any]:
-    """The NumPy type in which the tensor is shown.
+def array_dtype(info: TensorInfo, *, raw: bool = False) -> np.dtype[Any]:
+    """The NumPy type in which the tensor is shown; with `raw` never one of ml_dtypes.
 
     Raises:
         CheckpointError: there is none, because its elements are smaller than a byte or its type is not known.
@@ -393,7 +422,7 @@ def array_dtype(info: TensorInfo) -> np.dtype[Any]:
     if info.dtype in _PLAIN_DTYPES:
         return np.dtype(_PLAIN_DTYPES[info.dtype])
     if info.dtype in _EXTENDED_DTYPES:
-        return _extended_dtype(info.dtype)
+        return np.dtype(_EXTENDED_DTYPES[info.dtype][1]) if raw else _extended_dtype(info.dtype)
     known = ", ".join(sorted(_PLAIN_DTYPES | _EXTENDED_DTYPES))
     raise CheckpointError(
         f"type {info.dtype[:40]!r} cannot be shown as an array; supported are {known}",
@@ -406,7 +435,8 @@ def array_dtype(info: TensorInfo) -> np.dtype[Any]:
 def _extended_dtype(name: str) -> np.dtype[Any]:
     extended, carrier = _EXTENDED_DTYPES[name]
     try:
-        import ml_dtypes
+        with heard():
+            import ml_dtypes
     except ImportError:
         return np.dtype(carrier)
     return np.dtype(getattr(ml_dtypes, extended, carrier))

@@ -30,6 +30,18 @@ _FOREIGN = (
     (b"<html", "an HTML page, not the file itself, as a failed download leaves; download it again"),
     (b"<?xml", "an XML page, not the file itself, as a failed download leaves; download it again"),
 )
+# Files of weights that are not safetensors, by the ends of their names, and what reads them.
+_OTHER_FORMS = (
+    ((".gguf",), "GGUF, which llama.cpp and Ollama read; moqext reads safetensors"),
+    (
+        (".bin", ".pt", ".pth", ".ckpt"),
+        "weights as torch.save writes them, which PyTorch reads; save_pretrained of Transformers writes them "
+        "as safetensors, which moqext reads",
+    ),
+    ((".onnx",), "ONNX, which ONNX Runtime reads; moqext reads safetensors"),
+    ((".engine", ".plan"), "an engine of TensorRT; moqext reads the safetensors that it was built from"),
+    ((".h5", ".msgpack"), "weights of TensorFlow or Flax; moqext reads safetensors"),
+)
 _ZIP = b"PK\x03\x04"
 
 # Names that the Hugging Face Hub allows: an owner and a model; behind @ a branch, tag or commit.
@@ -74,13 +86,15 @@ def open_file(file: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 def directory_fault(directory: str | os.PathLike[str]) -> str | None:
     """Why no checkpoint can be opened there and what to give instead; None for a directory."""
-    path = Path(directory)
+    path = Path(expand_home(directory))
     name = os.fspath(directory)
     if not name:
         return "expected a directory, got an empty name"
     if os.path.isdir(path):
         return None
     if os.path.exists(path):
+        if (form := other_form(path.name)) is not None:
+            return f"not a directory of safetensors files; {form}"
         return f"not a directory but a file; give the directory that it lies in, {path.parent}"
     hub = HUB_NAME.fullmatch(name)
     if hub and not os.path.exists(name.split("/")[0]):
@@ -89,9 +103,18 @@ def directory_fault(directory: str | os.PathLike[str]) -> str | None:
             f"{hub['repo']} --local-dir DIR` (or huggingface-cli download), then give DIR; or "
             "`pip install huggingface_hub`, with which the name does"
         )
-    if name.startswith("~"):
-        return "no such directory; ~ is not expanded here"
-    return "no such directory"
+    return "no such file" if name.endswith(".safetensors") else "no such directory"
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """The path with a leading `~` or `~user` replaced, unless something here has that very name."""
+    name = os.fspath(path)
+    return name if not name.startswith("~") or os.path.lexists(name) else os.path.expanduser(name)
+
+
+def other_form(name: str) -> str | None:
+    """What a file of weights in another form is and what reads it, by its name; None for other files."""
+    return next((form for endings, form in _OTHER_FORMS if name.lower().endswith(endings)), None)
 
 
 def foreign_content(head: bytes) -> str | None:

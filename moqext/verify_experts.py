@@ -7,7 +7,7 @@ that every expert has some, and once so that few have nearly all, and outputs ar
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -158,6 +158,7 @@ def _misread(
     checkpoint: Checkpoint, record: LayerRecord, read: Sequence[tuple[ExpertPart, ExpertStacks]]
 ) -> str:
     """Which weight of the stacks is not the checkpoint's; empty for none."""
+    members = _by_expert(record)
     for part, stacks in read:
         method = part.method
         there = _filled(stacks)
@@ -166,7 +167,7 @@ def _misread(
             w13 = expert_params(there, "w13", place, halves, method.interleaved)
             (w2,) = expert_params(there, "w2", place, 1, False)
             mine = dict(zip(("gate", "up") if method.gated else ("up",), w13, strict=True)) | {"down": w2}
-            for role, name, stored in _stored_weights(checkpoint, record, number):
+            for role, name, stored in _stored_weights(checkpoint, record, members.get(number, ()), number):
                 values = _values(mine[role], method.quant_algo, method.group_size)
                 differing = int(np.count_nonzero(~np.equal(values, stored)))
                 if differing:
@@ -185,15 +186,23 @@ def _values(params: Mapping[str, Any], algo: str, group_size: int | None) -> NDA
     return values * params["pre_quant_scale"] if "pre_quant_scale" in params else values
 
 
-def _stored_weights(
-    checkpoint: Checkpoint, record: LayerRecord, number: int
-) -> Iterator[tuple[str, str, NDArray[np.float32]]]:
-    """Role, name and weight [out, in] of each projection of an expert, as the checkpoint has it."""
+def _by_expert(record: LayerRecord) -> dict[int, list[LayerRecord]]:
+    """The linears of each expert, of those stored one by one."""
+    members: dict[int, list[LayerRecord]] = {}
     for member in record.members:
         expert = parse_expert_name(member.name)
-        if expert is not None and expert.expert == number:
-            weight = matrix_of(checkpoint, member)
-            yield role_of(member), member.name, weight.rows(0, weight.shape[0])
+        if expert is not None:
+            members.setdefault(expert.expert, []).append(member)
+    return members
+
+
+def _stored_weights(
+    checkpoint: Checkpoint, record: LayerRecord, members: Iterable[LayerRecord], number: int
+) -> Iterator[tuple[str, str, NDArray[np.float32]]]:
+    """Role, name and weight [out, in] of each projection of an expert, as the checkpoint has it."""
+    for member in members:
+        weight = matrix_of(checkpoint, member)
+        yield role_of(member), member.name, weight.rows(0, weight.shape[0])
     for projection in record.projections:
         yield from _stored_halves(checkpoint, projection, number)
 

@@ -280,6 +280,19 @@ class TestParts:
         assert not ckpt.files.has_weights
         assert "no_weights" in [problem.code for problem in ckpt.problems]
 
+    def test_every_scale_is_read_once_and_told(self, data: Path) -> None:
+        """Those of gate and up were read again to compare them, a third of all."""
+        with Checkpoint(data / "checkpoints" / "qwen3moe_nvfp4") as ckpt:
+            told: list[tuple[int, int, str]] = []
+            ckpt.findings(block_scales=True, progress=lambda *about: told.append(about))
+            names = [name for _, _, name in told]
+            singles = [name for name in names if not ckpt.tensors[name].shape]
+            assert sorted(singles) == sorted(
+                name for name, info in ckpt.tensors.items() if not info.shape and "scale" in name
+            )
+            assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+            assert told[-1][0] < told[-1][1] == len([name for name in ckpt.tensors if "scale" in name])
+
     @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
     def test_every_manifest_as_a_directory(self, manifest: Path, tmp_path: Path) -> None:
         """Names, types and shapes of real exports, filled with ones: every layer found can be dequantized."""

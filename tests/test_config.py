@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -632,6 +633,23 @@ def test_detect_by_algorithm(spelling, name):
 )
 def test_detect_claims_nothing_else(mapping):
     assert detect(mapping) is None
+
+
+@pytest.mark.parametrize("given", ["DIR", Path("DIR")])
+def test_detect_of_a_directory_says_what_takes_one(given):
+    """It was None, as of a model that is not ModelOpt's."""
+    with pytest.raises(TypeError, match=r"QuantConfig\.from_pretrained and Checkpoint take directories"):
+        detect(given)
+
+
+@pytest.mark.parametrize("given", [3, ["quant_method"], b"{}"])
+def test_detect_of_no_mapping_is_a_type_error(given):
+    with pytest.raises(TypeError, match="mapping: expected a parsed configuration"):
+        detect(given)
+
+
+def test_detect_of_a_model_without_a_configuration():
+    assert detect(None) is None
 
 
 def test_representations():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moqext import ConfigError, QuantConfig
+from moqext import Checkpoint, ConfigError, QuantConfig
 from moqext.config import Conflict
 
 MODELOPT = {"name": "modelopt", "version": "0.46.0"}
@@ -198,3 +198,25 @@ def test_a_directory_without_configuration(tmp_path):
     write(tmp_path, "config.json", {"architectures": ["LlamaForCausalLM"], "quantization_config": None})
     with pytest.raises(ConfigError, match=r"there is no hf_quant_config\.json"):
         QuantConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, reader",
+    [
+        ("compressed-tensors", "Transformers with compressed-tensors read it"),
+        ("gptq", "Transformers with gptqmodel read it"),
+        ("fp8", "vLLM, SGLang and Transformers read it"),
+        ("nobody-knows", "expected modelopt, modelopt_fp4, modelopt_mxfp8 or modelopt_mixed"),
+    ],
+)
+def test_another_quantizer_is_named_with_what_reads_it_and_where_it_is(tmp_path, method, reader):
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        Checkpoint(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: config.json: $.quantization_config.quant_method: ")
+    assert str(caught.value).endswith(reader)
+    assert caught.value.path == "$.quantization_config.quant_method"
+    with pytest.raises(ConfigError) as caught:
+        QuantConfig.from_dict(config)
+    assert str(caught.value).endswith(reader)

@@ -468,3 +468,12 @@ def test_what_it_says_of_itself() -> None:
     assert repr(layer).startswith("<ExpertLayer model.layers.0.block_sparse_moe.experts: MoEMethod('FP8', 4")
     assert moqext.ExpertLayer is ExpertLayer
     assert json.dumps(layer.names)
+
+
+def test_load_experts_takes_containers_only() -> None:
+    with Checkpoint(DATA / "checkpoints" / "qwen3moe_nvfp4") as checkpoint:
+        layer = checkpoint.load_experts("model.layers.0.mlp.experts")
+        assert isinstance(layer, ExpertLayer)
+        assert layer.num_experts == checkpoint.load("model.layers.0.mlp.experts", top_k=2).num_experts
+        with pytest.raises(CheckpointError, match=r"q_proj is no container of experts"):
+            checkpoint.load_experts("model.layers.0.self_attn.q_proj")

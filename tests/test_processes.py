@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -131,11 +132,17 @@ def heeded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeded")
-@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
-def test_an_interrupted_verify_leaves_nothing(data: Path, tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options, kept",
+    [([], b"\nresult: interrupted after "), (["--json"], b'"interrupted": "after ')],
+    ids=["table", "json"],
+)
+def test_an_interrupted_verify_leaves_its_rows_and_no_file(
+    data: Path, tmp_path: Path, options: list[str], kept: bytes
+) -> None:
     directory = data / "checkpoints" / "llama_nvfp4_kvfp8"
     before = files_below(directory)
-    command = [sys.executable, "-m", "moqext", "verify", str(directory), "--tokens", "2000", *options]
+    command = [sys.executable, "-m", "moqext", "verify", str(directory), "--tokens", "20000", *options]
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
         command,
@@ -146,15 +153,15 @@ def test_an_interrupted_verify_leaves_nothing(data: Path, tmp_path: Path, option
         start_new_session=True,
     )
     os.close(theirs)
-    shown = read_until(terminal, b"] 1/", process)
+    shown = read_until(terminal, b"] 2/", process)  # the first is done
     assert process.poll() is None, "it was over before it could be interrupted"
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    shown += read_until(terminal, b"interrupted\r\n", process)
+    shown += read_until(terminal, b"layers\r\n", process)
     os.close(terminal)
     assert process.returncode == 130
-    assert output == b""
-    assert shown.endswith(b"\r\x1b[Kmoqext: interrupted\r\n")  # the bar is gone
+    assert kept in output
+    assert re.search(rb"\r\x1b\[Kmoqext: interrupted after \d of 7 layers\r\n$", shown)  # the bar is gone
     assert b"Traceback" not in shown
     assert files_below(tmp_path) == {}
     assert files_below(directory) == before

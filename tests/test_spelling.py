@@ -1,5 +1,6 @@
 """dtype and device as objects of frameworks, and what of moqext shows under tab."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,32 @@ def test_a_layer_is_typed_as_x_and_options_as_literals(tmp_path):
     assert 'program.py:5: error: Argument "compute"' in done.stdout
     assert 'program.py:6: error: Argument "dtype"' in done.stdout
     assert "program.py:3" not in done.stdout
+
+
+def test_the_first_programs_of_the_pages_are_right_to_a_type_checker(tmp_path):
+    """Every call of a loaded layer was an error, since it might have been experts."""
+    pytest.importorskip("mypy")
+    home = Path(moqext.__file__).parent.parent
+    page = (home / "docs" / "start.md").read_text()
+    (first,) = [snippet for snippet in re.findall(r"```python\n(.*?)```", page, re.S) if "ckpt = " in snippet]
+    program = tmp_path / "program.py"
+    program.write_text(
+        first
+        + "layer = ckpt.load('model.layers.0.mlp.up_proj')\n"
+        + "reveal_type(layer(x))\n"
+        + "print(layer.in_features, ckpt.load(ckpt.layers()[0]).out_features)\n"
+        + "some = ckpt.load('model.layers.0.mlp.experts', top_k=2)\n"
+        + "reveal_type(some)\n"
+        + "experts = ckpt.load_experts('model.layers.0.mlp.experts')\n"
+        + "reveal_type(experts(x, x, x))\n"
+        + "print(experts.hidden_size)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--cache-dir", str(tmp_path)]
+    done = subprocess.run([*command, str(program)], cwd=home, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert [name.partition("[")[0] for name in revealed] == [
+        "numpy.ndarray",
+        "moqext.load_experts.ExpertLayer",
+        "numpy.ndarray",
+    ]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from moqext import CheckpointError, Problem, shard
+from moqext import Checkpoint, CheckpointError, Problem, shard
 from moqext import tensor_files as module
 from moqext.tensor_files import FILES_KEPT, TensorFiles
 
@@ -101,6 +101,17 @@ class TestGenuine:
     @pytest.mark.usefixtures("without_ml_dtypes")
     def test_equal_in_carriers_without_ml_dtypes(self, directory: Path) -> None:
         self.compare(directory, self.CARRIERS)
+
+    @pytest.mark.parametrize("directory", GENUINE, ids=lambda path: path.name)
+    def test_raw_types_are_the_same_whatever_is_installed(
+        self, directory: Path, request: pytest.FixtureRequest
+    ) -> None:
+        with Checkpoint(directory) as ckpt:
+            there = {name: ckpt.tensor(name, raw=True) for name in ckpt.tensors}
+            request.getfixturevalue("without_ml_dtypes")
+            for name, array in there.items():
+                assert array.dtype == ckpt.tensor(name).dtype == self.CARRIERS[ckpt.tensors[name].dtype]
+                assert array.tobytes() == ckpt.tensor(name).tobytes()
 
 
 class TestTensor:

@@ -74,7 +74,10 @@ def test_a_long_header_that_begins_like_an_archive_is_a_header(tmp_path):
         ("https://huggingface.co/nvidia/Qwen3-8B-FP4/", "`hf download nvidia/Qwen3-8B-FP4 --local-dir DIR`"),
         ("absent", "no such directory"),
         ("here/absent", "no such directory"),
-        ("~/absent", "no such directory; ~ is not expanded here"),
+        ("~/absent", "no such directory"),
+        ("here/absent.safetensors", "no such file"),
+        ("here/model.GGUF", "GGUF, which llama.cpp and Ollama read"),
+        ("here/pytorch_model.bin", "weights as torch.save writes them, which PyTorch reads"),
         ("here/file", "not a directory but a file; give the directory that it lies in, here"),
         ("x" * 5000, "no such directory"),
         ("zero\0byte", "no such directory"),
@@ -83,7 +86,8 @@ def test_a_long_header_that_begins_like_an_archive_is_a_header(tmp_path):
 def test_what_is_no_directory_says_what_to_give(tmp_path, monkeypatch, name, says):
     monkeypatch.setattr("moqext.hub.find_spec", lambda name: None)  # huggingface_hub is not installed
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "file").touch()
+    for file in ("file", "model.GGUF", "pytorch_model.bin"):
+        (tmp_path / "here" / file).touch()
     monkeypatch.chdir(tmp_path)
     fault = directory_fault(name)
     assert fault is not None

@@ -22,7 +22,7 @@ typedef struct {
     int32_t sm_count;
     int32_t chip;               /* its row in the table of chips (cuda/choice/chip.h), 0 for none */
     bool assumed;               /* named by the caller; nobody looked whether it is there */
-    char missing[160];          /* why no CUDA kernel can run on it; empty if one can */
+    char missing[256];          /* why no CUDA kernel can run on it; empty if one can */
     char cublaslt_missing[160]; /* why cuBLASLt cannot be used; empty if it can */
 } moq_target;
 

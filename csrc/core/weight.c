@@ -28,8 +28,11 @@ static moq_status find_algo(const char *name, const moq_algo_facts **facts, moq_
     *facts = moq_algo_facts_of(algo);
     if ((*facts)->has_linear)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s",
-                    (*facts)->name, moq_algo_list(has_linear, list, sizeof list));
+    const char *reads = (*facts)->codes == MOQ_STORED_NONE
+                            ? ""
+                            : "; `dequantize` and `moqext convert --to bf16` do read it";
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s%s",
+                    (*facts)->name, moq_algo_list(has_linear, list, sizeof list), reads);
 }
 
 /* The layout of the stored weight of an algorithm that has a linear. */

@@ -18,9 +18,11 @@
 #include <stdio.h>
 
 #define REASON "moqext was built without CUDA: " MOQ_CUDA_WHY_NOT
+#define REBUILD                                                                                    \
+    "rebuild it where the GPU and nvcc are: MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=native pip install ."
 
 static moq_status absent(moq_err *err) {
-    return moq_fail(err, MOQ_ERR_INTERNAL, REASON);
+    return moq_fail(err, MOQ_ERR_INTERNAL, "%s; %s", REASON, REBUILD);
 }
 
 bool moq_cuda_built(void) {

@@ -1,28 +1,42 @@
 """The subcommands of `python -m moqext`."""
 
-from pathlib import Path
+import argparse
 
 from moqext.checkpoint import Checkpoint
+from moqext.cli.progress import Progress
 from moqext.errors import CheckpointError
+from moqext.places import NO_CHECKPOINT
+from moqext.records import Findings
 
 
-def open_checkpoint(directory: str, *, headers_only: bool = False) -> Checkpoint:
-    """The checkpoint in a directory that is one, or of a model of the Hub.
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that name a checkpoint; `open_checkpoint` takes them."""
+    parser.add_argument(
+        "directory",
+        help="a ModelOpt checkpoint, one .safetensors file, or org/name[@revision] on the Hugging Face Hub",
+    )
+    parser.add_argument("--file", metavar="NAME", help="the file to read, of several in the directory")
 
-    With `headers_only` no more than headers is fetched of the latter.
+
+def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False) -> Checkpoint:
+    """The checkpoint that the arguments name.
+
+    With `headers_only` no more than headers is fetched of a model of the Hub.
 
     Raises:
         CheckpointError: it has no file of a checkpoint, or one that cannot be read.
         ConfigError: its quantization configuration cannot be understood.
     """
-    checkpoint = Checkpoint(directory, headers_only=headers_only)
-    if checkpoint.config is None and not checkpoint.files.has_weights:
-        message = "no checkpoint: neither a quantization configuration nor safetensors files"
-        raise CheckpointError(message + _snapshots(checkpoint.directory), file=checkpoint.directory)
+    checkpoint = Checkpoint(args.directory, file=args.file, headers_only=headers_only)
+    if not checkpoint.has_content:
+        raise CheckpointError(NO_CHECKPOINT, file=checkpoint.name)
     return checkpoint
 
 
-def _snapshots(directory: Path) -> str:
-    """Where the files are if the directory is one of a download cache, which has them in `snapshots`."""
-    below = sorted(directory.glob("snapshots/*/"))
-    return f"; give the snapshot below it, {below[-1]}" if below else ""
+def find(checkpoint: Checkpoint, *, block_scales: bool | None) -> Findings:
+    """`Checkpoint.findings`, with a bar while scales are read."""
+    progress = Progress(quiet=False, what="scales")
+    try:
+        return checkpoint.findings(block_scales=block_scales, progress=progress)
+    finally:
+        progress.end()

@@ -7,12 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from moqext import bench
 from moqext.bench_plot import roofline
 from moqext.cli import text
+from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.environment import environment
 
 SCHEMA = 1
@@ -23,6 +23,9 @@ MAX_SIZE = 1 << 20
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 """Projections of a model of 8 billion weights."""
+
+BELIEVED = 1.25
+"""Largest share of the floor that is taken for an error of measurement."""
 
 _HEAD = ("algorithm", "kernel", "time", "GB/s", "of floor", "torch")
 
@@ -55,7 +58,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--seed", type=_seed, help="of the data; a fresh one is drawn and printed")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline as SVG")
+    parser.add_argument("--plot", type=output_path, metavar="FILE", help="write a roofline as SVG")
     parser.set_defaults(run=run)
 
 
@@ -65,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         bench.check(args.shapes, args.algos)
         if args.plot:
-            args.plot.touch()  # a name that cannot be written to is refused now, not after minutes
-    except (ValueError, OSError) as error:
+            refuse_unwritable(args.plot)
+    except ValueError as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     table = Table(quiet=args.json)
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     about = environment()
     rows = [row.as_dict() for row in result.rows]
     if args.plot:
-        args.plot.write_text(roofline(rows, title(about, result.facts)), encoding="utf-8")
+        write_whole(args.plot, roofline(rows, title(about, result.facts)))
     if args.json:
         print(
             json.dumps(
@@ -92,7 +95,20 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         print(f"\n{title(about, result.facts)}; {limits(result.facts)}; seed {seed}")
+    if warning := doubt(result.rows):
+        print(f"moqext: warning: {warning}", file=sys.stderr)
     return 0
+
+
+def doubt(rows: Sequence[bench.Row]) -> str:
+    """Why floors are not to be trusted, where calls took far less than these; empty where none did."""
+    most = max((row.floor_seconds / row.seconds for row in rows), default=0.0)
+    if most <= BELIEVED:
+        return ""
+    return (
+        f"calls took less than their floor ({most:.0%} of it): the machine was busy while its limits were "
+        "measured, or the weights fit its cache (--rotate); measure again on an idle machine"
+    )
 
 
 def title(about: dict[str, Any], facts: dict[str, Any]) -> str:

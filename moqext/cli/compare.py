@@ -10,6 +10,7 @@ from typing import Any
 
 from moqext.cli import text
 from moqext.cli.progress import Progress
+from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.compare import Comparison, Difference, by_format, compare, open_side
 from moqext.compare_plot import error_plot
 from moqext.errors import CheckpointError
@@ -46,7 +47,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     if args.plot:
-        args.plot.touch()  # a name that cannot be written to is refused now, not after minutes
+        refuse_unwritable(args.plot)
     progress = Progress(quiet=args.quiet or args.json, what="weights")
     with open_side(args.first) as first, open_side(args.second) as second:
         try:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     good = good and all(row.relative_error <= limit for row in result.layers)
     if args.plot and result.layers:
         title = f"{Path(args.first).name} against {Path(args.second).name}"
-        args.plot.write_text(error_plot(result.layers, title), encoding="utf-8")
+        write_whole(args.plot, error_plot(result.layers, title))
     if args.json:
         about = {"schema": SCHEMA, "first": args.first, "second": args.second, "good": good}
         print(json.dumps(about | as_data(result), allow_nan=False))
@@ -146,7 +147,7 @@ def _error(value: str) -> float:
 
 
 def _svg(value: str) -> Path:
-    path = Path(value)
+    path = output_path(value)
     if path.suffix != ".svg":
         raise argparse.ArgumentTypeError(f"expected a file name that ends in .svg, got {value!r}")
     return path

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import get_args
 
-from moqext.cli import open_checkpoint, text
+from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.progress import Progress
 from moqext.convert import MAX_SHARD_SIZE, TARGETS, Conversion
 from moqext.convert.plan import Experts
@@ -41,9 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
         "written; nothing is left there then.",
     )
-    parser.add_argument(
-        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
-    )
+    add_checkpoint(parser)
     parser.add_argument("out", help="directory to write to")
     parser.add_argument(
         "--to",
@@ -70,7 +68,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     progress = Progress(quiet=args.quiet)
-    with open_checkpoint(args.directory) as checkpoint:
+    with open_checkpoint(args) as checkpoint:
         try:
             result = checkpoint.convert(
                 args.out,

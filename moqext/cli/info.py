@@ -50,7 +50,7 @@ def collect() -> dict[str, Any]:
         "threads": _C.num_threads(),
         "openmp": openmp,
         "openmp_reason": openmp_reason,
-        "cpu_kernels": [name for name in _C.kernels() if name.startswith("cpu:")],
+        "cpu_kernels": usable_kernels("cpu"),
         "cuda_kernels": [name for name in _C.kernels() if name.startswith("cuda:")],
         "cuda_built": build["cuda"],
         "cublaslt": cublaslt,
@@ -59,17 +59,19 @@ def collect() -> dict[str, Any]:
         "cuda_archs": [arch for arch in build["cuda_archs"].split(";") if arch],
         "cuda_runtime": runtime,
         "cuda_driver": driver,
-        "cuda_devices": [device | {"kernels": usable_kernels(device["index"])} for device in devices],
+        "cuda_devices": [
+            device | {"kernels": usable_kernels(f"cuda:{device['index']}")} for device in devices
+        ],
         "cuda_reason": reason,
     }
 
 
-def usable_kernels(index: int) -> list[str]:
-    """Kernels that can run some linear on cuda:`index`, in the order of the table."""
+def usable_kernels(device: str) -> list[str]:
+    """Kernels that can run some linear on a device, in the order of the table."""
     usable: set[str] = set()
     for algo, compute in LAYERS:
         try:
-            plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", f"cuda:{index}", compute)
+            plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", device, compute)
         except UnsupportedQuantization:
             continue
         usable.update(name for name, reason in plan.explain() if reason is None)

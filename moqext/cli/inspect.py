@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from moqext.checkpoint import Checkpoint
-from moqext.cli import open_checkpoint, plain, text
+from moqext.cli import add_checkpoint, find, open_checkpoint, plain, text
 from moqext.cli import problems as problem_list
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
+from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.decision import ask
 from moqext.expert_form import has_method
 from moqext.linear import LinearMethod
@@ -39,33 +39,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "problems. A directory with only the JSON files will do: then it prints what the configuration says. "
         "Exit status: 0, 1 with --strict or --fail-on and such a problem, 2 for an unreadable directory.",
     )
-    parser.add_argument(
-        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
-    )
+    add_checkpoint(parser)
     parser.add_argument("--layers", metavar="GLOB", help="list each layer whose name matches; * crosses dots")
     parser.add_argument("--problems", action="store_true", help="list every problem, not only the first ones")
     fail = parser.add_mutually_exclusive_group()
     fail.add_argument("--strict", action="store_true", help="exit with 1 on any problem, notes included")
     fail.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 on a problem at least so severe")
     parser.add_argument("--deep", action="store_true", help="check all block scales, however large")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page for a browser")
+    parser.add_argument("--html", type=output_path, metavar="FILE", help="also write a page for a browser")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
-    try:
-        if args.html is not None:
-            args.html.touch()  # a name that cannot be written to is refused before anything is read
-    except OSError as error:
-        print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
-        return 2
-    with open_checkpoint(args.directory, headers_only=not args.deep) as checkpoint:
-        findings = checkpoint.findings(block_scales=True if args.deep else None)
+    if args.html is not None:
+        refuse_unwritable(args.html)
+    with open_checkpoint(args, headers_only=not args.deep) as checkpoint:
+        findings = find(checkpoint, block_scales=True if args.deep else None)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.html is not None:
-            args.html.write_text(page(checkpoint, findings, problems, deep=args.deep), encoding="utf-8")
+            write_whole(args.html, page(checkpoint, findings, problems, deep=args.deep))
         if args.json:
             json.dump(as_data(checkpoint, findings, problems, args.layers), sys.stdout, indent=1)
             print()

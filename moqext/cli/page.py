@@ -50,7 +50,11 @@ def page(checkpoint: Checkpoint, findings: Findings, problems: Sequence[Problem]
         problems: all of them.
         deep: whether to read all block scales, however large.
     """
-    name = checkpoint.name if checkpoint.headers_only else checkpoint.directory.resolve().name
+    name = (
+        checkpoint.name
+        if checkpoint.headers_only
+        else (checkpoint.file or checkpoint.directory).resolve().name
+    )
     style, script = ((ASSETS / file).read_text(encoding="utf-8") for file in ("page.css", "page.js"))
     body = [
         _head(checkpoint, name),

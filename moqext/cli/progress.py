@@ -25,9 +25,10 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._begin: float | None = None
         self._next = 0.0
+        self._drawn = False
 
-    def __call__(self, done: int, total: int, name: str) -> None:
-        """Tells it, if it is time to."""
+    def __call__(self, done: int, total: int, name: str, count: str = "") -> None:
+        """Tells it, if it is time to; `count` stands before the share, as "3/70"."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = now
@@ -35,30 +36,33 @@ class Progress:
         if self._quiet or now < self._next:
             return
         seconds = now - self._begin
-        left = seconds / max(done, 1) * (total - done)
-        rate = f"{self._amount(int(done / max(seconds, 1e-9)))}/s"
+        count = f"{count} · " if count else ""
+        speed = f", {self._amount(int(done / max(seconds, 1e-9)))}/s" if done else ""
+        left = f", {clock(seconds / done * (total - done))} left" if done else ""
         if self._terminal:
             self._next = now + DRAWN_EVERY
-            told = f" {100 * done // max(total, 1)} %, {rate}, {clock(left)} left "
+            told = f" {count}{100 * done // max(total, 1)} %{speed}{left} "
             width = shutil.get_terminal_size().columns
             bar = draw(done, total, max(10, min(40, width - len(told) - 32)))
             room = width - len(bar) - len(told) - 1
             shown = text.shorten(text.printable(name), room) if room > 8 else ""
+            self._drawn = True  # before it is so: an interrupt may come between the two
             print(f"\r\x1b[K{bar}{told}{shown}", end="", file=sys.stderr, flush=True)
         else:
             self._next = now + LINES_EVERY
-            line = f"{self._amount(done)} of {self._amount(total)}, {rate}, {clock(left)} left"
+            line = f"{count}{self._amount(done)} of {self._amount(total)}{speed}{left}"
             print(line, file=sys.stderr, flush=True)
 
     def _amount(self, count: int) -> str:
         if not self._what:
             return text.size(count)
-        return f"{count / 1e6:,.0f} million {self._what}"
+        return f"{count / 1e6:,.0f} million {self._what}" if count >= 1e6 else f"{count:,} {self._what}"
 
     def end(self) -> None:
-        """Wipes the bar."""
-        if self._terminal and not self._quiet:
+        """Wipes the bar, if there is one; what is printed then takes its line."""
+        if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._drawn, self._next = False, 0.0
 
 
 def draw(done: int, total: int, width: int) -> str:

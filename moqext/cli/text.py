@@ -117,6 +117,46 @@ def wrap(line: str, columns: int | None, indent: int = 0) -> list[str]:
     )
 
 
+class Layout(NamedTuple):
+    """How rows of a table are set, so that they may be printed before the last is known.
+
+    Attributes:
+        align: "<" or ">" for each column.
+        widths: of the columns.
+        columns: the width to stay within; None for any.
+        indent: spaces before each line.
+        folded: whether every name has a line of its own, and the other cells follow below.
+    """
+
+    align: str
+    widths: tuple[int, ...]
+    columns: int | None
+    indent: int
+    folded: bool
+
+    def lines(self, row: Sequence[str]) -> list[str]:
+        """The lines of one row; see `table`."""
+        name, *cells = (printable(cell) for cell in row)
+        if self.folded and self.columns is not None:
+            return _folded((name, *cells), self.align, self.widths, self.columns, self.indent)
+        lines = []
+        if len(name) > self.widths[0]:
+            lines, name = wrap(name, self.columns, self.indent), ""
+        return [*lines, _aligned([name, *cells], self.align, self.widths, self.indent)]
+
+
+def layout(rows: Sequence[Sequence[str]], align: str, columns: int | None, *, indent: int = 2) -> Layout:
+    """How rows of such cells, or of shorter ones, are set; arguments as of `table`."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
+    folded = False
+    if columns is not None:
+        free = columns - indent - sum(widths[1:]) - 2 * (len(widths) - 1)
+        folded = 2 * sum(len(row[0]) <= free for row in rows) < len(rows)
+        widths[0] = widths[0] if folded else min(widths[0], free)
+    return Layout(align, tuple(widths), columns, indent, folded)
+
+
 def table(
     rows: Sequence[Sequence[str]], align: str, columns: int | None, *, indent: int = 2
 ) -> list[list[str]]:
@@ -132,22 +172,8 @@ def table(
         columns: the width to stay within; None for any.
         indent: spaces before each line.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    if columns is not None:
-        free = columns - indent - sum(widths[1:]) - 2 * (len(widths) - 1)
-        fitting = sum(len(row[0]) <= free for row in rows)
-        if 2 * fitting < len(rows):
-            return [_folded(row, align, widths, columns, indent) for row in rows]
-        widths[0] = min(widths[0], free)
-    result = []
-    for row in rows:
-        name, *cells = row
-        lines = []
-        if len(name) > widths[0]:
-            lines, name = wrap(name, columns, indent), ""
-        result.append([*lines, _aligned([name, *cells], align, widths, indent)])
-    return result
+    set_so = layout(rows, align, columns, indent=indent)
+    return [set_so.lines(row) for row in rows]
 
 
 def _folded(row: Sequence[str], align: str, widths: Sequence[int], columns: int, indent: int) -> list[str]:

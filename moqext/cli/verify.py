@@ -4,21 +4,21 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moqext import _C
 from moqext.checkpoint import Checkpoint
-from moqext.cli import open_checkpoint, text
+from moqext.cli import add_checkpoint, find, open_checkpoint, text
 from moqext.cli.plain import plain_tensors
-from moqext.cli.progress import draw
+from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
-from moqext.cli.verify_report import Report
+from moqext.cli.verify_report import Report, Table
 from moqext.errors import CheckpointError
+from moqext.places import other_forms
 from moqext.problems import worst_severity
 from moqext.tensor_files import TensorInfo
-from moqext.verify import absent_layers, select_weights, verify_checkpoint
+from moqext.verify import Weight, absent_layers, select_weights, verify_checkpoint
 from moqext.verify_row import LIMITS, Row
 
 MAX_TOKENS = 1_000_000
@@ -42,9 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "used as stored, or the checkpoint has a problem of severity error, 2 wrong arguments, no checkpoint "
         "that can be read, or nothing quantized in it that matches.",
     )
-    parser.add_argument(
-        "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"
-    )
+    add_checkpoint(parser)
     parser.add_argument(
         "--device",
         type=_device,
@@ -74,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
-    with open_checkpoint(args.directory) as checkpoint:
-        findings = checkpoint.findings(block_scales=True)
+    with open_checkpoint(args) as checkpoint:
+        findings = find(checkpoint, block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
         weights = select_weights(checkpoint, args.layers, **kinds)
@@ -84,19 +82,45 @@ def run(args: argparse.Namespace) -> int:
         misnamed = args.layers is not None and not missing
         if not weights and (misnamed or worst_severity(problems) != "error"):
             raise CheckpointError(_why_nothing(checkpoint, args.layers, rest), file=checkpoint.directory)
-        rows = list(_with_progress(verify_checkpoint(checkpoint, weights, seed, **options), len(weights)))
-        report = Report(rows, problems, rest, missing)
+        table = None if args.json else Table(weights, device, args.dtype, text.width())
+        rows = _told(verify_checkpoint(checkpoint, weights, seed, **options), weights, table)
+        report = Report(rows, problems, rest, missing, len(weights))
     if args.json:
         about_run = {"schema": SCHEMA, "directory": args.directory, "seed": seed, **options}
         print(json.dumps(about_run | report.as_data(), allow_nan=False))
-    else:
+    elif rows or report.complete:
         text.show(report.as_text(device + about, seed, args.dtype, text.width()))
+    if not report.complete:
+        raise KeyboardInterrupt(report.progress)
     return 0 if report.good else 1
+
+
+def _told(found: Iterator[Row], weights: Sequence[Weight], table: Table | None) -> list[Row]:
+    """The rows, each told when it is there; those before an interrupt, where there is one."""
+    progress = Progress(quiet=False, what="weights")
+    total, done = sum(weight.weights for weight in weights), 0
+    rows: list[Row] = []
+    try:
+        for number, weight in enumerate(weights, 1):
+            progress(done, total, weight.name, f"{number:,}/{len(weights):,}")
+            rows.append(next(found))
+            done += weight.weights
+            if table is not None:
+                progress.end()
+                table.add(rows[-1])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        progress.end()
+    if table is not None:
+        table.flush()
+    return rows
 
 
 def _why_nothing(checkpoint: Checkpoint, pattern: str | None, plain: Sequence[TensorInfo]) -> str:
     if not checkpoint.files.has_weights:
-        return "nothing to verify: the directory has no safetensors files"
+        others = other_forms(checkpoint.directory)
+        return "nothing to verify: the directory has no safetensors files" + (f"; {others}" if others else "")
     names = [weight.name for weight in select_weights(checkpoint)]
     if pattern is not None and (names or plain):
         return no_match(pattern, dict.fromkeys(names), [info.name for info in plain])
@@ -148,19 +172,3 @@ def _choose_device(wanted: str) -> tuple[str, str]:
         there = ", ".join(f"cuda:{device['index']}" for device in devices) or "none"
         raise RuntimeError(_NO_DEVICE.format(wanted, f"there {'are' if len(devices) > 1 else 'is'} {there}"))
     return f"cuda:{index}", f" ({devices[index]['name']})"
-
-
-def _with_progress(rows: Iterable[Row], total: int) -> Iterator[Row]:
-    """Passes the rows on and draws a bar on stderr where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from rows
-        return
-    try:
-        for done, row in enumerate(rows, 1):
-            width = max(10, min(40, shutil.get_terminal_size().columns - 50))
-            bar = draw(done, total, width)
-            name = text.shorten(text.printable(row.layer), 30)
-            print(f"\r\x1b[K{bar} {done}/{total} {name}", end="", file=sys.stderr, flush=True)
-            yield row
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

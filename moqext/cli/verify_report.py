@@ -1,17 +1,20 @@
-"""What `python -m moqext verify` found, as text and as data."""
+"""The report of `python -m moqext verify`, as text and as data: rows as they come, the rest at the end."""
 
 import statistics
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any
 
+from moqext import _C
 from moqext.cli import plain, text
 from moqext.cli import problems as problem_list
 from moqext.problems import Problem, Severity
 from moqext.tensor_files import TensorInfo
+from moqext.verify import Weight
 from moqext.verify_row import LIMITS, Row
 
 WORST = 10
@@ -20,6 +23,52 @@ WORST = 10
 _HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "max error", "time")
 _SHOWN = {"ok": "ok", "read": "read only", "failed": "failed", "error": "refused"}
 _BAD = ("failed", "error")
+
+
+class Table:
+    """Prints a line per layer, and per container of experts that share algorithm and kernel, as they come."""
+
+    def __init__(self, weights: Sequence[Weight], device: str, dtype: str, columns: int | None) -> None:
+        """Prepares columns that all weights fit; nothing is printed before the first row."""
+        kernels = [name for name in _C.kernels() if name.startswith(device.partition(":")[0])]
+        widest = max((*kernels, *_SHOWN.values()), key=len)
+        groups: dict[str, list[Weight]] = defaultdict(list)
+        for weight in weights:
+            groups[weight.group or weight.name].append(weight)
+        cells = [_HEAD]
+        for name, alike in groups.items():
+            named = _counted(name, len(alike)) if len(alike) > 1 else alike[0].name
+            algo = max((weight.record.quant_algo for weight in alike), key=len)
+            shapes = _extents(weight.record.shape for weight in alike)
+            cells.append((named, algo, shapes, widest, "0.00e+00 !", "0.00e+00", "00.0 ms"))
+        self._layout = text.layout(cells, "<<<<>>>", columns, indent=0)
+        meaning = f"(errors: outputs against those of an independent float64 reference, rounded to {dtype})"
+        self._heading = [*self._layout.lines(_HEAD), *text.wrap(meaning, columns)]
+        self._pending: list[Row] = []
+        self._begun = False
+
+    def add(self, row: Row) -> None:
+        """Prints the row, or keeps it until all of its container are there."""
+        if self._pending and (row.group is None or row.group != self._pending[-1].group):
+            self.flush()
+        self._pending.append(row)
+        if row.group is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Prints the lines of the rows that were kept."""
+        if self._pending and not self._begun:
+            text.show(self._heading)
+            self._begun = True
+        groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+        for row in self._pending:
+            groups[row.group or row.layer, row.quant_algo, row.kernel or row.status].append(row)
+        self._pending = []
+        for (name, _, _), rows in groups.items():
+            bad = any(row.status in _BAD for row in rows)
+            lines = self._layout.lines(_cells(name, rows))
+            text.show(text.Line(line, "error" if bad else None) for line in lines)
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -31,12 +80,14 @@ class Report:
         problems: All of the checkpoint.
         rest: The tensors that are not quantized.
         missing: Quantized layers that the index names and that are in no file.
+        total: How many rows a whole run has.
     """
 
     rows: Sequence[Row]
     problems: Sequence[Problem]
     rest: Sequence[TensorInfo]
     missing: Sequence[str]
+    total: int
 
     @cached_property
     def errors(self) -> list[Problem]:
@@ -45,14 +96,27 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.errors and not any(row.status in _BAD for row in self.rows)
+        """Whether nothing is wrong, and nothing was left out."""
+        return self.complete and not self.errors and not any(row.status in _BAD for row in self.rows)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return len(self.rows) == self.total
+
+    @property
+    def progress(self) -> str:
+        """How far it came, as "after 3 of 70 layers"; empty where it did not begin."""
+        if not self.rows:
+            return ""
+        return f"after {len(self.rows):,} of {text.plural(self.total, 'layer')}"
 
     # JSON
 
     def as_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
+        interrupted = {} if self.complete else {"interrupted": self.progress}
+        return interrupted | {
             "good": self.good,
             "totals": self.totals(),
             "rows": [row.as_dict() for row in self.rows],
@@ -74,10 +138,9 @@ class Report:
     # Text
 
     def as_text(self, device: str, seed: int, dtype: str, columns: int | None) -> list[str | text.Line]:
-        """The report as lines of text."""
+        """The report as lines of text, but for the table of the rows."""
         names = [row.layer for row in self.rows]
         parts = [
-            self._table(columns),
             self._worst(columns),
             [text.Line(line) for line in plain.as_text(self.rest, names, columns, indent=0)],
             self._problem_lines(columns),
@@ -86,19 +149,8 @@ class Report:
         lines: list[str | text.Line] = []
         for part in parts:
             if part:
-                lines += ["", *part] if lines else part
+                lines += ["", *part] if lines or self.rows else part
         return lines
-
-    def _table(self, columns: int | None) -> list[text.Line]:
-        """One line per layer, and per container of experts that share algorithm and kernel."""
-        groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-        for row in self.rows:
-            groups[row.group or row.layer, row.quant_algo, row.kernel or row.status].append(row)
-        if not groups:
-            return []
-        cells = [_HEAD, *(_cells(name, rows) for (name, _, _), rows in groups.items())]
-        bad = [False, *(any(row.status in _BAD for row in rows) for rows in groups.values())]
-        return _coloured(text.table(cells, "<<<<>>>", columns, indent=0), bad)
 
     def _worst(self, columns: int | None) -> list[text.Line]:
         """The experts with the largest errors, by name: their rows in the table are shared."""
@@ -113,7 +165,9 @@ class Report:
         rows = [head]
         for row in shown:
             fault = "failed" if row.status == "failed" else ""
-            rows.append((row.layer, _shape(row), _error(row.relative_error), _error(row.max_error), fault))
+            rows.append(
+                (row.layer, _extents([row.shape]), _error(row.relative_error), _error(row.max_error), fault)
+            )
         failed = [False, *(row.status == "failed" for row in shown)]
         return _coloured(text.table(rows, "<<>><", columns, indent=0), failed)
 
@@ -186,6 +240,7 @@ class Report:
                 "result: all right" if counts["ok"] else "result: nothing is wrong, but nothing could be run"
             )
         faults = [
+            "" if self.complete else f"interrupted {self.progress}",
             text.plural(len(self.errors), "error") + " of the checkpoint" if self.errors else "",
             text.plural(counts["failed"], "wrong layer") if counts["failed"] else "",
             text.plural(counts["error"], "refused layer") if counts["error"] else "",
@@ -206,8 +261,13 @@ def _badness(row: Row) -> tuple[bool, float]:
     return row.status == "failed", inf if row.relative_error is None else row.relative_error
 
 
-def _shape(row: Row) -> str:
-    return " × ".join(map(str, row.shape))
+def _extents(shapes: Iterable[Sequence[int]]) -> str:
+    """The shapes, each once."""
+    return ", ".join(dict.fromkeys(" × ".join(map(str, shape)) for shape in shapes))
+
+
+def _counted(name: str, count: int) -> str:
+    return f"{name} {text.times(count)}"
 
 
 def _error(value: float | None) -> str:
@@ -216,8 +276,8 @@ def _error(value: float | None) -> str:
 
 def _cells(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """One line of the table: of several rows their largest errors and the median of their times."""
-    shapes = ", ".join(dict.fromkeys(map(_shape, rows)))
-    named = f"{name} {text.times(len(rows))}" if len(rows) > 1 else rows[0].layer
+    shapes = _extents(row.shape for row in rows)
+    named = _counted(name, len(rows)) if len(rows) > 1 else rows[0].layer
     about = (named, rows[0].quant_algo, shapes)
     times = [row.run_seconds for row in rows if row.run_seconds is not None]
     if not times:

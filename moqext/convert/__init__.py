@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from moqext.convert.files import INDEX_FILE, Staging, config_dtype, copy_others, plain_config
@@ -85,11 +86,14 @@ def convert_checkpoint(
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     refuse_errors(checkpoint)
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
-    with Staging(checkpoint.directory, out, overwrite=overwrite) as staging:
+    alone = checkpoint.file is not None  # beside one file of several may be anything
+    if alone and Path(out).resolve() == checkpoint.directory.resolve():
+        raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
+    with Staging(checkpoint.file or checkpoint.directory, out, overwrite=overwrite) as staging:
         begin = time.perf_counter()
         files = _write(split(plan.jobs, max_shard_size), staging, progress)
         seconds = time.perf_counter() - begin
-        left_out = copy_others(checkpoint.directory, staging)
+        left_out = [] if alone else copy_others(checkpoint.directory, staging)
         for name, document in documents.items():
             staging.write_json(name, document)
         staging.publish()

@@ -3,6 +3,8 @@
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import moqext
 from moqext import bench
 from moqext.__main__ import main
 from moqext.bench_plot import roofline
+from moqext.cli.bench import doubt
 from moqext.environment import environment, last_level_cache
 
 QUICK = (
@@ -218,3 +221,21 @@ def test_speed_of_products_stops_at_a_long_one():
 def test_environment_is_json():
     assert json.loads(json.dumps(environment()))["cpus"] >= 1
     assert last_level_cache() is None or last_level_cache() >= 1 << 15
+
+
+def test_calls_that_are_faster_than_the_machine_are_a_warning(capsys, monkeypatch):
+    """A busy machine printed 1280 % of the floor and nothing else."""
+    measure_ceilings = bench.measure_ceilings
+
+    def busy(*args, **kwargs):
+        return replace(measure_ceilings(*args, **kwargs), bytes_per_second=1e3, flop_per_second=None)
+
+    monkeypatch.setattr(bench, "measure_ceilings", busy)
+    options = ["--shapes", "64x64", "--tokens", "1", "--algos", "FP8", "--seconds", "0.01", "--rotate", "1"]
+    assert main(["bench", *options]) == 0
+    assert "the machine was busy" in capsys.readouterr().err
+
+
+def test_calls_within_the_floor_are_no_warning():
+    row = SimpleNamespace(floor_seconds=1.0, seconds=0.9)
+    assert doubt([row]) == ""

@@ -107,6 +107,37 @@ def test_a_page_that_cannot_be_written_is_status_2(data, tmp_path, capsys):
     assert "page.html" in capsys.readouterr().err
 
 
+def test_an_unreadable_checkpoint_leaves_no_page(tmp_path):
+    """A file of no bytes was left."""
+    file = tmp_path / "page.html"
+    assert main(["inspect", str(tmp_path / "absent"), "--html", str(file)]) == 2
+    assert list(tmp_path.iterdir()) == []
+    file.write_text("an earlier page")
+    assert main(["inspect", str(tmp_path / "absent"), "--html", str(file)]) == 2
+    assert file.read_text() == "an earlier page"
+
+
+def test_a_page_that_fails_half_way_leaves_the_earlier_one(data, tmp_path, monkeypatch):
+    file = tmp_path / "page.html"
+    file.write_text("an earlier page")
+    monkeypatch.setattr("moqext.cli.inspect.page", lambda *_, **__: "\ud800")  # no text that can be encoded
+    with pytest.raises(UnicodeEncodeError):
+        main(["inspect", str(data / GENUINE[0]), "--html", str(file)])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("page.html", "an earlier page")
+    ]
+
+
+def test_a_page_keeps_links_and_modes(data, tmp_path):
+    real, link = tmp_path / "real.html", tmp_path / "page.html"
+    real.touch(mode=0o600)
+    link.symlink_to(real)
+    assert main(["inspect", str(data / GENUINE[0]), "--html", str(link)]) == 0
+    assert link.is_symlink()
+    assert real.read_text().startswith("<!")
+    assert real.stat().st_mode & 0o777 == 0o600
+
+
 def test_histogram_of_all_sorts_of_values(rng):
     values = np.exp2(rng.uniform(-20, 3, 5000)).astype(np.float32)
     odd = np.array([0, -1, np.nan, np.inf], np.float32)

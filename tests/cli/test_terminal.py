@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import moqext
+from moqext.cli.progress import Progress
 
 RED, YELLOW, END = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
 
@@ -88,3 +89,25 @@ def test_the_bar_leaves_nothing_behind(terminal, data):
     assert status == 0
     assert "1/1 " in out
     assert out.split("\r\x1b[K")[-1].startswith("layer")
+
+
+def test_the_bar_says_how_long_it_takes(capsys, monkeypatch):
+    now = iter((0.0, 10.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = Progress(quiet=False, what="weights")
+    progress(0, 40_000_000, "first", "1/4")
+    progress(10_000_000, 40_000_000, "second", "2/4")
+    progress.end()
+    first, second = capsys.readouterr().err.split("\r\x1b[K")[1:3]
+    assert "] 1/4 · 0 % first" in first
+    assert "] 2/4 · 25 %, 1 million weights/s, 0:30 left second" in second
+
+
+def test_inspect_shows_that_it_reads(terminal, data):
+    """184,000 tensors took eleven seconds without a sign of life."""
+    status, out = terminal("inspect", data / "checkpoints" / "qwen3moe_nvfp4", errors=True)
+    assert status == 0
+    bar, report = out.split("\r\x1b[K")[1:]
+    assert re.match(r"\[\.+\] 0 % .*_scale", bar)
+    assert "Qwen3MoeForCausalLM" in report

@@ -1,5 +1,6 @@
 """`verify`: every genuine checkpoint, and that a wrong layer makes it fail."""
 
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from moqext import Checkpoint, reference
+from moqext import verify as moqext_verify
 from moqext.__main__ import main
 from moqext.verify_row import CALLS, LIMITS, compare
 
@@ -207,7 +209,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
         return [{"index": index, "name": name} for index, name in enumerate(devices)]
 
     monkeypatch.setattr("moqext._C.cuda_devices", listed)
-    monkeypatch.setattr("moqext.cli.verify.open_checkpoint", lambda directory: pytest.fail("it was opened"))
+    monkeypatch.setattr("moqext.cli.verify.open_checkpoint", lambda args: pytest.fail("it was opened"))
     assert main(["verify", str(tmp_path), "--device", device]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -220,7 +222,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
     [
         ("", "expected a directory, got an empty name"),
         ("nvidia/Llama-3.1-8B-Instruct-FP8", "`hf download nvidia/Llama-3.1-8B-Instruct-FP8"),
-        ("model/model.safetensors", "not a directory but a file; give the directory that it lies in, model"),
+        ("model/config.json", "not a directory but a file; give the directory that it lies in, model"),
+        ("model/model.safetensors", "model.safetensors: 0 bytes: an empty file"),
         ("cache", "no checkpoint: .*; give the snapshot below it, cache/snapshots/f00d"),
         ("pointers", "model.safetensors: a Git LFS pointer, not the file itself; run `git lfs pull`"),
         ("page", "config.json: .*an HTML page"),
@@ -231,7 +234,8 @@ def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     for directory in ("model", "cache/snapshots/f00d", "pointers", "page"):
         Path(directory).mkdir(parents=True)
-    Path("model/model.safetensors").touch()
+    for file in ("config.json", "model.safetensors"):
+        Path("model", file).touch()
     Path("pointers/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 7\n")
     Path("page/config.json").write_text("<!DOCTYPE html><html></html>")
     assert main([command, name]) == 2
@@ -578,6 +582,63 @@ def test_interruption_is_no_traceback(data, capsys, monkeypatch):
     monkeypatch.setattr("moqext.verify.verify_layer", interrupt)
     assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8")]) == 130
     assert capsys.readouterr().err == "moqext: interrupted\n"
+
+
+def after(rows, then, monkeypatch):
+    """Calls something instead of the row that comes after so many."""
+    verified = []
+
+    def verify_layer(*args, **kwargs):
+        if len(verified) == rows:
+            then()
+        verified.append(args)
+        return real(*args, **kwargs)
+
+    real = moqext_verify.verify_layer
+    monkeypatch.setattr(moqext_verify, "verify_layer", verify_layer)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_rows_are_printed_as_they_come(data, monkeypatch):
+    """Nothing was written to a pipe before the last layer was done."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    seen = []
+    after(2, lambda: seen.extend(written.getvalue().decode().splitlines()), monkeypatch)
+    assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8")]) == 0
+    assert [line.split()[0] for line in seen if line.startswith("model.")] == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.0.mlp.gate_proj",
+    ]
+    assert seen[0].startswith("layer ")
+    assert "against those of an independent float64 reference, rounded to bfloat16" in seen[1]
+
+
+def test_an_interrupted_run_keeps_its_rows(data, capsys, monkeypatch):
+    after(2, interrupt, monkeypatch)
+    assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8")]) == 130
+    out, err = capsys.readouterr()
+    assert err == "moqext: interrupted after 2 of 7 layers\n"
+    assert len([line for line in out.splitlines() if line.startswith("model.layers.0.mlp.")]) == 2
+    assert "2 ok on cpu" in out
+    assert out.endswith("result: interrupted after 2 of 7 layers\n")
+
+
+def test_an_interrupted_run_keeps_its_rows_as_json(data, capsys, monkeypatch):
+    after(2, interrupt, monkeypatch)
+    assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8"), "--json"]) == 130
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["rows"]) == 2
+    assert (result["good"], result["interrupted"]) == (False, "after 2 of 7 layers")
+
+
+def test_experts_of_an_unfinished_container_are_printed(data, capsys, monkeypatch):
+    after(3, interrupt, monkeypatch)
+    assert main(["verify", str(data / "checkpoints" / "qwen3moe_nvfp4"), "--layers", "*.experts.*"]) == 130
+    assert "mlp.experts × 3 " in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import moqext
+
 COMMON = """
 import signal, sys, threading, time
 import numpy as np
@@ -140,16 +142,82 @@ check()
 
 
 def test_ctrl_c_in_a_benchmark_is_one_line_and_130():
-    command = [sys.executable, "-m", "moqext", "bench", "--device", "cpu", "--shapes", "16384x16384"]
+    options = ["--shapes", "8192x8192", "--tokens", "1,4096", "--algos", "FP8", "--seconds", "0.1"]
+    command = [sys.executable, "-m", "moqext", "bench", *options, "--rotate", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = subprocess.Popen(command, **pipes, text=True, preexec_fn=hear_interrupts)
-    maps = Path("/proc", str(child.pid), "maps")
-    while "_C.abi3" not in maps.read_text():  # before, Python itself answers
-        time.sleep(0.05)
-    time.sleep(1.5)
-    child.send_signal(signal.SIGINT)
+    while not child.stdout.readline().startswith("  FP8 "):
+        assert child.poll() is None, child.stderr.read()
+    child.send_signal(signal.SIGINT)  # in the first of the calls with many tokens, or before
     _, errors = child.communicate(timeout=100)
     assert (child.returncode, errors) == (130, "moqext: interrupted\n")
+
+
+INTERRUPT_AT_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("INTERRUPTED_IMPORT"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+SCRIPT = """
+import sys
+from moqext.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def run_program(tmp_path, *words, **environment):
+    """Runs the command line, with what is in a directory among its modules."""
+    roots = os.pathsep.join([str(tmp_path), str(Path(moqext.__file__).parents[1])])
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": roots, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=hear_interrupts,
+    )
+
+
+@pytest.mark.parametrize("started", ["module", "script"])
+@pytest.mark.parametrize(
+    "module", ["moqext._C", "numpy", "numpy._core.multiarray", "moqext.checkpoint", "moqext.cli.verify"]
+)
+def test_ctrl_c_during_imports_is_one_line_and_130(tmp_path, module, started):
+    """Tracebacks ended in "numpy._core.multiarray failed to import"."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_IMPORT)
+    (tmp_path / "moqext").write_text(SCRIPT)
+    program = ["-m", "moqext"] if started == "module" else [str(tmp_path / "moqext")]
+    done = run_program(tmp_path, *program, "info", INTERRUPTED_IMPORT=module)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "moqext: interrupted\n")
+
+
+def test_other_programs_get_their_exception_during_imports(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT_AT_IMPORT)
+    code = "try:\n    import moqext\nexcept KeyboardInterrupt:\n    print('caught')"
+    done = run_program(tmp_path, "-c", code, "-m", "moqext", INTERRUPTED_IMPORT="moqext.checkpoint")
+    assert (done.returncode, done.stdout) == (0, "caught\n"), done.stderr
+
+
+@pytest.mark.parametrize("ends", ["raise ModuleNotFoundError('numpy failed to import')", "ready = True"])
+def test_ctrl_c_that_an_import_swallows_is_no_absent_module(tmp_path, ends):
+    """The benchmark went on, without torch or with it."""
+    (tmp_path / "torch.py").write_text(f"""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.getpid()
+except BaseException:
+    pass
+{ends}
+""")
+    done = run_program(tmp_path, "-m", "moqext", "bench", "--shapes", "64x64", "--tokens", "1")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "moqext: interrupted\n")
 
 
 def test_handlers_that_return_leave_the_result_alone():
