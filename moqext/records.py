@@ -106,6 +106,13 @@ class LayerRecord:
         return f"{self.quant_algo} g{self.group_size}"
 
     @property
+    def stored_form(self) -> str:
+        """The format, and how the files differ from the order of ModelOpt, as "NVFP4 g16, swizzled"."""
+        odd = [self.scale_layout] if self.scale_layout != "linear" else []
+        odd += [f"nibbles {self.nibbles}"] if self.nibbles != "low" else []
+        return ", ".join([self.format, *odd])
+
+    @property
     def out_partitions(self) -> tuple[int, ...]:
         """Rows of a linear that have scales of their own: its parts where it has some, else all of them."""
         return self.partitions or (self.shape[0],)

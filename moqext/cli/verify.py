@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import open_checkpoint, text
+from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import draw
 from moqext.cli.select import no_match
@@ -61,6 +62,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
     parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")
     parser.add_argument("--seed", type=_seed, help="of the activations; a fresh one is drawn and printed")
+    add_layout_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
-    with open_checkpoint(args.directory) as checkpoint:
+    with open_checkpoint(args.directory, **layout_options(args)) as checkpoint:
         findings = checkpoint.findings(block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
