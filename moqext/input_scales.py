@@ -7,14 +7,13 @@ it meets: right for a whole checkpoint without calibration, and odd for one laye
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from math import isfinite
 from statistics import median
 
-from moqext.algorithms import STATIC_ACTIVATIONS
+from moqext.algorithms import ALGORITHMS, STATIC_ACTIVATIONS
 from moqext.naming import FUSED_GROUPS, PROJECTIONS, name_pattern, parse_expert_name
 from moqext.problems import Problem, make_problem
 from moqext.records import LayerRecord, Projection
-from moqext.scale_values import Scales
+from moqext.scale_values import ABSURD_AMAX, Scales
 
 
 def mark_partial_input_scales(layers: Mapping[str, LayerRecord]) -> dict[str, LayerRecord]:
@@ -77,13 +76,16 @@ def _outlying(group: LayerRecord, scales: Scales) -> Iterator[Problem]:
         if tensor is None or values is None:
             continue
         is_down = PROJECTIONS.get(part.name.rpartition(".")[2]) == "down"
-        sides[is_down] += [(part.name, tensor, value) for value in values.ravel().tolist()]
-    for known in sides.values():
-        name, tensor, largest = max(known, key=lambda entry: entry[2])
-        middle = median(value for _, _, value in known)
-        if middle > 0 and isfinite(largest) and largest > MAX_SPREAD * middle:
+        # A scale that is absurd by itself has been told of with its linear.
+        largest = ABSURD_AMAX / ALGORITHMS[part.quant_algo].input_max
+        known = values.ravel().tolist()
+        sides[is_down] += [(part.name, tensor, value) for value in known if value <= largest]
+    for told in filter(None, sides.values()):
+        name, tensor, largest = max(told, key=lambda entry: entry[2])
+        middle = median(value for _, _, value in told)
+        if middle > 0 and largest > MAX_SPREAD * middle:
             message = (
                 f"the activation scale is {largest:.4g}, in the median of the experts {middle:.4g}: with it "
                 "activations become zero"
             )
-            yield make_problem("absurd_input_scale", message, layer=name, tensor=tensor)
+            yield make_problem("absurd_input_scale", f"{name}: {message}", layer=group.name, tensor=tensor)

@@ -35,9 +35,7 @@ def _is_plain(layout: Layout) -> bool:
 class _Marker:
     """Marks one layer after the other, and knows which had something said about them."""
 
-    def __init__(
-        self, layouts: Layouts, doubts: dict[str, Problem], told: dict[str | None, Problem]
-    ) -> None:
+    def __init__(self, layouts: Layouts, doubts: dict[str, Problem], told: dict[str, Problem]) -> None:
         self._layouts = layouts.by_module
         self._doubts = doubts
         self._told = told

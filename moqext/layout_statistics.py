@@ -6,9 +6,9 @@ columns have no such part in either order. Exchanged nibbles leave every block s
 file tells of them.
 
 Compared are the shares under both orders, less what chance gives: p / (n - 1) of n values with p free means.
-Without any structure a share varies by the Beta distribution, and the alarm is set at 6 standard deviations of
-the difference and `FLOOR` beyond it. `docs/formats.md` has the simulation behind the floor. Scales of 4
-columns say nothing: swizzling them moves whole rows.
+Without structure a share varies as the Beta distribution does. An alarm takes 6 standard deviations of the
+difference, and `FLOOR` more; `docs/formats.md` has the simulation behind it. Scales of 4 columns say
+nothing: swizzling them moves whole rows.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def explained(values: NDArray[np.float64]) -> float:
     of_rows = columns * float(np.square(centred.mean(axis=1)).sum())
     of_columns = rows * float(np.square(centred.mean(axis=0)).sum())
     chance = (rows + columns - 2) / (rows * columns - 1)
-    return ((of_rows + of_columns) / total - chance) / (1 - chance)
+    return float(((of_rows + of_columns) / total - chance) / (1 - chance))
 
 
 def limit(rows: int, columns: int) -> float:
@@ -74,7 +74,7 @@ def shares(files: TensorFiles, layout: Layout) -> tuple[float, float, float]:
 def judge_layouts(files: TensorFiles, layouts: Mapping[str, Layout]) -> dict[str, Problem]:
     """The problems of weights whose scales look stored in the other order than they are read in.
 
-    Where more weights speak against what is read than for it, those that say nothing are doubtful as well.
+    Where weights speak against what is read and none for it, those that say nothing are doubtful as well.
     """
     candidates = {module: layout for module, layout in layouts.items() if layout.is_open}
     total = sum(min(each.shape[-2], ROWS) * each.shape[-1] for each in candidates.values())
@@ -89,20 +89,21 @@ def judge_layouts(files: TensorFiles, layouts: Mapping[str, Layout]) -> dict[str
         confirmed += apart < -least
         if apart > least:
             message = (
-                f"rows and columns explain {stored:.0%} of the variance of its block scales as they are stored, "
+                f"rows and columns explain {stored:.0%} of the variance of its block scales as stored, "
                 f"{unswizzled:.0%} in the 128 x 4 order of cuBLAS; {_said(layout)}"
             )
-            problems[module] = make_problem("doubtful_scale_layout", message, layer=module, tensor=layout.scale)
-    if len(problems) > confirmed:
+            problems[module] = _doubt(module, layout, message)
+    if problems and not confirmed:
         first = next(iter(problems))
-        read = {module: candidates[module].scale_layout for module in candidates}
         for module, layout in candidates.items():
-            if module not in problems and read[module] == read[first] and confirmed == 0:
+            if module not in problems and layout.scale_layout == candidates[first].scale_layout:
                 message = f"{first} has block scales that look {_other(layout)}; {_said(layout)}"
-                problems[module] = make_problem(
-                    "doubtful_scale_layout", message, layer=module, tensor=layout.scale
-                )
+                problems[module] = _doubt(module, layout, message)
     return problems
+
+
+def _doubt(module: str, layout: Layout, message: str) -> Problem:
+    return make_problem("doubtful_scale_layout", message, layer=module, tensor=layout.scale)
 
 
 def _other(layout: Layout) -> str:

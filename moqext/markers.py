@@ -128,5 +128,3 @@ def _is_of_modelopt(metadata: Mapping[str, str], path: Path) -> bool:
     except (CheckpointError, UnicodeEncodeError):
         return False
     return "quant_algo" in config
-
-

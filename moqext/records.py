@@ -95,7 +95,7 @@ class LayerRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the files have scales and codes in the order of ModelOpt, which engines that read them need."""
+        """Whether the files have scales and codes in ModelOpt's order, which other readers of them need."""
         return (self.scale_layout, self.nibbles) == ("linear", "low")
 
     @property

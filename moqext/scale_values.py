@@ -105,6 +105,7 @@ class Scales:
         self._tensors = tensors
         self._read = read
         self._block_scales = block_scales
+        self._single: dict[str, Float32] = {}
 
     @property
     def are_read(self) -> bool:
@@ -120,7 +121,12 @@ class Scales:
             return None
         if info.dtype not in _TABLES and info.dtype not in FLOATS:
             return None
-        return decode_scales(info.dtype, self._read(name))
+        if (known := self._single.get(name)) is not None:
+            return known
+        values = decode_scales(info.dtype, self._read(name))
+        if values.size == 1:  # which several checks look at, and a file has by the ten thousand
+            self._single[name] = values
+        return values
 
     def are_equal(self, one: str, other: str) -> bool | None:
         """Whether two tensors hold the same numbers, whatever their types; None when nothing may be read."""
@@ -247,8 +253,8 @@ def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Ite
     found: list[float] = values.ravel().tolist()
     if max(found, default=0.0) * input_max > ABSURD_AMAX:
         message = (
-            f"the activation scale is {max(found):.4g}, for activations of {max(found) * input_max:.3g}: those of "
-            "any model become zero"
+            f"the activation scale is {max(found):.4g}, for activations of {max(found) * input_max:.3g}: "
+            "those of any model become zero"
         )
         yield make_problem("absurd_input_scale", message, layer=layer, tensor=name)
         return

@@ -312,7 +312,9 @@ def _layer_table(
     for layer in chosen:
         rule = layer.rule.partition(":")[0] if layer.quant_algo == layer.config_algo else "tensors"
         size = text.size(layer.size)
-        rows.append((layer.name, layer.stored_form, rule, _shape(layer), size, _bits(layer.size, layer.weights)))
+        rows.append(
+            (layer.name, layer.stored_form, rule, _shape(layer), size, _bits(layer.size, layer.weights))
+        )
     return _joined(text.table(rows, "<<<>>>", columns))
 
 

@@ -11,8 +11,8 @@ def add_layout_options(parser: argparse.ArgumentParser, of_what: str = "the chec
     parser.add_argument(
         "--scale-layout",
         choices=get_args(ScaleLayout),
-        help=f"order of the block scales of {of_what}, where their shape leaves it open: swizzled is the 128 x "
-        "4 order of cuBLAS; by default what the file says",
+        help=f"order of the block scales of {of_what}, where their shape leaves it open: swizzled is that of "
+        "cuBLAS, in tiles of 128 x 4; by default what the file says",
     )
     parser.add_argument(
         "--nibbles",

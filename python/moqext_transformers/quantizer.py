@@ -271,9 +271,9 @@ def _refuse_other_orders(checkpoint: Checkpoint) -> None:
     other = [layer for layer in checkpoint.layers() if not layer.is_plain]
     if other:
         raise CheckpointError(
-            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), which Transformers "
-            "does not put in order; moqext_torch.replace_linears does, and `python -m moqext convert` writes "
-            "plain weights",
+            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), an order that "
+            "Transformers hands over as it is; moqext_torch.replace_linears reads it, and `python -m moqext "
+            "convert` writes plain weights",
             file=checkpoint.directory,
         )
 
