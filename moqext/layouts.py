@@ -1,9 +1,9 @@
 """How block scales and codes lie in the files, and both in the plain order that everything else reads.
 
 Block scales are stored row by row, or swizzled: in the 128 x 4 order of cuBLAS, rows padded to 128 and
-columns to 4. Two codes share a byte, the even column in the low nibble or, as ComfyUI writes them, in the high one. A
-padded shape proves the swizzle, and so it does for layers beside it; markers tell both. What nothing tells is
-taken for plain, and judged by statistics (`moqext.layout_statistics`).
+columns to 4. Two codes share a byte, the even column in the low nibble or, as ComfyUI writes them, in the
+high one. A padded shape proves the swizzle, and so it does for layers beside it; markers tell both. What
+nothing tells is taken for plain, and judged by statistics (`moqext.layout_statistics`).
 """
 
 from collections.abc import Iterator, Mapping

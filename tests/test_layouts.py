@@ -257,3 +257,20 @@ def test_options_of_the_commands_decide(tmp_path, rng, capsys):
 def test_an_unknown_option_is_named(tmp_path, option):
     with pytest.raises(ValueError, match=f"{option}: expected None"):
         moqext.Checkpoint(tmp_path, **{option: "blocked"})
+
+
+def test_scaled_fp8_of_comfyui_is_read(tmp_path, rng):
+    weight = weight_of(rng, 64, 64)
+    parts = quantize_weight(weight, "FP8")
+    tensors = {
+        "scaled_fp8": ("F8_E4M3", np.zeros(2, np.uint8)),
+        f"{NAME}.weight": ("F8_E4M3", np.asarray(parts["weight"]).view(np.uint8)),
+        f"{NAME}.scale_weight": ("F32", np.float32(parts["weight_scale"]).reshape(1)),
+        f"{NAME}.scale_input": ("F32", np.ones(1, np.float32)),
+    }
+    with Checkpoint(write_checkpoint(tmp_path / "in", tensors, "FP8")) as checkpoint:
+        assert error_of(checkpoint, weight) < 0.05
+        assert codes_of(checkpoint) == {"foreign_scale_name", "uncalibrated_input_scale"}
+        checkpoint.convert(tmp_path / "out")
+    with Checkpoint(tmp_path / "out") as plain:
+        assert set(plain.tensors) == {f"{NAME}.weight"}
