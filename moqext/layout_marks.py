@@ -69,7 +69,7 @@ class _Marker:
         return (layout.scale_layout, layout.nibbles) if layout else ("linear", "low")
 
     def _problems(self, module: str) -> list[Problem]:
-        """What is to be said of a weight."""
+        """Problems and notes of a weight."""
         self.seen.add(module)
         problems = [found[module] for found in (self._doubts, self._told) if module in found]
         layout = self._layouts.get(module)

@@ -56,7 +56,7 @@ def limit(rows: int, columns: int) -> float:
 
 
 def shares(files: TensorFiles, layout: Layout) -> tuple[float, float, float]:
-    """What rows and columns explain as stored and unswizzled, and the limit, of some rows of a weight."""
+    """Shares that are explained as stored and unswizzled, and the limit, of some rows of a weight."""
     rows, columns = layout.shape[-2:]
     count = min(rows, ROWS)
     first = (rows - count) // 2 // TILE[0] * TILE[0]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moqext import ops
 from moqext.markers import read_markers
 from moqext.naming import parse_tensor_name
-from moqext.problems import Problem
+from moqext.problems import Problem, make_problem
 from moqext.stored import ceil_div
 from moqext.tensor_files import TensorFiles, TensorInfo
 
@@ -126,6 +126,11 @@ def find_layouts(
         marker = markers.formats.get(module)
         order, evidence, is_open = _decide(fits[module], marker, proved, scale_layout)
         high = nibbles or ("high" if marker == "nvfp4" else "low")
+        if marker in _SWIZZLED_FORMATS and order == "linear" and scale_layout is None:
+            message = f"its marker says {marker}, of swizzled scales, and their shape is that of linear ones"
+            markers.problems.append(
+                make_problem("doubtful_scale_layout", message, layer=module, tensor=layout.scale)
+            )
         is_packed = files.tensors[layout.weight].dtype == "U8"
         found[module] = layout._replace(
             scale_layout=order, nibbles=high if is_packed else "low", evidence=evidence, is_open=is_open

@@ -1,4 +1,4 @@
-"""What a file itself says of how its layers are stored: markers of ComfyUI, and metadata of safetensors.
+"""Reads how a file says its layers are stored: markers of ComfyUI, and metadata of safetensors.
 
 ComfyUI has a tensor `<layer>.comfy_quant` of bytes beside each quantized layer, or one entry for all layers,
 `_quantization_metadata`, among the metadata of the header. Both hold JSON, for a layer
@@ -41,7 +41,7 @@ _READABLE = frozenset(
 
 @dataclass
 class Markers:
-    """What a checkpoint says of the storage of its layers.
+    """Words of a checkpoint about the storage of its layers.
 
     Attributes:
         formats: module -> the format that a marker, or the metadata that ComfyUI reads, names.
@@ -80,7 +80,7 @@ def read_markers(files: TensorFiles, *, headers_only: bool) -> Markers:
 
 
 def _read_marker(files: TensorFiles, info: TensorInfo) -> tuple[Any, str]:
-    """What a marker holds, or None and why it cannot be read."""
+    """Content of a marker and its source, or None and why it cannot be read."""
     if info.dtype != "U8" or info.nbytes > MAX_MARKER_BYTES:
         return None, f"{info.name}: expected a few bytes of JSON, found {info.dtype} of {info.nbytes} bytes"
     try:

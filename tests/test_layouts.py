@@ -274,3 +274,11 @@ def test_scaled_fp8_of_comfyui_is_read(tmp_path, rng):
         checkpoint.convert(tmp_path / "out")
     with Checkpoint(tmp_path / "out") as plain:
         assert set(plain.tensors) == {f"{NAME}.weight"}
+
+
+def test_a_shape_that_contradicts_a_marker_is_doubtful(tmp_path, rng):
+    tensors = stored(weight_of(rng, 96, 96)) | {"comfy_quant": marker(format="nvfp4")}
+    with Checkpoint(write(tmp_path, {NAME: tensors})) as checkpoint:
+        assert "doubtful_scale_layout" in codes_of(checkpoint)
+        with pytest.raises(CheckpointError, match="their shape is that of linear ones"):
+            checkpoint.dequantize(NAME)
