@@ -282,3 +282,13 @@ def test_a_shape_that_contradicts_a_marker_is_doubtful(tmp_path, rng):
         assert "doubtful_scale_layout" in codes_of(checkpoint)
         with pytest.raises(CheckpointError, match="their shape is that of linear ones"):
             checkpoint.dequantize(NAME)
+
+
+def test_layers_that_were_not_sampled_go_with_those_that_were(tmp_path, rng, monkeypatch):
+    names = [f"model.layers.{number}.mlp.down_proj" for number in range(4)]
+    layers = {name: stored(weight_of(rng, 128, 256), order="swizzled") for name in names}
+    monkeypatch.setattr("moqext.layout_statistics.SAMPLE_BYTES", 2 * 128 * 16)
+    with Checkpoint(write(tmp_path, layers)) as checkpoint:
+        doubtful = [each for each in checkpoint.problems if each.code == "doubtful_scale_layout"]
+    assert [each.layer for each in doubtful] == names
+    assert sum("of the variance" in each.message for each in doubtful) == 2
