@@ -52,13 +52,15 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 
 
 def test_scales_in_the_order_of_cublas_are_refused(directory):
+    name = "model.layers.0.self_attn.k_proj"  # of 64 rows, which are padded to 128
+
     def swizzle(tensors):
-        dtype, shape, data = tensors[f"{NAME}.weight_scale"]
+        dtype, shape, data = tensors[f"{name}.weight_scale"]
         moved = np.asarray(ops.swizzle_block_scales(np.frombuffer(data, np.uint8).reshape(shape).copy()))
-        tensors[f"{NAME}.weight_scale"] = dtype, list(moved.shape), moved.tobytes()
+        tensors[f"{name}.weight_scale"] = dtype, list(moved.shape), moved.tobytes()
 
     change(directory, swizzle)
-    with pytest.raises(ValueError, match=f"{NAME} is stored as NVFP4 g16, swizzled"):
+    with pytest.raises(ValueError, match=f"{name} is stored as NVFP4 g16, swizzled"):
         check(directory)
 
 
