@@ -22,6 +22,8 @@ from moqext.dequantize import SCALES_OF_WEIGHT, dequantize_layer
 from moqext.errors import CheckpointError
 from moqext.hub import fetch, fetch_headers, hub_name, is_installed
 from moqext.layers import find_layers
+from moqext.layout_marks import mark_layouts
+from moqext.layouts import Layouts, Nibbles, ScaleLayout, check_options, find_layouts
 from moqext.load import Layer, load_layers
 from moqext.load_experts import ExpertLayer, load_experts
 from moqext.moe import Activation
@@ -52,9 +54,12 @@ class Checkpoint:
         config: the quantization configuration, from all files that state one; None when none does. Then the
             tensors alone tell what is quantized, and a problem says so.
         files: the safetensors files in the directory.
+        scale_layout, nibbles: what the caller said of the order of block scales and codes.
     """
 
     file: Path | None = None
+    scale_layout: ScaleLayout | None = None
+    nibbles: Nibbles | None = None
 
     def __init__(
         self,
@@ -62,6 +67,8 @@ class Checkpoint:
         *,
         file: str | os.PathLike[str] | None = None,
         headers_only: bool = False,
+        scale_layout: ScaleLayout | None = None,
+        nibbles: Nibbles | None = None,
     ) -> None:
         """Opens the directory or the one file, or fetches a model of the Hugging Face Hub first.
 
@@ -72,12 +79,19 @@ class Checkpoint:
             headers_only: fetches of a model of the Hub only what `layers()` and `problems` need, the JSON
                 files and the headers of the others. Values of scales are not judged then, and no tensor can
                 be read.
+            scale_layout: how block scales lie where their shape leaves it open, "linear" as ModelOpt writes
+                them or "swizzled" in the 128 x 4 order of cuBLAS; None for what the files say.
+            nibbles: the half of a byte that holds the even column, "low" as ModelOpt writes it or "high" as
+                ComfyUI does; None for what the files say.
 
         Raises:
+            ValueError: `scale_layout` or `nibbles` is none of these.
             CheckpointError: there is no such directory or file, it has a checkpoint below it or weights in
                 another form, it cannot be read, or a safetensors file in it is malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
+        check_options(scale_layout, nibbles)
+        self.scale_layout, self.nibbles = scale_layout, nibbles
         self.name = os.fspath(directory if file is None else os.path.join(directory, file))
         self._stand_in: TemporaryDirectory[str] | None = None
         if (model := hub_name(directory)) is not None and is_installed():
@@ -130,11 +144,26 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type, shape and place of every tensor, by name."""
-        return self.files.tensors
+        """Type, shape and place of every tensor, by name.
+
+        Padded scales have the shape that `tensor` hands them out in, and markers of ComfyUI are left out;
+        `files.tensors` has all as they are in the files.
+        """
+        return self._layouts.tensors
+
+    @cached_property
+    def _layouts(self) -> Layouts:
+        return find_layouts(
+            self.files,
+            scale_layout=self.scale_layout,
+            nibbles=self.nibbles,
+            headers_only=self.headers_only,
+        )
 
     def tensor(self, name: str, *, raw: bool = False) -> NDArray[Any]:
         """The tensor as an array of its own, read from its file now.
+
+        Swizzled block scales and exchanged nibbles come in the plain order; `files.tensor` has the bytes.
 
         Args:
             name: in the checkpoint.
@@ -145,7 +174,11 @@ class Checkpoint:
         Raises:
             CheckpointError: there is no such tensor, or it cannot be read; see `TensorFiles.tensor`.
         """
-        return self.files.tensor(name, raw=raw)
+        return self._layouts.tensor(self.files, name, raw=raw)
+
+    def rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """The part [begin, end) of a tensor along its first axis, as `tensor` hands it out."""
+        return self._layouts.rows(self.files, name, begin, end)
 
     def layers(self) -> tuple[LayerRecord, ...]:
         """One record per quantized linear or group of experts, in the order of their names."""
@@ -242,7 +275,7 @@ class Checkpoint:
         key = (values, values and block_scales)
         if key not in self._findings:
             read = self.tensor if progress is None else self._told(progress)
-            self._findings[key] = find_layers(
+            found = find_layers(
                 self.tensors,
                 self.config,
                 read if values and not self.headers_only else None,
@@ -250,6 +283,8 @@ class Checkpoint:
                 model=self.model_config,
                 block_scales=key[1],
             )
+            is_read = values and not self.headers_only
+            self._findings[key] = mark_layouts(found, self._layouts, self.files if is_read else None)
         return self._findings[key]
 
     def _told(self, progress: Progress) -> Callable[[str], NDArray[Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 from moqext.checkpoint import Checkpoint
 from moqext.convert.experts import TRANSPOSED_MODELS
 from moqext.convert.plan import sort_plain
+from moqext.layouts import Nibbles, ScaleLayout, check_options
 from moqext.matrices import FLOAT_DTYPES, PIECE_BYTES, Float32, Matrix, quantized_matrices
 from moqext.naming import (
     FUSED_NAMES,
@@ -37,7 +38,11 @@ ROWS = 128
 class SingleFile(Checkpoint):
     """One safetensors file, whatever lies beside it; there is no configuration."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, scale_layout: ScaleLayout | None = None, nibbles: Nibbles | None = None
+    ) -> None:
+        check_options(scale_layout, nibbles)
+        self.scale_layout, self.nibbles = scale_layout, nibbles
         self.name = str(path)
         self.headers_only = False
         self._stand_in = None
@@ -52,14 +57,20 @@ class SingleFile(Checkpoint):
         return {}
 
 
-def open_side(path: str | os.PathLike[str]) -> Checkpoint:
+def open_side(path: str | os.PathLike[str], **options: Any) -> Checkpoint:
     """The checkpoint in a directory, or the tensors of a safetensors file.
+
+    Args:
+        path: of either.
+        **options: `scale_layout` and `nibbles` of `Checkpoint`.
 
     Raises:
         CheckpointError: it is neither, or cannot be read.
     """
     file = Path(path)
-    return SingleFile(file) if file.suffix == ".safetensors" and file.is_file() else Checkpoint(path)
+    if file.suffix == ".safetensors" and file.is_file():
+        return SingleFile(file, **options)
+    return Checkpoint(path, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from moqext.records import LayerRecord, Projection
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
 
-WRONG_WEIGHTS = ("lost_scale", "conflicting_tensors")
+WRONG_WEIGHTS = ("lost_scale", "conflicting_tensors", "doubtful_scale_layout", "foreign_layout")
 """Problems under which codes and scales do not tell what the weight was."""
 
 SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")

@@ -50,7 +50,7 @@ class Inventory:
         if role == "leftover":
             self.leftovers.append(name)
             return
-        if part in ("weight_scale_inv", "scale"):
+        if part in ("weight_scale_inv", "scale", "scale_weight"):
             self.foreign[name] = part
         roles = (self.kv if role in KV_ROLES else self.modules)[module]
         other = roles.setdefault(role, name)

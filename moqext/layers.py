@@ -16,7 +16,7 @@ from moqext.config import Conflict, QuantConfig
 from moqext.decision import ask, check_repeats
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
-from moqext.input_scales import mark_partial_input_scales
+from moqext.input_scales import mark_outlying_scales, mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
 from moqext.layer_forms import Forms
@@ -81,6 +81,7 @@ def find_layers(
     groups = find_expert_groups(layers, unquantized, scales)
     found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
     groups += found
+    groups = [mark_outlying_scales(group, scales) for group in groups]
     problems += unnamed
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)

@@ -101,14 +101,14 @@ class Matrix:
     def _plain(self, begin: int, end: int, dtype: str) -> NDArray[Any]:
         stored = FLOAT_DTYPES.get(self.checkpoint.tensors[self.tensor].dtype)
         if stored == dtype:
-            return self.checkpoint.files.rows(self.tensor, begin, end)
+            return self.checkpoint.rows(self.tensor, begin, end)
         return round_to(self._floats(self.tensor, begin, end), dtype)
 
     def _floats(self, tensor: str, begin: int = 0, end: int | None = None) -> Float32:
         info = self.checkpoint.tensors[tensor]
         if not info.shape:
             return to_float32(self.checkpoint.tensor(tensor), info.dtype)
-        rows = self.checkpoint.files.rows(tensor, begin, info.shape[0] if end is None else end)
+        rows = self.checkpoint.rows(tensor, begin, info.shape[0] if end is None else end)
         return to_float32(rows, info.dtype)
 
     def _factors(self, begin: int, end: int) -> Float32:
@@ -138,7 +138,7 @@ class Matrix:
         }
         try:
             values: Float32 = ops.dequantize(
-                self.checkpoint.files.rows(self.tensor, first, last),
+                self.checkpoint.rows(self.tensor, first, last),
                 record.quant_algo,
                 group_size=record.group_size,
                 **scales,
@@ -162,9 +162,9 @@ class Matrix:
             return scale_of_rows(self.checkpoint.tensor(tensor), self.record.partitions)[begin:end]
         size = BLOCK_SIZES.get(self.record.quant_algo, 1)
         if len(self.shape) == 2 and size > 1 and shape[0] == -(-self.shape[0] // size):
-            return self.checkpoint.files.rows(tensor, begin // size, -(-end // size))
+            return self.checkpoint.rows(tensor, begin // size, -(-end // size))
         if shape[0] == self.shape[0]:
-            return self.checkpoint.files.rows(tensor, begin, end)
+            return self.checkpoint.rows(tensor, begin, end)
         return self.checkpoint.tensor(tensor)
 
 

@@ -109,12 +109,26 @@ CODES: dict[str, Code] = {
     "possibly_clipped_blocks": Code(
         "warning", "128x128 block scales that some exporters computed for other blocks: perhaps damaged."
     ),
+    # The order in which scales and codes are stored.
+    "swizzled_scales": Code(
+        "note", "Block scales are stored in the 128 x 4 order of cuBLAS; they are read right."
+    ),
+    "exchanged_nibbles": Code(
+        "note", "The even column is in the high half of a byte, as ComfyUI stores it; it is read right."
+    ),
+    "doubtful_scale_layout": Code(
+        "error", "Block scales whose values look stored in another order than the file says, or leaves open."
+    ),
+    "foreign_layout": Code("error", "The file says that a layer is stored in a form that is not read here."),
     # Values of scales.
     "scale_not_finite": Code("error", "A scale is NaN or infinite."),
     "scale_negative": Code("error", "A scale is negative."),
     "scale_zero": Code("error", "An activation or cache scale is zero: quantizing would divide by it."),
     "scale_tiny": Code(
         "error", "An activation or cache scale is 2^-128 or less: float32 does not hold its reciprocal."
+    ),
+    "absurd_input_scale": Code(
+        "error", "An activation scale is so large that activations would be quantized to zero."
     ),
     "lost_scale": Code(
         "error", "A weight's scale is zero over codes that are neither zero nor NaN: the scale is lost."

@@ -26,6 +26,7 @@ class Projection:
         group_size: weights per block scale along that axis, 128 for square blocks, None without blocks.
         interleaved: True when gate and up alternate among the out features instead of following each other.
         tensors: role ("weight", "weight_scale", ...) -> tensor name.
+        scale_layout, nibbles: as of a `LayerRecord`.
     """
 
     role: str
@@ -37,6 +38,8 @@ class Projection:
     group_size: int | None
     interleaved: bool
     tensors: Mapping[str, str]
+    scale_layout: str = "linear"
+    nibbles: str = "low"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,10 @@ class LayerRecord:
         size: bytes of all tensors of the layer, members included.
         weights: number of weights, to set `size` against.
         partitions: rows of the parts of a linear that is stored fused with a scale for each; else empty.
+        scale_layout: "linear", or "swizzled" where the files have the block scales in the 128 x 4 order of
+            cuBLAS; "mixed" for experts with both. `Checkpoint.tensor` hands them out in plain order.
+        nibbles: "low", or "high" where the files have the even column in the high half of a byte; "mixed"
+            for experts with both. `Checkpoint.tensor` hands codes out with the even one low.
     """
 
     name: str
@@ -83,6 +90,13 @@ class LayerRecord:
     size: int = 0
     weights: int = 0
     partitions: tuple[int, ...] = ()
+    scale_layout: str = "linear"
+    nibbles: str = "low"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the files have scales and codes in ModelOpt's order, which other readers of them need."""
+        return (self.scale_layout, self.nibbles) == ("linear", "low")
 
     @property
     def format(self) -> str:
@@ -90,6 +104,13 @@ class LayerRecord:
         if self.group_size is None or self.quant_algo in BLOCK_SIZES:
             return self.quant_algo
         return f"{self.quant_algo} g{self.group_size}"
+
+    @property
+    def stored_form(self) -> str:
+        """The format, and how the files differ from the order of ModelOpt, as "NVFP4 g16, swizzled"."""
+        odd = [self.scale_layout] if self.scale_layout != "linear" else []
+        odd += [f"nibbles {self.nibbles}"] if self.nibbles != "low" else []
+        return ", ".join([self.format, *odd])
 
     @property
     def out_partitions(self) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ _LARGE = 1.0
 """An NVFP4 activation scale above this is an amax above 2688, which only deliberate headroom gives."""
 
 
+ABSURD_AMAX = 64 * 65504.0
+"""Activations that no model has, 64 times what float16 holds: with such a scale those of one become zero."""
+
+
 def _e4m3_table() -> Float32:
     """The value of every e4m3fn code: sign, exponent of 4 bits with bias 7, mantissa of 3; 0x7f, 0xff NaN."""
     codes = np.arange(256)
@@ -249,6 +253,13 @@ def _check_input_scale(layer: str, algo: str, name: str, values: Float32) -> Ite
     facts = ALGORITHMS.get(algo)
     input_max = (facts.input_max if facts else 0) or _FP8_MAX
     found: list[float] = values.ravel().tolist()
+    if max(found, default=0.0) * input_max > ABSURD_AMAX:
+        message = (
+            f"the activation scale is {max(found):.4g}, for activations of {max(found) * input_max:.3g}: "
+            "those of any model become zero"
+        )
+        yield make_problem("absurd_input_scale", message, layer=layer, tensor=name)
+        return
     for spelled, marker in _markers(input_max).items():
         if any(abs(value - marker) < 3e-7 * marker for value in found):
             message = f"the activation scale is {spelled}, which stands for no calibration"

@@ -196,7 +196,7 @@ def _of_projections(
             name = f"{last}.{role}"
             if _is_codes(role, projection.quant_algo):
                 for expert in places:
-                    rows = checkpoint.files.rows(tensor, expert, expert + 1)[0].view(np.uint8)
+                    rows = checkpoint.rows(tensor, expert, expert + 1)[0].view(np.uint8)
                     yield _Piece(name, expert, turned(rows) if projection.transposed else rows)
                 continue
             each = _small(checkpoint, projection, role, tensor)

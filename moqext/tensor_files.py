@@ -82,6 +82,7 @@ class TensorFiles:
         files: the files that were read, in the order of their names.
         index: the index file that was followed, or None.
         named: every tensor the index names, with its file, there or not; empty without an index.
+        metadata: the free text entries of the header of each file.
         problems: what was found wrong or odd that is no reason to refuse the directory.
 
     Several threads may read at once, and one may close while others read. A file that was replaced, cut or
@@ -110,6 +111,7 @@ class TensorFiles:
         headers = self._read_headers() if single is None else self._read_single(single)
         self._identities = {path: header.identity for path, header in headers.items()}
         self.files = tuple(headers)
+        self.metadata = {path: header.metadata for path, header in headers.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
         self._report_missing(headers)
         self.problems: tuple[Problem, ...] = tuple(self._problems)

@@ -23,10 +23,17 @@ SINGLE = {
 CODES = ("weight",)
 
 
-def write_checkpoint(directory: Path, tensors: Tensors, quantization: Any, **config: Any) -> Path:
-    """A directory of one file of those tensors, and a config.json."""
+def write_checkpoint(
+    directory: Path,
+    tensors: Tensors,
+    quantization: Any,
+    metadata: dict[str, str] | None = None,
+    **config: Any,
+) -> Path:
+    """A directory of one file of those tensors, with metadata in its header, and a config.json."""
     directory.mkdir(exist_ok=True)
-    header, content = {}, bytearray()
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    content = bytearray()
     for name, (dtype, array) in tensors.items():
         data = np.ascontiguousarray(array).tobytes()
         offsets = [len(content), len(content) + len(data)]

@@ -34,6 +34,8 @@ OF_FILES = {
     "unindexed_tensor",
     "unreadable_dtype",
 }
+# Found by how scales and codes lie; tests/test_layouts.py brings each of them about.
+OF_LAYOUTS = {"swizzled_scales", "exchanged_nibbles", "doubtful_scale_layout", "foreign_layout"}
 OF_CONFIG = {"config_conflict", "config_note", "missing_layers"}
 
 
@@ -631,6 +633,27 @@ CASES = [
         f"{MLP}.down_proj",
         f"{MLP}.down_proj.input_scale",
     ),
+    Case(
+        "absurd_input_scale",
+        "llama_fp8_kvfp8",
+        _set(f"{MLP_DOWN}.input_scale", 1e30),
+        MLP_DOWN,
+        f"{MLP_DOWN}.input_scale",
+    ),
+    Case(
+        "absurd_input_scale",
+        "qwen3moe_fp8",
+        _set(f"{EXPERTS}.1.down_proj.input_scale", 1e30),
+        f"{EXPERTS}.1.down_proj",
+        f"{EXPERTS}.1.down_proj.input_scale",
+    ),
+    Case(
+        "absurd_input_scale",
+        "qwen3moe_fp8",
+        _set(f"{EXPERTS}.1.down_proj.input_scale", 9000),
+        EXPERTS,
+        f"{EXPERTS}.1.down_proj.input_scale",
+    ),
     Case("unequal_weight_scale_2", "llama_nvfp4_kvfp8", _set(f"{K}.weight_scale_2", 0.01), ATTENTION),
     Case(
         "unequal_weight_scale_2", "qwen3moe_nvfp4", _set(f"{EXPERTS}.1.up_proj.weight_scale_2", 0.01), EXPERTS
@@ -710,7 +733,7 @@ def test_missing_layers(data, tmp_path, count, missing):
 
 
 def test_every_code_is_brought_about():
-    assert {case.code for case in CASES} | OF_FILES | OF_CONFIG == set(CODES)
+    assert {case.code for case in CASES} | OF_FILES | OF_LAYOUTS | OF_CONFIG == set(CODES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])

@@ -1,6 +1,7 @@
 """The subcommands of `python -m moqext`."""
 
 import argparse
+from typing import Any
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli.progress import Progress
@@ -18,8 +19,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="NAME", help="the file to read, of several in the directory")
 
 
-def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False) -> Checkpoint:
-    """The checkpoint that the arguments name.
+def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False, **options: Any) -> Checkpoint:
+    """The checkpoint that the arguments name; `options` are those of `Checkpoint`.
 
     With `headers_only` no more than headers is fetched of a model of the Hub.
 
@@ -27,7 +28,7 @@ def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False) -> 
         CheckpointError: it has no file of a checkpoint, or one that cannot be read.
         ConfigError: its quantization configuration cannot be understood.
     """
-    checkpoint = Checkpoint(args.directory, file=args.file, headers_only=headers_only)
+    checkpoint = Checkpoint(args.directory, file=args.file, headers_only=headers_only, **options)
     if not checkpoint.has_content:
         raise CheckpointError(NO_CHECKPOINT, file=checkpoint.name)
     return checkpoint

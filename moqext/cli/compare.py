@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moqext.cli import text
+from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.progress import Progress
 from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.compare import Comparison, Difference, by_format, compare, open_side
@@ -40,6 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--all", action="store_true", help=f"list every layer, not only the worst {SHOWN}")
     parser.add_argument("--plot", type=_svg, metavar="FILE", help="write the errors of all layers as SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_layout_options(parser, "the first")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         refuse_unwritable(args.plot)
     progress = Progress(quiet=args.quiet or args.json, what="weights")
-    with open_side(args.first) as first, open_side(args.second) as second:
+    with open_side(args.first, **layout_options(args)) as first, open_side(args.second) as second:
         try:
             result = compare(first, second, progress)
         finally:

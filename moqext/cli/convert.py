@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import get_args
 
 from moqext.cli import add_checkpoint, open_checkpoint, text
+from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.progress import Progress
 from moqext.convert import MAX_SHARD_SIZE, TARGETS, Conversion
 from moqext.convert.plan import Experts
@@ -61,6 +62,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress and no report")
+    add_layout_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable report")
     parser.set_defaults(run=run)
 
@@ -68,7 +70,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     progress = Progress(quiet=args.quiet)
-    with open_checkpoint(args) as checkpoint:
+    with open_checkpoint(args, **layout_options(args)) as checkpoint:
         try:
             result = checkpoint.convert(
                 args.out,

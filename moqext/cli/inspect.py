@@ -16,6 +16,7 @@ from typing import Any
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, plain, text
 from moqext.cli import problems as problem_list
+from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
 from moqext.cli.whole import output_path, refuse_unwritable, write_whole
@@ -47,6 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     fail.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 on a problem at least so severe")
     parser.add_argument("--deep", action="store_true", help="check all block scales, however large")
     parser.add_argument("--html", type=output_path, metavar="FILE", help="also write a page for a browser")
+    add_layout_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     if args.html is not None:
         refuse_unwritable(args.html)
-    with open_checkpoint(args, headers_only=not args.deep) as checkpoint:
+    with open_checkpoint(args, headers_only=not args.deep, **layout_options(args)) as checkpoint:
         findings = find(checkpoint, block_scales=True if args.deep else None)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         if args.html is not None:
@@ -155,6 +157,8 @@ def _layer_data(layer: LayerRecord) -> dict[str, Any]:
         "shape": list(layer.shape),
         "bytes": layer.size,
         "weights": layer.weights,
+        "scale_layout": layer.scale_layout,
+        "nibbles": layer.nibbles,
         "tensors": dict(layer.tensors),
     }
     if layer.members:
@@ -174,6 +178,8 @@ def _projection_data(projection: Projection) -> dict[str, Any]:
         "block_axis": projection.block_axis,
         "group_size": projection.group_size,
         "interleaved": projection.interleaved,
+        "scale_layout": projection.scale_layout,
+        "nibbles": projection.nibbles,
     }
 
 
@@ -266,7 +272,7 @@ def _kind_table(layers: Sequence[LayerRecord], columns: int | None) -> list[str]
     """One row per kind of layer: same name but for numbers, same format, same shape."""
     kinds: dict[tuple[str, str, str], list[LayerRecord]] = defaultdict(list)
     for layer in layers:
-        kinds[name_pattern(layer.name), layer.format, _shape(layer)].append(layer)
+        kinds[name_pattern(layer.name), layer.stored_form, _shape(layer)].append(layer)
     variants = Counter(pattern for pattern, _, _ in kinds)
     rows = [_HEADER]
     for (pattern, algo, shape), alike in kinds.items():
@@ -300,7 +306,9 @@ def _layer_table(
     for layer in chosen:
         rule = layer.rule.partition(":")[0] if layer.quant_algo == layer.config_algo else "tensors"
         size = text.size(layer.size)
-        rows.append((layer.name, layer.format, rule, _shape(layer), size, _bits(layer.size, layer.weights)))
+        rows.append(
+            (layer.name, layer.stored_form, rule, _shape(layer), size, _bits(layer.size, layer.weights))
+        )
     return _joined(text.table(rows, "<<<>>>", columns))
 
 

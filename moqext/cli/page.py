@@ -303,7 +303,7 @@ def _layers(layers: Sequence[LayerRecord]) -> str:
         cells: list[tuple[object, str]] = [
             (place, f"<code>{_text(layer.name)}</code>"),
             (layer.kind, layer.kind),
-            (layer.format, _text(layer.format)),
+            (layer.stored_form, _text(layer.stored_form)),
             (layer.weights, shape),
             (layer.weights, _count(layer.weights)),
             (layer.size, text.size(layer.size)),

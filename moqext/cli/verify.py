@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, text
+from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
@@ -59,6 +60,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
     parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")
     parser.add_argument("--seed", type=_seed, help="of the activations; a fresh one is drawn and printed")
+    add_layout_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
-    with open_checkpoint(args) as checkpoint:
+    with open_checkpoint(args, **layout_options(args)) as checkpoint:
         findings = find(checkpoint, block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
         kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}

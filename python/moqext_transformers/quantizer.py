@@ -118,6 +118,7 @@ class ModelOptQuantizer(HfQuantizer):
         self._directory = Path(checkpoint_files[0]).parent
         with Checkpoint(self._directory) as checkpoint:
             refuse_problems(checkpoint)
+            _refuse_other_orders(checkpoint)
             _report_warnings(checkpoint)
             names = Names(model, checkpoint)
             self._renamed |= names.respelled(model)
@@ -263,6 +264,18 @@ def _plain_tensors(model: Any) -> dict[str, torch.Tensor]:
         if not isinstance(module, PreparedModule)
         for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     }
+
+
+def _refuse_other_orders(checkpoint: Checkpoint) -> None:
+    """Refuses layers whose scales or codes lie in another order: Transformers reads the files itself."""
+    other = [layer for layer in checkpoint.layers() if not layer.is_plain]
+    if other:
+        raise CheckpointError(
+            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), an order that "
+            "Transformers hands over as it is; moqext_torch.replace_linears reads it, and `python -m moqext "
+            "convert` writes plain weights",
+            file=checkpoint.directory,
+        )
 
 
 def _report_warnings(checkpoint: Checkpoint) -> None:

@@ -34,7 +34,15 @@ def check_checkpoint(model: str) -> None:
     with _without_collections(), Checkpoint(model) as checkpoint:
         if not checkpoint.tensors:
             return
-        problems = (*checkpoint.file_problems, *checkpoint.findings(values=False).all_problems())
+        findings = checkpoint.findings(values=False)
+        problems = (*checkpoint.file_problems, *findings.all_problems())
+    other = [layer for layer in findings.layers if not layer.is_plain]
+    if other:
+        raise CheckpointError(
+            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), and vLLM hands "
+            "scales and codes over as they are stored; `python -m moqext convert` writes plain weights",
+            file=model,
+        )
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         lines = [

@@ -350,6 +350,20 @@ def test_problems_are_raised_before_weights_are_loaded(data, tmp_path, monkeypat
         AutoModelForCausalLM.from_pretrained(directory)
 
 
+def test_swizzled_scales_are_refused_by_name(data, tmp_path):
+    name = "model.layers.0.mlp.up_proj"
+
+    def swizzle(config, tensors):
+        scale = tensors[f"{name}.weight_scale"]
+        moved = np.asarray(moqext.ops.swizzle_block_scales(scale.view(torch.uint8).numpy()))
+        assert moved.shape != tuple(scale.shape)
+        tensors[f"{name}.weight_scale"] = torch.from_numpy(moved).view(torch.float8_e4m3fn)
+
+    directory = copied(data / "exports" / "nvfp4_bias_kvnvfp4", tmp_path / "swizzled", swizzle)
+    with pytest.raises(moqext.CheckpointError, match=f"{name} is stored as NVFP4 g16, swizzled"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
 def test_algorithms_that_do_not_run_are_refused_by_name(data):
     with pytest.raises(moqext.UnsupportedQuantization, match=r"model.layers.0.*MXFP8 has no linear method"):
         AutoModelForCausalLM.from_pretrained(data / "exports" / "mxfp8")

@@ -4,8 +4,10 @@ import json
 import shutil
 import time
 
+import numpy as np
 import pytest
 
+from moqext import ops
 from tests.vllm_cases import DATA, change
 
 pytest.importorskip("vllm")
@@ -47,6 +49,19 @@ def test_a_file_that_is_gone_is_named(tmp_path):
     with pytest.raises(ValueError, match="missing_shard") as raised:
         check(directory)
     assert gone.name in str(raised.value)
+
+
+def test_scales_in_the_order_of_cublas_are_refused(directory):
+    name = "model.layers.0.self_attn.k_proj"  # of 64 rows, which are padded to 128
+
+    def swizzle(tensors):
+        dtype, shape, data = tensors[f"{name}.weight_scale"]
+        moved = np.asarray(ops.swizzle_block_scales(np.frombuffer(data, np.uint8).reshape(shape).copy()))
+        tensors[f"{name}.weight_scale"] = dtype, list(moved.shape), moved.tobytes()
+
+    change(directory, swizzle)
+    with pytest.raises(ValueError, match=f"{name} is stored as NVFP4 g16, swizzled"):
+        check(directory)
 
 
 def test_it_can_be_left_out(directory, monkeypatch):
