@@ -145,8 +145,8 @@ def _plan_fp8(checkpoint: "Checkpoint") -> _Planned:
             plain.append(module)
     if not quantized:
         message = (
-            "nothing quantized to requantize: --to fp8 (to=\"fp8\") turns quantized weights, as NVFP4, into FP8; "
-            "it does not quantize a model that is not"
+            'nothing quantized to requantize: --to fp8 (to="fp8") turns quantized weights into FP8, and '
+            "there are none"
         )
         raise CheckpointError(message, file=checkpoint.directory)
     inline, own = configurations(checkpoint, quantized, plain, algo)

@@ -167,9 +167,7 @@ class Staging:
             raise CheckpointError(message, file=stale[0])
         for folder in stale:
             if folder.is_symlink() or not folder.is_dir():
-                raise CheckpointError(
-                    "is named as a temporary folder and is none; remove it", file=folder
-                )
+                raise CheckpointError("is named as a temporary folder and is none; remove it", file=folder)
             if (folder / "moves.json").exists():
                 _put_back(self._out, folder)
             shutil.rmtree(folder)
