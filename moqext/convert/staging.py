@@ -133,8 +133,8 @@ class Staging:
         old = {path.relative_to(self._out) for pattern in _REPLACED for path in self._out.glob(pattern)}
         old = {name for name in old | set(new) if _is_file(self._out / name)}
 
-        def order(name: Path) -> tuple[bool, str]:
-            return str(name) in (INDEX_FILE, "config.json"), str(name)
+        def order(name: Path) -> tuple[bool, bool, str]:
+            return str(name) == "config.json", str(name) == INDEX_FILE, str(name)
 
         for name in sorted(old, key=order, reverse=True):
             yield str(name), f"{root}/old/{name}"
