@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import moqext
 from moqext import interrupts
 from moqext.cli import bench, compare, convert, info, inspect, text, verify
+from moqext.cli.signals import Terminated, raise_terminated
 
 DESCRIPTION = "Inspect, check, run and convert NVIDIA ModelOpt (FP8, NVFP4) checkpoints."
 COMMANDS = (inspect, verify, compare, convert, bench, info)
@@ -43,18 +44,23 @@ def _run(arguments: Sequence[str] | None) -> int:
             errors="replace"
         )  # a terminal without UTF-8 gets question marks, not a traceback
     try:
-        status: int = args.run(args)
-        sys.stdout.flush()
+        with raise_terminated():
+            status: int = args.run(args)
+            sys.stdout.flush()
     except (moqext.CheckpointError, moqext.ConfigError, moqext.UnsupportedQuantization) as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
+    except Terminated as error:
+        print(f"moqext: {str(error).lower()}", file=sys.stderr)
+        return 128 + error.number
     except BrokenPipeError:
         # The reader has seen enough (`| head`).
         _drop_output()
         return 141
     except OSError as error:
         _drop_output()
-        print(f"moqext: error: {error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"moqext: error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except MemoryError as error:
         print(f"moqext: error: out of memory: {error}", file=sys.stderr)

@@ -2,21 +2,22 @@
 
 Every tensor of the result is known from the headers of the source, so the files are planned first: which
 tensor goes where, its type and shape. Then the weights pass through memory in pieces of a few megabytes. All
-files get a temporary folder in the target directory and are renamed out of it at the end, the configuration
-last: what was interrupted does not look like a checkpoint.
+files get a temporary folder in the target directory and change places with those that are there at the end.
 """
 
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from moqext.convert.files import INDEX_FILE, Staging, config_dtype, copy_others, plain_config
+from moqext.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
 from moqext.convert.fp8 import LayerError, Requantizer, configurations
 from moqext.convert.jobs import Job
 from moqext.convert.plan import Experts, Plan, make_plan, split
+from moqext.convert.staging import Contents, Staging
 from moqext.convert.writer import TensorWriter
 from moqext.errors import CheckpointError
 from moqext.matrices import FLOAT_DTYPES
@@ -89,18 +90,31 @@ def convert_checkpoint(
     alone = checkpoint.file is not None  # beside one file of several may be anything
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
-    with Staging(checkpoint.file or checkpoint.directory, out, overwrite=overwrite) as staging:
+    shards = _name_shards(split(plan.jobs, max_shard_size))
+    others, left_out = ([], []) if alone else other_files(checkpoint.directory)
+    copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
+    index = [INDEX_FILE] if len(shards) > 1 else []
+    contents = Contents(
+        source=checkpoint.file or checkpoint.directory,
+        read=(*(() if alone else checkpoint.directory.iterdir()), *others, *checkpoint.files.files),
+        names=(*shards, *index, *documents, *copied),
+        nbytes=sum(job.nbytes for job in plan.jobs) + sum(path.stat().st_size for path in others),
+    )
+    with Staging(out, contents, overwrite=overwrite) as staging:
         begin = time.perf_counter()
-        files = _write(split(plan.jobs, max_shard_size), staging, progress)
+        _write(shards, staging, progress)
         seconds = time.perf_counter() - begin
-        left_out = [] if alone else copy_others(checkpoint.directory, staging)
+        for name, path in copied.items():
+            target = staging.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
         for name, document in documents.items():
             staging.write_json(name, document)
         staging.publish()
     notes = [*plan.notes, f"files not copied: {', '.join(left_out)}"] if left_out else plan.notes
     return Conversion(
         directory=os.fspath(out),
-        files=tuple(files),
+        files=tuple(shards),
         tensors=sum(len(job.tensors) for job in plan.jobs),
         dequantized=plan.dequantized,
         bytes_read=sum(job.reads for job in plan.jobs),
@@ -133,6 +147,12 @@ def _plan_fp8(checkpoint: "Checkpoint") -> _Planned:
             quantized.append(module)
         elif len(spec.shape) in (2, 3) and spec.name.endswith(".weight"):
             plain.append(module)
+    if not quantized:
+        message = (
+            'nothing quantized to requantize: --to fp8 (to="fp8") turns quantized weights into FP8, and '
+            "there are none"
+        )
+        raise CheckpointError(message, file=checkpoint.directory)
     inline, own = configurations(checkpoint, quantized, plain, algo)
     documents = {"hf_quant_config.json": own}
     if checkpoint.model_config:
@@ -163,17 +183,21 @@ def _sentence(problem: Problem) -> str:
     return f"{where}: {problem.code}: {problem.message}" if where else f"{problem.code}: {problem.message}"
 
 
-def _write(shards: Sequence[Sequence[Job]], staging: Staging, progress: Progress | None) -> list[str]:
-    """Writes the files and, for several, the index; returns the names of the files."""
-    total = sum(job.nbytes for jobs in shards for job in jobs)
+def _name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
+    """The jobs by the file that they write."""
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
+    }
+
+
+def _write(shards: Mapping[str, Sequence[Job]], staging: Staging, progress: Progress | None) -> None:
+    """Writes the files and, for several, the index."""
+    total = sum(job.nbytes for jobs in shards.values() for job in jobs)
     done = 0
-    files = []
     places: dict[str, str] = {}
-    for number, jobs in enumerate(shards, 1):
-        file = (
-            f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        )
-        files.append(file)
+    for file, jobs in shards.items():
         specs = [spec for job in jobs for spec in job.tensors]
         places.update((spec.name, file) for spec in specs)
         with TensorWriter(staging.folder / file, specs, {"format": "pt"}) as writer:
@@ -185,4 +209,3 @@ def _write(shards: Sequence[Sequence[Job]], staging: Staging, progress: Progress
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         staging.write_json(INDEX_FILE, index)
-    return files

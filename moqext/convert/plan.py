@@ -130,11 +130,16 @@ def sort_plain(checkpoint: "Checkpoint", *, keep_cache: bool = False) -> tuple[l
         else:
             unowned.append(name)
     told = [
-        (cache, "of the KV cache: scales and biases"),
-        (leftover, "of the quantizer's inner state"),
-        (unowned, "that are scales of nothing quantized"),
+        (cache, "KV-cache scale"),
+        (leftover, "tensor of the quantizer's inner state"),
+        (unowned, "scale of nothing quantized"),
     ]
-    return kept, [f"tensors {what}: {len(names)} left out" for names, what in told if names]
+    return kept, [_not_written(len(names), what) for names, what in told if names]
+
+
+def _not_written(count: int, what: str) -> str:
+    noun, of, rest = what.partition(" of ")
+    return f"{count:,} {noun}{'' if count == 1 else 's'}{of}{rest} not written"
 
 
 def split(jobs: Iterable[Job], max_bytes: int) -> list[list[Job]]:

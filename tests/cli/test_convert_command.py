@@ -21,7 +21,7 @@ def test_it_says_what_it_wrote(data, tmp_path, capsys):
     assert lines[0].startswith(f"{tmp_path / 'out'}: 1 file, 41 tensors, ")
     assert lines[0].endswith(" kB, 28 weights dequantized")
     assert re.fullmatch(r"\S+ kB read and \S+ kB written in .+, .+B/s together", lines[1])
-    assert lines[2] == "tensors of the KV cache: scales and biases: 4 left out"
+    assert lines[2] == "4 KV-cache scales not written"
     assert err == ""
     assert moqext.Checkpoint(tmp_path / "out").layers() == ()
 

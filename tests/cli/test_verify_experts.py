@@ -55,7 +55,9 @@ def test_work_grows_with_the_number_of_experts(rng: Any, tmp_path: Path, capsys:
         directory = write_checkpoint(tmp_path / str(count), tensors, "FP8", **CONFIG)
         verify(capsys, directory)  # what is done once, or kept, is done here
         seen: Counter[str] = Counter()
-        sys.setprofile(lambda frame, event, _: seen.update([frame.f_code.co_qualname] * (event == "call")))
+        sys.setprofile(
+            lambda frame, event, _, seen=seen: seen.update([frame.f_code.co_qualname] * (event == "call"))
+        )
         try:
             assert verify(capsys, directory)[0] == 0
         finally:
