@@ -87,6 +87,22 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         method, dtype = self.method, getattr(torch, self.method.dtype)
         return expert_weights(self._loaded(layer), self.quant, method.gated, method.interleaved, dtype)
 
+    def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
+        """What `create_weights` will raise of experts of vLLM's, or None."""
+        moe = self.moe
+        try:
+            self._make_method(
+                layer,
+                moe.num_local_experts,
+                moe.hidden_dim,
+                moe.intermediate_size_per_partition,
+                layer.params_dtype,
+                moe.num_experts,
+            )
+        except UnsupportedQuantization as error:
+            return error
+        return None
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -101,15 +117,10 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Raises:
             UnsupportedQuantization: the experts do not run like this, or not on this device.
         """
+        experts = extra_weight_attrs.get("global_num_experts", num_experts)
         method = self._make_method(
-            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, extra_weight_attrs
+            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, experts
         )
-        group = method.group_size or 1
-        if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size_per_partition % group:
-            raise UnsupportedQuantization(
-                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size_per_partition} rows "
-                f"of an expert, no multiple of the {group} that share a scale"
-            )
         self.method = method
         self.routing = find_routing(layer, self.moe)
         has_bias = bool(getattr(self.moe, "has_bias", False))
@@ -199,7 +210,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
-        extra: dict[str, Any],
+        global_num_experts: int,
     ) -> MoEMethod:
         activation = getattr(layer.activation, "value", layer.activation)
         if activation not in ACTIVATIONS:
@@ -221,7 +232,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             interleaved=interleaved,
             group_size=self.quant.group_size,
             compute=self.compute,
-            global_num_experts=extra.get("global_num_experts", num_experts),
+            global_num_experts=global_num_experts,
             **options,
         )
         try:
@@ -231,6 +242,12 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if getattr(self.moe, "tp_size", 1) > 1:
                 split = f"; tensor parallelism gives each rank {intermediate_size} rows of an expert"
             raise UnsupportedQuantization(f"{self.prefix}: {error}{split}") from error
+        group = found.group_size or 1
+        if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size % group:
+            raise UnsupportedQuantization(
+                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size} rows "
+                f"of an expert, no multiple of the {group} that share a scale"
+            )
         self.about = about._replace(quant_algo=found.quant_algo, group_size=found.group_size)
         return found
 

@@ -42,6 +42,21 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.is_new = False  # whether nothing ran since the weights were prepared
         self.coded: LinearMethod | None = None  # for activations that are codes already
 
+    def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
+        """What `create_weights` will raise of a layer of vLLM's that has its sizes already, or None."""
+        if not hasattr(layer, "output_partition_sizes"):
+            return None
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)
+        dtype = getattr(layer, "params_dtype", None) or torch.get_default_dtype()
+        is_head = isinstance(layer, ParallelLMHead)
+        try:
+            self._fit(
+                columns, layer.output_partition_sizes, layer.input_size, layer.output_size, dtype, is_head
+            )
+        except UnsupportedQuantization as error:
+            return error
+        return None
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -57,17 +72,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         Raises:
             UnsupportedQuantization: the format does not run, or not split like this.
         """
-        self.partitions = tuple(output_partition_sizes)
-        self.in_features = input_size_per_partition
-        self.dtype = params_dtype
-        try:
-            method = self._find_method(torch.get_default_device())
-        except UnsupportedQuantization as error:
-            if input_size == input_size_per_partition:
-                raise
-            split = f"tensor parallelism gives each rank {input_size_per_partition} of {input_size} columns"
-            raise UnsupportedQuantization(f"{error}; {split}") from error
-        self._refuse_split(method, input_size, output_size, isinstance(layer, ParallelLMHead))
+        is_head = isinstance(layer, ParallelLMHead)
+        method = self._fit(
+            input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, is_head
+        )
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
@@ -146,6 +154,31 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return self._by_product(params, layer.weight.device).T.to(self.dtype).contiguous()
 
     # ------------------------------------------------------------------------------------------------ steps
+
+    def _fit(
+        self,
+        columns: int,
+        partitions: Sequence[int],
+        input_size: int,
+        output_size: int,
+        dtype: torch.dtype,
+        is_head: bool,
+    ) -> LinearMethod:
+        """Takes the sizes of a layer.
+
+        Raises:
+            UnsupportedQuantization: the format does not run, or not split like this.
+        """
+        self.partitions, self.in_features, self.dtype = tuple(partitions), columns, dtype
+        try:
+            method = self._find_method(torch.get_default_device())
+        except UnsupportedQuantization as error:
+            if input_size == columns:
+                raise
+            split = f"tensor parallelism gives each rank {columns} of {input_size} columns"
+            raise UnsupportedQuantization(f"{error}; {split}") from error
+        self._refuse_split(method, input_size, output_size, is_head)
+        return method
 
     def _by_product(self, params: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         method = self._find_method(device, dtype=torch.float32)

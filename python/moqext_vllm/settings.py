@@ -49,10 +49,23 @@ def read_fast_accum() -> bool:
     Raises:
         ValueError: it says something that is neither 0 nor 1.
     """
-    value = os.environ.get("MOQEXT_VLLM_FAST_ACCUM") or "0"
+    return _read_switch("MOQEXT_VLLM_FAST_ACCUM")
+
+
+def read_force() -> bool:
+    """Whether MOQEXT_VLLM_FORCE is "1": moqext runs what it can, even where vLLM would be faster.
+
+    Raises:
+        ValueError: it says something that is neither 0 nor 1.
+    """
+    return _read_switch("MOQEXT_VLLM_FORCE")
+
+
+def _read_switch(name: str) -> bool:
+    value = os.environ.get(name) or "0"
     if value == "0" or value == "1":
         return value == "1"
-    raise ValueError(f"MOQEXT_VLLM_FAST_ACCUM: expected 0 or 1, got {value!r}")
+    raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
 
 
 def enter_settings(**settings: Any) -> None:
