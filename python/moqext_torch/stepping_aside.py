@@ -60,7 +60,7 @@ def reason_to_step_aside(quant_algo: str, capability: tuple[int, int] | None) ->
     """
     facts = ALGORITHMS.get(quant_algo)
     if facts is None or facts.linear is None:
-        return Reason("moqext has no kernel for it", runs=False)
+        return Reason("moqext has no linear method for it", runs=False)
     if capability is None:
         return None
     if capability < OLDEST:
