@@ -14,7 +14,7 @@ from moqext_torch.exchange import NAMED
 from moqext_torch.op import ROLES, find_method, is_plain_call
 from moqext_vllm import quantized_input
 from moqext_vllm.dequantize import is_identity, linear_weight, weight_by_product
-from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, slots, was_skipped
+from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, noted, slots, was_skipped
 
 
 class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -84,11 +84,11 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.weight_block_size = [BLOCK, BLOCK]
         loader = extra_weight_attrs["weight_loader"]
         for role, spec in specs.items():
-            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader))
+            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader, self.prefix))
         if "input_scale" not in specs:  # exporters write it for formats that have no use for it, too
             spec = specs["weight_scale"]._replace(shape=(len(self.partitions),), dtype="float32")
             layer.register_parameter(
-                "input_scale", make_parameter("input_scale", spec, self.partitions, loader)
+                "input_scale", make_parameter("input_scale", spec, self.partitions, loader, self.prefix)
             )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -230,10 +230,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """
         found: dict[str, torch.Tensor] = {}
         for role, spec in self._find_method(layer.weight.device).checkpoint_params.items():
-            tensor = getattr(layer, role).data
+            parameter = getattr(layer, role)
+            tensor, filled = parameter.data, noted(parameter)
             parts = slots(tensor, self.partitions)
-            skipped = self.method is not None and was_skipped(getattr(layer, role))
-            empty = [index for index, slot in enumerate(parts) if skipped or is_marked(slot)]
+            skipped = self.method is not None and was_skipped(parameter)
+            empty = [
+                index
+                for index, slot in enumerate(parts)
+                if skipped or (index not in filled and is_marked(slot))
+            ]
             if not empty:
                 found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
             elif spec.required or len(empty) < len(parts):

@@ -4,12 +4,15 @@ vLLM keeps on disk what torch.compile made. Its key has its own options and the 
 of what variables tell the plug-in: a graph that was made with other ones would be used again.
 """
 
+import functools
 import os
 from typing import Any, Literal
 
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
+
+from moqext.environment import environment
 
 NAME = "moqext"
 """Where settings stand in vLLM's `additional_config`, which is part of the key."""
@@ -39,8 +42,14 @@ def runs_ops() -> bool:
         ValueError: as for `read_ops`.
     """
     switch = read_ops()
-    here = current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())
+    here = (current_platform.is_cuda() and has_cuda()) or (switch == "1" and current_platform.is_cpu())
     return here and switch != "0" and not envs.VLLM_BATCH_INVARIANT
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether moqext was built with its kernels for GPUs."""
+    return bool(environment()["moqext"]["cuda"])
 
 
 def read_fast_accum() -> bool:
