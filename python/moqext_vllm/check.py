@@ -22,7 +22,7 @@ SHOWN = 10
 
 
 class Stored(NamedTuple):
-    """What counts of a `moqext.LayerRecord`: those of a whole checkpoint go to other processes."""
+    """A quantized layer, with as much of its `moqext.LayerRecord` as other processes are told."""
 
     name: str
     kind: str

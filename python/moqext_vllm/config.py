@@ -5,6 +5,8 @@ They stand at module level, one for each name of vLLM's, because they are pickle
 
 import logging
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -33,8 +35,10 @@ from moqext_vllm.settings import enter_settings, read_fast_accum, read_force, re
 logger = logging.getLogger("vllm.moqext")
 
 Semantics = Literal["vllm", "modelopt"]
+RENAMES = {"nemotron_h": {"backbone.embedding.": "backbone.embed_tokens."}}
+"""By type of a model: parts of names of Transformers 5 that vLLM's model does not know."""
 ONLINE = "_online_quantization_args"
-"""What vLLM adds to a configuration for classes of its own."""
+"""Name of a field that vLLM adds to a configuration for classes of its own."""
 
 
 def read_semantics() -> Semantics:
@@ -62,6 +66,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         refusal: what vLLM has against the configuration, None where it has nothing.
         algorithms: of layers, as the configuration names them.
         stored: quantized layers outside of numbered ones, where the checkpoint's headers were read.
+        renames: parts of names of tensors that vLLM's model does not know, and what it calls them.
         semantics: what its excluded names mean, as for `QuantConfig.is_excluded`.
         compute: as for `moqext.LinearMethod`.
         fast_accum: as for `moqext.LinearMethod`, of linears.
@@ -70,11 +75,12 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
 
     NAME: ClassVar[str]
     STAND_IN: ClassVar[dict[str, Any]]
-    """What vLLM's class is made of where it refuses the configuration."""
+    """A configuration for vLLM's class where it refuses the checkpoint's."""
     read: ReadConfig | None
     refusal: str | None
     algorithms: list[str]
     stored: tuple[Stored, ...] | None = None
+    renames: Mapping[str, str] = MappingProxyType({})
     semantics: Semantics
     compute: str
     fast_accum: bool
@@ -171,8 +177,16 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             CheckpointError: there is something wrong with it.
         """
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+        self.renames = RENAMES.get(getattr(hf_config, "model_type", None), {})
         if self.read is not None:
             self.stored = check_checkpoint(model_name, bool(self.read.unknown))
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """What vLLM renames tensors by, besides what its model says."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        own = super().get_checkpoint_weight_mapper()
+        return own | WeightsMapper(orig_to_new_substr=dict(self.renames)) if self.renames else own
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames modules from the checkpoint's names to those of vLLM's model."""

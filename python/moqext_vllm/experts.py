@@ -98,7 +98,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return expert_weights(self._loaded(layer), self.quant, method.gated, method.interleaved, dtype)
 
     def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
-        """What `create_weights` will raise of experts of vLLM's, or None."""
+        """Returns the exception that `create_weights` will raise for experts of vLLM's, or None."""
         moe = self.moe
         try:
             self._make_method(

@@ -10,7 +10,7 @@ from moqext_vllm.dummies import makes_weights_up
 from moqext_vllm.parameters import is_marked, mark
 
 ABSENT = -1.0
-"""What a scale is for vLLM that no checkpoint has."""
+"""Value by which vLLM knows a scale that no checkpoint has."""
 SCALES = ("k_scale", "v_scale", "q_scale")
 
 

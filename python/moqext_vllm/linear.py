@@ -43,7 +43,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.coded: LinearMethod | None = None  # for activations that are codes already
 
     def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
-        """What `create_weights` will raise of a layer of vLLM's that has its sizes already, or None."""
+        """Returns the exception that `create_weights` will raise for a layer with its sizes, or None."""
         if not hasattr(layer, "output_partition_sizes"):
             return None
         columns = getattr(layer, "input_size_per_partition", layer.input_size)

@@ -297,6 +297,19 @@ def test_a_head_of_another_name_is_quantized_if_its_tensors_are():
     assert chosen(config, head(record.shape[1], record.shape[0]), "lm_head") == OURS
 
 
+def test_the_embedding_of_nemotron_h_is_found():
+    """Transformers 5 writes `backbone.embedding`, where vLLM's model knows `backbone.embeddings`."""
+    from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
+
+    config, names = make_config("NVFP4"), ["backbone.embedding.weight", "backbone.embeddings.weight"]
+    config.maybe_update_config("organisation/model", hf_config=SimpleNamespace(model_type="nemotron_h"))
+    config = pickle.loads(pickle.dumps(config))
+    mapper = NemotronHForCausalLM.hf_to_vllm_mapper | config.get_checkpoint_weight_mapper()
+    assert mapper.apply_list(names) == ["model.embed_tokens.weight"] * 2
+    config.maybe_update_config("organisation/model", hf_config=SimpleNamespace(model_type="mamba"))
+    assert config.get_checkpoint_weight_mapper().apply_list(names) == names
+
+
 def test_a_quantized_embedding_is_refused_by_name():
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
