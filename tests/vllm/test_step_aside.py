@@ -228,6 +228,21 @@ def test_neighbours_of_faster_linears_stay_with_vllm(gpu):
     assert not config.runs_neighbours
 
 
+def test_norms_ask_who_runs_the_linears(gpu, monkeypatch):
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from moqext_vllm.activations import find_config
+
+    whole = VllmConfig.__new__(VllmConfig)
+    whole.quant_config = make_config("NVFP4")
+    whole.compilation_config = SimpleNamespace(custom_ops=[])
+    monkeypatch.setattr("moqext_vllm.activations.runs_ops", lambda: True)
+    with set_current_vllm_config(whole):
+        assert find_config(SimpleNamespace(name="rms_norm")) is whole
+        gpu(10, 0)
+        assert find_config(SimpleNamespace(name="rms_norm")) is None
+
+
 # ------------------------------------------------------------------------------------------- around experts
 
 
