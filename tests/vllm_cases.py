@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+import moqext
 from moqext import reference
 from tests.expert_files import Tensors, stored, write_checkpoint
 
@@ -71,6 +72,55 @@ def write_llama(directory, algo, rng, *, hidden, inner, heads, kv_heads, layers=
     }
     quantization = {"quant_algo": algo, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
     return write_checkpoint(directory, in_order(tensors), quantization, **LLAMA, **sizes)
+
+
+def write_mixed(directory, attention, mlp):
+    """A genuine Llama whose attention is of one export and all else of another: both are of one model.
+
+    Args:
+        directory: to be made.
+        attention: name of the checkpoint that has the linears of attention.
+        mlp: of the one that has all others.
+    """
+    directory.mkdir()
+    (directory / "config.json").write_bytes((DATA / "checkpoints" / mlp / "config.json").read_bytes())
+    source = DATA / "checkpoints" / mlp / "model.safetensors"
+    (directory / "model.safetensors").write_bytes(source.read_bytes())
+    with moqext.Checkpoint(DATA / "checkpoints" / attention) as other:
+        parts = {
+            name: (info.dtype, list(info.shape), other.tensor(name).tobytes())
+            for name, info in other.tensors.items()
+            if ".self_attn." in name and not name.endswith(("k_scale", "v_scale"))
+        }
+        algorithms = {".self_attn.": other.config.quant_algo}
+
+    def exchange(tensors):
+        whole = {name: about for name, about in tensors.items() if ".self_attn." not in name} | parts
+        tensors.clear()  # those of four bytes first, so that all are aligned
+        tensors.update(sorted(whole.items(), key=lambda item: item[1][0] != "F32"))
+
+    change(directory, exchange)
+    config = json.loads((directory / "config.json").read_text())
+    quantization = config["quantization_config"]
+    algorithms[".mlp."] = quantization["quant_algo"]
+    with moqext.Checkpoint(directory) as checkpoint:
+        linears = [
+            name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith("_proj.weight")
+        ]
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "ignore": quantization["ignore"],
+        "producer": quantization["producer"],
+        "quantized_layers": {
+            name: {"quant_algo": algorithm}
+            for name in linears
+            for place, algorithm in algorithms.items()
+            if place in name
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def change(directory, edit):

@@ -81,14 +81,16 @@ LAYERS: tuple[type[CustomOp], ...] = (MoqextRMSNorm, MoqextSiluAndMul)
 def find_config(layer: CustomOp) -> Any:
     """The configuration of the engine, where moqext runs a layer that is being made in it, or None.
 
-    It does in models whose linears moqext runs where `runs_ops` says so, unless the user has turned the layer
-    off (`custom_ops` with "-rms_norm").
+    It does in models of whose linears moqext runs some and vLLM none by faster kernels, where `runs_ops` says
+    so, unless the user has turned the layer off (`custom_ops` with "-rms_norm").
 
     Raises:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.quant_config, MoqextConfig):
+        return None
+    if not config.quant_config.runs_neighbours:
         return None
     if not runs_ops() or f"-{layer.name}" in config.compilation_config.custom_ops:
         return None

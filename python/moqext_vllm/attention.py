@@ -251,10 +251,11 @@ def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:
     """Whether the layer is of a model of moqext and has a rotary embedding and norms of the usual kind."""
-    rotary = attention.rotary_emb
+    rotary, method = attention.rotary_emb, getattr(attention.attn, "quant_method", None)
     return (
         runs_ops()
-        and isinstance(getattr(attention.attn, "quant_method", None), MoqextKVCacheMethod)
+        and isinstance(method, MoqextKVCacheMethod)
+        and method.quant_config.runs_neighbours
         and isinstance(rotary, RotaryEmbedding)
         and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
         and rotary.is_neox_style

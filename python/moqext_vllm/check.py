@@ -8,11 +8,12 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from moqext import Checkpoint, CheckpointError
+from moqext import Checkpoint, CheckpointError, ConfigError, LayerRecord, UnsupportedQuantization
 
 logger = logging.getLogger("vllm.moqext")
 
@@ -20,29 +21,44 @@ SHOWN = 10
 """Problems that an error tells; the rest are counted."""
 
 
-def check_checkpoint(model: str) -> None:
+class Stored(NamedTuple):
+    """A quantized layer, with as much of its `moqext.LayerRecord` as other processes are told."""
+
+    name: str
+    kind: str
+    quant_algo: str
+    shape: tuple[int, ...]
+
+
+def check_checkpoint(model: str, has_unknown: bool = False) -> tuple[Stored, ...] | None:
     """Reads the headers of a checkpoint's files, nothing else; with MOQEXT_VLLM_CHECK=0 nothing at all.
 
     Args:
         model: its directory; of a name of the Hub, and of files of other kinds, nothing is known.
+        has_unknown: whether vLLM may run layers of algorithms that moqext does not know.
+
+    Returns:
+        The quantized layers that stand outside of numbered ones, None where nothing is known.
 
     Raises:
-        CheckpointError: with them a layer would be wrong, or there is no way to run it.
+        CheckpointError: with them a layer would be wrong.
+        ConfigError: the configuration cannot be understood.
     """
     if os.environ.get("MOQEXT_VLLM_CHECK") == "0" or not Path(model).is_dir():
-        return
-    with _without_collections(), Checkpoint(model) as checkpoint:
-        if not checkpoint.tensors:
-            return
-        findings = checkpoint.findings(values=False)
-        problems = (*checkpoint.file_problems, *findings.all_problems())
-    other = [layer for layer in findings.layers if not layer.is_plain]
-    if other:
-        raise CheckpointError(
-            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), and vLLM hands "
-            "scales and codes over as they are stored; `python -m moqext convert` writes plain weights",
-            file=model,
-        )
+        return None
+    try:
+        with _without_collections(), Checkpoint(model) as checkpoint:
+            if not checkpoint.tensors:
+                return None
+            findings = checkpoint.findings(values=False)
+            problems = (*checkpoint.file_problems, *findings.all_problems())
+    except ConfigError as error:
+        if not has_unknown:
+            raise
+        logger.warning("%s: headers are not looked at: %s", model, error)
+        return None
+    layers = findings.layers
+    _refuse_other_orders(model, layers)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         lines = [
@@ -55,6 +71,62 @@ def check_checkpoint(model: str) -> None:
     if warnings:
         told = ", ".join(f"{code} × {count}" for code, count in sorted(warnings.items()))
         logger.warning("%s: %s; moqext inspect tells where", model, told)
+    return tuple(
+        Stored(layer.name, layer.kind, layer.quant_algo, layer.shape)
+        for layer in layers
+        if not any(part.isdigit() for part in layer.name.split("."))
+    )
+
+
+def _refuse_other_orders(model: str, layers: Iterable[LayerRecord]) -> None:
+    """Raises for layers whose headers tell another order of block scales or nibbles than vLLM hands over."""
+    other = [layer for layer in layers if not layer.is_plain]
+    if other:
+        raise CheckpointError(
+            f"{other[0].name} is stored as {other[0].stored_form} ({len(other)} layers are), and vLLM hands "
+            "scales and codes over as they are stored; `python -m moqext convert` writes plain weights",
+            file=model,
+        )
+
+
+def is_unquantized_head(layer: Any, name: str, stored: Iterable[Stored] | None) -> bool:
+    """Whether a checkpoint stores no quantized linear that an output head of vLLM's may be.
+
+    Heads have other names in files than in vLLM (`embed_out`), or none in vLLM, so that no rule of a
+    configuration tells; their sizes do.
+
+    Args:
+        layer: the head.
+        name: its name in vLLM's model.
+        stored: of `check_checkpoint`.
+    """
+    if stored is None or any(part.isdigit() for part in name.split(".")):
+        return False
+    rows = {layer.num_embeddings, layer.org_vocab_size}
+    return not any(
+        record.kind == "linear" and record.shape[0] in rows and record.shape[1] == layer.embedding_dim
+        for record in stored
+    )
+
+
+def refuse_stored_table(layer: Any, prefix: str, stored: Iterable[Stored] | None) -> None:
+    """Raises for an embedding that a checkpoint stores quantized: vLLM would take its codes for numbers.
+
+    Args:
+        layer: what is no linear and no experts.
+        prefix: its name in vLLM's model.
+        stored: of `check_checkpoint`.
+
+    Raises:
+        UnsupportedQuantization: it is such a table.
+    """
+    width = getattr(layer, "embedding_dim", None)
+    for record in stored or ():
+        if record.kind == "embedding" and width == record.shape[1]:
+            raise UnsupportedQuantization(
+                f"{prefix or record.name}: an embedding in {record.quant_algo}, which is looked up and not "
+                "multiplied, runs neither in moqext nor in vLLM"
+            )
 
 
 @contextmanager

@@ -5,27 +5,40 @@ They stand at module level, one for each name of vLLM's, because they are pickle
 
 import logging
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptFp8Config,
+    ModelOptMixedPrecisionConfig,
+    ModelOptNvFp4Config,
+    ModelOptQuantConfigBase,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_torch.stepping_aside import ReadConfig, Reason, read_config, tell_once
+from moqext_vllm import hand_back
 from moqext_vllm.attention import take_over
-from moqext_vllm.check import check_checkpoint
+from moqext_vllm.check import Stored, check_checkpoint, is_unquantized_head, refuse_stored_table
 from moqext_vllm.compiled import install_pass
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
-from moqext_vllm.settings import enter_settings, read_fast_accum, read_ops
+from moqext_vllm.settings import enter_settings, read_fast_accum, read_force, read_ops
 
 logger = logging.getLogger("vllm.moqext")
 
 Semantics = Literal["vllm", "modelopt"]
+RENAMES = {"nemotron_h": {"backbone.embedding.": "backbone.embed_tokens."}}
+"""By type of a model: parts of names of Transformers 5 that vLLM's model does not know."""
+ONLINE = "_online_quantization_args"
+"""Name of a field that vLLM adds to a configuration for classes of its own."""
 
 
 def read_semantics() -> Semantics:
@@ -40,46 +53,40 @@ def read_semantics() -> Semantics:
     raise ValueError(f"MOQEXT_VLLM_EXCLUSION: expected vllm or modelopt, got {value!r}")
 
 
-class MoqextConfig(QuantizationConfig):
-    """A ModelOpt checkpoint's configuration.
+class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
+    """A ModelOpt checkpoint's configuration, in front of the class of vLLM's that it stands for.
+
+    Each is vLLM's own as well, with its fields: models of vLLM's ask for those, and layers that are not
+    moqext's have the methods that it answers with.
 
     Attributes:
         NAME: what vLLM calls the family.
-        config: what moqext read; its names are vLLM's after `apply_vllm_mapper`.
+        read: what moqext read; its names are vLLM's after `apply_vllm_mapper`. None where it reads nothing
+            of what vLLM runs: then all is vLLM's.
+        refusal: what vLLM has against the configuration, None where it has nothing.
+        algorithms: of layers, as the configuration names them.
+        stored: quantized layers outside of numbered ones, where the checkpoint's headers were read.
+        renames: parts of names of tensors that vLLM's model does not know, and what it calls them.
         semantics: what its excluded names mean, as for `QuantConfig.is_excluded`.
         compute: as for `moqext.LinearMethod`.
         fast_accum: as for `moqext.LinearMethod`, of linears.
+        force: whether moqext runs what it can, even where vLLM would be faster.
     """
 
     NAME: ClassVar[str]
-
-    def __init__(self, config: QuantConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.semantics = read_semantics()
-        self.compute = os.environ.get("MOQEXT_VLLM_COMPUTE") or "exact"
-        self.fast_accum = read_fast_accum()
-        refuse_cache(config.kv_cache_quant_algo)
+    STAND_IN: ClassVar[dict[str, Any]]
+    """A configuration for vLLM's class where it refuses the checkpoint's."""
+    read: ReadConfig | None
+    refusal: str | None
+    algorithms: list[str]
+    stored: tuple[Stored, ...] | None = None
+    renames: Mapping[str, str] = MappingProxyType({})
+    semantics: Semantics
+    compute: str
+    fast_accum: bool
+    force: bool
 
     # --------------------------------------------------------------------------------- what vLLM asks first
-
-    def get_name(self) -> str:
-        """The family's name."""
-        return self.NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations may be."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """The oldest GPU that moqext runs on, 8.0."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """The file that configurations stand in where config.json has none."""
-        return ["hf_quant_config.json"]
 
     @classmethod
     def override_quantization_method(
@@ -88,17 +95,78 @@ class MoqextConfig(QuantizationConfig):
         """The family's name where a checkpoint is of it: vLLM asks every family."""
         if not isinstance(hf_quant_cfg, dict):
             return None
-        return cls.NAME if detect(hf_quant_cfg) == cls.NAME else None
+        if detect(hf_quant_cfg) == cls.NAME:
+            return cls.NAME
+        found: str | None = super().override_quantization_method(hf_quant_cfg, user_quant, hf_config)
+        return found
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Reads a configuration.
 
         Raises:
-            ConfigError: it is none of ModelOpt, or says something that nobody knows.
-            UnsupportedQuantization: its cache format does not run.
+            ConfigError: it is none of ModelOpt, or says something that neither moqext nor vLLM knows.
+            UnsupportedQuantization: its cache format, or its algorithm, runs with neither.
         """
-        return cls(QuantConfig.from_dict(config))
+        read: ReadConfig | None = None
+        fault: ConfigError | None = None
+        try:
+            read = read_config({name: value for name, value in config.items() if name != ONLINE})
+        except ConfigError as error:
+            fault = error
+        made: Self
+        refusal: str | None = None
+        try:
+            made = super().from_config(config)
+        except Exception as error:
+            if read is None:
+                raise ConfigError(f"{fault}; vLLM says: {error}") from error
+            made, refusal = super().from_config({**cls.STAND_IN, "ignore": []}), str(error)
+        made.read, made.refusal = read, refusal
+        made.algorithms = [] if read is None else read.algorithms()
+        made.semantics = read_semantics()
+        made.compute = os.environ.get("MOQEXT_VLLM_COMPUTE") or "exact"
+        made.fast_accum, made.force = read_fast_accum(), read_force()
+        if read is None:
+            logger.warning("moqext cannot read this configuration and leaves it to vLLM: %s", fault)
+            return made
+        refuse_cache(read.config.kv_cache_quant_algo)
+        reasons = {algorithm: made.reason(algorithm) for algorithm in made.algorithms}
+        for algorithm, reason in reasons.items():
+            if reason is not None and refusal is not None and not made.runs_any:
+                raise hand_back.refusal("", f"quant_algo {algorithm}: {reason.why}", refusal)
+        return made
+
+    @property
+    def config(self) -> QuantConfig:
+        """What moqext read."""
+        assert self.read is not None
+        return self.read.config
+
+    def reason(self, algorithm: str) -> Reason | None:
+        """Why layers of an algorithm are vLLM's, None where they are moqext's."""
+        found = hand_back.reason_of_algorithm(algorithm)
+        kept = found is not None and found.runs and (self.force or self.refusal is not None)
+        return None if kept else found
+
+    @property
+    def runs_any(self) -> bool:
+        """Whether layers of some algorithm of the checkpoint are moqext's."""
+        return any(self.reason(algorithm) is None for algorithm in self.algorithms)
+
+    @property
+    def runs_neighbours(self) -> bool:
+        """Whether what is between linears is moqext's, too.
+
+        Where vLLM's linears are the faster ones it joins norms and activations with them.
+        """
+        reasons = [self.reason(algorithm) for algorithm in self.algorithms]
+        return None in reasons and not any(reason is not None and reason.runs for reason in reasons)
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What activations may be: with moqext float32, too."""
+        own: list[torch.dtype] = super().get_supported_act_dtypes()
+        return [*own, torch.float32] if self.runs_any else own
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -108,14 +176,23 @@ class MoqextConfig(QuantizationConfig):
         Raises:
             CheckpointError: there is something wrong with it.
         """
-        check_checkpoint(model_name)
+        super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
+        self.renames = RENAMES.get(getattr(hf_config, "model_type", None), {})
+        if self.read is not None:
+            self.stored = check_checkpoint(model_name, bool(self.read.unknown))
 
-    def has_blocked_weights(self) -> bool:
-        """Whether vLLM is to turn on its own quantization of blocks: moqext has its own."""
-        return False
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """What vLLM renames tensors by, besides what its model says."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        own = super().get_checkpoint_weight_mapper()
+        return own | WeightsMapper(orig_to_new_substr=dict(self.renames)) if self.renames else own
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames modules from the checkpoint's names to those of vLLM's model."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        if self.read is None:
+            return
         config = self.config.expand_trailing_wildcards()
         fields: dict[str, Any] = {
             "exclude_modules": hf_to_vllm_mapper.apply_list(list(config.exclude_modules))
@@ -123,39 +200,95 @@ class MoqextConfig(QuantizationConfig):
         layers = config.to_dict()["quantization"].get("quantized_layers")
         if layers:
             fields["quantized_layers"] = hf_to_vllm_mapper.apply_dict(layers)
-        self.config = config.replace(**fields)
+        unknown = hf_to_vllm_mapper.apply_dict(self.read.unknown)
+        self.read = ReadConfig(config.replace(**fields), unknown)
 
     # ----------------------------------------------------------------------------------------- layer by layer
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of a layer.
+        """The method of a layer: moqext's, or vLLM's where that is better.
 
         Raises:
             ConfigError: parts of a fused layer, or experts, are quantized differently.
+            UnsupportedQuantization: neither moqext nor vLLM runs the layer.
         """
+        if not self.runs_any:
+            return self._left_whole(layer, prefix)
         enter_settings(
-            compute=self.compute, fast_accum=self.fast_accum, ops=read_ops(), semantics=self.semantics
+            compute=self.compute,
+            fast_accum=self.fast_accum,
+            ops=read_ops(),
+            semantics=self.semantics,
+            force=self.force,
         )
-        install_pass()
-        take_over()
+        if self.runs_neighbours:
+            install_pass()
+            take_over()
         if isinstance(layer, (Attention, MLAAttention)):
             return MoqextKVCacheMethod(self, prefix)
-        if isinstance(layer, (LinearBase, ParallelLMHead)):
-            quant = self.layer_quant(prefix)
-            if quant is None:
-                return UnquantizedLinearMethod()
-            return MoqextModelOptLinearMethod(quant, prefix, self.compute, self.fast_accum)
-        if isinstance(layer, RoutedExperts):
-            quant = self.layer_quant(prefix.removesuffix(".routed_experts"))
-            if quant is not None:
-                return MoqextModelOptMoEMethod(quant, prefix, self.compute, layer.moe_config)
-        return None
+        is_head, is_experts = isinstance(layer, ParallelLMHead), isinstance(layer, RoutedExperts)
+        if not (is_head or is_experts or isinstance(layer, LinearBase)):
+            refuse_stored_table(layer, prefix, self.stored)
+            return super().get_quant_method(layer, prefix)
+        name = prefix.removesuffix(".routed_experts") or ("lm_head" if is_head else "")
+        quant = self.layer_quant(name)
+        if quant is None or (is_head and is_unquantized_head(layer, name, self.stored)):
+            return None if is_experts else UnquantizedLinearMethod()
+        return self._choose(quant, layer, prefix)
+
+    def _left_whole(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The answer of vLLM where no algorithm of the checkpoint is moqext's."""
+        for algorithm in self.algorithms:
+            reason = self.reason(algorithm)
+            assert reason is not None
+            tell_once(logger, "vLLM", algorithm, reason.why, "")
+        return super().get_quant_method(layer, prefix)
+
+    def _choose(self, quant: LayerQuant, layer: Any, prefix: str) -> Any:
+        """The method of a quantized layer."""
+        assert self.read is not None
+        algorithm, is_experts = self.read.algorithm_of(quant), isinstance(layer, RoutedExperts)
+        reason = self.reason(algorithm)
+        if reason is None and is_experts:
+            reason = hand_back.reason_of_experts(layer.moe_config)
+        if reason is not None and reason.runs and self.force:
+            reason = None
+        method: Any = None
+        if reason is None or reason.runs:
+            if is_experts:
+                method = MoqextModelOptMoEMethod(quant, prefix, self.compute, layer.moe_config)
+            else:
+                method = MoqextModelOptLinearMethod(quant, prefix, self.compute, self.fast_accum)
+            fault = method.find_fault(layer)
+            if fault is not None:
+                reason = Reason(str(fault).removeprefix(f"{prefix}: "), runs=False)
+        if reason is None:
+            return method
+        own, theirs = self._ask_vllm(layer, prefix)
+        if own is not None:
+            tell_once(logger, "vLLM", algorithm, reason.why, prefix)
+            return own if reason.runs else hand_back.explain(own, prefix, f"{algorithm}: {reason.why}")
+        if reason.runs:
+            return method
+        raise hand_back.refusal(prefix, f"{algorithm}: {reason.why}", theirs)
+
+    def _ask_vllm(self, layer: Any, prefix: str) -> tuple[Any, object]:
+        """The method that vLLM has of a quantized layer, or None and what it says."""
+        if self.refusal is not None:
+            return None, self.refusal
+        try:
+            own = super().get_quant_method(layer, prefix)
+        except Exception as error:
+            return None, error
+        if own is None or isinstance(own, UnquantizedLinearMethod):
+            return None, "it would not quantize the layer"
+        return own, None
 
     def layer_quant(self, prefix: str) -> LayerQuant | None:
         """How a layer is quantized, None for one that is not.
 
         Args:
-            prefix: its name in vLLM's model.
+            prefix: its name in vLLM's model, empty where that gives it none.
 
         Raises:
             ConfigError: parts of a fused layer, or experts, are quantized differently.
@@ -163,14 +296,17 @@ class MoqextConfig(QuantizationConfig):
         if self.is_layer_excluded(prefix):
             return None
         config = self.config
-        if not config.quantized_layers and config.moe_quant_algo is None:
-            return LayerQuant(config.quant_algo, config.group_size, "quant_algo")
+        if not prefix or (not config.quantized_layers and config.moe_quant_algo is None):
+            is_one = config.quant_algo not in (None, "MIXED_PRECISION")
+            return LayerQuant(config.quant_algo, config.group_size, "quant_algo") if is_one else None
         shards = self.packed_modules_mapping.get(prefix.rpartition(".")[2], ())
         found = config.layer_quant(prefix, shards)
         return None if found.quant_algo is None else found
 
     def is_layer_excluded(self, prefix: str) -> bool:
         """Whether a layer is not quantized, whatever else the configuration says; as vLLM calls it."""
+        if self.read is None or not prefix:
+            return bool(super().is_layer_excluded(prefix))
         excluded = self.config.is_excluded(prefix, self.packed_modules_mapping, self.semantics)
         if self.semantics == "vllm":
             try:
@@ -197,22 +333,28 @@ def _say_difference(prefix: str, excluded: bool) -> None:
         _said.add(prefix)
 
 
-class MoqextModelOptFp8Config(MoqextConfig):
+class MoqextModelOptFp8Config(MoqextConfig, ModelOptFp8Config):  # type: ignore[misc]
     """FP8 in every scaling."""
 
     NAME = "modelopt"
+    STAND_IN: ClassVar[dict[str, Any]] = {"quant_algo": "FP8"}
 
 
-class MoqextModelOptFp4Config(MoqextConfig):
+class MoqextModelOptFp4Config(MoqextConfig, ModelOptNvFp4Config):  # type: ignore[misc]
     """NVFP4 and its relatives."""
 
     NAME = "modelopt_fp4"
+    STAND_IN: ClassVar[dict[str, Any]] = {"quant_algo": "NVFP4"}
 
 
-class MoqextModelOptMixedConfig(MoqextConfig):
+class MoqextModelOptMixedConfig(MoqextConfig, ModelOptMixedPrecisionConfig):  # type: ignore[misc]
     """Layers of several formats."""
 
     NAME = "modelopt_mixed"
+    STAND_IN: ClassVar[dict[str, Any]] = {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"": {"quant_algo": "FP8"}},
+    }
 
 
 CONFIGS: tuple[type[MoqextConfig], ...] = (

@@ -16,7 +16,17 @@ from moqext_torch.exchange import NAMED
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_vllm.dequantize import expert_weights
 from moqext_vllm.dummies import make_up
-from moqext_vllm.parameters import as_blocks, begin_load, end_load, find_marked, marked, was_skipped
+from moqext_vllm.parameters import (
+    as_blocks,
+    begin_load,
+    end_load,
+    find_marked,
+    fit_dtype,
+    marked,
+    note,
+    noted,
+    was_skipped,
+)
 from moqext_vllm.routing import Routing, find_routing
 
 ACTIVATIONS = {  # of vLLM: moqext's name, whether there is a gate, whether rows of gate and up take turns
@@ -87,6 +97,22 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         method, dtype = self.method, getattr(torch, self.method.dtype)
         return expert_weights(self._loaded(layer), self.quant, method.gated, method.interleaved, dtype)
 
+    def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
+        """Returns the exception that `create_weights` will raise for experts of vLLM's, or None."""
+        moe = self.moe
+        try:
+            self._make_method(
+                layer,
+                moe.num_local_experts,
+                moe.hidden_dim,
+                moe.intermediate_size_per_partition,
+                layer.params_dtype,
+                moe.num_experts,
+            )
+        except UnsupportedQuantization as error:
+            return error
+        return None
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -101,15 +127,10 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Raises:
             UnsupportedQuantization: the experts do not run like this, or not on this device.
         """
+        experts = extra_weight_attrs.get("global_num_experts", num_experts)
         method = self._make_method(
-            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, extra_weight_attrs
+            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, experts
         )
-        group = method.group_size or 1
-        if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size_per_partition % group:
-            raise UnsupportedQuantization(
-                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size_per_partition} rows "
-                f"of an expert, no multiple of the {group} that share a scale"
-            )
         self.method = method
         self.routing = find_routing(layer, self.moe)
         has_bias = bool(getattr(self.moe, "has_bias", False))
@@ -119,7 +140,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 continue
             dtype = params_dtype if role.endswith("_bias") else NAMED[spec.dtype]
             parameter = torch.nn.Parameter(marked(self._shape(role, spec.shape), dtype), requires_grad=False)
-            parameter.weight_loader = _in_shape(loader)
+            parameter.weight_loader = _in_shape(loader, layer, f"{self.prefix}.{role}")
             if role.endswith("weight_scale") and spec.dtype == "float32" and self._has_rows(role, method):
                 parameter.quant_method = "block"  # or the loader takes it for one value
             make_up(role, parameter)
@@ -199,7 +220,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
-        extra: dict[str, Any],
+        global_num_experts: int,
     ) -> MoEMethod:
         activation = getattr(layer.activation, "value", layer.activation)
         if activation not in ACTIVATIONS:
@@ -221,7 +242,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             interleaved=interleaved,
             group_size=self.quant.group_size,
             compute=self.compute,
-            global_num_experts=extra.get("global_num_experts", num_experts),
+            global_num_experts=global_num_experts,
             **options,
         )
         try:
@@ -231,6 +252,12 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if getattr(self.moe, "tp_size", 1) > 1:
                 split = f"; tensor parallelism gives each rank {intermediate_size} rows of an expert"
             raise UnsupportedQuantization(f"{self.prefix}: {error}{split}") from error
+        group = found.group_size or 1
+        if getattr(self.moe, "tp_size", 1) > 1 and intermediate_size % group:
+            raise UnsupportedQuantization(
+                f"{self.prefix}: tensor parallelism gives each rank {intermediate_size} rows "
+                f"of an expert, no multiple of the {group} that share a scale"
+            )
         self.about = about._replace(quant_algo=found.quant_algo, group_size=found.group_size)
         return found
 
@@ -344,7 +371,9 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if skipped:
                 empty = [(expert, half) for expert in range(len(tensor)) for half in range(halves)]
             else:
-                empty = find_marked(tensor, halves)
+                filled = noted(parameter)
+                filled = filled if halves > 1 else {(expert, 0) for expert, _ in filled}
+                empty = [slot for slot in find_marked(tensor, halves) if slot not in filled]
             everything = len(tensor) * halves
             optional_scale = not spec.required and role.endswith("input_scale")
             if empty and not (optional_scale or (not spec.required and len(empty) == everything)):
@@ -359,13 +388,34 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return found
 
 
-def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader that takes the scales of rows and blocks in every shape that exporters write."""
+def _in_shape(weight_loader: Callable[..., Any], layer: Any, name: str) -> Callable[..., Any]:
+    """A loader that takes the scales of rows and blocks in every shape that exporters write.
 
-    def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    Args:
+        weight_loader: vLLM's.
+        layer: the experts.
+        name: of layer and role, for messages.
+    """
+    requantizes = getattr(layer, "_fused_shared_expert_quantizer", None) is not None
+
+    def load(
+        param: Any,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
         begin_load(param)
+        if not requantizes:
+            loaded_weight = fit_dtype(param, loaded_weight, f"{name} of expert {expert_id}")
         if getattr(param, "quant_method", None) == "block":
             loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
-        return weight_loader(param, loaded_weight, *rest, **options)
+        result = weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
+        if loaded_weight.dim() < param.dim() or param.dim() < 2:  # or there are several experts in it
+            expert = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            note(param, (expert, int(shard_id == "w3")))
+        return result
 
     return load

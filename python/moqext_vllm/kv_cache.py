@@ -6,9 +6,11 @@ import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from moqext import CheckpointError, KVCacheMethod
+from moqext_vllm.dummies import makes_weights_up
+from moqext_vllm.parameters import is_marked, mark
 
 ABSENT = -1.0
-"""What vLLM fills the scales with before it loads a checkpoint."""
+"""Value by which vLLM knows a scale that no checkpoint has."""
 SCALES = ("k_scale", "v_scale", "q_scale")
 
 
@@ -32,17 +34,21 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):  # type: ignore[misc]
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
+        self.is_made_up = makes_weights_up()
 
     def create_weights(self, layer: torch.nn.Module) -> None:
         """Gives the attention a parameter for each scale, which stays absent where vLLM makes weights up.
 
-        They are float32: vLLM's have the dtype of the model at first, whose rounding a reload then undoes.
+        They are float32: vLLM's have the dtype of the model at first, whose rounding a reload then undoes. A
+        scale that nothing fills has a mark, since a damaged checkpoint may hold vLLM's value for that.
         """
         super().create_weights(layer)
         for name in SCALES:
             if (scale := getattr(layer, name, None)) is not None:
                 scale.data = scale.data.float()
                 scale.dummy_weight_value = ABSENT
+                if not self.is_made_up:
+                    mark(scale.data)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Checks the scales, completes them (one of two serves both), and hands them to vLLM.
@@ -51,7 +57,12 @@ class MoqextKVCacheMethod(BaseKVCacheMethod):  # type: ignore[misc]
             CheckpointError: a scale is zero, negative, infinite or NaN.
         """
         held = {name: getattr(layer, name) for name in SCALES if getattr(layer, name, None) is not None}
-        found = {name: float(scale) for name, scale in held.items() if float(scale) != ABSENT}
+        absent = {name for name, scale in held.items() if is_marked(scale.data.view(1))}
+        if self.is_made_up:
+            absent |= {name for name, scale in held.items() if float(scale) == ABSENT}
+        found = {name: float(scale) for name, scale in held.items() if name not in absent}
+        for name in absent:
+            held[name].data.fill_(ABSENT)
         try:
             scales = KVCacheMethod(self.quant_config.config.kv_cache_quant_algo or "FP8").prepare(found)
         except ValueError as error:

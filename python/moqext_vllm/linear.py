@@ -14,7 +14,7 @@ from moqext_torch.exchange import NAMED
 from moqext_torch.op import ROLES, find_method, is_plain_call
 from moqext_vllm import quantized_input
 from moqext_vllm.dequantize import is_identity, linear_weight, weight_by_product
-from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, slots, was_skipped
+from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, noted, slots, was_skipped
 
 
 class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -42,6 +42,21 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.is_new = False  # whether nothing ran since the weights were prepared
         self.coded: LinearMethod | None = None  # for activations that are codes already
 
+    def find_fault(self, layer: Any) -> UnsupportedQuantization | None:
+        """Returns the exception that `create_weights` will raise for a layer with its sizes, or None."""
+        if not hasattr(layer, "output_partition_sizes"):
+            return None
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)
+        dtype = getattr(layer, "params_dtype", None) or torch.get_default_dtype()
+        is_head = isinstance(layer, ParallelLMHead)
+        try:
+            self._fit(
+                columns, layer.output_partition_sizes, layer.input_size, layer.output_size, dtype, is_head
+            )
+        except UnsupportedQuantization as error:
+            return error
+        return None
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -57,17 +72,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         Raises:
             UnsupportedQuantization: the format does not run, or not split like this.
         """
-        self.partitions = tuple(output_partition_sizes)
-        self.in_features = input_size_per_partition
-        self.dtype = params_dtype
-        try:
-            method = self._find_method(torch.get_default_device())
-        except UnsupportedQuantization as error:
-            if input_size == input_size_per_partition:
-                raise
-            split = f"tensor parallelism gives each rank {input_size_per_partition} of {input_size} columns"
-            raise UnsupportedQuantization(f"{error}; {split}") from error
-        self._refuse_split(method, input_size, output_size, isinstance(layer, ParallelLMHead))
+        is_head = isinstance(layer, ParallelLMHead)
+        method = self._fit(
+            input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, is_head
+        )
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
@@ -76,11 +84,11 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.weight_block_size = [BLOCK, BLOCK]
         loader = extra_weight_attrs["weight_loader"]
         for role, spec in specs.items():
-            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader))
+            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader, self.prefix))
         if "input_scale" not in specs:  # exporters write it for formats that have no use for it, too
             spec = specs["weight_scale"]._replace(shape=(len(self.partitions),), dtype="float32")
             layer.register_parameter(
-                "input_scale", make_parameter("input_scale", spec, self.partitions, loader)
+                "input_scale", make_parameter("input_scale", spec, self.partitions, loader, self.prefix)
             )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -147,6 +155,31 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------ steps
 
+    def _fit(
+        self,
+        columns: int,
+        partitions: Sequence[int],
+        input_size: int,
+        output_size: int,
+        dtype: torch.dtype,
+        is_head: bool,
+    ) -> LinearMethod:
+        """Takes the sizes of a layer.
+
+        Raises:
+            UnsupportedQuantization: the format does not run, or not split like this.
+        """
+        self.partitions, self.in_features, self.dtype = tuple(partitions), columns, dtype
+        try:
+            method = self._find_method(torch.get_default_device())
+        except UnsupportedQuantization as error:
+            if input_size == columns:
+                raise
+            split = f"tensor parallelism gives each rank {columns} of {input_size} columns"
+            raise UnsupportedQuantization(f"{error}; {split}") from error
+        self._refuse_split(method, input_size, output_size, is_head)
+        return method
+
     def _by_product(self, params: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         method = self._find_method(device, dtype=torch.float32)
         return weight_by_product(method, params, self.partitions, device)
@@ -197,10 +230,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """
         found: dict[str, torch.Tensor] = {}
         for role, spec in self._find_method(layer.weight.device).checkpoint_params.items():
-            tensor = getattr(layer, role).data
+            parameter = getattr(layer, role)
+            tensor, filled = parameter.data, noted(parameter)
             parts = slots(tensor, self.partitions)
-            skipped = self.method is not None and was_skipped(getattr(layer, role))
-            empty = [index for index, slot in enumerate(parts) if skipped or is_marked(slot)]
+            skipped = self.method is not None and was_skipped(parameter)
+            empty = [
+                index
+                for index, slot in enumerate(parts)
+                if skipped or (index not in filled and is_marked(slot))
+            ]
             if not empty:
                 found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
             elif spec.required or len(empty) < len(parts):

@@ -1,8 +1,9 @@
 """Parameters that vLLM's loaders fill with the tensors of a checkpoint, and what of them was never filled.
 
-A slot is what one tensor of a checkpoint fills: the rows of one of the layers that are fused. Before loading
-every slot holds a mark that no checkpoint holds: floats a NaN of certain bits, e4m3 nothing but NaN, packed
-fp4 nothing but minus zero. So it does not matter which way vLLM loads, or how often.
+A slot is what one tensor of a checkpoint fills: the rows of one of the layers that are fused. Loaders that
+come through here leave a note of each slot. Others do not, so before loading every slot holds a mark, too:
+floats a NaN of certain bits, e4m3 nothing but NaN, packed fp4 nothing but minus zero. Exporters write the
+last two for weights of zeros, and a slot of them counts as filled by its note.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,21 +51,56 @@ def begin_load(param: torch.Tensor) -> None:
     At a reload it is memory that nothing has written, or holds the prepared tensors of before. vLLM counts
     what a loader copies, and calls it for a tensor without memory first.
     """
-    if not param.is_meta and not hasattr(param, "moqext_begun"):
+    if not param.is_meta and not hasattr(param, "moqext_filled"):
         mark(param.data)
-        param.moqext_begun = True  # type: ignore[attr-defined]
+        param.moqext_filled = set()  # type: ignore[attr-defined]
+
+
+def note(param: torch.Tensor, *slots: Any) -> None:
+    """Leaves a note that slots of a parameter were filled, after `begin_load`."""
+    if not param.is_meta:
+        param.moqext_filled.update(slots)  # type: ignore[attr-defined]
+
+
+def noted(param: torch.Tensor) -> set[Any]:
+    """The slots that were filled by what leaves notes."""
+    found: set[Any] = getattr(param, "moqext_filled", set())
+    return found
+
+
+def fit_dtype(param: torch.Tensor, loaded: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of a checkpoint in a dtype that its parameter may be copied from without changing values.
+
+    Args:
+        param: the parameter.
+        loaded: the tensor.
+        name: of layer and role, for messages.
+
+    Raises:
+        TypeError: copying would make other numbers of it.
+    """
+    if param.dtype == torch.uint8 and loaded.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        return loaded.view(torch.uint8)
+    wide = param.is_floating_point() and param.dtype.itemsize > 1
+    if loaded.dtype != param.dtype and not (
+        wide and loaded.is_floating_point() and loaded.dtype.itemsize > 1
+    ):
+        expected = "a float of 16 bits or more" if wide else str(param.dtype).removeprefix("torch.")
+        found = str(loaded.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: expected {expected}, got a tensor of {found}")
+    return loaded
 
 
 def was_skipped(param: torch.Tensor) -> bool:
     """Whether a reload filled no slot of a parameter."""
-    return not hasattr(param, "moqext_begun")
+    return not hasattr(param, "moqext_filled")
 
 
 def end_load(layer: torch.nn.Module) -> None:
     """Has the next load of a layer's parameters count as a reload."""
     for param in layer.parameters(recurse=False):
-        if hasattr(param, "moqext_begun"):
-            del param.moqext_begun
+        if hasattr(param, "moqext_filled"):
+            del param.moqext_filled
 
 
 def is_marked(slot: torch.Tensor) -> bool:
@@ -140,7 +176,7 @@ class PartitionedBlockScale(BlockQuantScaleParameter):  # type: ignore[misc]
 
 
 def make_parameter(
-    role: str, spec: ParamSpec, partitions: Sequence[int], weight_loader: Callable[..., Any]
+    role: str, spec: ParamSpec, partitions: Sequence[int], weight_loader: Callable[..., Any], layer: str = ""
 ) -> torch.nn.Parameter:
     """The parameter of a linear's tensor, of the class that tells vLLM's loaders how to split it.
 
@@ -149,6 +185,7 @@ def make_parameter(
         spec: from `LinearMethod.checkpoint_params`.
         partitions: rows of each layer that is fused, on this rank.
         weight_loader: vLLM's.
+        layer: its name, for messages.
     """
     data = marked(spec.shape, NAMED[spec.dtype])
     rows = sum(partitions)
@@ -164,7 +201,7 @@ def make_parameter(
         made = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=weight_loader)
     else:
         made = PerTensorScaleParameter(data=data, weight_loader=weight_loader)
-    made.weight_loader = _in_shape(weight_loader)
+    made.weight_loader = _in_shape(weight_loader, f"{layer}.{role}", len(partitions))
     make_up(role, made)
     return made
 
@@ -176,23 +213,43 @@ def as_blocks(scales: torch.Tensor) -> torch.Tensor:
     return scales.reshape(1, 1) if scales.numel() == 1 else scales
 
 
-def _in_shape(weight_loader: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader that takes scales in every shape of exporters, and one for a layer that is fused on disk."""
+def _in_shape(weight_loader: Callable[..., Any], name: str, count: int) -> Callable[..., Any]:
+    """A loader that takes scales in every shape of exporters, and one for a layer that is fused on disk.
+
+    Args:
+        weight_loader: vLLM's.
+        name: of layer and role, for messages.
+        count: of the layers that are fused.
+    """
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
         begin_load(param)
+        loaded_weight = fit_dtype(param, loaded_weight, name)
+        shard = rest[0] if rest else options.get("loaded_shard_id")
+        shards = _shards(shard, count)
         if isinstance(param, PerTensorScaleParameter):
-            shard = rest[0] if rest else options.get("loaded_shard_id")
             if shard is None or isinstance(shard, tuple):
                 own = [param.data[index : index + 1] for index in shard] if shard else [param.data]
                 for slot in own:
                     slot.copy_(loaded_weight.reshape(-1))
+                note(param, *shards)
                 return None
             loaded_weight = loaded_weight.reshape(1)
         elif isinstance(param, (ChannelQuantScaleParameter, RowvLLMParameter)) and param.dim() == 1:
             loaded_weight = loaded_weight.reshape(-1)
         elif isinstance(param, PartitionedBlockScale):
             loaded_weight = as_blocks(loaded_weight)
-        return weight_loader(param, loaded_weight, *rest, **options)
+        result = weight_loader(param, loaded_weight, *rest, **options)
+        note(param, *shards)
+        return result
 
     return load
+
+
+def _shards(shard: Any, count: int) -> tuple[int, ...]:
+    """The slots that a shard of vLLM's loaders fills: one, several, or all where it names none."""
+    if shard is None:
+        return tuple(range(count))
+    if isinstance(shard, tuple):
+        return shard
+    return ({"q": 0, "k": 1, "v": 2}.get(shard, shard),)

@@ -8,7 +8,12 @@ logger = logging.getLogger("vllm.moqext")  # below vLLM's own, so that its setti
 
 NEEDED = {  # what has to be there, by module
     "vllm.model_executor.layers.quantization": ("register_quantization_config",),
-    "vllm.model_executor.layers.quantization.base_config": ("QuantizationConfig",),
+    "vllm.model_executor.layers.quantization.modelopt": (
+        "ModelOptFp8Config",
+        "ModelOptMixedPrecisionConfig",
+        "ModelOptNvFp4Config",
+        "ModelOptQuantConfigBase",
+    ),
     "vllm.model_executor.layers.quantization.kv_cache": ("BaseKVCacheMethod",),
     "vllm.model_executor.layers.linear": (
         "LinearBase",

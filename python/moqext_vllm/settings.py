@@ -4,12 +4,15 @@ vLLM keeps on disk what torch.compile made. Its key has its own options and the 
 of what variables tell the plug-in: a graph that was made with other ones would be used again.
 """
 
+import functools
 import os
 from typing import Any, Literal
 
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
+
+from moqext.environment import environment
 
 NAME = "moqext"
 """Where settings stand in vLLM's `additional_config`, which is part of the key."""
@@ -39,8 +42,14 @@ def runs_ops() -> bool:
         ValueError: as for `read_ops`.
     """
     switch = read_ops()
-    here = current_platform.is_cuda() or (switch == "1" and current_platform.is_cpu())
+    here = (current_platform.is_cuda() and has_cuda()) or (switch == "1" and current_platform.is_cpu())
     return here and switch != "0" and not envs.VLLM_BATCH_INVARIANT
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether moqext was built with its kernels for GPUs."""
+    return bool(environment()["moqext"]["cuda"])
 
 
 def read_fast_accum() -> bool:
@@ -49,10 +58,23 @@ def read_fast_accum() -> bool:
     Raises:
         ValueError: it says something that is neither 0 nor 1.
     """
-    value = os.environ.get("MOQEXT_VLLM_FAST_ACCUM") or "0"
+    return _read_switch("MOQEXT_VLLM_FAST_ACCUM")
+
+
+def read_force() -> bool:
+    """Whether MOQEXT_VLLM_FORCE is "1": moqext runs what it can, even where vLLM would be faster.
+
+    Raises:
+        ValueError: it says something that is neither 0 nor 1.
+    """
+    return _read_switch("MOQEXT_VLLM_FORCE")
+
+
+def _read_switch(name: str) -> bool:
+    value = os.environ.get(name) or "0"
     if value == "0" or value == "1":
         return value == "1"
-    raise ValueError(f"MOQEXT_VLLM_FAST_ACCUM: expected 0 or 1, got {value!r}")
+    raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
 
 
 def enter_settings(**settings: Any) -> None:
