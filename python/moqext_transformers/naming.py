@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from moqext import Checkpoint
 
@@ -23,6 +23,7 @@ class Names:
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         changes = get_model_conversion_mapping(model)
         self._changes = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}."
         self._stored = {
             self.loaded(f"{name}.").removesuffix("."): name for name in _modules_of(checkpoint.tensors)
@@ -48,11 +49,20 @@ class Names:
         wanted = {table, table.removeprefix(self._prefix)}
         return {spelled: table} if spelled in stored and known & wanted and table not in stored else {}
 
+    def without_head(self, name: str) -> str:
+        """The name in a model without a head of what has one in the checkpoint."""
+        return name.removeprefix(self._prefix)
+
     def loaded(self, tensor: str) -> str:
         """A tensor of the checkpoint as Transformers calls it when it looks for its place."""
         for change in self._changes:
             tensor, _ = change.rename_source_key(tensor)
         return tensor
+
+    def is_converted(self, tensor: str) -> bool:
+        """Whether Transformers changes more than the name of a tensor of the checkpoint when it loads it."""
+        name = self.loaded(tensor)
+        return any(converter.rename_source_key(name)[1] is not None for converter in self._converters)
 
 
 def _modules_of(tensors: Any) -> list[str]:

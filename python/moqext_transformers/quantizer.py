@@ -20,17 +20,25 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moqext import Checkpoint, CheckpointError, LayerRecord
+from moqext import (
+    Checkpoint,
+    CheckpointError,
+    LayerRecord,
+    Projection,
+    QuantConfig,
+    UnsupportedQuantization,
+)
 from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
 from moqext_torch.prepared import PreparedModule
 from moqext_torch.quant_linear import DTYPES
-from moqext_torch.replace import find_places, refuse_problems
+from moqext_torch.replace import SHOWN, find_places, refuse_problems
 from moqext_transformers.experts import LoadedExperts
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.fusing import fuse
 from moqext_transformers.naming import Names
+from moqext_transformers.saving import fitted_config, saved_tensors
 
 logger = logging.get_logger(__name__)
 
@@ -88,6 +96,8 @@ class ModelOptQuantizer(HfQuantizer):
         self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
         self._experts = LoadedExperts(quantization_config.compute)
         self._directory: Path | None = None
+        self._stored_config: QuantConfig | None = None
+        self._stored: dict[str, LayerRecord | Projection] = {}  # by the names that a state dict has
         self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
         self.kv_scales: dict[str, dict[str, float]] = {}
         self.kv_cache_quant_algo: str | None = None
@@ -124,6 +134,11 @@ class ModelOptQuantizer(HfQuantizer):
             records = _records_of(model, checkpoint, names)
             found = find_places(model, checkpoint, records, names)
             places = found.linears
+            self._stored_config = checkpoint.config
+            self._stored = {name: place.record for name, place in places.items()}
+            for place in found.experts.values():
+                for part in (*place.record.members, *place.record.projections):
+                    self._stored |= {name: part for name in (part.name, names.without_head(part.name))}
             linears = {
                 name: self._empty(checkpoint, names, name, place.record, place.module.weight.dtype)
                 for name, place in places.items()
@@ -165,6 +180,11 @@ class ModelOptQuantizer(HfQuantizer):
             held = getattr(linear, role, None)
             if held is None:
                 continue  # a scale that the format does not use
+            if names.is_converted(tensor):
+                raise UnsupportedQuantization(
+                    f"{tensor}: Transformers splits, joins or reorders it when it loads {name}, which codes and "
+                    "scales do not bear"
+                )
             info = checkpoint.tensors[tensor]
             if tuple(held.shape) != tuple(info.shape):
                 linear.register_buffer(role, held.new_empty(info.shape))
@@ -232,8 +252,23 @@ class ModelOptQuantizer(HfQuantizer):
         return not self._dequantized
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The checkpoint's tensors, cache scales included."""
-        return {**self._experts.restore(model.state_dict()), **self._kv}, {}
+        """The checkpoint's tensors, cache scales included; the configuration to be saved is fitted to them."""
+        state = {**self._experts.restore(model.state_dict()), **self._kv}
+        tensors, names = saved_tensors(model, state)
+        saved = {
+            module: names.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
+            for module in self._stored
+            if f"{module}.weight" in state or module in state
+        }
+        fitted = fitted_config(
+            self.quantization_config.to_dict(),
+            self._stored_config,
+            tensors,
+            {saved[name]: (part.quant_algo, part.group_size) for name, part in self._stored.items() if name in saved},
+            {part.name: saved[name] for name, part in self._stored.items() if name in saved},
+        )
+        vars(self.quantization_config).update(fitted, quant_method=METHOD)
+        return state, {}
 
     @property
     def is_trainable(self) -> bool:
@@ -274,24 +309,35 @@ def _report_warnings(checkpoint: Checkpoint) -> None:
 
 
 def _records_of(model: Any, checkpoint: Checkpoint, names: Names) -> list[LayerRecord]:
-    """The quantized layers that this model is to have: not those of a head that it lacks."""
-    records = list(checkpoint.layers())
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    records = [
-        record
-        for record in records
-        if not any(
-            pattern.search(tensor)
-            for part in record.linears()
-            for tensor in part.tensors.values()
-            for pattern in ignored
+    """The quantized layers that this model is to have: not those of a head or of layers that it lacks.
+
+    Transformers knows by patterns what of a checkpoint a model does without; a pattern that fits a module
+    which this model has is wrong about it.
+    """
+    modules = {names(name) for name, _ in model.named_modules()}
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
+    layers = checkpoint.layers()
+    outside = {record.name for record in layers if not names.loaded(f"{record.name}.").startswith(prefix)}
+    if len(outside) == len(layers):  # the checkpoint itself is without a head
+        outside = set()
+
+    def is_done_without(record: LayerRecord) -> bool:
+        parts = list(record.linears())
+        if not modules.isdisjoint((record.name, *(part.name for part in parts))):
+            return False
+        tensors = [tensor for part in parts for tensor in part.tensors.values()]
+        return record.name in outside or any(
+            pattern.search(tensor) or pattern.search(names.loaded(tensor))
+            for pattern in patterns
+            for tensor in tensors
         )
-    ]
-    if model.base_model is not model:  # it has a head
-        return records
-    prefix = f"{model.base_model_prefix}."
-    with_prefix = [record for record in records if names.loaded(f"{record.name}.").startswith(prefix)]
-    return with_prefix or records
+
+    left_out = [record.name for record in layers if is_done_without(record)]
+    if left_out:
+        shown = ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if left_out[SHOWN:] else "")
+        logger.warning(f"{type(model).__name__} does without quantized layers of the checkpoint: {shown}")
+    return [record for record in layers if record.name not in set(left_out)]
 
 
 def _is_unused(linears: dict[str, QuantLinear], record: LayerRecord, role: str) -> bool:

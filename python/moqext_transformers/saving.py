@@ -1,0 +1,147 @@
+"""The quantization configuration of a model that is saved, fitted to the tensors that are written.
+
+Names of a saved checkpoint may be others than those of the one that was loaded, and what is not quantized may
+be in float32 then, which a reader takes for lost codes wherever a rule says "quantized". So the lists of the
+configuration follow the tensors: every layer that is codes has its algorithm, every other weight is excluded.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from moqext import ConfigError, QuantConfig
+
+_WRAPPERS = frozenset(("", "model", "language_model", "model.language_model", "language_model.model"))
+"""Modules that readers may leave out of a name: excluding one might exclude everything."""
+
+
+def saved_tensors(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What `save_pretrained` writes for a state dict: its tensors, without values, and what became of names.
+
+    Returns:
+        Tensors on the meta device by their names in the files; and name in the model -> name in the files, of
+        those that are written as they are.
+    """
+    values = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    saved = revert_weight_conversion(model, values)
+    by_tensor = {id(tensor): name for name, tensor in saved.items()}
+    return saved, {name: by_tensor[id(tensor)] for name, tensor in values.items() if id(tensor) in by_tensor}
+
+
+def fitted_config(
+    fields: Mapping[str, Any],
+    stored: QuantConfig | None,
+    tensors: Mapping[str, torch.Tensor],
+    formats: Mapping[str, tuple[str, int | None]],
+    renamed: Mapping[str, str],
+) -> dict[str, Any]:
+    """The fields of a configuration, with lists that say of each tensor what it is.
+
+    Args:
+        fields: of config.json, in any form that `QuantConfig` reads.
+        stored: the checkpoint's whole configuration, for fields that say too little alone.
+        tensors: everything that is saved, by the names in the files; values are not looked at.
+        formats: algorithm and group size of the quantized modules, by the names in the files.
+        renamed: modules whose names were others in the checkpoint -> their names in the files.
+
+    Returns:
+        The fields; those that are right already stay word for word.
+    """
+    fitted = deepcopy(dict(fields))
+    try:
+        config = QuantConfig.from_dict(fitted)
+    except ConfigError:
+        if stored is None:
+            raise
+        config, fitted = stored, stored.to_dict()
+    listed = {
+        renamed.get(name, name): {"quant_algo": layer.quant_algo, "group_size": layer.group_size}
+        for name, layer in config.quantized_layers.items()
+    }
+    if listed:
+        changed = config.replace(quantized_layers=_without_none(listed))
+        missing = [name for name in formats if _algo_of(changed, name) is None and not _excludes(changed, name)]
+        for name in missing:
+            listed[name] = dict(zip(("quant_algo", "group_size"), formats[name], strict=True))
+        if listed.keys() != config.quantized_layers.keys():
+            _put(fitted, "quantized_layers", ("quantized_layers",), _without_none(listed))
+            config = QuantConfig.from_dict(fitted)
+    entries = _exclusions(config, tensors, formats)
+    if entries != list(config.exclude_modules):
+        _put(fitted, "exclude_modules", ("ignore", "exclude_modules"), entries)
+    return fitted
+
+
+def _without_none(listed: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: value for key, value in layer.items() if value is not None}
+        for name, layer in listed.items()
+    }
+
+
+def _put(fields: dict[str, Any], name: str, spellings: tuple[str, ...], value: Any) -> None:
+    """Sets a field wherever it stands, under whichever of its names; where it is nowhere, under its own."""
+    inner = fields.get("quantization")
+    holders: list[Any] = [fields, *([inner] if isinstance(inner, dict) else [])]
+    places = [(holder, own) for holder in holders for own in spellings if own in holder]
+    for holder, own in places or [(holders[-1], name if len(holders) > 1 else spellings[0])]:
+        holder[own] = value
+
+
+def _exclusions(
+    config: QuantConfig, tensors: Mapping[str, torch.Tensor], quantized: Iterable[str]
+) -> list[str]:
+    """The exclusion list: entries that no quantized module contradicts, and what they leave out."""
+    wrong = {name for name in quantized if _excludes(config, name)}
+    entries = list(config.exclude_modules)
+    if wrong:
+        alone = {entry: config.replace(exclude_modules=[entry]) for entry in entries}
+        entries = [entry for entry in entries if not any(_excludes(alone[entry], name) for name in wrong)]
+        config = config.replace(exclude_modules=entries)
+    plain = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        if tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith(".weight"))
+    ]
+    lacking = [name for name in plain if _algo_of(config, name) is not None]
+    occupied = {parent for name in quantized for parent in (name, *_parents(name))}
+    return entries + sorted({_widest(name, occupied) for name in lacking})
+
+
+def _widest(name: str, occupied: set[str]) -> str:
+    """The outermost module around one, itself perhaps, that has nothing quantized in it.
+
+    A numbered one is not taken for all that is in it: some readers look for entries as parts of names, and
+    `layers.1` is a part of `layers.10`.
+    """
+    for parent in reversed(list(_parents(name))):
+        if parent not in occupied and parent not in _WRAPPERS and not parent.rpartition(".")[2].isdigit():
+            return parent
+    return name
+
+
+def _parents(name: str) -> Iterable[str]:
+    """The modules around one, from the innermost."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _algo_of(config: QuantConfig, name: str) -> str | None:
+    """The algorithm of a module; None also where the rules of its parts disagree."""
+    try:
+        return config.layer_algo(name)
+    except ConfigError:
+        return None
+
+
+def _excludes(config: QuantConfig, name: str) -> bool:
+    """Whether the exclusion list covers a module, and not only some parts of a fused one."""
+    try:
+        return config.is_excluded(name)
+    except ConfigError:
+        return False
