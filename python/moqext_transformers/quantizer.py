@@ -38,7 +38,7 @@ from moqext_transformers.experts import LoadedExperts
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.fusing import fuse
 from moqext_transformers.naming import Names
-from moqext_transformers.saving import fitted_config, saved_tensors
+from moqext_transformers.saving import config_of_files
 
 logger = logging.get_logger(__name__)
 
@@ -138,7 +138,7 @@ class ModelOptQuantizer(HfQuantizer):
             self._stored = {name: place.record for name, place in places.items()}
             for place in found.experts.values():
                 for part in (*place.record.members, *place.record.projections):
-                    self._stored |= {name: part for name in (part.name, names.without_head(part.name))}
+                    self._stored |= dict.fromkeys((part.name, names.without_head(part.name)), part)
             linears = {
                 name: self._empty(checkpoint, names, name, place.record, place.module.weight.dtype)
                 for name, place in places.items()
@@ -182,8 +182,8 @@ class ModelOptQuantizer(HfQuantizer):
                 continue  # a scale that the format does not use
             if names.is_converted(tensor):
                 raise UnsupportedQuantization(
-                    f"{tensor}: Transformers splits, joins or reorders it when it loads {name}, which codes and "
-                    "scales do not bear"
+                    f"{tensor}: on its way to {name} Transformers splits, joins or reorders it, which "
+                    "codes and scales do not allow"
                 )
             info = checkpoint.tensors[tensor]
             if tuple(held.shape) != tuple(info.shape):
@@ -252,22 +252,11 @@ class ModelOptQuantizer(HfQuantizer):
         return not self._dequantized
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The checkpoint's tensors, cache scales included; the configuration to be saved is fitted to them."""
+        """The checkpoint's tensors, cache scales included; fits the configuration that is saved to them."""
         state = {**self._experts.restore(model.state_dict()), **self._kv}
-        tensors, names = saved_tensors(model, state)
-        saved = {
-            module: names.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
-            for module in self._stored
-            if f"{module}.weight" in state or module in state
-        }
-        fitted = fitted_config(
-            self.quantization_config.to_dict(),
-            self._stored_config,
-            tensors,
-            {saved[name]: (part.quant_algo, part.group_size) for name, part in self._stored.items() if name in saved},
-            {part.name: saved[name] for name, part in self._stored.items() if name in saved},
-        )
-        vars(self.quantization_config).update(fitted, quant_method=METHOD)
+        fields = self.quantization_config.to_dict()
+        fields = config_of_files(model, state, self._stored, fields, self._stored_config)
+        vars(self.quantization_config).update(fields, quant_method=METHOD)
         return state, {}
 
     @property
@@ -333,11 +322,14 @@ def _records_of(model: Any, checkpoint: Checkpoint, names: Names) -> list[LayerR
             for tensor in tensors
         )
 
-    left_out = [record.name for record in layers if is_done_without(record)]
+    left_out = {record.name: None for record in layers if is_done_without(record)}
     if left_out:
-        shown = ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if left_out[SHOWN:] else "")
-        logger.warning(f"{type(model).__name__} does without quantized layers of the checkpoint: {shown}")
-    return [record for record in layers if record.name not in set(left_out)]
+        logger.warning(
+            f"{type(model).__name__} does without layers that are quantized in the checkpoint: "
+            + ", ".join(list(left_out)[:SHOWN])
+            + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else "")
+        )
+    return [record for record in layers if record.name not in left_out]
 
 
 def _is_unused(linears: dict[str, QuantLinear], record: LayerRecord, role: str) -> bool:

@@ -5,36 +5,53 @@ be in float32 then, which a reader takes for lost codes wherever a rule says "qu
 configuration follow the tensors: every layer that is codes has its algorithm, every other weight is excluded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from moqext import ConfigError, QuantConfig
+from moqext import ConfigError, LayerRecord, Projection, QuantConfig
 
 _WRAPPERS = frozenset(("", "model", "language_model", "model.language_model", "language_model.model"))
 """Modules that readers may leave out of a name: excluding one might exclude everything."""
 
 
-def saved_tensors(model: Any, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What `save_pretrained` writes for a state dict: its tensors, without values, and what became of names.
+def config_of_files(
+    model: Any,
+    state: Mapping[str, torch.Tensor],
+    parts: Mapping[str, LayerRecord | Projection],
+    fields: Mapping[str, Any],
+    stored: QuantConfig | None,
+) -> dict[str, Any]:
+    """The configuration for what `save_pretrained` writes of a model.
 
-    Returns:
-        Tensors on the meta device by their names in the files; and name in the model -> name in the files, of
-        those that are written as they are.
+    Args:
+        model: whose renaming of tensors holds.
+        state: its tensors, by their names in it.
+        parts: what its modules were in the checkpoint that was loaded, by the names that `state` has.
+        fields: as for `fitted_config`, like the next.
+        stored: the configuration of that checkpoint.
     """
     values = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-    saved = revert_weight_conversion(model, values)
-    by_tensor = {id(tensor): name for name, tensor in saved.items()}
-    return saved, {name: by_tensor[id(tensor)] for name, tensor in values.items() if id(tensor) in by_tensor}
+    files = revert_weight_conversion(model, values)
+    by_tensor = {id(tensor): name for name, tensor in files.items()}  # renaming hands them on
+    names = {}
+    for name in parts:
+        weight = next((own for own in (f"{name}.weight", name) if own in values), None)
+        if weight is not None:
+            names[name] = by_tensor.get(id(values[weight]), weight).removesuffix(".weight")
+    formats = {saved: (parts[name].quant_algo, parts[name].group_size) for name, saved in names.items()}
+    renamed = {parts[name].name: saved for name, saved in names.items()}
+    # save_original_format=False keeps the names of the model
+    return fitted_config(fields, stored, (files, state), formats, renamed)
 
 
 def fitted_config(
     fields: Mapping[str, Any],
     stored: QuantConfig | None,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Sequence[Mapping[str, torch.Tensor]],
     formats: Mapping[str, tuple[str, int | None]],
     renamed: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -43,7 +60,7 @@ def fitted_config(
     Args:
         fields: of config.json, in any form that `QuantConfig` reads.
         stored: the checkpoint's whole configuration, for fields that say too little alone.
-        tensors: everything that is saved, by the names in the files; values are not looked at.
+        tensors: everything that is saved, for each naming that the files may have; values are not looked at.
         formats: algorithm and group size of the quantized modules, by the names in the files.
         renamed: modules whose names were others in the checkpoint -> their names in the files.
 
@@ -63,9 +80,9 @@ def fitted_config(
     }
     if listed:
         changed = config.replace(quantized_layers=_without_none(listed))
-        missing = [name for name in formats if _algo_of(changed, name) is None and not _excludes(changed, name)]
-        for name in missing:
-            listed[name] = dict(zip(("quant_algo", "group_size"), formats[name], strict=True))
+        for name, (algo, group_size) in formats.items():
+            if _algo_of(changed, name) is None:
+                listed[name] = {"quant_algo": algo, "group_size": group_size}
         if listed.keys() != config.quantized_layers.keys():
             _put(fitted, "quantized_layers", ("quantized_layers",), _without_none(listed))
             config = QuantConfig.from_dict(fitted)
@@ -92,7 +109,7 @@ def _put(fields: dict[str, Any], name: str, spellings: tuple[str, ...], value: A
 
 
 def _exclusions(
-    config: QuantConfig, tensors: Mapping[str, torch.Tensor], quantized: Iterable[str]
+    config: QuantConfig, tensors: Sequence[Mapping[str, torch.Tensor]], quantized: Iterable[str]
 ) -> list[str]:
     """The exclusion list: entries that no quantized module contradicts, and what they leave out."""
     wrong = {name for name in quantized if _excludes(config, name)}
@@ -100,16 +117,23 @@ def _exclusions(
     if wrong:
         alone = {entry: config.replace(exclude_modules=[entry]) for entry in entries}
         entries = [entry for entry in entries if not any(_excludes(alone[entry], name) for name in wrong)]
+    for named in tensors:
         config = config.replace(exclude_modules=entries)
-    plain = [
+        lacking = [name for name in _plain_modules(named) if _algo_of(config, name) is not None]
+        codes = (name for name, tensor in named.items() if tensor.dtype.itemsize == 1)
+        occupied = {parent for name in codes for parent in _parents(name)}
+        entries = entries + sorted({_widest(name, occupied) for name in lacking})
+    return entries
+
+
+def _plain_modules(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The modules with a weight of floats: linears, tables, convolutions, stacks of experts."""
+    return [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
         if tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith(".weight"))
     ]
-    lacking = [name for name in plain if _algo_of(config, name) is not None]
-    occupied = {parent for name in quantized for parent in (name, *_parents(name))}
-    return entries + sorted({_widest(name, occupied) for name in lacking})
 
 
 def _widest(name: str, occupied: set[str]) -> str:

@@ -30,7 +30,9 @@ def gemma3():
     text = transformers.Gemma3TextConfig(**SIZES)
     vision = transformers.SiglipVisionConfig(**VISION, **SQUARE)
     return transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90)
+        transformers.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90
+        )
     )
 
 
@@ -59,7 +61,7 @@ def internvl():
 
 
 def save_as_stored(directory, model, algo, exclude, original):
-    """Writes a model as the producer does, under the names of its hub or under those that it has in memory."""
+    """Writes a model as exporters do, under the names of its hub or under those that it has in memory."""
     tensors = export(directory, model, algo, exclude)
     if original:
         path = directory / "config.json"
@@ -109,6 +111,21 @@ def test_vision_language_models_are_saved_and_loaded_again(rng, tmp_path, make, 
     assert_saved_and_loaded_again(tmp_path / "a", tmp_path / "b", torch.float32, type(model))
 
 
+def test_names_of_the_model_are_excluded_too(rng, tmp_path):
+    """save_original_format=False keeps them: here the file has `vision_model`, the model `vision_tower`."""
+    torch.manual_seed(int(rng.integers(1 << 30)))
+    model = internvl().to(torch.bfloat16)
+    plain = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "language_model" not in name
+    ]
+    save_as_stored(tmp_path / "a", model, "W4A16_NVFP4", plain, original=True)
+    loaded = type(model).from_pretrained(tmp_path / "a", dtype=torch.float32)
+    loaded.save_pretrained(tmp_path / "b", save_original_format=False)
+    assert not errors(tmp_path / "b")
+
+
 def forget(directory):
     """Exporters list what they chose not to quantize, and not what they cannot quantize."""
     path = directory / "config.json"
@@ -155,7 +172,7 @@ FLOAT, CODES = torch.empty(2, 2, device="meta"), torch.empty(2, 2, dtype=torch.u
 
 
 def fitted(fields, tensors, formats, renamed=None, stored=None):
-    return fitted_config({"quant_method": "modelopt"} | fields, stored, tensors, formats, renamed or {})
+    return fitted_config({"quant_method": "modelopt"} | fields, stored, [tensors], formats, renamed or {})
 
 
 def test_an_entry_that_a_quantized_layer_contradicts_is_dropped():
