@@ -6,7 +6,7 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from moqext import Checkpoint
+from moqext import Checkpoint, LayerRecord
 
 
 class Names:
@@ -59,10 +59,19 @@ class Names:
             tensor, _ = change.rename_source_key(tensor)
         return tensor
 
-    def is_converted(self, tensor: str) -> bool:
-        """Whether Transformers changes more than the name of a tensor of the checkpoint when it loads it."""
-        name = self.loaded(tensor)
-        return any(converter.rename_source_key(name)[1] is not None for converter in self._converters)
+    def refuse_converted(self, record: LayerRecord) -> None:
+        """Raises where Transformers changes more than the names of a layer's tensors when it loads them.
+
+        Raises:
+            ValueError: it splits, joins or reorders one of them.
+        """
+        for tensor in record.tensors.values():
+            name = self.loaded(tensor)
+            if any(converter.rename_source_key(name)[1] is not None for converter in self._converters):
+                raise ValueError(
+                    f"{tensor}: quantized, and Transformers splits, joins or reorders it when it loads this "
+                    "model; `python -m moqext convert DIR OUT --to bf16` makes a plain tensor of it"
+                )
 
 
 def _modules_of(tensors: Any) -> list[str]:
