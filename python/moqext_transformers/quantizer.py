@@ -40,6 +40,7 @@ from moqext_transformers.experts import LoadedExperts
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.fusing import fuse
 from moqext_transformers.naming import Names
+from moqext_transformers.readable import make_readable
 from moqext_transformers.saving import config_of_files
 
 logger = logging.get_logger(__name__)
@@ -266,6 +267,7 @@ class ModelOptQuantizer(HfQuantizer):
             self._dequantized.fill(model, checkpoint, self._dtypes)
         if self.quantization_config.fuse:
             fuse(model)
+        make_readable(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 try:
