@@ -266,7 +266,7 @@ class PreparedModule(torch.nn.Module):
         for role in required:
             if role not in tensors:
                 raise ValueError(f"{role}: missing")
-        return {role: self._checked(role, tensor.detach()) for role, tensor in tensors.items()}
+        return {role: self._checked(role, aligned(tensor.detach())) for role, tensor in tensors.items()}
 
     def _checked_codes(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         """Codes, or block scales of one byte: the shape has to be right, and bytes may be typed uint8."""
@@ -369,6 +369,13 @@ class PreparedModule(torch.nn.Module):
             )
         if self.is_prepared:
             self._gather()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; a copy where its elements lie across their own size, as in files with odd offsets."""
+    if tensor.is_meta or tensor.data_ptr() % tensor.element_size() == 0:
+        return tensor
+    return tensor.clone()
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,12 @@ class _Aside(torch.nn.Module):
         for inner in module.modules():
             inner._is_hf_initialized = True  # type: ignore[assignment]
 
+    def __getattr__(self, name: str) -> Any:
+        """What modules around this one ask for when they are initialized, as the weight."""
+        if name in self._modules:
+            return self._modules[name]
+        return getattr(self._modules["module"], name)
+
 
 def split_experts(
     model: Any, checkpoint: Checkpoint, records: Iterable[LayerRecord], names: Names, compute: Compute
@@ -134,7 +140,7 @@ def _on(values: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 def _fill_linear(module: Any, checkpoint: Checkpoint, record: LayerRecord) -> None:
     weight = _weight(checkpoint, record)
-    module.weight.copy_(weight if module.weight.shape == weight.shape else weight.T)
+    module.weight.copy_(weight if isinstance(module, torch.nn.Linear) else weight.T)  # of a Conv1D
     if module.bias is not None:
         module.bias.copy_(stored_tensor(checkpoint, record.tensors["bias"]))
 

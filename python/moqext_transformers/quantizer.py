@@ -32,7 +32,7 @@ from moqext import (
 from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
-from moqext_torch.prepared import PreparedModule
+from moqext_torch.prepared import PreparedModule, aligned
 from moqext_torch.quant_linear import DTYPES
 from moqext_torch.replace import SHOWN, find_places, refuse_problems
 from moqext_transformers.dequantized import HINT, DequantizedLayers, split_experts
@@ -262,6 +262,8 @@ class ModelOptQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and module.weight.is_meta:
                 raise ValueError(f"{name}: moqext's weights cannot be offloaded; let device_map name devices")
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = aligned(tensor.data)
         assert self._directory is not None  # of the hook before
         with Checkpoint(self._directory) as checkpoint:
             self._dequantized.fill(model, checkpoint, self._dtypes)
