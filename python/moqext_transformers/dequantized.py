@@ -42,7 +42,7 @@ class _Aside(torch.nn.Module):
             inner._is_hf_initialized = True  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        """What modules around this one ask for when they are initialized, as the weight."""
+        """Attributes of the module inside: modules around it initialize its weight, too."""
         if name in self._modules:
             return self._modules[name]
         return getattr(self._modules["module"], name)
@@ -91,7 +91,7 @@ class DequantizedLayers:
             model.set_submodule(name, _Aside(model.get_submodule(name)))
 
     def patterns(self) -> set[str]:
-        """Of the names of tensors that Transformers is not to load."""
+        """Patterns of the names of tensors that Transformers is not to load."""
         return {rf"(^|\.){re.escape(name)}\." for name in self._aside}
 
     def is_table(self, tensor: str) -> bool:
@@ -127,7 +127,7 @@ class DequantizedLayers:
 
 
 def _weight(checkpoint: Checkpoint, record: LayerRecord | Projection) -> torch.Tensor:
-    """What multiplies x, float32 [.., out, in]: pre_quant_scale and the low-rank pair are part of it."""
+    """The factor of x, float32 [.., out, in]: pre_quant_scale and the low-rank pair are part of it."""
     matrix = matrix_of(checkpoint, record)
     values = matrix.rows(0, matrix.shape[0])
     transposed = isinstance(record, Projection) and record.transposed

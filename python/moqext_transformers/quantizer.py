@@ -62,7 +62,7 @@ def _free_name() -> str:
 
 METHOD = _free_name()
 OPTIONS = ("compute", "fuse", "dequantize_unsupported")
-"""What of a configuration tells how to load, and nothing of the checkpoint."""
+"""Fields of a configuration that tell how to load, and nothing of the checkpoint."""
 
 
 @register_quantization_config(METHOD)

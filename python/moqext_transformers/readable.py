@@ -76,7 +76,7 @@ class DequantizedWeight(torch.Tensor):
 
 
 def dequantized(linear: QuantLinear) -> torch.Tensor:
-    """What the linear multiplies x with but for quantizing it, [out, in] in the dtype of its activations.
+    """The weight that the linear multiplies x with, [out, in] in the dtype of its activations.
 
     Raises:
         RuntimeError: its codes are folded for good; see `QuantLinear.stored_tensors`.

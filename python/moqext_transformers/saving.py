@@ -127,7 +127,7 @@ def _exclusions(
 
 
 def _plain_modules(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The modules with a weight of floats: linears, tables, convolutions, stacks of experts."""
+    """Modules with a weight of floats: linears, tables, convolutions, stacks of experts."""
     return [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()
