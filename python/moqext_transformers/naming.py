@@ -25,9 +25,11 @@ class Names:
         self._changes = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}."
-        self._stored = {
-            self.loaded(f"{name}.").removesuffix("."): name for name in _modules_of(checkpoint.tensors)
-        }
+        self._stored = {}
+        for name in _modules_of(checkpoint.tensors):
+            # Some rules are for `.weight` alone; names of other modules end with their dot.
+            ending = ".weight" if f"{name}.weight" in checkpoint.tensors else "."
+            self._stored[self.loaded(name + ending).removesuffix(ending)] = name
 
     def __call__(self, name: str) -> str:
         """A module of the model as the checkpoint calls it; unchanged where that has none like it."""
@@ -58,6 +60,10 @@ class Names:
         for change in self._changes:
             tensor, _ = change.rename_source_key(tensor)
         return tensor
+
+    def reaches(self, tensor: str, own: str) -> bool:
+        """Whether Transformers finds `own` of the model for a tensor of the checkpoint."""
+        return self.loaded(tensor) in (own, self._prefix + own, own.removeprefix(self._prefix))
 
     def refuse_converted(self, record: LayerRecord) -> None:
         """Raises where Transformers changes more than the names of a layer's tensors when it loads them.

@@ -168,7 +168,13 @@ class ModelOptQuantizer(HfQuantizer):
         patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | own
         patterns |= {f"{re.escape(tensor)}$" for tensor in ignored}
         model._keys_to_ignore_on_load_unexpected = patterns
-        model._keys_to_ignore_on_load_missing = set(model._keys_to_ignore_on_load_missing or ()) | own
+        quantized = [f"{name}.{role}" for name, part in self._stored.items() for role in part.tensors]
+        missing = {
+            pattern
+            for pattern in model._keys_to_ignore_on_load_missing or ()
+            if not any(re.search(pattern, tensor) for tensor in quantized)
+        }
+        model._keys_to_ignore_on_load_missing = missing | own
         return model
 
     def _replace(self, model: Any, checkpoint: Checkpoint, names: Names, device_map: Any) -> set[str]:
@@ -228,7 +234,7 @@ class ModelOptQuantizer(HfQuantizer):
                 linear.register_buffer(role, held.new_empty(info.shape))
             if role == "bias":
                 linear.bias = torch.nn.Parameter(held.to(STORED[info.dtype]), requires_grad=False)
-            if tensor != f"{record.name}.{role}":
+            if not names.reaches(tensor, f"{name}.{role}"):
                 self._renamed[names.loaded(tensor)] = f"{name}.{role}"
         return linear
 

@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch", minversion="2.10")
 transformers = pytest.importorskip("transformers", minversion="5.16")
 safetensors = pytest.importorskip("safetensors.torch")
 
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping  # noqa: E402
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 import moqext_transformers  # noqa: E402
@@ -101,20 +103,36 @@ def test_a_quantized_head_that_a_base_model_lacks_is_named(rng, tmp_path, monkey
     assert heard == ["LlamaModel does without layers that are quantized in the checkpoint: lm_head"]
 
 
-def test_quantized_tensors_that_transformers_would_split_are_refused(rng, tmp_path):
-    """HRM stores gate and up in one tensor, which becomes two when it is loaded."""
+@pytest.fixture
+def conversions():
+    """Sets what Transformers does to tensors of Llama while it loads them."""
+    yield lambda *changes: register_checkpoint_conversion_mapping("llama", list(changes), overwrite=True)
+    register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+
+def test_quantized_tensors_that_transformers_would_split_are_refused(rng, tmp_path, conversions):
+    """A transposition of codes would leave their scales where they were."""
     model = made(rng, transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES))
     export(tmp_path, model, "FP8")
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-    from transformers.core_model_loading import Transpose, WeightConverter
+    conversions(WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1)]))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: quantized, and"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
-    swapped = [WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1), Transpose(0, 1)])]
-    register_checkpoint_conversion_mapping("llama", swapped, overwrite=True)
-    try:
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.weight: quantized, and"):
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    finally:
-        register_checkpoint_conversion_mapping("llama", [], overwrite=True)
+
+@torch.no_grad()
+def test_a_rule_that_renames_weights_alone_takes_their_scales_along(rng, tmp_path, conversions):
+    model = made(rng, transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES))
+    tensors = export(tmp_path / "a", model, "NVFP4")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS).logits
+    renamed = {name.replace("down_proj", "w2"): tensor for name, tensor in tensors.items()}
+    safetensors.save_file(renamed, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    conversions(WeightRenaming(r"mlp\.w2\.weight", "mlp.down_proj.weight"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert loaded(IDS).logits.equal(expected)
+    loaded.save_pretrained(tmp_path / "b")
+    with moqext.Checkpoint(tmp_path / "b") as checkpoint:
+        assert checkpoint.tensors.keys() == renamed.keys()
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")(IDS).logits.equal(expected)
 
 
 # ---------------------------------------------------------------------------- embeddings, Conv1D, odd offsets
