@@ -6,6 +6,7 @@ configuration follow the tensors: every layer that is codes has its algorithm, e
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -112,18 +113,30 @@ def _exclusions(
     config: QuantConfig, tensors: Sequence[Mapping[str, torch.Tensor]], quantized: Iterable[str]
 ) -> list[str]:
     """The exclusion list: entries that no quantized module contradicts, and what they leave out."""
-    wrong = {name for name in quantized if _excludes(config, name)}
+    quantized = set(quantized)
     entries = list(config.exclude_modules)
-    if wrong:
-        alone = {entry: config.replace(exclude_modules=[entry]) for entry in entries}
-        entries = [entry for entry in entries if not any(_excludes(alone[entry], name) for name in wrong)]
+    if wrong := _excluded_of(quantized, config, entries):
+        entries = [entry for entry in entries if not _excluded_of(wrong, config, [entry])]
     for named in tensors:
         config = config.replace(exclude_modules=entries)
         lacking = [name for name in _plain_modules(named) if _algo_of(config, name) is not None]
-        codes = (name for name, tensor in named.items() if tensor.dtype.itemsize == 1)
+        codes = [name for name, tensor in named.items() if tensor.dtype.itemsize == 1]
         occupied = {parent for name in codes for parent in _parents(name)}
-        entries = entries + sorted({_widest(name, occupied) for name in lacking})
+        added = sorted({_widest(name, occupied) for name in lacking})
+        # Readers let names begin with `model.` or not, so that a wide entry may fit more than meant.
+        entries = entries + (sorted(lacking) if _excluded_of(quantized, config, added) else added)
     return entries
+
+
+def _excluded_of(names: Iterable[str], config: QuantConfig, entries: Sequence[str]) -> set[str]:
+    """The names that an exclusion list covers, those left out of which only some fused parts are covered."""
+    asked = config.replace(exclude_modules=entries)
+    found = set()
+    for name in names:
+        with suppress(ConfigError):
+            if asked.is_excluded(name):
+                found.add(name)
+    return found
 
 
 def _plain_modules(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -161,11 +174,3 @@ def _algo_of(config: QuantConfig, name: str) -> str | None:
         return config.layer_algo(name)
     except ConfigError:
         return None
-
-
-def _excludes(config: QuantConfig, name: str) -> bool:
-    """Whether the exclusion list covers a module, and not only some parts of a fused one."""
-    try:
-        return config.is_excluded(name)
-    except ConfigError:
-        return False

@@ -217,3 +217,10 @@ def test_numbered_layers_are_not_excluded_as_a_whole():
     tensors = {"layers.1.up.weight": FLOAT, "layers.10.up.weight": CODES}
     fields = fitted({"quant_algo": "FP8"}, tensors, {"layers.10.up": ("FP8", None)})
     assert fields["ignore"] == ["layers.1.up"]
+
+
+def test_a_wide_entry_is_not_made_where_it_would_fit_quantized_layers():
+    """`towers` is plain, and `model.towers`, which readers take for the same, is not."""
+    tensors = {"towers.a.weight": FLOAT, "model.towers.b.weight": CODES}
+    fields = fitted({"quant_algo": "FP8"}, tensors, {"model.towers.b": ("FP8", None)})
+    assert fields["ignore"] == ["towers.a"]
