@@ -113,7 +113,8 @@ class DequantizedLayers:
         for name, record in self._tables.items():
             weight = model.get_submodule(name).weight
             weight.requires_grad_(False)
-            weight.data = _on(_weight(checkpoint, record), weight, dtypes[f"{name}.weight"])  # tied ones, too
+            table = _weight(checkpoint, record, dtypes[f"{name}.weight"])
+            weight.data = table.to(weight.device)  # of heads that are tied to it, too
         for name, record in self._aside.items():
             module = model.get_submodule(name).module
             if any(tensor.is_meta for tensor in module.parameters()):
@@ -126,20 +127,24 @@ class DequantizedLayers:
             model.set_submodule(name, module.requires_grad_(False))
 
 
-def _weight(checkpoint: Checkpoint, record: LayerRecord | Projection) -> torch.Tensor:
-    """The factor of x, float32 [.., out, in]: pre_quant_scale and the low-rank pair are part of it."""
+def _weight(checkpoint: Checkpoint, record: LayerRecord | Projection, dtype: torch.dtype) -> torch.Tensor:
+    """The factor of x, [.., out, in]: pre_quant_scale and the low-rank pair are part of it.
+
+    Raises:
+        CheckpointError: a code is NaN, or a value does not fit into the dtype.
+    """
     matrix = matrix_of(checkpoint, record)
     values = matrix.rows(0, matrix.shape[0])
     transposed = isinstance(record, Projection) and record.transposed
-    return torch.from_numpy(np.ascontiguousarray(values.swapaxes(1, 2) if transposed else values))
-
-
-def _on(values: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return values.to(like.device, dtype)
+    weight = torch.from_numpy(np.ascontiguousarray(values.swapaxes(1, 2) if transposed else values)).to(dtype)
+    if not weight.isfinite().all():
+        message = f"{record.name}: a code is NaN, or a value does not fit into {dtype}"
+        raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
+    return weight
 
 
 def _fill_linear(module: Any, checkpoint: Checkpoint, record: LayerRecord) -> None:
-    weight = _weight(checkpoint, record)
+    weight = _weight(checkpoint, record, module.weight.dtype)
     module.weight.copy_(weight if isinstance(module, torch.nn.Linear) else weight.T)  # of a Conv1D
     if module.bias is not None:
         module.bias.copy_(stored_tensor(checkpoint, record.tensors["bias"]))
@@ -172,7 +177,8 @@ def _fill_experts(module: Any, checkpoint: Checkpoint, record: LayerRecord) -> N
         name = "down_proj" if role == "down" else gate
         half = {"gate": 0, "up": 1}.get(role) if name == "gate_up_proj" else None
         stack = getattr(module, name)
-        _put(stack.mT if transposed else stack, expert, _weight(checkpoint, part), half, takes_turns)
+        weight = _weight(checkpoint, part, stack.dtype)
+        _put(stack.mT if transposed else stack, expert, weight, half, takes_turns)
         bias = getattr(module, f"{name}_bias", None)
         if bias is not None:
             if "bias" not in part.tensors:

@@ -179,14 +179,13 @@ class ModelOptQuantizer(HfQuantizer):
 
     def _replace(self, model: Any, checkpoint: Checkpoint, names: Names, device_map: Any) -> set[str]:
         """Puts moqext's layers in their places; returns the tensors that none of them takes."""
-        dequantizes, compute = (
-            self.quantization_config.dequantize_unsupported,
-            self.quantization_config.compute,
-        )
+        dequantizes = self.quantization_config.dequantize_unsupported
         records = _records_of(model, checkpoint, names)
         aside: dict[str, LayerRecord] = {}
         if dequantizes:
-            records, aside = split_experts(model, checkpoint, records, names, compute)
+            records, aside = split_experts(
+                model, checkpoint, records, names, self.quantization_config.compute
+            )
         places, experts = find_places(model, checkpoint, records, names)
         linears: dict[str, QuantLinear] = {}
         for name, place in places.items():
@@ -356,11 +355,13 @@ def _records_of(model: Any, checkpoint: Checkpoint, names: Names) -> list[LayerR
     """
     modules = {names(name) for name, _ in model.named_modules()}
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    prefix = "" if model.base_model is not model else f"{model.base_model_prefix}."
     layers = checkpoint.layers()
-    outside = {record.name for record in layers if not names.loaded(f"{record.name}.").startswith(prefix)}
+    loaded = {record.name: names.loaded(f"{record.name}.") for record in layers}
+    outside = {name for name, own in loaded.items() if not own.startswith(f"{model.base_model_prefix}.")}
     if len(outside) == len(layers):  # the checkpoint itself is without a head
         outside = set()
+    elif model.base_model is not model:  # it has a head, if another one perhaps
+        outside = {name for name in outside if not any(part.isdigit() for part in name.split("."))}
 
     def is_done_without(record: LayerRecord) -> bool:
         parts = list(record.linears())

@@ -152,3 +152,13 @@ def test_layers_that_run_stay_quantized(rng, data, tmp_path):
     with torch.no_grad():
         expected = converted(directory, tmp_path / "out")(ids).logits
         assert error(model(ids).logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
+
+
+def test_values_that_the_dtype_does_not_hold_are_refused(rng, data, tmp_path):
+    def enlarge(config, tensors):
+        tensors["model.layers.0.mlp.up_proj.weight_scale"].fill_(127 + 16)  # E8M0: 2^16
+
+    directory = copied(data / "exports" / "mxfp8", tmp_path / "large", enlarge)
+    moqext_transformers.from_pretrained(directory, dequantize_unsupported=True)
+    with pytest.raises(moqext.CheckpointError, match=r"mlp\.up_proj: .*does not fit into torch\.float16"):
+        moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float16)

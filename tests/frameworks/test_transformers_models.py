@@ -103,6 +103,26 @@ def test_a_quantized_head_that_a_base_model_lacks_is_named(rng, tmp_path, monkey
     assert heard == ["LlamaModel does without layers that are quantized in the checkpoint: lm_head"]
 
 
+@torch.no_grad()
+def test_a_quantized_head_of_another_task_is_named(rng, tmp_path, monkeypatch):
+    model = made(rng, transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES))
+    export(tmp_path, model, "FP8", exclude=())
+    heard = warnings_of(monkeypatch)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert len(heard) == 1
+    assert heard[0].endswith("that are quantized in the checkpoint: lm_head")
+    assert torch.isfinite(loaded(IDS).logits).all()
+
+
+def test_a_quantized_layer_that_the_model_lacks_is_an_error(rng, tmp_path):
+    model = made(rng, transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES))
+    export(tmp_path, model, "FP8")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: quantized in the checkpoint, no nn"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.fixture
 def conversions():
     """Sets what Transformers does to tensors of Llama while it loads them."""
