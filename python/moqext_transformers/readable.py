@@ -26,7 +26,7 @@ class ReadableLinear(QuantLinear):
         codes = self._parameters.get("weight")
         if codes is None:
             raise AttributeError("weight")
-        return DequantizedWeight(self) if self.is_prepared else codes
+        return _readable(self) if self.is_prepared else codes
 
     def _held(self, name: str) -> Any:
         return self._parameters.get(name) if name == "weight" else super()._held(name)
@@ -75,6 +75,13 @@ class DequantizedWeight(torch.Tensor):
         return f"DequantizedWeight({list(self.shape)}, {self.dtype}, {self._linear.quant_algo})"
 
 
+@torch.compiler.disable
+def _readable(linear: QuantLinear) -> DequantizedWeight:
+    """The weight, made outside of graphs: torch.compile splits them where a model reads one."""
+    return DequantizedWeight(linear)
+
+
+@torch.compiler.disable
 def dequantized(linear: QuantLinear) -> torch.Tensor:
     """The weight that the linear multiplies x with, [out, in] in the dtype of its activations.
 

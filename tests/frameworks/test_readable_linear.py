@@ -82,6 +82,19 @@ def test_a_readable_linear_is_saved_copied_and_moved_like_another(rng):
     assert layer.to(torch.float32).weight.dtype == torch.float32
 
 
+def test_a_weight_that_is_read_splits_a_compiled_graph(rng):
+    torch._dynamo.reset()
+    case = case_of(rng, "NVFP4")
+    layer = readable(rng, "NVFP4")
+    x = random_x(rng, case, 3)
+
+    def call(x):
+        return layer(x.to(layer.weight.dtype)) + torch.nn.functional.linear(x, layer.weight)
+
+    with torch.no_grad():
+        assert torch.compile(call, backend="eager")(x).equal(call(x))
+
+
 # -------------------------------------------------------------------------------------------------- autocast
 
 
