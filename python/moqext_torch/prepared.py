@@ -164,7 +164,7 @@ class PreparedModule(torch.nn.Module):
         Those in the place of the checkpoint's have one byte, as codes and block scales; torch.compile can
         follow that, but not what a method says of its tensors.
         """
-        stored: torch.Tensor | None = getattr(self, role, None)
+        stored: torch.Tensor | None = self._held(role)
         beside: torch.Tensor | None = None if role in self.CODES else getattr(self, f"prepared_{role}")
         if beside is None and stored is not None and stored.element_size() == 1:
             return stored
@@ -180,7 +180,7 @@ class PreparedModule(torch.nn.Module):
         One of that shape and dtype is overwritten in place, for graphs and references that hold it. None is
         no buffer, which torch.export would miscount.
         """
-        held = getattr(self, name, None)
+        held = self._held(name)
         if tensor is not None and held is not None and _alike(held, tensor):
             held.requires_grad_(False)
             if held.data_ptr() != tensor.data_ptr():
@@ -219,8 +219,12 @@ class PreparedModule(torch.nn.Module):
     @property
     def _codes(self) -> torch.Tensor:
         """Some tensor that the layer always has: it tells the device."""
-        codes: torch.Tensor = getattr(self, self.CODES[0])
+        codes: torch.Tensor = self._held(self.CODES[0])
         return codes
+
+    def _held(self, name: str) -> Any:
+        """A tensor of this module, None where it has none of that name."""
+        return getattr(self, name, None)
 
     @property
     def _beside(self) -> list[str]:
@@ -238,7 +242,7 @@ class PreparedModule(torch.nn.Module):
 
     def _stored_as_they_are(self) -> dict[str, torch.Tensor]:
         """What stands under the names of the checkpoint, prepared or not."""
-        found = {role: getattr(self, role) for role in self._stored_roles}
+        found = {role: self._held(role) for role in self._stored_roles}
         return {role: tensor.detach() for role, tensor in found.items() if tensor is not None}
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -258,11 +262,11 @@ class PreparedModule(torch.nn.Module):
             TypeError: one is of another dtype.
         """
         required = [role for role, spec in self._specs.items() if spec.required]
-        required += [role for role in self.EXTRAS if getattr(self, role) is not None]
+        required += [role for role in self.EXTRAS if self._held(role) is not None]
         for role in required:
             if role not in tensors:
                 raise ValueError(f"{role}: missing")
-        return {role: self._checked(role, tensor.detach()) for role, tensor in tensors.items()}
+        return {role: self._checked(role, aligned(tensor.detach())) for role, tensor in tensors.items()}
 
     def _checked_codes(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         """Codes, or block scales of one byte: the shape has to be right, and bytes may be typed uint8."""
@@ -296,7 +300,7 @@ class PreparedModule(torch.nn.Module):
         roles = self._stored_roles
         own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
         given = {role: state_dict[own[role]] for role in roles if role in own}
-        held = [role for role in roles if getattr(self, role) is not None or self._is_folded(role)]
+        held = [role for role in roles if self._held(role) is not None or self._is_folded(role)]
         if strict:
             unexpected_keys += [key for role, key in own.items() if role not in roles]
             missing_keys += [prefix + role for role in held if role not in given]
@@ -365,6 +369,13 @@ class PreparedModule(torch.nn.Module):
             )
         if self.is_prepared:
             self._gather()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; a copy where its elements lie across their own size, as in files with odd offsets."""
+    if tensor.is_meta or tensor.data_ptr() % tensor.element_size() == 0:
+        return tensor
+    return tensor.clone()
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:

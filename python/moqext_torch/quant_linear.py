@@ -171,10 +171,16 @@ class QuantLinear(PreparedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiplies x [..., in_features] of `dtype`; prepares first where that has not been done.
 
+        Under `torch.autocast` x may have another floating dtype, and the result has that of autocast.
+
         Raises:
             RuntimeError: a gradient of x is asked for, or the layer is traced before it was prepared.
             ValueError, TypeError: x has another shape or dtype.
         """
+        kind = x.device.type
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
+            with torch.autocast(kind, enabled=False):
+                return self.forward(x.to(self.dtype)).to(torch.get_autocast_dtype(kind))
         if torch.compiler.is_compiling():
             if not self.is_prepared:
                 raise RuntimeError("QuantLinear: call prepare() before torch.compile and torch.export")
@@ -196,7 +202,7 @@ class QuantLinear(PreparedModule):
         block_scales = self.weight_scale is not None and self.weight_scale.dtype != torch.float32
         return torch.ops.moqext.linear(
             x,
-            self.weight,
+            self._codes,
             self.weight_scale if block_scales else self.prepared_weight_scale,
             self.prepared_output_scale,
             self.prepared_input_scale,
@@ -217,7 +223,7 @@ class QuantLinear(PreparedModule):
         return self._method_of(self._shares_input_scale(given.get("input_scale")))
 
     def _method_of(self, one_input_scale: bool) -> LinearMethod:
-        device = self.weight.device
+        device = self._codes.device
         return find_method(
             self.quant_algo,
             self.in_features,

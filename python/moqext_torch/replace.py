@@ -167,7 +167,7 @@ def find_places(
     together = {place.record.name for place in experts.values()}
     for record in (part for layer in layers if layer.name not in together for part in layer.linears()):
         name, module = modules.get(record.name, ("", None))
-        if record.kind == "moe" or not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+        if record.kind == "moe" or not (is_linear(module) or isinstance(module, torch.nn.Embedding)):
             wanted = "module of experts" if record.kind == "moe" else "nn.Linear"
             found = "none" if module is None else type(module).__name__
             wrong.append(f"{record.name}: quantized in the checkpoint, no {wanted} in the model ({found})")
@@ -179,13 +179,27 @@ def find_places(
     return Places(linears, experts)
 
 
+_ROWS_FIRST = (torch.nn.Linear, torch.nn.Embedding)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear: torch's, or GPT-2's Conv1D, which keeps the transposed weight.
+
+    Exporters turn a Conv1D into a linear of torch, so that checkpoints have [out, in] for both.
+    """
+    return isinstance(module, torch.nn.Linear) or (
+        type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    )
+
+
 def _misfits(record: LayerRecord, module: torch.nn.Module) -> Iterator[str]:
     """Why a module cannot be what the checkpoint holds."""
-    if isinstance(module, torch.nn.Linear) != (record.kind == "linear"):
+    if is_linear(module) != (record.kind == "linear"):
         yield f"{record.name}: {record.kind} in the checkpoint, {type(module).__name__} in the model"
         return
-    if tuple(module.weight.shape) != record.shape:
-        shapes = f"{list(record.shape)} in the checkpoint, {list(module.weight.shape)} in the model"
+    shape = tuple(module.weight.shape) if isinstance(module, _ROWS_FIRST) else module.weight.shape[::-1]
+    if shape != record.shape:
+        shapes = f"{list(record.shape)} in the checkpoint, {list(shape)} in the model"
         yield f"{record.name}: {shapes}"
     if record.kind == "linear":
         refuse_unfit(record)

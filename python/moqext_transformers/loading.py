@@ -13,7 +13,12 @@ from moqext_transformers.quantizer import METHOD
 
 
 def load_config(
-    directory: str | os.PathLike[str], *, compute: Compute = "exact", fuse: bool = True, **kwargs: Any
+    directory: str | os.PathLike[str],
+    *,
+    compute: Compute = "exact",
+    fuse: bool = True,
+    dequantize_unsupported: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
 
@@ -24,6 +29,7 @@ def load_config(
         directory: of the checkpoint, or its name on the hub.
         compute: as for `moqext_torch.QuantLinear`.
         fuse: whether `fuse` is applied to the model.
+        dequantize_unsupported: as for `ModelOptConfig`.
         kwargs: for `AutoConfig.from_pretrained`.
 
     Returns:
@@ -48,7 +54,8 @@ def load_config(
         raise ConfigError(f"{directory}: quantized by {method!r}, not by ModelOpt")
     if holder is not config:
         del holder.quantization_config
-    config.quantization_config = fields | {"quant_method": METHOD, "compute": compute, "fuse": fuse}
+    options = {"compute": compute, "fuse": fuse, "dequantize_unsupported": dequantize_unsupported}
+    config.quantization_config = fields | {"quant_method": METHOD} | options
     return config
 
 
@@ -70,6 +77,7 @@ def from_pretrained(
     *,
     compute: Compute = "exact",
     fuse: bool = True,
+    dequantize_unsupported: bool = False,
     auto_class: Any = AutoModelForCausalLM,
     config: Any = None,
     **kwargs: Any,
@@ -80,8 +88,10 @@ def from_pretrained(
         directory: of the checkpoint, or its name on the hub.
         compute: as for `moqext_torch.QuantLinear`.
         fuse: whether `fuse` is applied to the model.
+        dequantize_unsupported: whether linears and experts whose algorithm does not run become plain ones in
+            the dtype of the model; else they are refused.
         auto_class: what makes the model, as `AutoModel`.
-        config: what `load_config` returned, `compute` and `fuse` among it; None calls it.
+        config: what `load_config` returned, the options before among it; None calls it.
         kwargs: for `from_pretrained` of the class.
 
     Raises:
@@ -91,7 +101,8 @@ def from_pretrained(
         ValueError: model and checkpoint do not fit.
     """
     if config is None:
-        config = load_config(directory, compute=compute, fuse=fuse, **_for_config(kwargs))
+        options = {"compute": compute, "fuse": fuse, "dequantize_unsupported": dequantize_unsupported}
+        config = load_config(directory, **options, **_for_config(kwargs))
     return auto_class.from_pretrained(directory, config=config, **kwargs)
 
 

@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from moqext import Checkpoint
+from moqext import Checkpoint, LayerRecord
 
 
 class Names:
@@ -23,10 +23,13 @@ class Names:
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
         changes = get_model_conversion_mapping(model)
         self._changes = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}."
-        self._stored = {
-            self.loaded(f"{name}.").removesuffix("."): name for name in _modules_of(checkpoint.tensors)
-        }
+        self._stored = {}
+        for name in _modules_of(checkpoint.tensors):
+            # Some rules are for `.weight` alone; names of other modules end with their dot.
+            ending = ".weight" if f"{name}.weight" in checkpoint.tensors else "."
+            self._stored[self.loaded(name + ending).removesuffix(ending)] = name
 
     def __call__(self, name: str) -> str:
         """A module of the model as the checkpoint calls it; unchanged where that has none like it."""
@@ -48,11 +51,33 @@ class Names:
         wanted = {table, table.removeprefix(self._prefix)}
         return {spelled: table} if spelled in stored and known & wanted and table not in stored else {}
 
+    def without_head(self, name: str) -> str:
+        """The name in a model without a head of what has one in the checkpoint."""
+        return name.removeprefix(self._prefix)
+
     def loaded(self, tensor: str) -> str:
         """A tensor of the checkpoint as Transformers calls it when it looks for its place."""
         for change in self._changes:
             tensor, _ = change.rename_source_key(tensor)
         return tensor
+
+    def reaches(self, tensor: str, own: str) -> bool:
+        """Whether Transformers finds `own` of the model for a tensor of the checkpoint."""
+        return self.loaded(tensor) in (own, self._prefix + own, own.removeprefix(self._prefix))
+
+    def refuse_converted(self, record: LayerRecord) -> None:
+        """Raises where Transformers changes more than the names of a layer's tensors when it loads them.
+
+        Raises:
+            ValueError: it splits, joins or reorders one of them.
+        """
+        for tensor in record.tensors.values():
+            name = self.loaded(tensor)
+            if any(converter.rename_source_key(name)[1] is not None for converter in self._converters):
+                raise ValueError(
+                    f"{tensor}: quantized, and Transformers splits, joins or reorders it when it loads this "
+                    "model; `python -m moqext convert DIR OUT --to bf16` makes a plain tensor of it"
+                )
 
 
 def _modules_of(tensors: Any) -> list[str]:

@@ -11,26 +11,37 @@ Hooks that had other names before Transformers 5.23 need none here: the base cla
 import re
 import warnings
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moqext import Checkpoint, CheckpointError, LayerRecord
+from moqext import (
+    Checkpoint,
+    CheckpointError,
+    LayerRecord,
+    Projection,
+    QuantConfig,
+    UnsupportedQuantization,
+)
 from moqext.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
-from moqext_torch.prepared import PreparedModule
+from moqext_torch.prepared import PreparedModule, aligned
 from moqext_torch.quant_linear import DTYPES
-from moqext_torch.replace import find_places, refuse_problems
+from moqext_torch.replace import SHOWN, find_places, refuse_problems
+from moqext_transformers.dequantized import HINT, DequantizedLayers, split_experts
 from moqext_transformers.experts import LoadedExperts
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.fusing import fuse
 from moqext_transformers.naming import Names
+from moqext_transformers.readable import make_readable
+from moqext_transformers.saving import config_of_files
 
 logger = logging.get_logger(__name__)
 
@@ -50,6 +61,8 @@ def _free_name() -> str:
 
 
 METHOD = _free_name()
+OPTIONS = ("compute", "fuse", "dequantize_unsupported")
+"""Fields of a configuration that tell how to load, and nothing of the checkpoint."""
 
 
 @register_quantization_config(METHOD)
@@ -57,21 +70,41 @@ class ModelOptConfig(QuantizationConfigMixin):
     """What config.json says of a ModelOpt checkpoint, kept for saving; moqext reads the files itself.
 
     Args:
-        compute: as for `moqext_torch.QuantLinear`; it is no part of what is saved, as `fuse`.
+        compute: as for `moqext_torch.QuantLinear`; like the other options it is no part of what is saved.
         fuse: whether `fuse` is applied to the model.
+        dequantize_unsupported: whether layers whose algorithm does not run are dequantized; else they are
+            refused.
         fields: everything else.
     """
 
-    def __init__(self, compute: Compute = "exact", fuse: bool = True, **fields: Any) -> None:
+    def __init__(
+        self,
+        compute: Compute = "exact",
+        fuse: bool = True,
+        dequantize_unsupported: bool = False,
+        **fields: Any,
+    ) -> None:
         self.__dict__.update(fields)
         self.quant_method = METHOD
         self.compute = compute
         self.fuse = fuse
+        self.dequantize_unsupported = dequantize_unsupported
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """The options, which Transformers takes from a configuration that is given to `from_pretrained`."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of config.json."""
-        fields = {name: value for name, value in super().to_dict().items() if name not in ("compute", "fuse")}
+        fields = {name: value for name, value in super().to_dict().items() if name not in OPTIONS}
         return fields | {"quant_method": "modelopt"}
+
+
+# Transformers asks those classes alone for options.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (
+    *getattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES", ()),
+    ModelOptConfig,
+)
 
 
 @register_quantizer(METHOD)
@@ -83,11 +116,12 @@ class ModelOptQuantizer(HfQuantizer):
     def __init__(self, quantization_config: ModelOptConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._renamed: dict[str, str] = {}  # tensors that the checkpoint has under another producer's names
-        self._tables: dict[str, torch.Tensor] = {}  # dequantized embeddings, by module
-        self._dequantized = False
+        self._dequantized = DequantizedLayers()
         self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
         self._experts = LoadedExperts(quantization_config.compute)
         self._directory: Path | None = None
+        self._stored_config: QuantConfig | None = None
+        self._stored: dict[str, LayerRecord | Projection] = {}  # by the names that a state dict has
         self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
         self.kv_scales: dict[str, dict[str, float]] = {}
         self.kv_cache_quant_algo: str | None = None
@@ -122,38 +156,67 @@ class ModelOptQuantizer(HfQuantizer):
             _report_warnings(checkpoint)
             names = Names(model, checkpoint)
             self._renamed |= names.respelled(model)
-            records = _records_of(model, checkpoint, names)
-            found = find_places(model, checkpoint, records, names)
-            places = found.linears
-            linears = {
-                name: self._empty(checkpoint, names, name, place.record, place.module.weight.dtype)
-                for name, place in places.items()
-                if place.record.kind == "linear"
-            }
-            for name, place in places.items():
-                if place.record.kind == "embedding":
-                    self._tables[name] = torch.from_numpy(checkpoint.dequantize(place.record))
-                    self._dequantized = True
-            ignored = {
-                tensor
-                for place in places.values()
-                for role, tensor in place.record.tensors.items()
-                if role != "weight"
-                and (place.record.kind == "embedding" or _is_unused(linears, place.record, role))
-            }
-            ignored |= self._read_cache_scales(checkpoint)
-            self._experts.replace(model, checkpoint, found.experts, names, device_map)
-            ignored = {names.loaded(tensor) for tensor in ignored}
-        for name, linear in linears.items():
-            model.set_submodule(name, linear)
-        _untie(model, linears)
+            self._stored_config = checkpoint.config
+            ignored = {names.loaded(tensor) for tensor in self._read_cache_scales(checkpoint)}
+            try:
+                ignored |= self._replace(model, checkpoint, names, device_map)
+            except UnsupportedQuantization as error:
+                if self.quantization_config.dequantize_unsupported:
+                    raise
+                raise UnsupportedQuantization(f"{error}; {HINT}") from error
         self._dtypes = {name: tensor.dtype for name, tensor in _plain_tensors(model).items()}
-        patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | self._experts.patterns()
+        own = self._experts.patterns() | self._dequantized.patterns()
+        patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | own
         patterns |= {f"{re.escape(tensor)}$" for tensor in ignored}
         model._keys_to_ignore_on_load_unexpected = patterns
-        missing = set(model._keys_to_ignore_on_load_missing or ()) | self._experts.patterns()
-        model._keys_to_ignore_on_load_missing = missing
+        quantized = [f"{name}.{role}" for name, part in self._stored.items() for role in part.tensors]
+        missing = {
+            pattern
+            for pattern in model._keys_to_ignore_on_load_missing or ()
+            if not any(re.search(pattern, tensor) for tensor in quantized)
+        }
+        model._keys_to_ignore_on_load_missing = missing | own
         return model
+
+    def _replace(self, model: Any, checkpoint: Checkpoint, names: Names, device_map: Any) -> set[str]:
+        """Puts moqext's layers in their places; returns the tensors that none of them takes."""
+        dequantizes = self.quantization_config.dequantize_unsupported
+        records = _records_of(model, checkpoint, names)
+        aside: dict[str, LayerRecord] = {}
+        if dequantizes:
+            records, aside = split_experts(
+                model, checkpoint, records, names, self.quantization_config.compute
+            )
+        places, experts = find_places(model, checkpoint, records, names)
+        linears: dict[str, QuantLinear] = {}
+        for name, place in places.items():
+            names.refuse_converted(place.record)
+            try:
+                if place.record.kind == "linear":
+                    linears[name] = self._empty(
+                        checkpoint, names, name, place.record, place.module.weight.dtype
+                    )
+            except UnsupportedQuantization:
+                if not dequantizes:
+                    raise
+                aside[name] = place.record
+        self._experts.replace(model, checkpoint, experts, names, device_map)
+        self._dequantized.replace(
+            model, {name: place.record for name, place in places.items() if name not in linears} | aside
+        )
+        for name, linear in linears.items():
+            model.set_submodule(name, linear)
+        _untie(model, linears.keys() | aside.keys())
+        self._stored = {name: places[name].record for name in linears}
+        for group in experts.values():
+            for part in (*group.record.members, *group.record.projections):
+                self._stored |= dict.fromkeys((part.name, names.without_head(part.name)), part)
+        return {
+            names.loaded(tensor)
+            for name, place in places.items()
+            for role, tensor in place.record.tensors.items()
+            if role != "weight" and (name not in linears or _is_unused(linears[name], role))
+        }
 
     def _empty(
         self, checkpoint: Checkpoint, names: Names, name: str, record: LayerRecord, dtype: torch.dtype
@@ -171,7 +234,7 @@ class ModelOptQuantizer(HfQuantizer):
                 linear.register_buffer(role, held.new_empty(info.shape))
             if role == "bias":
                 linear.bias = torch.nn.Parameter(held.to(STORED[info.dtype]), requires_grad=False)
-            if tensor != f"{record.name}.{role}":
+            if not names.reaches(tensor, f"{name}.{role}"):
                 self._renamed[names.loaded(tensor)] = f"{name}.{role}"
         return linear
 
@@ -205,36 +268,47 @@ class ModelOptQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear) and module.weight.is_meta:
                 raise ValueError(f"{name}: moqext's weights cannot be offloaded; let device_map name devices")
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = aligned(tensor.data)
+        assert self._directory is not None  # of the hook before
+        with Checkpoint(self._directory) as checkpoint:
+            self._dequantized.fill(model, checkpoint, self._dtypes)
         if self.quantization_config.fuse:
             fuse(model)
+        make_readable(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 try:
                     module.prepare()
                 except (ValueError, TypeError) as error:
                     raise CheckpointError(f"{_stored_name(model, name, module)}: {error}") from error
-            elif name in self._tables:
-                module.weight.requires_grad_(False).copy_(self._tables.pop(name))
         for name, tensor in _plain_tensors(model).items():
             wanted = self._dtypes.get(name, tensor.dtype)
             if tensor.dtype != wanted and tensor.dtype.itemsize == 2:  # renamed ones, before 5.23
                 tensor.data = tensor.data.to(wanted)
-        assert self._directory is not None  # of the hook before
         with Checkpoint(self._directory) as checkpoint:
             self._experts.read(model, checkpoint)
         return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor may have another shape than the model's: codes of a table, dequantized later."""
+        return self._dequantized.is_table(param_name)
 
     # -------------------------------------------------------------------------------------------- saving
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Whether `save_pretrained` can write what was loaded."""
         if self._dequantized:
-            logger.warning("The quantized embedding was dequantized: the checkpoint cannot be written again.")
+            logger.warning("Layers of the checkpoint were dequantized: it cannot be written again.")
         return not self._dequantized
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The checkpoint's tensors, cache scales included."""
-        return {**self._experts.restore(model.state_dict()), **self._kv}, {}
+        """The checkpoint's tensors, cache scales included; fits the configuration that is saved to them."""
+        state = {**self._experts.restore(model.state_dict()), **self._kv}
+        fields = self.quantization_config.to_dict()
+        fields = config_of_files(model, state, self._stored, fields, self._stored_config)
+        vars(self.quantization_config).update(fields, quant_method=METHOD)
+        return state, {}
 
     @property
     def is_trainable(self) -> bool:
@@ -287,33 +361,48 @@ def _report_warnings(checkpoint: Checkpoint) -> None:
 
 
 def _records_of(model: Any, checkpoint: Checkpoint, names: Names) -> list[LayerRecord]:
-    """The quantized layers that this model is to have: not those of a head that it lacks."""
-    records = list(checkpoint.layers())
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    records = [
-        record
-        for record in records
-        if not any(
-            pattern.search(tensor)
-            for part in record.linears()
-            for tensor in part.tensors.values()
-            for pattern in ignored
+    """The quantized layers that this model is to have: not those of a head or of layers that it lacks.
+
+    Transformers knows by patterns what of a checkpoint a model does without; a pattern that fits a module
+    which this model has is wrong about it.
+    """
+    modules = {names(name) for name, _ in model.named_modules()}
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    layers = checkpoint.layers()
+    loaded = {record.name: names.loaded(f"{record.name}.") for record in layers}
+    outside = {name for name, own in loaded.items() if not own.startswith(f"{model.base_model_prefix}.")}
+    if len(outside) == len(layers):  # the checkpoint itself is without a head
+        outside = set()
+    elif model.base_model is not model:  # it has a head, if another one perhaps
+        outside = {name for name in outside if not any(part.isdigit() for part in name.split("."))}
+
+    def is_done_without(record: LayerRecord) -> bool:
+        parts = list(record.linears())
+        if not modules.isdisjoint((record.name, *(part.name for part in parts))):
+            return False
+        tensors = [tensor for part in parts for tensor in part.tensors.values()]
+        return record.name in outside or any(
+            pattern.search(tensor) or pattern.search(names.loaded(tensor))
+            for pattern in patterns
+            for tensor in tensors
         )
-    ]
-    if model.base_model is not model:  # it has a head
-        return records
-    prefix = f"{model.base_model_prefix}."
-    with_prefix = [record for record in records if names.loaded(f"{record.name}.").startswith(prefix)]
-    return with_prefix or records
+
+    left_out = {record.name: None for record in layers if is_done_without(record)}
+    if left_out:
+        logger.warning(
+            f"{type(model).__name__} does without layers that are quantized in the checkpoint: "
+            + ", ".join(list(left_out)[:SHOWN])
+            + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else "")
+        )
+    return [record for record in layers if record.name not in left_out]
 
 
-def _is_unused(linears: dict[str, QuantLinear], record: LayerRecord, role: str) -> bool:
+def _is_unused(linear: QuantLinear, role: str) -> bool:
     """Whether a format has no use for a tensor, as FP8_PB_WO for an activation scale."""
-    linear = next((each for each in linears.values() if each.quant_algo == record.quant_algo), None)
-    return linear is not None and role != "bias" and role not in linear.method.checkpoint_params
+    return role != "bias" and role not in linear.method.checkpoint_params
 
 
-def _untie(model: Any, linears: dict[str, QuantLinear]) -> None:
+def _untie(model: Any, linears: Set[str]) -> None:
     """A quantized head has a weight of its own, whatever the configuration says."""
     tied = [key for key in model.all_tied_weights_keys if key.removesuffix(".weight") in linears]
     for key in tied:

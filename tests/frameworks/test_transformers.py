@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E4
 
 import moqext_transformers  # noqa: E402
 from moqext_torch import QuantLinear, as_torch  # noqa: E402
-from moqext_transformers.fused_linear import Part  # noqa: E402
+from moqext_transformers.fused_linear import FusedLinear, Part  # noqa: E402
 
 from .greedy import GREEDY, assert_same_tokens  # noqa: E402
 
@@ -117,7 +117,7 @@ def quiet(model):
 
 def is_linear_of_file(module):
     """Whether a module is a quantized linear of the checkpoint, alone or a part of a fused one."""
-    return isinstance(module, Part) or type(module) is QuantLinear
+    return isinstance(module, (Part, QuantLinear)) and not isinstance(module, FusedLinear)
 
 
 def random_ids(rng, model, *shape):
