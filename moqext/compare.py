@@ -2,11 +2,13 @@
 
 Layers are matched by what they are, not by spelling: prefixes aside, experts by container, number and role
 (w1, gate_proj and the first half of gate_up_proj are one), stacked ones against single ones, and fused
-linears (qkv_proj) against their parts. Compared is what a layer multiplies by (`moqext.matrices`). Memory
-holds a piece of both, or one expert.
+linears (qkv_proj) against their parts. Where a checkpoint has two layers that differ in a prefix alone, these
+need the same name on both sides. Compared is what a layer multiplies by (`moqext.matrices`), and every other
+tensor. Memory holds a piece of both, or one expert.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moqext.checkpoint import Checkpoint
 from moqext.convert.experts import TRANSPOSED_MODELS
 from moqext.convert.plan import sort_plain
 from moqext.layouts import Nibbles, ScaleLayout, check_options
-from moqext.matrices import FLOAT_DTYPES, PIECE_BYTES, Float32, Matrix, quantized_matrices
+from moqext.matrices import FLOAT_DTYPES, PIECE_BYTES, Float32, Matrix, quantized_matrices, to_float32
 from moqext.naming import (
     FUSED_NAMES,
     INTERLEAVED_ARCHITECTURES,
@@ -30,6 +33,9 @@ from moqext.naming import (
 )
 from moqext.records import Projection
 from moqext.tensor_files import TensorFiles
+
+_EXACT_DTYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64")
+"""Types of tensors that are compared as they are stored."""
 
 ROWS = 128
 """Rows of a piece are a multiple of it: of the rows that share a scale or a byte in every format."""
@@ -82,9 +88,11 @@ class Difference:
         other: its name in the second.
         formats: algorithm, or type where it is not quantized, in the first and the second.
         shape: (out features, in features), with the number of stacked experts before it.
-        relative_error: Frobenius norm of the difference over that of the second; inf where only that is 0.
+        relative_error: Frobenius norm of the difference over that of the second; inf where only that is 0;
+            0 only where all elements are equal.
         sqnr_db: -20 log10 of it, inf where both are equal.
         max_error: the largest difference of an element.
+        differing: number of elements that are not equal; NaN equals NaN.
     """
 
     layer: str
@@ -94,6 +102,7 @@ class Difference:
     relative_error: float
     sqnr_db: float
     max_error: float
+    differing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,7 @@ class Comparison:
         equal: number of plain tensors that are equal.
         only_first, only_second: names of what has no counterpart.
         misshapen: names of the first, with both shapes, where a counterpart has another shape.
+        ambiguous: names of the first and of the second, each of which may be any of the others.
     """
 
     layers: tuple[Difference, ...]
@@ -112,6 +122,7 @@ class Comparison:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    ambiguous: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -126,8 +137,15 @@ class _Unit:
     part: tuple[int | None, int | None, int | None] = (None, None, None)
     """First, last and step of the rows that it has of the whole, or of the expert."""
 
-    def read(self, begin: int, end: int) -> Float32:
-        """Rows [begin, end); all of them where it is a part of something."""
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Rows [begin, end), all of them of a part of something; float32 but for `_EXACT_DTYPES`."""
+        checkpoint, tensor = self.matrix.checkpoint, self.matrix.tensor
+        dtype = self.matrix.quant_algo
+        if not self.shape:
+            value = checkpoint.tensor(tensor).reshape(1)
+            return to_float32(value, dtype) if dtype in FLOAT_DTYPES else value
+        if dtype in _EXACT_DTYPES:
+            return checkpoint.files.rows(tensor, begin, end)
         if self.whole:
             values: Float32 = self.matrix.rows(begin, end)
             return values
@@ -145,7 +163,10 @@ class _Unit:
         return self.expert is None and self.part == (None, None, None)
 
 
-_Units = dict[tuple[str, ...], _Unit]
+_Key = tuple[str, ...]
+_Units = dict[_Key, _Unit]
+_Beginning = tuple[str, bool]
+"""The first part of a key, and whether it is a container of experts."""
 
 
 def compare(
@@ -161,7 +182,9 @@ def compare(
     Raises:
         CheckpointError: a weight of either cannot be read, or is in no known format.
     """
-    ours, theirs = _units(first), _units(second)
+    found = _found(first), _found(second)
+    ambiguous = _ambiguous(*found)
+    ours, theirs = (_units(matrices, ambiguous) for matrices in found)
     _expand(ours, theirs)
     _expand(theirs, ours)
     _divide(ours, theirs)
@@ -183,35 +206,82 @@ def compare(
         if progress is not None:
             progress(done, total, one.name)
     rows.sort(key=lambda row: -row.relative_error if row.relative_error == row.relative_error else -inf)
-    return Comparison(
-        tuple(rows),
-        equal,
-        tuple(unit.name for key, unit in ours.items() if key not in theirs),
-        tuple(unit.name for key, unit in theirs.items() if key not in ours),
-        tuple(misshapen),
-    )
+    only_first, only_second, unclear = _unpaired(ours, theirs, ambiguous)
+    return Comparison(tuple(rows), equal, only_first, only_second, tuple(misshapen), unclear)
 
 
-def _units(checkpoint: Checkpoint) -> _Units:
-    """Every weight and plain tensor of numbers by what it is."""
+def _found(checkpoint: Checkpoint) -> list[tuple[_Key, Matrix]]:
+    """Every weight and plain tensor of numbers, by what it is in this checkpoint."""
     plain = [
         Matrix(checkpoint, info.name.removesuffix(".weight"), info.name, info.shape)
         for info in sort_plain(checkpoint)[0]
-        if info.dtype in FLOAT_DTYPES and info.shape
+        if info.dtype in FLOAT_DTYPES or info.dtype in _EXACT_DTYPES
     ]
-    matrices = [*quantized_matrices(checkpoint), *plain]
-    return {_key(matrix): _Unit(matrix, matrix.name, matrix.shape) for matrix in matrices}
+    return [(_key(matrix), matrix) for matrix in (*quantized_matrices(checkpoint), *plain)]
 
 
-def _key(matrix: Matrix) -> tuple[str, ...]:
-    """What a matrix is: ("layers.0", "3", "gate") of an expert, ("layers.0", "", "gate_up") of a stack."""
+def _ambiguous(*sides: Iterable[tuple[_Key, Matrix]]) -> dict[_Beginning, str]:
+    """Beginnings of keys that are one where prefixes do not count, and two in a checkpoint -> that one."""
+    ambiguous: dict[_Beginning, str] = {}
+    everywhere: dict[_Beginning, set[_Beginning]] = {}
+    doubtful: set[_Beginning] = set()
+    for side in sides:
+        places: dict[_Beginning, set[_Beginning]] = {}
+        for key, _ in side:
+            places.setdefault(_beginning(_aligned(key)), set()).add(_beginning(key))
+        doubtful.update(place for place, names in places.items() if len(names) > 1)
+        for place, names in places.items():
+            everywhere.setdefault(place, set()).update(names)
+    for place in doubtful:
+        ambiguous.update((name, place[0]) for name in everywhere[place])
+    return ambiguous
+
+
+def _units(matrices: Iterable[tuple[_Key, Matrix]], ambiguous: Mapping[_Beginning, str]) -> _Units:
+    """The matrices by what they are in any checkpoint, or in this one where that may be two."""
+    units: _Units = {}
+    for key, matrix in matrices:
+        known = key if _beginning(key) in ambiguous else _aligned(key)
+        units[(matrix.tensor,) if known in units else known] = _Unit(matrix, matrix.name, matrix.shape)
+    return units
+
+
+def _unpaired(
+    ours: _Units, theirs: _Units, ambiguous: Mapping[_Beginning, str]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]]:
+    """Names of what only the first has, only the second has, and what may be one another."""
+    groups: dict[_Key, tuple[list[str], list[str]]] = {}
+    for side, (units, others) in enumerate(((ours, theirs), (theirs, ours))):
+        for key, unit in units.items():
+            if key not in others:
+                place = ambiguous.get(_beginning(key))
+                group = groups.setdefault(key if place is None else ("", place, *key[1:]), ([], []))
+                group[side].append(unit.name)
+    unclear = tuple((tuple(a), tuple(b)) for a, b in groups.values() if a and b)
+    only = [
+        tuple(name for group in groups.values() if not all(group) for name in group[side]) for side in (0, 1)
+    ]
+    return only[0], only[1], unclear
+
+
+def _key(matrix: Matrix) -> _Key:
+    """What a matrix is: (container, "3", "gate") of an expert, (container, "", "gate_up") of a stack."""
     expert = parse_expert_name(matrix.name)
     if expert is not None and expert.projection in PROJECTIONS and len(matrix.shape) == 2:
-        return _place(expert.container), str(expert.expert), PROJECTIONS[expert.projection]
+        return expert.container, str(expert.expert), PROJECTIONS[expert.projection]
     container, _, last = matrix.name.rpartition(".")
     if len(matrix.shape) == 3 and last in PROJECTIONS:
-        return _place(container), "", PROJECTIONS[last]
-    return (without_prefix(matrix.name),)
+        return container, "", PROJECTIONS[last]
+    return (matrix.name,)
+
+
+def _beginning(key: _Key) -> _Beginning:
+    return key[0], len(key) == 3
+
+
+def _aligned(key: _Key) -> _Key:
+    """The key without what two checkpoints of one model need not share."""
+    return (_place(key[0]), *key[1:]) if len(key) == 3 else (without_prefix(key[0]),)
 
 
 def _place(container: str) -> str:
@@ -222,7 +292,7 @@ def _place(container: str) -> str:
 def _expand(units: _Units, others: _Units) -> None:
     """Takes stacks apart into experts where the other side has no such stack of that shape."""
     for key, unit in list(units.items()):
-        if len(key) != 3 or key[1]:
+        if len(key) != 3 or key[1] or not prod(unit.shape):
             continue
         counterpart = others.get(key)
         if counterpart is not None and counterpart.shape == unit.shape:
@@ -293,16 +363,20 @@ def _divide(units: _Units, others: _Units) -> None:
 
 
 def _difference(one: _Unit, other: _Unit) -> Difference:
-    squares = of_other = 0.0
-    largest = 0.0
+    squares = of_other = largest = 0.0
+    differing = 0
     for ours, theirs in _pieces(one, other):
-        delta = ours - theirs
-        flat = delta.reshape(len(delta), -1)
-        squares += float(np.einsum("ij,ij->i", flat, flat).sum(dtype=np.float64))
-        flat = theirs.reshape(len(theirs), -1)
-        of_other += float(np.einsum("ij,ij->i", flat, flat).sum(dtype=np.float64))
-        largest = max(largest, float(np.abs(delta).max(initial=0)))
-    relative = sqrt(squares / of_other) if of_other else (inf if squares else 0.0)
+        # Squares of float32 leave its range, and equal infinities have no difference.
+        unequal = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+        differing += int(np.count_nonzero(unequal))
+        wide = theirs.astype(np.float64).reshape(-1)
+        of_other += _square_sum(wide if np.isfinite(wide).all() else wide[np.isfinite(wide)])
+        if unequal.any():
+            with np.errstate(invalid="ignore", over="ignore"):
+                delta = np.subtract(ours[unequal], theirs[unequal], dtype=np.float64)
+                squares += _square_sum(delta)
+            largest = float(np.maximum(largest, np.abs(delta).max()))
+    relative = _relative(squares, of_other) if differing else 0.0
     return Difference(
         one.name,
         other.name,
@@ -311,16 +385,30 @@ def _difference(one: _Unit, other: _Unit) -> Difference:
         relative,
         -20 * log10(relative) if 0 < relative < inf else (inf if relative == 0 else -inf),
         largest,
+        differing,
     )
 
 
-def _pieces(one: _Unit, other: _Unit) -> Iterator[tuple[Float32, Float32]]:
-    rows = one.shape[0]
+def _square_sum(values: NDArray[np.float64]) -> float:
+    return float(np.vdot(values, values))
+
+
+def _relative(squares: float, of_other: float) -> float:
+    """The relative error of elements that differ: never 0, which means that none does."""
+    if not of_other:
+        return inf
+    return max(sqrt(squares / of_other), sys.float_info.min)
+
+
+def _pieces(one: _Unit, other: _Unit) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    if not prod(one.shape):
+        return  # without elements the first extent may be anything
+    rows = one.shape[0] if one.shape else 1
     step = rows
     if one.whole and other.whole:
         unit = 1 if len(one.shape) > 2 else ROWS
-        step = max(1, PIECE_BYTES // (4 * prod(one.shape[1:]) * unit or 1)) * unit
-    for begin in range(0, rows, max(step, 1)):
+        step = max(1, PIECE_BYTES // (4 * prod(one.shape[1:]) * unit)) * unit
+    for begin in range(0, rows, step):
         end = min(begin + step, rows)
         yield one.read(begin, end), other.read(begin, end)
 

@@ -13,6 +13,8 @@ from moqext import matrices
 from moqext.__main__ import main
 from moqext.compare import compare, open_side
 
+from .expert_files import write_checkpoint
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -142,6 +144,95 @@ def test_not_a_number_is_the_worst_and_no_number_in_json(tmp_path, rng, capsys):
     assert main(["compare", str(a), str(b / "model.safetensors"), "--json", "--max-error", "1e9"]) == 1
     rows = json.loads(capsys.readouterr().out)["layers"]
     assert (rows[0]["layer"], rows[0]["relative_error"]) == ("x", None)
+
+
+# What is equal, and what only looks so
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [([1e20, 1], [1e20, 2]), ([1e-23, 0], [0, 0]), ([3e-23, 1e-30], [2e-23, 1e-30]), ([3e38], [-3e38])],
+)
+def test_values_that_differ_are_never_equal(ours, theirs, tmp_path, capsys):
+    """Their squares leave the range of float32."""
+    first, second = (np.array([values], np.float32) for values in (ours, theirs))
+    result = sides(tmp_path, {"x.weight": first}, {"x.weight": second})
+    assert result.equal == 0
+    assert result.layers[0].differing == 1
+    check_exact = np.linalg.norm(first.astype(float) - second) / max(
+        np.linalg.norm(second.astype(float)), 1e-99
+    )
+    if any(theirs):
+        assert result.layers[0].relative_error == pytest.approx(check_exact, rel=1e-6)
+    arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--max-error", "0"]
+    assert main(arguments) == 1
+    assert " equal" not in capsys.readouterr().out.partition("plain tensors")[0]
+
+
+def test_infinity_hides_no_difference_and_is_none_itself(tmp_path):
+    mask = np.array([[-np.inf, 1, np.nan]], np.float32)
+    assert sides(tmp_path, {"x.weight": mask}, {"x.weight": mask}).equal == 1
+    row = sides(tmp_path, {"x.weight": mask + np.float32([0, 1, 0])}, {"x.weight": mask}).layers[0]
+    assert (row.differing, row.relative_error, row.max_error) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.bool_])
+def test_tensors_of_other_types_and_single_values_are_compared(dtype, tmp_path):
+    """The two values of 64 bits are one in float32."""
+    one, other = (np.array(value).astype(dtype) for value in ((2**24, 1), (2**24 + 1, 0)))
+    result = sides(tmp_path, {"x": one, "y": one[1]}, {"x": other, "y": one[1]})
+    assert result.equal == 1
+    assert [(row.layer, row.differing) for row in result.layers] == [("x", 2 if dtype != np.bool_ else 1)]
+    assert sides(tmp_path, {"y": one[1]}, {"y": other[1]}).layers[0].differing == 1
+
+
+# Names
+
+
+def test_two_layers_that_differ_in_a_prefix_are_two(tmp_path, rng):
+    value = matrix(rng, 4, 4)
+    both = {"model.x.weight": value, "language_model.x.weight": value + 1}
+    assert sides(tmp_path, both, both).equal == 2
+    result = sides(tmp_path, both, {"model.x.weight": value})
+    assert (result.equal, result.layers, result.only_first) == (1, (), ("language_model.x",))
+    assert result.ambiguous == ()
+
+
+def test_which_of_two_layers_is_meant_is_not_guessed(tmp_path, rng, capsys):
+    value = matrix(rng, 4, 4)
+    both = {"model.x.weight": value, "language_model.x.weight": value + 1, "y": value}
+    result = sides(tmp_path, both, {"x.weight": value, "y": value})
+    assert result.ambiguous == ((("language_model.x", "model.x"), ("x",)),)
+    assert (result.equal, result.only_first, result.only_second) == (1, (), ())
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "not compared, as which is which is not told" in capsys.readouterr().out
+
+
+def test_experts_of_two_containers_are_not_mixed(tmp_path, rng):
+    one, other = matrix(rng, 2, 4, 4), matrix(rng, 2, 4, 4)
+    names = [f"{prefix}layers.0.mlp.experts" for prefix in ("model.", "language_model.")]
+    stacks = {f"{name}.down_proj": value for name, value in zip(names, (one, other), strict=True)}
+    single = {
+        f"{name}.{e}.down_proj.weight": value[e]
+        for name, value in zip(names, (one, other), strict=True)
+        for e in (0, 1)
+    }
+    assert sides(tmp_path, stacks, single).equal == 4
+    del single[f"{names[1]}.0.down_proj.weight"], single[f"{names[1]}.1.down_proj.weight"]
+    result = sides(tmp_path, stacks, single)
+    assert (result.equal, result.only_first) == (2, (f"{names[1]}.down_proj",))
+
+
+@pytest.mark.parametrize("name", ["x", "layers.0.mlp.experts.down_proj"])
+@pytest.mark.parametrize("shape", [(2**33, 0, 0), (2**33, 0)])
+def test_an_extent_that_nothing_backs_is_not_counted_to(name, shape, tmp_path):
+    empty = {name: ("F32", np.empty(0, np.float32).reshape(shape))}
+    single = {"layers.0.mlp.experts.0.down_proj.weight": ("F32", np.ones((2, 2), np.float32))}
+    for folder, tensors in (("a", empty), ("b", empty), ("c", single)):
+        write_checkpoint(tmp_path / folder, tensors, {"quant_algo": None})
+    first, second, third = (open_side(tmp_path / folder) for folder in "abc")
+    assert compare(first, second).equal == 1
+    assert compare(first, third).equal == 0
 
 
 # The command

@@ -323,6 +323,21 @@ def test_a_lost_expert_is_refused(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("joint", ["_bias", ".bias"])
+def test_biases_are_unstacked_with_their_weights(joint, rng, tmp_path):
+    stack, bias = rng.standard_normal((2, 6, 4), np.float32), rng.standard_normal((2, 6), np.float32)
+    name = "layers.0.mlp.experts.gate_up_proj"
+    source = write(tmp_path / "in", {name: stack, f"{name}{joint}": bias}, None, dtype="float32")
+    moqext.Checkpoint(source).convert(tmp_path / "out", to="fp32", experts="unstacked")
+    converted = moqext.Checkpoint(tmp_path / "out")
+    assert name + joint not in converted.tensors
+    for expert in (0, 1):
+        for part, rows in (("gate_proj", slice(3)), ("up_proj", slice(3, 6))):
+            single = f"layers.0.mlp.experts.{expert}.{part}"
+            assert same_bits(converted.tensor(f"{single}.weight"), stack[expert, rows])
+            assert same_bits(converted.tensor(f"{single}.bias"), bias[expert, rows])
+
+
 def test_biases_of_single_experts_are_refused_not_left_over(rng, tmp_path):
     names = [f"model.layers.0.mlp.experts.{e}.{p}_proj" for e in (0, 1) for p in ("up", "down")]
     tensors = {f"{name}.weight": rng.standard_normal((32, 32)).astype(ml_dtypes.bfloat16) for name in names}
@@ -439,30 +454,68 @@ def test_codes_of_no_layer_are_refused(rng, tmp_path):
         moqext.Checkpoint(write(tmp_path / "in", tensors)).convert(tmp_path / "out")
 
 
-@pytest.mark.parametrize("value", [np.nan, 448.0])
-def test_a_code_that_is_no_number_or_too_large_leaves_nothing_behind(value, rng, tmp_path):
-    codes = rng.standard_normal((64, 64)).astype(ml_dtypes.float8_e4m3fn)
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(np.nan, "1 of 4,096 codes or scales are NaN"), (448.0, "1 of 4,096 values do not fit")],
+)
+def test_a_code_that_is_no_number_or_too_large_leaves_nothing_behind(value, told, rng, tmp_path):
+    codes = rng.uniform(-1, 1, (64, 64)).astype(ml_dtypes.float8_e4m3fn)
     codes[40, 3] = value
     tensors = {"a.up_proj.weight": codes, "a.up_proj.weight_scale": np.float32(500)}
     source = moqext.Checkpoint(write(tmp_path / "in", tensors, "FP8"))
-    with pytest.raises(
-        moqext.CheckpointError, match=r"a\.up_proj\.weight.*NaN, or its value does not fit into F16"
-    ):
+    with pytest.raises(moqext.CheckpointError, match=rf"a\.up_proj\.weight.*{told}"):
         source.convert(tmp_path / "out", to="fp16")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_value_too_large_for_float16_is_refused_and_infinity_stays(rng, tmp_path):
+def test_infinity_stays_and_what_becomes_it_is_counted(rng, tmp_path, monkeypatch):
+    """A value that is too large is told beside an infinite one as well, and over all pieces."""
+    monkeypatch.setattr(jobs, "CHUNK", 4)
     tensors = nvfp4(rng, "a.up_proj", 32, 32)
-    for value, fits in ((1e5, False), (np.inf, True)):
-        tensors["mask"] = np.array([1, value], ml_dtypes.bfloat16)
+    for values, told in (
+        ([1, np.inf, np.nan, -np.inf], None),
+        ([1e5, np.inf, np.nan, -np.inf, -2e5, 1], "2 of 6 values do not fit into F16, .* 65504; .* 199680"),
+    ):
+        tensors["mask"] = np.array(values, ml_dtypes.bfloat16)
         source = moqext.Checkpoint(write(tmp_path / "in", tensors))
-        if fits:
+        if told is None:
             source.convert(tmp_path / "out", to="fp16")
-            assert moqext.Checkpoint(tmp_path / "out").tensor("mask").tolist() == [1, np.inf]
+            np.testing.assert_array_equal(moqext.Checkpoint(tmp_path / "out").tensor("mask"), values)
         else:
-            with pytest.raises(moqext.CheckpointError, match=r"mask.*99840 does not fit into F16"):
-                source.convert(tmp_path / "out", to="fp16")
+            with pytest.raises(moqext.CheckpointError, match=f"mask.*{told}"):
+                source.convert(tmp_path / "new", to="fp16")
+
+
+def test_a_float32_beyond_bfloat16_is_refused(tmp_path):
+    tensors = {"a.weight": np.full((2, 2), 3.4e38, np.float32)}
+    source = moqext.Checkpoint(write(tmp_path / "in", tensors, None, dtype="float32"))
+    with pytest.raises(moqext.CheckpointError, match=r"a\.weight.*4 of 4 values do not fit into BF16"):
+        source.convert(tmp_path / "out", to="bf16")
+
+
+@pytest.mark.parametrize("experts", ["stacked", "unstacked"])
+def test_plain_experts_that_do_not_fit_are_refused(experts, tmp_path):
+    value = np.full((2, 4, 4), 1e5, ml_dtypes.bfloat16)
+    names = [f"layers.0.mlp.experts.{e}.down_proj.weight" for e in (0, 1)]
+    tensors = dict(zip(names, value, strict=True))
+    if experts == "unstacked":
+        tensors = {"layers.0.mlp.experts.down_proj": value}
+    source = moqext.Checkpoint(write(tmp_path / "in", tensors))
+    with pytest.raises(moqext.CheckpointError, match=r"down_proj.*values do not fit into F16"):
+        source.convert(tmp_path / "out", to="fp16", experts=experts)
+
+
+def test_tiny_weights_keep_their_digits_in_fp8(tmp_path):
+    """Smaller than 448 times the least float32: their scale is no zero, and their error no NaN."""
+    codes = np.full((32, 32), 256, np.float32).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.full((1, 1), 2**-149, np.float32)
+    tensors = {"a.up_proj.weight": codes, "a.up_proj.weight_scale": scale}
+    source = moqext.Checkpoint(write(tmp_path / "in", tensors, "FP8_PB_WO"))
+    result = source.convert(tmp_path / "out", to="fp8")
+    assert [error.relative_error for error in result.errors] == [0]
+    after = moqext.Checkpoint(tmp_path / "out").dequantize("a.up_proj")
+    np.testing.assert_array_equal(after, source.dequantize("a.up_proj"))
+    assert after.max() > 0
 
 
 def test_a_directory_that_is_not_empty_is_refused_and_overwritten_on_demand(data, tmp_path):

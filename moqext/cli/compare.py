@@ -30,8 +30,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="error of each layer against the original, or of two exports",
         description="Dequantizes every layer of both, and reports how far the first is from the second. Exit "
         "status: 0 every layer has its counterpart (and none exceeds --max-error), 1 a layer is on one side "
-        "only, has another shape there, or exceeds it, 2 wrong arguments, nothing that can be read, nothing "
-        "in common.",
+        "only, has another shape there, may be either of two, or exceeds it, 2 wrong arguments, nothing that "
+        "can be read, nothing in common.",
     )
     parser.add_argument("first", help="a checkpoint: the quantized one")
     parser.add_argument("second", help="a checkpoint or a .safetensors file: the original")
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
             result = compare(first, second, progress)
         finally:
             progress.end()
-    if not result.layers and not result.equal:
+    if not (result.layers or result.equal or result.ambiguous):
         raise CheckpointError(f"nothing in common with {args.second}", file=args.first)
     limit = math.inf if args.max_error is None else args.max_error
-    good = not (result.only_first or result.only_second or result.misshapen)
+    good = not (result.only_first or result.only_second or result.misshapen or result.ambiguous)
     good = good and all(row.relative_error <= limit for row in result.layers)
     if args.plot and result.layers:
         title = f"{Path(args.first).name} against {Path(args.second).name}"
@@ -81,6 +81,7 @@ def as_data(result: Comparison) -> dict[str, Any]:
     data["misshapen"] = [
         {"layer": name, "first": ours, "second": theirs} for name, ours, theirs in result.misshapen
     ]
+    data["ambiguous"] = [{"first": ours, "second": theirs} for ours, theirs in result.ambiguous]
     return data
 
 
@@ -115,6 +116,9 @@ def as_text(
                 lines.append(f"  and {len(names) - len(few):,} more")
     for name, ours, theirs in result.misshapen:
         message = f"{name}: {list(ours)} in the first, {list(theirs)} in the second"
+        lines += [text.Line(line, "error") for line in text.wrap(message, columns)]
+    for some, others in result.ambiguous:
+        message = f"not compared, as which is which is not told: {', '.join(some)}; {', '.join(others)}"
         lines += [text.Line(line, "error") for line in text.wrap(message, columns)]
     return lines
 

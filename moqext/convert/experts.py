@@ -5,6 +5,7 @@ gate before up, and `<container>.down_proj` [experts, H, I]; single ones as `<co
 and so on, [out, in]. Gate and up that alternate (gpt-oss) are told apart.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moqext.convert.jobs import Job, Pieces, checked
+from moqext.convert.jobs import Job, Pieces, rounded
 from moqext.convert.writer import TensorSpec
 from moqext.errors import CheckpointError
-from moqext.matrices import FLOAT_DTYPES, Matrix
+from moqext.matrices import Matrix
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
 from moqext.records import Projection
 
@@ -76,8 +77,8 @@ def _stack(
     def produce() -> Pieces:
         for expert in experts:
             for matrix in expert:
-                for piece in matrix.pieces(FLOAT_DTYPES[dtype]):
-                    yield name, checked(matrix, piece, dtype)
+                for piece in rounded(matrix, dtype):
+                    yield name, piece
 
     members = [matrix for expert in experts for matrix in expert]
     spec = TensorSpec(name, dtype, (len(experts), rows, first[0].shape[1]))
@@ -94,7 +95,7 @@ def unstacked_jobs(checkpoint: "Checkpoint", matrices: Mapping[str, Matrix], dty
             continue
         transposed, interleaved = _layout(checkpoint, matrix)
         yield _unstack(matrix, container, role, dtype, transposed=transposed, interleaved=interleaved)
-        bias = matrices.get(f"{matrix.name}_bias")
+        bias = matrices.get(f"{matrix.name}_bias") or matrices.get(f"{matrix.name}.bias")
         if bias is not None:
             yield _unstack(bias, container, role, dtype, transposed=False, interleaved=interleaved)
 
@@ -120,8 +121,7 @@ def _unstack(
         return [f"{container}.{expert}.{part}.{ending}" for part in parts]
 
     def produce() -> Pieces:
-        for expert in range(matrix.shape[0]):
-            values = checked(matrix, matrix.rows(expert, expert + 1, FLOAT_DTYPES[dtype])[0], dtype)
+        for expert, values in enumerate(itertools.chain.from_iterable(rounded(matrix, dtype))):
             values = values.T if transposed else values
             yield from zip(names(expert), _parts(values, len(parts), interleaved), strict=True)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moqext import ops
 from moqext.config import QuantConfig
-from moqext.convert.jobs import Job, Pieces, checked, matrix_job
+from moqext.convert.jobs import Job, Pieces, matrix_job, rounded
 from moqext.convert.writer import TensorSpec
 from moqext.matrices import Float32, Matrix, to_float32
 from moqext.records import LayerRecord
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ALGO = "FP8_PER_CHANNEL_PER_TOKEN"
 
 _MAX = np.float32(448)
+_LEAST = np.finfo(np.float32).smallest_subnormal
 _KEPT_CODES = ("FP8", ALGO)
 
 
@@ -80,8 +81,7 @@ class Requantizer:
 
         def requantize() -> Pieces:
             tally = _Tally()
-            for piece in matrix.pieces():
-                values = checked(matrix, piece, "F32")
+            for values in rounded(matrix, "F32"):
                 codes, scales = _quantize(values)
                 tally.add(values, codes, scales)
                 yield weight, codes
@@ -109,9 +109,10 @@ def _quantize(values: Float32) -> tuple[NDArray[Any], Float32]:
     """Codes, and one scale for each part along the first axis."""
     flat = values.reshape(len(values), -1)
     largest = np.maximum(flat.max(axis=1, initial=0), -flat.min(axis=1, initial=0))
-    scales = (largest / _MAX).astype(np.float32)
-    scales[scales == 0] = 1
-    codes: NDArray[Any] = ops.encode(flat / scales[:, None], "e4m3")
+    scales = np.maximum(largest / _MAX, _LEAST).astype(np.float32)
+    scales[largest == 0] = 1
+    with np.errstate(invalid="ignore"):  # of values that are no numbers, which are refused at the end
+        codes: NDArray[Any] = ops.encode(flat / scales[:, None], "e4m3")
     return codes.reshape(values.shape), scales
 
 
@@ -126,9 +127,11 @@ class _Tally:
 
     def add(self, values: Float32, codes: NDArray[Any], scales: Float32) -> None:
         flat = values.reshape(len(values), -1)
-        delta = ops.decode(codes, "e4m3").reshape(flat.shape) * scales[:, None] - flat
-        self.squares += float(np.einsum("ij,ij->i", delta, delta).sum(dtype=np.float64))
-        self.of_weight += float(np.einsum("ij,ij->i", flat, flat).sum(dtype=np.float64))
+        decoded = ops.decode(codes, "e4m3").reshape(flat.shape) * scales[:, None]
+        flat = flat.astype(np.float64)  # squares of float32 leave its range
+        delta = decoded - flat
+        self.squares += float(np.vdot(delta, delta))
+        self.of_weight += float(np.vdot(flat, flat))
         self.difference = max(self.difference, float(np.abs(delta).max(initial=0)))
         self.largest = max(self.largest, float(np.abs(flat).max(initial=0)))
 
