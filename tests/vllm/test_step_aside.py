@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import moqext
-from tests.vllm.conftest import on_cuda
-from tests.vllm.test_engine import assert_same
+from tests.vllm.conftest import assert_same, on_cuda
 from tests.vllm_cases import DATA, write_mixed
 
 pytest.importorskip("vllm")
