@@ -1,6 +1,7 @@
 """`convert`: what it prints, its progress and its exit status; what is written is tests/test_convert.py's."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def test_a_killed_conversion_does_not_look_like_a_checkpoint(data, tmp_path):
         f"source.convert({str(tmp_path / 'out')!r}, progress=die)\n"
     )
     root = str(Path(moqext.__file__).parents[1])
-    process = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": root}, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONPATH": root}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     assert process.returncode == -9
     assert list((tmp_path / "out").glob("*")) == list((tmp_path / "out").glob(".moqext-convert-*")) != []
     moqext.Checkpoint(data / "exports/nvfp4_sharded").convert(tmp_path / "out", overwrite=True)
