@@ -273,10 +273,10 @@ def prepare_part(
     return ExpertPart(planned.experts, planned.method, params), stacks
 
 
-def _numbers(experts: Iterable[int] | None, count: int) -> tuple[int, ...]:
-    """The experts to load, in the order that was asked for."""
+def _numbers(experts: Iterable[int] | None, count: int) -> Sequence[int]:
+    """The experts to load, in the order that was asked for; all are counted only when they are known good."""
     if experts is None:
-        return tuple(range(count))
+        return range(count)
     wanted = tuple(int(number) for number in experts)
     if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < count:
         raise ValueError(

@@ -21,7 +21,7 @@ agree in their last dimension the blocks lie along the one before it, else along
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Protocol
@@ -89,6 +89,15 @@ def is_small(tensor: Tensor) -> bool:
 
 def recognise(tensors: Mapping[str, Tensor]) -> Stored:
     """The format of a quantized weight from the tensors of its layer, by role (at least "weight")."""
+    stored = _recognise(tensors)
+    if len(stored.shape) == 3 and 0 in stored.shape and stored.fault is None:
+        # Without elements no byte backs the number of experts, which may be anything.
+        message = f"experts without elements, of shape {list(stored.shape)}"
+        return replace(stored, fault=("shape_mismatch", message))
+    return stored
+
+
+def _recognise(tensors: Mapping[str, Tensor]) -> Stored:
     weight = tensors["weight"]
     shape = weight.shape
     if len(shape) not in (2, 3):

@@ -257,6 +257,8 @@ def _expected_weight(params: Mapping[str, Any], record: LayerRecord | Projection
 
 def _pieces(params: Mapping[str, Any], record: LayerRecord | Projection) -> Iterator[dict[str, Any]]:
     """A weight in pieces that fit the memory: so many rows, or one expert, with the scales of each."""
+    if 0 in record.shape:
+        return  # no byte backs the number of rows
     if isinstance(record, LayerRecord):
         for first, last in _spans(record):
             yield _rows(params, record, first, last)

@@ -8,6 +8,7 @@ and so on, [out, in]. Gate and up that alternate (gpt-oss) are told apart.
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +94,8 @@ def unstacked_jobs(checkpoint: "Checkpoint", matrices: Mapping[str, Matrix], dty
         role = PROJECTIONS.get(last)
         if len(matrix.shape) != 3 or role is None or parse_expert_name(matrix.name) is not None:
             continue
+        if not prod(matrix.shape):
+            continue  # no byte backs the number of experts
         transposed, interleaved = _layout(checkpoint, matrix)
         yield _unstack(matrix, container, role, dtype, transposed=transposed, interleaved=interleaved)
         bias = matrices.get(f"{matrix.name}_bias") or matrices.get(f"{matrix.name}.bias")

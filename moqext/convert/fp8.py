@@ -20,6 +20,7 @@ from moqext import ops
 from moqext.config import QuantConfig
 from moqext.convert.jobs import Job, Pieces, matrix_job, rounded
 from moqext.convert.writer import TensorSpec
+from moqext.errors import CheckpointError
 from moqext.matrices import Float32, Matrix, to_float32
 from moqext.records import LayerRecord
 
@@ -68,6 +69,9 @@ class Requantizer:
             self.plain.append(matrix.name)
             return matrix_job(matrix, dtype)
         weight = matrix.tensor
+        if 0 in matrix.shape:
+            message = f"cannot be converted: its weight is empty, of shape {list(matrix.shape)}"
+            raise CheckpointError(message, file=matrix.checkpoint.directory, tensor=weight)
         scale = f"{weight}_scale" if weight.endswith(".weight") else f"{weight}_weight_scale"
         specs = (TensorSpec(weight, "F8_E4M3", matrix.shape), TensorSpec(scale, "F32", matrix.shape[:1]))
         kept = _row_scales(matrix)
