@@ -66,6 +66,11 @@ class Inventory:
         """Role -> data type and shape."""
         return {role: self.tensors[name] for role, name in roles.items()}
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Module -> shape of its weight as stored."""
+        weights = ((module, roles.get("weight")) for module, roles in self.modules.items())
+        return {module: tuple(self.tensors[name].shape) for module, name in weights if name is not None}
+
     def size(self, roles: Mapping[str, str]) -> int:
         """Bytes of the tensors of a layer."""
         return sum(tensor_bytes(self.tensors[name]) for name in roles.values())

@@ -8,12 +8,13 @@ scales are judged when a reader is given.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
 from moqext.decision import ask, check_repeats
+from moqext.expert_counts import ExpertCounts
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_outlying_scales, mark_partial_input_scales
@@ -31,6 +32,7 @@ from moqext.naming import (
 from moqext.problems import Problem, make_problem
 from moqext.records import Findings, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
+from moqext.siblings import find_missing_linears
 from moqext.stored import Tensor, is_quantized
 
 _SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
@@ -44,6 +46,7 @@ def find_layers(
     architectures: Sequence[str] = (),
     model: Mapping[str, Any] | None = None,
     block_scales: bool = True,
+    whole: bool = True,
 ) -> Findings:
     """The quantized layers of a checkpoint, its cache scales, and the problems of all.
 
@@ -53,8 +56,10 @@ def find_layers(
         read: tensor name -> array; only scales are read. None checks names, types and shapes alone.
         architectures: `architectures` of config.json, for what only they tell (gpt-oss interleaves gate and
             up).
-        model: what config.json holds, for the rows of q, k and v in a fused linear.
+        model: what config.json holds: the layers and experts it counts, the rows of q, k and v in a fused
+            linear.
         block_scales: False leaves scales of more than 65536 values unread, which is most of the reading.
+        whole: False where files are known to be missing, so that linears that are gone are nothing new.
     """
     inventory = Inventory(tensors)
     scales = Scales(tensors, read, block_scales=block_scales)
@@ -78,11 +83,18 @@ def find_layers(
             layers[module] = _linear(module, roles, inventory, config, scales, forms)
     layers = mark_partial_input_scales(layers)
     problems += find_fused_problems(layers, unquantized, scales)
-    groups = find_expert_groups(layers, unquantized, scales)
-    found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
+    rows = {name: info.shape[0] for name, info in unquantized.items() if info.shape}
+    counts = ExpertCounts(inventory.weight_shapes(), rows, model or {})
+    groups = find_expert_groups(layers, unquantized, scales, counts)
+    found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures, counts)
     groups += found
     groups = [mark_outlying_scales(group, scales) for group in groups]
     problems += unnamed
+    if whole:
+        named = {group.name for group in groups}
+        for container in counts.present.keys() - named:
+            problems += counts.check_stack(container)
+        problems += find_missing_linears(_linears(inventory), rows, model or {})
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems
@@ -130,6 +142,16 @@ def _linear(
 def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:
     """The roles that are scales. A bare `scale` beside no codes is a parameter of a norm, not one of them."""
     return [role for role in _SCALE_ROLES if role in roles and inventory.foreign.get(roles[role]) != "scale"]
+
+
+def _linears(inventory: Inventory) -> Iterator[str]:
+    """Modules with a weight of two or more dimensions, or with what is left of one that lost its weight."""
+    for module, roles in inventory.modules.items():
+        if "weight" in roles:
+            if len(inventory.tensors[roles["weight"]].shape) > 1:
+                yield module
+        elif "weight_scale" in _scale_roles(roles, inventory):
+            yield module
 
 
 def _without_weight(module: str, roles: Mapping[str, str], inventory: Inventory) -> list[Problem]:

@@ -127,6 +127,10 @@ def _nan_block(model, name):
     model.array(name).reshape(-1)[3] = 0x7F
 
 
+def _drop_linear(module):
+    return lambda model: model.drop(*[name for name in model.tensors if name.startswith(f"{module}.")])
+
+
 def _no_config(model):
     model.config = None
 
@@ -361,6 +365,7 @@ CASES = [
     ),
     Case("mixed_fused_formats", "mixed_in_qkv", lambda m: None, ATTENTION, count=2),
     Case("mixed_expert_formats", "qwen3moe_nvfp4", _expert_bf16, EXPERTS, others=("stored_unquantized",)),
+    Case("missing_linear", "llama_nvfp4_kvfp8", _drop_linear(f"{MLP}.up_proj"), f"{MLP}.up_proj"),
     Case("missing_weight", "llama_nvfp4_kvfp8", _drop(f"{K}.weight"), K, f"{K}.weight_scale"),
     Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale"), K),
     Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale_2"), K),
