@@ -252,10 +252,16 @@ class Checkpoint:
     @cached_property
     def file_problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd in the files, what is missing among them first of all."""
+        usual = self._layouts.forms
+        problems = [
+            problem
+            for problem in self.files.problems
+            if problem.code != "unreadable_dtype" or problem.tensor not in usual
+        ]
         if self.file is not None:
-            return self.files.problems
+            return tuple(problems)
         names = self.files.named.keys() | self.tensors.keys()
-        return (*self.files.problems, *find_missing_layers(names, self.model_config))
+        return (*problems, *find_missing_layers(names, self.model_config))
 
     @property
     def _files_are_whole(self) -> bool:

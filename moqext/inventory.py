@@ -8,7 +8,11 @@ from moqext._C import NAME_LIMIT
 from moqext.naming import KV_ROLES, parse_tensor_name
 from moqext.stored import Tensor, is_small, tensor_bytes
 
-_SCALE_NAME = re.compile(r"(?:weight|input|output|kv)_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$")
+_SCALE_NAME = re.compile(
+    r"(?:^|\.|proj_|w[0-9]{1,2}_)(?:weight|input|output)_scale(?:_2|_inv)?$"
+    r"|_weight_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$"
+)
+"""Names of scales of quantization; parameters of models end in `_scale` too, as `correct_output_scale`."""
 
 
 class Inventory:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import ask, check_repeats
+from moqext.decision import ask, check_leaked_scales, check_repeats
 from moqext.expert_counts import ExpertCounts
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
@@ -24,13 +24,14 @@ from moqext.layer_forms import Forms
 from moqext.naming import (
     FUSED_NAMES,
     PREFIXES,
+    PROJECTIONS,
     is_never_quantized,
     number_order,
     parse_expert_name,
     without_prefix,
 )
 from moqext.problems import Problem, make_problem
-from moqext.records import Findings, LayerRecord
+from moqext.records import Findings, Kind, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
 from moqext.siblings import find_missing_linears
 from moqext.stored import Tensor, is_quantized
@@ -77,7 +78,7 @@ def find_layers(
             unquantized[module] = weight
             problems += _unquantized(module, weight, roles, inventory, config)
             problems += check_repeats(module, inventory, scales)
-        elif len(weight.shape) == 3:
+        elif len(weight.shape) == 3 and not _is_convolution(module, roles["weight"], weight):
             stacked[module] = roles
         else:
             layers[module] = _linear(module, roles, inventory, config, scales, forms)
@@ -94,7 +95,7 @@ def find_layers(
         named = {group.name for group in groups}
         for container in counts.present.keys() - named:
             problems += counts.check_stack(container)
-        problems += find_missing_linears(_linears(inventory), rows, model or {})
+        problems += find_missing_linears(_linears(inventory), model or {})
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems
@@ -115,16 +116,23 @@ def _linear(
     """The record of a linear or an embedding."""
     form = forms.find(module, roles)
     decision, problems = forms.decide(module, form, config)
+    if leaked := list(check_leaked_scales(module, roles, inventory)):
+        sizes = ("group_size_conflict", "partial_scales")
+        problems = [problem for problem in problems if problem.code not in sizes] + leaked
     # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
-    embedding = form.is_table and roles.keys().isdisjoint(("input_scale", "bias"))
-    judged_here = not embedding and parse_expert_name(module) is None
+    kind: Kind = "linear"
+    if len(form.stored.shape) > 2:
+        kind = "convolution"
+    elif form.is_table and roles.keys().isdisjoint(("input_scale", "bias")):
+        kind = "embedding"
+    judged_here = kind != "embedding" and parse_expert_name(module) is None
     problems += forms.judge(module, roles, form, decision.quant_algo, judged_here)
     if scales.are_read:
         problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
     problems += check_repeats(module, inventory, scales)
     return LayerRecord(
         name=module,
-        kind="embedding" if embedding else "linear",
+        kind=kind,
         quant_algo=decision.quant_algo,
         config_algo=decision.config_algo,
         stored_algo=decision.stored_algo,
@@ -137,6 +145,12 @@ def _linear(
         weights=form.weights,
         partitions=form.partitions,
     )
+
+
+def _is_convolution(module: str, tensor: str, weight: Tensor) -> bool:
+    """Whether a weight of three dimensions is a convolution's, and none of stacked experts."""
+    last = module.rpartition(".")[2]
+    return weight.dtype == "F8_E4M3" and last not in PROJECTIONS and tensor.endswith(".weight")
 
 
 def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:
@@ -204,6 +218,11 @@ def _checkpoint_problems(inventory: Inventory, config: QuantConfig | None, quant
         ]
         problems += [make_problem("config_note", note) for note in config.notes]
         problems += _missing_modules(inventory, config)
+        problems += [
+            make_problem("regex_exclusion", f"{entry!r} is read as a name, and no module has it")
+            for entry in config.exclude_modules
+            if entry.startswith("re:")
+        ]
     for name in inventory.too_long:
         message = f"the name has {len(name.encode())} bytes, at most {NAME_LIMIT} are looked at"
         problems.append(make_problem("name_too_long", message, tensor=name))

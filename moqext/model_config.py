@@ -1,4 +1,4 @@
-"""What config.json says a checkpoint must hold: layers and their kinds, experts and their width.
+"""Reads from config.json what a checkpoint must hold: layers and their kinds, experts and their width.
 
 Names differ from model to model, and larger models have parts with a configuration of their own. So numbers
 are gathered from the whole file but its quantization, and a tensor agrees where one of them fits.
@@ -84,15 +84,6 @@ def shares_keys_and_values(model: Mapping[str, Any]) -> bool:
     return any(bool(value) and _SHARED_CACHE.search(name) is not None for name, value in _members(model))
 
 
-def has_head_of_its_own(model: Mapping[str, Any]) -> bool:
-    """Whether config.json says of a model of text that its head is not the embedding table."""
-    named = model.get("architectures")
-    architectures = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    if not any(name.endswith("ForCausalLM") for name in architectures):
-        return False
-    return [holder.get("tie_word_embeddings") for holder in _text_models(model)][-1] is False
-
-
 def empty_layers(model: Mapping[str, Any]) -> frozenset[int]:
     """Numbers of layers that `block_configs` says do nothing, neither attention nor feed-forward."""
     found = set()
@@ -111,11 +102,12 @@ def _is_no_op(part: Any) -> bool:
 
 
 class LayerKinds:
-    """What config.json says of single layers; layers of which it says one thing are of one kind."""
+    """Kinds of layers: those of which config.json says one thing are of one kind."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self._count = layer_count(model) or 0
-        self._features = [feature for holder in _text_models(model) for feature in holder.items()]
+        settings = (setting for holder in _text_models(model) for setting in holder.items())
+        self._features = [(name, self._of_layers(name, value)) for name, value in settings]
 
     def kind(self, number: int) -> Hashable:
         """A value that is equal for layers of one kind."""
@@ -123,11 +115,18 @@ class LayerKinds:
             return ("beyond",)
         return tuple(self._feature(name, value, number) for name, value in self._features)
 
+    def _of_layers(self, name: str, value: Any) -> Any:
+        """A list of some layers as the set of their numbers; others as they are."""
+        if isinstance(value, list) and len(value) < self._count and _LAYER_LIST.search(name):
+            return frozenset(number for number in value if type(number) is int)
+        return value
+
     def _feature(self, name: str, value: Any, number: int) -> Hashable:
+        if isinstance(value, frozenset):
+            return number in value
         if isinstance(value, list):
-            if self._count <= len(value) <= self._count + _MORE:
-                return _hashable(value[number])
-            return _LAYER_LIST.search(name) is not None and len(value) < self._count and number in value
+            listed = self._count <= len(value) <= self._count + _MORE
+            return _hashable(value[number]) if listed else None
         if isinstance(value, str) and len(value) == self._count and "pattern" in name:
             return value[number]
         if type(value) is int and name == "num_kv_shared_layers":

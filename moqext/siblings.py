@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moqext.expert_counts import ROUTERS
-from moqext.model_config import LayerKinds, has_head_of_its_own, layer_count, shares_keys_and_values
-from moqext.naming import FUSED_GROUPS, PROJECTIONS, is_embedding, is_number
+from moqext.model_config import LayerKinds, layer_count, shares_keys_and_values
+from moqext.naming import FUSED_GROUPS, PROJECTIONS, is_number
 from moqext.problems import Problem, make_problem
 
 _CONTAINER = re.compile(r"\w*(?:layers?|blocks?)|h")
@@ -23,9 +23,8 @@ _FEED_FORWARD = frozenset(PROJECTIONS) - {"gate", "up", "down"} | {"fc1", "fc2",
 _USUAL = _ATTENTION | _FEED_FORWARD | frozenset(name for group in FUSED_GROUPS for name in group)
 """Last parts of names of linears that a layer has or has not, whatever the place of the layer."""
 _TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_HEADS = re.compile(r"head|output|(?:^|_)out(?:_|$)")
 _FORMS = 64
-"""Sets of linears, the most frequent ones, that a layer is compared with."""
+"""Sets of linears, the most frequent ones, that a layer is compared with; with more none is an exception."""
 
 Linears = frozenset[str]
 """Names of linears below a layer, numbers of experts replaced by `*`."""
@@ -39,30 +38,22 @@ class _Layers(NamedTuple):
     numbers: list[int]
 
 
-def find_missing_linears(
-    linears: Iterable[str], rows: Mapping[str, int], model: Mapping[str, Any]
-) -> list[Problem]:
-    """The problems of linears, experts and heads that must be there and are not.
+def find_missing_linears(linears: Iterable[str], model: Mapping[str, Any]) -> list[Problem]:
+    """The problems of linears and experts that must be there and are not.
 
     Args:
-        linears: modules that have a weight of two or more dimensions, in the files or by the index.
-        rows: of those in the files that are unquantized.
+        linears: modules that have a weight of two or more dimensions.
         model: what config.json holds.
     """
     containers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    outside: list[str] = []
     for module in linears:
         container, number, rest = _take_apart(module)
         if container:
             containers[container][number].add(rest)
-        else:
-            outside.append(module)
     missing: dict[str, str] = {}
     for container, layers in containers.items():
         for name, reason in _of_container(container, layers, model):
             missing.setdefault(name, reason)
-    if has_head_of_its_own(model) and (lost := _missing_head(outside, rows)):
-        missing[lost] = "config.json has tie_word_embeddings false, and no head is there"
     problems = []
     for name, reason in missing.items():
         code = "missing_expert" if name.endswith("experts") else "missing_linear"
@@ -140,7 +131,7 @@ class _Judge:
 
     def _is_alone(self, form: _Layers, other: _Layers, more: Linears) -> bool:
         """Whether such layers are an exception among those of their kind."""
-        if form.kind != other.kind:
+        if form.kind != other.kind or len(self._forms) > _FORMS:
             return False
         alike = [one for one in self._forms if one.kind == form.kind]
         lacking = sum(len(one.numbers) for one in alike if not one.linears & more)
@@ -187,17 +178,3 @@ def _whole(name: str) -> str:
         return parent
     container = name.rpartition(".")[0]
     return container if container.endswith("experts") and not _is_shared(container) else name
-
-
-def _missing_head(outside: Iterable[str], rows: Mapping[str, int]) -> str:
-    """The name of the head of a model of text that has an embedding table and nothing as tall; else empty."""
-    tables: list[str] = []
-    others: list[str] = []
-    for module in outside:
-        (tables if is_embedding(module) else others).append(module)
-    if len(tables) != 1 or tables[0] not in rows:
-        return ""
-    entries = rows[tables[0]]
-    if any(_HEADS.search(module) or rows.get(module, 0) >= entries for module in others):
-        return ""
-    return "lm_head"

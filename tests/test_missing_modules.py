@@ -138,27 +138,6 @@ def test_experts_of_another_width_than_config_json_names() -> None:
     ]
 
 
-HEAD = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": False}
-
-
-@pytest.mark.parametrize(
-    "model, head, found",
-    [
-        (HEAD, {}, ["missing_linear lm_head"]),
-        (HEAD | {"tie_word_embeddings": True}, {}, []),
-        (HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}, {}, []),
-        (HEAD, {"lm_head.weight": Info("BF16", (128, 64))}, []),
-        (HEAD, {"embed_out.weight": Info("BF16", (128, 64))}, []),
-    ],
-    ids=["gone", "tied", "draft", "there", "another name"],
-)
-def test_the_head_of_a_model_that_does_not_tie_it(
-    model: dict[str, Any], head: dict[str, Info], found: list[str]
-) -> None:
-    tensors = layer(0) | {"model.embed_tokens.weight": Info("BF16", (128, 64))} | head
-    assert lost(tensors, model) == found
-
-
 # Layers that models do have, of several kinds in one checkpoint: name -> linears of each layer, config.json.
 INDEXED = (*ATTENTION, "self_attn.indexer.wq_b", *MLP)
 SHARED = without(ALL, "self_attn.k_proj", "self_attn.v_proj")
