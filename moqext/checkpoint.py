@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext._C import ConfigError
-from moqext.completeness import find_missing_layers, layer_count
+from moqext.completeness import find_missing_layers
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
 from moqext.config_files import in_directory
@@ -252,10 +252,21 @@ class Checkpoint:
     @cached_property
     def file_problems(self) -> tuple[Problem, ...]:
         """What is wrong or odd in the files, what is missing among them first of all."""
+        usual = self._layouts.forms
+        problems = [
+            problem
+            for problem in self.files.problems
+            if problem.code != "unreadable_dtype" or problem.tensor not in usual
+        ]
         if self.file is not None:
-            return self.files.problems
+            return tuple(problems)
         names = self.files.named.keys() | self.tensors.keys()
-        return (*self.files.problems, *find_missing_layers(names, layer_count(self.model_config)))
+        return (*problems, *find_missing_layers(names, self.model_config))
+
+    @property
+    def _files_are_whole(self) -> bool:
+        """Whether nothing in the files says that there are more: one of several may have been chosen."""
+        return self.file is None and all(problem.severity != "error" for problem in self.files.problems)
 
     def findings(
         self, *, block_scales: bool | None = None, values: bool = True, progress: Progress | None = None
@@ -282,6 +293,7 @@ class Checkpoint:
                 architectures=self.architectures,
                 model=self.model_config,
                 block_scales=key[1],
+                whole=self._files_are_whole,
             )
             is_read = values and not self.headers_only
             self._findings[key] = mark_layouts(found, self._layouts, self.files if is_read else None)

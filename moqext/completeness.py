@@ -9,30 +9,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from moqext.model_config import empty_layers, layer_count
 from moqext.naming import is_vision, number_ranges
 from moqext.problems import Problem, make_problem
 
 # The container of layers and the number of one, among the first parts of a tensor's name.
 _LAYER = re.compile(r"(?P<container>(?:[^.]*\.){0,6}?(?:layers|h|blocks))\.(?P<number>[0-9]{1,6})\.")
-_TEXT_MODELS = ("text_config", "llm_config")
-MAX_LAYERS = 10_000
 
 
-def layer_count(model_config: Mapping[str, Any]) -> int | None:
-    """The number of hidden layers of the text model, None where config.json does not say."""
-    for holder in (model_config, *(model_config.get(name) for name in _TEXT_MODELS)):
-        count = holder.get("num_hidden_layers") if isinstance(holder, Mapping) else None
-        if type(count) is int and 0 < count <= MAX_LAYERS:
-            return count
-    return None
-
-
-def find_missing_layers(names: Iterable[str], count: int | None) -> list[Problem]:
-    """One problem where the decoder of a checkpoint with tensors has fewer than `count` layers.
+def find_missing_layers(names: Iterable[str], model: Mapping[str, Any]) -> list[Problem]:
+    """One problem where the decoder of a checkpoint with tensors has fewer layers than config.json counts.
 
     The decoder is the container of layers with the most tensors, vision towers aside; modules for speculative
-    decoding, which some models number on from the last layer, may be there as well.
+    decoding, which some models number on from the last layer, may be there as well. Layers that do
+    nothing, as `block_configs` has them, have no tensors.
     """
+    count = layer_count(model)
     if count is None:
         return []
     found: dict[str, set[int]] = defaultdict(set)
@@ -45,7 +37,7 @@ def find_missing_layers(names: Iterable[str], count: int | None) -> list[Problem
     if not text:
         return []
     decoder = max(text, key=lambda container: sizes[container])
-    missing = sorted(set(range(count)) - found[decoder])
+    missing = sorted(set(range(count)) - found[decoder] - empty_layers(model))
     if not missing:
         return []
     message = (

@@ -70,9 +70,37 @@ def decide(module: str, stored: Stored, config: QuantConfig | None) -> tuple[Dec
         problems.append(make_problem("algo_conflict", message, layer=module))
     group_size = _group_size(algo, stored)
     if algo == configured and group_size is not None and wanted not in (None, group_size):
-        message = f"configured with group size {wanted}, stored with {group_size}; the stored one holds"
-        problems.append(make_problem("group_size_conflict", message, layer=module))
+        problems.append(_other_group_size(module, algo, wanted, group_size))
     return Decision(algo, configured, told, rule, group_size), problems
+
+
+def _other_group_size(module: str, algo: str, wanted: int | None, stored: int) -> Problem:
+    """The problem of block scales that are fewer or more than the configuration says.
+
+    Exporters write groups that are larger than an algorithm's own for weights alone.
+    """
+    facts = ALGORITHMS[algo]
+    usual = facts.group_size or stored
+    if facts.codes == "e2m1" and facts.input_scale == "expected" and stored > usual >= (wanted or usual):
+        message = (
+            f"its block scales are of {stored} weights each, and those of {algo} of {usual}: the others "
+            "are lost; export it again"
+        )
+        return make_problem("partial_scales", message, layer=module)
+    message = f"configured with group size {wanted}, stored with {stored}; the stored one holds"
+    return make_problem("group_size_conflict", message, layer=module)
+
+
+def check_leaked_scales(module: str, roles: Mapping[str, str], inventory: Inventory) -> Iterator[Problem]:
+    """The problem of block scales of which the quantizer's inner state, left in the file, has more."""
+    name = f"{module}.weight_quantizer._scale"
+    whole, stored = inventory.tensors.get(name), inventory.tensors.get(roles.get("weight_scale", ""))
+    if whole is not None and stored is not None and prod(whole.shape) > prod(stored.shape):
+        message = (
+            f"{prod(stored.shape)} block scales, and {name} has {prod(whole.shape)}: the export dropped "
+            "some; put these in their place, or export it again"
+        )
+        yield make_problem("partial_scales", message, layer=module, tensor=roles["weight_scale"])
 
 
 def _group_size(algo: str, stored: Stored) -> int | None:

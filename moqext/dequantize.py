@@ -1,6 +1,7 @@
 """The weight of a checkpoint's layer as numbers: `Checkpoint.dequantize`."""
 
 from collections.abc import Iterable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from moqext.records import LayerRecord, Projection
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
 
-WRONG_WEIGHTS = ("lost_scale", "conflicting_tensors", "doubtful_scale_layout", "foreign_layout")
+WRONG_WEIGHTS = (
+    "lost_scale",
+    "partial_scales",
+    "conflicting_tensors",
+    "doubtful_scale_layout",
+    "foreign_layout",
+)
 """Problems under which codes and scales do not tell what the weight was."""
 
 SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
@@ -24,24 +31,46 @@ SCALES_OF_WEIGHT = ("weight_scale", "weight_scale_2")
 
 
 def dequantize_layer(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> NDArray[np.float32]:
-    """float32 [out, in] or [experts, out, in]; see `Checkpoint.dequantize`."""
+    """float32 [out, in], [experts, out, in] or as a convolution; see `Checkpoint.dequantize`."""
     refuse_without_weight(checkpoint, record)
     weight = record.tensors["weight"]
     scales: dict[str, Any] = {
-        role: checkpoint.tensor(record.tensors[role]) for role in SCALES_OF_WEIGHT if role in record.tensors
+        role: as_matrix(record, role, checkpoint.tensor(record.tensors[role]))
+        for role in SCALES_OF_WEIGHT
+        if role in record.tensors
     }
     if isinstance(record, LayerRecord) and record.partitions:
         scales["weight_scale"] = scale_of_rows(scales["weight_scale"], record.partitions)
     try:
         values: NDArray[np.float32] = ops.dequantize(
-            checkpoint.tensor(weight), record.quant_algo, group_size=record.group_size, **scales
+            as_matrix(record, "weight", checkpoint.tensor(weight)),
+            record.quant_algo,
+            group_size=record.group_size,
+            **scales,
         )
     except UnsupportedQuantization as error:
         raise UnsupportedQuantization(f"{record.name}: {error}") from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory, tensor=weight) from error
+    if is_convolution(record):
+        return values.reshape(record.shape)
     transposed = isinstance(record, Projection) and record.transposed
     return values.swapaxes(-1, -2) if transposed else values
+
+
+def is_convolution(record: LayerRecord | Projection | None) -> bool:
+    """Whether it is a convolution, whose weight has more than two dimensions."""
+    return isinstance(record, LayerRecord) and record.kind == "convolution"
+
+
+def as_matrix(record: LayerRecord | Projection, role: str, tensor: NDArray[Any]) -> NDArray[Any]:
+    """The weight of a convolution with all but its first axis as one, and its scales as one or one a row.
+
+    Tensors of other layers come back as they are.
+    """
+    if not is_convolution(record):
+        return tensor
+    return tensor.reshape(len(tensor), prod(tensor.shape[1:])) if role == "weight" else tensor.reshape(-1)
 
 
 def _problems_of(checkpoint: "Checkpoint", record: LayerRecord | Projection) -> Iterable[Problem]:

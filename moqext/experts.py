@@ -17,6 +17,7 @@ import numpy as np
 from moqext.algorithms import BLOCK_SIZES, SECOND_IN_WEIGHT, STATIC_ACTIVATIONS
 from moqext.config import QuantConfig
 from moqext.decision import Decision, check_repeats, check_roles, decide
+from moqext.expert_counts import ExpertCounts
 from moqext.fused import spread
 from moqext.inventory import Inventory
 from moqext.naming import INTERLEAVED_ARCHITECTURES, PROJECTIONS, parse_expert_name
@@ -32,7 +33,10 @@ T = TypeVar("T")
 
 
 def find_expert_groups(
-    layers: Mapping[str, LayerRecord], unquantized: Mapping[str, Tensor], scales: Scales
+    layers: Mapping[str, LayerRecord],
+    unquantized: Mapping[str, Tensor],
+    scales: Scales,
+    counts: ExpertCounts,
 ) -> list[LayerRecord]:
     """One record for each container of experts that are stored one by one and not all unquantized."""
     groups: dict[str, dict[tuple[int, str], LayerRecord]] = defaultdict(dict)
@@ -43,19 +47,23 @@ def find_expert_groups(
     for name in unquantized:
         if (expert := parse_expert_name(name)) and expert.container in groups:
             plain[expert.container].add((expert.expert, expert.projection))
-    return [_group(name, experts, plain[name], scales) for name, experts in groups.items()]
+    return [_group(name, experts, plain[name], scales, counts) for name, experts in groups.items()]
 
 
 def _group(
-    name: str, experts: Mapping[tuple[int, str], LayerRecord], plain: set[tuple[int, str]], scales: Scales
+    name: str,
+    experts: Mapping[tuple[int, str], LayerRecord],
+    plain: set[tuple[int, str]],
+    scales: Scales,
+    counts: ExpertCounts,
 ) -> LayerRecord:
     keys = sorted(experts, key=lambda key: (key[0], _rank(key[1]), key[1]))
     members = tuple(experts[key] for key in keys)
-    problems = _missing_experts(name, experts.keys() | plain)
+    problems = _missing_experts(name, experts.keys() | plain, counts.expected(name))
     problems += _two_of_a_role(name, experts)
     problems += _mixed_formats(name, members, plain)
     shape, misshapen = _group_shape(name, experts)
-    problems += misshapen
+    problems += misshapen or counts.check_width(name, shape[2])
     problems += _member_input_scales(name, members)
     problems += _clipped(name, experts)
     problems += _unequal_gate_up(name, experts, scales)
@@ -87,10 +95,9 @@ def _common(values: Iterable[T], otherwise: T) -> T:
     return distinct.pop() if len(distinct) == 1 else otherwise
 
 
-def _missing_experts(name: str, present: set[tuple[int, str]]) -> list[Problem]:
-    """Every expert from 0 to the last has every projection that any expert has."""
+def _missing_experts(name: str, present: set[tuple[int, str]], count: int) -> list[Problem]:
+    """Every expert of `count` has every projection that any expert has."""
     projections = sorted({projection for _, projection in present}, key=_rank)
-    count = max(index for index, _ in present) + 1
     # Counted, not listed: the last expert's number is whatever a name claims.
     missing = count * len(projections) - len(present)
     if not missing:
@@ -236,6 +243,7 @@ def find_stacked_groups(
     config: QuantConfig | None,
     scales: Scales,
     architectures: Sequence[str],
+    counts: ExpertCounts,
 ) -> tuple[list[LayerRecord], list[Problem]]:
     """One record per container of 3-D expert tensors, and the problems of other quantized 3-D weights."""
     containers: dict[str, dict[str, _Stacked]] = defaultdict(dict)
@@ -260,7 +268,8 @@ def find_stacked_groups(
                 make_problem("conflicting_tensors", message, layer=module, tensor=roles["weight"])
             )
     groups = [
-        _stacked_group(name, parts, inventory, scales, architectures) for name, parts in containers.items()
+        _stacked_group(name, parts, inventory, scales, architectures, counts)
+        for name, parts in containers.items()
     ]
     return groups, problems
 
@@ -271,8 +280,10 @@ def _stacked_group(
     inventory: Inventory,
     scales: Scales,
     architectures: Sequence[str],
+    counts: ExpertCounts,
 ) -> LayerRecord:
     transposed, problems = _orientation(name, parts)
+    problems += counts.check_stack(name)
     projections = []
     for role in _ORDER:
         if role in parts:
@@ -286,6 +297,8 @@ def _stacked_group(
     problems += _unequal_stacked(name, projections, scales)
     last = projections[-1]
     experts, rows, columns = last.shape
+    shape = (experts, rows, columns) if last.role == "down" else (experts, columns, rows)
+    problems += counts.check_width(name, shape[2] if last.role == "down" else 0)
     return LayerRecord(
         name=name,
         kind="moe",
@@ -294,7 +307,7 @@ def _stacked_group(
         stored_algo=_common((part.decision.stored_algo for part in parts.values()), MIXED),
         rule=parts[last.role].decision.rule,
         group_size=_common((projection.group_size for projection in projections), None),
-        shape=(experts, rows, columns) if last.role == "down" else (experts, columns, rows),
+        shape=shape,
         tensors={f"{p.role}.{role}": tensor for p in projections for role, tensor in p.tensors.items()},
         problems=tuple(problems),
         projections=tuple(projections),

@@ -8,7 +8,11 @@ from moqext._C import NAME_LIMIT
 from moqext.naming import KV_ROLES, parse_tensor_name
 from moqext.stored import Tensor, is_small, tensor_bytes
 
-_SCALE_NAME = re.compile(r"(?:weight|input|output|kv)_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$")
+_SCALE_NAME = re.compile(
+    r"(?:^|\.|proj_|w[0-9]{1,2}_)(?:weight|input|output)_scale(?:_2|_inv)?$"
+    r"|_weight_scale(?:_2|_inv)?$|kv_cache_scaling_factor$|_amax$"
+)
+"""Names of scales of quantization; parameters of models end in `_scale` too, as `correct_output_scale`."""
 
 
 class Inventory:
@@ -65,6 +69,11 @@ class Inventory:
     def infos(self, roles: Mapping[str, str]) -> dict[str, Tensor]:
         """Role -> data type and shape."""
         return {role: self.tensors[name] for role, name in roles.items()}
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Module -> shape of its weight as stored."""
+        weights = ((module, roles.get("weight")) for module, roles in self.modules.items())
+        return {module: tuple(self.tensors[name].shape) for module, name in weights if name is not None}
 
     def size(self, roles: Mapping[str, str]) -> int:
         """Bytes of the tensors of a layer."""

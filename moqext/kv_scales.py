@@ -2,7 +2,7 @@
 
 They are stored beside the attention's linears (`<attention>.k_proj.k_scale`), even where it has no such
 linear (MLA, fused qkv), or on the attention itself (`<attention>.k_scale`). In both places they have to be
-equal. A quantized cache without any scale is normal: 1.0.
+equal. Older files have one `kv_scale` for both. A quantized cache without any scale is normal: 1.0.
 """
 
 from collections import defaultdict
@@ -33,7 +33,8 @@ def find_kv_scales(
             vision += roles.values()
             continue
         for role, tensor in roles.items():
-            found[attention][role].append(tensor)
+            for each in ("k_scale", "v_scale") if role == "kv_scale" else (role,):
+                found[attention][each].append(tensor)
     records = [_record(name, roles, inventory, scales) for name, roles in found.items()]
     problems = [
         make_problem("kv_scale_in_vision", "a vision tower has no cache", tensor=tensor) for tensor in vision
@@ -64,14 +65,17 @@ def _record(name: str, found: Mapping[str, list[str]], inventory: Inventory, sca
         if info.dtype not in FLOATS:
             message = f"expected a {role} of floats, found {info.dtype}"
             problems.append(make_problem("dtype_mismatch", message, layer=name, tensor=tensor))
-        elif prod(info.shape) != 1:
+        elif prod(info.shape) != max(info.shape, default=1):
             message = f"expected one value, found shape {list(info.shape)}"
             problems.append(make_problem("shape_mismatch", message, layer=name, tensor=tensor))
-        elif (value := scales.values(tensor)) is not None:
-            problems += check_divisor(name, tensor, value)
-            values[role] = value.item()
+        else:
+            problems += _note_heads(name, role, tensor, prod(info.shape))
+            if (value := scales.values(tensor)) is not None:
+                problems += check_divisor(name, tensor, value)
+                if value.size == 1:
+                    values[role] = value.item()
     for here, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
-        if here in roles and other not in roles:
+        if here in roles and other not in roles and not _has_one_projection(name, inventory):
             message = f"{other} is missing; {here} stands for both"
             problems.append(make_problem("kv_scale_missing", message, layer=name, tensor=roles[here]))
     for role in ("k_bias", "v_bias"):
@@ -79,6 +83,19 @@ def _record(name: str, found: Mapping[str, list[str]], inventory: Inventory, sca
             message = f"an affine cache: {role} is subtracted before quantizing"
             problems.append(make_problem("kv_bias", message, layer=name, tensor=roles[role]))
     return KVRecord(name, roles, tuple(problems), values)
+
+
+def _note_heads(name: str, role: str, tensor: str, count: int) -> list[Problem]:
+    """The note on a scale that has a value for each head."""
+    if count == 1:
+        return []
+    message = f"{role} has {count} values, one for each head; engines have one for all heads"
+    return [make_problem("kv_scales_per_head", message, layer=name, tensor=tensor)]
+
+
+def _has_one_projection(attention: str, inventory: Inventory) -> bool:
+    """Whether the keys of an attention are its values: it has a projection of one and none of the other."""
+    return (f"{attention}.k_proj" in inventory.modules) and (f"{attention}.v_proj" not in inventory.modules)
 
 
 def _cache_problems(records: list[KVRecord], kv_algo: str | None) -> list[Problem]:

@@ -105,10 +105,29 @@ class Forms:
         return problems
 
 
+class _Flat(NamedTuple):
+    """A tensor of another shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _flat(infos: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a convolution as those of a linear with as many rows."""
+    rows, *rest = infos["weight"].shape
+    flat: dict[str, Tensor] = {**infos, "weight": _Flat(infos["weight"].dtype, (rows, prod(rest)))}
+    scale = infos.get("weight_scale")
+    if scale is not None and prod(scale.shape) in (1, rows):
+        flat["weight_scale"] = _Flat(scale.dtype, () if prod(scale.shape) == 1 else (rows,))
+    return flat
+
+
 def recognise_linear(
     module: str, infos: Mapping[str, Tensor], model: Mapping[str, Any]
 ) -> tuple[Stored, tuple[int, ...]]:
     """The format of a weight, and the rows of its parts where each has a scale."""
+    if len(shape := tuple(infos["weight"].shape)) > 2:
+        return replace(recognise(_flat(infos)), shape=shape), ()
     parts = parts_of(module, infos)
     if not parts:
         return recognise(infos), ()

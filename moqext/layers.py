@@ -8,12 +8,13 @@ scales are judged when a reader is given.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moqext._C import NAME_LIMIT
 from moqext.config import Conflict, QuantConfig
-from moqext.decision import ask, check_repeats
+from moqext.decision import ask, check_leaked_scales, check_repeats
+from moqext.expert_counts import ExpertCounts
 from moqext.experts import find_expert_groups, find_stacked_groups
 from moqext.fused import find_fused_problems
 from moqext.input_scales import mark_outlying_scales, mark_partial_input_scales
@@ -23,14 +24,16 @@ from moqext.layer_forms import Forms
 from moqext.naming import (
     FUSED_NAMES,
     PREFIXES,
+    PROJECTIONS,
     is_never_quantized,
     number_order,
     parse_expert_name,
     without_prefix,
 )
 from moqext.problems import Problem, make_problem
-from moqext.records import Findings, LayerRecord
+from moqext.records import Findings, Kind, LayerRecord
 from moqext.scale_values import Reader, Scales, check_scales
+from moqext.siblings import find_missing_linears
 from moqext.stored import Tensor, is_quantized
 
 _SCALE_ROLES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "lora_a", "lora_b")
@@ -44,6 +47,7 @@ def find_layers(
     architectures: Sequence[str] = (),
     model: Mapping[str, Any] | None = None,
     block_scales: bool = True,
+    whole: bool = True,
 ) -> Findings:
     """The quantized layers of a checkpoint, its cache scales, and the problems of all.
 
@@ -53,8 +57,10 @@ def find_layers(
         read: tensor name -> array; only scales are read. None checks names, types and shapes alone.
         architectures: `architectures` of config.json, for what only they tell (gpt-oss interleaves gate and
             up).
-        model: what config.json holds, for the rows of q, k and v in a fused linear.
+        model: what config.json holds: the layers and experts it counts, the rows of q, k and v in a fused
+            linear.
         block_scales: False leaves scales of more than 65536 values unread, which is most of the reading.
+        whole: False where files are known to be missing, so that linears that are gone are nothing new.
     """
     inventory = Inventory(tensors)
     scales = Scales(tensors, read, block_scales=block_scales)
@@ -72,17 +78,24 @@ def find_layers(
             unquantized[module] = weight
             problems += _unquantized(module, weight, roles, inventory, config)
             problems += check_repeats(module, inventory, scales)
-        elif len(weight.shape) == 3:
+        elif len(weight.shape) == 3 and not _is_convolution(module, roles["weight"], weight):
             stacked[module] = roles
         else:
             layers[module] = _linear(module, roles, inventory, config, scales, forms)
     layers = mark_partial_input_scales(layers)
     problems += find_fused_problems(layers, unquantized, scales)
-    groups = find_expert_groups(layers, unquantized, scales)
-    found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
+    rows = {name: info.shape[0] for name, info in unquantized.items() if info.shape}
+    counts = ExpertCounts(inventory.weight_shapes(), rows, model or {})
+    groups = find_expert_groups(layers, unquantized, scales, counts)
+    found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures, counts)
     groups += found
     groups = [mark_outlying_scales(group, scales) for group in groups]
     problems += unnamed
+    if whole:
+        named = {group.name for group in groups}
+        for container in counts.present.keys() - named:
+            problems += counts.check_stack(container)
+        problems += find_missing_linears(_linears(inventory), model or {})
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems
@@ -103,16 +116,23 @@ def _linear(
     """The record of a linear or an embedding."""
     form = forms.find(module, roles)
     decision, problems = forms.decide(module, form, config)
+    if leaked := list(check_leaked_scales(module, roles, inventory)):
+        sizes = ("group_size_conflict", "partial_scales")
+        problems = [problem for problem in problems if problem.code not in sizes] + leaked
     # A table is looked up: what has an activation scale or a bias is multiplied, whatever its name.
-    embedding = form.is_table and roles.keys().isdisjoint(("input_scale", "bias"))
-    judged_here = not embedding and parse_expert_name(module) is None
+    kind: Kind = "linear"
+    if len(form.stored.shape) > 2:
+        kind = "convolution"
+    elif form.is_table and roles.keys().isdisjoint(("input_scale", "bias")):
+        kind = "embedding"
+    judged_here = kind != "embedding" and parse_expert_name(module) is None
     problems += forms.judge(module, roles, form, decision.quant_algo, judged_here)
     if scales.are_read:
         problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
     problems += check_repeats(module, inventory, scales)
     return LayerRecord(
         name=module,
-        kind="embedding" if embedding else "linear",
+        kind=kind,
         quant_algo=decision.quant_algo,
         config_algo=decision.config_algo,
         stored_algo=decision.stored_algo,
@@ -127,9 +147,25 @@ def _linear(
     )
 
 
+def _is_convolution(module: str, tensor: str, weight: Tensor) -> bool:
+    """Whether a weight of three dimensions is a convolution's, and none of stacked experts."""
+    last = module.rpartition(".")[2]
+    return weight.dtype == "F8_E4M3" and last not in PROJECTIONS and tensor.endswith(".weight")
+
+
 def _scale_roles(roles: Mapping[str, str], inventory: Inventory) -> list[str]:
     """The roles that are scales. A bare `scale` beside no codes is a parameter of a norm, not one of them."""
     return [role for role in _SCALE_ROLES if role in roles and inventory.foreign.get(roles[role]) != "scale"]
+
+
+def _linears(inventory: Inventory) -> Iterator[str]:
+    """Modules with a weight of two or more dimensions, or with what is left of one that lost its weight."""
+    for module, roles in inventory.modules.items():
+        if "weight" in roles:
+            if len(inventory.tensors[roles["weight"]].shape) > 1:
+                yield module
+        elif "weight_scale" in _scale_roles(roles, inventory):
+            yield module
 
 
 def _without_weight(module: str, roles: Mapping[str, str], inventory: Inventory) -> list[Problem]:
@@ -182,6 +218,11 @@ def _checkpoint_problems(inventory: Inventory, config: QuantConfig | None, quant
         ]
         problems += [make_problem("config_note", note) for note in config.notes]
         problems += _missing_modules(inventory, config)
+        problems += [
+            make_problem("regex_exclusion", f"{entry!r} is read as a name, and no module has it")
+            for entry in config.exclude_modules
+            if entry.startswith("re:")
+        ]
     for name in inventory.too_long:
         message = f"the name has {len(name.encode())} bytes, at most {NAME_LIMIT} are looked at"
         problems.append(make_problem("name_too_long", message, tensor=name))

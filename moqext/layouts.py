@@ -7,7 +7,7 @@ nothing tells is taken for plain, and judged by statistics (`moqext.layout_stati
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -18,6 +18,7 @@ from moqext.markers import read_markers
 from moqext.naming import parse_tensor_name
 from moqext.problems import Problem, make_problem
 from moqext.stored import ceil_div
+from moqext.stored_forms import usual_forms
 from moqext.tensor_files import TensorFiles, TensorInfo
 
 ScaleLayout = Literal["linear", "swizzled"]
@@ -64,11 +65,13 @@ class Layouts:
         by_module: module -> its layout, of weights whose scales could be swizzled.
         tensors: every tensor but the markers, scales with their shape in plain order.
         problems: what markers say and nobody understands.
+        forms: tensors that are read in another type or shape than the file's; see `moqext.stored_forms`.
     """
 
     by_module: Mapping[str, Layout]
     tensors: Mapping[str, TensorInfo]
     problems: tuple[Problem, ...]
+    forms: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         layouts = self.by_module.values()
@@ -77,7 +80,7 @@ class Layouts:
 
     def tensor(self, files: TensorFiles, name: str, *, raw: bool = False) -> NDArray[Any]:
         """A tensor as `TensorFiles.tensor` reads it, in plain order."""
-        array = files.tensor(name, raw=raw)
+        array = self._usual(files, name, raw=raw)
         if name in self._codes:
             return _exchanged(array)
         layout = self._scales.get(name)
@@ -85,11 +88,10 @@ class Layouts:
 
     def rows(self, files: TensorFiles, name: str, begin: int, end: int) -> NDArray[Any]:
         """A part along the first axis as `TensorFiles.rows` reads it, in plain order."""
-        if name in self._codes:
-            return _exchanged(files.rows(name, begin, end))
         layout = self._scales.get(name)
         if layout is None:
-            return files.rows(name, begin, end)
+            rows = self._usual(files, name, (begin, end))
+            return _exchanged(rows) if name in self._codes else rows
         if len(layout.shape) == 3:
             return _unswizzled(files.rows(name, begin, end), (end - begin, *layout.shape[1:]))
         if not 0 <= begin <= end <= layout.shape[0]:
@@ -97,6 +99,24 @@ class Layouts:
         first, last = begin // TILE[0] * TILE[0], ceil_div(end, TILE[0]) * TILE[0]
         tiles = files.rows(name, first, max(first, last))
         return _unswizzled(tiles, (len(tiles), layout.shape[1]))[begin - first : end - first]
+
+    def _usual(
+        self, files: TensorFiles, name: str, rows: tuple[int, int] | None = None, *, raw: bool = False
+    ) -> NDArray[Any]:
+        """A tensor, or a part of it along the first axis, in its usual type and shape."""
+        form = self.forms.get(name)
+        if form is None:
+            return files.tensor(name, raw=raw) if rows is None else files.rows(name, *rows)
+        count = form.shape[0]
+        begin, end = rows or (0, count)
+        if not 0 <= begin <= end <= count:
+            raise ValueError(f"rows: expected a part of {list(form.shape)}, got [{begin}, {end})")
+        if form.dtype == "U8":  # codes of a type that NumPy lacks, or has as numbers
+            size = form.nbytes // max(count, 1)
+            array: NDArray[Any] = files.raw(name, begin * size, end * size)
+        else:
+            array = files.tensor(name, raw=raw) if rows is None else files.rows(name, begin, end)
+        return array.reshape(end - begin, *form.shape[1:])
 
 
 def find_layouts(
@@ -117,7 +137,9 @@ def find_layouts(
     markers = read_markers(files, headers_only=headers_only)
     found: dict[str, Layout] = {}
     fits: dict[str, set[ScaleLayout]] = {}
-    for module, layout, fitting in _candidates(files.tensors):
+    forms = usual_forms(files.tensors)
+    tensors = {**files.tensors, **forms} if forms else files.tensors
+    for module, layout, fitting in _candidates(tensors):
         found[module], fits[module] = layout, fitting
     proved = next((name for name, which in fits.items() if which == {"swizzled"}), None)
     if any(which == {"linear"} and name not in markers.formats for name, which in fits.items()):
@@ -131,11 +153,12 @@ def find_layouts(
             markers.problems.append(
                 make_problem("doubtful_scale_layout", message, layer=module, tensor=layout.scale)
             )
-        is_packed = files.tensors[layout.weight].dtype == "U8"
+        is_packed = tensors[layout.weight].dtype == "U8"
         found[module] = layout._replace(
             scale_layout=order, nibbles=high if is_packed else "low", evidence=evidence, is_open=is_open
         )
-    return Layouts(found, _plain_infos(files.tensors, found, markers.tensors), tuple(markers.problems))
+    infos = _plain_infos(tensors, found, markers.tensors)
+    return Layouts(found, infos, tuple(markers.problems), forms)
 
 
 def _decide(

@@ -111,7 +111,8 @@ class LinearMethod(PlannedMethod):
 
         Args:
             params: The tensors of `checkpoint_params` by name. Each may also be a list of one tensor per
-                partition, and a scale a number. A scalar scale serves all partitions.
+                partition, and a scale a number. A scalar scale serves all partitions; one for each row may be
+                [rows, 1].
             out: Prepared tensors of an earlier call to overwrite, for a reload in place: every one that
                 `params` fill and no other, each with memory of its own. One that `params` would not fill
                 (`input_scale`, `pre_quant_scale`) would keep the earlier checkpoint's, and is refused; None
@@ -135,7 +136,13 @@ class LinearMethod(PlannedMethod):
         """
         if not isinstance(params, Mapping):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
-        return self._plan.prepare({name: as_tensors(value) for name, value in params.items()}, out)
+        given = {name: as_tensors(value) for name, value in params.items()}
+        scale, spec = given.get("weight_scale"), self.checkpoint_params.get("weight_scale")
+        if scale is not None and spec is not None and len(spec.shape) == 1:
+            given["weight_scale"] = (
+                [_row_scale(part) for part in scale] if isinstance(scale, list) else _row_scale(scale)
+            )
+        return self._plan.prepare(given, out)
 
     def __call__(
         self,
@@ -203,3 +210,9 @@ def make_method(
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
     )
+
+
+def _row_scale(scale: Any) -> Any:
+    """A scale for each row as one axis; exporters write [rows, 1], too."""
+    shape: Sequence[int] = getattr(scale, "shape", ())
+    return scale.reshape(-1) if len(shape) == 2 and shape[1] == 1 else scale

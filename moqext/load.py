@@ -198,6 +198,11 @@ def _instead(record: LayerRecord | Projection) -> str:
             f"an embedding table ({record.quant_algo}), which is looked up and not multiplied; "
             f"dequantize({record.name!r}) reads it"
         )
+    if record.kind == "convolution":
+        return (
+            f"a convolution ({record.quant_algo}) of shape {list(record.shape)}, which has no method; "
+            f"dequantize({record.name!r}) reads it"
+        )
     return f"{record.shape[0]} experts ({record.quant_algo}), which are fused with nothing; load them alone"
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moqext import ops
 from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
-from moqext.dequantize import SCALES_OF_WEIGHT, refuse_without_weight
+from moqext.dequantize import SCALES_OF_WEIGHT, as_matrix, is_convolution, refuse_without_weight
 from moqext.errors import CheckpointError
 from moqext.partitions import scale_of_rows
 from moqext.records import LayerRecord, Projection
@@ -43,7 +43,8 @@ class Matrix:
         checkpoint: where it is.
         name: its module; of experts stacked in one tensor the projection.
         tensor: the tensor that holds it.
-        shape: [out, in], or [experts, rows, columns] as the file has them, packing undone.
+        shape: [out, in], or [experts, rows, columns] as the file has them, packing undone; of a convolution
+            [out, in, ...].
         record: what is known of it when it is quantized, None for a plain one.
     """
 
@@ -132,13 +133,13 @@ class Matrix:
         packed = ALGORITHMS[record.quant_algo].codes == "int4"
         first, last = (begin // 2, (end + 1) // 2) if packed else (begin, end)
         scales: dict[str, Any] = {
-            role: self._scale(record.tensors[role], begin, end)
+            role: as_matrix(record, role, self._scale(record.tensors[role], begin, end))
             for role in SCALES_OF_WEIGHT
             if role in record.tensors
         }
         try:
             values: Float32 = ops.dequantize(
-                self.checkpoint.rows(self.tensor, first, last),
+                as_matrix(record, "weight", self.checkpoint.rows(self.tensor, first, last)),
                 record.quant_algo,
                 group_size=record.group_size,
                 **scales,
@@ -150,7 +151,7 @@ class Matrix:
                 raise
             message = f"{self.name}: {error}"
             raise CheckpointError(message, file=self.checkpoint.directory, tensor=self.tensor) from error
-        return values
+        return values.reshape(end - begin, *self.shape[1:]) if is_convolution(record) else values
 
     def _scale(self, tensor: str, begin: int, end: int) -> NDArray[Any]:
         """The scales of some rows: all of them where they are one, else those of the rows or their blocks."""

@@ -30,7 +30,7 @@ from moqext import _C
 
 Role = Literal[
     "weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "bias", "lora_a", "lora_b",
-    "k_scale", "v_scale", "q_scale", "k_bias", "v_bias", "leftover",
+    "k_scale", "v_scale", "q_scale", "kv_scale", "k_bias", "v_bias", "leftover",
 ]  # fmt: skip
 
 _ROLES: dict[str, Role] = {
@@ -49,10 +49,11 @@ _ROLES: dict[str, Role] = {
     "k_scale": "k_scale",
     "v_scale": "v_scale",
     "q_scale": "q_scale",
+    "kv_scale": "kv_scale",
     "k_bias": "k_bias",
     "v_bias": "v_bias",
 }
-KV_ROLES = frozenset(("k_scale", "v_scale", "q_scale", "k_bias", "v_bias"))
+KV_ROLES = frozenset(("k_scale", "v_scale", "q_scale", "kv_scale", "k_bias", "v_bias"))
 
 _NAMES = _C.names()
 

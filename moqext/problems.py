@@ -49,6 +49,9 @@ CODES: dict[str, Code] = {
     "index_ignored": Code("warning", "An index beside a single file; the index is not read."),
     "no_weights": Code("note", "The directory has no safetensors files."),
     "unread_files": Code("note", "Safetensors files that are no part of the checkpoint; they are not read."),
+    "unread_tensors": Code(
+        "warning", "A safetensors file with tensors that no file which is read has; they are lost."
+    ),
     "hole": Code("note", "Bytes of a file that no tensor covers."),
     "duplicate_tensor": Code("note", "A tensor is in several files; the one the index names counts."),
     "unindexed_tensor": Code("note", "A tensor is in a file, but not in the index."),
@@ -59,6 +62,9 @@ CODES: dict[str, Code] = {
     "config_conflict": Code("warning", "The two configuration files of the checkpoint disagree."),
     "config_note": Code("note", "How a field of the configuration was understood."),
     "listed_module_missing": Code("note", "`quantized_layers` names a module that no tensor belongs to."),
+    "regex_exclusion": Code(
+        "warning", "An exclusion is a regular expression of another producer; here it matches nothing."
+    ),
     # Configuration against tensors. The stored tensors decide.
     "algo_conflict": Code(
         "warning", "The tensors are not those of the configured algorithm, but of another one."
@@ -83,7 +89,11 @@ CODES: dict[str, Code] = {
     # Tensors that are missing, misshapen or too many.
     "missing_weight": Code("error", "Scales of a layer without its weight."),
     "missing_scale": Code("error", "A scale without which the weight means nothing is not in the file."),
+    "partial_scales": Code("error", "Block scales are fewer than the format has: the others are lost."),
     "missing_expert": Code("error", "An expert, or one of its projections, is not in the file."),
+    "missing_linear": Code(
+        "error", "A linear that the layers or linears beside it call for is not in the file."
+    ),
     "shape_mismatch": Code("error", "Shapes of a layer's tensors do not fit each other, or the format."),
     "dtype_mismatch": Code("error", "A tensor has a data type that its role does not allow."),
     "unknown_format": Code("error", "A quantized weight in no format that is known."),
@@ -133,6 +143,10 @@ CODES: dict[str, Code] = {
     "lost_scale": Code(
         "error", "A weight's scale is zero over codes that are neither zero nor NaN: the scale is lost."
     ),
+    "absurd_weight_scale": Code(
+        "error",
+        "A weight's scale is so large that no model has such weights: perhaps its reciprocal is meant.",
+    ),
     "all_zero_layer": Code(
         "note", "The weight's scale is zero, and so is every code, or it is NaN: a layer of zeros."
     ),
@@ -168,6 +182,9 @@ CODES: dict[str, Code] = {
     ),
     "kv_scales_one": Code(
         "note", "Every cache scale is exactly 1.0: clamped by the producer, or not calibrated."
+    ),
+    "kv_scales_per_head": Code(
+        "note", "Cache scales of each head: weights do not need them, and engines have one for all heads."
     ),
     "kv_bias": Code("note", "Affine cache biases are stored: the cache is quantized around them."),
     "kv_scale_in_vision": Code(

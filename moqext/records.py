@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from moqext.algorithms import BLOCK_SIZES
 from moqext.problems import Problem
 
-Kind = Literal["linear", "moe", "embedding"]
+Kind = Literal["linear", "moe", "embedding", "convolution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class LayerRecord:
     Attributes:
         name: the module as named in the checkpoint; for experts the container, as
             `model.layers.0.mlp.experts`.
-        kind: "linear", "moe" or "embedding". An embedding is quantized like a linear without activation
-            scale; it is a kind of its own because it is looked up by row, not multiplied.
+        kind: "linear", "moe", "embedding" or "convolution". An embedding is quantized like a linear without
+            activation scale, and looked up by row, not multiplied. Convolutions, of FP8, are only read.
         quant_algo: the canonical algorithm that holds. The configuration's, where the tensors are such; else
             what the tensors say. "MIXED_PRECISION" for experts in several formats, "UNKNOWN" where neither
             names one.
@@ -60,7 +60,7 @@ class LayerRecord:
         rule: the rule of the configuration that decided, in words.
         group_size: weights per block scale along the input, 128 for square blocks, None without blocks.
         shape: (out features, in features); for an embedding (entries, width); for experts (experts, hidden
-            size, intermediate size).
+            size, intermediate size); for a convolution that of its weight, (out channels, ...).
         tensors: role -> tensor name; for stacked experts "<projection role>.<role>"; empty for experts stored
             one by one, whose tensors are those of the members.
         problems: what is wrong with this layer, members apart.

@@ -39,6 +39,11 @@ _LARGE = 1.0
 """An NVFP4 activation scale above this is an amax above 2688, which only deliberate headroom gives."""
 
 
+_CODES_MAX = {"e4m3": _FP8_MAX, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}
+
+ABSURD_WEIGHT = 4 * 65504.0
+"""Weights that no model has, four times what float16 holds; reciprocals of scales make millions of 1."""
+
 ABSURD_AMAX = 64 * 65504.0
 """Activations that no model has, 64 times what float16 holds: with such a scale those of one become zero."""
 
@@ -195,12 +200,35 @@ def check_scales(
             partial(lost, "weight_scale"),
             may_underflow=second is not None,
         )
+    yield from _check_amax(layer, algo, tensors, first, second)
     factors = scales.values(tensors.get("pre_quant_scale"))
     if factors is not None and not np.isfinite(factors).all():
         yield _not_finite(layer, tensors["pre_quant_scale"], factors)
     inputs = scales.values(tensors.get("input_scale"))
     if inputs is not None:
         yield from _check_input_scale(layer, algo, tensors["input_scale"], inputs)
+
+
+def _check_amax(
+    layer: str, algo: str, tensors: Mapping[str, str], first: Float32 | None, second: Float32 | None
+) -> Iterator[Problem]:
+    """The problem of a weight as large as none is, by its scales: perhaps they are reciprocals.
+
+    Block scales of NVFP4 that are not read may be 448 times larger than the one beside them, and codes 6.
+    """
+    facts = ALGORITHMS.get(algo)
+    codes = _CODES_MAX.get(facts.codes or "") if facts and facts.scale_dtype != "float8_e8m0fnu" else None
+    if facts is not None and facts.second == "unused":
+        second = None
+    role = "weight_scale" if second is None else "weight_scale_2"
+    if codes is None or (first is None and second is None):
+        return
+    blocks = first[np.isfinite(first)].max(initial=0) if first is not None else _FP8_MAX / codes
+    factor = second[np.isfinite(second)].max(initial=0) if second is not None else 1.0
+    amax = float(codes) * float(blocks) * float(factor)
+    if amax > ABSURD_WEIGHT:
+        message = f"with it the largest weight is {amax:.3g}, as in no model: perhaps its reciprocal is meant"
+        yield make_problem("absurd_weight_scale", message, layer=layer, tensor=tensors[role])
 
 
 def check_divisor(layer: str, name: str, values: Float32) -> Iterator[Problem]:

@@ -100,7 +100,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> Stored:
 def _recognise(tensors: Mapping[str, Tensor]) -> Stored:
     weight = tensors["weight"]
     shape = weight.shape
-    if len(shape) not in (2, 3):
+    if len(shape) not in (2, 3):  # a convolution in FP8 comes as a matrix; see `moqext.layer_forms`
         return Stored((), shape, fault=("unknown_format", f"{weight.dtype} weight of shape {list(shape)}"))
     if weight.dtype not in CODES:
         message = f"a weight stored as {weight.dtype}; ModelOpt's codes are F8_E4M3, U8 or I8"

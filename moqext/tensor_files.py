@@ -41,6 +41,8 @@ __all__ = ["TensorFiles", "TensorInfo", "read_header"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Files beside a checkpoint that hold the same weights once more, or changes to them.
+_NO_PARTS = ("consolidated", "adapter")
 MAX_INDEX_BYTES = 256 << 20  # the largest known, of 276,000 tensors, takes 40 MB
 # Files kept open for the next tensor. Each costs a descriptor, of which a process commonly has 1,024.
 FILES_KEPT = 16
@@ -105,6 +107,7 @@ class TensorFiles:
         self._headers_only = headers_only
         self._problems: list[Problem] = []
         self._unreadable: dict[Path, CheckpointError] = {}
+        self._unread: list[Path] = []
         self._lock = Lock()
         self._open: OrderedDict[Path, Shard] | None = OrderedDict()
 
@@ -114,6 +117,7 @@ class TensorFiles:
         self.metadata = {path: header.metadata for path, header in headers.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
         self._report_missing(headers)
+        self._report_unread()
         self.problems: tuple[Problem, ...] = tuple(self._problems)
 
     @property
@@ -207,6 +211,7 @@ class TensorFiles:
         if unread:
             rest = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
             self._report("unread_files", f"not read: {', '.join(unread[:3])}{rest}")
+        self._unread = [self.directory / name for name in unread if not name.startswith(_NO_PARTS)]
         if self.index is None:
             self._report_gaps(path.name for path in chosen)
             return {path: read_header(path) for path in sorted(chosen)}
@@ -308,6 +313,20 @@ class TensorFiles:
             found = f"it is in {places[name].name}" if name in places else "it is not"
             message = f"the index says it is in {self.named[name].name}, {found}"
             self._report("missing_tensor", message, name)
+
+    def _report_unread(self) -> None:
+        """Files that are not read, and have tensors that are in no other."""
+        for path in self._unread:
+            try:
+                names = read_header(path).tensors
+            except CheckpointError:
+                continue
+            lost = [name for name in names if name not in self.tensors and name not in self.named]
+            if lost:
+                others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                why = f"{self.index.name} does not name it" if self.index else f"{SINGLE_FILE} is beside it"
+                message = f"{path.name} has {lost[0]}{others}, and is not read: {why}"
+                self._report("unread_tensors", message)
 
     def _report_gaps(self, names: Iterable[str]) -> None:
         """Numbered files of which some are not there, where no index tells."""

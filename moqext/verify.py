@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moqext import ops, reference
 from moqext._C import UnsupportedQuantization
 from moqext.checkpoint import Checkpoint
-from moqext.dequantize import SCALES_OF_WEIGHT
+from moqext.dequantize import SCALES_OF_WEIGHT, as_matrix
 from moqext.load import load_layers
 from moqext.naming import parse_tensor_name
 from moqext.ops import to_device, to_host
@@ -55,7 +55,7 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it is: "linear", "embedding", "experts" or "stacked experts"."""
+        """Kind of what it is: "linear", "embedding", "convolution", "experts" or "stacked experts"."""
         if isinstance(self.record, Projection):
             return "stacked experts"
         return "experts" if self.record.kind == "moe" else self.record.kind
@@ -169,11 +169,7 @@ def verify_layer(
             checkpoint, record, row, rng, tokens=tokens, device=device, dtype=dtype, compute=compute
         )
     if not isinstance(record, LayerRecord) or record.kind != "linear":
-        stacked = isinstance(record, Projection)
-        alone = weight.why or "stacked experts run together, as their container"
-        return _read(
-            checkpoint, record, row, alone if stacked else "an embedding is looked up, not multiplied"
-        )
+        return _read(checkpoint, record, row, _why_not_run(weight))
     try:
         start = time.perf_counter()
         layer = load_layers(checkpoint, [record], device=device, dtype=dtype, compute=compute)
@@ -208,11 +204,19 @@ def verify_layer(
 # Reading what cannot be run
 
 
+def _why_not_run(weight: Weight) -> str:
+    if isinstance(weight.record, Projection):
+        return weight.why or "stacked experts run together, as their container"
+    if weight.record.kind == "convolution":
+        return "a convolution has no method"
+    return "an embedding is looked up, not multiplied"
+
+
 def _read(checkpoint: Checkpoint, record: LayerRecord | Projection, row: Row, why: str) -> Row:
     """The row of a weight that is dequantized only, and compared with the reference where it has one."""
     try:
         params = {
-            role: checkpoint.tensor(record.tensors[role])
+            role: as_matrix(record, role, checkpoint.tensor(record.tensors[role]))
             for role in ("weight", *SCALES_OF_WEIGHT)
             if role in record.tensors
         }

@@ -28,7 +28,7 @@ class Row:
 
     Attributes:
         layer: Name in the checkpoint.
-        kind: "linear", "embedding", "experts" or "stacked experts", a projection that is only read.
+        kind: "linear", "embedding", "convolution", "experts" or "stacked experts", a projection only read.
         group: The container of experts that it is of, else None, as for the container itself.
         quant_algo: Canonical algorithm.
         shape: (out_features, in_features), with the number of stacked experts before it; of experts

@@ -29,6 +29,7 @@ OF_FILES = {
     "index_ignored",
     "no_weights",
     "unread_files",
+    "unread_tensors",
     "hole",
     "duplicate_tensor",
     "unindexed_tensor",
@@ -125,6 +126,24 @@ def _double(model, name, axis):
 
 def _nan_block(model, name):
     model.array(name).reshape(-1)[3] = 0x7F
+
+
+def _halve_scales(name, keep=None):
+    def change(model):
+        dtype, scales = model.tensors[name]
+        model.put(name, dtype, scales[:, ::2].copy())
+        if keep is not None:
+            model.put(keep, dtype, scales)
+
+    return change
+
+
+def _reciprocal(name):
+    return lambda model: model.scalar(name, 1 / float(model.array(name)))
+
+
+def _drop_linear(module):
+    return lambda model: model.drop(*[name for name in model.tensors if name.startswith(f"{module}.")])
 
 
 def _no_config(model):
@@ -361,6 +380,41 @@ CASES = [
     ),
     Case("mixed_fused_formats", "mixed_in_qkv", lambda m: None, ATTENTION, count=2),
     Case("mixed_expert_formats", "qwen3moe_nvfp4", _expert_bf16, EXPERTS, others=("stored_unquantized",)),
+    Case("partial_scales", "llama_nvfp4_kvfp8", _halve_scales(f"{MLP_DOWN}.weight_scale"), MLP_DOWN),
+    Case(
+        "partial_scales",
+        "llama_w4a16_nvfp4",
+        _halve_scales(f"{MLP_DOWN}.weight_scale", keep=f"{MLP_DOWN}.weight_quantizer._scale"),
+        MLP_DOWN,
+        f"{MLP_DOWN}.weight_scale",
+        others=("leftover_tensor",),
+    ),
+    Case(
+        "absurd_weight_scale",
+        "llama_nvfp4_kvfp8",
+        _reciprocal(f"{K}.weight_scale_2"),
+        K,
+        f"{K}.weight_scale_2",
+        others=("unequal_weight_scale_2",),
+    ),
+    Case("absurd_weight_scale", "llama_fp8_kvfp8", _reciprocal(f"{K}.weight_scale"), K, f"{K}.weight_scale"),
+    Case("regex_exclusion", "llama_fp8_kvfp8", _reconfigure(exclude_modules=["lm_head", "re:.*head"]), None),
+    Case(
+        "kv_scales_per_head",
+        "fp8_bias_kvfp8",
+        _add(f"{K}.k_scale", "F32", np.full(2, 0.25, np.float32)),
+        ATTENTION,
+        f"{K}.k_scale",
+    ),
+    Case(
+        "scale_zero",
+        "fp8_bias_kvfp8",
+        _add(f"{K}.k_scale", "F32", np.float32([0, 1])),
+        ATTENTION,
+        f"{K}.k_scale",
+        others=("kv_scales_per_head",),
+    ),
+    Case("missing_linear", "llama_nvfp4_kvfp8", _drop_linear(f"{MLP}.up_proj"), f"{MLP}.up_proj"),
     Case("missing_weight", "llama_nvfp4_kvfp8", _drop(f"{K}.weight"), K, f"{K}.weight_scale"),
     Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale"), K),
     Case("missing_scale", "llama_nvfp4_kvfp8", _drop(f"{K}.weight_scale_2"), K),
@@ -393,7 +447,7 @@ CASES = [
     Case(
         "shape_mismatch",
         "fp8_bias_kvfp8",
-        _add(f"{K}.k_scale", "F32", np.ones(2, np.float32)),
+        _add(f"{K}.k_scale", "F32", np.ones((2, 2), np.float32)),
         ATTENTION,
         f"{K}.k_scale",
     ),

@@ -411,6 +411,16 @@ class TestWhichFiles:
         assert note.code == "unread_files"
         assert "model-00001-of-00009.safetensors" in note.message
 
+    def test_tensors_of_a_file_beside_the_index_are_not_lost_in_silence(self, tmp_path: Path) -> None:
+        write(tmp_path / "model-00001-of-00001.safetensors", a=1)
+        write(tmp_path / "mtp.safetensors", a=2, b=2, c=2)
+        write_index(tmp_path, {"a": "model-00001-of-00001.safetensors"})
+        problems = by_code(TensorFiles(tmp_path).problems)
+        assert sorted(problems) == ["unread_files", "unread_tensors"]
+        (lost,) = problems["unread_tensors"]
+        assert lost.severity == "warning"
+        assert "mtp.safetensors has b and 1 more" in lost.message
+
     def test_model_index_before_another(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", a=1)
         write(tmp_path / "two.safetensors", a=2)

@@ -351,8 +351,8 @@ def _unrunnable(checkpoint: Checkpoint, findings: Findings, columns: int | None)
                 listed[linear.quant_algo] = None
             elif linear.projections and not has_method(checkpoint, linear):
                 listed[f"stacked experts ({linear.quant_algo})"] = None
-            elif linear.kind == "embedding":
-                listed[f"embedding ({linear.quant_algo})"] = None
+            elif linear.kind in ("embedding", "convolution"):
+                listed[f"{linear.kind} ({linear.quant_algo})"] = None
     if not listed:
         return []
     return text.wrap(f"recognised, not runnable: {', '.join(sorted(listed))}", columns, indent=2)

@@ -85,7 +85,7 @@ def convert_checkpoint(
         raise ValueError(f'experts: expected "auto" or "source" with to="fp8", got {experts!r}')
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
-    refuse_errors(checkpoint)
+    refuse_errors(checkpoint, keep_cache=to == "fp8" and _cache_algo(checkpoint) is not None)
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     alone = checkpoint.file is not None  # beside one file of several may be anything
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
@@ -133,8 +133,7 @@ def _plan_plain(checkpoint: "Checkpoint", to: str, experts: Experts) -> _Planned
 
 def _plan_fp8(checkpoint: "Checkpoint") -> _Planned:
     """The errors are there when the jobs are done."""
-    algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
-    algo = algo if algo == "FP8" else None
+    algo = _cache_algo(checkpoint)
     model_dtype = config_dtype(checkpoint.model_config)
     dtype = next((name for name, known in FLOAT_DTYPES.items() if known == model_dtype), "BF16")
     requantizer = Requantizer()
@@ -161,8 +160,18 @@ def _plan_fp8(checkpoint: "Checkpoint") -> _Planned:
     return plan, documents, requantizer.errors
 
 
-def refuse_errors(checkpoint: "Checkpoint") -> None:
+def _cache_algo(checkpoint: "Checkpoint") -> str | None:
+    """How the cache is quantized where that is kept: in FP8."""
+    algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
+    return algo if algo == "FP8" else None
+
+
+def refuse_errors(checkpoint: "Checkpoint", *, keep_cache: bool = False) -> None:
     """Refuses a checkpoint without weights, or with a problem under which they are not what they were.
+
+    Args:
+        checkpoint: what is to be converted.
+        keep_cache: whether scales of the cache are written, and their problems count.
 
     Raises:
         CheckpointError: so it is; the message has the first problem of severity error.
@@ -170,7 +179,9 @@ def refuse_errors(checkpoint: "Checkpoint") -> None:
     if not checkpoint.files.has_weights:
         raise CheckpointError("nothing to convert: no safetensors files", file=checkpoint.directory)
     findings = checkpoint.findings(block_scales=True)
-    problems = (*checkpoint.file_problems, *findings.all_problems())
+    layers = (problem for layer in findings.layers for problem in layer.all_problems())
+    cache = (problem for kv in findings.kv for problem in kv.problems if keep_cache)
+    problems = (*checkpoint.file_problems, *findings.problems, *layers, *cache)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         others = f" (and {len(errors) - 1} more; `inspect --problems` lists them)" if len(errors) > 1 else ""

@@ -65,7 +65,7 @@ class Requantizer:
         """The job of a weight; `dtype` is for what is written plain."""
         record = matrix.record
         assert record is not None
-        if isinstance(record, LayerRecord) and record.kind == "embedding":
+        if isinstance(record, LayerRecord) and record.kind in ("embedding", "convolution"):
             self.plain.append(matrix.name)
             return matrix_job(matrix, dtype)
         weight = matrix.tensor

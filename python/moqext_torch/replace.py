@@ -92,9 +92,12 @@ def _replace(
     linears, tables, experts = {}, {}, {}
     for name, (module, record) in places.linears.items():
         where = device or ("cpu" if module.weight.is_meta else module.weight.device)
-        if record.kind == "embedding":
+        if record.kind in ("embedding", "convolution"):
             table = torch.from_numpy(checkpoint.dequantize(record)).to(where, module.weight.dtype)
-            tables[name] = torch.nn.Parameter(table, requires_grad=False)
+            tables[f"{name}.weight"] = torch.nn.Parameter(table, requires_grad=False)
+            if "bias" in record.tensors:
+                bias = stored_tensor(checkpoint, record.tensors["bias"]).to(where, module.weight.dtype)
+                tables[f"{name}.bias"] = torch.nn.Parameter(bias, requires_grad=False)
         else:
             linears[name] = QuantLinear.from_checkpoint(
                 checkpoint, record, compute=compute, dtype=dtype or _dtype_of(module.weight), device=where
@@ -110,7 +113,7 @@ def _replace(
         )
     rest = _plain_tensors(model, checkpoint, places, rename, device) if load else {}
     for name, table in tables.items():
-        model.get_submodule(name).weight = table
+        _assign(model, name, table)
     for name, tensor in rest.items():
         _assign(model, name, tensor)
     if "" in linears:
@@ -136,8 +139,10 @@ def _dtype_of(weight: torch.Tensor) -> torch.dtype:
 
 
 def refuse_problems(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError with every problem of severity "error"."""
-    errors = [problem for problem in checkpoint.problems if problem.severity == "error"]
+    """Raises CheckpointError with every problem of severity "error" but those of cache scales."""
+    cache = [problem for record in checkpoint.kv_scales() for problem in record.problems]
+    problems = [problem for problem in checkpoint.problems if problem not in cache]
+    errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         lines = [f"{p.layer or p.tensor or 'files'}: {p.code}: {p.message}" for p in errors]
         raise CheckpointError(_listed("the checkpoint is damaged", lines), file=checkpoint.directory)
@@ -167,8 +172,8 @@ def find_places(
     together = {place.record.name for place in experts.values()}
     for record in (part for layer in layers if layer.name not in together for part in layer.linears()):
         name, module = modules.get(record.name, ("", None))
-        if record.kind == "moe" or not (is_linear(module) or isinstance(module, torch.nn.Embedding)):
-            wanted = "module of experts" if record.kind == "moe" else "nn.Linear"
+        if record.kind == "moe" or not (is_linear(module) or isinstance(module, _DEQUANTIZED)):
+            wanted = _WANTED.get(record.kind, "nn.Linear")
             found = "none" if module is None else type(module).__name__
             wrong.append(f"{record.name}: quantized in the checkpoint, no {wanted} in the model ({found})")
             continue
@@ -179,7 +184,10 @@ def find_places(
     return Places(linears, experts)
 
 
-_ROWS_FIRST = (torch.nn.Linear, torch.nn.Embedding)
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+_DEQUANTIZED = (torch.nn.Embedding, *_CONVOLUTIONS)
+_ROWS_FIRST = (torch.nn.Linear, *_DEQUANTIZED)
+_WANTED = {"moe": "module of experts", "convolution": "convolution"}
 
 
 def is_linear(module: Any) -> bool:
@@ -194,7 +202,8 @@ def is_linear(module: Any) -> bool:
 
 def _misfits(record: LayerRecord, module: torch.nn.Module) -> Iterator[str]:
     """Why a module cannot be what the checkpoint holds."""
-    if is_linear(module) != (record.kind == "linear"):
+    kind = "linear" if is_linear(module) else "embedding"
+    if record.kind != ("convolution" if isinstance(module, _CONVOLUTIONS) else kind):
         yield f"{record.name}: {record.kind} in the checkpoint, {type(module).__name__} in the model"
         return
     shape = tuple(module.weight.shape) if isinstance(module, _ROWS_FIRST) else module.weight.shape[::-1]
@@ -203,8 +212,8 @@ def _misfits(record: LayerRecord, module: torch.nn.Module) -> Iterator[str]:
         yield f"{record.name}: {shapes}"
     if record.kind == "linear":
         refuse_unfit(record)
-        if (module.bias is not None) != ("bias" in record.tensors):
-            yield f"{record.name}: a bias in the {'model' if module.bias is not None else 'checkpoint'} alone"
+    if record.kind != "embedding" and (module.bias is not None) != ("bias" in record.tensors):
+        yield f"{record.name}: a bias in the {'model' if module.bias is not None else 'checkpoint'} alone"
 
 
 def _plain_tensors(

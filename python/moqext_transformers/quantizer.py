@@ -123,7 +123,7 @@ class ModelOptQuantizer(HfQuantizer):
         self._stored_config: QuantConfig | None = None
         self._stored: dict[str, LayerRecord | Projection] = {}  # by the names that a state dict has
         self._kv: dict[str, torch.Tensor] = {}  # cache scales, by tensor
-        self.kv_scales: dict[str, dict[str, float]] = {}
+        self.kv_scales: dict[str, dict[str, Any]] = {}
         self.kv_cache_quant_algo: str | None = None
 
     # ------------------------------------------------------------------------------------------- loading
@@ -229,7 +229,7 @@ class ModelOptQuantizer(HfQuantizer):
             held = getattr(linear, role, None)
             if held is None:
                 continue  # a scale that the format does not use
-            info = checkpoint.tensors[tensor]
+            info = checkpoint.files.tensors[tensor]
             if tuple(held.shape) != tuple(info.shape):
                 linear.register_buffer(role, held.new_empty(info.shape))
             if role == "bias":
@@ -243,7 +243,9 @@ class ModelOptQuantizer(HfQuantizer):
         config = checkpoint.config
         self.kv_cache_quant_algo = config.kv_cache_quant_algo if config is not None else None
         for record in checkpoint.kv_scales():
-            self.kv_scales[record.name] = dict(record.values)
+            of_heads = record.tensors.keys() & {"k_scale", "v_scale", "q_scale"} - record.values.keys()
+            scales = {role: stored_tensor(checkpoint, record.tensors[role]) for role in of_heads}
+            self.kv_scales[record.name] = {**record.values, **scales}  # the cache refuses those of heads
             self._kv |= {tensor: stored_tensor(checkpoint, tensor) for tensor in record.tensors.values()}
         if self.kv_cache_quant_algo is not None:
             use = (

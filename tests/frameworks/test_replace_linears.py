@@ -122,6 +122,24 @@ def test_quantized_embeddings_are_dequantized(exports):
     assert model.model.embed_tokens.weight.equal(table)
 
 
+def test_convolutions_in_fp8_are_dequantized(rng, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    codes = rng.integers(0, 0x7F, (6, 4, 3, 3), dtype=np.uint8)
+    tensors = {
+        "conv.weight": torch.from_numpy(codes).view(torch.float8_e4m3fn),
+        "conv.bias": torch.arange(6.0).bfloat16(),
+    }
+    tensors["conv.weight_scale"] = torch.tensor(0.25)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    model.conv = torch.nn.Conv2d(4, 6, 3, dtype=torch.bfloat16)
+    replace_linears(model, tmp_path)
+    with moqext.Checkpoint(tmp_path) as ckpt:
+        assert model.conv.weight.equal(torch.from_numpy(ckpt.dequantize("conv")).bfloat16())
+    assert model.conv.bias.equal(tensors["conv.bias"])
+    assert model.conv(torch.ones(1, 4, 3, 3, dtype=torch.bfloat16)).shape == (1, 6, 1, 1)
+
+
 def test_names_may_differ(exports):
     with moqext.Checkpoint(exports / "nvfp4_mlp_only") as ckpt:
         inner = skeleton(ckpt).model

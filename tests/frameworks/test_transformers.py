@@ -299,6 +299,20 @@ def test_scales_of_other_names_and_shapes(rng, tmp_path, name, shape):
         assert after(ids).logits.equal(before(ids).logits)
 
 
+def test_scales_of_rows_with_an_axis_of_one(rng, tmp_path):
+    model = AutoModelForCausalLM.from_config(small("mistral"), dtype=torch.bfloat16)
+    tensors = export(tmp_path, model, "FP8_PER_CHANNEL_PER_TOKEN")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path)
+    changed = {
+        key: value[:, None] if key.endswith("weight_scale") else value for key, value in tensors.items()
+    }
+    safetensors.save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(rng, before, 2, 5)
+    with torch.no_grad():
+        assert after(ids).logits.equal(before(ids).logits)
+
+
 def test_a_fused_linear_with_a_scale_for_each_part(rng, tmp_path):
     """Phi-3 has q, k and v, and gate and up, in one linear; here each part has the scale of all."""
     model = AutoModelForCausalLM.from_config(small("phi3"), dtype=torch.bfloat16)
