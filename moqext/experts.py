@@ -8,6 +8,7 @@ shapes are symmetrical, from the name: a name that ends in `.weight` is a linear
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import prod
 from typing import Literal, NamedTuple, TypeVar
@@ -240,9 +241,10 @@ def find_stacked_groups(
     """One record per container of 3-D expert tensors, and the problems of other quantized 3-D weights."""
     containers: dict[str, dict[str, _Stacked]] = defaultdict(dict)
     problems: list[Problem] = []
+    recognised = _recognise_all(modules, inventory)
     for module, roles in modules.items():
         container, _, last = module.rpartition(".")
-        stored = recognise(inventory.infos(roles))
+        stored = recognised[module]
         if last not in PROJECTIONS or not container:
             shape = list(inventory.tensors[roles["weight"]].shape)
             message = f"a quantized weight of shape {shape} that is no expert projection by its name"
@@ -263,6 +265,21 @@ def find_stacked_groups(
         _stacked_group(name, parts, inventory, scales, architectures) for name, parts in containers.items()
     ]
     return groups, problems
+
+
+def _recognise_all(modules: Mapping[str, Mapping[str, str]], inventory: Inventory) -> dict[str, Stored]:
+    """The format of each stack, first what all stacks of its container can be."""
+    found = {module: recognise(inventory.infos(roles)) for module, roles in modules.items()}
+    shared: dict[str, set[str]] = {}
+    for module, stored in found.items():
+        algos = set(stored.algos)
+        container = module.rpartition(".")[0]
+        shared[container] = shared.get(container, algos) & algos
+    return {
+        module: replace(stored, algos=tuple(sorted(stored.algos, key=lambda algo: algo not in common)))
+        for module, stored in found.items()
+        for common in (shared[module.rpartition(".")[0]],)
+    }
 
 
 def _stacked_group(

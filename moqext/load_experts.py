@@ -10,7 +10,15 @@ from moqext._C import UnsupportedQuantization, describe_tensor
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import ExpertForm, find_forms, instead_of_running, is_gated, parts_of, role_of
+from moqext.expert_form import (
+    ExpertForm,
+    check_size,
+    find_forms,
+    instead_of_running,
+    is_gated,
+    parts_of,
+    role_of,
+)
 from moqext.expert_stacks import ExpertStacks
 from moqext.linear import Tensor
 from moqext.method import ParamSpec
@@ -205,6 +213,7 @@ def load_experts(
     experts: Iterable[int] | None,
 ) -> ExpertLayer:
     """Prepares the experts of a container; see `Checkpoint.load`."""
+    check_size(checkpoint, record)
     here = _numbers(experts, record.shape[0])
     options = computed_options(checkpoint, record, top_k, activation)
     try:

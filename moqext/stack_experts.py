@@ -77,7 +77,10 @@ def stack_experts(
     options = forms[0].options() | {name: value for name, value in known.items() if value is not None}
     method = MoEMethod(**forms[0].options(), top_k=1)
     stacks = fill_stacks(checkpoint, record, forms[0].experts, method)
-    return options, {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
+    there = {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
+    for name in there:
+        stacks.filled[name][...] = True  # absent activation scales are NaN, which says so
+    return options, there
 
 
 def as_experts(checkpoint: "Checkpoint", layer: "str | LayerRecord") -> LayerRecord:

@@ -236,17 +236,35 @@ void moq_arg_release(moq_arg *arg) {
     Py_CLEAR(arg->object);
 }
 
+/* Whether memory of one dtype may be read as another of its width. */
+static bool carries(moq_dtype stored, moq_dtype dtype) {
+    switch (moq_dtype_size(dtype)) {
+    case 1:
+        return stored == MOQ_DT_U8;
+    case 2:
+        return stored == MOQ_DT_U16 || stored == MOQ_DT_I16;
+    default:
+        return false;
+    }
+}
+
 int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
     moq_dtype stored = arg->stored;
-    bool carrier = moq_dtype_size(dtype) == 1 ? stored == MOQ_DT_U8 || stored == MOQ_DT_I8
-                                              : stored == MOQ_DT_U16 || stored == MOQ_DT_I16;
-    if (stored != dtype && !(carrier && moq_dtype_size(dtype) == moq_dtype_size(stored))) {
-        PyErr_Format(PyExc_TypeError, "%s: expected %s or a raw carrier of its width, got %s",
-                     arg->name, moq_dtype_name(dtype), moq_dtype_name(stored));
+    if (stored != dtype && !carries(stored, dtype)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected %s%s, got %s", arg->name, moq_dtype_name(dtype),
+                     moq_dtype_carrier_text(dtype), moq_dtype_name(stored));
         return -1;
     }
     arg->view.dtype = dtype;
     return 0;
+}
+
+int moq_arg_apply_format(moq_arg *arg, moq_dtype format) {
+    if (moq_dtype_size(format) == 1 && arg->stored == MOQ_DT_I8) {
+        arg->view.dtype = format;
+        return 0;
+    }
+    return moq_arg_reinterpret(arg, format);
 }
 
 static int refuse_overlap(const moq_arg *out, const moq_arg *other, const char *which) {

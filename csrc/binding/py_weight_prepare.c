@@ -108,6 +108,21 @@ static int raise_of(moq_state *state, const weight_args *p, moq_err *err) {
     return -1;
 }
 
+/* Numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as bytes.
+ * Only scales of blocks are stored as powers of two. */
+static int read_numbers(moq_arg *arg, bool may_be_powers) {
+    if (arg->view.dtype == MOQ_DT_U16)
+        arg->view.dtype = MOQ_DT_BF16;
+    if (arg->view.dtype == MOQ_DT_U8 && may_be_powers)
+        arg->view.dtype = MOQ_DT_E8M0;
+    if (arg->view.dtype != MOQ_DT_E8M0 || may_be_powers)
+        return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "%s: expected float32, bfloat16, float16 or float64, got float8_e8m0fnu",
+                 arg->name);
+    return -1;
+}
+
 static int take_part(moq_state *state, weight_args *p, PyObject *object, int which) {
     const moq_weight *w = p->w;
     source_args *source = &p->source[which];
@@ -117,13 +132,10 @@ static int take_part(moq_state *state, weight_args *p, PyObject *object, int whi
     moq_dtype dtype = source_dtype(w, which);
     if (moq_arg_take_on(state, w->device, object, name, dtype, dtype == MOQ_DT_NONE, arg) < 0)
         return -1;
-    /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
-    if (arg->view.dtype == MOQ_DT_U16)
-        arg->view.dtype = MOQ_DT_BF16;
-    if (arg->view.dtype == MOQ_DT_U8 && dtype == MOQ_DT_NONE && which == SOURCE_SCALE &&
-        w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
-        arg->view.dtype = MOQ_DT_E8M0;
     source->args++;
+    if (dtype == MOQ_DT_NONE &&
+        read_numbers(arg, which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK) < 0)
+        return -1;
     int at = source->views++;
     source->view[at] = arg->view;
     if (!w->experts || moq_stack_open(w, SOURCE_PARAM[which], name, &source->view[at],
@@ -224,8 +236,8 @@ static int take_bias(moq_state *state, PyObject *params, weight_args *p) {
     int status = moq_arg_take_on(state, p->w->device, object, name_of(p, MOQ_PARAM_BIAS),
                                  MOQ_DT_NONE, true, &p->bias);
     p->has_bias = status == 0;
-    if (p->has_bias && p->bias.view.dtype == MOQ_DT_U16)
-        p->bias.view.dtype = MOQ_DT_BF16;
+    if (p->has_bias)
+        status = read_numbers(&p->bias, false);
     Py_DECREF(object);
     return status;
 }
