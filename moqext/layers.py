@@ -20,6 +20,7 @@ from moqext.input_scales import mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
 from moqext.layer_forms import Forms
+from moqext.lost_gates import find_lost_gates
 from moqext.naming import (
     FUSED_NAMES,
     PREFIXES,
@@ -82,6 +83,7 @@ def find_layers(
     found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures)
     groups += found
     problems += unnamed
+    problems += find_lost_gates(groups, model or {}, architectures)
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems
