@@ -35,7 +35,7 @@ _NAME = re.compile(
     rf"(?:.*\.)?(?P<projection>{'|'.join(sorted(PROJECTIONS, key=len, reverse=True))})"
     rf"(?:[._](?P<role>{'|'.join(sorted(_ROLES, key=len, reverse=True))}))?"
 )
-_CARRIERS = {"float32": np.dtype(np.float32)}
+_FLOATS = ("float32", "bfloat16", "float16")
 MAY_BE_ABSENT = ("input_scale",)
 """Roles of which some experts may have none: the others' largest serves them."""
 
@@ -55,7 +55,7 @@ class ExpertStacks(dict[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Any], filled: Mapping[str, NDArray[np.bool_]]) -> None:
         super().__init__(tensors)
-        self.filled = dict(filled)
+        self.filled = {name: slots for name, slots in filled.items() if name in tensors}
         for name, slots in self.filled.items():
             _remember(self[name], slots)
 
@@ -128,9 +128,15 @@ def find_slot(name: str, gated: bool) -> Slot:
 
 
 def empty_stacks(specs: Mapping[str, ParamSpec], gated: bool) -> ExpertStacks:
-    """NumPy stacks with no slot filled; codes are raw bytes."""
+    """NumPy stacks with no slot filled; codes are raw bytes.
+
+    Scales are NaN, which `prepare` refuses of an expert that never came, in copies of the memory as well.
+    """
     tensors = {
-        name: np.empty(spec.shape, _CARRIERS.get(spec.dtype, np.uint8)) for name, spec in specs.items()
+        name: np.full(spec.shape, np.nan, np.float32)
+        if spec.dtype == "float32"
+        else np.empty(spec.shape, np.uint8)
+        for name, spec in specs.items()
     }
     return ExpertStacks(tensors, _nothing_filled(specs, gated))
 
@@ -158,9 +164,9 @@ def _check_target(tensor: Any, spec: ParamSpec, name: str) -> None:
         found = _C.describe_tensor(np.empty(0, np.uint8), out=tensor)
     if found["shape"] != spec.shape:
         raise ValueError(f"{name}: expected shape {list(spec.shape)}, got {list(found['shape'])}")
-    carrier = "" if spec.dtype == "float32" else " or raw uint8"
-    if found["dtype"] not in (spec.dtype, "uint8" if carrier else ""):
-        raise TypeError(f"{name}: expected {spec.dtype}{carrier}, got {found['dtype']}")
+    dtypes = _FLOATS if spec.dtype == "float32" else (spec.dtype, "uint8")
+    if found["dtype"] not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {found['dtype']}")
 
 
 def refuse_shared(out: Any, name: str, other: Any, which: str) -> None:
@@ -228,12 +234,12 @@ def _read(tensor: Any, spec: ParamSpec) -> Any:
 
 def _fill_factors(target: Any, tensor: Any, slot: Slot, spec: ParamSpec, filled: NDArray[np.bool_]) -> None:
     """The factors of an expert's input, [1, ...], which gate and up have in common, whichever comes first."""
-    given = np.empty(tuple(target.shape), np.float32)
-    _copy(given, tensor, spec)
     others = [half for half in range(len(filled)) if filled[half] and half not in slot.halves]
     if not others:
-        _copy(target, given, spec)
+        _copy(target, tensor, spec)
         return
+    given = np.empty(tuple(target.shape), np.float32)
+    _copy(given, tensor, spec)
     held = _C.numbers(target, "x", "cpu", given.size)
     differ = np.flatnonzero((held != given) & ~(np.isnan(held) & np.isnan(given)))
     if differ.size:
@@ -267,7 +273,7 @@ def _copy(target: Any, tensor: Any, spec: ParamSpec) -> None:
     squeezed = [extent for extent in shape if extent != 1]
     if shape != wanted and squeezed == [extent for extent in wanted if extent != 1]:
         tensor = tensor.reshape(wanted)
-    _C.copy(tensor, target, spec.dtype)
+    _C.copy(tensor, target, spec.dtype if spec.dtype != "float32" else _C.describe_tensor(target)["dtype"])
 
 
 @contextmanager

@@ -365,22 +365,26 @@ def _projection(
 def _check_stacked_shapes(projection: Projection, inventory: Inventory) -> list[Problem]:
     """Scalars come once, once per expert, or, for gate and up in one tensor, twice per expert."""
     experts, rows, columns = projection.shape
-    scalars = [1, experts] + ([2 * experts] if projection.role == "gate_up" else [])
+    scalars: list[list[int]] = [[], [experts]] + ([[experts, 2]] if projection.role == "gate_up" else [])
     expected = {
         "weight_scale_2": scalars,
         "input_scale": scalars,
-        "pre_quant_scale": [columns, experts * columns],
-        "bias": [experts * rows],
+        "pre_quant_scale": [[columns], [experts, columns]],
+        "bias": [[experts, rows]],
     }
     problems = []
-    for role, sizes in expected.items():
+    for role, shapes in expected.items():
         if role in projection.tensors:
             found = inventory.tensors[projection.tensors[role]].shape
-            if prod(found) not in sizes:
-                message = f"expected {' or '.join(map(str, sizes))} values, found shape {list(found)}"
+            if _without_ones(found) not in map(_without_ones, shapes):
+                message = f"expected {' or '.join(map(str, shapes))}, found shape {list(found)}"
                 tensor = projection.tensors[role]
                 problems.append(make_problem("shape_mismatch", message, layer=projection.name, tensor=tensor))
     return problems
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [extent for extent in shape if extent != 1]
 
 
 def _unequal_stacked(name: str, projections: Sequence[Projection], scales: Scales) -> list[Problem]:

@@ -425,7 +425,7 @@ def pack_fp4(codes: Any, *, out: Any = None) -> Any:
         `out`, or a new tensor.
 
     Raises:
-        TypeError: a dtype of another width.
+        TypeError: another dtype.
         ValueError: an odd K, or an out of another shape.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.
@@ -444,7 +444,7 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
         `out`, or a new tensor.
 
     Raises:
-        TypeError: a dtype of another width.
+        TypeError: another dtype.
         ValueError: an out of another shape.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.

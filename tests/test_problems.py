@@ -34,7 +34,7 @@ OF_FILES = {
     "unindexed_tensor",
     "unreadable_dtype",
 }
-OF_CONFIG = {"config_conflict", "config_note", "missing_layers"}
+OF_CONFIG = {"config_conflict", "config_note", "missing_layers", "missing_gate"}
 
 
 class Info(NamedTuple):

@@ -248,23 +248,26 @@ static bool carries(moq_dtype stored, moq_dtype dtype) {
     }
 }
 
-int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
-    moq_dtype stored = arg->stored;
-    if (stored != dtype && !carries(stored, dtype)) {
+static int read_as(moq_arg *arg, moq_dtype dtype, bool fits, const char *carrier) {
+    if (!fits) {
         PyErr_Format(PyExc_TypeError, "%s: expected %s%s, got %s", arg->name, moq_dtype_name(dtype),
-                     moq_dtype_carrier_text(dtype), moq_dtype_name(stored));
+                     carrier, moq_dtype_name(arg->stored));
         return -1;
     }
     arg->view.dtype = dtype;
     return 0;
 }
 
+int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
+    bool fits = arg->stored == dtype || carries(arg->stored, dtype);
+    return read_as(arg, dtype, fits, moq_dtype_carrier_text(dtype));
+}
+
 int moq_arg_apply_format(moq_arg *arg, moq_dtype format) {
-    if (moq_dtype_size(format) == 1 && arg->stored == MOQ_DT_I8) {
-        arg->view.dtype = format;
-        return 0;
-    }
-    return moq_arg_reinterpret(arg, format);
+    moq_dtype stored = arg->stored;
+    bool byte = moq_dtype_size(format) == 1 && stored == MOQ_DT_I8;
+    bool fits = stored == format || carries(stored, format) || byte;
+    return read_as(arg, format, fits, " or a raw carrier of its width");
 }
 
 static int refuse_overlap(const moq_arg *out, const moq_arg *other, const char *which) {

@@ -115,9 +115,9 @@ moq_status moq_run_unswizzle(const moq_tensor *swizzled, const moq_tensor *expec
 
 /* Codes of four bits, one or two to a byte: 8-bit floats are no such codes. */
 static moq_status check_fp4(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
+    MOQ_TRY(check_bytes(t, name, err));
     if (t->dtype != MOQ_DT_I8)
         MOQ_TRY(moq_check_holds(t, name, dtype, err));
-    MOQ_TRY(check_bytes(t, name, err));
     if (t->ndim < 1)
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected at least one dimension, got none", name);
     return MOQ_OK;
