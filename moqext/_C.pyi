@@ -228,7 +228,10 @@ def linear_plan(
 @final
 class MoEPlan(Plan):
     def prepare(
-        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None
+        self,
+        params: Mapping[str, Any],
+        out: Mapping[str, Any] | None = None,
+        origins: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]: ...
     def run(
         self,

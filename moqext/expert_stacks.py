@@ -154,7 +154,7 @@ def adopt_stacks(specs: Mapping[str, ParamSpec], gated: bool, tensors: Mapping[s
         if name in tensors:
             _check_target(tensors[name], spec, f"tensors[{name!r}]")
     for one, other in combinations(tensors, 2):
-        refuse_shared(tensors[other], f"tensors[{other!r}]", tensors[one], f"tensors[{one!r}], written too")
+        _refuse_shared(tensors[other], f"tensors[{other!r}]", tensors[one], f"tensors[{one!r}]")
     return ExpertStacks(tensors, _nothing_filled({name: specs[name] for name in tensors}, gated))
 
 
@@ -169,21 +169,12 @@ def _check_target(tensor: Any, spec: ParamSpec, name: str) -> None:
         raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {found['dtype']}")
 
 
-def refuse_shared(out: Any, name: str, other: Any, which: str) -> None:
-    """BufferError where a tensor to be written shares memory with another one.
-
-    Args:
-        out: the tensor.
-        name: of it, for the message.
-        other: the other one.
-        which: its name, and what is done with it.
-    """
-    with naming(name):
-        _C.describe_tensor(np.empty(0, np.uint8), out=out)
+def _refuse_shared(out: Any, name: str, other: Any, other_name: str) -> None:
+    """BufferError where one tensor that is written shares memory with another one."""
     try:
         _C.describe_tensor(other, out=out)
     except BufferError:
-        raise BufferError(f"{name}: shares memory with {which}") from None
+        raise BufferError(f"{name}: shares memory with {other_name}, which is written too") from None
 
 
 def _nothing_filled(specs: Mapping[str, ParamSpec], gated: bool) -> dict[str, NDArray[np.bool_]]:

@@ -20,7 +20,6 @@ from moqext.expert_stacks import (
     empty_stacks,
     fill_slot,
     filled_slots,
-    refuse_shared,
     refuse_unfilled,
 )
 from moqext.linear import Tensor
@@ -255,10 +254,8 @@ class MoEMethod(PlannedMethod):
         if self.interleaved and (bias := stacks.get("w13_bias")) is not None:
             values = _C.numbers(bias, "w13_bias", self.device, 2 * self.num_experts * self.intermediate_size)
             stacks["w13_bias"] = np.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
-        if isinstance(out, Mapping):
-            read = {name: tensor for name, tensor in given.items() if tensor is not stacks[name]}
-            _refuse_written(read, out)
-        return self._plan.prepare(stacks, out)
+        origins = {name: tensor for name, tensor in given.items() if tensor is not stacks[name]}
+        return self._plan.prepare(stacks, out, origins)
 
     def _input_scales(self, name: str, tensor: Any, filled: NDArray[np.bool_] | None) -> Any:
         """The activation scales that kernels use, None where all experts lack one."""
@@ -362,16 +359,6 @@ _OPTIONS = (
     "global_num_experts",
     "quantized_input",
 )
-
-
-def _refuse_written(read: Mapping[str, Any], out: Mapping[str, Any]) -> None:
-    """Refuses outputs in the memory of tensors that are read before the outputs are looked at."""
-    for name, tensor in read.items():
-        for written, target in out.items():
-            if target is not None:
-                refuse_shared(
-                    target, f"out[{written!r}]", tensor, f"{name}, which is read while it is written"
-                )
 
 
 def _make_method(sizes: tuple[str, int, int, int], options: Mapping[str, Any]) -> MoEMethod:

@@ -62,7 +62,7 @@ static PyObject *to_host(PyObject *module, PyObject *object) {
     return result;
 }
 
-/* What is copied is of that dtype at both ends; numbers of another type become float32. */
+/* Reads both ends of a copy as one dtype; numbers of another type become float32. */
 static int read_as(moq_dtype dtype, moq_arg *x, moq_arg *out) {
     if (moq_arg_reinterpret(out, dtype) < 0)
         return -1;
