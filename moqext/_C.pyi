@@ -159,7 +159,7 @@ class OwnedTensor:
 
 def to_device(x: Any, device: str) -> OwnedTensor: ...
 def to_host(x: Any, /) -> Any: ...
-def copy(x: Any, out: Any) -> Any: ...
+def copy(x: Any, out: Any, dtype: str) -> Any: ...
 def numbers(x: Any, name: str, device: str, limit: int) -> NDArray[np.float32]: ...
 
 class Config:
@@ -228,7 +228,10 @@ def linear_plan(
 @final
 class MoEPlan(Plan):
     def prepare(
-        self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None
+        self,
+        params: Mapping[str, Any],
+        out: Mapping[str, Any] | None = None,
+        origins: Mapping[str, Any] | None = None,
     ) -> Mapping[str, Any]: ...
     def run(
         self,

@@ -19,6 +19,9 @@ from moqext.records import LayerRecord, Projection
 if TYPE_CHECKING:
     from moqext.checkpoint import Checkpoint
 
+MAX_EXPERTS = 65535
+"""Experts of a layer. MOQ_MAX_EXPERTS of csrc/core/weight.h."""
+
 
 @dataclass(frozen=True)
 class ExpertForm:
@@ -70,16 +73,30 @@ def find_forms(checkpoint: "Checkpoint", record: LayerRecord) -> list[ExpertForm
     if errors:
         text = "; ".join(f"{problem.code}: {problem.message}" for problem in errors[:3])
         raise CheckpointError(f"{record.name}: {text}", file=checkpoint.directory, tensor=errors[0].tensor)
-    if 0 in record.shape:
-        raise CheckpointError(
-            f"{record.name}: its experts are empty, {list(record.shape)}", file=checkpoint.directory
-        )
+    check_size(checkpoint, record)
     forms = _of_members(checkpoint, record) if record.members else [_of_projections(checkpoint, record)]
     for form in forms:
         _refuse_without_method(record, form)
     for projection in record.projections:
         _refuse_scales(checkpoint, projection)
     return forms
+
+
+def check_size(checkpoint: "Checkpoint", record: LayerRecord) -> None:
+    """Refuses numbers of experts that no tensor has to back, before anything is counted or allocated.
+
+    Raises:
+        CheckpointError: the experts are empty, or more than a layer can have.
+    """
+    if 0 in record.shape:
+        raise CheckpointError(
+            f"{record.name}: its experts are empty, {list(record.shape)}", file=checkpoint.directory
+        )
+    if record.shape[0] > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{record.name}: {record.shape[0]} experts, a layer has at most {MAX_EXPERTS}",
+            file=checkpoint.directory,
+        )
 
 
 def has_method(checkpoint: "Checkpoint", record: LayerRecord) -> bool:

@@ -1,14 +1,15 @@
 """Stacks of experts as engines keep them, filled one tensor of one expert at a time.
 
 A slot is what one tensor of a checkpoint fills: of w13 the half of gate or of up of one expert, of w2 an
-expert. Which are filled is remembered beside the tensors, so that one that never came is an error instead
-of whatever was in memory.
+expert. Which are filled is remembered by the memory of the tensors, so that one that never came is an error
+instead of whatever was there, whichever mapping the tensors are handed on in.
 """
 
 import re
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from math import prod
+from contextlib import contextmanager, suppress
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,13 +35,19 @@ _NAME = re.compile(
     rf"(?:.*\.)?(?P<projection>{'|'.join(sorted(PROJECTIONS, key=len, reverse=True))})"
     rf"(?:[._](?P<role>{'|'.join(sorted(_ROLES, key=len, reverse=True))}))?"
 )
-_CARRIERS = {"float32": np.dtype(np.float32)}
+_FLOATS = ("float32", "bfloat16", "float16")
 MAY_BE_ABSENT = ("input_scale",)
 """Roles of which some experts may have none: the others' largest serves them."""
 
 
+_MEMORY: dict[int, tuple[weakref.ref[Any], NDArray[np.bool_]]] = {}
+"""Which slots are filled of the stack that begins at an address, as long as the stack lives."""
+
+
 class ExpertStacks(dict[str, Any]):
     """Stacks by name, as `MoEMethod.checkpoint_params` has them, and which of their slots are filled.
+
+    Copies into a plain mapping know the same, since it goes with the memory of the tensors.
 
     Attributes:
         filled: for each stack bools [experts, halves], halves being 2 for w13 of gated experts, else 1.
@@ -48,7 +55,46 @@ class ExpertStacks(dict[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Any], filled: Mapping[str, NDArray[np.bool_]]) -> None:
         super().__init__(tensors)
-        self.filled = dict(filled)
+        self.filled = {name: slots for name, slots in filled.items() if name in tensors}
+        for name, slots in self.filled.items():
+            _remember(self[name], slots)
+
+    def copy(self) -> "ExpertStacks":
+        """Stacks of the same tensors, and of the same slots."""
+        return ExpertStacks(self, self.filled)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ExpertStacks, (dict(self), self.filled)
+
+
+def _address(tensor: Any) -> int:
+    """Where a tensor begins; 0 for what is none."""
+    with suppress(TypeError, ValueError, BufferError):
+        return int(_C.describe_tensor(tensor)["pointer"])
+    return 0
+
+
+def _remember(tensor: Any, filled: NDArray[np.bool_]) -> None:
+    address, memory = _address(tensor), _MEMORY
+
+    def forget(gone: "weakref.ref[Any]") -> None:
+        if address in memory and memory[address][0] is gone:
+            del memory[address]
+
+    with suppress(TypeError):  # a type without weak references
+        memory[address] = weakref.ref(tensor, forget), filled
+
+
+def filled_slots(params: Mapping[str, Any]) -> dict[str, NDArray[np.bool_]]:
+    """Which slots are filled of the stacks among some tensors that `MoEMethod.load` is to fill."""
+    if isinstance(params, ExpertStacks):
+        return params.filled
+    known = {}
+    for name, tensor in params.items() if _MEMORY else ():
+        address = _address(tensor)
+        if address and address in _MEMORY:
+            known[name] = _MEMORY[address][1][: shape_of(tensor, name)[0]]
+    return known
 
 
 class Slot(NamedTuple):
@@ -82,19 +128,21 @@ def find_slot(name: str, gated: bool) -> Slot:
 
 
 def empty_stacks(specs: Mapping[str, ParamSpec], gated: bool) -> ExpertStacks:
-    """NumPy stacks with no slot filled; codes are raw bytes."""
+    """NumPy stacks with no slot filled; codes are raw bytes.
+
+    Scales are NaN, which `prepare` refuses of an expert that never came, in copies of the memory as well.
+    """
     tensors = {
-        name: np.empty(spec.shape, _CARRIERS.get(spec.dtype, np.uint8)) for name, spec in specs.items()
+        name: np.full(spec.shape, np.nan, np.float32)
+        if spec.dtype == "float32"
+        else np.empty(spec.shape, np.uint8)
+        for name, spec in specs.items()
     }
     return ExpertStacks(tensors, _nothing_filled(specs, gated))
 
 
 def adopt_stacks(specs: Mapping[str, ParamSpec], gated: bool, tensors: Mapping[str, Any]) -> ExpertStacks:
-    """Stacks over tensors that a framework allocated, with no slot filled.
-
-    Raises:
-        ValueError: a required stack is missing, one is unknown, or of another shape than the method says.
-    """
+    """Stacks over tensors that a framework allocated, with no slot filled; see `MoEMethod.adopt`."""
     unknown = sorted(tensors.keys() - specs.keys())
     if unknown:
         raise ValueError(
@@ -103,9 +151,30 @@ def adopt_stacks(specs: Mapping[str, ParamSpec], gated: bool, tensors: Mapping[s
     for name, spec in specs.items():
         if name not in tensors and spec.required:
             raise ValueError(f"tensors[{name!r}]: missing")
-        if name in tensors and (shape := shape_of(tensors[name], f"tensors[{name!r}]")) != spec.shape:
-            raise ValueError(f"tensors[{name!r}]: expected shape {list(spec.shape)}, got {list(shape)}")
+        if name in tensors:
+            _check_target(tensors[name], spec, f"tensors[{name!r}]")
+    for one, other in combinations(tensors, 2):
+        _refuse_shared(tensors[other], f"tensors[{other!r}]", tensors[one], f"tensors[{one!r}]")
     return ExpertStacks(tensors, _nothing_filled({name: specs[name] for name in tensors}, gated))
+
+
+def _check_target(tensor: Any, spec: ParamSpec, name: str) -> None:
+    """Refuses what `load` cannot write a stack to: another form, or slots that share memory."""
+    with naming(name):
+        found = _C.describe_tensor(np.empty(0, np.uint8), out=tensor)
+    if found["shape"] != spec.shape:
+        raise ValueError(f"{name}: expected shape {list(spec.shape)}, got {list(found['shape'])}")
+    dtypes = _FLOATS if spec.dtype == "float32" else (spec.dtype, "uint8")
+    if found["dtype"] not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(dtypes)}, got {found['dtype']}")
+
+
+def _refuse_shared(out: Any, name: str, other: Any, other_name: str) -> None:
+    """BufferError where one tensor that is written shares memory with another one."""
+    try:
+        _C.describe_tensor(other, out=out)
+    except BufferError:
+        raise BufferError(f"{name}: shares memory with {other_name}, which is written too") from None
 
 
 def _nothing_filled(specs: Mapping[str, ParamSpec], gated: bool) -> dict[str, NDArray[np.bool_]]:
@@ -113,12 +182,19 @@ def _nothing_filled(specs: Mapping[str, ParamSpec], gated: bool) -> dict[str, ND
 
 
 def _halves(name: str, gated: bool) -> int:
-    """How many tensors of a checkpoint fill one expert of a stack: gate and up share what scales x."""
-    return 2 if gated and name.startswith("w13_") and not name.endswith("pre_quant_scale") else 1
+    """How many tensors of a checkpoint fill one expert of a stack."""
+    return 2 if gated and name.startswith("w13_") else 1
 
 
 def fill_slot(
-    stacks: ExpertStacks, name: str, expert: int, tensor: Any, *, gated: bool, interleaved: bool
+    stacks: ExpertStacks,
+    specs: Mapping[str, ParamSpec],
+    name: str,
+    expert: int,
+    tensor: Any,
+    *,
+    gated: bool,
+    interleaved: bool,
 ) -> None:
     """Copies a tensor of a checkpoint to where it belongs; see `MoEMethod.load`."""
     slot = find_slot(name, gated)
@@ -127,29 +203,46 @@ def fill_slot(
     stack, filled = stacks[slot.stack], stacks.filled[slot.stack]
     if isinstance(expert, bool) or not isinstance(expert, (int, np.integer)) or not 0 <= expert < len(filled):
         raise ValueError(f"expert: expected 0 to {len(filled) - 1}, got {expert!r}")
-    tensor = as_tensor(tensor)
+    spec = specs[slot.stack]
     with naming(f"{name} of expert {expert}"):
-        if filled.shape[1] == 1:
-            _fill_whole(
-                stack[expert : expert + 1], tensor, again=bool(filled[expert, 0]) and slot.halves == (1,)
-            )
+        tensor = _read(as_tensor(tensor), spec)
+        if slot.role == "pre_quant_scale":
+            _fill_factors(stack[expert : expert + 1], tensor, slot, spec, filled[expert])
+        elif filled.shape[1] == 1:
+            _copy(stack[expert : expert + 1], tensor, spec)
         else:
-            _fill_halves(stack[expert], tensor, slot, interleaved)
-    filled[expert, 0 if filled.shape[1] == 1 else list(slot.halves)] = True
+            _fill_halves(stack[expert], tensor, slot, spec, interleaved)
+    filled[expert, list(slot.halves)] = True
 
 
-def _fill_whole(target: Any, tensor: Any, again: bool) -> None:
-    """One expert of a stack without halves, [1, ...]; `again` where gate has filled it and up has it, too."""
-    if again:
-        before = np.array(_host(target), copy=True)
-        _copy(target, tensor)
-        if not np.array_equal(before, _host(target), equal_nan=True):
-            raise ValueError("x: gate and up have one input, and so the same pre_quant_scale, but differ")
+def _read(tensor: Any, spec: ParamSpec) -> Any:
+    """A tensor of a checkpoint as numbers, where it has scales of blocks as powers of two."""
+    has_blocks = spec.role == "scale" and spec.dtype == "float32" and len(spec.shape) == 3
+    if has_blocks and _C.describe_tensor(tensor)["dtype"] in ("float8_e8m0fnu", "uint8"):
+        return _C.decode(tensor, "e8m0")
+    return tensor
+
+
+def _fill_factors(target: Any, tensor: Any, slot: Slot, spec: ParamSpec, filled: NDArray[np.bool_]) -> None:
+    """The factors of an expert's input, [1, ...], which gate and up have in common, whichever comes first."""
+    others = [half for half in range(len(filled)) if filled[half] and half not in slot.halves]
+    if not others:
+        _copy(target, tensor, spec)
         return
-    _copy(target, tensor)
+    given = np.empty(tuple(target.shape), np.float32)
+    _copy(given, tensor, spec)
+    held = _C.numbers(target, "x", "cpu", given.size)
+    differ = np.flatnonzero((held != given) & ~(np.isnan(held) & np.isnan(given)))
+    if differ.size:
+        here, there = ("gate", "up")[1 - others[0]], ("gate", "up")[others[0]]
+        at = differ[0]
+        raise ValueError(
+            f"x: gate and up have one input, and so the same pre_quant_scale, but differ: {here} has "
+            f"{given.flat[at]:g} and {there}, which was loaded before, {held.flat[at]:g} at index {at}"
+        )
 
 
-def _fill_halves(target: Any, tensor: Any, slot: Slot, interleaved: bool) -> None:
+def _fill_halves(target: Any, tensor: Any, slot: Slot, spec: ParamSpec, interleaved: bool) -> None:
     """Gate, up or both of one expert: a scale of each, or rows, one half behind the other or in turn."""
     if len(target.shape) == 1 and target.shape[0] == 2 and slot.role != "bias":  # a scale of each half
         values = _C.numbers(tensor, "x", "cpu", 2).ravel()
@@ -158,27 +251,20 @@ def _fill_halves(target: Any, tensor: Any, slot: Slot, interleaved: bool) -> Non
         for half, value in zip(slot.halves, np.broadcast_to(values, len(slot.halves)), strict=True):
             target[half] = float(value)
     elif len(slot.halves) == 2:
-        _copy(target, tensor)
+        _copy(target, tensor, spec)
     else:
         rows = target.shape[0] // 2
         half = slot.halves[0]
-        _copy(target[half::2] if interleaved else target[half * rows : (half + 1) * rows], tensor)
+        _copy(target[half::2] if interleaved else target[half * rows : (half + 1) * rows], tensor, spec)
 
 
-def _copy(target: Any, tensor: Any) -> None:
+def _copy(target: Any, tensor: Any, spec: ParamSpec) -> None:
     """The values of a tensor in the shape of the target, extents of 1 aside."""
     shape, wanted = shape_of(tensor, "x"), tuple(target.shape)
     squeezed = [extent for extent in shape if extent != 1]
     if shape != wanted and squeezed == [extent for extent in wanted if extent != 1]:
         tensor = tensor.reshape(wanted)
-    _C.copy(tensor, target)
-
-
-def _host(tensor: Any) -> Any:
-    """A tensor of codes or numbers, wherever it lies, as NumPy reads it."""
-    if isinstance(tensor, np.ndarray):
-        return tensor
-    return _C.numbers(tensor, "x", "cpu", prod(tensor.shape))
+    _C.copy(tensor, target, spec.dtype if spec.dtype != "float32" else _C.describe_tensor(target)["dtype"])
 
 
 @contextmanager
@@ -187,7 +273,7 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
-        raise type(error)(f"{name}: {str(error).removeprefix('x: ')}") from None
+        raise type(error)(f"{name}: {str(error).removeprefix('x: ').removeprefix('out: ')}") from None
 
 
 def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
@@ -196,18 +282,18 @@ def shape_of(tensor: Any, name: str) -> tuple[int, ...]:
         return tuple(_C.describe_tensor(tensor)["shape"])
 
 
-def refuse_unfilled(stacks: ExpertStacks, specs: Mapping[str, ParamSpec], gated: bool) -> None:
+def refuse_unfilled(filled: Mapping[str, NDArray[np.bool_]], specs: Mapping[str, ParamSpec]) -> None:
     """ValueError with every stack that has a slot which was never filled, but for input scales.
 
     A stack that is optional and has no slot filled is one that the checkpoint does not have.
     """
     lines = []
-    for name, filled in stacks.filled.items():
-        absent = not filled.any() and not specs[name].required
-        if absent or filled.all() or name.endswith(MAY_BE_ABSENT):
+    for name, slots in filled.items():
+        absent = not slots.any() and not specs[name].required
+        if absent or slots.all() or name.endswith(MAY_BE_ABSENT):
             continue
-        experts, halves = np.nonzero(~filled)
-        which = "" if filled.shape[1] == 1 else f", {'up' if halves[0] else 'gate'}"
+        experts, halves = np.nonzero(~slots)
+        which = "" if slots.shape[1] == 1 else f", {'up' if halves[0] else 'gate'}"
         more = f" and {experts.size - 1} more" if experts.size > 1 else ""
         lines.append(f"{name}: expert {experts[0]}{which}{more} was never loaded")
     if lines:

@@ -8,6 +8,7 @@ shapes are symmetrical, from the name: a name that ends in `.weight` is a linear
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import prod
 from typing import Literal, NamedTuple, TypeVar
@@ -248,9 +249,10 @@ def find_stacked_groups(
     """One record per container of 3-D expert tensors, and the problems of other quantized 3-D weights."""
     containers: dict[str, dict[str, _Stacked]] = defaultdict(dict)
     problems: list[Problem] = []
+    recognised = _recognise_all(modules, inventory)
     for module, roles in modules.items():
         container, _, last = module.rpartition(".")
-        stored = recognise(inventory.infos(roles))
+        stored = recognised[module]
         if last not in PROJECTIONS or not container:
             shape = list(inventory.tensors[roles["weight"]].shape)
             message = f"a quantized weight of shape {shape} that is no expert projection by its name"
@@ -272,6 +274,21 @@ def find_stacked_groups(
         for name, parts in containers.items()
     ]
     return groups, problems
+
+
+def _recognise_all(modules: Mapping[str, Mapping[str, str]], inventory: Inventory) -> dict[str, Stored]:
+    """The format of each stack, first what all stacks of its container can be."""
+    found = {module: recognise(inventory.infos(roles)) for module, roles in modules.items()}
+    shared: dict[str, set[str]] = {}
+    for module, stored in found.items():
+        algos = set(stored.algos)
+        container = module.rpartition(".")[0]
+        shared[container] = shared.get(container, algos) & algos
+    return {
+        module: replace(stored, algos=tuple(sorted(stored.algos, key=lambda algo: algo not in common)))
+        for module, stored in found.items()
+        for common in (shared[module.rpartition(".")[0]],)
+    }
 
 
 def _stacked_group(
@@ -361,22 +378,26 @@ def _projection(
 def _check_stacked_shapes(projection: Projection, inventory: Inventory) -> list[Problem]:
     """Scalars come once, once per expert, or, for gate and up in one tensor, twice per expert."""
     experts, rows, columns = projection.shape
-    scalars = [1, experts] + ([2 * experts] if projection.role == "gate_up" else [])
+    scalars: list[list[int]] = [[], [experts]] + ([[experts, 2]] if projection.role == "gate_up" else [])
     expected = {
         "weight_scale_2": scalars,
         "input_scale": scalars,
-        "pre_quant_scale": [columns, experts * columns],
-        "bias": [experts * rows],
+        "pre_quant_scale": [[columns], [experts, columns]],
+        "bias": [[experts, rows]],
     }
     problems = []
-    for role, sizes in expected.items():
+    for role, shapes in expected.items():
         if role in projection.tensors:
             found = inventory.tensors[projection.tensors[role]].shape
-            if prod(found) not in sizes:
-                message = f"expected {' or '.join(map(str, sizes))} values, found shape {list(found)}"
+            if _without_ones(found) not in map(_without_ones, shapes):
+                message = f"expected {' or '.join(map(str, shapes))}, found shape {list(found)}"
                 tensor = projection.tensors[role]
                 problems.append(make_problem("shape_mismatch", message, layer=projection.name, tensor=tensor))
     return problems
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [extent for extent in shape if extent != 1]
 
 
 def _unequal_stacked(name: str, projections: Sequence[Projection], scales: Scales) -> list[Problem]:

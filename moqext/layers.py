@@ -21,6 +21,7 @@ from moqext.input_scales import mark_outlying_scales, mark_partial_input_scales
 from moqext.inventory import Inventory
 from moqext.kv_scales import find_kv_scales
 from moqext.layer_forms import Forms
+from moqext.lost_gates import find_lost_gates
 from moqext.naming import (
     FUSED_NAMES,
     PREFIXES,
@@ -96,6 +97,7 @@ def find_layers(
         for container in counts.present.keys() - named:
             problems += counts.check_stack(container)
         problems += find_missing_linears(_linears(inventory), model or {})
+    problems += find_lost_gates(groups, model or {}, architectures)
     kv_algo = None if config is None else config.kv_cache_quant_algo
     kv, kv_problems = find_kv_scales(inventory, kv_algo if tensors else None, scales)
     problems += kv_problems

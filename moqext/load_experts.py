@@ -10,9 +10,18 @@ from moqext._C import UnsupportedQuantization, describe_tensor
 from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
-from moqext.expert_form import ExpertForm, find_forms, instead_of_running, is_gated, parts_of, role_of
+from moqext.expert_form import (
+    ExpertForm,
+    check_size,
+    find_forms,
+    instead_of_running,
+    is_gated,
+    parts_of,
+    role_of,
+)
 from moqext.expert_stacks import ExpertStacks
 from moqext.linear import Tensor
+from moqext.lost_gates import lost_gate
 from moqext.method import ParamSpec
 from moqext.moe import Activation, MoEMethod
 from moqext.ops import to_device, to_host
@@ -205,6 +214,7 @@ def load_experts(
     experts: Iterable[int] | None,
 ) -> ExpertLayer:
     """Prepares the experts of a container; see `Checkpoint.load`."""
+    check_size(checkpoint, record)
     here = _numbers(experts, record.shape[0])
     options = computed_options(checkpoint, record, top_k, activation)
     try:
@@ -293,6 +303,7 @@ def computed_options(
     Raises:
         ValueError: neither tells.
         UnsupportedQuantization: config.json names an activation that is not among those of `MoEMethod`.
+        CheckpointError: the experts have no gate, where config.json or other layers say that they had one.
     """
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
     if said.unknown and (top_k is None or activation is None):
@@ -303,12 +314,16 @@ def computed_options(
     top_k = said.top_k if top_k is None else top_k
     if top_k is None:
         raise ValueError(f"{record.name}: config.json does not say how many experts a token has; pass top_k")
-    if activation is not None and activation != said.activation:
-        return {"top_k": top_k, "activation": activation}
-    if not is_gated(record) and said.activation in (None, "swigluoai"):
+    if why := lost_gate(record, checkpoint.layers(), None if activation is not None else said.activation):
+        raise CheckpointError(
+            f"{record.name}: {why}; pass activation to run experts without", file=checkpoint.directory
+        )
+    if activation is None and not is_gated(record) and said.activation is None:
         raise ValueError(
             f"{record.name}: config.json names no activation of experts without a gate; pass one"
         )
+    if activation is not None and activation != said.activation:
+        return {"top_k": top_k, "activation": activation}
     options = {"alpha": said.alpha, "beta": said.beta, "limit": said.limit}
     return {"top_k": top_k, "activation": said.activation or "silu", **options}
 

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moqext import _C
 from moqext.expert_scales import unify_input_scales
@@ -18,6 +19,7 @@ from moqext.expert_stacks import (
     adopt_stacks,
     empty_stacks,
     fill_slot,
+    filled_slots,
     refuse_unfilled,
 )
 from moqext.linear import Tensor
@@ -183,10 +185,12 @@ class MoEMethod(PlannedMethod):
 
         Args:
             tensors: By the names of `checkpoint_params`, those that are required at least; of the shapes
-                there, contiguous.
+                and dtypes there, contiguous, each element with memory of its own.
 
         Raises:
             ValueError: One is missing, unknown, or of another shape.
+            TypeError: One is of another dtype.
+            BufferError: One cannot be written, or experts, rows or two tensors share memory.
         """
         return adopt_stacks(self.checkpoint_params, self.gated, tensors)
 
@@ -198,23 +202,27 @@ class MoEMethod(PlannedMethod):
             name: What the checkpoint calls it below the expert: "gate_proj.weight", "w3.weight_scale_2",
                 "down_proj.input_scale", "up_proj.bias"; "gate_up_proj.weight" for both halves at once.
             expert: Its number among those that are here.
-            tensor: Of any framework, on the host; a scale may be a number and have any rank.
+            tensor: Of any framework, on the host, in the dtype of the slot, codes perhaps as raw uint8; a
+                scale is of any float of 16 bits or more, may be a number and have any rank. Scales of
+                FP8_PB_WO may be powers of two, as float8_e8m0fnu or its bytes.
 
         Raises:
-            ValueError: There is no such slot, or the tensor has another shape.
+            ValueError: There is no such slot, the tensor has another shape, or gate and up have unequal
+                factors of their one input (`pre_quant_scale`), whichever of the two came first.
             TypeError: `params` are no stacks of these two functions, or a tensor of another dtype.
         """
         if not isinstance(params, ExpertStacks):
             raise TypeError(f"params: expected what new_params() or adopt() returned, got {type(params)}")
-        fill_slot(params, name, expert, tensor, gated=self.gated, interleaved=self.interleaved)
+        specs = self.checkpoint_params
+        fill_slot(params, specs, name, expert, tensor, gated=self.gated, interleaved=self.interleaved)
 
     def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Turns the stacks of a checkpoint into prepared ones.
 
         Args:
             params: The stacks of `checkpoint_params` by name. Those of `new_params` and `adopt` have to have
-                every slot filled; an optional stack that was never filled counts as absent, and so do input
-                scales of a layer that quantizes in another way.
+                every slot filled, in a mapping of another type, too; an optional stack that was never filled
+                counts as absent, and so do input scales of a layer that quantizes in another way.
             out: Prepared tensors of an earlier call to overwrite, as for `LinearMethod.prepare`; a stack
                 whose bytes stay as they are may be that of `params` itself.
 
@@ -230,14 +238,15 @@ class MoEMethod(PlannedMethod):
         if not isinstance(params, Mapping):
             raise TypeError(f"params: expected a mapping of names to tensors, got {type(params)}")
         stacks = {name: as_tensor(params[name]) for name in params}
-        if isinstance(params, ExpertStacks):
-            refuse_unfilled(params, self.checkpoint_params, self.gated)
-            stacks = {name: tensor for name, tensor in stacks.items() if params.filled[name].any()}
-        used = self.prepared_params.keys()
+        specs = self.checkpoint_params
+        filled = {name: slots for name, slots in filled_slots(params).items() if name in specs}
+        refuse_unfilled(filled, specs)
+        stacks = {name: tensor for name, tensor in stacks.items() if name not in filled or filled[name].any()}
+        given = dict(stacks)
         for name in ("w13_input_scale", "w2_input_scale"):
             if stacks.get(name) is not None:  # has to be right also where no kernel uses it
-                stacks[name] = self._input_scales(name, stacks[name], params)
-            if name in used and stacks.get(name) is None:
+                stacks[name] = self._input_scales(name, stacks[name], filled.get(name))
+            if name in self.prepared_params and stacks.get(name) is None:
                 raise ValueError(
                     f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
                     f"compute={self.compute!r} quantizes activations with it"
@@ -245,9 +254,10 @@ class MoEMethod(PlannedMethod):
         if self.interleaved and (bias := stacks.get("w13_bias")) is not None:
             values = _C.numbers(bias, "w13_bias", self.device, 2 * self.num_experts * self.intermediate_size)
             stacks["w13_bias"] = np.concatenate([values[..., 0::2], values[..., 1::2]], axis=-1)
-        return self._plan.prepare(stacks, out)
+        origins = {name: tensor for name, tensor in given.items() if tensor is not stacks[name]}
+        return self._plan.prepare(stacks, out, origins)
 
-    def _input_scales(self, name: str, tensor: Any, params: Mapping[str, Any]) -> Any:
+    def _input_scales(self, name: str, tensor: Any, filled: NDArray[np.bool_] | None) -> Any:
         """The activation scales that kernels use, None where all experts lack one."""
         shape = (self.num_experts, 2) if self.gated and name.startswith("w13") else (self.num_experts,)
         given = _C.numbers(tensor, name, self.device, prod(shape))
@@ -257,8 +267,8 @@ class MoEMethod(PlannedMethod):
             given = np.repeat(given, shape[1] if len(shape) > 1 else 1).reshape(shape)
         elif given.shape != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(given.shape)}")
-        if isinstance(params, ExpertStacks):
-            given[~params.filled[name].reshape(shape)] = np.nan
+        if filled is not None:
+            given[~filled[: self.num_experts].reshape(shape)] = np.nan
         shared = self.compute != "fp4" or (self.quantized_input and name == "w13_input_scale")
         return unify_input_scales(given, name, per_expert=not shared, stacklevel=4)
 

@@ -418,14 +418,14 @@ def pack_fp4(codes: Any, *, out: Any = None) -> Any:
     """Two fp4 codes to a byte, the even column in the low nibble.
 
     Args:
-        codes: [..., K] of a dtype of one byte, K even; only the low nibbles count.
+        codes: [..., K] of uint8 or int8, K even; only the low nibbles count.
         out: contiguous uint8 [..., K / 2].
 
     Returns:
         `out`, or a new tensor.
 
     Raises:
-        TypeError: a dtype of another width.
+        TypeError: another dtype.
         ValueError: an odd K, or an out of another shape.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.
@@ -437,14 +437,14 @@ def unpack_fp4(packed: Any, *, out: Any = None) -> Any:
     """One fp4 code to a byte, 0 to 15: the inverse of `pack_fp4`.
 
     Args:
-        packed: [..., K / 2] of a dtype of one byte.
+        packed: [..., K / 2] of float4_e2m1fn_x2, uint8 or int8.
         out: contiguous uint8 [..., K].
 
     Returns:
         `out`, or a new tensor.
 
     Raises:
-        TypeError: a dtype of another width.
+        TypeError: another dtype.
         ValueError: an out of another shape.
         BufferError: a device that cannot be used, tensors of different devices, an out that is read-only or
             overlaps an input.

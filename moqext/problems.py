@@ -94,6 +94,9 @@ CODES: dict[str, Code] = {
     "missing_linear": Code(
         "error", "A linear that the layers or linears beside it call for is not in the file."
     ),
+    "missing_gate": Code(
+        "warning", "Experts without a gate, where config.json or other layers say that there was one."
+    ),
     "shape_mismatch": Code("error", "Shapes of a layer's tensors do not fit each other, or the format."),
     "dtype_mismatch": Code("error", "A tensor has a data type that its role does not allow."),
     "unknown_format": Code("error", "A quantized weight in no format that is known."),

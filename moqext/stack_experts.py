@@ -18,6 +18,7 @@ from moqext.errors import CheckpointError
 from moqext.expert_config import read_expert_config
 from moqext.expert_form import find_forms, instead_of_running, role_of
 from moqext.expert_stacks import ExpertStacks, find_slot
+from moqext.lost_gates import lost_gate
 from moqext.moe import MoEMethod
 from moqext.naming import parse_expert_name
 from moqext.records import LayerRecord, Projection
@@ -60,7 +61,7 @@ def stack_experts(
     Raises:
         UnsupportedQuantization: the experts have no method, or are in several formats.
         CheckpointError: nothing quantized has that name, it is no container of experts, a problem of severity
-            "error" stands against it, or its tensors do not fit.
+            "error" stands against it, its gates are gone, or its tensors do not fit.
     """
     record = as_experts(checkpoint, layer)
     try:
@@ -73,11 +74,16 @@ def stack_experts(
             f"{record.name}: experts in several formats ({each}) are no one stack; load(...) runs them"
         )
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+    if why := lost_gate(record, checkpoint.layers(), said.activation):
+        raise CheckpointError(f"{record.name}: {why}", file=checkpoint.directory)
     known = {name: getattr(said, name) for name in ("activation", "alpha", "beta", "limit", "top_k")}
     options = forms[0].options() | {name: value for name, value in known.items() if value is not None}
     method = MoEMethod(**forms[0].options(), top_k=1)
     stacks = fill_stacks(checkpoint, record, forms[0].experts, method)
-    return options, {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
+    there = {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
+    for name in there:
+        stacks.filled[name][...] = True  # absent activation scales are NaN, which says so
+    return options, there
 
 
 def as_experts(checkpoint: "Checkpoint", layer: "str | LayerRecord") -> LayerRecord:

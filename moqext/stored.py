@@ -17,7 +17,8 @@ Some formats leave the same tensors behind, so the answer is a list of algorithm
 
 Division rounds up. Experts in one stacked tensor are the same with a leading expert dimension, but stored
 either as (E, N, K) or transposed, (E, K, N), and with blocks along either of the two: when weight and scale
-agree in their last dimension the blocks lie along the one before it, else along the last.
+agree in their last dimension the blocks lie along the one before it, else along the last. One FP8 scale an
+expert is FP8, or FP8_PB_WO of one block, however many dimensions of 1 it has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,7 +160,8 @@ def _fp8(tensors: Mapping[str, Tensor]) -> Stored:
     dims = scale.shape
     if scale.dtype not in FLOATS and scale.dtype not in _E8M0:
         return Stored((), shape, fault=("dtype_mismatch", f"a {scale.dtype} scale of an e4m3 weight"))
-    if blocks := _block_algos(shape, scale):
+    one_each = len(shape) == 3 and prod(dims) == shape[0]  # a block, or all that an expert has
+    if not one_each and (blocks := _block_algos(shape, scale)):
         whole = _of("e4m3", "tensor") if prod(dims) == 1 else ()
         return Stored((*blocks, *whole), shape, BLOCK_SIZES[blocks[0]])
     if len(shape) == 3:
@@ -191,7 +193,7 @@ def _stacked_fp8(shape: Sequence[int], dims: Sequence[int]) -> Stored:
     experts, rows, columns = shape
     whole = tuple(shape)
     if prod(dims) == 1:
-        return Stored(_of("e4m3", "tensor"), whole)
+        return Stored((*_of("e4m3", "tensor"), *_one_block(shape)), whole)
     if prod(dims) == experts and dims[0] == experts:
         return Stored((*_of("e4m3", "tensor"), *_of("e4m3", "rows"), *_one_block(shape)), whole)
     if len(dims) == 2 and dims[0] == experts and dims[1] in (rows, columns):

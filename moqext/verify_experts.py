@@ -25,6 +25,7 @@ from moqext.expert_form import is_gated, role_of
 from moqext.expert_slack import expert_slack, rounds_d, sums_in_cores
 from moqext.expert_stacks import ExpertStacks
 from moqext.load_experts import ExpertLayer, ExpertPart, plan_parts, prepare_part
+from moqext.lost_gates import lost_gate
 from moqext.matrices import matrix_of
 from moqext.naming import number_ranges, parse_expert_name
 from moqext.ops import to_device
@@ -78,7 +79,7 @@ def _computed(checkpoint: Checkpoint, record: LayerRecord) -> dict[str, Any]:
     said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
     activation = said.activation or "silu"
     if not is_gated(record) and activation == "swigluoai":
-        activation = "silu"
+        activation = "silu"  # which runs; `verify_experts` refuses it
     top_k = min(said.top_k or 2, record.shape[0])
     return {
         "top_k": top_k,
@@ -113,6 +114,9 @@ def verify_experts(
         compute: As for `MoEMethod`.
     """
     count = record.shape[0]
+    said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+    if why := lost_gate(record, checkpoint.layers(), said.activation):
+        return replace(row, status="failed", message=why)
     try:
         start = time.perf_counter()
         planned = plan_parts(

@@ -477,3 +477,116 @@ def test_load_experts_takes_containers_only() -> None:
         assert layer.num_experts == checkpoint.load("model.layers.0.mlp.experts", top_k=2).num_experts
         with pytest.raises(CheckpointError, match=r"q_proj is no container of experts"):
             checkpoint.load_experts("model.layers.0.self_attn.q_proj")
+
+
+# Experts that lost their gates
+
+
+def without_gate(checkpoint: Checkpoint) -> list[str | None]:
+    return [problem.layer for problem in checkpoint.problems if problem.code == "missing_gate"]
+
+
+@pytest.mark.parametrize("form", ["one by one", "dotted"])
+def test_experts_whose_gates_are_gone_do_not_run_without(rng: Any, tmp_path: Path, form: str) -> None:
+    stacks = random_stacks(rng, "NVFP4", E, H, W)
+    tensors = single_experts(stacks, "NVFP4") if form == "one by one" else dotted_experts(stacks, "NVFP4")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".gate_proj." not in name}
+    directory = write_checkpoint(tmp_path, tensors, "NVFP4", **CONFIG)
+    message = "no expert has a gate, and the activation of config.json, silu, is that of a gate"
+    with Checkpoint(directory) as checkpoint:
+        record = container(checkpoint)
+        assert without_gate(checkpoint) == [record.name]
+        for read in (checkpoint.load, lambda name: stack_experts(checkpoint, name)):
+            with pytest.raises(CheckpointError, match=message):
+                read(record.name)
+        assert not checkpoint.load(record.name, activation="silu").method.gated
+
+
+def test_a_layer_without_gates_beside_one_with_is_refused(rng: Any, tmp_path: Path) -> None:
+    stacks = random_stacks(rng, "NVFP4", E, H, W)
+    tensors = single_experts(stacks, "NVFP4")
+    other = {
+        name.replace("layers.", "layers.9"): tensor
+        for name, tensor in tensors.items()
+        if ".gate_proj." not in name
+    }
+    config = {"mlp_hidden_act": "relu2", "num_experts_per_tok": 2}
+    with Checkpoint(write_checkpoint(tmp_path, tensors | other, "NVFP4", **config)) as checkpoint:
+        whole, lost = (layer.name for layer in checkpoint.layers() if layer.kind == "moe")
+        assert without_gate(checkpoint) == [lost]
+        with pytest.raises(CheckpointError, match=f"no expert has a gate, those of {whole} have one"):
+            checkpoint.load(lost, activation="relu2")
+
+
+# Sizes that only a header claims
+
+
+@pytest.mark.parametrize(
+    "gate_up, down, message",
+    [
+        ((1 << 33, 0, 0), (1 << 33, 0, 0), "its experts are empty"),
+        ((1 << 17, 2, 1), (1 << 17, 1, 1), "131072 experts, a layer has at most 65535"),
+    ],
+)
+def test_experts_that_only_a_header_claims_are_not_counted(
+    tmp_path: Path, gate_up: Any, down: Any, message: str
+) -> None:
+    one = "F32", np.ones((), np.float32)
+    tensors = {f"{CONTAINER}.{name}_weight_scale": one for name in ("gate_up_proj", "down_proj")}
+    for name, shape in (("gate_up_proj", gate_up), ("down_proj", down)):
+        tensors[f"{CONTAINER}.{name}"] = "F8_E4M3", np.empty(shape, np.uint8)
+    directory = write_checkpoint(tmp_path, tensors, "FP8", **CONFIG)
+    with Checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match=message):
+        checkpoint.load(container(checkpoint))
+
+
+# One FP8 scale an expert
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO", None])
+def test_one_scale_an_expert_is_what_the_configuration_says(rng: Any, tmp_path: Path, algo: Any) -> None:
+    stacks = random_stacks(rng, "FP8", 2, 64, 32, input_scales=algo != "FP8_PB_WO")
+    stacks["w13_weight_scale"][:, 1] = stacks["w13_weight_scale"][:, 0]
+    found = []
+    for shape in ((2,), (2, 1), (2, 1, 1), (2, 1, 1, 1, 1)):
+        tensors = stacked_experts(stacks, "FP8", transposed=False)
+        for name, (dtype, value) in tensors.items():
+            if name.endswith("_weight_scale"):
+                scale = value[:, 0] if value.ndim == 2 else value
+                tensors[name] = dtype, scale.reshape(shape)
+        directory = write_checkpoint(
+            tmp_path / str(len(shape)), tensors, {"quant_algo": algo or "FP8"}, **CONFIG
+        )
+        if algo is None:
+            (directory / "config.json").write_text(json.dumps(CONFIG))
+        with Checkpoint(directory) as checkpoint:
+            assert container(checkpoint).quant_algo == (algo or "FP8")
+            assert "algo_conflict" not in {problem.code for problem in checkpoint.problems}
+            found.append(stack_experts(checkpoint, CONTAINER))
+    for options, got in found[1:]:
+        assert options == found[0][0]
+        for name, stack in got.items():
+            np.testing.assert_array_equal(stack, found[0][1][name])
+
+
+def test_stacks_of_several_blocks_say_what_one_block_is(rng: Any, tmp_path: Path) -> None:
+    """Without a configuration, of a layer whose down projection alone has one scale an expert."""
+    stacks = random_stacks(rng, "FP8_PB_WO", 2, 64, 128)
+    directory = write_checkpoint(
+        tmp_path, stacked_experts(stacks, "FP8_PB_WO", transposed=False), "FP8", **CONFIG
+    )
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    with Checkpoint(directory) as checkpoint:
+        assert {part.quant_algo for part in container(checkpoint).projections} == {"FP8_PB_WO"}
+
+
+def test_second_scales_of_halves_before_experts_are_refused(rng: Any, tmp_path: Path) -> None:
+    """As many values as there should be, in another order."""
+    stacks = random_stacks(rng, "NVFP4", 3, 64, 32)
+    tensors = stacked_experts(stacks, "NVFP4", transposed=False)
+    name = f"{CONTAINER}.gate_up_proj_weight_scale_2"
+    tensors[name] = tensors[name][0], tensors[name][1].T
+    directory = write_checkpoint(tmp_path, tensors, "NVFP4", **CONFIG)
+    message = r"expected \[\] or \[3\] or \[3, 2\], found shape \[2, 3\]"
+    with Checkpoint(directory) as checkpoint, pytest.raises(CheckpointError, match=message):
+        checkpoint.load(container(checkpoint))

@@ -37,7 +37,7 @@ OF_FILES = {
 }
 # Found by how scales and codes lie; tests/test_layouts.py brings each of them about.
 OF_LAYOUTS = {"swizzled_scales", "exchanged_nibbles", "doubtful_scale_layout", "foreign_layout"}
-OF_CONFIG = {"config_conflict", "config_note", "missing_layers"}
+OF_CONFIG = {"config_conflict", "config_note", "missing_layers", "missing_gate"}
 
 
 class Info(NamedTuple):

@@ -273,7 +273,7 @@ PyObject *moq_arg_output(moq_state *state, PyObject *given, const moq_arg *like,
         return moq_arg_new_like(state, like, dtype, ndim, shape, out);
     if (moq_arg_take_output(state, given, "out", out) < 0)
         return NULL;
-    if (moq_arg_reinterpret(out, dtype) == 0 && moq_arg_refuse_overlap(out, like) == 0)
+    if (moq_arg_apply_format(out, dtype) == 0 && moq_arg_refuse_overlap(out, like) == 0)
         return Py_NewRef(given);
     moq_arg_release(out);
     return NULL;

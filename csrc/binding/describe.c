@@ -13,7 +13,7 @@ static int take_as(moq_state *state, PyObject *object, const char *name, PyObjec
         return -1;
     if (moq_arg_take(state, object, name, out) < 0)
         return -1;
-    if (dtype == MOQ_DT_NONE || moq_arg_reinterpret(out, dtype) == 0)
+    if (dtype == MOQ_DT_NONE || moq_arg_apply_format(out, dtype) == 0)
         return 0;
     moq_arg_release(out);
     return -1;

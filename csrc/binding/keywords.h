@@ -42,6 +42,7 @@
     X(num_experts)                                                                                 \
     X(num_groups)                                                                                  \
     X(one_input_scale)                                                                             \
+    X(origins)                                                                                     \
     X(padding)                                                                                     \
     X(positions)                                                                                   \
     X(q_heads)                                                                                     \

@@ -77,7 +77,7 @@ static PyObject *decode(PyObject *module, PyObject *const *args, Py_ssize_t narg
     if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0 ||
         parse_format(values[1], &format) < 0 || moq_arg_take(state, values[0], "codes", &codes) < 0)
         return NULL;
-    if (moq_arg_reinterpret(&codes, format) == 0)
+    if (moq_arg_apply_format(&codes, format) == 0)
         result = convert(state, &codes, MOQ_DT_F32, values[2]);
     moq_arg_release(&codes);
     return result;

@@ -236,17 +236,38 @@ void moq_arg_release(moq_arg *arg) {
     Py_CLEAR(arg->object);
 }
 
-int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
-    moq_dtype stored = arg->stored;
-    bool carrier = moq_dtype_size(dtype) == 1 ? stored == MOQ_DT_U8 || stored == MOQ_DT_I8
-                                              : stored == MOQ_DT_U16 || stored == MOQ_DT_I16;
-    if (stored != dtype && !(carrier && moq_dtype_size(dtype) == moq_dtype_size(stored))) {
-        PyErr_Format(PyExc_TypeError, "%s: expected %s or a raw carrier of its width, got %s",
-                     arg->name, moq_dtype_name(dtype), moq_dtype_name(stored));
+/* Whether memory of one dtype may be read as another of its width. */
+static bool carries(moq_dtype stored, moq_dtype dtype) {
+    switch (moq_dtype_size(dtype)) {
+    case 1:
+        return stored == MOQ_DT_U8;
+    case 2:
+        return stored == MOQ_DT_U16 || stored == MOQ_DT_I16;
+    default:
+        return false;
+    }
+}
+
+static int read_as(moq_arg *arg, moq_dtype dtype, bool fits, const char *carrier) {
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "%s: expected %s%s, got %s", arg->name, moq_dtype_name(dtype),
+                     carrier, moq_dtype_name(arg->stored));
         return -1;
     }
     arg->view.dtype = dtype;
     return 0;
+}
+
+int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
+    bool fits = arg->stored == dtype || carries(arg->stored, dtype);
+    return read_as(arg, dtype, fits, moq_dtype_carrier_text(dtype));
+}
+
+int moq_arg_apply_format(moq_arg *arg, moq_dtype format) {
+    moq_dtype stored = arg->stored;
+    bool byte = moq_dtype_size(format) == 1 && stored == MOQ_DT_I8;
+    bool fits = stored == format || carries(stored, format) || byte;
+    return read_as(arg, format, fits, " or a raw carrier of its width");
 }
 
 static int refuse_overlap(const moq_arg *out, const moq_arg *other, const char *which) {

@@ -60,8 +60,10 @@ int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, mo
 void moq_arg_release(moq_arg *arg);
 
 /* Reads the argument as `dtype`: it must be declared so, or be a raw carrier of the same width
- * (uint8/int8 for one byte, uint16/int16 for two). TypeError names both dtypes. */
+ * (uint8 for one byte, uint16/int16 for two). TypeError names both dtypes. */
 int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype);
+/* Reads the argument as a `format` that the caller named, for which int8 is a carrier, too. */
+int moq_arg_apply_format(moq_arg *arg, moq_dtype format);
 
 /* BufferError naming `out` and `in` where they share bytes between their first and last elements.
  * Views that interleave without sharing an element count as overlapping. */

@@ -1,6 +1,6 @@
 /* `_C.to_device(x, device)` and `_C.to_host(x)`: tensors to and from a CUDA device, of whatever
- * library, by memory of moqext's own. `_C.copy(x, out)`: into a tensor that is there, of another
- * library or not. */
+ * library, by memory of moqext's own. `_C.copy(x, out, dtype)`: into a tensor that is there, of
+ * another library or not. */
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/mapping.h"
@@ -62,24 +62,36 @@ static PyObject *to_host(PyObject *module, PyObject *object) {
     return result;
 }
 
+/* Reads both ends of a copy as one dtype; numbers of another type become float32. */
+static int read_as(moq_dtype dtype, moq_arg *x, moq_arg *out) {
+    if (moq_arg_reinterpret(out, dtype) < 0)
+        return -1;
+    if (dtype != MOQ_DT_F32)
+        return moq_arg_reinterpret(x, dtype);
+    if (x->view.dtype == MOQ_DT_U16) /* bfloat16 where NumPy has none */
+        x->view.dtype = MOQ_DT_BF16;
+    return 0;
+}
+
 static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                       PyObject *kwnames) {
-    static const moq_signature SIGNATURE = {"copy", 2, 2, 2, {KW_x, KW_out}};
+    static const moq_signature SIGNATURE = {"copy", 3, 3, 3, {KW_x, KW_out, KW_dtype}};
     moq_state *state = moq_module_state(module);
-    PyObject *values[2];
+    PyObject *values[3];
+    moq_dtype dtype;
     moq_arg x, out;
     moq_err err;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
+        moq_arg_dtype(values[2], "dtype", &dtype) < 0 ||
         moq_arg_take(state, values[0], "x", &x) < 0)
         return NULL;
     if (moq_arg_take_output(state, values[1], "out", &out) < 0) {
         moq_arg_release(&x);
         return NULL;
     }
-    int status = moq_arg_refuse_overlap(&out, &x);
-    /* Where NumPy has no bfloat16, numbers in it arrive as uint16. */
-    if (x.view.dtype == MOQ_DT_U16 && out.view.dtype == MOQ_DT_F32)
-        x.view.dtype = MOQ_DT_BF16;
+    int status = read_as(dtype, &x, &out);
+    if (status == 0)
+        status = moq_arg_refuse_overlap(&out, &x);
     if (status == 0 && moq_run_copy(&x.view, &out.view, &err) != MOQ_OK) {
         moq_raise(state, &err);
         status = -1;
@@ -168,7 +180,7 @@ static PyMethodDef METHODS[] = {
      "See moqext.ops.to_device."},
     {"to_host", to_host, METH_O, "See moqext.ops.to_host."},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL | METH_KEYWORDS,
-     "copy(x, out) -> out: codes as they are, numbers of another type as float32"},
+     "copy(x, out, dtype) -> out: codes of that dtype as they are, numbers of any type as float32"},
     {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL | METH_KEYWORDS,
      "numbers(x, name, device, limit) -> NumPy array of float32, of at most `limit` values on the "
      "device or the host; name: what messages call x"},

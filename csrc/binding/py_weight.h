@@ -26,8 +26,10 @@ typedef struct {
     moq_prepared_weight weight[MOQ_MAX_WEIGHTS];
 } moq_prepared_layer;
 
-/* prepare(params, out=None): new tensors in a dict, or `out`. Everything is checked before anything
- * is written; only of several weights on CUDA the second one is checked after the first is. */
+/* prepare(params, out=None, origins=None): new tensors in a dict, or `out`. `origins` has the
+ * tensors that biases and input scales of `params` were computed of. Everything is checked before
+ * anything is written; only of several weights on CUDA the second one is checked after the first
+ * is. */
 PyObject *moq_weight_prepare_call(moq_state *state, const moq_prepared_layer *layer,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames);
 

@@ -25,6 +25,10 @@ static const moq_param SOURCE_PARAM[SOURCES] = {MOQ_PARAM_WEIGHT, MOQ_PARAM_WEIG
                                                 MOQ_PARAM_WEIGHT_SCALE_2, MOQ_PARAM_INPUT_SCALE,
                                                 MOQ_PARAM_PRE_QUANT_SCALE};
 
+/* Parameters that the caller may have computed of tensors that are still the checkpoint's. */
+static const moq_param COMPUTED[] = {MOQ_PARAM_INPUT_SCALE, MOQ_PARAM_BIAS};
+enum { MAX_ORIGINS = sizeof COMPUTED / sizeof *COMPUTED };
+
 /* Outputs of a weight: its parameters and a bias. */
 enum { MAX_OUTPUTS = MOQ_MAX_PARAMS + 1 };
 
@@ -42,6 +46,8 @@ typedef struct {
     source_args source[SOURCES];
     bool has_bias;
     moq_arg bias;
+    int origins;
+    moq_arg origin[MAX_ORIGINS]; /* what was read before: outputs may not lie there */
     int out_count;
     char out_label[MAX_OUTPUTS][32]; /* out["weight"], for messages */
     moq_param out_id[MAX_OUTPUTS];
@@ -67,6 +73,8 @@ static void release_weight(weight_args *p) {
     }
     if (p->has_bias)
         moq_arg_release(&p->bias);
+    for (int i = 0; i < p->origins; i++)
+        moq_arg_release(&p->origin[i]);
     free(p->source[0].arg);
     free(p->source[0].view);
     free(p->source[0].step);
@@ -81,6 +89,7 @@ static int open_weight(const moq_prepared_weight *about, weight_args *p) {
     p->w = about->weight;
     p->about = about;
     p->has_bias = false;
+    p->origins = 0;
     p->out_count = 0;
     moq_params_clear(&p->params, 0, MOQ_PARAM_PLACES);
     for (size_t s = 0; s < SOURCES; s++)
@@ -108,6 +117,21 @@ static int raise_of(moq_state *state, const weight_args *p, moq_err *err) {
     return -1;
 }
 
+/* Numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as bytes.
+ * Only scales of blocks are stored as powers of two. */
+static int read_numbers(moq_arg *arg, bool may_be_powers) {
+    if (arg->view.dtype == MOQ_DT_U16)
+        arg->view.dtype = MOQ_DT_BF16;
+    if (arg->view.dtype == MOQ_DT_U8 && may_be_powers)
+        arg->view.dtype = MOQ_DT_E8M0;
+    if (arg->view.dtype != MOQ_DT_E8M0 || may_be_powers)
+        return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "%s: expected float32, bfloat16, float16 or float64, got float8_e8m0fnu",
+                 arg->name);
+    return -1;
+}
+
 static int take_part(moq_state *state, weight_args *p, PyObject *object, int which) {
     const moq_weight *w = p->w;
     source_args *source = &p->source[which];
@@ -117,13 +141,10 @@ static int take_part(moq_state *state, weight_args *p, PyObject *object, int whi
     moq_dtype dtype = source_dtype(w, which);
     if (moq_arg_take_on(state, w->device, object, name, dtype, dtype == MOQ_DT_NONE, arg) < 0)
         return -1;
-    /* Where NumPy has no bfloat16, scales in it arrive as uint16, and powers of two as bytes. */
-    if (arg->view.dtype == MOQ_DT_U16)
-        arg->view.dtype = MOQ_DT_BF16;
-    if (arg->view.dtype == MOQ_DT_U8 && dtype == MOQ_DT_NONE && which == SOURCE_SCALE &&
-        w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
-        arg->view.dtype = MOQ_DT_E8M0;
     source->args++;
+    if (dtype == MOQ_DT_NONE &&
+        read_numbers(arg, which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK) < 0)
+        return -1;
     int at = source->views++;
     source->view[at] = arg->view;
     if (!w->experts || moq_stack_open(w, SOURCE_PARAM[which], name, &source->view[at],
@@ -224,8 +245,8 @@ static int take_bias(moq_state *state, PyObject *params, weight_args *p) {
     int status = moq_arg_take_on(state, p->w->device, object, name_of(p, MOQ_PARAM_BIAS),
                                  MOQ_DT_NONE, true, &p->bias);
     p->has_bias = status == 0;
-    if (p->has_bias && p->bias.view.dtype == MOQ_DT_U16)
-        p->bias.view.dtype = MOQ_DT_BF16;
+    if (p->has_bias)
+        status = read_numbers(&p->bias, false);
     Py_DECREF(object);
     return status;
 }
@@ -244,6 +265,22 @@ static int take_sources(moq_state *state, PyObject *params, weight_args *p) {
         return -1;
     }
     return p->about->bias ? take_bias(state, params, p) : 0;
+}
+
+static int take_origins(moq_state *state, PyObject *origins, weight_args *p) {
+    if (moq_arg_absent(origins))
+        return 0;
+    for (int i = 0; i < MAX_ORIGINS; i++) {
+        PyObject *object = find_source(state, p, origins, COMPUTED[i]);
+        int status =
+            object ? moq_arg_take(state, object, name_of(p, COMPUTED[i]), &p->origin[p->origins])
+                   : 0;
+        p->origins += object && status == 0;
+        Py_XDECREF(object);
+        if (status < 0 || PyErr_Occurred())
+            return -1;
+    }
+    return 0;
 }
 
 /* ---- the prepared tensors ---- */
@@ -287,6 +324,10 @@ static int refuse_sources(const weight_args *of, moq_param id, const moq_arg *ou
             if (!in_place && moq_arg_refuse_overlap(out, &p->source[s].arg[i]) < 0)
                 return -1;
         }
+    }
+    for (int i = 0; i < p->origins; i++) {
+        if (moq_arg_refuse_overlap(out, &p->origin[i]) < 0)
+            return -1;
     }
     return p->has_bias ? moq_arg_refuse_overlap(out, &p->bias) : 0;
 }
@@ -499,11 +540,13 @@ static PyObject *close_outputs(moq_state *state, PyObject *out, prepare_args *ar
     return result;
 }
 
-static int take_all(moq_state *state, PyObject *params, PyObject *out, prepare_args *args) {
+static int take_all(moq_state *state, PyObject *params, PyObject *out, PyObject *origins,
+                    prepare_args *args) {
     if (moq_check_mapping(params, "params") < 0 || check_names(args, params) < 0)
         return -1;
     for (int i = 0; i < args->count; i++) {
-        if (take_sources(state, params, &args->part[i]) < 0)
+        if (take_sources(state, params, &args->part[i]) < 0 ||
+            take_origins(state, origins, &args->part[i]) < 0)
             return -1;
     }
     if (check_out(args, out) < 0)
@@ -515,11 +558,11 @@ static int take_all(moq_state *state, PyObject *params, PyObject *out, prepare_a
     return prepare_all(state, args, moq_arg_absent(out));
 }
 
-static const moq_signature PREPARE = {"prepare", 2, 1, 2, {KW_params, KW_out}};
+static const moq_signature PREPARE = {"prepare", 3, 1, 3, {KW_params, KW_out, KW_origins}};
 
 PyObject *moq_weight_prepare_call(moq_state *state, const moq_prepared_layer *layer,
                                   PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    PyObject *v[2], *result = NULL;
+    PyObject *v[3], *result = NULL;
     if (moq_args_parse(state, &PREPARE, args, nargs, kwnames, v) < 0)
         return NULL;
     prepare_args *p = malloc(sizeof *p);
@@ -531,7 +574,7 @@ PyObject *moq_weight_prepare_call(moq_state *state, const moq_prepared_layer *la
             break;
     }
     if (p->count == layer->count)
-        result = close_outputs(state, v[1], p, take_all(state, v[0], v[1], p));
+        result = close_outputs(state, v[1], p, take_all(state, v[0], v[1], v[2], p));
     for (int i = 0; i < p->count; i++)
         release_weight(&p->part[i]);
     free(p);

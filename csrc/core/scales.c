@@ -8,7 +8,7 @@
 
 bool moq_is_scale_dtype(moq_dtype dtype) {
     return dtype == MOQ_DT_F32 || dtype == MOQ_DT_BF16 || dtype == MOQ_DT_F16 ||
-           dtype == MOQ_DT_F64 || dtype == MOQ_DT_E8M0;
+           dtype == MOQ_DT_F64;
 }
 
 void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out) {
@@ -26,7 +26,7 @@ void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out) 
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,
                            moq_err *err) {
     char shape[128];
-    if (!moq_is_scale_dtype(t->dtype))
+    if (!moq_is_scale_dtype(t->dtype) && t->dtype != MOQ_DT_E8M0)
         return moq_fail(err, MOQ_ERR_TYPE,
                         "%s: expected float32, bfloat16, float16 or float64, got %s", name,
                         moq_dtype_name(t->dtype));

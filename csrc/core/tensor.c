@@ -38,6 +38,17 @@ const char *moq_dtype_name(moq_dtype dtype) {
     return dtype >= MOQ_DT_NONE && dtype < MOQ_DT_COUNT ? DTYPES[dtype].name : "invalid";
 }
 
+const char *moq_dtype_carrier_text(moq_dtype dtype) {
+    switch (moq_dtype_size(dtype)) {
+    case 1:
+        return dtype == MOQ_DT_U8 ? "" : " or raw uint8";
+    case 2:
+        return " or a raw carrier of its width";
+    default:
+        return "";
+    }
+}
+
 moq_dtype moq_dtype_from_name(const char *name) {
     for (int i = MOQ_DT_NONE + 1; i < MOQ_DT_COUNT; i++) {
         if (strcmp(name, DTYPES[i].name) == 0 || strcmp(name, DTYPES[i].alias) == 0)

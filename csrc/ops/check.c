@@ -14,7 +14,7 @@ bool moq_holds(const moq_tensor *t, moq_dtype dtype) {
         return true;
     switch (moq_dtype_size(dtype)) {
     case 1:
-        return t->dtype == MOQ_DT_U8 || t->dtype == MOQ_DT_I8;
+        return t->dtype == MOQ_DT_U8;
     case 2:
         return t->dtype == MOQ_DT_U16 || t->dtype == MOQ_DT_I16;
     default:
@@ -63,8 +63,7 @@ moq_status moq_check_holds(const moq_tensor *t, const char *name, moq_dtype dtyp
     if (moq_holds(t, dtype))
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
-                    moq_dtype_size(dtype) <= 2 ? " or a raw carrier of its width" : "",
-                    moq_dtype_name(t->dtype));
+                    moq_dtype_carrier_text(dtype), moq_dtype_name(t->dtype));
 }
 
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {

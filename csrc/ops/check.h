@@ -5,7 +5,8 @@
 
 #include "core/tensor.h"
 
-/* True when the tensor holds `dtype`: declared so, or as raw integers of its width. */
+/* True when the tensor holds `dtype`: declared so, or as raw bytes (uint8) or raw 16-bit integers.
+ * int8 is no carrier: codes of that type are those of another algorithm. */
 bool moq_holds(const moq_tensor *t, moq_dtype dtype);
 /* MOQ_OK for memory of `device` with a size that can be counted. */
 moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device device, moq_err *err);

@@ -334,7 +334,9 @@ static moq_status check_tensors(const moq_algo_facts *format, const moq_tensor *
                                 const moq_tensor *scale, const moq_tensor *scale_2,
                                 moq_dtype out_dtype, moq_err *err) {
     MOQ_TRY(check_presence(format, scale, scale_2, err));
-    MOQ_TRY(moq_check_dtype(weight, "weight", stored_dtype(format->codes), err));
+    if (format->codes != MOQ_STORED_E2M1 || weight->dtype != MOQ_DT_I8) /* packed, also as int8 */
+        MOQ_TRY(moq_check_holds(weight, "weight", stored_dtype(format->codes), err));
+    MOQ_TRY(moq_check_host(weight, "weight", err));
     if (weight->ndim != 2 && weight->ndim != 3)
         return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
     if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)

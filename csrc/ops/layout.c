@@ -113,8 +113,11 @@ moq_status moq_run_unswizzle(const moq_tensor *swizzled, const moq_tensor *expec
     return MOQ_OK;
 }
 
-static moq_status check_rows(const moq_tensor *t, const char *name, moq_err *err) {
+/* Codes of four bits, one or two to a byte: 8-bit floats are no such codes. */
+static moq_status check_fp4(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
     MOQ_TRY(check_bytes(t, name, err));
+    if (t->dtype != MOQ_DT_I8)
+        MOQ_TRY(moq_check_holds(t, name, dtype, err));
     if (t->ndim < 1)
         return moq_fail(err, MOQ_ERR_VALUE, "%s: expected at least one dimension, got none", name);
     return MOQ_OK;
@@ -122,7 +125,7 @@ static moq_status check_rows(const moq_tensor *t, const char *name, moq_err *err
 
 moq_status moq_describe_pack_fp4(const moq_tensor *codes, moq_tensor *expected, moq_err *err) {
     char shape[128];
-    MOQ_TRY(check_rows(codes, "codes", err));
+    MOQ_TRY(check_fp4(codes, "codes", MOQ_DT_U8, err));
     *expected = moq_describe(MOQ_DT_U8, codes->ndim, codes->shape);
     if (codes->shape[codes->ndim - 1] % 2 != 0)
         return moq_fail(err, MOQ_ERR_VALUE, "codes: expected an even last extent, got shape %s",
@@ -144,7 +147,7 @@ moq_status moq_run_pack_fp4(const moq_tensor *codes, void *stream, const moq_ten
 }
 
 moq_status moq_describe_unpack_fp4(const moq_tensor *packed, moq_tensor *expected, moq_err *err) {
-    MOQ_TRY(check_rows(packed, "packed", err));
+    MOQ_TRY(check_fp4(packed, "packed", MOQ_DT_E2M1X2, err));
     *expected = moq_describe(MOQ_DT_U8, packed->ndim, packed->shape);
     expected->shape[packed->ndim - 1] *= 2;
     moq_tensor_set_contiguous(expected);

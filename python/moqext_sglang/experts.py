@@ -132,9 +132,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         """A stack, with SGLang's word for what its scales are of, and its mark."""
         spec = self.method.checkpoint_params[role]
         single = spec.dtype == "float32" and len(spec.shape) < 3 and self._is_single(role)
-        halves = (
-            2 if self.about.gated and role.startswith("w13") and not role.endswith("pre_quant_scale") else 1
-        )
+        halves = 2 if self.about.gated and role.startswith("w13") else 1
         slots = torch.zeros(spec.shape[0], halves, dtype=torch.float32, device="cpu").squeeze(-1)
         mark: Any = torch.nn.Parameter(slots, requires_grad=False)
         mark.quant_method = "tensor"

@@ -211,3 +211,13 @@ def test_routings(rng: Any, experts: int, top_k: int, tokens: int) -> None:
     assert np.bincount(few.ravel(), minlength=experts).max() >= 32
     assert 0 <= few.min() <= few.max() < experts
     np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG | {"architectures": ["GptOssForCausalLM"]}])
+def test_experts_whose_gates_are_gone_fail(rng: Any, tmp_path: Path, capsys: Any, config: Any) -> None:
+    tensors = single_experts(random_stacks(rng, "NVFP4", E, H, W), "NVFP4")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".gate_proj." not in name}
+    status, result = verify(capsys, write_checkpoint(tmp_path, tensors, "NVFP4", **config))
+    assert status == 1
+    assert rows_of(result) == [(CONTAINER, "experts", "failed")]
+    assert "no expert has a gate" in result["rows"][0]["message"]
