@@ -271,12 +271,19 @@ class PreparedModule(torch.nn.Module):
     def _checked_codes(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         """Codes, or block scales of one byte: the shape has to be right, and bytes may be typed uint8."""
         spec = self._specs[role]
-        dtype = NAMED[spec.dtype]
         if tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in (dtype, torch.uint8):
-            raise TypeError(f"{role}: expected {dtype} or its bytes as uint8, got {tensor.dtype}")
-        return tensor.view(dtype)
+        self._refuse_dtype(role, tensor)
+        return tensor.view(NAMED[spec.dtype])
+
+    def _refuse_dtype(self, role: str, tensor: torch.Tensor) -> None:
+        """Raises TypeError where a tensor of a checkpoint has another dtype than its role."""
+        spec = self._specs.get(role)
+        if spec is None or spec.dtype == "float32":
+            if tensor.dtype not in DTYPES:
+                raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        elif tensor.dtype not in (NAMED[spec.dtype], torch.uint8):
+            raise TypeError(f"{role}: expected {NAMED[spec.dtype]} or its bytes as uint8, got {tensor.dtype}")
 
     # ------------------------------------------------------------------------------ what torch does with it
 

@@ -280,16 +280,14 @@ class QuantLinear(PreparedModule):
         if role == "bias":
             if tuple(tensor.shape) != (self.out_features,):
                 raise ValueError(f"bias: expected shape [{self.out_features}], got {list(tensor.shape)}")
-            if tensor.dtype not in DTYPES:
-                raise TypeError(f"bias: expected bfloat16, float16 or float32, got {tensor.dtype}")
+            self._refuse_dtype(role, tensor)
             return tensor
         spec = self._specs[role]
         if spec.dtype != "float32":
             return self._checked_codes(role, tensor)
         if tensor.numel() not in (1, prod(spec.shape)):  # a scalar serves all partitions; ranks differ
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        self._refuse_dtype(role, tensor)
         return tensor.float()
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ from moqext.spelling import Compute
 from moqext_torch.exchange import NAMED, as_torch
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_torch.op import NO_GRADIENT, is_plain_call
-from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier
+from moqext_torch.prepared import PreparedModule, as_carrier
 
 
 class QuantMoE(PreparedModule):
@@ -308,8 +308,7 @@ class QuantMoE(PreparedModule):
             return self._checked_codes(role, tensor)
         if tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        self._refuse_dtype(role, tensor)
         return tensor if role.endswith("_bias") else tensor.float()
 
     def extra_repr(self) -> str:
