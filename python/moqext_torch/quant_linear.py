@@ -174,7 +174,7 @@ class QuantLinear(PreparedModule):
         Under `torch.autocast` x may have another floating dtype, and the result has that of autocast.
 
         Raises:
-            RuntimeError: a gradient of x is asked for, or the layer is traced before it was prepared.
+            RuntimeError: a gradient is asked for, or the layer is traced before it was prepared.
             ValueError, TypeError: x has another shape or dtype.
         """
         kind = x.device.type
@@ -189,8 +189,8 @@ class QuantLinear(PreparedModule):
             self.prepare()
         if not is_plain_call(x):
             return self._dispatch(x)
-        method, prepared, bias = self._call
-        if x.requires_grad or (bias is not None and bias.requires_grad):
+        method, prepared, bias, weight = self._call
+        if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_GRADIENT)
             x = x.detach()
@@ -257,7 +257,7 @@ class QuantLinear(PreparedModule):
         fits = self.bias is None or self.bias.dtype in (self.dtype, torch.float32)
         self._put("prepared_bias", None if fits else self.bias.detach().float())
         bias = self.bias if self.prepared_bias is None else self.prepared_bias
-        self._call = (self.method, self._prepared, bias)
+        self._call = (self.method, self._prepared, bias, self._codes)
 
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         if self._specs["weight_scale"].dtype == "float32":

@@ -228,11 +228,12 @@ class QuantMoE(PreparedModule):
             self.prepare()
         if not (is_plain_call(x) and is_plain_call(topk_weights) and is_plain_call(topk_ids)):
             return self._dispatch(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
-        if x.requires_grad or topk_weights.requires_grad:
+        method, w13, w2 = self._call
+        if x.requires_grad or topk_weights.requires_grad or w13.requires_grad or w2.requires_grad:
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_GRADIENT)
             x, topk_weights = x.detach(), topk_weights.detach()
-        return self._call(
+        return method(
             x,
             self._prepared,
             topk_weights,
@@ -271,7 +272,7 @@ class QuantMoE(PreparedModule):
 
     def _gather(self) -> None:
         super()._gather()
-        self._call = self.method
+        self._call = (self.method, self.w13_weight, self.w2_weight)
 
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         for stack in ("w13", "w2"):
