@@ -130,7 +130,7 @@ def test_tensors_without_dense_memory_are_refused(rng, kind):
         "nested": lambda: torch.nested.nested_tensor([x, x]),
         "jagged": lambda: torch.nested.nested_tensor([x, x], layout=torch.jagged),
     }[kind]()
-    with pytest.raises(TypeError, match="^x: expected a dense tensor in memory, got one that is") as caught:
+    with pytest.raises(TypeError, match=r"^x: expected a dense tensor in memory, got one that is") as caught:
         layer(given)
     assert len(str(caught.value)) < 100
 
