@@ -14,7 +14,16 @@ from moqext.naming import INTERLEAVED_ARCHITECTURES
 _TEXT_MODELS = ("text_config", "language_config", "llm_config", "thinker_config")
 _ACTIVATIONS = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
 """An architecture with two activations has that of its experts under the more special name."""
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+)
+"""Settings that say how many experts a token has."""
+
 _SPELLINGS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -64,7 +73,7 @@ def read_expert_config(config: Mapping[str, Any], architectures: Sequence[str], 
         layer: name of the container of experts, which has the number of the layer in it.
     """
     settings = _text_model(config)
-    top_k = _count(_first(settings, _TOP_K, layer))
+    top_k = read_top_k(settings, layer)
     spelled = _first(settings, _ACTIVATIONS, layer)
     alpha, limit = (_number(_of_layer(settings.get(f"swiglu_{name}"), layer)) for name in ("alpha", "limit"))
     limit = limit if limit and limit > 0 else None
@@ -83,6 +92,16 @@ def read_expert_config(config: Mapping[str, Any], architectures: Sequence[str], 
     if unknown:
         return ExpertConfig(None, None, None, None, None, unknown)
     return ExpertConfig(activation, alpha if activation == "swigluoai" else None, None, limit, top_k, "")
+
+
+def read_top_k(settings: Mapping[str, Any], layer: str) -> int | None:
+    """How many experts a token of a layer has, None where the settings do not say.
+
+    Args:
+        settings: of the text model, by any of `TOP_K_NAMES`.
+        layer: as for `read_expert_config`.
+    """
+    return _count(_first(settings, TOP_K_NAMES, layer))
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -315,7 +315,7 @@ class MoEMethod(PlannedMethod):
 
         Raises:
             ValueError, TypeError, BufferError: An argument does not fit; nothing was written.
-            RuntimeError: x asks for a gradient, which this operation does not have.
+            RuntimeError: x or topk_weights ask for a gradient, which this operation does not have.
         """
         return self._plan.run(  # type: ignore[no-any-return]
             x,

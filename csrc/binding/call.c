@@ -27,11 +27,10 @@ void moq_call_release(moq_call *call) {
 
 /* ---- inputs ---- */
 
-/* Results carry no history, so a tensor that wants one must not be taken without notice. */
-static int refuse_gradient(moq_state *state, PyObject *x) {
-    if (PyArray_CheckExact(x))
+int moq_refuse_gradient(moq_state *state, PyObject *object, const char *name) {
+    if (PyArray_CheckExact(object))
         return 0;
-    PyObject *wants = PyObject_GetAttr(x, state->keyword[KW_requires_grad]);
+    PyObject *wants = PyObject_GetAttr(object, state->keyword[KW_requires_grad]);
     if (!wants) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError))
             return -1;
@@ -41,8 +40,8 @@ static int refuse_gradient(moq_state *state, PyObject *x) {
     int truth = PyObject_IsTrue(wants);
     Py_DECREF(wants);
     if (truth > 0)
-        PyErr_SetString(PyExc_RuntimeError,
-                        "x: expected a tensor that needs no gradient; pass x.detach()");
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s: expected a tensor that needs no gradient; pass %s.detach()", name, name);
     return truth == 0 ? 0 : -1;
 }
 
@@ -86,7 +85,8 @@ static int refuse_x_dtype(const moq_layer *layer, const moq_arg *x) {
 int moq_call_take_x(moq_call *call, PyObject *object) {
     const moq_layer *layer = &call->plan->layer;
     moq_arg *x = &call->in[0];
-    if (refuse_gradient(call->state, object) < 0 || moq_arg_take(call->state, object, "x", x) < 0)
+    if (moq_refuse_gradient(call->state, object, "x") < 0 ||
+        moq_arg_take(call->state, object, "x", x) < 0)
         return -1;
     call->count = 1;
     if (refuse_x_dtype(layer, x) < 0 || moq_arg_reinterpret(x, layer->x_dtype) < 0)

@@ -40,7 +40,9 @@ void moq_call_open(moq_call *call, moq_state *state, const moq_plan *plan, PyObj
 /* Releases the tensors that were taken to be read. */
 void moq_call_release(moq_call *call);
 
-/* x, of the layer's dtype, on its device, that needs no gradient: results carry no history. */
+/* Results carry no history, so a tensor that wants one must not be taken without notice. */
+int moq_refuse_gradient(moq_state *state, PyObject *object, const char *name);
+/* x, of the layer's dtype, on its device, that needs no gradient. */
 int moq_call_take_x(moq_call *call, PyObject *object);
 /* The prepared parameters of a mapping; None is as good as no entry, and an entry that the layer
  * does not know is refused, since results without it would be others. */

@@ -259,9 +259,55 @@ void moq_managed_release(DLManagedTensorVersioned *managed) {
     PyErr_Restore(type, value, traceback);
 }
 
-static int exchange_failed(const char *name) {
+/* Whether an object has an attribute that is true; an exception of it is none of ours. */
+static bool has_true(PyObject *object, const char *attribute) {
+    PyObject *value = PyObject_GetAttrString(object, attribute);
+    int truth = value ? PyObject_IsTrue(value) : 0;
+    Py_XDECREF(value);
+    PyErr_Clear();
+    return truth > 0;
+}
+
+/* What a tensor of torch is that has no dense memory: a new reference, NULL where it has. */
+static PyObject *kind_without_memory(PyObject *object) {
+    static const char *const KINDS[] = {"is_meta", "is_nested", "is_quantized"};
+    for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {
+        if (has_true(object, KINDS[i]))
+            return PyUnicode_FromString(KINDS[i] + strlen("is_"));
+    }
+    PyObject *layout = PyObject_GetAttrString(object, "layout");
+    PyObject *text = layout ? PyObject_Str(layout) : NULL;
+    Py_XDECREF(layout);
+    if (text && PyUnicode_CompareWithASCIIString(text, "torch.strided") == 0)
+        Py_CLEAR(text);
+    return text;
+}
+
+/* Takes the place of an error that torch raises with a page of its frames. */
+static bool refuse_kind(PyObject *object, const char *name) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return false;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *kind = kind_without_memory(object);
+    PyErr_Clear();
+    if (!kind) {
+        PyErr_Restore(type, value, traceback);
+        return false;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    PyErr_Format(PyExc_TypeError, "%s: expected a dense tensor in memory, got one that is %U", name,
+                 kind);
+    Py_DECREF(kind);
+    return true;
+}
+
+static int exchange_failed(PyObject *object, const char *name) {
     if (PyErr_Occurred()) {
-        moq_note_argument(name);
+        if (!refuse_kind(object, name))
+            moq_note_argument(name);
     } else {
         PyErr_Format(PyExc_BufferError, "%s: its DLPack exchange API failed without saying why",
                      name);
@@ -274,13 +320,13 @@ int moq_exchange_take(const DLPackExchangeAPI *api, PyObject *object, const char
     if (api->dltensor_from_py_object_no_sync && !output) {
         DLTensor tensor = {0};
         if (api->dltensor_from_py_object_no_sync(object, &tensor) != 0)
-            return exchange_failed(name);
+            return exchange_failed(object, name);
         if (moq_dltensor_view(&tensor, 0, name, &out->view) < 0)
             return -1;
     } else {
         DLManagedTensorVersioned *managed = NULL;
         if (api->managed_tensor_from_py_object_no_sync(object, &managed) != 0 || !managed)
-            return exchange_failed(name);
+            return exchange_failed(object, name);
         if (view_versioned(managed, name, output, &out->view) < 0) {
             moq_managed_release(managed);
             return -1;

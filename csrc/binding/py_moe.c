@@ -186,7 +186,8 @@ static int take_routing(moq_call *call, PyObject **v, moq_moe_inputs *inputs) {
                      moq_arg_absent(v[WEIGHTS]) ? "topk_weights" : "topk_ids");
         return -1;
     }
-    if (moq_call_take_other(call, v[WEIGHTS], "topk_weights", &inputs->weights) < 0 ||
+    if (moq_refuse_gradient(call->state, v[WEIGHTS], "topk_weights") < 0 ||
+        moq_call_take_other(call, v[WEIGHTS], "topk_weights", &inputs->weights) < 0 ||
         moq_call_take_other(call, v[IDS], "topk_ids", &inputs->ids) < 0 ||
         moq_call_take_other(call, v[MAP], "expert_map", &inputs->expert_map) < 0)
         return -1;

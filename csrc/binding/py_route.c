@@ -1,5 +1,6 @@
 /* `_C.route`: router logits to experts and weights. */
 #include "binding/args.h"
+#include "binding/call.h"
 #include "binding/long_call.h"
 #include "binding/py_tensor.h"
 #include "binding/stream.h"
@@ -156,7 +157,8 @@ static PyObject *route(PyObject *module, PyObject *const *args, Py_ssize_t nargs
         take_options(state, v, &asked) < 0)
         return NULL;
     bool biased = !moq_arg_absent(v[BIAS]);
-    if (take_floats(state, v[LOGITS], "router_logits", &logits) == 0 &&
+    if (moq_refuse_gradient(state, v[LOGITS], "router_logits") == 0 &&
+        take_floats(state, v[LOGITS], "router_logits", &logits) == 0 &&
         (!biased || take_floats(state, v[BIAS], "correction_bias", &bias) == 0) &&
         moq_arg_take_optional(state, v[PADDING], "padding", &padding, &padded) == 0) {
         asked.logits = logits.view;

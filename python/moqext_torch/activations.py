@@ -4,13 +4,10 @@ The functions here are those of `moqext.ops` in torch's way: operations for torc
 torch.export, and in eager mode calls around the dispatcher, as `QuantLinear` does.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from moqext import ops
-from moqext_torch.op import NO_GRADIENT, is_plain_call, wants_gradient
+from moqext_torch.op import NO_GRADIENT, is_plain_call, register_autograd
 
 torch.library.define(
     "moqext::rms_norm",
@@ -183,18 +180,5 @@ def _shape_of_rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     return x.new_empty(x.shape)
 
 
-def _without_gradient(overload: Any) -> Callable[..., Any]:
-    """What autograd calls: it refuses gradients, which the operation has none of."""
-
-    def run(*args: Any) -> Any:
-        if wants_gradient(*args):
-            raise RuntimeError(NO_GRADIENT)
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args)
-
-    return run
-
-
 for _name in ("rms_norm", "add_rms_norm", "silu_and_mul", "silu_and_mul_quantize", "rotary_embedding"):
-    _overload = getattr(torch.ops.moqext, _name).default
-    torch.library.impl(f"moqext::{_name}", "Autograd")(_without_gradient(_overload))
+    register_autograd(_name)

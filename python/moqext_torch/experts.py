@@ -10,19 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, LayerRecord, UnsupportedQuantization
+from moqext.expert_config import TOP_K_NAMES, read_expert_config, read_top_k
+from moqext_torch.gates import Gate, find_activation, find_gate
 from moqext_torch.quant_moe import QuantMoE, refuse_unfit_experts, stored_roles
 
-_ACTIVATIONS = {  # classes of modules that compute one
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "ReLUSquaredActivation": "relu2",
-}
-_INTERFACE = "transformers.integrations.moe"
-"""Where the gate of experts that have none of their own is defined: act(gate) * up."""
+_ALIKE = ("LongcatFlashExperts", "Step3p7Experts")
+"""Modules without the interface of Transformers that are called as it is."""
 
 
 class QuantExperts(torch.nn.Module):
@@ -30,11 +23,19 @@ class QuantExperts(torch.nn.Module):
 
     Args:
         moe: the experts.
+        replaced: the module in whose place it is put. Its tensors stay attributes by name, on the meta device
+            and marked as loaded: initializers of models ask for them.
     """
 
-    def __init__(self, moe: QuantMoE) -> None:
+    def __init__(self, moe: QuantMoE, replaced: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.moe = moe
+        tensors = {} if replaced is None else {**replaced._parameters, **replaced._buffers}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                stand_in = torch.empty_like(tensor, device="meta")
+                stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+                setattr(self, name, stand_in)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -47,6 +48,18 @@ class QuantExperts(torch.nn.Module):
             top_k_weights: floats [tokens, top_k].
         """
         return self.moe(hidden_states, top_k_weights.float(), top_k_index)
+
+
+class QuantExpertsOrIdentity(QuantExperts):
+    """Experts of LongCat-Flash: those behind the last that has weights give back what they are given."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As `QuantExperts`, where an index behind all experts is the identity."""
+        routed = super().forward(hidden_states, top_k_index, top_k_weights)
+        kept = top_k_weights * (top_k_index >= self.moe.description.num_experts)
+        return routed + (hidden_states * kept.sum(-1, keepdim=True)).to(routed.dtype)
 
 
 class InputWeightedExperts(torch.nn.Module):
@@ -102,7 +115,9 @@ class ExpertsPlace(NamedTuple):
 
     def install(self, model: torch.nn.Module, moe: QuantMoE) -> torch.nn.Module:
         """Puts quantized experts in the place; returns the model, or what is in its place."""
-        experts = QuantExperts(moe)
+        replaced = model.get_submodule(self.name)
+        has_identities = bool(getattr(replaced, "zero_expert_num", 0))
+        experts = (QuantExpertsOrIdentity if has_identities else QuantExperts)(moe, replaced)
         parent = self.name.rpartition(".")[0]
         put: torch.nn.Module = experts
         where = self.name
@@ -146,12 +161,15 @@ def find_experts(
         if record.kind != "moe" or module is None or apart:
             continue
         refuse_unfit_experts(checkpoint, record)
-        found[name] = _place(name, record, module, by_name.get(name.rpartition(".")[0]) if name else None)
+        parent = by_name.get(name.rpartition(".")[0]) if name else None
+        found[name] = _place(checkpoint, name, record, module, parent)
         wrong += _misfits(record, module)
     return found, wrong
 
 
-def _place(name: str, record: LayerRecord, module: Any, parent: torch.nn.Module | None) -> ExpertsPlace:
+def _place(
+    checkpoint: Checkpoint, name: str, record: LayerRecord, module: Any, parent: torch.nn.Module | None
+) -> ExpertsPlace:
     """How a module of experts works.
 
     Raises:
@@ -159,44 +177,61 @@ def _place(name: str, record: LayerRecord, module: Any, parent: torch.nn.Module 
     """
     kind = type(module).__name__
     weights_on_input = kind == "Llama4TextExperts" and type(parent).__name__ == "Llama4TextMoe"
-    if kind == "GptOssExperts":
-        options = {"activation": "swigluoai", "alpha": module.alpha, "limit": module.limit}
-    elif weights_on_input or _has_the_usual_gate(module):
-        act_fn = type(module.act_fn).__name__
-        if act_fn not in _ACTIVATIONS:
-            raise UnsupportedQuantization(f"{record.name}: no experts with the activation {act_fn}")
-        options = {"activation": _ACTIVATIONS[act_fn]}
-    else:
+    if not (weights_on_input or _is_called_as_usual(module)):
         raise UnsupportedQuantization(
             f"{record.name}: {record.shape[0]} experts ({record.quant_algo}), and {kind} in the model is no "
             "module of experts that moqext knows how to call"
         )
+    gate = _gate_of(record, module)
+    options = dict(gate.options)
     together = any(projection.role == "gate_up" for projection in record.projections)
-    takes_turns = kind == "GptOssExperts" or not getattr(module, "is_concatenated", True)
-    options["interleaved"] = together and takes_turns  # what the record has is a guess by architectures
-    options["top_k"] = 1 if weights_on_input else _top_k(record, module, parent)
+    options["interleaved"] = together and gate.interleaved  # what the record has is a guess by architectures
+    options["top_k"] = 1 if weights_on_input else _top_k(checkpoint, record, module, parent)
     return ExpertsPlace(name, record, options, weights_on_input, module.down_proj)
 
 
-def _has_the_usual_gate(module: Any) -> bool:
-    """Whether the module's class has the interface for experts, and no gate or norm of its own in it."""
-    gate = getattr(type(module), "_apply_gate", None)
-    return (
-        hasattr(module, "has_gate")
-        and hasattr(module, "act_fn")
-        and getattr(gate, "__module__", None) == _INTERFACE
-        and not getattr(module, "has_post_expert_norm", False)
-    )
+def _is_called_as_usual(module: Any) -> bool:
+    """Whether the module's class has the interface for experts, and no norm of its own in it."""
+    usual = hasattr(module, "has_gate") or type(module).__name__ in _ALIKE
+    return usual and not getattr(module, "has_post_expert_norm", False)
 
 
-def _top_k(record: LayerRecord, module: Any, parent: torch.nn.Module | None) -> int:
-    """Experts of a token, where configurations and blocks say it."""
-    for holder, name in ((getattr(module, "config", None), "num_experts_per_tok"), (parent, "top_k")):
-        if isinstance(top_k := getattr(holder, name, None), int):
-            return top_k
-    raise UnsupportedQuantization(
-        f"{record.name}: neither the configuration nor the model says how many experts a token has"
-    )
+def _gate_of(record: LayerRecord, module: Any) -> Gate:
+    """What the module computes between its two products.
+
+    Raises:
+        UnsupportedQuantization: it is none of what `QuantMoE` has.
+    """
+    function = getattr(module, "act_fn", None)
+    if getattr(module, "has_gate", True) and hasattr(module, "_apply_gate"):
+        found = find_gate(module)
+    else:
+        activation = find_activation(function)
+        found = None if activation is None else Gate({"activation": activation}, False)
+    if found is None:
+        name = getattr(function, "__name__", type(function).__name__)
+        what = f"the activation {name}" if function is not None else f"the gate of {type(module).__name__}"
+        raise UnsupportedQuantization(f"{record.name}: no experts with {what}")
+    return found
+
+
+def _top_k(checkpoint: Checkpoint, record: LayerRecord, module: Any, parent: torch.nn.Module | None) -> int:
+    """Experts of a token, as the model's configuration, the block or the checkpoint's says.
+
+    Raises:
+        UnsupportedQuantization: none of them does.
+    """
+    config = getattr(module, "config", None)
+    told = {name: getattr(config, name, None) for name in TOP_K_NAMES}
+    top_k = read_top_k(told, record.name) or getattr(parent, "top_k", None)
+    if not isinstance(top_k, int):
+        said = read_expert_config(checkpoint.model_config, checkpoint.architectures, record.name)
+        top_k = said.top_k
+    if top_k is None:
+        raise UnsupportedQuantization(
+            f"{record.name}: neither the configuration nor the model says how many experts a token has"
+        )
+    return top_k
 
 
 def _misfits(record: LayerRecord, module: Any) -> Iterator[str]:

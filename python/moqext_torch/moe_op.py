@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import MoEMethod
-from moqext_torch.op import NO_GRADIENT, wants_gradient
+from moqext_torch.op import register_autograd
 
 _KINDS = ("weight_scale", "output_scale", "fold_scale", "input_scale", "pre_quant_scale", "bias")
 CODES = ("w13_weight", "w2_weight")
@@ -90,9 +90,4 @@ def _shape(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.impl("moqext::moe", "Autograd")
-def _without_gradient(*args: Any) -> torch.Tensor:
-    if wants_gradient(*args):
-        raise RuntimeError(NO_GRADIENT)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moqext.moe.default(*args)
+register_autograd("moe")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moqext import ops
-from moqext_torch.op import NO_GRADIENT, run_linear, wants_gradient
+from moqext_torch.op import register_autograd, run_linear
 
 FEW_TOKENS = 4
 """Up to so many are quantized by the linear's own kernel; with more it takes 1 to 2 us longer than with codes
@@ -84,12 +84,7 @@ def _shapes(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty((*x.shape[:-1], sum(out_partitions))), x.new_empty(x.shape)
 
 
-@torch.library.impl("moqext::add_rms_norm_linear", "Autograd")
-def _without_gradient(*args: Any) -> Any:
-    if wants_gradient(*args):
-        raise RuntimeError(NO_GRADIENT)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moqext.add_rms_norm_linear.default(*args)
+register_autograd("add_rms_norm_linear")
 
 
 def join_norms(graph: torch.fx.Graph) -> int:

@@ -22,6 +22,38 @@ NO_GRADIENT = (
     "x.detach()"
 )
 
+
+def wants_gradient(*args: Any) -> bool:
+    """Whether a gradient of a result would be asked for, backward or forward (`torch.func.jvp`)."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+
+
+def register_autograd(name: str) -> None:
+    """Has an operation refuse gradients, which it has none of, and tensors without dense memory.
+
+    Args:
+        name: of an operation of moqext that is defined.
+    """
+    overload = getattr(torch.ops.moqext, name).default
+
+    def run(*args: Any) -> Any:
+        if wants_gradient(*args):
+            raise RuntimeError(NO_GRADIENT)
+        for argument, given in zip(overload._schema.arguments, args, strict=False):
+            if isinstance(given, torch.Tensor) and (given.is_nested or given.layout != torch.strided):
+                kind = "nested" if given.is_nested else given.layout
+                raise TypeError(f"{argument.name}: expected a dense tensor in memory, got one that is {kind}")
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    torch.library.impl(f"moqext::{name}", "Autograd")(run)
+
+
 torch.library.define(
     "moqext::linear",
     "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
@@ -108,23 +140,7 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], sum(out_partitions)), dtype=out_dtype or x.dtype)
 
 
-@torch.library.impl("moqext::linear", "Autograd")
-def _without_gradient(*args: Any) -> torch.Tensor:
-    if wants_gradient(*args):
-        raise RuntimeError(NO_GRADIENT)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moqext.linear.default(*args)
-
-
-def wants_gradient(*args: Any) -> bool:
-    """Whether a gradient of a result would be asked for, backward or forward (`torch.func.jvp`)."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
-
+register_autograd("linear")
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack

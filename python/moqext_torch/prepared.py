@@ -13,6 +13,7 @@ import torch
 
 from moqext import ParamSpec
 from moqext_torch.exchange import NAMED
+from moqext_torch.sharing import HOLDERS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -107,6 +108,7 @@ class PreparedModule(torch.nn.Module):
     def _prepare(self, given: Mapping[str, torch.Tensor]) -> None:
         """Takes checked tensors of a checkpoint and prepares them; in place where the layer is prepared.
 
+        Memory that another module has, too, is left to that one.
         Nothing of the layer changes before all of them are prepared.
         """
         method = self._method_for(given)
@@ -116,6 +118,7 @@ class PreparedModule(torch.nn.Module):
             if spec.required or given.get(role) is not None
         }
         in_place = roles == self._prepared.keys() and method is self.method
+        in_place = in_place and not any(HOLDERS.is_shared(self, held) for held in self._prepared.values())
         out = self._prepared if in_place else self._room(method, roles, given)
         prepared = method.prepare(self._arguments(given), out)
         self._method = method
@@ -138,6 +141,8 @@ class PreparedModule(torch.nn.Module):
             spec = method.prepared_params[role]
             if role in given and method.keeps(role):
                 room[role] = given[role].contiguous()
+                if self.is_prepared and HOLDERS.is_shared(self, room[role]):
+                    room[role] = room[role].clone()
             else:
                 device = given[self.CODES[0]].device
                 room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=device)
@@ -155,6 +160,7 @@ class PreparedModule(torch.nn.Module):
 
     def _gather(self) -> None:
         """Finds the prepared tensors by role, wherever they stand, for calls that torch does not see."""
+        HOLDERS.note(self)
         found = ((role, self._prepared_tensor(role)) for role in self.ROLES)
         self._prepared = {role: tensor.detach() for role, tensor in found if tensor is not None}
 
@@ -177,15 +183,17 @@ class PreparedModule(torch.nn.Module):
     def _put(self, name: str, tensor: torch.Tensor | None) -> None:
         """Makes a tensor this module's.
 
-        One of that shape and dtype is overwritten in place, for graphs and references that hold it. None is
-        no buffer, which torch.export would miscount.
+        One of that shape and dtype is overwritten in place, for graphs and references that hold it, unless
+        another module has it, too. None is no buffer, which torch.export would miscount.
         """
         held = self._held(name)
         if tensor is not None and held is not None and _alike(held, tensor):
-            held.requires_grad_(False)
-            if held.data_ptr() != tensor.data_ptr():
-                held.copy_(tensor)
-            return
+            is_there = held.data_ptr() == tensor.data_ptr()
+            if is_there or not HOLDERS.is_shared(self, held):
+                held.requires_grad_(False)
+                if not is_there:
+                    held.copy_(tensor)
+                return
         if name in self._parameters or name in self._buffers or name in self.__dict__:
             delattr(self, name)
         if tensor is None:
@@ -253,6 +261,7 @@ class PreparedModule(torch.nn.Module):
             self._put(f"prepared_{role}", None)
         for role in roles:
             self._put(role, tensors.get(role))
+        HOLDERS.note(self)
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the dtypes of this module.
@@ -271,12 +280,19 @@ class PreparedModule(torch.nn.Module):
     def _checked_codes(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         """Codes, or block scales of one byte: the shape has to be right, and bytes may be typed uint8."""
         spec = self._specs[role]
-        dtype = NAMED[spec.dtype]
         if tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in (dtype, torch.uint8):
-            raise TypeError(f"{role}: expected {dtype} or its bytes as uint8, got {tensor.dtype}")
-        return tensor.view(dtype)
+        self._refuse_dtype(role, tensor)
+        return tensor.view(NAMED[spec.dtype])
+
+    def _refuse_dtype(self, role: str, tensor: torch.Tensor) -> None:
+        """Raises TypeError where a tensor of a checkpoint has another dtype than its role."""
+        spec = self._specs.get(role)
+        if spec is None or spec.dtype == "float32":
+            if tensor.dtype not in DTYPES:
+                raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        elif tensor.dtype not in (NAMED[spec.dtype], torch.uint8):
+            raise TypeError(f"{role}: expected {NAMED[spec.dtype]} or its bytes as uint8, got {tensor.dtype}")
 
     # ------------------------------------------------------------------------------ what torch does with it
 
@@ -340,6 +356,7 @@ class PreparedModule(torch.nn.Module):
         if self.is_prepared and like.device == self._codes.device and like.dtype == self.dtype:
             for tensor in (*self._stored_as_they_are().values(), *self._prepared.values()):
                 fn(as_carrier(tensor))  # in place, as share_memory() is
+            HOLDERS.note(self)
             return self
         self._refuse_move(like)
         tensors = {role: fn(as_carrier(t)).view(t.dtype) for role, t in self.stored_tensors().items()}
@@ -367,6 +384,7 @@ class PreparedModule(torch.nn.Module):
             store[name] = (
                 torch.nn.Parameter(tensor, requires_grad=False) if store is self._parameters else tensor
             )
+        HOLDERS.note(self)
         if self.is_prepared:
             self._gather()
 

@@ -174,7 +174,7 @@ class QuantLinear(PreparedModule):
         Under `torch.autocast` x may have another floating dtype, and the result has that of autocast.
 
         Raises:
-            RuntimeError: a gradient of x is asked for, or the layer is traced before it was prepared.
+            RuntimeError: a gradient is asked for, or the layer is traced before it was prepared.
             ValueError, TypeError: x has another shape or dtype.
         """
         kind = x.device.type
@@ -189,8 +189,8 @@ class QuantLinear(PreparedModule):
             self.prepare()
         if not is_plain_call(x):
             return self._dispatch(x)
-        method, prepared, bias = self._call
-        if x.requires_grad or (bias is not None and bias.requires_grad):
+        method, prepared, bias, weight = self._call
+        if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_GRADIENT)
             x = x.detach()
@@ -257,7 +257,7 @@ class QuantLinear(PreparedModule):
         fits = self.bias is None or self.bias.dtype in (self.dtype, torch.float32)
         self._put("prepared_bias", None if fits else self.bias.detach().float())
         bias = self.bias if self.prepared_bias is None else self.prepared_bias
-        self._call = (self.method, self._prepared, bias)
+        self._call = (self.method, self._prepared, bias, self._codes)
 
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         if self._specs["weight_scale"].dtype == "float32":
@@ -280,16 +280,14 @@ class QuantLinear(PreparedModule):
         if role == "bias":
             if tuple(tensor.shape) != (self.out_features,):
                 raise ValueError(f"bias: expected shape [{self.out_features}], got {list(tensor.shape)}")
-            if tensor.dtype not in DTYPES:
-                raise TypeError(f"bias: expected bfloat16, float16 or float32, got {tensor.dtype}")
+            self._refuse_dtype(role, tensor)
             return tensor
         spec = self._specs[role]
         if spec.dtype != "float32":
             return self._checked_codes(role, tensor)
         if tensor.numel() not in (1, prod(spec.shape)):  # a scalar serves all partitions; ranks differ
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        self._refuse_dtype(role, tensor)
         return tensor.float()
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ from moqext.spelling import Compute
 from moqext_torch.exchange import NAMED, as_torch
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_torch.op import NO_GRADIENT, is_plain_call
-from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier
+from moqext_torch.prepared import PreparedModule, as_carrier
 
 
 class QuantMoE(PreparedModule):
@@ -228,11 +228,12 @@ class QuantMoE(PreparedModule):
             self.prepare()
         if not (is_plain_call(x) and is_plain_call(topk_weights) and is_plain_call(topk_ids)):
             return self._dispatch(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
-        if x.requires_grad or topk_weights.requires_grad:
+        method, w13, w2 = self._call
+        if x.requires_grad or topk_weights.requires_grad or w13.requires_grad or w2.requires_grad:
             if torch.is_grad_enabled():
                 raise RuntimeError(NO_GRADIENT)
             x, topk_weights = x.detach(), topk_weights.detach()
-        return self._call(
+        return method(
             x,
             self._prepared,
             topk_weights,
@@ -271,7 +272,7 @@ class QuantMoE(PreparedModule):
 
     def _gather(self) -> None:
         super()._gather()
-        self._call = self.method
+        self._call = (self.method, self.w13_weight, self.w2_weight)
 
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         for stack in ("w13", "w2"):
@@ -308,8 +309,7 @@ class QuantMoE(PreparedModule):
             return self._checked_codes(role, tensor)
         if tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
+        self._refuse_dtype(role, tensor)
         return tensor if role.endswith("_bias") else tensor.float()
 
     def extra_repr(self) -> str:

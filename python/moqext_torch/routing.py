@@ -6,7 +6,7 @@ import torch
 
 from moqext import ops
 from moqext.ops import Scoring
-from moqext_torch.op import NO_GRADIENT, is_plain_call, wants_gradient
+from moqext_torch.op import is_plain_call, register_autograd, wants_gradient
 
 torch.library.define(
     "moqext::route",
@@ -80,9 +80,4 @@ def _shapes(router_logits: torch.Tensor, top_k: int, *options: Any) -> tuple[tor
     )
 
 
-@torch.library.impl("moqext::route", "Autograd")
-def _without_gradient(*args: Any) -> Any:
-    if wants_gradient(*args):
-        raise RuntimeError(NO_GRADIENT)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moqext.route.default(*args)
+register_autograd("route")

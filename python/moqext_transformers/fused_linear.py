@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from moqext_torch import QuantLinear
+from moqext_torch.prepared import as_carrier
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SHARED = "pre_quant_scale"
 """The tensor that belongs to the input, so that all parts have the same."""
 
@@ -73,6 +73,16 @@ class FusedLinear(QuantLinear):
         fused._take(fused._check(fused._joined(stored)))
         return fused.train(first.training)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `QuantLinear`, with what parts were given last."""
+        self.take_pending()
+        return super().forward(x)
+
+    def stored_tensors(self) -> dict[str, torch.Tensor]:
+        """As `QuantLinear`, with what parts were given last."""
+        self.take_pending()
+        return super().stored_tensors()
+
     def rows(self, index: int) -> slice:
         """Where the outputs of a part are."""
         begin = sum(self.out_partitions[:index])
@@ -90,25 +100,39 @@ class FusedLinear(QuantLinear):
         return found
 
     def take_part(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keeps new tensors of a part until `take_pending`: scales of all parts change at once."""
-        self._pending[index] = dict(tensors)
+        """Keeps new tensors of a part until `take_pending`: scales of all parts change at once.
+
+        Args:
+            index: of the part.
+            tensors: some of `part_shapes`; what is not given stays.
+
+        Raises:
+            ValueError: one has another shape.
+            TypeError: one has another dtype.
+        """
+        for role, tensor in tensors.items():
+            shape = self.part_shapes[index][role]
+            if tensor.numel() != shape.numel():
+                raise ValueError(f"{role}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            self._refuse_dtype(role, tensor)
+        if tensors:
+            self._pending[index] = self._pending.get(index, {}) | dict(tensors)
 
     def take_pending(self) -> None:
         """Takes the tensors of parts that were given, and prepares again, in place, if it was prepared.
 
         Raises:
             ValueError: `prepare` refuses them, or the parts' pre_quant_scale are not the same.
+            RuntimeError: some of a part are to stay, and the layer has them no more.
         """
         if not self._pending:
             return
         device = self.weight.device
         given, self._pending = self._pending, {}
-        parts = [
-            {role: tensor.to(device) for role, tensor in given[index].items()}
-            if index in given
-            else self.part_tensors(index)
-            for index in range(len(self.out_partitions))
-        ]
+        parts = []
+        for index, shapes in enumerate(self.part_shapes):
+            new = {role: tensor.detach().to(device) for role, tensor in given.get(index, {}).items()}
+            parts.append(new if new.keys() == shapes.keys() else self.part_tensors(index) | new)
         if SHARED in parts[0] and not _all_equal([part[SHARED] for part in parts]):
             raise ValueError(f"{SHARED}: linears fused along rows need the same")
         tensors = self._check(self._joined(parts))
@@ -124,9 +148,12 @@ class FusedLinear(QuantLinear):
             shaped = [
                 part[role].reshape(specs[role]) for part, specs in zip(parts, self.part_specs, strict=True)
             ]
-            carrier = _CARRIERS[first.element_size()]
-            rows = torch.cat([tensor.view(carrier) for tensor in shaped]).view(first.dtype)
-            found[role] = first if role == SHARED else rows
+            if role == SHARED:
+                found[role] = first
+            elif first.element_size() == 1:
+                found[role] = torch.cat([as_carrier(tensor) for tensor in shaped]).view(first.dtype)
+            else:
+                found[role] = torch.cat(shaped)
         return found
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -145,7 +172,7 @@ class FusedLinear(QuantLinear):
         """Takes what the parts, which stand before this module, were given."""
         try:
             self.take_pending()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
 
 
@@ -177,6 +204,14 @@ class Part(torch.nn.Module):
         y: torch.Tensor = self.fused(x)
         return y[..., self.fused.rows(self.index)]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and name in self.fused.part_shapes[self.index]:
+            raise AttributeError(
+                f"{name}: this linear is part of a fused one, whose tensors load_state_dict changes; a model "
+                "loaded with fuse=False has them here"
+            )
+        super().__setattr__(name, value)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads this part alone."""
         result = super().load_state_dict(*args, **kwargs)
@@ -201,18 +236,11 @@ class Part(torch.nn.Module):
         own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
         if strict:
             unexpected_keys += [key for role, key in own.items() if role not in shapes]
-        missing = [role for role in shapes if role not in own]
-        if missing:
-            missing_keys += [prefix + role for role in missing]
-            return
-        given = {role: state_dict[own[role]] for role in shapes}
-        wrong = [role for role, tensor in given.items() if tensor.numel() != shapes[role].numel()]
-        for role in wrong:
-            error_msgs.append(
-                f"{own[role]}: expected shape {list(shapes[role])}, got {list(given[role].shape)}"
-            )
-        if not wrong:
-            self.fused.take_part(self.index, given)
+        missing_keys += [prefix + role for role in shapes if role not in own]
+        try:
+            self.fused.take_part(self.index, {role: state_dict[own[role]] for role in shapes if role in own})
+        except (ValueError, TypeError) as error:
+            error_msgs.append(f"{prefix}{error}")
 
     def extra_repr(self) -> str:
         """What print(model) shows of the part."""

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moqext_torch import QuantLinear, rms_norm, rotary_embedding, silu_and_mul
-from moqext_transformers.fused_class import FUSED_DTYPES, Fused, text_of, turn_into
+from moqext_transformers.fused_class import FUSED_DTYPES, Fused, FusedCall, text_of, turn_into
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.routers import fuse_router
 from moqext_transformers.texts import digest, global_of
@@ -23,7 +23,8 @@ def fuse(model: torch.nn.Module) -> dict[str, int]:
     """Fuses what is known in a model; `from_pretrained` does it by itself.
 
     State dicts and files stay those of the checkpoint: names, tensors, shapes. `self_attn.q_proj` and its
-    like stay modules that can be called, and hold no tensors. What is not known is left alone.
+    like stay modules that can be called, and hold no tensors. A module that is put in their place, a hook on
+    one and a patched `forward` work as without fusing, at the cost of calls. What is not known is left alone.
 
     Args:
         model: with moqext's linears; it is changed in place. One that was fused stays as it is.
@@ -88,13 +89,13 @@ def _gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Ten
     return activation(gate) * up
 
 
-class _MLP(Fused):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+class _MLP(FusedCall):
+    def fused_forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(_gated(self.fused_gate_up(x), self.act_fn))
 
 
-class _PackedMLP(Fused):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+class _PackedMLP(FusedCall):
+    def fused_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(_gated(self.gate_up_proj(hidden_states), self.activation_fn))
 
 
@@ -105,10 +106,11 @@ def _is_silu(activation: Any) -> bool:
 def _fuse_mlp(module: Any) -> bool:
     text = text_of(module)
     if text == PACKED_MLP and _is_silu(module.activation_fn) and isinstance(module.gate_up_proj, QuantLinear):
-        return turn_into(module, _PackedMLP)
+        return turn_into(module, _PackedMLP, "activation_fn")
     if text != MLP or not _is_silu(module.act_fn):
         return False
-    return _join(module, "fused_gate_up", ("gate_proj", "up_proj")) and turn_into(module, _MLP)
+    parts = ("gate_proj", "up_proj")
+    return _join(module, "fused_gate_up", parts) and turn_into(module, _MLP, *parts, "act_fn")
 
 
 def _join(module: Any, name: str, parts: tuple[str, ...]) -> bool:
@@ -140,10 +142,10 @@ ROTARY = {"apply_rotary_pos_emb": "d7bb227c7094", "rotate_half": "b59dbfffe0ee"}
 """Rotary embedding of the halves of a head."""
 
 
-class _Attention(Fused):
+class _Attention(FusedCall):
     """Attention with one linear for q, k and v, and one kernel that turns q and k."""
 
-    def forward(
+    def fused_forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
@@ -263,9 +265,10 @@ def _fuse_attention(module: Any) -> bool:
     if text not in ATTENTION or not _turns_halves(forward):
         return False
     eager = global_of(forward, "eager_attention_forward")
-    if eager is None or not _join(module, "fused_qkv", ("q_proj", "k_proj", "v_proj")):
+    parts = ("q_proj", "k_proj", "v_proj")
+    if eager is None or not _join(module, "fused_qkv", parts):
         return False
-    turn_into(module, _MIXINS[ATTENTION[text]])
+    turn_into(module, _MIXINS[ATTENTION[text]], *parts)
     module.gives_kwargs, module.eager_attention = text in NEW_CACHE, eager
     return True
 
@@ -285,10 +288,10 @@ LAYERS = ("81d96d2d9d08", "0a83a9a00cd4")
 """x + attention(norm(x)), then z + mlp(norm(z)): LlamaDecoderLayer, before 5.24 and from then on."""
 
 
-class _Layer(Fused):
+class _Layer(FusedCall):
     """A layer whose second norm adds what comes before it."""
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def fused_forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As that of the model, whose arguments after the first go to attention."""
         for name, value in zip(self.argument_names, args, strict=False):
             kwargs[name] = value
@@ -302,6 +305,6 @@ def _fuse_layer(module: Any) -> bool:
     if text not in LAYERS or not isinstance(module.post_attention_layernorm, _Norm):
         return False
     cache = "past_key_values" if text == LAYERS[0] else "cache"
-    turn_into(module, _Layer)
+    turn_into(module, _Layer, "post_attention_layernorm")
     module.argument_names = ("attention_mask", "position_ids", cache, "use_cache", "position_embeddings")
     return True

@@ -175,6 +175,112 @@ def test_a_part_is_the_linear_that_stood_there(rng, tmp_path):
     assert error(fused.model.layers[1].self_attn.v_proj(x), values(x)) <= 2.5e-3
 
 
+@torch.no_grad()
+def test_some_tensors_of_a_part_are_loaded(rng, tmp_path):
+    """Through the model, a layer or another module that holds the part; what is not given stays."""
+    first, fused = pair(rng, tmp_path / "first", "llama", "FP8")
+    second, _ = pair(rng, tmp_path / "second", "llama", "FP8")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    given = {name: second.state_dict()[name]}
+    result = fused.load_state_dict(given, strict=False)
+    assert name not in result.missing_keys
+    assert "model.layers.0.self_attn.k_proj.weight_scale" in result.missing_keys
+    expected = first.state_dict() | given
+    assert all(same_bytes(tensor, expected[key]) for key, tensor in fused.state_dict().items())
+    part = fused.model.layers[1].mlp.up_proj
+    torch.nn.ModuleList([part]).load_state_dict(
+        {f"0.{role}": tensor for role, tensor in second.model.layers[1].mlp.up_proj.state_dict().items()}
+    )
+    x = torch.from_numpy(rng.standard_normal((3, 64))).to(torch.bfloat16)
+    assert error(part(x), second.model.layers[1].mlp.up_proj(x)) <= 2.5e-3
+
+
+def test_codes_of_another_type_are_refused_by_parts(rng, tmp_path):
+    """One byte each, and other numbers."""
+    _, fused = pair(rng, tmp_path, "llama", "FP8")
+    name = "model.layers.0.mlp.up_proj.weight"
+    given = {name: fused.state_dict()[name].view(torch.float8_e5m2)}
+    with pytest.raises(RuntimeError, match=rf"{name}: expected torch.float8_e4m3fn .* got torch.float8_e5m2"):
+        fused.load_state_dict(given, strict=False)
+
+
+def test_tensors_of_parts_are_not_assigned(rng, tmp_path):
+    """The fused linear would not see them."""
+    _, fused = pair(rng, tmp_path, "llama")
+    with pytest.raises(AttributeError, match="weight: this linear is part of a fused one"):
+        fused.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+class _Adapter(torch.nn.Module):
+    """What adapters put in the place of a linear."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return self.base_layer(x) + 1
+
+
+def _put_another(parent, name):
+    setattr(parent, name, _Adapter(getattr(parent, name)))
+
+
+def _put_another_past_setattr(parent, name):
+    parent._modules[name] = _Adapter(getattr(parent, name))
+
+
+def _hook(parent, name):
+    getattr(parent, name).register_forward_hook(lambda module, args, y: y + 1)
+
+
+def _hook_before(parent, name):
+    getattr(parent, name).register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def _patch(parent, name):
+    module = getattr(parent, name)
+    inner = module.forward
+    module.forward = lambda x: inner(x) + 1
+
+
+@pytest.mark.parametrize("change", [_put_another, _put_another_past_setattr, _hook, _hook_before, _patch])
+@pytest.mark.parametrize("place", ["self_attn.v_proj", "mlp.gate_proj", "mlp.act_fn"])
+@torch.no_grad()
+def test_changes_of_fused_modules_have_an_effect(rng, tmp_path, change, place):
+    """As in the model that was not fused, and no more than that once they are gone."""
+    plain, fused = pair(rng, tmp_path, "llama")
+    ids = random_ids(rng, plain, 2, 5)
+    before = fused(ids).logits
+    parent, _, name = place.rpartition(".")
+    for model in (plain, fused):
+        change(model.get_submodule(f"model.layers.1.{parent}"), name)
+    layers = fused.config.num_hidden_layers
+    assert error(fused(ids).logits, plain(ids).logits) <= 2.5e-3 * (4 * layers + 1)
+    assert error(fused(ids).logits, before) > 0.02
+
+
+@torch.no_grad()
+def test_another_second_norm_has_an_effect(rng, tmp_path):
+    """It is called as the model calls its own, without what is added before it."""
+    plain, fused = pair(rng, tmp_path, "llama")
+    ids = random_ids(rng, plain, 2, 5)
+    for model in (plain, fused):
+        model.model.layers[0].post_attention_layernorm = torch.nn.Identity()
+    layers = fused.config.num_hidden_layers
+    assert error(fused(ids).logits, plain(ids).logits) <= 2.5e-3 * (4 * layers + 1)
+
+
+@torch.no_grad()
+def test_hooks_on_all_modules_hear_parts(rng, tmp_path):
+    _, fused = pair(rng, tmp_path, "llama")
+    heard = set()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *args: heard.add(module))
+    fused(random_ids(rng, fused, 1, 3))
+    handle.remove()
+    assert heard >= {module for module in fused.modules() if isinstance(module, Part)}
+
+
 def test_wrong_states_are_refused(rng, tmp_path):
     _, fused = pair(rng, tmp_path, "llama")
     part, state = fused.model.layers[0].mlp.up_proj, fused.state_dict()

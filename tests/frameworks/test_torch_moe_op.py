@@ -2,6 +2,8 @@
 
 import pytest
 
+import moqext
+
 from ..moe_cases import ALGOS
 
 torch = pytest.importorskip("torch", minversion="2.10")
@@ -100,6 +102,25 @@ def test_a_reload_reaches_a_compiled_model(rng):
     layer.load_state_dict(stacks_of(second))
     assert compiled(*call).equal(filled_moe(second)(*call))
     assert not compiled(*call).equal(before)
+
+
+def test_the_method_itself_refuses_gradients(rng):
+    """Of what results weigh, too, which is all that a router learns from."""
+    layer, (x, weights, ids) = filled_moe(moe_case(rng, "NVFP4")).prepare(), random_call(rng, 2)
+    with pytest.raises(RuntimeError, match=r"^topk_weights: .* no gradient; pass topk_weights\.detach\(\)"):
+        layer.method(x, layer._prepared, weights.requires_grad_(), ids)
+    with pytest.raises(RuntimeError, match=r"^router_logits: .* no gradient"):
+        moqext.route(torch.randn(2, 4, requires_grad=True), 2, scoring="softmax")
+
+
+def test_weights_that_want_a_gradient_get_none(rng):
+    layer, call = filled_moe(moe_case(rng, "FP8")).prepare(), random_call(rng, 2)
+    expected = layer(*call)
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        layer(*call)
+    with torch.no_grad():
+        assert layer(*call).equal(expected)
 
 
 @pytest.mark.parametrize("which", ["x", "weights"])

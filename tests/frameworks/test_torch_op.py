@@ -109,6 +109,32 @@ def test_gradients_are_refused(rng, traced):
             assert call(torch.nn.Parameter(x)).equal(layer(x))
 
 
+def test_weights_that_want_a_gradient_get_none(rng):
+    case = case_of(rng, "FP8")
+    layer, x = filled(case).prepare(), random_x(rng, case, 2)
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["meta", "sparse_coo", "sparse_csr", "nested", "jagged"])
+def test_tensors_without_dense_memory_are_refused(rng, kind):
+    """By name, instead of by a page of frames of torch."""
+    case = case_of(rng, "FP8")
+    layer, x = filled(case).prepare(), random_x(rng, case, 2)
+    given = {
+        "meta": lambda: x.to("meta"),
+        "sparse_coo": x.to_sparse,
+        "sparse_csr": x.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([x, x]),
+        "jagged": lambda: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    }[kind]()
+    with pytest.raises(TypeError, match=r"^x: expected a dense tensor in memory, got one that is") as caught:
+        layer(given)
+    assert len(str(caught.value)) < 100
+
+
 def test_a_bias_that_wants_a_gradient_gets_none(rng):
     case = case_of(rng, "FP8")
     layer, x = filled(case, torch.ones(40)).prepare(), random_x(rng, case, 2)
