@@ -22,6 +22,8 @@ NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4, but its modules a
     "uint8": torch.uint8,
 }
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_CARRIERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that say nothing of what their bytes are."""
 
 
 def as_torch(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -34,15 +36,15 @@ def as_torch(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
             bfloat16); of the same width. None keeps the type.
 
     Raises:
-        TypeError: torch has no such dtype, or it is of another width.
+        TypeError: torch has no such dtype, the tensor is of another one, or it has another width.
     """
     if not isinstance(tensor, np.ndarray):
         shared = torch.from_dlpack(tensor)
     elif tensor.dtype.isbuiltin != 1:  # a type of ml_dtypes
-        dtype = dtype or getattr(torch, tensor.dtype.name, None)
-        if dtype is None:
+        own = getattr(torch, tensor.dtype.name, None)
+        if own is None:
             raise TypeError(f"torch has no dtype {tensor.dtype.name}")
-        shared = torch.from_numpy(tensor.view(_INTEGERS[tensor.itemsize]))
+        shared = torch.from_numpy(tensor.view(_INTEGERS[tensor.itemsize])).view(own)
     else:
         shared = torch.from_numpy(tensor)
     if dtype is None or shared.dtype == dtype:
@@ -51,6 +53,9 @@ def as_torch(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         raise TypeError(
             f"dtype: expected one of {shared.element_size()} bytes for {shared.dtype}, got {dtype}"
         )
+    packed = dtype == torch.uint8 and shared.dtype == torch.float4_e2m1fn_x2
+    if shared.dtype not in _CARRIERS and not packed:
+        raise TypeError(f"tensor: expected {dtype} or its bytes as unsigned integers, got {shared.dtype}")
     return shared.view(dtype)
 
 

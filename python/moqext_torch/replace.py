@@ -18,6 +18,10 @@ SHOWN = 12
 """Names that an error lists; more are counted."""
 
 
+_VALUES = {torch.float64, *DTYPES}
+"""Dtypes whose values may be rounded to one another; those of codes mean nothing by themselves."""
+
+
 class _Place(NamedTuple):
     """A module of the model, and what the checkpoint has for it."""
 
@@ -250,6 +254,9 @@ def _plain_tensors(
             wrong.append(
                 f"{stored}: {list(tensor.shape)} in the checkpoint, {list(target.shape)} in the model"
             )
+            continue
+        if tensor.dtype != target.dtype and not {tensor.dtype, target.dtype} <= _VALUES:
+            wrong.append(f"{stored}: {tensor.dtype} in the checkpoint, {target.dtype} in the model")
             continue
         where = device or ("cpu" if target.is_meta else target.device)
         tensor = tensor.to(where, target.dtype)

@@ -306,3 +306,12 @@ def test_prepared_parameters_of_a_layer_are_shared(data, algo):
     assert layer.method(x, tensors).equal(layer(x))
     with pytest.raises(TypeError, match="expected one of 1 bytes"):
         as_torch(layer.params["weight"], torch.bfloat16)
+
+
+def test_bytes_of_another_type_are_not_taken_for_codes():
+    """They have one byte, and other numbers."""
+    e5m2 = torch.zeros(4, dtype=torch.float8_e5m2)
+    for array in (np.zeros(4, np.int8), e5m2):
+        with pytest.raises(TypeError, match=r"^tensor: expected torch\.float8_e4m3fn or its bytes"):
+            as_torch(array, torch.float8_e4m3fn)
+    assert as_torch(np.zeros(4, np.uint8), torch.float8_e4m3fn).dtype == torch.float8_e4m3fn

@@ -216,6 +216,22 @@ def test_plain_tensors_that_do_not_fit_are_told_and_nothing_changes(exports):
         unchanged(model, before)
 
 
+def test_codes_are_no_values_of_a_plain_tensor(exports, tmp_path):
+    """A buffer in one byte: its numbers mean nothing without a scale."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    directory = tmp_path / "coded"
+    shutil.copytree(exports / "fp8_bias_kvfp8", directory)
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    tensors["model.norm.shift"] = torch.ones(144, dtype=torch.float8_e5m2)
+    safetensors.save_file(tensors, directory / "model.safetensors")
+    with moqext.Checkpoint(exports / "fp8_bias_kvfp8") as ckpt:
+        model = skeleton(ckpt)
+    model.model.norm.shift = torch.nn.Parameter(torch.zeros(144))
+    words = r"norm\.shift: torch\.float8_e5m2 in the checkpoint, torch\.float32 in the model"
+    with pytest.raises(ValueError, match=words):
+        replace_linears(model, directory, load=True)
+
+
 def test_damaged_checkpoints_are_refused_before_anything_changes(exports, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     directory = tmp_path / "damaged"
