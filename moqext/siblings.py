@@ -148,7 +148,11 @@ class _Judge:
 
 def _torn(linears: Linears) -> Iterator[str]:
     """What attention and feed-forward networks lack, by what is there of them alone."""
-    for parent in {name.rpartition(".")[0] for name in linears}:
+    children: dict[str, set[str]] = defaultdict(set)
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        children[parent].add(last)
+    for parent, own in children.items():
 
         def has(name: str, parent: str = parent) -> bool:
             return _join(parent, name) in linears
@@ -156,6 +160,8 @@ def _torn(linears: Linears) -> Iterator[str]:
         if has("q_proj") and has("v_proj") and has("o_proj") and not has("k_proj"):
             yield _join(parent, "k_proj")
         for gate, up, down in _TRIPLES:
+            if own - {gate, up, down}:  # the one that lacks may be there under a name of its own
+                continue
             if has(gate) and has(up) and not has(down):
                 yield _join(parent, down)
             if has(gate) and has(down) and not has(up) and (gate != "w1" or parent.endswith("experts.*")):

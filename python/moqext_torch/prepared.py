@@ -292,7 +292,7 @@ class PreparedModule(torch.nn.Module):
             if tensor.dtype not in DTYPES:
                 raise TypeError(f"{role}: expected float32, bfloat16 or float16, got {tensor.dtype}")
         elif tensor.dtype not in (NAMED[spec.dtype], torch.uint8):
-            raise TypeError(f"{role}: expected {spec.dtype} or its bytes as uint8, got {tensor.dtype}")
+            raise TypeError(f"{role}: expected {NAMED[spec.dtype]} or its bytes as uint8, got {tensor.dtype}")
 
     # ------------------------------------------------------------------------------ what torch does with it
 

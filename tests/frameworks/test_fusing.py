@@ -200,7 +200,7 @@ def test_codes_of_another_type_are_refused_by_parts(rng, tmp_path):
     _, fused = pair(rng, tmp_path, "llama", "FP8")
     name = "model.layers.0.mlp.up_proj.weight"
     given = {name: fused.state_dict()[name].view(torch.float8_e5m2)}
-    with pytest.raises(RuntimeError, match=rf"{name}: expected float8_e4m3fn .* got torch.float8_e5m2"):
+    with pytest.raises(RuntimeError, match=rf"{name}: expected torch.float8_e4m3fn .* got torch.float8_e5m2"):
         fused.load_state_dict(given, strict=False)
 
 
