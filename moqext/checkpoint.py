@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moqext.completeness import find_missing_layers, layer_count
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
+from moqext.config_files import given_twice
 from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
 from moqext.convert.plan import Experts
 from moqext.dequantize import dequantize_layer
@@ -29,7 +30,7 @@ from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
-from moqext.untrusted import directory_fault, open_file, parse_object
+from moqext.untrusted import directory_fault, open_file, parse_object, type_name
 
 
 class Checkpoint:
@@ -92,13 +93,19 @@ class Checkpoint:
         """What config.json holds; nothing when there is no such file.
 
         Raises:
-            CheckpointError: it cannot be parsed.
+            CheckpointError: it cannot be parsed, has a name twice in an object, or a `model_type` that is no
+                string.
         """
         path = self.directory / "config.json"
         if not path.is_file():
             return {}
         with open_file(path) as (file, _):
-            return parse_object(file.read(), path, "the configuration")
+            config = parse_object(file.read(), path, "the configuration")
+        if (twice := given_twice("$", config)) is not None:
+            raise CheckpointError(f"{twice}: given twice in one object", file=path)
+        if not isinstance(kind := config.get("model_type"), str | None):
+            raise CheckpointError(f"model_type: expected a string, found {type_name(kind)}", file=path)
+        return config
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
