@@ -1,5 +1,6 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -106,6 +107,15 @@ class Checkpoint:
         if not isinstance(kind := config.get("model_type"), str | None):
             raise CheckpointError(f"model_type: expected a string, found {type_name(kind)}", file=path)
         return config
+
+    def with_files(self, files: TensorFiles) -> Self:
+        """The checkpoint with other tensors: what is found in them is found anew."""
+        other = copy.copy(self)
+        for name in ("_by_name", "file_problems"):
+            other.__dict__.pop(name, None)
+        other.files = files
+        other._findings = {}
+        return other
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

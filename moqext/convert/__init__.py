@@ -17,6 +17,7 @@ from moqext.convert.fp8 import LayerError, Requantizer, configurations
 from moqext.convert.jobs import Job
 from moqext.convert.plan import Experts, Plan, make_plan, split
 from moqext.convert.staging import Contents, Staging
+from moqext.convert.unread import take_in_unread
 from moqext.convert.writer import TensorWriter
 from moqext.errors import CheckpointError
 from moqext.matrices import FLOAT_DTYPES
@@ -85,9 +86,12 @@ def convert_checkpoint(
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     refuse_errors(checkpoint)
+    checkpoint, told = take_in_unread(checkpoint)
+    if told:
+        refuse_errors(checkpoint)
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     shards = _name_shards(split(plan.jobs, max_shard_size))
-    others, left_out = other_files(checkpoint.directory)
+    others, left_out = other_files(checkpoint.directory, checkpoint.files.files)
     copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
     index = [INDEX_FILE] if len(shards) > 1 else []
     contents = Contents(
@@ -107,7 +111,9 @@ def convert_checkpoint(
         for name, document in documents.items():
             staging.write_json(name, document)
         staging.publish()
-    notes = [*plan.notes, f"files not copied: {', '.join(left_out)}"] if left_out else plan.notes
+    notes = [*told, *plan.notes]
+    if left_out:
+        notes.append(f"files not copied: {', '.join(left_out)}")
     return Conversion(
         directory=os.fspath(out),
         files=tuple(shards),
