@@ -299,7 +299,7 @@ class Checkpoint:
         `pre_quant_scale` and low-rank pair where they have one. Plain tensors of 16 bits get the same type,
         wider ones stay. Scales and everything of the KV cache are left out; other files are copied, and
         config.json says nothing of quantization any more. Memory holds a piece of a tensor at a time; the
-        files are renamed into place when all are whole.
+        files change places with those in `out` when all are whole.
 
         Args:
             out: the directory to write to, made if it is not there.
@@ -315,8 +315,9 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a problem of severity "error", nothing to convert, codes that stand for no
-                number, values too large for the type, experts that cannot be stacked, or an `out` that is
-                not empty, is no directory, or lies in this one. Nothing is left in `out` then.
+                number, values too large for the type, experts that cannot be stacked, too little room, or an
+                `out` that is not empty, is no directory, has files of this one, lies in it or around it, or
+                is being written to. What was in `out` is there then, and nothing else.
             OSError: it cannot be written.
         """
         return convert_checkpoint(

@@ -39,7 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Writes the model with plain weights, as Transformers and others load it: safetensors, "
         "config.json without quantization, and all other files. Exit status: 0, 2 for wrong arguments, a "
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
-        "written; nothing is left there then.",
+        "written; OUT is then as it was.",
     )
     parser.add_argument(
         "directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hugging Face Hub"

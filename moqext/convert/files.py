@@ -36,16 +36,15 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def other_files(source: Path, converted: Collection[Path]) -> tuple[list[Path], list[str]]:
-    """What is neither weights nor configuration (tokenizer, chat templates, licence), and what is not copied.
-
-    Adapters (LoRA) count among the former, since they are weights of no layer of the model.
+    """Files that are copied as they are (tokenizer, chat templates, licence, adapters), and those that are not.
 
     Args:
         source: the directory.
         converted: the files of weights that are converted.
 
     Returns:
-        Files to copy; names of other weights, of links that lead nowhere, and of linked folders.
+        Files to copy; names of other weights, of links that lead nowhere, and of linked folders. Adapters
+        (LoRA) are copied, since they are weights of no layer.
     """
     files, left_out = [], []
     for path in _entries(source):

@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Contents(NamedTuple):
-    """What a conversion is going to write.
+    """Files that a conversion reads and is going to write.
 
     Attributes:
         source: the directory that it reads.

@@ -35,8 +35,8 @@ def take_in_unread(checkpoint: "Checkpoint") -> tuple["Checkpoint", list[str]]:
             continue
         modules.update(map(_module, new))
         checkpoint = checkpoint.with_files(checkpoint.files.with_file(path, header, new))
-        which = "its" if len(new) == len(header.tensors) else f"{len(new):,} of its"
-        notes.append(f"{path.name} is not in the index; {which} {len(header.tensors):,} tensors are written")
+        which = "" if len(new) == len(header.tensors) else f"{len(new):,} of "
+        notes.append(f"{path.name}, which no index names: {which}{len(header.tensors):,} tensors written too")
     return checkpoint, notes
 
 
