@@ -36,7 +36,7 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def other_files(source: Path, converted: Collection[Path]) -> tuple[list[Path], list[str]]:
-    """Files that are copied as they are (tokenizer, chat templates, licence, adapters), and those that are not.
+    """Files that are copied as they are (tokenizer, templates, licence, adapters), and those that are not.
 
     Args:
         source: the directory.
