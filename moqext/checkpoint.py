@@ -1,5 +1,6 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -15,7 +16,7 @@ from moqext._C import ConfigError
 from moqext.completeness import find_missing_layers
 from moqext.config import QuantConfig
 from moqext.config_files import documents as config_documents
-from moqext.config_files import in_directory
+from moqext.config_files import given_twice, in_directory
 from moqext.convert import MAX_SHARD_SIZE, Conversion, Progress, convert_checkpoint
 from moqext.convert.plan import Experts
 from moqext.dequantize import SCALES_OF_WEIGHT, dequantize_layer
@@ -34,7 +35,7 @@ from moqext.records import Findings, KVRecord, LayerRecord, Projection
 from moqext.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.spelling import Compute, Device, Dtype
 from moqext.tensor_files import TensorFiles, TensorInfo
-from moqext.untrusted import expand_home, open_file, parse_object
+from moqext.untrusted import expand_home, open_file, parse_object, type_name
 
 
 class Checkpoint:
@@ -134,13 +135,28 @@ class Checkpoint:
         """What config.json holds; nothing when there is no such file.
 
         Raises:
-            CheckpointError: it cannot be parsed.
+            CheckpointError: it cannot be parsed, has a name twice in an object, or a `model_type` that is no
+                string.
         """
         path = self.directory / "config.json"
         if not path.is_file():
             return {}
         with open_file(path) as (file, _):
-            return parse_object(file.read(), path, "the configuration")
+            config = parse_object(file.read(), path, "the configuration")
+        if (twice := given_twice("$", config)) is not None:
+            raise CheckpointError(f"{twice}: given twice in one object", file=path)
+        if not isinstance(kind := config.get("model_type"), str | None):
+            raise CheckpointError(f"model_type: expected a string, found {type_name(kind)}", file=path)
+        return config
+
+    def with_files(self, files: TensorFiles) -> Self:
+        """The checkpoint with other tensors: what is found in them is found anew."""
+        other = copy.copy(self)
+        for name in ("_by_name", "_layouts", "file_problems"):
+            other.__dict__.pop(name, None)
+        other.files = files
+        other._findings = {}
+        return other
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -464,7 +480,7 @@ class Checkpoint:
         `pre_quant_scale` and low-rank pair where they have one. Plain tensors of 16 bits get the same type,
         wider ones stay. Scales and everything of the KV cache are left out; other files are copied, and
         config.json says nothing of quantization any more. Memory holds a piece of a tensor at a time; the
-        files are renamed into place when all are whole.
+        files change places with those in `out` when all are whole.
 
         Args:
             out: the directory to write to, made if it is not there.
@@ -480,8 +496,9 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a problem of severity "error", nothing to convert, codes that stand for no
-                number, values too large for the type, experts that cannot be stacked, or an `out` that is
-                not empty, is no directory, or lies in this one. Nothing is left in `out` then.
+                number, values too large for the type, experts that cannot be stacked, too little room, or an
+                `out` that is not empty, is no directory, has files of this one, lies in it or around it, or
+                is being written to. What was in `out` is there then, and nothing else.
             OSError: it cannot be written.
         """
         return convert_checkpoint(

@@ -265,7 +265,7 @@ def _unpaired(
 
 
 def _key(matrix: Matrix) -> _Key:
-    """What a matrix is: (container, "3", "gate") of an expert, (container, "", "gate_up") of a stack."""
+    """Key of a matrix: (container, "3", "gate") of an expert, (container, "", "gate_up") of a stack."""
     expert = parse_expert_name(matrix.name)
     if expert is not None and expert.projection in PROJECTIONS and len(matrix.shape) == 2:
         return expert.container, str(expert.expert), PROJECTIONS[expert.projection]

@@ -58,8 +58,9 @@ def documents(directory: str | os.PathLike[str]) -> Iterator[Document]:
     places += [(f"$.{name}", config[name]) for name in _NESTED_MODELS if isinstance(config.get(name), dict)]
     for path, holder in places:
         where = f"{path}.quantization_config"
-        if isinstance(holder, RepeatedKeys) and "quantization_config" in holder.repeated:
-            raise fail("config.json", where, "given twice in one object")
+        for name in ("quantization_config", *_NESTED_MODELS):
+            if isinstance(holder, RepeatedKeys) and name in holder.repeated:
+                raise fail("config.json", f"{path}.{name}", "given twice in one object")
         document = holder.get("quantization_config")
         if document is not None:
             _refuse_twice("config.json", where, document)
@@ -117,15 +118,22 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 def _refuse_twice(file: str, path: str, value: Any) -> None:
     """Refuses names given twice anywhere below `value`: which one counts differs from reader to reader."""
+    if (twice := given_twice(path, value)) is not None:
+        raise fail(file, twice, "given twice in one object")
+
+
+def given_twice(path: str, value: Any) -> str | None:
+    """The path of a name that an object at or below `value` has twice; None where there is none."""
     pending: list[tuple[_Place, Any]] = [(_Place(None, path), value)]
     while pending:
         place, item = pending.pop()
         if isinstance(item, RepeatedKeys):
-            raise fail(file, _spell(place) + _step(item.repeated[0]), "given twice in one object")
+            return _spell(place) + _step(item.repeated[0])
         members: Iterable[tuple[str | int, Any]] = ()
         if isinstance(item, (dict, list)):
             members = item.items() if isinstance(item, dict) else enumerate(item)
         pending += [(_Place(place, key), inner) for key, inner in members if isinstance(inner, (dict, list))]
+    return None
 
 
 class _Place(NamedTuple):

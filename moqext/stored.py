@@ -92,7 +92,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> Stored:
     """The format of a quantized weight from the tensors of its layer, by role (at least "weight")."""
     stored = _recognise(tensors)
     if len(stored.shape) == 3 and 0 in stored.shape and stored.fault is None:
-        # Without elements no byte backs the number of experts, which may be anything.
+        # The number of experts is a mere claim, as no bytes come with it.
         message = f"experts without elements, of shape {list(stored.shape)}"
         return replace(stored, fault=("shape_mismatch", message))
     return stored

@@ -14,6 +14,7 @@ be looked at: a shard that the index names and that is not there or cannot be re
 the index says, a numbered shard that is missing between others. Asking for what is not there raises.
 """
 
+import copy
 import os
 import re
 from collections import Counter, OrderedDict
@@ -164,6 +165,14 @@ class TensorFiles:
         array = np.empty(end - begin, np.uint8)
         self._read(info, begin, array)
         return array
+
+    def with_file(self, path: Path, header: Header, names: Iterable[str]) -> Self:
+        """These tensors and some of one more file; both share what is open, and closing this one counts."""
+        more = copy.copy(self)
+        more.files = (*self.files, path)
+        more.tensors = MappingProxyType({**self.tensors, **{name: header.tensors[name] for name in names}})
+        more._identities = {**self._identities, path: header.identity}
+        return more
 
     def close(self) -> None:
         """Closes the files; arrays that were handed out stay valid. May be called again."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moqext import Checkpoint, ConfigError, QuantConfig
+from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
 from moqext.config import Conflict
 
 MODELOPT = {"name": "modelopt", "version": "0.46.0"}
@@ -163,12 +163,27 @@ def test_names_given_twice_count_only_where_they_are_read(tmp_path):
     write(tmp_path, "config.json", fine)
     assert QuantConfig.from_pretrained(tmp_path).quant_algo == "FP8"
     for text in (
+        '{"text_config": {"quantization_config": {"quant_algo": "FP8"}}, "text_config": {}}',
         '{"quantization_config": {"quant_algo": "FP8"}, "quantization_config": {"quant_algo": "NVFP4"}}',
         '{"quantization_config": {"quant_algo": "FP8", "config_groups": {"a": {"b": 1, "b": 2}}}}',
     ):
         write(tmp_path, "config.json", text)
         with pytest.raises(ConfigError, match="given twice"):
             QuantConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"model_type": "llama", "model_type": "gpt_oss"}', r"\$\.model_type: given twice"),
+        ('{"text_config": [{"a": 1, "a": 1}]}', r"\$\.text_config\[0\]\.a: given twice"),
+        ('{"model_type": ["llama"]}', "model_type: expected a string, found an array"),
+    ],
+)
+def test_a_checkpoint_refuses_what_would_be_read_in_two_ways(tmp_path, text, told):
+    write(tmp_path, "config.json", text)
+    with pytest.raises(CheckpointError, match=f"config.json: {told}"):
+        Checkpoint(tmp_path).layers()
 
 
 def test_a_name_given_twice_is_located(tmp_path):

@@ -570,6 +570,62 @@ def test_other_files_come_along_and_other_weights_do_not(data, tmp_path):
     assert result.notes[-1] == "files not copied: modelopt_state.pth"
 
 
+# Weights that no index names
+
+
+def beside(data, tmp_path, tensors, name="mtp.safetensors"):
+    """A copy of a genuine checkpoint with an index, and one more file that it does not name."""
+    source = Path(shutil.copytree(data / "exports/nvfp4_sharded", tmp_path / "in"))
+    safetensors.save_file(tensors, source / name)
+    return source
+
+
+def test_a_file_that_no_index_names_is_converted_too(data, rng, tmp_path):
+    """Quantized modules of it are dequantized as others are."""
+    plain = rng.standard_normal((4, 8)).astype(ml_dtypes.bfloat16)
+    tensors = {name: np.asarray(value) for name, value in nvfp4(rng, "mtp.0.up_proj", 32, 32).items()}
+    source = beside(data, tmp_path, {"mtp.eh_proj.weight": plain, **tensors})
+    result = moqext.Checkpoint(source).convert(tmp_path / "out", max_shard_size=20_000)
+    assert "mtp.safetensors, which no index names: 4 tensors written too" in result.notes
+    converted = moqext.Checkpoint(tmp_path / "out")
+    assert same_bits(converted.tensor("mtp.eh_proj.weight"), plain)
+    expected = ops.dequantize(
+        *list(tensors.values())[:1],
+        "NVFP4",
+        weight_scale=tensors["mtp.0.up_proj.weight_scale"],
+        weight_scale_2=tensors["mtp.0.up_proj.weight_scale_2"],
+    )
+    assert same_bits(converted.tensor("mtp.0.up_proj.weight"), expected.astype(ml_dtypes.bfloat16))
+    assert "mtp.0.up_proj.weight_scale" not in converted.tensors
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert {"mtp.eh_proj.weight", "mtp.0.up_proj.weight"} <= index["weight_map"].keys()
+
+
+def test_modules_that_are_there_once_more_stay_out(data, tmp_path):
+    """Of another variant of the model no scale gets beside weights that it does not belong to."""
+    other = np.zeros((4, 4), ml_dtypes.bfloat16)
+    twice = {"model.norm.weight": other, "lm_head.weight": other, "lm_head.weight_scale": np.float32([1])}
+    source = beside(data, tmp_path, twice, "model.fp16.safetensors")
+    (source / "original").mkdir()
+    for name in ("consolidated.safetensors", "original/consolidated.safetensors"):
+        safetensors.save_file({"layers.0.wq.weight": other}, source / name)
+    safetensors.save_file({"base.lora_A.weight": other}, source / "adapter_model.safetensors")
+    result = moqext.Checkpoint(source).convert(tmp_path / "out")
+    moqext.Checkpoint(data / "exports/nvfp4_sharded").convert(tmp_path / "alone")
+    alone = moqext.Checkpoint(tmp_path / "alone")
+    assert moqext.Checkpoint(tmp_path / "out").tensors.keys() == alone.tensors.keys()
+    told = "consolidated.safetensors, model.fp16.safetensors, original/consolidated.safetensors"
+    assert result.notes[-1] == f"files not copied: {told}"
+    assert (tmp_path / "out/adapter_model.safetensors").exists()
+
+
+def test_a_file_that_no_index_names_and_that_is_damaged_is_refused(data, tmp_path):
+    source = beside(data, tmp_path, {})
+    (source / "mtp.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(moqext.CheckpointError, match=r"mtp\.safetensors: a Git LFS pointer"):
+        moqext.Checkpoint(source).convert(tmp_path / "out")
+
+
 WRONG = [{"to": "int8"}, {"experts": "both"}, {"max_shard_size": 0}, {"experts": "stacked", "to": "fp8"}]
 
 

@@ -40,7 +40,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Writes the model with plain weights, as Transformers and others load it: safetensors, "
         "config.json without quantization, and all other files. Exit status: 0, 2 for wrong arguments, a "
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
-        "written; nothing is left there then.",
+        "written; OUT is then as it was.",
     )
     add_checkpoint(parser)
     parser.add_argument("out", help="directory to write to")

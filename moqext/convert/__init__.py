@@ -18,6 +18,7 @@ from moqext.convert.fp8 import LayerError, Requantizer, configurations
 from moqext.convert.jobs import Job
 from moqext.convert.plan import Experts, Plan, make_plan, split
 from moqext.convert.staging import Contents, Staging
+from moqext.convert.unread import take_in_unread
 from moqext.convert.writer import TensorWriter
 from moqext.errors import CheckpointError
 from moqext.matrices import FLOAT_DTYPES
@@ -85,13 +86,17 @@ def convert_checkpoint(
         raise ValueError(f'experts: expected "auto" or "source" with to="fp8", got {experts!r}')
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
-    refuse_errors(checkpoint, keep_cache=to == "fp8" and _cache_algo(checkpoint) is not None)
-    plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
+    keep_cache = to == "fp8" and _cache_algo(checkpoint) is not None
+    refuse_errors(checkpoint, keep_cache=keep_cache)
     alone = checkpoint.file is not None  # beside one file of several may be anything
+    checkpoint, told = (checkpoint, []) if alone else take_in_unread(checkpoint)
+    if told:
+        refuse_errors(checkpoint, keep_cache=keep_cache)
+    plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
     shards = _name_shards(split(plan.jobs, max_shard_size))
-    others, left_out = ([], []) if alone else other_files(checkpoint.directory)
+    others, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
     copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
     index = [INDEX_FILE] if len(shards) > 1 else []
     contents = Contents(
@@ -111,7 +116,9 @@ def convert_checkpoint(
         for name, document in documents.items():
             staging.write_json(name, document)
         staging.publish()
-    notes = [*plan.notes, f"files not copied: {', '.join(left_out)}"] if left_out else plan.notes
+    notes = [*told, *plan.notes]
+    if left_out:
+        notes.append(f"files not copied: {', '.join(left_out)}")
     return Conversion(
         directory=os.fspath(out),
         files=tuple(shards),

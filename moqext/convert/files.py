@@ -1,15 +1,15 @@
 """The files of a conversion beside its tensors: the configuration, and what is copied as it is."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_cfg.json")
 INDEX_FILE = "model.safetensors.index.json"
 
-_READ = (".safetensors", ".safetensors.index.json")
-_OTHER_WEIGHTS = (".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_INDEX = ".safetensors.index.json"
 _NESTED = ("text_config", "llm_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -35,18 +35,26 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return result
 
 
-def other_files(source: Path) -> tuple[list[Path], list[str]]:
-    """What is neither weights nor configuration (tokenizer, chat templates, licence), and what is not copied.
+def other_files(source: Path, converted: Collection[Path]) -> tuple[list[Path], list[str]]:
+    """Files that are copied as they are (tokenizer, templates, licence, adapters), and those that are not.
+
+    Args:
+        source: the directory.
+        converted: the files of weights that are converted.
 
     Returns:
-        Files to copy; names of weights in other forms, of links that lead nowhere, and of linked folders.
+        Files to copy; names of other weights, of links that lead nowhere, and of linked folders. Adapters
+        (LoRA) are copied, since they are weights of no layer.
     """
     files, left_out = [], []
     for path in _entries(source):
         name = str(path.relative_to(source))
-        if path.name in QUANTIZATION_FILES or name == "config.json" or path.name.endswith(_READ):
+        if path.name in QUANTIZATION_FILES or name == "config.json" or path in converted:
             continue
-        if path.name.endswith(_OTHER_WEIGHTS) or not path.is_file():
+        if path.name.endswith(_INDEX):
+            continue
+        weights = path.name.endswith(_OTHER_WEIGHTS) and not path.name.startswith("adapter_")
+        if weights or not path.is_file():
             left_out.append(name)
         else:
             files.append(path)

@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Contents(NamedTuple):
-    """What a conversion is going to write.
+    """Files that a conversion reads and is going to write.
 
     Attributes:
         source: the directory that it reads.
@@ -282,4 +282,4 @@ def _is_file(path: Path) -> bool:
 
 
 def _size(count: int) -> str:
-    return f"{count:,} bytes ({count / 1e9:.1f} GB)"
+    return f"{count / 1e9:,.1f} GB" if count >= 10**9 else f"{count:,} bytes"
