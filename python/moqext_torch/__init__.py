@@ -5,6 +5,15 @@
 docs/torch.md has the whole of it.
 """
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ImportError(
+        "moqext_torch needs PyTorch, which is not installed: pip install '.[torch]' in a checkout of moqext, "
+        "or pip install torch",
+        name="torch",
+    )
+
 from moqext_torch.activations import rms_norm, rotary_embedding, silu_and_mul
 from moqext_torch.exchange import as_torch, prepared_tensors
 from moqext_torch.experts import QuantExperts

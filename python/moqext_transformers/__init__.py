@@ -6,6 +6,15 @@
 docs/transformers.md has the whole of it.
 """
 
+from importlib.util import find_spec
+
+if _absent := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+    raise ImportError(
+        f"moqext_transformers needs {' and '.join(_absent)}, which is not installed: "
+        f"pip install '.[transformers]' in a checkout of moqext, or pip install {' '.join(_absent)}",
+        name=_absent[0],
+    )
+
 from moqext_transformers.cache import kv_cache
 from moqext_transformers.fusing import fuse
 from moqext_transformers.loading import from_pretrained, load_config
