@@ -60,7 +60,7 @@ static const char *const OTHERS[] = {
     "MOQEXT_RACECHECK",      "MOQEXT_WERROR",     "MOQEXT_VERBOSE",         "MOQEXT_SEED",
     "MOQEXT_EXAMPLES",       "MOQEXT_VLLM",       "MOQEXT_VLLM_EXCLUSION",  "MOQEXT_VLLM_COMPUTE",
     "MOQEXT_VLLM_OPS",       "MOQEXT_VLLM_CHECK", "MOQEXT_VLLM_FAST_ACCUM", "MOQEXT_SGLANG",
-    "MOQEXT_SGLANG_COMPUTE", "MOQEXT_VLLM_FORCE"};
+    "MOQEXT_SGLANG_COMPUTE", "MOQEXT_VLLM_FORCE", "MOQEXT_SGLANG_FORCE"};
 
 static bool is_known(moq_text name) {
     for (int i = 0; i < COUNT; i++) {

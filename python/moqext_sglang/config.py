@@ -7,6 +7,7 @@ excluded, and which algorithm a layer has, is answered by `moqext.QuantConfig` i
 import logging
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,11 +24,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from moqext import QuantConfig, UnsupportedQuantization
-from moqext.algorithms import ALGORITHMS
 from moqext.config import LayerQuant
 from moqext_sglang.cache import MoqextKVCacheMethod
 from moqext_sglang.experts import MoqextFusedMoEMethod
+from moqext_sglang.hand_back import (
+    ask_sglang,
+    is_runnable,
+    read_force,
+    reason_of_algorithm,
+    reason_of_experts,
+)
 from moqext_sglang.linear import MoqextLinearMethod
+from moqext_torch.stepping_aside import ReadConfig, Reason, read_config, tell_once
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +54,24 @@ def compute_wanted() -> str:
     return wanted
 
 
-def read_config(config: Mapping[str, Any]) -> QuantConfig:
+def read_checkpoint(config: Mapping[str, Any]) -> ReadConfig:
     """A configuration as SGLang hands it over, which adds entries of its own and renames the method.
 
     Raises:
-        ConfigError: as `QuantConfig.from_dict`.
+        ConfigError: as `QuantConfig.from_dict`, but for algorithms of layers that only SGLang may know.
     """
     document = {
         name: value for name, value in config.items() if name not in ("packed_modules_mapping", "hf_config")
     }
     if str(document.get("quant_method", "")).startswith("modelopt"):
         document["quant_method"] = "modelopt"
-    return QuantConfig.from_dict(document)
+    return read_config(document)
 
 
-def algorithms_of(config: QuantConfig) -> list[str]:
-    """The algorithms that layers of a checkpoint have."""
-    listed = {layer.quant_algo for layer in config.quantized_layers.values()}
-    if config.quant_algo != "MIXED_PRECISION":
-        listed.add(config.quant_algo)
-    return sorted(name for name in listed if name is not None)
-
-
-def runs(config: QuantConfig) -> bool:
-    """Whether moqext has a method for each layer of a checkpoint."""
-    return all(ALGORITHMS[name].linear is not None for name in algorithms_of(config))
+def runs_any(read: ReadConfig) -> bool:
+    """Whether moqext has a method for some layer of a checkpoint, on any machine, or there is no layer."""
+    algorithms = read.algorithms()
+    return not algorithms or any(map(is_runnable, algorithms))
 
 
 def sglang_name(config: QuantConfig) -> str:
@@ -86,11 +87,20 @@ class _MoqextConfig:
     Attributes:
         checkpoint: what the checkpoint says, its names changed to SGLang's; None where SGLang quantizes a
             checkpoint itself while it loads, which stays its own.
+        unknown: algorithms that moqext's reader does not know, by the names of their layers.
         compute: as for `moqext.LinearMethod`.
+        force: whether moqext runs what it can, even where SGLang would be faster.
+        engine: SGLang's own configuration of the checkpoint, for layers that are SGLang's; None where it
+            refuses the checkpoint.
+        refusal: what it says then.
     """
 
     checkpoint: QuantConfig | None = None
+    unknown: Mapping[str, str] = MappingProxyType({})
     compute: str = "exact"
+    force: bool = False
+    engine: Any = None
+    refusal: str | None = None
     packed_modules_mapping: dict[str, list[str]] | None
 
     @classmethod
@@ -104,30 +114,24 @@ class _MoqextConfig:
         own: Any = super()
         if str(config.get("quant_method", "")).lower() == "fp8":  # of other makers, quantized by SGLang
             return own.from_config(config)
-        checkpoint = read_config(config)
-        if not runs(checkpoint):
-            return cls._left_to_sglang(config, checkpoint)
-        made = own.from_config(_as_sglang_reads(checkpoint, config.get("packed_modules_mapping")))
-        made.checkpoint, made.compute = checkpoint, compute_wanted()
-        named = ", ".join(algorithms_of(checkpoint)) or "no layer"
-        logger.info("moqext runs this checkpoint (%s); MOQEXT_SGLANG=0 leaves it to SGLang", named)
-        for conflict in checkpoint.conflicts:
-            logger.warning("moqext: %s", conflict)
-        return made
-
-    @classmethod
-    def _left_to_sglang(cls, config: dict[str, Any], checkpoint: QuantConfig) -> Any:
-        """SGLang's own configuration, where layers have an algorithm that moqext does not run."""
-        names = [name for name in algorithms_of(checkpoint) if ALGORITHMS[name].linear is None]
         base: Any = cls.__mro__[2]
         try:
-            made = base.from_config(config)
-        except ValueError as error:
-            raise UnsupportedQuantization(
-                f"quant_algo {checkpoint.quant_algo}: moqext does not run {', '.join(names)}, and SGLang "
-                f"says: {error}"
-            ) from error
-        logger.warning("moqext does not run %s: this checkpoint is left to SGLang", ", ".join(names))
+            engine, refusal = base.from_config(config), None
+        except Exception as error:  # of whatever kind: SGLang does not run the checkpoint
+            engine, refusal = None, str(error)
+        read = read_checkpoint(config)
+        algorithms, force = read.algorithms(), read_force()
+        reasons = {name: _reason(name, force or engine is None) for name in algorithms}
+        if reasons and None not in reasons.values():
+            return _left_to_sglang(read.config, reasons, engine, refusal)
+        made = own.from_config(_as_sglang_reads(read.config, config.get("packed_modules_mapping")))
+        made.checkpoint, made.unknown, made.compute = read.config, read.unknown, compute_wanted()
+        made.force, made.engine, made.refusal = force, engine, refusal
+        kept = [name for name, reason in reasons.items() if reason is None]
+        named = ", ".join(kept) or "no layer"
+        logger.info("moqext runs this checkpoint (%s); MOQEXT_SGLANG=0 leaves it to SGLang", named)
+        for conflict in read.config.conflicts:
+            logger.warning("moqext: %s", conflict)
         return made
 
     @classmethod
@@ -156,6 +160,9 @@ class _MoqextConfig:
         if "quantized_layers" in given:
             fields["quantized_layers"] = hf_to_sglang_mapper.apply_dict(given["quantized_layers"])
         self.checkpoint = self.checkpoint.replace(**fields)
+        self.unknown = hf_to_sglang_mapper.apply_dict(dict(self.unknown))
+        if self.engine is not None:
+            self.engine.apply_weight_name_mapper(hf_to_sglang_mapper)
 
     def layer_quant(self, prefix: str) -> LayerQuant:
         """How a module of SGLang's model is quantized.
@@ -193,7 +200,7 @@ class _MoqextConfig:
             found = self.layer_quant(prefix)
             if found.quant_algo is None:
                 return UnquantizedLinearMethod()
-            return MoqextLinearMethod(self, found.quant_algo, found.group_size, self.compute, prefix)
+            return self._choose(MoqextLinearMethod, found, layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return self._of_embedding(prefix)
         if isinstance(layer, FusedMoE):
@@ -201,8 +208,26 @@ class _MoqextConfig:
             self._refuse_other_shared_experts(layer, prefix, found)
             if found.quant_algo is None:
                 return None
-            return MoqextFusedMoEMethod(self, found.quant_algo, found.group_size, self.compute, prefix)
+            return self._choose(MoqextFusedMoEMethod, found, layer, prefix)
         return None
+
+    def _choose(self, method: type, found: LayerQuant, layer: Any, prefix: str) -> Any:
+        """The method of a quantized layer, moqext's or SGLang's.
+
+        Raises:
+            UnsupportedQuantization: neither runs it.
+        """
+        assert self.checkpoint is not None
+        algorithm = ReadConfig(self.checkpoint, dict(self.unknown)).algorithm_of(found)
+        reason = _reason(algorithm, self.force or self.engine is None)
+        if reason is None and method is MoqextFusedMoEMethod:
+            reason = reason_of_experts()
+        if reason is None:
+            try:
+                return method(self, found.quant_algo, found.group_size, self.compute, prefix)
+            except UnsupportedQuantization as error:
+                reason = Reason(str(error), runs=False)
+        return ask_sglang(self, layer, prefix, algorithm, reason)
 
     def _of_embedding(self, prefix: str) -> Any:
         """SGLang's method for an embedding that the checkpoint lists as NVFP4; embeddings are not else."""
@@ -228,6 +253,31 @@ class _MoqextConfig:
                 f"{prefix}: experts are {found.quant_algo}, shared ones among them "
                 f"{', '.join(sorted(map(str, shared)))}; start SGLang with --disable-shared-experts-fusion"
             )
+
+
+def _reason(algorithm: str, wanted: bool) -> Reason | None:
+    """Why layers of an algorithm are SGLang's; where moqext is `wanted` only what it cannot run is."""
+    reason = reason_of_algorithm(algorithm)
+    return None if reason is not None and reason.runs and wanted else reason
+
+
+def _left_to_sglang(
+    config: QuantConfig, reasons: Mapping[str, Reason | None], engine: Any, refusal: str | None
+) -> Any:
+    """SGLang's own configuration of a checkpoint of which moqext runs no layer.
+
+    Raises:
+        UnsupportedQuantization: SGLang refuses it, too.
+    """
+    named = ", ".join(reasons)
+    if engine is None:
+        raise UnsupportedQuantization(
+            f"quant_algo {config.quant_algo}: moqext does not run {named} here, and SGLang says: {refusal}"
+        )
+    for algorithm, reason in reasons.items():
+        assert reason is not None
+        tell_once(logger, "SGLang", algorithm, reason.why, "")
+    return engine
 
 
 def _as_sglang_reads(config: QuantConfig, packed: Any) -> dict[str, Any]:

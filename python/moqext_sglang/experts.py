@@ -17,6 +17,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
+from moqext_sglang.hand_back import or_sglang
 from moqext_sglang.loading import BLOCK, in_shape
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.exchange import NAMED
@@ -61,6 +62,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
 
     # ---------------------------------------------------------------------------------------- making it
 
+    @or_sglang
     def create_weights(
         self,
         layer: Any,

@@ -8,6 +8,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
+from moqext_sglang.hand_back import or_sglang
 from moqext_sglang.loading import BLOCK, Slots
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.op import ROLES, find_method, is_plain_call
@@ -29,7 +30,7 @@ class MoqextLinearMethod(LinearMethodBase):
     ) -> None:
         if prefix.rpartition(".")[2] == "kv_b_proj":
             raise UnsupportedQuantization(
-                f"{prefix}: {quant_algo}; SGLang reads the weight of this layer itself, and moqext has it not"
+                f"{prefix}: SGLang reads the weight of this layer itself, and moqext has it not"
             )
         self.quant_config = quant_config
         self.quant_algo = quant_algo
@@ -40,6 +41,7 @@ class MoqextLinearMethod(LinearMethodBase):
         self.slots: Slots
         self.prepared: dict[str, torch.Tensor] = {}
 
+    @or_sglang
     def create_weights(
         self,
         layer: torch.nn.Module,

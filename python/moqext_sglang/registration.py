@@ -12,7 +12,7 @@ from sglang.srt.layers import quantization as tables
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from moqext import UnsupportedQuantization
-from moqext_sglang.config import CONFIGS, algorithms_of, read_config, runs, sglang_name
+from moqext_sglang.config import CONFIGS, read_checkpoint, runs_any, sglang_name
 from moqext_sglang.linear import MoqextLinearMethod
 
 _DETECTION = "sglang.srt.configs.model_config.ModelConfig._parse_modelopt_quant_config"
@@ -59,14 +59,14 @@ def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -
     name = str(producer.get("name", "")) if isinstance(producer, dict) else ""
     if inner.get("quant_method") != "modelopt" and not name.startswith("modelopt"):
         return None
-    config = read_config(document if "producer" in document else inner)
+    read = read_checkpoint(document if "producer" in document else inner)
+    config = read.config
     if config.quant_algo is None:
         return None
-    if runs(config):
+    if runs_any(read):
         return {"quant_method": sglang_name(config), "quant_algo": config.quant_algo}
     if result is None:
         raise UnsupportedQuantization(
-            f"quant_algo {config.quant_algo}: neither SGLang nor moqext runs "
-            f"{', '.join(algorithms_of(config))}"
+            f"quant_algo {config.quant_algo}: neither SGLang nor moqext runs {', '.join(read.algorithms())}"
         )
     return None

@@ -151,7 +151,9 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
     case = moe_case(rng, "FP8_PB_WO")
     with (
         one_of_two(0),
-        pytest.raises(UnsupportedQuantization, match=r"mlp\.experts: 48 of 96 rows .* multiple of the 128"),
+        pytest.raises(
+            UnsupportedQuantization, match=r"mlp\.experts: FP8_PB_WO: 48 of 96 rows .* multiple of the 128"
+        ),
     ):
         experts_of(case, config_for("FP8_PB_WO"))
 
@@ -229,7 +231,7 @@ def test_experts_without_a_kernel_are_refused_by_name(rng, monkeypatch):
 
     monkeypatch.setattr(experts, "find_moe_method", refuse)
     case = moe_case(rng, "NVFP4")
-    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.experts: no kernel"):
+    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.experts: NVFP4: no kernel"):
         experts_of(case, config_for("NVFP4"))
 
 

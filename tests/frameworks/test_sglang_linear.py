@@ -123,13 +123,15 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
     case = case_of(rng, "NVFP4", (64,), 48)
     with (
         one_of_two(0),
-        pytest.raises(UnsupportedQuantization, match=r"mlp\.down_proj: 48 columns on 2 ranks are 24 each"),
+        pytest.raises(
+            UnsupportedQuantization, match=r"mlp\.down_proj: NVFP4: 48 columns on 2 ranks are 24 each"
+        ),
     ):
         linear_of("row", case, config_for("NVFP4"), prefix="model.layers.0.mlp.down_proj")
     case = case_of(rng, "FP8_PB_WO", (192, 192), 128)
     with (
         one_of_two(0),
-        pytest.raises(UnsupportedQuantization, match=r"gate_up_proj: a part of 96 rows"),
+        pytest.raises(UnsupportedQuantization, match=r"gate_up_proj: FP8_PB_WO: a part of 96 rows"),
     ):
         linear_of("merged", case, config_for("FP8_PB_WO"), prefix="model.layers.0.mlp.gate_up_proj")
 
@@ -229,10 +231,14 @@ def test_compiles_without_a_break(rng, random_x):
         assert torch.equal(compiled(x.clone()), layer(x)[0])
 
 
-def test_the_weight_that_sglang_reads_itself_is_refused(rng):
-    case = case_of(rng, "FP8")
-    with pytest.raises(UnsupportedQuantization, match=re.escape("model.layers.0.self_attn.kv_b_proj: FP8")):
-        linear_of("column", case, config_for("FP8"), prefix="model.layers.0.self_attn.kv_b_proj")
+def test_the_weight_that_sglang_reads_itself_is_sglangs(rng):
+    """Or of nobody: its methods read FP8_PB_WO of a whole checkpoint as plain FP8."""
+    name = "model.layers.0.self_attn.kv_b_proj"
+    layer, _ = linear_of("column", case_of(rng, "FP8"), config_for("FP8"), prefix=name)
+    assert type(layer.quant_method).__module__.startswith("sglang.")
+    case = case_of(rng, "FP8_PB_WO")
+    with pytest.raises(UnsupportedQuantization, match=re.escape(f"{name}: FP8_PB_WO: SGLang reads")):
+        linear_of("column", case, config_for("FP8_PB_WO"), prefix=name)
 
 
 def test_parts_with_factors_of_their_own_are_refused(rng):
