@@ -153,6 +153,7 @@ class ModelOptQuantizer(HfQuantizer):
         with Checkpoint(self._directory) as checkpoint:
             refuse_problems(checkpoint)
             _refuse_other_orders(checkpoint)
+            _refuse_packed_type(checkpoint)
             _report_warnings(checkpoint)
             names = Names(model, checkpoint)
             self._renamed |= names.respelled(model)
@@ -352,6 +353,20 @@ def _refuse_other_orders(checkpoint: Checkpoint) -> None:
             "convert` writes plain weights",
             file=checkpoint.directory,
         )
+
+
+def _refuse_packed_type(checkpoint: Checkpoint) -> None:
+    """Refuses codes of the type F4, which Transformers reads in the files by itself and cannot reshape."""
+    stored = checkpoint.files.tensors
+    for layer in checkpoint.layers():
+        for part in layer.members or layer.projections or (layer,):
+            tensor = part.tensors.get("weight", "")
+            if tensor in stored and stored[tensor].dtype == "F4":
+                raise CheckpointError(
+                    f"{tensor} has the type F4, which Transformers does not load; moqext_torch."
+                    "replace_linears reads it, and `python -m moqext convert` writes plain weights",
+                    file=checkpoint.directory,
+                )
 
 
 def _report_warnings(checkpoint: Checkpoint) -> None:

@@ -378,6 +378,23 @@ def test_swizzled_scales_are_refused_by_name(data, tmp_path):
         AutoModelForCausalLM.from_pretrained(directory)
 
 
+def test_codes_of_the_type_f4_are_refused_by_name(data, tmp_path):
+    """Transformers failed in a reshape of what it had read."""
+    directory = tmp_path / "f4"
+    shutil.copytree(data / "exports" / "nvfp4_bias_kvnvfp4", directory)
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = "model.layers.0.mlp.up_proj.weight"
+    rows, bytes_of_row = header[name]["shape"]
+    header[name] |= {"dtype": "F4", "shape": [rows, 2 * bytes_of_row]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(moqext.CheckpointError, match=f"{name} has the type F4, which Transformers does not"):
+        AutoModelForCausalLM.from_pretrained(directory)
+
+
 def test_algorithms_that_do_not_run_are_refused_by_name(data):
     with pytest.raises(moqext.UnsupportedQuantization, match=r"model.layers.0.*MXFP8 has no linear method"):
         AutoModelForCausalLM.from_pretrained(data / "exports" / "mxfp8")
