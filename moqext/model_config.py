@@ -59,10 +59,8 @@ def _members(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _numbers(model: Mapping[str, Any], names: tuple[str, ...]) -> frozenset[int]:
     """The positive numbers under these names, alone or in a list of one for each layer."""
-    found = set()
-    for name, value in _members(model):
-        if name in names:
-            found.update(value if isinstance(value, list) else [value])
+    listed = (value for name, value in _members(model) if name in names)
+    found = (number for value in listed for number in (value if isinstance(value, list) else [value]))
     return frozenset(number for number in found if type(number) is int and 0 < number <= MAX_EXPERTS)
 
 

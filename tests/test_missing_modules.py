@@ -202,3 +202,9 @@ def test_layers_that_do_nothing_are_not_missing() -> None:
     blocks[2] = {"attention": nothing, "ffn": something}
     (problem,) = find_missing_layers(layer(0), model)
     assert Counter(problem.message.split())["model.layers.2"] == 1
+
+
+def test_counts_that_are_no_numbers_tell_nothing() -> None:
+    """A damaged config.json had an object in the place of a count."""
+    for count in ({"n": 4}, [{"n": 4}, None], "4", -1, True):
+        assert lost(experts(0, 4), {"num_experts": count, "moe_intermediate_size": count}) == []
