@@ -268,7 +268,7 @@ static bool has_true(PyObject *object, const char *attribute) {
     return truth > 0;
 }
 
-/* What a tensor of torch is that has no dense memory: a new reference, NULL where it has. */
+/* Names the kind of a torch tensor without dense memory: a new reference, NULL for a dense one. */
 static PyObject *kind_without_memory(PyObject *object) {
     static const char *const KINDS[] = {"is_meta", "is_nested", "is_quantized"};
     for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++) {

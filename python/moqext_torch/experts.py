@@ -56,7 +56,7 @@ class QuantExpertsOrIdentity(QuantExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As `QuantExperts`, where an index behind all experts is the identity."""
+        """Runs `QuantExperts`, with the identity for an index behind all experts."""
         routed = super().forward(hidden_states, top_k_index, top_k_weights)
         kept = top_k_weights * (top_k_index >= self.moe.description.num_experts)
         return routed + (hidden_states * kept.sum(-1, keepdim=True)).to(routed.dtype)
@@ -197,7 +197,7 @@ def _is_called_as_usual(module: Any) -> bool:
 
 
 def _gate_of(record: LayerRecord, module: Any) -> Gate:
-    """What the module computes between its two products.
+    """Returns what the module computes between its two products.
 
     Raises:
         UnsupportedQuantization: it is none of what `QuantMoE` has.

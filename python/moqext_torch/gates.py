@@ -1,4 +1,4 @@
-"""What a module of experts computes between its two products, told by trying it.
+"""Finds out what a module of experts computes between its two products, by trying it.
 
 Models write the same few functions in many ways: a module or a plain function, clamps in front of it, gate
 and up behind one another or in turns. Their values tell which it is, and their names do not.
@@ -17,11 +17,11 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda x: torch.nn.functional.relu(x).square(),
 }
 _ALPHA = 1.702
-"""Of gpt-oss, and of models that write it as a number."""
+"""Factor of gpt-oss, and of models that write it as a number."""
 
 
 class Gate(NamedTuple):
-    """What is between the two products of an expert.
+    """Function between the two products of an expert.
 
     Attributes:
         options: arguments of `QuantMoE`: the activation, with alpha, beta and limit where they matter.
@@ -60,7 +60,7 @@ def find_activation(function: Any) -> str | None:
 
 
 def find_gate(module: Any) -> Gate | None:
-    """What a module with an `_apply_gate` computes, None for what `QuantMoE` does not.
+    """Tries a module that has an `_apply_gate`; None where `QuantMoE` has no such function.
 
     Args:
         module: on any device; its clamps and factors are numbers among its attributes.
@@ -82,7 +82,7 @@ def find_gate(module: Any) -> Gate | None:
 def _known(
     gate: torch.Tensor, up: torch.Tensor, alphas: list[float], limits: list[float]
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """What experts of `QuantMoE` may have between their products, the plain first, and its values."""
+    """Yields what experts of `QuantMoE` may have between their products, the plain first, and its values."""
     for name, function in _FUNCTIONS.items():
         yield {"activation": name}, function(gate) * up
     for limit in (None, *limits):
@@ -105,7 +105,7 @@ def _samples(limits: list[float]) -> torch.Tensor:
 
 @torch.no_grad()
 def _try(function: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """What a model's function makes of values, None where it cannot take them."""
+    """Calls a model's function; None where it cannot take the values."""
     try:
         y = function(x.clone())
     except (RuntimeError, TypeError, ValueError, AttributeError):

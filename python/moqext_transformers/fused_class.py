@@ -33,13 +33,13 @@ class FusedCall(Fused):
     fused_members: tuple[tuple[str, torch.nn.Module], ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of the model."""
+        """Runs the fused steps, or the model's own where a member was replaced or hooked."""
         if self._is_as_fused():
             return self.fused_forward(*args, **kwargs)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of the model, in fewer calls."""
+        """Computes what the model's forward does, in fewer calls."""
         raise NotImplementedError
 
     def _is_as_fused(self) -> bool:

@@ -74,12 +74,12 @@ class FusedLinear(QuantLinear):
         return fused.train(first.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `QuantLinear`, with what parts were given last."""
+        """Multiplies x, by the tensors that parts were given last."""
         self.take_pending()
         return super().forward(x)
 
     def stored_tensors(self) -> dict[str, torch.Tensor]:
-        """As `QuantLinear`, with what parts were given last."""
+        """Returns the tensors of the checkpoint, with those that parts were given last."""
         self.take_pending()
         return super().stored_tensors()
 
