@@ -169,7 +169,9 @@ def complete_toolkit(nvcc):
     library = [home / name for home in [*homes, *pip_toolkits()] for name in ("lib64", "lib")]
     library = [path for path in library if (path / "libcudart_static.a").is_file()]
     if not library:
-        fail(f"{nvcc} was found, but no libcudart_static.a in its toolkit (moqext[cuda-build] completes it)")
+        fail(
+            f"{nvcc} was found, but no libcudart_static.a in its toolkit (pip install '.[cuda-build]' completes it)"
+        )
     return Toolkit(nvcc, include, library[:1])
 
 
@@ -183,7 +185,7 @@ def find_cuda():
     nvcc = find_nvcc()
     if not nvcc:
         if wish == "1":
-            fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or install moqext[cuda-build]")
+            fail("MOQEXT_CUDA=1, but nvcc was not found; set MOQEXT_CUDA_HOME or pip install '.[cuda-build]'")
         return None, "", "nvcc not found"
     archs, why_not = find_archs(demanded=wish == "1")
     return (None, "", why_not) if why_not else (complete_toolkit(nvcc), archs, None)
