@@ -169,9 +169,7 @@ def complete_toolkit(nvcc):
     library = [home / name for home in [*homes, *pip_toolkits()] for name in ("lib64", "lib")]
     library = [path for path in library if (path / "libcudart_static.a").is_file()]
     if not library:
-        fail(
-            f"{nvcc} was found, but no libcudart_static.a in its toolkit (pip install '.[cuda-build]' completes it)"
-        )
+        fail(f"{nvcc}: no libcudart_static.a in its toolkit; pip install '.[cuda-build]' completes it")
     return Toolkit(nvcc, include, library[:1])
 
 
