@@ -17,8 +17,8 @@ bool moq_is_scale_dtype(moq_dtype dtype);
 /* n consecutive scales of such a type, or powers of two (E8M0), as float32; float64 is rounded. */
 void moq_decode_scales(moq_dtype dtype, const void *src, int64_t n, float *out);
 
-/* Reads a contiguous scale tensor of exactly `count` values. `name` is for messages. Whether a scale
- * may be powers of two is for the caller, who knows what it is of. */
+/* Reads a contiguous scale tensor of exactly `count` values. `name` is for messages. Whether a
+ * scale may be powers of two is for the caller, who knows what it is of. */
 moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count, float *out,
                            moq_err *err);
 

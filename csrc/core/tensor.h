@@ -60,7 +60,8 @@ size_t moq_dtype_size(moq_dtype dtype);
 const char *moq_dtype_name(moq_dtype dtype);
 /* For messages, what else may hold the dtype: " or raw uint8", "" where nothing may. */
 const char *moq_dtype_carrier_text(moq_dtype dtype);
-/* The inverse of the name, also accepting the short spellings "bf16", "e4m3", ...; MOQ_DT_NONE if unknown. */
+/* The inverse of the name, also accepting the short spellings "bf16", "e4m3", ...; MOQ_DT_NONE if
+ * unknown. */
 moq_dtype moq_dtype_from_name(const char *name);
 
 /* Product of the extents, or -1 when it or its size in bytes overflows int64. */
