@@ -19,6 +19,7 @@ _EXPERT_COUNTS = (
 )
 _EXPERT_WIDTHS = ("moe_intermediate_size", "moe_ffn_hidden_size", "expert_ffn_hidden_size")
 _SHARED_CACHE = re.compile(r"k_eq_v|kv_share|share_kv|(?:^|_)cla(?:_|$)")
+_ACTIVATION = re.compile(r"(?:^|_)act(?:ivation)?(?:_|$)")
 _LAYER_LIST = re.compile(r"layer|idx|index|indices|block")
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
@@ -80,6 +81,11 @@ def expert_widths(model: Mapping[str, Any]) -> frozenset[int]:
 def shares_keys_and_values(model: Mapping[str, Any]) -> bool:
     """Whether some layers have no keys or values of their own: k is v, or an earlier layer's are taken."""
     return any(bool(value) and _SHARED_CACHE.search(name) is not None for name, value in _members(model))
+
+
+def names_activation(model: Mapping[str, Any]) -> bool:
+    """Whether config.json names an activation of the feed-forward networks."""
+    return any(_ACTIVATION.search(name) is not None for name, _ in _members(model))
 
 
 def empty_layers(model: Mapping[str, Any]) -> frozenset[int]:

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moqext.expert_counts import ROUTERS
-from moqext.model_config import LayerKinds, layer_count, shares_keys_and_values
+from moqext.model_config import LayerKinds, layer_count, names_activation, shares_keys_and_values
 from moqext.naming import FUSED_GROUPS, PROJECTIONS, is_number
 from moqext.problems import Problem, make_problem
 
@@ -101,10 +101,11 @@ class _Judge:
         self._ends = {min(numbers), max(numbers)}
         self._shares = not model or shares_keys_and_values(model)
         self._told = bool(model)
+        self._gates = not model or names_activation(model)
 
     def lost(self, form: _Layers, usual: Iterable[_Layers]) -> Iterator[tuple[str, str]]:
         """Names below a layer of that form, experts under their container, and how the loss is known."""
-        for name in _torn(form.linears):
+        for name in _torn(form.linears, self._gates):
             yield _whole(name), "the linears beside it are of no use without it"
         richer = [other for other in usual if form.linears < other.linears]
         for other in sorted(richer, key=lambda other: len(other.linears)):
@@ -131,7 +132,7 @@ class _Judge:
 
     def _is_alone(self, form: _Layers, other: _Layers, more: Linears) -> bool:
         """Whether such layers are an exception among those of their kind."""
-        if form.kind != other.kind or len(self._forms) > _FORMS:
+        if form.kind != other.kind or len(self._forms) > _FORMS or any(map(_is_nested, more)):
             return False
         alike = [one for one in self._forms if one.kind == form.kind]
         lacking = sum(len(one.numbers) for one in alike if not one.linears & more)
@@ -146,8 +147,13 @@ class _Judge:
         return self._shares and {name.rpartition(".")[2] for name in more} <= _KEYS_AND_VALUES
 
 
-def _torn(linears: Linears) -> Iterator[str]:
-    """What attention and feed-forward networks lack, by what is there of them alone."""
+def _torn(linears: Linears, gates: bool) -> Iterator[str]:
+    """What attention and feed-forward networks lack, by what is there of them alone.
+
+    Args:
+        linears: of a layer.
+        gates: whether a `gate_proj` is a gate: TimesFM, which has no activation, names its first linear so.
+    """
     children: dict[str, set[str]] = defaultdict(set)
     for name in linears:
         parent, _, last = name.rpartition(".")
@@ -164,8 +170,19 @@ def _torn(linears: Linears) -> Iterator[str]:
                 continue
             if has(gate) and has(up) and not has(down):
                 yield _join(parent, down)
-            if has(gate) and has(down) and not has(up) and (gate != "w1" or parent.endswith("experts.*")):
+            if (
+                gates
+                and has(gate)
+                and has(down)
+                and not has(up)
+                and (gate != "w1" or parent.endswith("experts.*"))
+            ):
                 yield _join(parent, up)
+
+
+def _is_nested(name: str) -> bool:
+    """Whether a linear is in a numbered block within the layer, of which stages have different numbers."""
+    return "*" in name.split(".") and "experts" not in name
 
 
 def _join(parent: str, name: str) -> str:

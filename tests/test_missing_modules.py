@@ -208,3 +208,22 @@ def test_counts_that_are_no_numbers_tell_nothing() -> None:
     """A damaged config.json had an object in the place of a count."""
     for count in ({"n": 4}, [{"n": 4}, None], "4", -1, True):
         assert lost(experts(0, 4), {"num_experts": count, "moe_intermediate_size": count}) == []
+
+
+def test_a_gate_without_an_activation_is_none() -> None:
+    """TimesFM calls the two linears of its feed-forward network `gate_proj` and `down_proj`."""
+    tensors = {}
+    for number in range(2):
+        tensors |= layer(number, *without(ALL, "mlp.up_proj"))
+    assert lost(tensors, {"num_hidden_layers": 2}) == []
+    told = [f"missing_linear model.layers.{number}.mlp.up_proj" for number in range(2)]
+    assert lost(tensors, {"num_hidden_layers": 2, "hidden_act": "silu"}) == told
+
+
+def test_stages_with_other_numbers_of_blocks_have_lost_nothing() -> None:
+    """PP-OCR's encoder has stages without blocks between some that have two."""
+    tensors = {}
+    for stage, count in enumerate((2, 0, 2, 2)):
+        own = [f"blocks.{block}.conv" for block in range(count)]
+        tensors |= layer(stage, "downsample.conv", *own, container="encoder.blocks")
+    assert lost(tensors, {"model_type": "ocr"}) == []
