@@ -22,11 +22,11 @@ from benchmarks.expert_choices import chip_of, method_of, random_params, record_
 from benchmarks.moe_layers import MODELS, UNIFORM, Sizes, draw
 
 KERNELS = {
-    "FP8": "cuda:sm90_fp8_many",
-    "FP8_PER_CHANNEL_PER_TOKEN": "cuda:sm90_fp8_many",
-    "FP8_PB_WO": "cuda:sm90_fp8_many",
-    "NVFP4": "cuda:sm90_nvfp4_many",
-    "NVFP4,fp8": "cuda:sm90_nvfp4_fp8_many",
+    "FP8": "cuda:sm90_fp8_prefill",
+    "FP8_PER_CHANNEL_PER_TOKEN": "cuda:sm90_fp8_prefill",
+    "FP8_PB_WO": "cuda:sm90_fp8_prefill",
+    "NVFP4": "cuda:sm90_nvfp4_prefill",
+    "NVFP4,fp8": "cuda:sm90_nvfp4_fp8_prefill",
 }
 TOKENS = (64, 256, 512, 1024, 2048, 4096)
 HEAVY = 1024

@@ -22,7 +22,7 @@ OWN = "moqext"
 FAST = ", fast"
 """In the name of a peer whose sums stay in the tensor cores' 14 bits; moqext's are promoted without it."""
 
-FEW_TOKENS = ((1, 16, 1.6e-6, 0.97), (17, 64, 2.0e-6, 0.95))
+DECODE_TOKENS = ((1, 16, 1.6e-6, 0.97), (17, 64, 2.0e-6, 0.95))
 """(tokens from, to, seconds to start, part of the floor's rate)."""
 
 NVFP4_FEW_TOKENS = ((1, 16, 1.9e-6, 0.90), (64, 64, 0.0, 0.75))
@@ -170,7 +170,7 @@ def goals(cell: Cell) -> list[Goal]:
     found: list[Goal] = []
     if own is None:
         return found
-    limits = NVFP4_FEW_TOKENS if algo in NVFP4_ALGOS else FEW_TOKENS
+    limits = NVFP4_FEW_TOKENS if algo in NVFP4_ALGOS else DECODE_TOKENS
     limit = None if algo == NVFP4_FP8 else time_limit(tokens, own["floor_seconds"], limits)
     if limit is not None:
         found.append(Goal("time", own["seconds"], limit, own["seconds"] <= limit))
@@ -187,7 +187,7 @@ def goals(cell: Cell) -> list[Goal]:
 
 
 def time_limit(
-    tokens: int, floor: float, limits: Sequence[tuple[int, int, float, float]] = FEW_TOKENS
+    tokens: int, floor: float, limits: Sequence[tuple[int, int, float, float]] = DECODE_TOKENS
 ) -> float | None:
     """Seconds that a call of a few tokens may take."""
     for least, most, start, part in limits:
@@ -221,7 +221,7 @@ def block_goals(cell: Cell, own: Row) -> list[Goal]:
     tokens = cell.key[1]
     torch = next((row for row in cell.peers if row["peer"].startswith("torch blockwise")), None)
     found = []
-    if torch and tokens <= FEW_TOKENS[-1][1]:
+    if torch and tokens <= DECODE_TOKENS[-1][1]:
         ratio = torch["seconds"] / own["seconds"]
         found.append(Goal("torch blockwise", ratio, BLOCKWISE, ratio >= BLOCKWISE))
     if own["flop"] >= LARGE_FLOP:

@@ -65,7 +65,7 @@ REST = 1_000_000
 """The first seed of what is no linear of a layer."""
 
 BF16, FP8, NVFP4 = "bfloat16", "FP8", "NVFP4"
-WAYS = ((BF16, "exact"), (FP8, "exact"), (NVFP4, "exact"), (NVFP4, "auto"))
+CONFIGS = ((BF16, "exact"), (FP8, "exact"), (NVFP4, "exact"), (NVFP4, "auto"))
 FORMS = ("modules", "transformers", "fused", "fused+pdl")
 OWN = ("modules", "transformers")
 """Forms of Transformers' own decoder layers."""
@@ -518,7 +518,7 @@ def main() -> None:
         for form in forms:
             attempt(checks, check(config, options.device, form), failed)
         for form in forms:
-            for quant_algo, compute in WAYS[form == "transformers" :]:
+            for quant_algo, compute in CONFIGS[form == "transformers" :]:
                 attempt(rows, measure(config, options, form, quant_algo, compute), failed)
                 gc.collect()
                 if options.device != "cpu":

@@ -69,7 +69,7 @@ ALONE_FROM = 1024
 ALLOWED = 2.5e-3
 """Relative error of a token: design's, of one rounding to bfloat16."""
 
-CUT = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
+CUT = ("cuda:sm90_fp8_prefill", "cuda:sm90_nvfp4_fp8_prefill")
 SCALED = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", layers.NVFP4_FP8)
 ALLOWED_OF_D = 2**0.5 * ALLOWED
 """Where d is rounded, too, as `rounds_d` tells: the two add up by squares."""

@@ -18,7 +18,7 @@ WEIGHTS = {
     ),
 }
 ACTIVATIONS = ("normal", "with outliers")
-WAYS = {
+CONFIGS = {
     "FP8": ("FP8", "exact"),
     "FP8 by channel and token": ("FP8_PER_CHANNEL_PER_TOKEN", "exact"),
     "NVFP4, exact": ("NVFP4", "exact"),
@@ -44,7 +44,7 @@ def errors(weights, kind, rng, rows=ROWS, columns=COLUMNS, tokens=TOKENS):
     w = (WEIGHTS[weights](rng, (rows, columns)) * 0.02).astype(np.float32)
     x = activations(kind, rng, (tokens, columns))
     outputs = {}
-    for name, (algo, compute) in WAYS.items():
+    for name, (algo, compute) in CONFIGS.items():
         part = reference.quantize_weight(w, algo)
         if algo == "FP8":
             part["input_scale"] = np.float32(np.abs(x).max() / 448)
@@ -58,12 +58,12 @@ def errors(weights, kind, rng, rows=ROWS, columns=COLUMNS, tokens=TOKENS):
 
 def main():
     rng = np.random.default_rng(1)
-    print("| weights | activations | " + " | ".join(WAYS) + " | fp8 to exact | fp4 to exact |")
-    print("| --- | --- |" + " ---: |" * (len(WAYS) + 2))
+    print("| weights | activations | " + " | ".join(CONFIGS) + " | fp8 to exact | fp4 to exact |")
+    print("| --- | --- |" + " ---: |" * (len(CONFIGS) + 2))
     for weights in WEIGHTS:
         for kind in ACTIVATIONS:
             found = errors(weights, kind, rng)
-            cells = [found[name][0] for name in WAYS] + [found["NVFP4, fp8"][1], found["NVFP4, fp4"][1]]
+            cells = [found[name][0] for name in CONFIGS] + [found["NVFP4, fp8"][1], found["NVFP4, fp4"][1]]
             print(f"| {weights} | {kind} | " + " | ".join(f"{100 * cell:.1f} %" for cell in cells) + " |")
 
 

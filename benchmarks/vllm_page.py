@@ -44,8 +44,8 @@ def own_of(rows: Sequence[Row], row: Row) -> Row | None:
     for name, own in BESIDE.items():
         if row["name"].startswith(name):
             mine, same = (
-                [each for each in rows if (each["name"], each["compile"]) == (way, row["compile"])]
-                for way in (row["name"], own)
+                [each for each in rows if (each["name"], each["compile"]) == (config, row["compile"])]
+                for config in (row["name"], own)
             )
             return same[min(mine.index(row), len(same) - 1)] if same else None
     return None

@@ -31,8 +31,8 @@ _ROUNDED_D = 2.0**-8
 _OFTEN = 2.0
 """Deviations of a sum of what its values are apart, where many have a range and few are at its end."""
 
-_CORE_KERNELS = ("cuda:sm90_fp8_many", "cuda:sm90_nvfp4_fp8_many")
-_ROUNDING_KERNELS = (*_CORE_KERNELS, "cuda:sm90_nvfp4_many")
+_CORE_KERNELS = ("cuda:sm90_fp8_prefill", "cuda:sm90_nvfp4_fp8_prefill")
+_ROUNDING_KERNELS = (*_CORE_KERNELS, "cuda:sm90_nvfp4_prefill")
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -4,7 +4,7 @@ One tool over all processes instruments the kernels of one after the other, whic
 each share of the tests is a run by itself. Prints how many tests of a share passed, and all that was said of
 one that is not clean; then the tests that the time was too short for, and those that failed.
 
-    python tests/sanitize_cuda.py --tool racecheck --jobs 10 tests/cuda/test_fp8_many.py
+    python tests/sanitize_cuda.py --tool racecheck --jobs 10 tests/cuda/test_fp8_prefill.py
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Nothing is compared, so that a tool's time goes to kernels: tests take ten times as long. Layers come out even
 or do not, experts have no slot, one, or many; the order of calls is drawn. Prints how many calls there were.
 
-    compute-sanitizer --tool racecheck python tests/sanitize_experts.py cuda:sm90_nvfp4_few NVFP4 --seconds 40
+    compute-sanitizer --tool racecheck python tests/sanitize_experts.py cuda:sm90_nvfp4_decode NVFP4 --seconds 40
 """
 
 import argparse
@@ -22,8 +22,8 @@ SIZES = ((20, 320, 448, 3), (6, 1024, 256, 2), (9, 2048, 192, 4), (3, 2880, 384,
 ACTIVATIONS = (("silu", True), ("swigluoai", True), ("relu2", False))
 """Activations that have code of their own, and whether there is a gate; layers take turns."""
 
-FEW_TOKENS, FEW_WAYS = (1, 2, 24, 70), 34
-MANY_TOKENS, MANY_WAYS = (5, 90, 700), 6
+DECODE_TOKENS, DECODE_CONFIGS = (1, 2, 24, 70), 34
+PREFILL_TOKENS, PREFILL_CONFIGS = (5, 90, 700), 6
 
 
 def prepare_layers(rng: Any, kernel: str, algo: str, compute: str) -> list[tuple[Any, Any]]:
@@ -69,15 +69,15 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     rng, few = np.random.default_rng(asked.seed), asked.kernel.endswith("_few")
     layers = prepare_layers(rng, asked.kernel, asked.algo, asked.compute)
-    ways = [(FEW_TOKENS, FEW_WAYS), (MANY_TOKENS, MANY_WAYS)][not few]
-    variants = range(ways[1]) if asked.way is None else [asked.way]
-    cases = list(itertools.product(layers, ways[0], variants))
+    configs = [(DECODE_TOKENS, DECODE_CONFIGS), (PREFILL_TOKENS, PREFILL_CONFIGS)][not few]
+    variants = range(configs[1]) if asked.config is None else [asked.config]
+    cases = list(itertools.product(layers, configs[0], variants))
     done = 0
     for i in rng.permutation(len(cases)):
         if time.monotonic() > end:
             break
-        (method, params), tokens, way = cases[i]
-        method._plan.keep(tokens, asked.kernel, way)
+        (method, params), tokens, config = cases[i]
+        method._plan.keep(tokens, asked.kernel, config)
         call(rng, method, params, tokens)
         done += 1
     print(f"{asked.kernel} {asked.algo}: {done} of {len(cases)} calls; seed {asked.seed}")

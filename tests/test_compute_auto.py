@@ -50,8 +50,8 @@ def test_the_prepared_tensors_are_those_of_fp8():
 
 def test_a_choice_that_is_kept_says_what_is_multiplied():
     auto = plan("auto")
-    auto.keep(1, "cuda:sm90_nvfp4_fp8_some", 0)
-    auto.keep(1024, "cuda:sm90_nvfp4_many", 0)
+    auto.keep(1, "cuda:sm90_nvfp4_fp8_medium", 0)
+    auto.keep(1024, "cuda:sm90_nvfp4_prefill", 0)
     assert auto.compute_for(1) == "fp8"
     assert auto.compute_for(1024) == "exact"
 

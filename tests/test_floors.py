@@ -153,12 +153,19 @@ CHOICES = "cuda/choice/choice.h"
 
 def test_searches_are_seen():
     for name_of_search in (
-        *("moq_cuda_fp8_many_choose", "moq_cuda_nvfp4_few_seconds", "moq_cublaslt_seconds"),
-        *("moq_cuda_nvfp4_some_variants", "moq_nvfp4_fp8_find_way", "moq_cuda_fp8_many_way_seconds"),
+        *("moq_cuda_fp8_prefill_choose", "moq_cuda_nvfp4_decode_seconds", "moq_cublaslt_seconds"),
+        *(
+            "moq_cuda_nvfp4_medium_variants",
+            "moq_nvfp4_fp8_find_config",
+            "moq_cuda_fp8_prefill_config_seconds",
+        ),
     ):
         assert searches(f"x = {name_of_search}(spec, m);") == [name_of_search]
     assert searches(f'#include "{CHOICES}"\n') == [CHOICES]
-    assert searches("way = moq_fp8_many_expand_way(call); moq_cublaslt_variants(call); /* _choose */") == []
+    assert (
+        searches("way = moq_fp8_prefill_expand_config(call); moq_cublaslt_variants(call); /* _choose */")
+        == []
+    )
 
 
 def test_names_of_searches_are_those_of_the_choice():

@@ -484,10 +484,10 @@ def test_plans_are_made_by_their_function_alone():
 def test_tokens_that_a_forced_kernel_does_not_run_are_explained(monkeypatch):
     """No line says "chosen", where backend_for raises."""
     method = LinearMethod("NVFP4", 32, [8])
-    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_nvfp4_few")
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_nvfp4_decode")
     method._plan = _C.linear_plan("NVFP4", 32, [8], None, "bfloat16", "cuda:0", "exact", capability="9.0")
-    assert "cuda:sm90_nvfp4_few chosen" in " ".join(method.explain(16).split())
-    refusal = "cuda:sm90_nvfp4_few no: needs at most 16 tokens, got 17"
+    assert "cuda:sm90_nvfp4_decode chosen" in " ".join(method.explain(16).split())
+    refusal = "cuda:sm90_nvfp4_decode no: needs at most 16 tokens, got 17"
     assert refusal in " ".join(method.explain(17).split())
     assert "chosen" not in method.explain(17)
     with pytest.raises(UnsupportedQuantization, match="got 17"):

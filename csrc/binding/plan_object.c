@@ -158,7 +158,7 @@ static PyObject *row(PyObject *self, PyObject *tokens) {
     if (pick(self, tokens, 1, &choice) < 0)
         return NULL;
     PyObject *name = name_of(plan_of(self)->operation->name(choice.kernel));
-    return name ? Py_BuildValue("(Ni)", name, moq_form_row(choice.way.form)) : NULL;
+    return name ? Py_BuildValue("(Ni)", name, moq_tiling_row(choice.config.tiling)) : NULL;
 }
 
 /* What the plan compares: (kernel, variant, seconds) of each kernel that runs so many tokens. */

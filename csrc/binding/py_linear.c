@@ -88,9 +88,10 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* ---- the way of a call ---- */
 
-static const moq_signature WAY = {"way", 2, 1, 2, {KW_tokens, KW_input_scale}};
+static const moq_signature WAY = {"config", 2, 1, 2, {KW_tokens, KW_input_scale}};
 
-static PyObject *way(PyObject *self, PyObject *const *values, Py_ssize_t nargs, PyObject *kwnames) {
+static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                        PyObject *kwnames) {
     moq_plan *plan = &((moq_plan_object *)self)->plan;
     moq_state *state = moq_plan_state(self);
     PyObject *v[2];
@@ -107,10 +108,10 @@ static PyObject *way(PyObject *self, PyObject *const *values, Py_ssize_t nargs, 
         return moq_raise(state, &err);
     moq_kernel_name named = plan->operation->name(choice.kernel);
     PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
-    uint8_t form = scaled ? choice.way.form : choice.way.dynamic;
-    return name ? Py_BuildValue("(Niiid)", name, (int)choice.way.variant, moq_form_row(form),
-                                moq_form_blocks(form),
-                                moq_linear_way_seconds(plan->problem, m, choice, scaled))
+    uint8_t tiling = scaled ? choice.config.tiling : choice.config.dynamic_tiling;
+    return name ? Py_BuildValue("(Niiid)", name, (int)choice.config.variant, moq_tiling_row(tiling),
+                                moq_tiling_blocks(tiling),
+                                moq_linear_config_seconds(plan->problem, m, choice, scaled))
                 : NULL;
 }
 
@@ -194,8 +195,8 @@ static PyMethodDef LINEAR_METHODS[] = {
      "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, bias=None, out=None, stream=None) -> y"},
-    {"way", (PyCFunction)(void (*)(void))way, METH_FASTCALL | METH_KEYWORDS,
-     "way(tokens, input_scale=True) -> (kernel, variant, row of its table, blocks that share, "
+    {"config", (PyCFunction)(void (*)(void))config, METH_FASTCALL | METH_KEYWORDS,
+     "config(tokens, input_scale=True) -> (kernel, variant, row of its table, blocks that share, "
      "seconds) of a call of so many, as the plan keeps it; input_scale: whether the layer has one"},
     {NULL, NULL, 0, NULL},
 };

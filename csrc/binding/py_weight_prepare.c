@@ -479,42 +479,42 @@ static moq_weight_sources sources_of(const weight_args *p) {
     };
 }
 
-static moq_status prepare_bias(const weight_args *p, moq_prepare_way way, moq_err *err) {
+static moq_status prepare_bias(const weight_args *p, moq_prepare_mode mode, moq_err *err) {
     moq_param_spec wanted[MAX_OUTPUTS];
     int count = find_wanted(p, wanted);
     MOQ_TRY(moq_check_params(wanted + count - 1, 1, &p->params, "out", err));
-    return moq_bias_prepare(p->w, &p->bias.view, way, &p->params.of[MOQ_PARAM_BIAS], err);
+    return moq_bias_prepare(p->w, &p->bias.view, mode, &p->params.of[MOQ_PARAM_BIAS], err);
 }
 
 /* Checks or writes one weight, without the GIL. */
-static int prepare_values(moq_state *state, weight_args *p, moq_prepare_way way) {
+static int prepare_values(moq_state *state, weight_args *p, moq_prepare_mode mode) {
     moq_weight_sources sources = sources_of(p);
     const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
     moq_arg workspace;
     moq_status status;
     moq_err err;
-    if (moq_stream_take(NULL, weight, &way.stream) < 0 ||
-        take_prepare_memory(state, p->w, way.fresh, weight, &workspace) < 0)
+    if (moq_stream_take(NULL, weight, &mode.stream) < 0 ||
+        take_prepare_memory(state, p->w, mode.fresh, weight, &workspace) < 0)
         return -1;
-    way.workspace = workspace.view.data;
+    mode.workspace = workspace.view.data;
     moq_long_call call;
     moq_long_call_begin(&call);
-    status = moq_weight_prepare(p->w, &sources, way, &p->params, &err);
+    status = moq_weight_prepare(p->w, &sources, mode, &p->params, &err);
     if (status == MOQ_OK && p->has_bias)
-        status = prepare_bias(p, way, &err);
+        status = prepare_bias(p, mode, &err);
     status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
     return status == MOQ_OK ? 0 : raise_of(state, p, &err);
 }
 
 static int prepare_all(moq_state *state, prepare_args *args, bool fresh) {
-    moq_prepare_way way = {.fresh = fresh};
+    moq_prepare_mode mode = {.fresh = fresh};
     bool given = args->count > 1 && !fresh;
     for (int round = given ? 0 : 1; round < 2; round++) {
-        way.only_checks = round == 0;
-        way.checked = given && round == 1;
+        mode.only_checks = round == 0;
+        mode.checked = given && round == 1;
         for (int i = 0; i < args->count; i++) {
-            if (prepare_values(state, &args->part[i], way) < 0)
+            if (prepare_values(state, &args->part[i], mode) < 0)
                 return -1;
         }
     }

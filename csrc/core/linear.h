@@ -9,7 +9,7 @@
 #ifndef MOQ_CORE_LINEAR_H
 #define MOQ_CORE_LINEAR_H
 
-#include "core/way.h"
+#include "core/kernel_config.h"
 #include "core/weight.h"
 
 #ifdef __cplusplus
@@ -117,14 +117,15 @@ typedef struct {
     const float *pre_quant_scale;
     const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
-    moq_way way;     /* in which the kernel does it: as chosen for m rows, for its workspace too */
+    moq_kernel_config
+        config;      /* in which the kernel does it: as chosen for m rows, for its workspace too */
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
     void *workspace; /* of the bytes that the kernel's row of the plan table asks for, or NULL */
 } moq_linear_call;
 
 /* The form of the call's way. */
-static inline uint8_t moq_form_of(const moq_linear_call *call) {
-    return call->input_scale ? call->way.form : call->way.dynamic;
+static inline uint8_t moq_tiling_of(const moq_linear_call *call) {
+    return call->input_scale ? call->config.tiling : call->config.dynamic_tiling;
 }
 
 #ifdef __cplusplus

@@ -114,7 +114,7 @@ typedef struct {
     bool weights_on_input;     /* top_k is 1 then */
     bool accumulate;
     moq_moe_weight w13, w2;
-    moq_way way;
+    moq_kernel_config config;
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */
     void *workspace; /* of the bytes that the kernel's row of the table asks for, or NULL */
 } moq_moe_call;

@@ -82,9 +82,9 @@ double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_sp
     double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
     int64_t padded = moq_round_up(m, tiles->pad_rows);
     switch (moq_regime_of(tiles, spec, m)) {
-    case MOQ_FEW:
+    case MOQ_DECODE:
         return weights * (speed->few + speed->product * (double)m);
-    case MOQ_SOME:
+    case MOQ_MEDIUM:
         return weights *
                (speed->some * (double)(padded / tiles->pad_rows) + speed->product * (double)m);
     default:

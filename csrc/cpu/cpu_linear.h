@@ -77,9 +77,9 @@ typedef struct {
     const void *panel;
     int64_t panel_stride; /* of a panel that is arranged: its rows, padded */
     int64_t m;
-    float *sums; /* also past the last row and m, where multiply_some comes in steps of 16 */
+    float *sums; /* also past the last row and m, where multiply_medium comes in steps of 16 */
     int64_t sums_stride;
-} moq_few;
+} moq_decode_job;
 
 /* sums[n, m] += part[n, m] * (scales[m] * scale): the products of 128 columns get their scales. */
 typedef struct {
@@ -107,10 +107,10 @@ typedef struct {
 
 /* The order of the columns in decoded weights and panels is a kernel's own: */
 typedef enum {
-    MOQ_ORDER_E4M3, /* of decode_e4m3 */
-    MOQ_ORDER_E2M1, /* of decode_e2m1 */
-    MOQ_ORDER_FEW,  /* of multiply_few on e2m1 */
-    MOQ_ORDER_SOME  /* of multiply_some on e2m1 */
+    MOQ_ORDER_E4M3,   /* of decode_e4m3 */
+    MOQ_ORDER_E2M1,   /* of decode_e2m1 */
+    MOQ_ORDER_DECODE, /* of multiply_decode on e2m1 */
+    MOQ_ORDER_MEDIUM  /* of multiply_medium on e2m1 */
 } moq_order;
 
 /* Estimated seconds of one core for each weight, from instruction counts at 3 GHz and 3 a cycle, or
@@ -118,7 +118,7 @@ typedef enum {
 typedef struct {
     double decode;  /* once a panel */
     double few;     /* instead, where a few rows need no tiles */
-    double some;    /* instead, once for every 16 rows, where multiply_some takes them */
+    double some;    /* instead, once for every 16 rows, where multiply_medium takes them */
     double product; /* with each row of x */
 } moq_linear_speed;
 
@@ -150,11 +150,11 @@ typedef struct {
     void (*add_scaled)(const moq_scaled *scaled);
     void (*store)(const moq_store *store);
     /* For up to `few` rows of x, instead of decoding and multiplying; or NULL. */
-    void (*multiply_few)(const moq_few *job);
+    void (*multiply_decode)(const moq_decode_job *job);
     int64_t few;
-    /* Likewise for more than those and up to `some`, on a panel that arrange_some laid out. */
-    void (*multiply_some)(const moq_few *job);
-    moq_arrange *arrange_some;
+    /* Likewise for more than those and up to `some`, on a panel that arrange_medium laid out. */
+    void (*multiply_medium)(const moq_decode_job *job);
+    moq_arrange *arrange_medium;
     int64_t some;
     moq_linear_speed speed;
 } moq_linear_tiles;

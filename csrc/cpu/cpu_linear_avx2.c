@@ -102,10 +102,10 @@ static void decode_e2m1(const uint8_t *codes, const uint8_t *scales, int64_t n, 
 
 /* Some columns of several rows of the weight, then the next columns: x stays in the first-level
  * cache, and each row is a stream from memory; several streams hide its latency. */
-#define FEW_SUMS 4
-#define FEW_ROWS 4
+#define DECODE_SUMS 4
+#define DECODE_ROWS 4
 /* Bytes that are asked for before they are needed, of the row or, where it ends, of the row that
- * comes FEW_ROWS later; rows that share a page confuse the hardware's own prefetching. */
+ * comes DECODE_ROWS later; rows that share a page confuse the hardware's own prefetching. */
 #define AHEAD 1024
 /* Bytes of a visit to a row: 256 columns of e2m1, or the 128 of e4m3 that share a scale. */
 #define VISIT 128
@@ -185,7 +185,7 @@ INLINE void add_quads(__m256 *acc, const uint8_t *codes, const uint8_t *scales, 
 /* `count` times 32 columns, in two sums for each row of x, as one would wait for itself. */
 INLINE void add_columns(__m256 *acc, const uint8_t *codes, int64_t count, const float *x,
                         int64_t stride, const int m) {
-    __m256 second[FEW_SUMS];
+    __m256 second[DECODE_SUMS];
     for (int j = 0; j < m; j++)
         second[j] = acc_zero();
     for (int64_t i = 0; i < 32 * count; i += 32) {
@@ -205,7 +205,7 @@ INLINE void add_columns(__m256 *acc, const uint8_t *codes, int64_t count, const 
 }
 
 /* `count` times 32 columns of a visit, times the block's scale where the layout has blocks. */
-INLINE void add_block(__m256 *acc, const moq_few *job, const uint8_t *codes, int64_t count,
+INLINE void add_block(__m256 *acc, const moq_decode_job *job, const uint8_t *codes, int64_t count,
                       int64_t k, const int m) {
     const float *x = (const float *)job->panel + k;
     if (job->layout != MOQ_WEIGHT_E4M3_BLOCK) {
@@ -214,7 +214,7 @@ INLINE void add_block(__m256 *acc, const moq_few *job, const uint8_t *codes, int
     }
     const float *of_x = job->column_scales + k / MOQ_FP8_BLOCK * job->column_stride;
     float of_weight = job->block_scales[k / MOQ_FP8_BLOCK];
-    __m256 sum[FEW_SUMS];
+    __m256 sum[DECODE_SUMS];
     for (int j = 0; j < m; j++)
         sum[j] = acc_zero();
     add_columns(sum, codes, count, x, job->panel_stride, m);
@@ -223,12 +223,12 @@ INLINE void add_block(__m256 *acc, const moq_few *job, const uint8_t *codes, int
 }
 
 /* A visit to row r: its columns from k on. */
-INLINE void visit(__m256 *sums, const moq_few *job, int64_t r, int64_t k, const bool e2m1,
+INLINE void visit(__m256 *sums, const moq_decode_job *job, int64_t r, int64_t k, const bool e2m1,
                   const int m) {
     int64_t in_row = e2m1 ? job->k / 2 : job->k, at = e2m1 ? k / 2 : k;
-    int64_t ahead = at + AHEAD < in_row ? AHEAD : AHEAD + (FEW_ROWS - 1) * in_row;
+    int64_t ahead = at + AHEAD < in_row ? AHEAD : AHEAD + (DECODE_ROWS - 1) * in_row;
     const uint8_t *codes = job->codes + r * in_row + at;
-    __m256 acc[FEW_SUMS];
+    __m256 acc[DECODE_SUMS];
     for (int j = 0; j < m; j++)
         acc[j] = sums[j];
     _mm_prefetch((const char *)codes + ahead, _MM_HINT_T0);
@@ -243,8 +243,8 @@ INLINE void visit(__m256 *sums, const moq_few *job, int64_t r, int64_t k, const 
 }
 
 /* The columns from k on, fewer than a visit has. */
-INLINE void visit_last(__m256 *sums, const moq_few *job, int64_t r, int64_t k, const bool e2m1,
-                       const int m) {
+INLINE void visit_last(__m256 *sums, const moq_decode_job *job, int64_t r, int64_t k,
+                       const bool e2m1, const int m) {
     uint8_t codes[VISIT] = {0}, scales[16] = {0};
     int64_t left = job->k - k, first = r * job->k + k;
     if (e2m1) {
@@ -258,10 +258,11 @@ INLINE void visit_last(__m256 *sums, const moq_few *job, int64_t r, int64_t k, c
     }
 }
 
-/* `count` rows of the weight, at most FEW_ROWS. */
-INLINE void few_rows(const moq_few *job, int64_t row, int64_t count, const bool e2m1, const int m) {
+/* `count` rows of the weight, at most DECODE_ROWS. */
+INLINE void decode_rows(const moq_decode_job *job, int64_t row, int64_t count, const bool e2m1,
+                        const int m) {
     const int64_t columns = e2m1 ? 2 * VISIT : VISIT;
-    __m256 sums[FEW_ROWS * FEW_SUMS];
+    __m256 sums[DECODE_ROWS * DECODE_SUMS];
     for (int64_t i = 0; i < count * m; i++)
         sums[i] = acc_zero();
     int64_t k = 0;
@@ -275,32 +276,33 @@ INLINE void few_rows(const moq_few *job, int64_t row, int64_t count, const bool 
         job->sums[(row + i / m) * job->sums_stride + i % m] = reduce(sums[i]);
 }
 
-INLINE void few_all(const moq_few *job, const bool e2m1, const int m) {
-    for (int64_t row = 0; row < job->rows; row += FEW_ROWS)
-        few_rows(job, row, job->rows - row < FEW_ROWS ? job->rows - row : FEW_ROWS, e2m1, m);
+INLINE void decode_all(const moq_decode_job *job, const bool e2m1, const int m) {
+    for (int64_t row = 0; row < job->rows; row += DECODE_ROWS)
+        decode_rows(job, row, job->rows - row < DECODE_ROWS ? job->rows - row : DECODE_ROWS, e2m1,
+                    m);
 }
 
-INLINE void few_of(const moq_few *job, const bool e2m1) {
+INLINE void decode_of(const moq_decode_job *job, const bool e2m1) {
     switch (job->m) {
     case 1:
-        few_all(job, e2m1, 1);
+        decode_all(job, e2m1, 1);
         break;
     case 2:
-        few_all(job, e2m1, 2);
+        decode_all(job, e2m1, 2);
         break;
     case 3:
-        few_all(job, e2m1, 3);
+        decode_all(job, e2m1, 3);
         break;
     default:
-        few_all(job, e2m1, 4);
+        decode_all(job, e2m1, 4);
     }
 }
 
-static void multiply_few(const moq_few *job) {
+static void multiply_decode(const moq_decode_job *job) {
     if (job->layout == MOQ_WEIGHT_E2M1)
-        few_of(job, true);
+        decode_of(job, true);
     else
-        few_of(job, false);
+        decode_of(job, false);
 }
 
 /* ---- activations as they are ---- */
@@ -323,7 +325,7 @@ static void reorder_64(const float *row, float *out) {
 
 static void convert(const float *row, int64_t padded, moq_order order, void *out) {
     float *values = out;
-    if (order != MOQ_ORDER_FEW) {
+    if (order != MOQ_ORDER_DECODE) {
         memcpy(values, row, (size_t)padded * sizeof *row);
         return;
     }
@@ -343,7 +345,7 @@ const moq_linear_tiles moq_linear_avx2 = {
     .decode_e2m1 = decode_e2m1,
     .convert = convert,
     .multiply = multiply,
-    .multiply_few = multiply_few,
-    .few = FEW_SUMS,
+    .multiply_decode = multiply_decode,
+    .few = DECODE_SUMS,
     .speed = {.decode = 2e-10, .few = 3.5e-11, .product = 2.5e-11},
 };

@@ -130,7 +130,7 @@ static void multiply(const moq_tile *t) {
 
 /* R rows of the weight and M rows of x at a time: one row is one stream from memory, and several
  * streams hide its latency. `acc` holds their R * M sums. */
-#define FEW_SUMS 4
+#define DECODE_SUMS 4
 /* Bytes that are asked for before they are needed; rows that share a page confuse the hardware's
  * own prefetching. */
 #define AHEAD 1024
@@ -149,7 +149,7 @@ INLINE __m512 dot_64(__m512 acc, __m512i first, __m512i second, const uint16_t *
 /* Four groups of 16, 32 bytes: their nibbles index a table, the products are summed in four lanes a
  * group, and the block scales, numbers i to i + 3 of 16, multiply those. 64 weights take 5
  * instructions and 3 for each row of x. */
-INLINE void add_quad(__m512 *acc, __m256i bytes, __m512 scales, int i, const moq_few *job,
+INLINE void add_quad(__m512 *acc, __m256i bytes, __m512 scales, int i, const moq_decode_job *job,
                      const uint16_t *x, const int m) {
     const __m512i table = e2m1_table();
     const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
@@ -164,7 +164,8 @@ INLINE void add_quad(__m512 *acc, __m256i bytes, __m512 scales, int i, const moq
     }
 }
 
-INLINE void few_e2m1(const moq_few *job, int64_t row, __m512 *acc, const int rows, const int m) {
+INLINE void dot_e2m1(const moq_decode_job *job, int64_t row, __m512 *acc, const int rows,
+                     const int m) {
     int64_t half = job->k / 2, in_row = job->k / job->group, repeat = job->group / 16;
     const uint8_t *codes = job->codes + row * half, *scales = job->scales + row * in_row;
     const uint16_t *x = job->panel;
@@ -196,8 +197,8 @@ INLINE void few_e2m1(const moq_few *job, int64_t row, __m512 *acc, const int row
 }
 
 /* Columns [first, end), added to acc. */
-INLINE void few_e4m3(const moq_few *job, int64_t row, int64_t first, int64_t end, __m512 *acc,
-                     const int rows, const int m) {
+INLINE void dot_e4m3(const moq_decode_job *job, int64_t row, int64_t first, int64_t end,
+                     __m512 *acc, const int rows, const int m) {
     const e4m3_tables tables = load_e4m3_tables();
     const uint8_t *codes = job->codes + row * job->k;
     const uint16_t *x = job->panel;
@@ -215,12 +216,13 @@ INLINE void few_e4m3(const moq_few *job, int64_t row, int64_t first, int64_t end
     }
 }
 
-INLINE void few_blocks(const moq_few *job, int64_t row, __m512 *acc, const int rows, const int m) {
+INLINE void dot_blocks(const moq_decode_job *job, int64_t row, __m512 *acc, const int rows,
+                       const int m) {
     for (int64_t k = 0, g = 0; k < job->k; k += 128, g++) {
-        __m512 sum[FEW_SUMS];
+        __m512 sum[DECODE_SUMS];
         for (int i = 0; i < rows * m; i++)
             sum[i] = _mm512_setzero_ps();
-        few_e4m3(job, row, k, job->k - k < 128 ? job->k : k + 128, sum, rows, m);
+        dot_e4m3(job, row, k, job->k - k < 128 ? job->k : k + 128, sum, rows, m);
         for (int i = 0; i < rows * m; i++) {
             const float *of_x = job->column_scales + g * job->column_stride + i % m;
             acc[i] = _mm512_fmadd_ps(sum[i], _mm512_set1_ps(job->block_scales[g] * *of_x), acc[i]);
@@ -228,41 +230,41 @@ INLINE void few_blocks(const moq_few *job, int64_t row, __m512 *acc, const int r
     }
 }
 
-INLINE void few_rows(const moq_few *job, int64_t row, const int rows, const int m) {
-    __m512 acc[FEW_SUMS];
+INLINE void decode_rows(const moq_decode_job *job, int64_t row, const int rows, const int m) {
+    __m512 acc[DECODE_SUMS];
     for (int i = 0; i < rows * m; i++)
         acc[i] = _mm512_setzero_ps();
     if (job->layout == MOQ_WEIGHT_E2M1)
-        few_e2m1(job, row, acc, rows, m);
+        dot_e2m1(job, row, acc, rows, m);
     else if (job->layout == MOQ_WEIGHT_E4M3_BLOCK)
-        few_blocks(job, row, acc, rows, m);
+        dot_blocks(job, row, acc, rows, m);
     else
-        few_e4m3(job, row, 0, job->k, acc, rows, m);
+        dot_e4m3(job, row, 0, job->k, acc, rows, m);
     for (int i = 0; i < rows * m; i++)
         job->sums[(row + i / m) * job->sums_stride + i % m] = _mm512_reduce_add_ps(acc[i]);
 }
 
-INLINE void few_all(const moq_few *job, const int rows, const int m) {
+INLINE void decode_all(const moq_decode_job *job, const int rows, const int m) {
     int64_t row = 0;
     for (; row + rows <= job->rows; row += rows)
-        few_rows(job, row, rows, m);
+        decode_rows(job, row, rows, m);
     for (; row < job->rows; row++)
-        few_rows(job, row, 1, m);
+        decode_rows(job, row, 1, m);
 }
 
-static void multiply_few(const moq_few *job) {
+static void multiply_decode(const moq_decode_job *job) {
     switch (job->m) {
     case 1:
-        few_all(job, 4, 1);
+        decode_all(job, 4, 1);
         break;
     case 2:
-        few_all(job, 2, 2);
+        decode_all(job, 2, 2);
         break;
     case 3:
-        few_all(job, 1, 3);
+        decode_all(job, 1, 3);
         break;
     default:
-        few_all(job, 1, 4);
+        decode_all(job, 1, 4);
     }
 }
 
@@ -284,10 +286,10 @@ const moq_linear_tiles moq_linear_avx512bf16 = {
     .multiply = multiply,
     .add_scaled = add_scaled_avx512,
     .store = store_avx512,
-    .multiply_few = multiply_few,
-    .few = FEW_SUMS,
-    .arrange_some = arrange_together,
-    .multiply_some = multiply_some,
+    .multiply_decode = multiply_decode,
+    .few = DECODE_SUMS,
+    .arrange_medium = arrange_together,
+    .multiply_medium = multiply_medium,
     .some = 28,
     .speed = {.decode = 4e-11, .few = 4e-11, .some = 4.5e-11, .product = 9.4e-12},
 };

@@ -13,7 +13,7 @@
 #include <string.h>
 
 /* Rows of a weight that a thread takes at a time: of one tile, or of a strip of tiles. */
-enum { TILE_ROWS = MOQ_LARGE_ROWS, STRIP_ROWS = MOQ_STRIP * MOQ_LARGE_ROWS };
+enum { TILE_ROWS = MOQ_LARGE_ROWS, FUSED_ROWS = MOQ_STRIP * MOQ_LARGE_ROWS };
 /* Memory up to this is kept by the thread between calls. */
 #define KEPT_MEMORY ((size_t)8 << 20)
 /* What combining takes for each value of d, roughly. */
@@ -228,7 +228,7 @@ static int64_t most_groups(const job *j) {
 }
 
 /* What is needed before slots are counted. */
-static size_t lay_out_slots(job *j, char *memory) {
+static size_t slots_layout(job *j, char *memory) {
     size_t used = 0, slots = (size_t)j->slots, groups = (size_t)most_groups(j);
     j->count = take(memory, &used, (size_t)j->spec->experts * sizeof *j->count);
     j->row = take(memory, &used, slots * sizeof *j->row);
@@ -241,7 +241,7 @@ static size_t lay_out_slots(job *j, char *memory) {
 }
 
 /* The panels of the passes; the bytes of all. */
-static size_t lay_out_panels(job *j, char *memory) {
+static size_t panels_layout(job *j, char *memory) {
     size_t used = 0;
     for (int64_t i = 0; i < j->groups; i++) {
         group *g = &j->group[i];
@@ -288,11 +288,11 @@ static int64_t load_rows2(const group *g) {
 }
 
 static int64_t tile_rows13(const group *g) {
-    return g->pass13.strip > 1 ? STRIP_ROWS : TILE_ROWS;
+    return g->pass13.strip > 1 ? FUSED_ROWS : TILE_ROWS;
 }
 
 static int64_t tile_rows2(const group *g) {
-    return g->pass2.strip > 1 ? STRIP_ROWS : TILE_ROWS;
+    return g->pass2.strip > 1 ? FUSED_ROWS : TILE_ROWS;
 }
 
 /* Numbers the units of a region through all groups; returns how many there are. */
@@ -433,11 +433,11 @@ static moq_status no_memory(moq_err *err) {
 static moq_status run_groups(job *j, moq_err *err) {
     for (int64_t i = 0; i < j->groups; i++)
         open_passes(&j->group[i]);
-    size_t bytes = lay_out_panels(j, NULL);
+    size_t bytes = panels_layout(j, NULL);
     char *memory = open_memory(bytes + 64, MOQ_SCRATCH_PANEL);
     if (!memory)
         return no_memory(err);
-    lay_out_panels(j, memory);
+    panels_layout(j, memory);
     run_linear(j, false);
     run_linear(j, true);
     run_combination(j);
@@ -446,11 +446,11 @@ static moq_status run_groups(job *j, moq_err *err) {
 }
 
 static moq_status run_chunk(job *j, moq_err *err) {
-    size_t bytes = lay_out_slots(j, NULL);
+    size_t bytes = slots_layout(j, NULL);
     char *memory = open_memory(bytes, MOQ_SCRATCH_EXPERTS);
     if (!memory)
         return no_memory(err);
-    lay_out_slots(j, memory);
+    slots_layout(j, memory);
     count_slots(j);
     make_groups(j);
     sort_slots(j);

@@ -48,8 +48,9 @@ static bool has_nan(const uint8_t *codes, int64_t n) {
 /* Lays out a row of x as it is, for e2m1 weights. */
 static void convert_row(const moq_pass *p, const moq_pass_row *r, void *out) {
     memset(r->row + p->k, 0, (size_t)(p->padded - p->k) * sizeof(float));
-    static const moq_order ORDER[] = {
-        [MOQ_FEW] = MOQ_ORDER_FEW, [MOQ_SOME] = MOQ_ORDER_SOME, [MOQ_MANY] = MOQ_ORDER_E2M1};
+    static const moq_order ORDER[] = {[MOQ_DECODE] = MOQ_ORDER_DECODE,
+                                      [MOQ_MEDIUM] = MOQ_ORDER_MEDIUM,
+                                      [MOQ_PREFILL] = MOQ_ORDER_E2M1};
     p->tiles->convert(r->row, p->padded, ORDER[p->regime], out);
 }
 
@@ -141,12 +142,13 @@ static double decode_x(const moq_pass *p, const moq_pass_row *r, int64_t m, void
 
 /* Some columns after the other. */
 void moq_pass_arrange(const moq_pass *p, int64_t begin, int64_t end, int64_t first, int64_t last) {
-    moq_arrange *lay_out = p->regime == MOQ_SOME ? p->tiles->arrange_some : p->tiles->arrange;
+    moq_arrange *arrange_panel =
+        p->regime == MOQ_MEDIUM ? p->tiles->arrange_medium : p->tiles->arrange;
     moq_pace pace = {0};
     for (int64_t k = first; k < last && !moq_stops(&pace, (end - begin) * ARRANGED_COLUMNS);
          k += ARRANGED_COLUMNS)
-        lay_out(&p->arranging, begin, end, k,
-                last - k < ARRANGED_COLUMNS ? last : k + ARRANGED_COLUMNS);
+        arrange_panel(&p->arranging, begin, end, k,
+                      last - k < ARRANGED_COLUMNS ? last : k + ARRANGED_COLUMNS);
 }
 
 void moq_pass_load_rows(void *context, int64_t begin, int64_t end) {

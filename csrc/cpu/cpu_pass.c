@@ -13,8 +13,8 @@ enum { SMALL_M = 8, SMALL_ROWS = 8, SMALL_COLUMNS = 512, READ_BYTES = 512 };
 
 moq_regime moq_regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec, int64_t m) {
     if (spec->input == MOQ_INPUT_NVFP4)
-        return MOQ_MANY;
-    return m <= tiles->few ? MOQ_FEW : m <= tiles->some ? MOQ_SOME : MOQ_MANY;
+        return MOQ_PREFILL;
+    return m <= tiles->few ? MOQ_DECODE : m <= tiles->some ? MOQ_MEDIUM : MOQ_PREFILL;
 }
 
 /* The powers of two that kernels leave out, of x and of the weight. */
@@ -27,7 +27,7 @@ static double unit_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec
 }
 
 static int64_t rows_of_tiles(const moq_linear_tiles *tiles, const moq_linear_call *call) {
-    bool small = call->m <= SMALL_M && moq_regime_of(tiles, call->spec, call->m) != MOQ_SOME;
+    bool small = call->m <= SMALL_M && moq_regime_of(tiles, call->spec, call->m) != MOQ_MEDIUM;
     return small ? SMALL_ROWS : MOQ_LARGE_ROWS;
 }
 
@@ -106,9 +106,9 @@ void moq_pass_begin(moq_pass *p, int64_t first, int64_t rows) {
     p->first = first;
     p->rows = rows;
     p->regime = moq_regime_of(p->tiles, p->call->spec, rows);
-    p->strip = p->regime == MOQ_MANY && rows > MOQ_STRIP_M ? MOQ_STRIP : 1;
-    p->arranges = p->regime == MOQ_SOME ||
-                  (p->regime == MOQ_MANY && p->tiles->arrange && rows >= p->tiles->arrange_from);
+    p->strip = p->regime == MOQ_PREFILL && rows > MOQ_STRIP_M ? MOQ_STRIP : 1;
+    p->arranges = p->regime == MOQ_MEDIUM ||
+                  (p->regime == MOQ_PREFILL && p->tiles->arrange && rows >= p->tiles->arrange_from);
     p->panel = p->arranges ? p->arranged : p->decoded;
     p->arranging = (moq_arranging){.rows = p->decoded,
                                    .padded = p->padded,

@@ -39,8 +39,8 @@ enum { MOQ_HIGHEST_SCALE = 20 };
 #define MOQ_NANOSECONDS_OF_X 1.0
 
 /* How rows of x meet the weight: codes multiplied without being stored decoded, by the kernel's
- * multiply_few or multiply_some, or tiles decoded for all. */
-typedef enum { MOQ_FEW, MOQ_SOME, MOQ_MANY } moq_regime;
+ * multiply_decode or multiply_medium, or tiles decoded for all. */
+typedef enum { MOQ_DECODE, MOQ_MEDIUM, MOQ_PREFILL } moq_regime;
 
 typedef struct moq_pass moq_pass;
 

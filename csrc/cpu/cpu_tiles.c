@@ -149,8 +149,8 @@ static void sum_columns(const moq_pass *p, const tile_memory *memory, const tile
 
 /* The tiles of a strip, some columns of all before the next columns of any: those columns of the
  * panel stay in the cache. */
-static void sum_strip(const moq_pass *p, const tile_memory *memory, const tile_place *places,
-                      int64_t count, moq_pace *pace) {
+static void sum_fused_tile(const moq_pass *p, const tile_memory *memory, const tile_place *places,
+                           int64_t count, moq_pace *pace) {
     for (int64_t first = 0; first < p->k; first += p->tile_columns) {
         int64_t k = p->k - first < p->tile_columns ? p->k - first : p->tile_columns;
         for (int64_t i = 0; i < count; i++) {
@@ -167,27 +167,28 @@ static void sum_few(const moq_pass *p, const tile_memory *memory, const tile_pla
     const moq_linear_call *call = p->call;
     int64_t n = place->n;
     bool e2m1 = call->spec->weight == MOQ_WEIGHT_E2M1;
-    moq_few job = {.layout = call->spec->weight,
-                   .codes = call->weight + n * (e2m1 ? p->k / 2 : p->k),
-                   .rows = place->count,
-                   .k = p->k,
-                   .column_scales = p->group_scales,
-                   .column_stride = p->rows,
-                   .panel = p->panel,
-                   .panel_stride = p->regime == MOQ_SOME ? p->arranging.panel_rows : p->padded,
-                   .m = p->rows,
-                   .sums = memory->sums,
-                   .sums_stride = memory->stride};
+    moq_decode_job job = {.layout = call->spec->weight,
+                          .codes = call->weight + n * (e2m1 ? p->k / 2 : p->k),
+                          .rows = place->count,
+                          .k = p->k,
+                          .column_scales = p->group_scales,
+                          .column_stride = p->rows,
+                          .panel = p->panel,
+                          .panel_stride =
+                              p->regime == MOQ_MEDIUM ? p->arranging.panel_rows : p->padded,
+                          .m = p->rows,
+                          .sums = memory->sums,
+                          .sums_stride = memory->stride};
     if (e2m1) {
         job.group = call->spec->group_size;
         job.scales = (const uint8_t *)call->weight_scale + n * (p->k / job.group);
     } else if (p->group_scales) {
         job.block_scales = memory->block;
     }
-    if (p->regime == MOQ_SOME)
-        p->tiles->multiply_some(&job);
+    if (p->regime == MOQ_MEDIUM)
+        p->tiles->multiply_medium(&job);
     else
-        p->tiles->multiply_few(&job);
+        p->tiles->multiply_decode(&job);
 }
 
 static void store_portable(const moq_store *s) {
@@ -342,7 +343,7 @@ static bool take_tile_memory(const moq_pass *p, tile_memory *memory) {
     memory->weight = moq_take_scratch(MOQ_SCRATCH_TILE, bytes);
     if (!memory->weight)
         return false;
-    if (p->regime == MOQ_MANY)
+    if (p->regime == MOQ_PREFILL)
         memset(memory->weight, 0, weight); /* rows of padding are multiplied, too */
     memory->part = (float *)(memory->weight + weight);
     memory->sums = memory->part + rows * memory->stride;
@@ -372,8 +373,8 @@ void moq_pass_multiply_rows(void *context, int64_t begin, int64_t end) {
             tile_memory own = memory_of(p, &memory, count);
             place_tile(p, &own, n, last, &places[count]);
         }
-        if (p->regime == MOQ_MANY)
-            sum_strip(p, &memory, places, count, &pace);
+        if (p->regime == MOQ_PREFILL)
+            sum_fused_tile(p, &memory, places, count, &pace);
         else
             sum_few(p, &memory, &places[0]);
         for (int64_t i = 0; i < count; i++) {

@@ -201,9 +201,9 @@ static void convert(const float *row, int64_t padded, moq_order order, void *out
             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + i + 16), _mm512_loadu_ps(row + i));
         __m512i b = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + i + 48),
                                                  _mm512_loadu_ps(row + i + 32));
-        if (order == MOQ_ORDER_FEW) {
+        if (order == MOQ_ORDER_DECODE) {
             split_even_odd(a, b, values + i);
-        } else if (order == MOQ_ORDER_SOME) {
+        } else if (order == MOQ_ORDER_MEDIUM) {
             _mm512_storeu_si512(values + i, split_eights(a));
             _mm512_storeu_si512(values + i + 32, split_eights(b));
         } else if (order == MOQ_ORDER_E2M1) {

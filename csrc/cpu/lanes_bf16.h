@@ -21,17 +21,17 @@
 
 /* Rows of the weight in a vector; columns of x that lie together; rows of x to whose number panels
  * are padded, and those whose sums are in registers at once. */
-enum { WEIGHT_LANES = 16, TOGETHER = 16, SOME_STEP = 4, SOME_MOST = 16 };
+enum { WEIGHT_LANES = 16, TOGETHER = 16, MEDIUM_STEP = 4, MEDIUM_MOST = 16 };
 /* Bytes of a row of codes that are transposed at once, and how far ahead they are asked for. */
 enum { LINE = 64, LINES_AHEAD = 8 * LINE };
 
 /* ---- the panel ---- */
 
 /* For each TOGETHER columns all rows of x, so that x is read as one stream. The panel's rows are a
- * multiple of SOME_STEP. */
+ * multiple of MEDIUM_STEP. */
 static void arrange_together(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
                              int64_t last) {
-    for (int64_t m = begin; m < (end + SOME_STEP - 1) / SOME_STEP * SOME_STEP; m++) {
+    for (int64_t m = begin; m < (end + MEDIUM_STEP - 1) / MEDIUM_STEP * MEDIUM_STEP; m++) {
         const uint16_t *in = (const uint16_t *)a->rows + m * a->padded;
         for (int64_t k = first; k < last; k += TOGETHER)
             memcpy((uint16_t *)a->panel + k * a->panel_rows + m * TOGETHER, in + k,
@@ -42,7 +42,7 @@ static void arrange_together(const moq_arranging *a, int64_t begin, int64_t end,
 /* ---- 16 rows of the weight ---- */
 
 typedef struct {
-    const moq_few *job;
+    const moq_decode_job *job;
     const uint8_t *codes[WEIGHT_LANES]; /* where the rows begin; the last one again past the end */
     const uint8_t *scales[WEIGHT_LANES];
     const uint16_t *x;             /* the first of the rows of x */
@@ -120,19 +120,19 @@ INLINE void add_group(__m512 *acc, const __m512i *codes, __m512 scale, const uin
     decode_lanes_e2m1(codes[0], pairs);
     decode_lanes_e2m1(codes[1], pairs + 4);
 #pragma GCC unroll 8
-    for (int first = 0; first < m; first += SOME_STEP) {
-        __m512 sum[SOME_STEP];
+    for (int first = 0; first < m; first += MEDIUM_STEP) {
+        __m512 sum[MEDIUM_STEP];
 #pragma GCC unroll 8
-        for (int j = 0; j < SOME_STEP; j++)
+        for (int j = 0; j < MEDIUM_STEP; j++)
             sum[j] = _mm512_setzero_ps();
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
 #pragma GCC unroll 8
-            for (int j = 0; j < SOME_STEP; j++)
+            for (int j = 0; j < MEDIUM_STEP; j++)
                 sum[j] = add_pair(sum[j], pairs[i], x + (first + j) * TOGETHER + 2 * i);
         }
 #pragma GCC unroll 8
-        for (int j = 0; j < SOME_STEP; j++)
+        for (int j = 0; j < MEDIUM_STEP; j++)
             acc[first + j] = _mm512_fmadd_ps(sum[j], scale, acc[first + j]);
     }
 }
@@ -202,11 +202,11 @@ INLINE void lanes_e4m3(const lanes *l, __m512 *acc, const int m) {
 /* column_scales: of the first of the rows of x. */
 INLINE void lanes_blocks(const lanes *l, const float *column_scales, int64_t rows, __m512 *acc,
                          const int m) {
-    const moq_few *job = l->job;
+    const moq_decode_job *job = l->job;
     const e4m3_tables tables = load_e4m3_tables();
     for (int64_t first = 0, g = 0; first < job->k; first += 128, g++) {
         int64_t end = job->k - first < 128 ? job->k : first + 128;
-        __m512 sum[SOME_MOST];
+        __m512 sum[MEDIUM_MOST];
 #pragma GCC unroll 16
         for (int j = 0; j < m; j++)
             sum[j] = _mm512_setzero_ps();
@@ -221,7 +221,7 @@ INLINE void lanes_blocks(const lanes *l, const float *column_scales, int64_t row
 }
 
 /* The 16 rows from `row` on with m rows of x, m0 the first. */
-INLINE void lanes_of_rows(const moq_few *job, int64_t row, int64_t m0, const int m) {
+INLINE void lanes_of_rows(const moq_decode_job *job, int64_t row, int64_t m0, const int m) {
     bool e2m1 = job->layout == MOQ_WEIGHT_E2M1;
     lanes l = {.job = job,
                .x = (const uint16_t *)job->panel + m0 * TOGETHER,
@@ -232,9 +232,9 @@ INLINE void lanes_of_rows(const moq_few *job, int64_t row, int64_t m0, const int
         l.codes[r] = job->codes + at * l.in_row;
         l.scales[r] = e2m1 ? job->scales + at * l.scales_in_row : NULL;
     }
-    __m512 acc[SOME_MOST];
+    __m512 acc[MEDIUM_MOST];
 #pragma GCC unroll 16
-    for (int i = 0; i < SOME_MOST; i++)
+    for (int i = 0; i < MEDIUM_MOST; i++)
         acc[i] = _mm512_setzero_ps();
     if (e2m1)
         lanes_e2m1(&l, acc, m);
@@ -247,18 +247,18 @@ INLINE void lanes_of_rows(const moq_few *job, int64_t row, int64_t m0, const int
         _mm512_storeu_ps(job->sums + (row + i) * job->sums_stride + m0, acc[i]);
 }
 
-static void multiply_some(const moq_few *job) {
+static void multiply_medium(const moq_decode_job *job) {
     for (int64_t row = 0; row < job->rows; row += WEIGHT_LANES) {
-        for (int64_t m = 0; m < job->m; m += SOME_MOST) {
+        for (int64_t m = 0; m < job->m; m += MEDIUM_MOST) {
             int64_t left = job->m - m;
-            if (left > 3 * SOME_STEP)
-                lanes_of_rows(job, row, m, SOME_MOST);
-            else if (left > 2 * SOME_STEP)
-                lanes_of_rows(job, row, m, 3 * SOME_STEP);
-            else if (left > SOME_STEP)
-                lanes_of_rows(job, row, m, 2 * SOME_STEP);
+            if (left > 3 * MEDIUM_STEP)
+                lanes_of_rows(job, row, m, MEDIUM_MOST);
+            else if (left > 2 * MEDIUM_STEP)
+                lanes_of_rows(job, row, m, 3 * MEDIUM_STEP);
+            else if (left > MEDIUM_STEP)
+                lanes_of_rows(job, row, m, 2 * MEDIUM_STEP);
             else
-                lanes_of_rows(job, row, m, SOME_STEP);
+                lanes_of_rows(job, row, m, MEDIUM_STEP);
         }
     }
 }

@@ -90,7 +90,7 @@ static _Thread_local account own_account;
 /* Rest for a loss, so that finding out again costs 5 % of the time; and how long at most, since the
  * machine may be free again. */
 #define REST_FOR_LOSS 20
-#define MOST_REST     ((int64_t)2 * 1000 * 1000 * 1000)
+#define MOST_TAIL     ((int64_t)2 * 1000 * 1000 * 1000)
 
 static int64_t read_clock(clockid_t clock) {
     struct timespec now;
@@ -116,7 +116,7 @@ static void settle(account *a, int64_t now, int64_t took, int64_t alone) {
         a->credit = credit < MOST_CREDIT ? credit : MOST_CREDIT;
         return;
     }
-    int64_t most = MOST_REST / REST_FOR_LOSS, lost = -credit < most ? -credit : most;
+    int64_t most = MOST_TAIL / REST_FOR_LOSS, lost = -credit < most ? -credit : most;
     a->credit = 0;
     a->rest_until = now + lost * REST_FOR_LOSS;
 }
@@ -144,7 +144,7 @@ typedef struct {
 } region;
 
 /* Claims a piece of a lane: its first, or -1. */
-static int64_t claim(lane *l, int64_t piece) {
+static int64_t acquire(lane *l, int64_t piece) {
     if (atomic_load_explicit(&l->next, memory_order_relaxed) >= l->end)
         return -1;
     int64_t begin = atomic_fetch_add_explicit(&l->next, piece, memory_order_relaxed);
@@ -155,7 +155,7 @@ static int64_t claim(lane *l, int64_t piece) {
 static void do_pieces(const region *r, int64_t home) {
     for (int64_t i = 0; i < r->lanes; i++) {
         lane *l = &r->lane[(home + i) % r->lanes];
-        for (int64_t begin; (begin = claim(l, r->piece)) >= 0;) {
+        for (int64_t begin; (begin = acquire(l, r->piece)) >= 0;) {
             r->work(r->context, begin, l->end - begin < r->piece ? l->end : begin + r->piece);
             if (moq_stop_asked())
                 return;

@@ -69,60 +69,60 @@ bool moq_cuda_is_capturing(void *stream) {
     return false;
 }
 
-void moq_cuda_meet_stranger(void) {
+void moq_graph_break_pdl(void) {
 }
 
-moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_fp8_prefill(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_fp8_prefill_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_some(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_medium(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_some_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_medium_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_many(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_many_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_fp8_prefill(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_fp8_many_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_fp8_prefill_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_fp8_some(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_fp8_medium(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_nvfp4_fp8_some_workspace(const moq_linear_call *call) {
+int64_t moq_cuda_nvfp4_fp8_medium_workspace(const moq_linear_call *call) {
     (void)call;
     return 0;
 }
@@ -152,7 +152,7 @@ int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-moq_status moq_cuda_nvfp4_few(const moq_linear_call *call, moq_err *err) {
+moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
@@ -167,52 +167,52 @@ int64_t moq_cuda_mma_nvfp4_workspace(const moq_linear_call *call) {
     return 0;
 }
 
-moq_status moq_cuda_moe_nvfp4_few(const moq_moe_call *call, moq_err *err) {
+moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_moe_nvfp4_few_workspace(const moq_moe_call *call) {
+int64_t moq_cuda_moe_nvfp4_decode_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_moe_fp8_few(const moq_moe_call *call, moq_err *err) {
+moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_moe_fp8_few_workspace(const moq_moe_call *call) {
+int64_t moq_cuda_moe_fp8_decode_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_moe_fp8_many(const moq_moe_call *call, moq_err *err) {
+moq_status moq_cuda_moe_fp8_prefill(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_moe_fp8_many_workspace(const moq_moe_call *call) {
+int64_t moq_cuda_moe_fp8_prefill_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_moe_nvfp4_many(const moq_moe_call *call, moq_err *err) {
+moq_status moq_cuda_moe_nvfp4_prefill(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_moe_nvfp4_many_workspace(const moq_moe_call *call) {
+int64_t moq_cuda_moe_nvfp4_prefill_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }
 
-moq_status moq_cuda_moe_nvfp4_fp8_many(const moq_moe_call *call, moq_err *err) {
+moq_status moq_cuda_moe_nvfp4_fp8_prefill(const moq_moe_call *call, moq_err *err) {
     (void)call;
     return absent(err);
 }
 
-int64_t moq_cuda_moe_nvfp4_fp8_many_workspace(const moq_moe_call *call) {
+int64_t moq_cuda_moe_nvfp4_fp8_prefill_workspace(const moq_moe_call *call) {
     (void)call;
     return 0;
 }

@@ -48,7 +48,7 @@ void moq_cuda_versions(int *runtime, int *driver);
 bool moq_cuda_is_capturing(void *stream);
 /* In a capture, what this thread launches next is taken to follow work that is not the library's:
  * it begins when that has ended. */
-void moq_cuda_meet_stranger(void);
+void moq_graph_break_pdl(void);
 
 /* Memory of the current device that a call works in, ordered as the stream is; not within a
  * capture, and slow after a synchronisation. Releasing NULL is nothing. */

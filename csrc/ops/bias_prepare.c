@@ -80,16 +80,16 @@ static moq_status prepare_on_cuda(const moq_tensor *bias, void *stream, const mo
     return moq_cuda_wait(stream, err);
 }
 
-moq_status moq_bias_prepare(const moq_weight *weight, const moq_tensor *bias, moq_prepare_way way,
+moq_status moq_bias_prepare(const moq_weight *weight, const moq_tensor *bias, moq_prepare_mode mode,
                             const moq_tensor *out, moq_err *err) {
     bool entered;
     if (weight->device.kind == MOQ_CPU)
-        return prepare_on_host(bias, way.only_checks, out, err);
+        return prepare_on_host(bias, mode.only_checks, out, err);
     MOQ_TRY(check_for_cuda(bias, out, err));
-    if (way.only_checks)
+    if (mode.only_checks)
         return MOQ_OK;
     MOQ_TRY(moq_cuda_enter(weight->device.index, &entered, err));
-    moq_status status = prepare_on_cuda(bias, way.stream, out, err);
+    moq_status status = prepare_on_cuda(bias, mode.stream, out, err);
     moq_cuda_leave(entered);
     return status;
 }

@@ -8,7 +8,7 @@
  * may be of any type that scales are stored in, the device's of 16 or 32-bit floats; both have any
  * strides. On CUDA the work goes to the stream of `way`, which is waited for. Messages call the
  * tensors "bias" and "out". */
-moq_status moq_bias_prepare(const moq_weight *weight, const moq_tensor *bias, moq_prepare_way way,
+moq_status moq_bias_prepare(const moq_weight *weight, const moq_tensor *bias, moq_prepare_mode mode,
                             const moq_tensor *out, moq_err *err);
 
 #endif

@@ -105,7 +105,7 @@ moq_status moq_linear_open_choice(const moq_linear_spec *spec, const moq_params 
         .pre_quant_scale = params->of[MOQ_PARAM_PRE_QUANT_SCALE].data,
         .bias = bias ? bias->data : NULL,
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
-        .way = choice.way,
+        .config = choice.config,
     };
     moq_job_open(&job->job, spec->device, run);
     if (spec->device.kind == MOQ_CUDA) {

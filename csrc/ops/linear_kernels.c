@@ -106,7 +106,7 @@ static bool takes(int64_t m, int64_t most, char *reason, size_t size) {
 
 /* Kernels that count tiles in 32 bits. */
 static bool counts_outputs(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
-    if (m <= MOQ_NVFP4_SOME_OUTPUTS / spec->out_features)
+    if (m <= MOQ_NVFP4_MEDIUM_OUTPUTS / spec->out_features)
         return true;
     snprintf(reason, size, "needs at most 2^40 outputs, got %lld tokens of %lld", (long long)m,
              (long long)spec->out_features);
@@ -146,12 +146,12 @@ static bool suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t si
     return false;
 }
 
-static bool can_run_fp8_few(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_fp8_decode(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
         !has_int_rows(spec, reason, size))
         return false;
     if (spec->in_features % MOQ_FP8_BLOCK == 0)
-        return takes(m, MOQ_FP8_FEW_TOKENS, reason, size);
+        return takes(m, MOQ_FP8_DECODE_TOKENS, reason, size);
     snprintf(reason, size, "needs in_features to be a multiple of 128, got %lld",
              (long long)spec->in_features);
     return false;
@@ -164,13 +164,13 @@ static bool is_sixteens(const char *what, int64_t size_of, char *reason, size_t 
     return false;
 }
 
-static bool can_run_fp8_many(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_fp8_prefill(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (!on_sm90(spec, reason, size) || !suits_fp8_cores(spec, reason, size) ||
         !is_sixteens("in_features", spec->in_features, reason, size) ||
         !has_int_rows(spec, reason, size))
         return false;
     if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1 || spec->one_input_scale)
-        return takes(m, MOQ_FP8_MANY_TOKENS, reason, size);
+        return takes(m, MOQ_FP8_PREFILL_TOKENS, reason, size);
     snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
              (int)spec->partition_count);
     return false;
@@ -202,14 +202,16 @@ static bool suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size
     return false;
 }
 
-static bool can_run_nvfp4_few(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_nvfp4_decode(const moq_linear_spec *spec, int64_t m, char *reason,
+                                 size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_FEW_TOKENS, reason, size);
+           takes(m, MOQ_NVFP4_DECODE_TOKENS, reason, size);
 }
 
-static bool can_run_nvfp4_some(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_nvfp4_medium(const moq_linear_spec *spec, int64_t m, char *reason,
+                                 size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_SOME_TOKENS, reason, size) && counts_outputs(spec, m, reason, size);
+           takes(m, MOQ_NVFP4_MEDIUM_TOKENS, reason, size) && counts_outputs(spec, m, reason, size);
 }
 
 static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
@@ -218,9 +220,10 @@ static bool can_run_sm80_nvfp4(const moq_linear_spec *spec, int64_t m, char *rea
            suits_16_bits(spec, reason, size);
 }
 
-static bool can_run_nvfp4_many(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+static bool can_run_nvfp4_prefill(const moq_linear_spec *spec, int64_t m, char *reason,
+                                  size_t size) {
     return on_sm90(spec, reason, size) && suits_16_bits(spec, reason, size) &&
-           takes(m, MOQ_NVFP4_MANY_TOKENS, reason, size);
+           takes(m, MOQ_NVFP4_PREFILL_TOKENS, reason, size);
 }
 
 /* FP8 products of packed NVFP4 weights. */
@@ -244,14 +247,14 @@ static bool suits_folding(const moq_linear_spec *spec, char *reason, size_t size
     return false;
 }
 
-static bool can_run_nvfp4_fp8_many(const moq_linear_spec *spec, int64_t m, char *reason,
-                                   size_t size) {
-    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_MANY_TOKENS, reason, size);
+static bool can_run_nvfp4_fp8_prefill(const moq_linear_spec *spec, int64_t m, char *reason,
+                                      size_t size) {
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_PREFILL_TOKENS, reason, size);
 }
 
-static bool can_run_nvfp4_fp8_some(const moq_linear_spec *spec, int64_t m, char *reason,
-                                   size_t size) {
-    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_SOME_TOKENS, reason, size) &&
+static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, char *reason,
+                                     size_t size) {
+    return suits_folding(spec, reason, size) && takes(m, MOQ_NVFP4_MEDIUM_TOKENS, reason, size) &&
            counts_outputs(spec, m, reason, size);
 }
 
@@ -333,13 +336,13 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_simt_seconds,
      moq_cuda_simt_workspace,
      moq_cuda_simt_linear},
-    {{"cuda", "sm90_fp8_few"},
-     can_run_fp8_few,
-     moq_cuda_fp8_few_seconds,
+    {{"cuda", "sm90_fp8_decode"},
+     can_run_fp8_decode,
+     moq_cuda_fp8_decode_seconds,
      NULL,
-     moq_cuda_fp8_few,
+     moq_cuda_fp8_decode,
      NULL,
-     moq_cuda_fp8_few_choose,
+     moq_cuda_fp8_decode_choose,
      .takes_codes = true},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
@@ -353,61 +356,61 @@ static const moq_linear_kernel KERNELS[] = {
      moq_cuda_mma_fp8_workspace,
      moq_cuda_mma_fp8_as_f16,
      .takes_codes = true},
-    {{"cuda", "sm90_fp8_many"},
-     can_run_fp8_many,
-     moq_cuda_fp8_many_seconds,
-     moq_cuda_fp8_many_workspace,
-     moq_cuda_fp8_many,
-     moq_cuda_fp8_many_variants,
-     moq_cuda_fp8_many_choose,
-     moq_cuda_fp8_many_way_seconds,
+    {{"cuda", "sm90_fp8_prefill"},
+     can_run_fp8_prefill,
+     moq_cuda_fp8_prefill_seconds,
+     moq_cuda_fp8_prefill_workspace,
+     moq_cuda_fp8_prefill,
+     moq_cuda_fp8_prefill_variants,
+     moq_cuda_fp8_prefill_choose,
+     moq_cuda_fp8_prefill_config_seconds,
      .takes_codes = true},
-    {{"cuda", "sm90_nvfp4_few"},
-     can_run_nvfp4_few,
-     moq_cuda_nvfp4_few_seconds,
+    {{"cuda", "sm90_nvfp4_decode"},
+     can_run_nvfp4_decode,
+     moq_cuda_nvfp4_decode_seconds,
      NULL,
-     moq_cuda_nvfp4_few,
-     moq_cuda_nvfp4_few_variants,
-     moq_cuda_nvfp4_few_choose,
-     moq_cuda_nvfp4_few_way_seconds},
+     moq_cuda_nvfp4_decode,
+     moq_cuda_nvfp4_decode_variants,
+     moq_cuda_nvfp4_decode_choose,
+     moq_cuda_nvfp4_decode_config_seconds},
     {{"cuda", "sm80_nvfp4"},
      can_run_sm80_nvfp4,
      moq_cuda_mma_nvfp4_seconds,
      moq_cuda_mma_nvfp4_workspace,
      moq_cuda_mma_nvfp4},
-    {{"cuda", "sm90_nvfp4_some"},
-     can_run_nvfp4_some,
-     moq_cuda_nvfp4_some_seconds,
-     moq_cuda_nvfp4_some_workspace,
-     moq_cuda_nvfp4_some,
-     moq_cuda_nvfp4_some_variants,
-     moq_cuda_nvfp4_some_choose,
-     moq_cuda_nvfp4_some_way_seconds},
-    {{"cuda", "sm90_nvfp4_many"},
-     can_run_nvfp4_many,
-     moq_cuda_nvfp4_many_seconds,
-     moq_cuda_nvfp4_many_workspace,
-     moq_cuda_nvfp4_many,
-     moq_cuda_nvfp4_many_variants,
-     moq_cuda_nvfp4_many_choose,
-     moq_cuda_nvfp4_many_way_seconds},
-    {{"cuda", "sm90_nvfp4_fp8_many"},
-     can_run_nvfp4_fp8_many,
-     moq_cuda_nvfp4_fp8_many_seconds,
-     moq_cuda_nvfp4_fp8_many_workspace,
-     moq_cuda_nvfp4_fp8_many,
-     moq_cuda_nvfp4_fp8_many_variants,
-     moq_cuda_nvfp4_fp8_many_choose,
-     moq_cuda_nvfp4_fp8_many_way_seconds,
+    {{"cuda", "sm90_nvfp4_medium"},
+     can_run_nvfp4_medium,
+     moq_cuda_nvfp4_medium_seconds,
+     moq_cuda_nvfp4_medium_workspace,
+     moq_cuda_nvfp4_medium,
+     moq_cuda_nvfp4_medium_variants,
+     moq_cuda_nvfp4_medium_choose,
+     moq_cuda_nvfp4_medium_config_seconds},
+    {{"cuda", "sm90_nvfp4_prefill"},
+     can_run_nvfp4_prefill,
+     moq_cuda_nvfp4_prefill_seconds,
+     moq_cuda_nvfp4_prefill_workspace,
+     moq_cuda_nvfp4_prefill,
+     moq_cuda_nvfp4_prefill_variants,
+     moq_cuda_nvfp4_prefill_choose,
+     moq_cuda_nvfp4_prefill_config_seconds},
+    {{"cuda", "sm90_nvfp4_fp8_prefill"},
+     can_run_nvfp4_fp8_prefill,
+     moq_cuda_nvfp4_fp8_prefill_seconds,
+     moq_cuda_nvfp4_fp8_prefill_workspace,
+     moq_cuda_nvfp4_fp8_prefill,
+     moq_cuda_nvfp4_fp8_prefill_variants,
+     moq_cuda_nvfp4_fp8_prefill_choose,
+     moq_cuda_nvfp4_fp8_prefill_config_seconds,
      .folds = true},
-    {{"cuda", "sm90_nvfp4_fp8_some"},
-     can_run_nvfp4_fp8_some,
-     moq_cuda_nvfp4_fp8_some_seconds,
-     moq_cuda_nvfp4_fp8_some_workspace,
-     moq_cuda_nvfp4_fp8_some,
-     moq_cuda_nvfp4_fp8_some_variants,
-     moq_cuda_nvfp4_fp8_some_choose,
-     moq_cuda_nvfp4_fp8_some_way_seconds,
+    {{"cuda", "sm90_nvfp4_fp8_medium"},
+     can_run_nvfp4_fp8_medium,
+     moq_cuda_nvfp4_fp8_medium_seconds,
+     moq_cuda_nvfp4_fp8_medium_workspace,
+     moq_cuda_nvfp4_fp8_medium,
+     moq_cuda_nvfp4_fp8_medium_variants,
+     moq_cuda_nvfp4_fp8_medium_choose,
+     moq_cuda_nvfp4_fp8_medium_config_seconds,
      .folds = true},
     {{"cuda", "cublaslt"},
      can_run_cublaslt,
@@ -443,13 +446,13 @@ const moq_linear_kernel *moq_linear_kernel_at(int index) {
     return &KERNELS[index];
 }
 
-double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
-                              bool scaled) {
+double moq_linear_config_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
+                                 bool scaled) {
     const moq_linear_kernel *kernel = &KERNELS[choice.kernel];
     const float scale = 1; /* that there is one matters, not which */
     moq_linear_call call = {
-        .spec = spec, .m = m, .way = choice.way, .input_scale = scaled ? &scale : NULL};
-    return kernel->way_seconds ? kernel->way_seconds(&call) : kernel->cost(spec, m);
+        .spec = spec, .m = m, .config = choice.config, .input_scale = scaled ? &scale : NULL};
+    return kernel->config_seconds ? kernel->config_seconds(&call) : kernel->cost(spec, m);
 }
 
 /* ---- what the rules of the plan ask of a linear ---- */
@@ -471,9 +474,9 @@ static double cost(const void *problem, int kernel, int64_t m) {
     return KERNELS[kernel].cost(problem, m);
 }
 
-static moq_way choose(const void *problem, int kernel, int64_t m, int32_t variant) {
+static moq_kernel_config choose(const void *problem, int kernel, int64_t m, int32_t variant) {
     return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m, variant)
-                                  : moq_way_of(variant, 0, 1);
+                                  : moq_kernel_config_of(variant, 0, 1);
 }
 
 /* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */

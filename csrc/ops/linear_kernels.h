@@ -19,9 +19,9 @@ typedef struct {
     /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
     uint64_t (*variants)(const moq_linear_call *call);
     /* The way of a variant with m rows, found by comparing; NULL where a variant is all of it. */
-    moq_way (*choose)(const moq_linear_spec *spec, int64_t m, int32_t variant);
+    moq_kernel_config (*choose)(const moq_linear_spec *spec, int64_t m, int32_t variant);
     /* Estimated seconds of a call in its way; NULL where they are those of the kernel. */
-    double (*way_seconds)(const moq_linear_call *call);
+    double (*config_seconds)(const moq_linear_call *call);
     /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
     bool smooths;
     /* It runs layers whose x is codes already: moq_linear_spec.quantized_input. */
@@ -34,8 +34,8 @@ extern const moq_operation MOQ_LINEAR;
 
 /* Seconds that m rows are expected to take as they were chosen to run, from the way alone;
  * `scaled`: the layer has an input_scale. */
-double moq_linear_way_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
-                              bool scaled);
+double moq_linear_config_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
+                                 bool scaled);
 
 /* Whether the CPU kernel of an instruction set can run the layer, or the reason why not. bfloat16
  * products are exact where bfloat16 holds the activations: its own, and all that are quantized to

@@ -194,7 +194,7 @@ moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *param
         .accumulate = in->accumulate,
         .w13 = weight_at(params, MOQ_PARAM_OF_W13),
         .w2 = weight_at(params, MOQ_PARAM_OF_W2),
-        .way = choice.way,
+        .config = choice.config,
     };
     moq_job_open(&job->job, spec->w13.device, run);
     if (spec->w13.device.kind == MOQ_CUDA) {

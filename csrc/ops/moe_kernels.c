@@ -5,9 +5,9 @@
 
 #include "cpu/cpu_moe.h"
 #include "cuda/choice/choice_moe.h"
-#include "cuda/choice/moe_few.h"
+#include "cuda/choice/moe_decode.h"
 #include "cuda/choice/moe_folded.h"
-#include "cuda/choice/moe_many.h"
+#include "cuda/choice/moe_prefill.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "ops/linear_kernels.h"
@@ -127,36 +127,36 @@ static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
 }
 
 #define FEW_KERNEL(format)                                                                         \
-    static bool can_run_##format##_few(const moq_moe_spec *spec, int64_t tokens, char *reason,     \
-                                       size_t size) {                                              \
+    static bool can_run_##format##_decode(const moq_moe_spec *spec, int64_t tokens, char *reason,  \
+                                          size_t size) {                                           \
         return on_hopper(spec, reason, size) &&                                                    \
-               moq_moe_##format##_few_takes(spec, tokens, reason, size);                           \
+               moq_moe_##format##_decode_takes(spec, tokens, reason, size);                        \
     }
 
 #define FEW_ROW(format)                                                                            \
-    {{"cuda", "sm90_" #format "_few"},                                                             \
-     can_run_##format##_few,                                                                       \
-     moq_moe_few_seconds,                                                                          \
-     moq_cuda_moe_##format##_few_workspace,                                                        \
-     moq_cuda_moe_##format##_few,                                                                  \
-     moq_moe_few_variants,                                                                         \
-     moq_moe_few_choose}
+    {{"cuda", "sm90_" #format "_decode"},                                                          \
+     can_run_##format##_decode,                                                                    \
+     moq_moe_decode_seconds,                                                                       \
+     moq_cuda_moe_##format##_decode_workspace,                                                     \
+     moq_cuda_moe_##format##_decode,                                                               \
+     moq_moe_decode_variants,                                                                      \
+     moq_moe_decode_choose}
 
 FEW_KERNEL(fp8)
 FEW_KERNEL(nvfp4)
 
 #define MANY_ROW(format)                                                                           \
-    {{"cuda", "sm90_" #format "_many"},                                                            \
-     can_run_##format##_many,                                                                      \
-     moq_moe_many_seconds,                                                                         \
-     moq_cuda_moe_##format##_many_workspace,                                                       \
-     moq_cuda_moe_##format##_many,                                                                 \
-     moq_moe_many_variants,                                                                        \
-     moq_moe_many_choose}
+    {{"cuda", "sm90_" #format "_prefill"},                                                         \
+     can_run_##format##_prefill,                                                                   \
+     moq_moe_prefill_seconds,                                                                      \
+     moq_cuda_moe_##format##_prefill_workspace,                                                    \
+     moq_cuda_moe_##format##_prefill,                                                              \
+     moq_moe_prefill_variants,                                                                     \
+     moq_moe_prefill_choose}
 
-CUDA_KERNEL("sm90_fp8_many", fp8_many)
-CUDA_KERNEL("sm90_nvfp4_many", nvfp4_many)
-CUDA_KERNEL("sm90_nvfp4_fp8_many", nvfp4_fp8_many)
+CUDA_KERNEL("sm90_fp8_prefill", fp8_prefill)
+CUDA_KERNEL("sm90_nvfp4_prefill", nvfp4_prefill)
+CUDA_KERNEL("sm90_nvfp4_fp8_prefill", nvfp4_fp8_prefill)
 
 static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(portable),
@@ -173,11 +173,11 @@ static const moq_moe_kernel KERNELS[] = {
     FEW_ROW(nvfp4),
     MANY_ROW(fp8),
     MANY_ROW(nvfp4),
-    {{"cuda", "sm90_nvfp4_fp8_many"},
-     can_run_nvfp4_fp8_many,
+    {{"cuda", "sm90_nvfp4_fp8_prefill"},
+     can_run_nvfp4_fp8_prefill,
      moq_moe_folded_seconds,
-     moq_cuda_moe_nvfp4_fp8_many_workspace,
-     moq_cuda_moe_nvfp4_fp8_many,
+     moq_cuda_moe_nvfp4_fp8_prefill_workspace,
+     moq_cuda_moe_nvfp4_fp8_prefill,
      moq_moe_folded_variants,
      moq_moe_folded_choose,
      .folds = true},
@@ -207,9 +207,9 @@ static double cost(const void *problem, int kernel, int64_t tokens) {
     return KERNELS[kernel].cost(problem, tokens);
 }
 
-static moq_way choose(const void *problem, int kernel, int64_t tokens, int32_t variant) {
+static moq_kernel_config choose(const void *problem, int kernel, int64_t tokens, int32_t variant) {
     return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, tokens, variant)
-                                  : moq_way_of(variant, 0, 1);
+                                  : moq_kernel_config_of(variant, 0, 1);
 }
 
 /* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */

@@ -13,7 +13,7 @@ typedef struct {
     int64_t (*workspace)(const moq_moe_call *call);
     moq_status (*run)(const moq_moe_call *call, moq_err *err);
     uint64_t (*variants)(const moq_moe_call *call);
-    moq_way (*choose)(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+    moq_kernel_config (*choose)(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
     bool folds;
     bool takes_codes; /* x may be codes already: moq_linear_spec.quantized_input of w13 */
 } moq_moe_kernel;

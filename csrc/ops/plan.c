@@ -151,36 +151,36 @@ static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, mo
     } else {
         MOQ_TRY(find_cheapest(plan, m, &choice->kernel, err));
     }
-    choice->way = plan->operation->choose(plan->problem, choice->kernel, m, variant);
+    choice->config = plan->operation->choose(plan->problem, choice->kernel, m, variant);
     return MOQ_OK;
 }
 
 /* ---- choices that are remembered, a word each: m, the kernel's row, the way ---- */
 
-#define ROW_BITS 8
-#define WAY_BITS 24
+#define ROW_BITS    8
+#define CONFIG_BITS 24
 _Static_assert(MOQ_MAX_KERNELS <= 1 << ROW_BITS, "a word tells every row");
-_Static_assert(sizeof(moq_way) * 8 == WAY_BITS, "a word tells all of a way");
+_Static_assert(sizeof(moq_kernel_config) * 8 == CONFIG_BITS, "a word tells all of a way");
 
 static uint64_t to_word(int64_t m, moq_choice choice) {
-    moq_way way = choice.way;
+    moq_kernel_config config = choice.config;
     MOQ_ASSERT(choice.kernel >= 0 && choice.kernel < 1 << ROW_BITS);
-    return ((uint64_t)m << ROW_BITS | (uint64_t)choice.kernel) << WAY_BITS |
-           (uint64_t)way.variant << 16 | (uint64_t)way.form << 8 | way.dynamic;
+    return ((uint64_t)m << ROW_BITS | (uint64_t)choice.kernel) << CONFIG_BITS |
+           (uint64_t)config.variant << 16 | (uint64_t)config.tiling << 8 | config.dynamic_tiling;
 }
 
 static moq_choice from_word(uint64_t word) {
-    moq_way way = {(uint8_t)(word >> 16), (uint8_t)(word >> 8), (uint8_t)word};
-    return (moq_choice){(int32_t)(word >> WAY_BITS & ((1u << ROW_BITS) - 1)), way};
+    moq_kernel_config config = {(uint8_t)(word >> 16), (uint8_t)(word >> 8), (uint8_t)word};
+    return (moq_choice){(int32_t)(word >> CONFIG_BITS & ((1u << ROW_BITS) - 1)), config};
 }
 
 static int64_t tokens_of(uint64_t word) {
-    return (int64_t)(word >> (ROW_BITS + WAY_BITS));
+    return (int64_t)(word >> (ROW_BITS + CONFIG_BITS));
 }
 
 moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
     if (m < 1) {
-        choice->way = (moq_way){0};
+        choice->config = (moq_kernel_config){0};
         return find_cheapest(plan, 1, &choice->kernel, err);
     }
     _Atomic uint64_t *place = &plan->remembered[m % MOQ_REMEMBERED];

@@ -57,7 +57,7 @@ typedef struct {
  * tokens. */
 typedef struct {
     int32_t kernel;
-    moq_way way;
+    moq_kernel_config config;
 } moq_choice;
 
 /* A kernel, a variant of it and the seconds that it took: see tune.h. */
@@ -75,7 +75,7 @@ typedef struct {
     double (*cost)(const void *problem, int kernel, int64_t m);
     /* The way of m > 0 tokens that it can run, in a variant of the kernel; 0 is its own choice. It
      * may take as long as comparing kernels, so a plan asks once for a number of tokens. */
-    moq_way (*choose)(const void *problem, int kernel, int64_t m, int32_t variant);
+    moq_kernel_config (*choose)(const void *problem, int kernel, int64_t m, int32_t variant);
     /* What the kernel multiplies. */
     moq_compute (*compute)(const void *problem, int kernel);
     moq_layer (*layer)(const void *problem);

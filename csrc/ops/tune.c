@@ -53,14 +53,14 @@ static moq_status wait_for(const bench *b, moq_err *err) {
 static moq_status add_candidate(bench *b, const moq_plan *plan, int64_t m, int kernel,
                                 int32_t variant, moq_err *err) {
     candidate *c = &b->candidate[b->count];
-    moq_way way = plan->operation->choose(plan->problem, kernel, m, variant);
+    moq_kernel_config config = plan->operation->choose(plan->problem, kernel, m, variant);
     c->kernel = kernel;
     c->variant = variant;
     c->job = malloc(b->subject->job_size);
     if (!c->job)
         return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
     b->count++;
-    MOQ_TRY(b->subject->open(b->subject->data, (moq_choice){kernel, way}, c->job, err));
+    MOQ_TRY(b->subject->open(b->subject->data, (moq_choice){kernel, config}, c->job, err));
     c->job->stream = b->memory.stream;
     if (c->job->bytes > b->workspace_bytes)
         b->workspace_bytes = c->job->bytes;
@@ -104,7 +104,7 @@ typedef struct {
 static moq_status run_calls(void *data, moq_err *err) {
     run_args *a = data;
     for (int i = 0; i < a->calls; i++) {
-        moq_cuda_meet_stranger();
+        moq_graph_break_pdl();
         a->bench->subject->turn(a->bench->subject->data, a->job, i % a->bench->copies);
         a->job->workspace = a->bench->workspace;
         MOQ_TRY(moq_job_run(a->job, err));

@@ -286,8 +286,8 @@ moq_prepare_scales moq_prepare_scales_of(const moq_weight *w, const moq_prepare_
 }
 
 /* Scales of rows or blocks. */
-static moq_status read_many(const moq_weight *w, const moq_source *source, void *stream, float *out,
-                            moq_err *err) {
+static moq_status read_scale_matrix(const moq_weight *w, const moq_source *source, void *stream,
+                                    float *out, moq_err *err) {
     bool blocks = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
     int64_t count = moq_prepare_block_count(w);
     MOQ_TRY(blocks ? read_blocks(w, source, stream, out, err)
@@ -297,8 +297,8 @@ static moq_status read_many(const moq_weight *w, const moq_source *source, void 
 }
 
 /* Scales of partitions. */
-static moq_status read_few(const moq_weight *w, const moq_weight_sources *sources, void *stream,
-                           float *out, moq_err *err) {
+static moq_status read_scale_vector(const moq_weight *w, const moq_weight_sources *sources,
+                                    void *stream, float *out, moq_err *err) {
     bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
     const char *name = e2m1 ? "weight_scale_2" : "weight_scale";
     const moq_source *source = weight_scales(w, sources);
@@ -311,13 +311,13 @@ static moq_status read_few(const moq_weight *w, const moq_weight_sources *source
 static moq_status read_weight_scales(const moq_weight *w, const moq_weight_sources *sources,
                                      moq_prepare_scales *scales, void *stream, moq_err *err) {
     if (scales->block)
-        return read_many(w, &sources->weight_scale, stream, scales->block, err);
+        return read_scale_matrix(w, &sources->weight_scale, stream, scales->block, err);
     if (scales->per_row) {
-        MOQ_TRY(read_many(w, &sources->weight_scale, stream, scales->weight, err));
+        MOQ_TRY(read_scale_matrix(w, &sources->weight_scale, stream, scales->weight, err));
         memcpy(scales->factor, scales->weight, (size_t)w->out_features * sizeof(float));
         return MOQ_OK;
     }
-    MOQ_TRY(read_few(w, sources, stream, scales->weight, err));
+    MOQ_TRY(read_scale_vector(w, sources, stream, scales->weight, err));
     moq_expand_to_rows(scales->weight, w->partition, w->partition_count, scales->factor);
     return MOQ_OK;
 }
@@ -335,20 +335,20 @@ static moq_status read_all_weight_scales(const moq_weight *w, const moq_weight_s
     return MOQ_OK;
 }
 
-moq_status moq_prepare_scales_at_home(const moq_weight *w, const moq_weight_sources *sources,
-                                      void *stream, moq_prepare_scales *home, moq_err *err) {
-    *home = (moq_prepare_scales){.per_row = w->per_row_scale};
-    MOQ_TRY(allocate_scales(w, home, err));
-    return read_all_weight_scales(w, sources, home, stream, err);
+moq_status moq_prepare_scales_to_host(const moq_weight *w, const moq_weight_sources *sources,
+                                      void *stream, moq_prepare_scales *on_host, moq_err *err) {
+    *on_host = (moq_prepare_scales){.per_row = w->per_row_scale};
+    MOQ_TRY(allocate_scales(w, on_host, err));
+    return read_all_weight_scales(w, sources, on_host, stream, err);
 }
 
-moq_status moq_prepare_bring_scales(const moq_weight *w, const moq_weight_sources *sources,
-                                    moq_prepare_scales *scales, void *stream, moq_err *err) {
+moq_status moq_prepare_download_scales(const moq_weight *w, const moq_weight_sources *sources,
+                                       moq_prepare_scales *scales, void *stream, moq_err *err) {
     scales->on_device = false;
     for (int64_t e = 0; e < moq_weight_matrices(w); e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_status status =
-            read_few(w, &from, stream, scales->weight + e * w->partition_count, err);
+            read_scale_vector(w, &from, stream, scales->weight + e * w->partition_count, err);
         if (status != MOQ_OK)
             return moq_weight_name_expert(w, e, status, err);
     }
@@ -397,8 +397,8 @@ static moq_status look_at_scales(const moq_weight *w, const moq_weight_sources *
                                  moq_err *err) {
     bool many = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK || w->per_row_scale;
     if (scales->on_device)
-        MOQ_TRY(many ? read_many(w, &sources->weight_scale, stream, out, err)
-                     : read_few(w, sources, stream, out, err));
+        MOQ_TRY(many ? read_scale_matrix(w, &sources->weight_scale, stream, out, err)
+                     : read_scale_vector(w, sources, stream, out, err));
     return scales->input_on_device ? read_input_scales(w, sources, out, stream, err) : MOQ_OK;
 }
 
@@ -496,7 +496,7 @@ static bool comes_at_once(const moq_weight *w, const moq_source *source) {
     return all;
 }
 
-/* Frees what bring_source made. */
+/* Frees what download_source made. */
 static void leave_source(moq_source *source, const moq_source *given) {
     for (int32_t p = 0; source->part != given->part && p < source->count; p++)
         free(source->part[p].data);
@@ -505,8 +505,8 @@ static void leave_source(moq_source *source, const moq_source *given) {
 }
 
 /* The source as it is, or where it comes at once, on the host. */
-static moq_status bring_source(const moq_weight *w, const moq_source *given, void *stream,
-                               moq_source *source, moq_err *err) {
+static moq_status download_source(const moq_weight *w, const moq_source *given, void *stream,
+                                  moq_source *source, moq_err *err) {
     *source = *given;
     if (!comes_at_once(w, given))
         return MOQ_OK;
@@ -543,22 +543,23 @@ static moq_status read_experts(const moq_weight *w, const moq_weight_sources *so
  */
 static moq_status read_brought(const moq_weight *w, const moq_weight_sources *sources,
                                const moq_prepare_scales *scales, void *stream, moq_err *err) {
-    moq_weight_sources home = *sources;
+    moq_weight_sources on_host = *sources;
     const moq_source *given = weight_scales(w, sources);
     moq_source *weight =
-        w->checkpoint == MOQ_WEIGHT_E2M1 ? &home.weight_scale_2 : &home.weight_scale;
+        w->checkpoint == MOQ_WEIGHT_E2M1 ? &on_host.weight_scale_2 : &on_host.weight_scale;
     moq_status status = MOQ_OK;
     if (!scales->on_device)
-        status = bring_source(w, given, stream, weight, err);
+        status = download_source(w, given, stream, weight, err);
     if (status == MOQ_OK && !scales->input_on_device)
-        status = bring_source(w, &sources->input_scale, stream, &home.input_scale, err);
+        status = download_source(w, &sources->input_scale, stream, &on_host.input_scale, err);
     if (status == MOQ_OK && scales->smooth)
-        status = bring_source(w, &sources->pre_quant_scale, stream, &home.pre_quant_scale, err);
+        status =
+            download_source(w, &sources->pre_quant_scale, stream, &on_host.pre_quant_scale, err);
     if (status == MOQ_OK)
-        status = read_experts(w, &home, scales, stream, err);
+        status = read_experts(w, &on_host, scales, stream, err);
     leave_source(weight, given);
-    leave_source(&home.input_scale, &sources->input_scale);
-    leave_source(&home.pre_quant_scale, &sources->pre_quant_scale);
+    leave_source(&on_host.input_scale, &sources->input_scale);
+    leave_source(&on_host.pre_quant_scale, &sources->pre_quant_scale);
     return status;
 }
 
@@ -600,45 +601,45 @@ moq_status moq_prepare_bad_code(const moq_weight *w, int64_t row, int64_t column
 }
 
 static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources,
-                          moq_prepare_way way, moq_params *params, moq_err *err) {
+                          moq_prepare_mode mode, moq_params *params, moq_err *err) {
     moq_prepare_scales scales = {.per_row = w->per_row_scale};
-    moq_status status = check_sources(w, sources, &scales, way.stream, err);
+    moq_status status = check_sources(w, sources, &scales, mode.stream, err);
     if (status == MOQ_OK)
         status = w->device.kind == MOQ_CPU
-                     ? moq_prepare_on_cpu(w, sources, way, &scales, params, err)
-                     : moq_prepare_on_cuda(w, sources, &scales, way, params, err);
+                     ? moq_prepare_on_cpu(w, sources, mode, &scales, params, err)
+                     : moq_prepare_on_cuda(w, sources, &scales, mode, params, err);
     free(scales.memory);
     return status;
 }
 
 static moq_status prepare_on_stream(const moq_weight *w, const moq_weight_sources *sources,
-                                    moq_prepare_way way, moq_params *params, moq_err *err) {
-    if (moq_cuda_is_capturing(way.stream))
+                                    moq_prepare_mode mode, moq_params *params, moq_err *err) {
+    if (moq_cuda_is_capturing(mode.stream))
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "prepare: its stream is being captured into a CUDA graph, but has to be "
                         "waited for; prepare weights before the capture");
-    return prepare(w, sources, way, params, err);
+    return prepare(w, sources, mode, params, err);
 }
 
 static moq_status prepare_anywhere(const moq_weight *w, const moq_weight_sources *sources,
-                                   moq_prepare_way way, moq_params *params, moq_err *err) {
+                                   moq_prepare_mode mode, moq_params *params, moq_err *err) {
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = moq_weight_prepared_params(w, wanted);
     bool entered;
     MOQ_TRY(moq_check_params(wanted, count, params, "out", err));
     if (w->device.kind == MOQ_CPU)
-        return prepare(w, sources, way, params, err);
+        return prepare(w, sources, mode, params, err);
     MOQ_TRY(moq_cuda_enter(w->device.index, &entered, err));
-    moq_status status = prepare_on_stream(w, sources, way, params, err);
+    moq_status status = prepare_on_stream(w, sources, mode, params, err);
     moq_cuda_leave(entered);
     return status;
 }
 
 /* A subnormal scale is no zero, which would make zeros of its weights. */
 moq_status moq_weight_prepare(const moq_weight *w, const moq_weight_sources *sources,
-                              moq_prepare_way way, moq_params *params, moq_err *err) {
+                              moq_prepare_mode mode, moq_params *params, moq_err *err) {
     unsigned flushes = moq_enter_float_mode();
-    moq_status status = prepare_anywhere(w, sources, way, params, err);
+    moq_status status = prepare_anywhere(w, sources, mode, params, err);
     moq_leave_float_mode(flushes);
     return status;
 }

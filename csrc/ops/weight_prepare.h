@@ -40,7 +40,7 @@ typedef struct {
     bool checked;     /* so it was, just now: codes need not be looked at again */
     void *stream;
     void *workspace;
-} moq_prepare_way;
+} moq_prepare_mode;
 
 int64_t moq_prepare_workspace(const moq_weight *weight, bool fresh);
 
@@ -48,6 +48,6 @@ int64_t moq_prepare_workspace(const moq_weight *weight, bool fresh);
  * any other kind there or on the host. What lies in one expert of a stack is refused with its
  * number. */
 moq_status moq_weight_prepare(const moq_weight *weight, const moq_weight_sources *sources,
-                              moq_prepare_way way, moq_params *params, moq_err *err);
+                              moq_prepare_mode mode, moq_params *params, moq_err *err);
 
 #endif

@@ -147,8 +147,8 @@ void moq_prepare_write_part(const moq_weight *w, const moq_prepare_part *part,
     }
 }
 
-static moq_prepare_part part_of(const moq_weight *w, const moq_weight_sources *sources, int32_t p,
-                                int64_t first) {
+static moq_prepare_part split_of(const moq_weight *w, const moq_weight_sources *sources, int32_t p,
+                                 int64_t first) {
     moq_prepare_part part = {.index = p, .first = first};
     part.codes = moq_prepare_rows(&sources->weight, p, first);
     if (w->checkpoint == MOQ_WEIGHT_E2M1)
@@ -160,7 +160,7 @@ static moq_status check_matrix(const moq_weight *w, const moq_weight_sources *so
                                const moq_prepare_scales *scales, moq_err *err) {
     int64_t first = 0;
     for (int32_t p = 0; p < w->partition_count; first += w->partition[p++]) {
-        moq_prepare_part part = part_of(w, sources, p, first);
+        moq_prepare_part part = split_of(w, sources, p, first);
         MOQ_TRY(moq_prepare_check_part(w, &part, scales, err));
     }
     return MOQ_OK;
@@ -170,7 +170,7 @@ static void write_matrix(const moq_weight *w, const moq_weight_sources *sources,
                          const moq_prepare_scales *scales, const moq_prepare_out *out) {
     int64_t first = 0;
     for (int32_t p = 0; p < w->partition_count; first += w->partition[p++]) {
-        moq_prepare_part part = part_of(w, sources, p, first);
+        moq_prepare_part part = split_of(w, sources, p, first);
         moq_prepare_write_part(w, &part, scales, out);
     }
 }
@@ -195,23 +195,23 @@ static void write_scales(const moq_params *params, moq_param id, const float *sc
 }
 
 moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sources,
-                              moq_prepare_way way, const moq_prepare_scales *scales,
+                              moq_prepare_mode mode, const moq_prepare_scales *scales,
                               moq_params *params, moq_err *err) {
     int64_t experts = moq_weight_matrices(w);
-    for (int64_t e = 0; e < experts && !way.checked; e++) {
+    for (int64_t e = 0; e < experts && !mode.checked; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
         moq_status status = check_matrix(w, &from, &mine, err);
         if (status != MOQ_OK)
             return moq_weight_name_expert(w, e, status, err);
     }
-    for (int64_t e = 0; e < experts && !way.only_checks; e++) {
+    for (int64_t e = 0; e < experts && !mode.only_checks; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
         moq_prepare_out out = out_of(w, params, e);
         write_matrix(w, &from, &mine, &out);
     }
-    if (way.only_checks)
+    if (mode.only_checks)
         return MOQ_OK;
     write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
     write_scales(params, MOQ_PARAM_WEIGHT_SCALE, scales->block,

@@ -571,7 +571,7 @@ static moq_status check_zero_parts(const job *j, moq_err *err) {
 }
 
 /* A partition of FP8 codes that lie without gaps on the host with the ones of the whole matrix. */
-static moq_prepare_part part_at_home(const moq_weight *w, int32_t p, int64_t first,
+static moq_prepare_part part_on_host(const moq_weight *w, int32_t p, int64_t first,
                                      const uint8_t *codes) {
     int64_t k = w->in_features;
     return (moq_prepare_part){.index = p, .first = first, .codes = {codes + first * k, k, 0}};
@@ -579,28 +579,28 @@ static moq_prepare_part part_at_home(const moq_weight *w, int32_t p, int64_t fir
 
 /* FP8 codes of a matrix, from the device into `codes`, and checked there under the scales `home`.
  */
-static moq_status bring_codes(const job *j, const moq_source *source,
-                              const moq_prepare_scales *home, uint8_t *codes, moq_err *err) {
+static moq_status download_codes(const job *j, const moq_source *source,
+                                 const moq_prepare_scales *on_host, uint8_t *codes, moq_err *err) {
     const moq_weight *w = j->w;
     int64_t k = w->in_features, first = 0;
     for (int32_t p = 0; p < w->partition_count; first += w->partition[p++]) {
-        const moq_prepare_part part = part_at_home(w, p, first, codes);
+        const moq_prepare_part part = part_on_host(w, p, first, codes);
         MOQ_TRY(download_rows(moq_prepare_rows(source, p, first), w->partition[p], k,
                               codes + first * k, j->stream, err));
-        MOQ_TRY(moq_prepare_check_part(w, &part, home, err));
+        MOQ_TRY(moq_prepare_check_part(w, &part, on_host, err));
     }
     return MOQ_OK;
 }
 
 /* All codes to `codes`, on the host, and checked there. */
-static moq_status bring_all_codes(const job *j, const moq_prepare_scales *home, uint8_t *codes,
-                                  moq_err *err) {
+static moq_status download_all_codes(const job *j, const moq_prepare_scales *on_host,
+                                     uint8_t *codes, moq_err *err) {
     const moq_weight *w = j->w;
     int64_t span = w->out_features * w->in_features;
     for (int64_t e = 0; e < moq_weight_matrices(w); e++) {
         const moq_weight_sources from = moq_sources_of(j->sources, e);
-        const moq_prepare_scales mine = moq_prepare_scales_of(w, home, e);
-        moq_status status = bring_codes(j, &from.weight, &mine, codes + e * span, err);
+        const moq_prepare_scales mine = moq_prepare_scales_of(w, on_host, e);
+        moq_status status = download_codes(j, &from.weight, &mine, codes + e * span, err);
         if (status != MOQ_OK)
             return moq_weight_name_expert(w, e, status, err);
     }
@@ -608,41 +608,41 @@ static moq_status bring_all_codes(const job *j, const moq_prepare_scales *home, 
 }
 
 /* All codes by way of `codes`, on the host, where they were checked. */
-static moq_status fill_at_home(const job *j, const moq_prepare_scales *home, uint8_t *codes,
+static moq_status fill_on_host(const job *j, const moq_prepare_scales *on_host, uint8_t *codes,
                                moq_err *err) {
     const moq_weight *w = j->w;
     int64_t span = w->out_features * w->in_features, experts = moq_weight_matrices(w);
     for (int64_t e = 0; e < experts; e++) {
-        const moq_prepare_scales mine = moq_prepare_scales_of(w, home, e);
+        const moq_prepare_scales mine = moq_prepare_scales_of(w, on_host, e);
         const moq_prepare_out out = {.weight = codes + e * span};
         int64_t first = 0;
         for (int32_t p = 0; p < w->partition_count; first += w->partition[p++]) {
-            const moq_prepare_part part = part_at_home(w, p, first, out.weight);
+            const moq_prepare_part part = part_on_host(w, p, first, out.weight);
             moq_prepare_write_part(w, &part, &mine, &out);
         }
     }
-    moq_tensor *scale = home->block ? &j->params->of[MOQ_PARAM_WEIGHT_SCALE]
-                                    : &j->params->of[MOQ_PARAM_OUTPUT_SCALE];
+    moq_tensor *scale = on_host->block ? &j->params->of[MOQ_PARAM_WEIGHT_SCALE]
+                                       : &j->params->of[MOQ_PARAM_OUTPUT_SCALE];
     MOQ_TRY(moq_cuda_upload(j->params->of[MOQ_PARAM_WEIGHT].data, codes, (size_t)(experts * span),
                             j->stream, err));
-    return moq_cuda_upload(scale->data, home->block ? home->block : home->factor,
+    return moq_cuda_upload(scale->data, on_host->block ? on_host->block : on_host->factor,
                            (size_t)all_scales(j) * sizeof(float), j->stream, err);
 }
 
 /* Weight processing of an FP8 layer with a scale of zero: on the host. */
-static moq_status prepare_at_home(const job *j, moq_err *err) {
+static moq_status prepare_on_host(const job *j, moq_err *err) {
     const moq_weight *w = j->w;
-    moq_prepare_scales home = {0};
+    moq_prepare_scales on_host = {0};
     MOQ_TRY(moq_prepare_bad_scale(w, j->sources, j->scales, j->stream, err));
     uint8_t *codes = malloc((size_t)(moq_weight_matrices(w) * w->out_features * w->in_features));
     if (!codes)
         return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the codes of a linear layer");
-    moq_status status = moq_prepare_scales_at_home(w, j->sources, j->stream, &home, err);
+    moq_status status = moq_prepare_scales_to_host(w, j->sources, j->stream, &on_host, err);
     if (status == MOQ_OK)
-        status = bring_all_codes(j, &home, codes, err);
+        status = download_all_codes(j, &on_host, codes, err);
     if (status == MOQ_OK && !j->only_checks)
-        status = fill_at_home(j, &home, codes, err);
-    free(home.memory);
+        status = fill_on_host(j, &on_host, codes, err);
+    free(on_host.memory);
     free(codes);
     if (status != MOQ_OK || j->only_checks)
         return status;
@@ -655,7 +655,7 @@ static moq_status prepare_at_home(const job *j, moq_err *err) {
 /* Packing once more, with the factors of partitions on the host, and the codes under zeros looked
  * at. */
 static moq_status pack_again(job *j, moq_err *err) {
-    MOQ_TRY(moq_prepare_bring_scales(j->w, j->sources, j->scales, j->stream, err));
+    MOQ_TRY(moq_prepare_download_scales(j->w, j->sources, j->scales, j->stream, err));
     MOQ_TRY(check_zero_parts(j, err));
     MOQ_TRY(forget_findings(j, err));
     MOQ_TRY(queue(j, err));
@@ -674,7 +674,7 @@ static moq_status prepare(job *j, moq_err *err) {
     bool e2m1 = j->w->checkpoint == MOQ_WEIGHT_E2M1, swizzled = is_swizzled(j->w);
     if (has_zero_scale(j)) {
         if (!e2m1)
-            return prepare_at_home(j, err);
+            return prepare_on_host(j, err);
         MOQ_TRY(check_zero_parts(j, err));
     }
     MOQ_TRY(forget_findings(j, err));
@@ -684,7 +684,7 @@ static moq_status prepare(job *j, moq_err *err) {
     MOQ_TRY(moq_cuda_wait(j->stream, err));
     MOQ_TRY(refuse_bad_scales(j, err));
     if (j->note->zero_scale && !e2m1)
-        return prepare_at_home(j, err);
+        return prepare_on_host(j, err);
     if (j->note->zero_scale)
         MOQ_TRY(pack_again(j, err));
     if (j->note->bad_code)
@@ -696,36 +696,36 @@ static moq_status prepare(job *j, moq_err *err) {
 }
 
 moq_status moq_prepare_on_cuda(const moq_weight *w, const moq_weight_sources *sources,
-                               moq_prepare_scales *scales, moq_prepare_way way, moq_params *params,
-                               moq_err *err) {
+                               moq_prepare_scales *scales, moq_prepare_mode mode,
+                               moq_params *params, moq_err *err) {
     moq_findings *note;
     moq_err after;
     MOQ_TRY(moq_cuda_take_note(&note, err));
     moq_tensor *out = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? &params->of[MOQ_PARAM_WEIGHT_SCALE]
                                                              : &params->of[MOQ_PARAM_OUTPUT_SCALE];
-    float *scale = way.fresh ? out->data : (float *)((char *)way.workspace + SCALES_AT);
-    bool sees = !way.fresh && !way.only_checks && !is_swizzled(w);
+    float *scale = mode.fresh ? out->data : (float *)((char *)mode.workspace + SCALES_AT);
+    bool sees = !mode.fresh && !mode.only_checks && !is_swizzled(w);
     bool packed_stack = w->experts && w->weight == MOQ_WEIGHT_E2M1_PACKED;
     job j = {
         .w = w,
         .sources = sources,
         .scales = scales,
         .params = params,
-        .stream = way.stream,
-        .fresh = way.fresh,
-        .only_checks = way.only_checks,
-        .checked = way.checked,
+        .stream = mode.stream,
+        .fresh = mode.fresh,
+        .only_checks = mode.only_checks,
+        .checked = mode.checked,
         .note = note,
-        .found = sees ? way.workspace : note,
+        .found = sees ? mode.workspace : note,
         .scale = scale,
         .factor = scale_count(w) == 0 || w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? NULL : scale,
-        .part_factor = packed_stack ? (float *)((char *)way.workspace + SCALES_AT) : NULL,
+        .part_factor = packed_stack ? (float *)((char *)mode.workspace + SCALES_AT) : NULL,
     };
     /* Also since kernels of linears read weights before the kernel ahead of them is known to have
      * ended, nothing is left to do when this returns. */
     moq_status status = prepare(&j, err);
     if (status != MOQ_OK)
-        moq_cuda_wait(way.stream, &after);
+        moq_cuda_wait(mode.stream, &after);
     moq_cuda_return_note(note);
     return status;
 }

@@ -50,8 +50,8 @@ moq_prepare_scales moq_prepare_scales_of(const moq_weight *weight, const moq_pre
                                          int64_t expert);
 
 /* Reads the scales of partitions that stayed on the device after all. */
-moq_status moq_prepare_bring_scales(const moq_weight *weight, const moq_weight_sources *sources,
-                                    moq_prepare_scales *scales, void *stream, moq_err *err);
+moq_status moq_prepare_download_scales(const moq_weight *weight, const moq_weight_sources *sources,
+                                       moq_prepare_scales *scales, void *stream, moq_err *err);
 
 /* The failure of the first bad one among scales, of the weight or of x, that stayed on the device.
  */
@@ -60,8 +60,8 @@ moq_status moq_prepare_bad_scale(const moq_weight *weight, const moq_weight_sour
 
 /* All scales of rows, blocks or partitions on the host, wherever they are now, without those of x.
  * The caller frees home->memory, whatever is returned. */
-moq_status moq_prepare_scales_at_home(const moq_weight *weight, const moq_weight_sources *sources,
-                                      void *stream, moq_prepare_scales *home, moq_err *err);
+moq_status moq_prepare_scales_to_host(const moq_weight *weight, const moq_weight_sources *sources,
+                                      void *stream, moq_prepare_scales *on_host, moq_err *err);
 
 /* ---- codes ---- */
 
@@ -93,11 +93,11 @@ void moq_prepare_write_part(const moq_weight *weight, const moq_prepare_part *pa
                             const moq_prepare_scales *scales, const moq_prepare_out *out);
 
 moq_status moq_prepare_on_cpu(const moq_weight *weight, const moq_weight_sources *sources,
-                              moq_prepare_way way, const moq_prepare_scales *scales,
+                              moq_prepare_mode mode, const moq_prepare_scales *scales,
                               moq_params *params, moq_err *err);
 /* On the current device; waits until all is done. */
 moq_status moq_prepare_on_cuda(const moq_weight *weight, const moq_weight_sources *sources,
-                               moq_prepare_scales *scales, moq_prepare_way way, moq_params *params,
-                               moq_err *err);
+                               moq_prepare_scales *scales, moq_prepare_mode mode,
+                               moq_params *params, moq_err *err);
 
 #endif

@@ -58,8 +58,8 @@ def test_an_estimate_of_every_kernel_for_hopper_is_compared():
 
 def test_a_kernel_is_compared_for_the_tokens_that_it_runs():
     plan = Layer("9.0", "NVFP4", "exact", False, (4096,), 4096).plan()
-    assert "cuda:sm90_nvfp4_few" in {row[0] for row in plan.estimates(16)}
-    assert "cuda:sm90_nvfp4_few" not in {row[0] for row in plan.estimates(17)}
+    assert "cuda:sm90_nvfp4_decode" in {row[0] for row in plan.estimates(16)}
+    assert "cuda:sm90_nvfp4_decode" not in {row[0] for row in plan.estimates(17)}
 
 
 @pytest.mark.parametrize("kind", make_choices.HOPPER_KINDS, ids=str)
@@ -76,15 +76,15 @@ def estimates(chip, tokens, rows=57344, columns=8192, quant_algo="FP8", compute=
 @pytest.mark.parametrize(
     "kernel, about",
     [
-        ("cuda:sm90_fp8_few", {}),
-        ("cuda:sm90_fp8_many", {}),
+        ("cuda:sm90_fp8_decode", {}),
+        ("cuda:sm90_fp8_prefill", {}),
         ("cuda:cublaslt", {}),
         ("cuda:cublaslt", {"quant_algo": "FP8_PB_WO"}),
         ("cuda:sm80_fp8", {}),
         ("cuda:simt", {}),
-        ("cuda:sm90_nvfp4_few", {"quant_algo": "NVFP4"}),
-        ("cuda:sm90_nvfp4_some", {"quant_algo": "NVFP4"}),
-        ("cuda:sm90_nvfp4_fp8_some", {"quant_algo": "NVFP4", "compute": "fp8"}),
+        ("cuda:sm90_nvfp4_decode", {"quant_algo": "NVFP4"}),
+        ("cuda:sm90_nvfp4_medium", {"quant_algo": "NVFP4"}),
+        ("cuda:sm90_nvfp4_fp8_medium", {"quant_algo": "NVFP4", "compute": "fp8"}),
         ("cuda:sm80_nvfp4", {"quant_algo": "NVFP4"}),
     ],
 )

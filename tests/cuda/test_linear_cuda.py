@@ -225,5 +225,5 @@ def test_the_kernel_of_a_few_tokens_on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for Hopper")
     method = LinearMethod("FP8", 4096, [28672], device="cuda:0")
-    assert method.backend == "cuda:sm90_fp8_few"
-    assert "cuda:sm90_fp8_few chosen" in " ".join(method.explain().split())
+    assert method.backend == "cuda:sm90_fp8_decode"
+    assert "cuda:sm90_fp8_decode chosen" in " ".join(method.explain().split())

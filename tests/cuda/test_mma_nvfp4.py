@@ -16,7 +16,7 @@ from .cases import DTYPES, OnDevice, assert_a_graph_replays, force, on_host, to_
 TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 200)
 
 
-@pytest.fixture(autouse=True, params=["cuda:sm80_nvfp4", "cuda:sm90_nvfp4_many"])
+@pytest.fixture(autouse=True, params=["cuda:sm80_nvfp4", "cuda:sm90_nvfp4_prefill"])
 def kernel(request, monkeypatch):
     force(monkeypatch, request.param, "NVFP4")
     return request.param

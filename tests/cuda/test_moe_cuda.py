@@ -36,9 +36,9 @@ KERNELS = (
     "cuda:sm80_fp8",
     "cuda:sm80_nvfp4",
     "cuda:sm80_nvfp4_fp8",
-    "cuda:sm90_fp8_many",
-    "cuda:sm90_nvfp4_many",
-    "cuda:sm90_nvfp4_fp8_many",
+    "cuda:sm90_fp8_prefill",
+    "cuda:sm90_nvfp4_prefill",
+    "cuda:sm90_nvfp4_fp8_prefill",
 )
 
 

@@ -32,8 +32,8 @@ def linear(algo, kernel):
     return lambda x: method(x, params)
 
 
-few = linear("NVFP4", "cuda:sm90_nvfp4_few")
-dynamic = linear("FP8_PER_CHANNEL_PER_TOKEN", "cuda:sm90_fp8_many")
+few = linear("NVFP4", "cuda:sm90_nvfp4_decode")
+dynamic = linear("FP8_PER_CHANNEL_PER_TOKEN", "cuda:sm90_fp8_prefill")
 weight = torch.ones(WIDE, device="cuda", dtype=torch.bfloat16)
 other = torch.cuda.Stream()
 

@@ -73,13 +73,13 @@ def plan_of(algo="FP8", compute="exact", columns=4096, rows=4096, capability="9.
 
 
 MOST_TOKENS = [
-    ("cuda:sm90_fp8_few", "FP8", "exact", 16),
-    ("cuda:sm90_fp8_many", "FP8_PB_WO", "exact", 2**24),
-    ("cuda:sm90_nvfp4_few", "NVFP4", "exact", 16),
-    ("cuda:sm90_nvfp4_some", "NVFP4", "exact", 2**22),
-    ("cuda:sm90_nvfp4_many", "NVFP4", "exact", 2**24),
-    ("cuda:sm90_nvfp4_fp8_many", "NVFP4", "fp8", 2**24),
-    ("cuda:sm90_nvfp4_fp8_some", "NVFP4", "fp8", 2**22),
+    ("cuda:sm90_fp8_decode", "FP8", "exact", 16),
+    ("cuda:sm90_fp8_prefill", "FP8_PB_WO", "exact", 2**24),
+    ("cuda:sm90_nvfp4_decode", "NVFP4", "exact", 16),
+    ("cuda:sm90_nvfp4_medium", "NVFP4", "exact", 2**22),
+    ("cuda:sm90_nvfp4_prefill", "NVFP4", "exact", 2**24),
+    ("cuda:sm90_nvfp4_fp8_prefill", "NVFP4", "fp8", 2**24),
+    ("cuda:sm90_nvfp4_fp8_medium", "NVFP4", "fp8", 2**22),
 ]
 
 
@@ -103,7 +103,9 @@ def test_a_kernel_that_cannot_run_so_many_tokens_says_so(monkeypatch, kernel, al
         assert f"{kernel} {reason}; unset MOQEXT_KERNEL" in str(caught.value)
 
 
-@pytest.mark.parametrize("compute, kernel", [("exact", "sm90_nvfp4_some"), ("fp8", "sm90_nvfp4_fp8_some")])
+@pytest.mark.parametrize(
+    "compute, kernel", [("exact", "sm90_nvfp4_medium"), ("fp8", "sm90_nvfp4_fp8_medium")]
+)
 def test_more_outputs_than_tiles_are_counted_for(compute, kernel):
     plan = plan_of("NVFP4", compute, columns=16, rows=2**30)
     assert dict(plan.explain(1024))[f"cuda:{kernel}"] is None
@@ -147,7 +149,7 @@ def test_kernels_of_sm90_run_there_alone():
 
 
 def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
-    name = "cuda:sm90_fp8_few"
+    name = "cuda:sm90_fp8_decode"
     assert reasons(columns=4096)[name] is None
     assert "in_features to be a multiple of 128, got 4104" in reasons(columns=4104)[name]
     for compute in ("exact", "fp8", "fp4"):
@@ -155,7 +157,7 @@ def test_the_decoding_kernel_wants_fp8_and_whole_blocks():
 
 
 def test_more_rows_than_an_int_counts_are_refused():
-    assert "cuda:sm90_fp8_few needs fewer than 2^31 rows" in refusal(rows=(2**31 - 1, 128))
+    assert "cuda:sm90_fp8_decode needs fewer than 2^31 rows" in refusal(rows=(2**31 - 1, 128))
 
 
 def test_products_of_warps_want_fp8_and_parts_of_16():
@@ -214,11 +216,11 @@ def test_chips_before_hopper_take_products_of_warps(capability, dtype, kernel):
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
 def test_on_hopper_a_few_dozen_tokens_take_the_kernel_of_many(algo):
     plan = _C.linear_plan(algo, 4096, (4096,), None, "bfloat16", "cuda:0", "exact", capability="9.0")
-    assert {plan.backend(tokens) for tokens in (32, 48, 64)} == {"cuda:sm90_fp8_many"}
+    assert {plan.backend(tokens) for tokens in (32, 48, 64)} == {"cuda:sm90_fp8_prefill"}
 
 
 def test_the_kernel_of_many_tokens_wants_sixteens_and_one_input_scale():
-    name = "cuda:sm90_fp8_many"
+    name = "cuda:sm90_fp8_prefill"
     for algo in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"):
         assert reasons(algo, columns=4112)[name] is None
         assert "in_features to be a multiple of 16, got 4104" in reasons(algo, columns=4104)[name]
@@ -242,8 +244,8 @@ def test_a_capability_has_one_form(text):
 
 
 def test_a_forced_kernel_that_cannot_run_says_why(monkeypatch):
-    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_fp8_few")
-    with pytest.raises(UnsupportedQuantization, match=r"MOQEXT_KERNEL=cuda:sm90_fp8_few .* got 4104"):
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_fp8_decode")
+    with pytest.raises(UnsupportedQuantization, match=r"MOQEXT_KERNEL=cuda:sm90_fp8_decode .* got 4104"):
         reasons(columns=4104)
     with pytest.raises(UnsupportedQuantization, match="runs on a CUDA device, the layer is on cpu"):
         LinearMethod("FP8", 4096, [16])
@@ -271,7 +273,7 @@ def test_a_device_that_is_not_there(monkeypatch):
 
 @pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
 def test_on_hopper_nvfp4_has_a_kernel_for_some_dozens_of_tokens(algo):
-    name = "cuda:sm90_nvfp4_some"
+    name = "cuda:sm90_nvfp4_medium"
     for dtype in ("bfloat16", "float16"):
         plan = _C.linear_plan(algo, 4096, (4096,), None, dtype, "cuda:0", "exact", capability="9.0")
         assert {plan.backend(tokens) for tokens in (32, 48, 64)} == {name}

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from .cases import DTYPES, force, on_host, poisoned, to_cuda, to_numpy  # noqa: E402
 
-FEW = "cuda:sm90_fp8_few"
-KERNELS = (FEW, "cuda:sm90_fp8_many", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:cublaslt")
+FEW = "cuda:sm90_fp8_decode"
+KERNELS = (FEW, "cuda:sm90_fp8_prefill", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:cublaslt")
 COLUMNS = 1408  # no multiple of the steps of 512
 TOKENS = (1, 2, 5, 8, 9, 16, 33, 64, 130, 300)
 
@@ -72,7 +72,7 @@ def test_the_same_kernel_gives_the_same_bits(rng, monkeypatch, kernel):
     layer = Coded(rng, "bfloat16", kernel)
     for tokens in tokens_of(kernel):
         x, codes = layer.draw(rng, tokens)
-        variant = layer.method._plan.way(tokens)[1] if kernel == "cuda:sm90_fp8_many" else 0
+        variant = layer.method._plan.config(tokens)[1] if kernel == "cuda:sm90_fp8_prefill" else 0
         layer.plain._plan.keep(tokens, kernel, variant)
         layer.method._plan.keep(tokens, kernel, variant)
         expected = layer.plain(to_cuda(x, "bfloat16"), layer.params)
@@ -91,7 +91,7 @@ def test_long_rows_in_passes_and_clusters(rng, monkeypatch):
 
 
 def test_every_variant(rng, monkeypatch):
-    kernel = "cuda:sm90_fp8_many"
+    kernel = "cuda:sm90_fp8_prefill"
     force(monkeypatch, kernel)
     layer = Coded(rng, "bfloat16", kernel, columns=1040, rows=300)
     for tokens in (31, 64, 100, 260, 600):

@@ -289,7 +289,7 @@ def contexts():
 
 
 @pytest.mark.parametrize(
-    "kernel", ["", "cuda:simt", "cuda:sm90_fp8_few", "cuda:sm90_fp8_many", "cuda:cublaslt"]
+    "kernel", ["", "cuda:simt", "cuda:sm90_fp8_decode", "cuda:sm90_fp8_prefill", "cuda:cublaslt"]
 )
 def test_a_thread_whose_context_was_taken_away(rng, monkeypatch, contexts, x, kernel):
     """Another library may pop it; it stays as that library left it."""

@@ -23,8 +23,8 @@ SECOND = "cuda:1"
 FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 KERNELS = (
     "",
-    "cuda:sm90_fp8_few",
-    "cuda:sm90_fp8_many",
+    "cuda:sm90_fp8_decode",
+    "cuda:sm90_fp8_prefill",
     "cuda:cublaslt",
     "cuda:simt",
     "cuda:sm80_fp8",
@@ -73,7 +73,7 @@ def random_rows(rng, rows):
 @pytest.mark.parametrize("algo", FP8_ALGOS)
 def test_linear(rng, monkeypatch, algo, kernel, tokens):
     """Kernels ask each device for more shared memory than there is unasked; x is also copied."""
-    if kernel == "cuda:sm90_fp8_few" and tokens > 16:
+    if kernel == "cuda:sm90_fp8_decode" and tokens > 16:
         pytest.skip("up to 16 tokens")
     if kernel:
         force(monkeypatch, kernel)
@@ -192,7 +192,7 @@ def test_tensors_of_both_devices_are_refused(rng):
 
 
 @needs_two
-@pytest.mark.parametrize("kernel", ["", "cuda:sm90_fp8_many", "cuda:cublaslt"])
+@pytest.mark.parametrize("kernel", ["", "cuda:sm90_fp8_prefill", "cuda:cublaslt"])
 def test_a_thread_for_each_device(rng, monkeypatch, kernel):
     """Two threads at once, and a third on both devices in turn; none has a current device when it begins."""
     if kernel:
@@ -255,7 +255,7 @@ print("context of the first device", before)
 
 @needs_two
 @pytest.mark.parametrize("tokens", [3, 100])
-@pytest.mark.parametrize("kernel", ["", "cuda:sm90_fp8_many", "cuda:cublaslt"])
+@pytest.mark.parametrize("kernel", ["", "cuda:sm90_fp8_prefill", "cuda:cublaslt"])
 def test_a_process_of_the_second_device_alone(kernel, tokens):
     """Each kernel's first use is there; the first device, which is current, is left alone."""
     done = subprocess.run(

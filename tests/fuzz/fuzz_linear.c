@@ -378,7 +378,7 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
         prepared[i] = fuzz_result(&shape, 0xff);
         params.of[want[i].id] = prepared[i].view;
     }
-    const moq_prepare_way way = {.fresh = false};
+    const moq_prepare_mode way = {.fresh = false};
     const moq_status status = moq_weight_prepare(&l->spec.matrix, &sources, way, &params, &err);
     if (status == MOQ_OK) {
         run(in, l, &params);

@@ -17,42 +17,49 @@ double moq_cuda_simt_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_fp8_as_f16_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_fp8_as_e4m3_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cuda_mma_nvfp4_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_fp8_few_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_fp8_many_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_few_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_some_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_many_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_fp8_many_seconds(const moq_linear_spec *spec, int64_t m);
-double moq_cuda_nvfp4_fp8_some_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_fp8_decode_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_fp8_prefill_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_medium_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_prefill_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_fp8_prefill_seconds(const moq_linear_spec *spec, int64_t m);
+double moq_cuda_nvfp4_fp8_medium_seconds(const moq_linear_spec *spec, int64_t m);
 double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t m);
 
 /* The way of a call of m rows in a variant of the kernel: variant 0 is the best of all, which is
  * also taken where a variant cannot do the call. */
-moq_way moq_cuda_fp8_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_nvfp4_few_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_nvfp4_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_nvfp4_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_nvfp4_fp8_many_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cuda_nvfp4_fp8_some_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
-moq_way moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
+moq_kernel_config moq_cuda_fp8_decode_choose(const moq_linear_spec *spec, int64_t m,
+                                             int32_t variant);
+moq_kernel_config moq_cuda_fp8_prefill_choose(const moq_linear_spec *spec, int64_t m,
+                                              int32_t variant);
+moq_kernel_config moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m,
+                                               int32_t variant);
+moq_kernel_config moq_cuda_nvfp4_medium_choose(const moq_linear_spec *spec, int64_t m,
+                                               int32_t variant);
+moq_kernel_config moq_cuda_nvfp4_prefill_choose(const moq_linear_spec *spec, int64_t m,
+                                                int32_t variant);
+moq_kernel_config moq_cuda_nvfp4_fp8_prefill_choose(const moq_linear_spec *spec, int64_t m,
+                                                    int32_t variant);
+moq_kernel_config moq_cuda_nvfp4_fp8_medium_choose(const moq_linear_spec *spec, int64_t m,
+                                                   int32_t variant);
+moq_kernel_config moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant);
 
 /* Seconds of a whole call in its way. */
-double moq_cuda_fp8_many_way_seconds(const moq_linear_call *call);
-double moq_cuda_nvfp4_few_way_seconds(const moq_linear_call *call);
-double moq_cuda_nvfp4_some_way_seconds(const moq_linear_call *call);
-double moq_cuda_nvfp4_many_way_seconds(const moq_linear_call *call);
-double moq_cuda_nvfp4_fp8_many_way_seconds(const moq_linear_call *call);
-double moq_cuda_nvfp4_fp8_some_way_seconds(const moq_linear_call *call);
+double moq_cuda_fp8_prefill_config_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_decode_config_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_medium_config_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_prefill_config_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_prefill_config_seconds(const moq_linear_call *call);
+double moq_cuda_nvfp4_fp8_medium_config_seconds(const moq_linear_call *call);
 
 /* Bit i is set where variant i is worth measuring: bit 0, the choice, always, and the variants that
  * are not expected to take half as long again. */
-uint64_t moq_cuda_fp8_many_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_few_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_some_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_many_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_fp8_many_variants(const moq_linear_call *call);
-uint64_t moq_cuda_nvfp4_fp8_some_variants(const moq_linear_call *call);
+uint64_t moq_cuda_fp8_prefill_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_medium_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_prefill_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_prefill_variants(const moq_linear_call *call);
+uint64_t moq_cuda_nvfp4_fp8_medium_variants(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

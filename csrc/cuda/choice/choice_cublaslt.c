@@ -61,8 +61,8 @@ static double block_product_seconds(const moq_linear_spec *spec, double m) {
     double whole = 3.59e-6 + 6e-7 * fmin(waves - 1, 8) +
                    hypot(n * k / moq_memory_rate(&spec->target, 4.68e12), multiply) +
                    m * n * 4.28e-13;
-    double parts = 1.5e-5 + 3.99e-9 * k * tiles / sm_count;
-    return 2 * tiles <= sm_count && parts < whole ? parts : whole;
+    double splits = 1.5e-5 + 3.99e-9 * k * tiles / sm_count;
+    return 2 * tiles <= sm_count && splits < whole ? splits : whole;
 }
 
 /* Sums read, and y written, by a kernel of ours; `width` bytes of a sum. */
@@ -126,6 +126,6 @@ double moq_cublaslt_seconds(const moq_linear_spec *spec, int64_t tokens) {
 
 /* The variant is an algorithm of the library; the row, whether sums are scaled after the product.
  */
-moq_way moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
-    return moq_way_of(variant, scales_after(spec, m), 1);
+moq_kernel_config moq_cublaslt_choose(const moq_linear_spec *spec, int64_t m, int32_t variant) {
+    return moq_kernel_config_of(variant, scales_after(spec, m), 1);
 }

@@ -20,8 +20,8 @@ static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
  * time: 128 MB of codes at most. */
 static inline int64_t moq_cublaslt_folded_rows(const moq_linear_spec *spec) {
     const int64_t most = 128 << 20, n = spec->out_features;
-    int64_t parts = (n * spec->in_features + most - 1) / most;
-    int64_t rows = ((n + parts - 1) / parts + 255) / 256 * 256;
+    int64_t splits = (n * spec->in_features + most - 1) / most;
+    int64_t rows = ((n + splits - 1) / splits + 255) / 256 * 256;
     return rows < n ? rows : n;
 }
 

@@ -15,13 +15,14 @@ static inline int64_t divide_up(int64_t a, int64_t b) {
 }
 
 /* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
- * MOQ_PARTS each has some of K, and in MOQ_FINE_PARTS each warpgroup every other step of that. */
+ * MOQ_SPLIT_K each has some of K, and in MOQ_SPLIT_K_WARPGROUPS each warpgroup every other step of
+ * that. */
 typedef enum {
     MOQ_ALONE,
     MOQ_SHARE_WEIGHTS,
     MOQ_SHARE_TOKENS,
-    MOQ_PARTS,
-    MOQ_FINE_PARTS
+    MOQ_SPLIT_K,
+    MOQ_SPLIT_K_WARPGROUPS
 } moq_sharing;
 
 /* Tiles whose steps all workers share evenly (sm90_schedule.h): those of the last two rounds,
@@ -30,15 +31,15 @@ typedef enum {
  * (docs/lab/nvfp4-some.md). */
 typedef struct {
     int64_t tiles, workers;
-} even_shares;
+} stream_k_split;
 
-static inline even_shares share_evenly(int64_t tiles, int64_t steps, int64_t most) {
+static inline stream_k_split stream_k_split_of(int64_t tiles, int64_t steps, int64_t most) {
     int64_t shared = tiles < 2 * most ? tiles : tiles % most + most;
     int64_t workers = shared * steps < most ? shared * steps : most;
     if (shared < most && most % shared <= most / 16)
         workers -= workers % shared;
-    even_shares even = {shared, workers};
-    return even;
+    stream_k_split tail = {shared, workers};
+    return tail;
 }
 
 /* How many steps of those tiles a worker has: `least`, and one more the first `more` of each
@@ -46,16 +47,16 @@ static inline even_shares share_evenly(int64_t tiles, int64_t steps, int64_t mos
 typedef struct {
     int least, more, group;
     int inverse; /* 65536 / group, so that 255 workers divide by a product */
-} step_shares;
+} stream_k_tail;
 
-static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t workers) {
+static inline stream_k_tail stream_k_tail_of(int64_t tiles, int64_t steps, int64_t workers) {
     bool own = tiles > 0 && workers % tiles == 0;
     int64_t group = own ? workers / tiles : workers, all = own ? steps : tiles * steps;
-    step_shares shares = {(int)(all / group), (int)(all % group), (int)group,
+    stream_k_tail tail = {(int)(all / group), (int)(all % group), (int)group,
                           (int)divide_up(65536, group)};
     MOQ_ASSERT(tiles * steps <= INT32_MAX); /* kernels count shared steps in 32 bits */
-    MOQ_ASSERT(tiles == 0 || (workers < 256 && shares.more < shares.group));
-    return shares;
+    MOQ_ASSERT(tiles == 0 || (workers < 256 && tail.more < tail.group));
+    return tail;
 }
 
 /* Of a tile's tokens, how many turn around at a time on their way to memory, and the bytes of eight
@@ -68,11 +69,11 @@ static inline step_shares shares_of(int64_t tiles, int64_t steps, int64_t worker
  * of a block, bytes of the outputs of a warpgroup. */
 typedef struct {
     int side, sums, turn_step;
-} parts_room;
+} split_k_room;
 
-static inline parts_room room_of_parts(int columns, int parts, int warpgroups) {
-    int eights_of_part = (columns / 8 + parts - 1) / parts, side = eights_of_part * parts * 128;
-    parts_room room = {side, warpgroups * side * 16, eights_of_part * EIGHT_BYTES};
+static inline split_k_room split_k_room_of(int columns, int splits, int warpgroups) {
+    int eights_of_part = (columns / 8 + splits - 1) / splits, side = eights_of_part * splits * 128;
+    split_k_room room = {side, warpgroups * side * 16, eights_of_part * EIGHT_BYTES};
     return room;
 }
 

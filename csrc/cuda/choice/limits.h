@@ -4,14 +4,14 @@
 #define MOQ_CUDA_CHOICE_LIMITS_H
 
 /* Rows of x. */
-#define MOQ_FP8_FEW_TOKENS    16
-#define MOQ_FP8_MANY_TOKENS   (1 << 24)
-#define MOQ_NVFP4_FEW_TOKENS  16
-#define MOQ_NVFP4_SOME_TOKENS (1 << 22)
-#define MOQ_NVFP4_MANY_TOKENS (1 << 24)
+#define MOQ_FP8_DECODE_TOKENS    16
+#define MOQ_FP8_PREFILL_TOKENS   (1 << 24)
+#define MOQ_NVFP4_DECODE_TOKENS  16
+#define MOQ_NVFP4_MEDIUM_TOKENS  (1 << 22)
+#define MOQ_NVFP4_PREFILL_TOKENS (1 << 24)
 
 /* Outputs of the kernels for some tokens, which count tiles in 32 bits. */
-#define MOQ_NVFP4_SOME_OUTPUTS (1ll << 40)
+#define MOQ_NVFP4_MEDIUM_OUTPUTS (1ll << 40)
 
 /* Columns of NVFP4 weights that are multiplied as FP8 codes. */
 #define MOQ_NVFP4_FP8_COLUMNS (1 << 16)

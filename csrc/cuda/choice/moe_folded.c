@@ -8,7 +8,7 @@
 
 /* The launches of a call and what is not hidden of them, and bytes a second of what lies between
  * the products: codes of x a row a slot, g and its codes, and d, which the sum over slots reads, as
- * fast as in moe_many.c. */
+ * fast as in moe_prefill.c. */
 #define STEPS   15e-6
 #define SUMMED  4.8e12
 #define BETWEEN 3.9e12
@@ -32,8 +32,9 @@ typedef struct {
     double fold, products, outputs;
 } pace;
 
-static const pace WAYS[MOQ_MOE_FOLDED_WAYS] = {{MOQ_MOE_FOLDED_ROWS, 4.49e12, 1.14e15, 0.965e-6},
-                                               {MOQ_MOE_FOLDED_WIDE, 3.34e12, 1.13e15, 0.836e-6}};
+static const pace CONFIGS[MOQ_MOE_FOLDED_CONFIGS] = {
+    {MOQ_MOE_FOLDED_ROWS, 4.49e12, 1.14e15, 0.965e-6},
+    {MOQ_MOE_FOLDED_WIDE, 3.34e12, 1.13e15, 0.836e-6}};
 
 /* Seconds of folding and of outputs in one product: pairs of blocks take tiles of 256 rows of W in
  * turn, and the last round is as long as any. */
@@ -44,9 +45,9 @@ static double folded(const moq_linear_spec *spec, double tiles, const pace *p) {
     return rounds * (weights / moq_matrix_rate(&spec->target, p->fold) + p->outputs);
 }
 
-static double seconds(const moq_moe_spec *spec, int64_t tokens, int way) {
+static double seconds(const moq_moe_spec *spec, int64_t tokens, int config) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
-    const pace *p = &WAYS[way];
+    const pace *p = &CONFIGS[config];
     double slots = moq_expected_slots(spec, tokens);
     double h = (double)w13->in_features, i = (double)w2->in_features;
     double weights = h * (double)w13->out_features + i * (double)w2->out_features;
@@ -63,20 +64,21 @@ static double seconds(const moq_moe_spec *spec, int64_t tokens, int way) {
     return (tokens == 1 ? ONE_TOKEN : NOT_KNOWN) * all;
 }
 
-static int best_way(const moq_moe_spec *spec, int64_t tokens) {
+static int best_config(const moq_moe_spec *spec, int64_t tokens) {
     return seconds(spec, tokens, 1) < seconds(spec, tokens, 0) ? 1 : 0;
 }
 
-moq_way moq_moe_folded_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
-    bool given = variant > 0 && variant <= MOQ_MOE_FOLDED_WAYS;
-    return moq_way_of(given ? variant : 0, given ? variant - 1 : best_way(spec, tokens), 1);
+moq_kernel_config moq_moe_folded_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
+    bool given = variant > 0 && variant <= MOQ_MOE_FOLDED_CONFIGS;
+    return moq_kernel_config_of(given ? variant : 0,
+                                given ? variant - 1 : best_config(spec, tokens), 1);
 }
 
 uint64_t moq_moe_folded_variants(const moq_moe_call *call) {
-    int other = 1 - best_way(call->spec, call->tokens);
+    int other = 1 - best_config(call->spec, call->tokens);
     return 1 | 1ull << (other + 1);
 }
 
 double moq_moe_folded_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    return seconds(spec, tokens, best_way(spec, tokens));
+    return seconds(spec, tokens, best_config(spec, tokens));
 }

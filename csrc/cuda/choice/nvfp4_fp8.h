@@ -1,4 +1,4 @@
-/* Ways to do the NVFP4 GEMM with FP8 products of many tokens of Hopper (sm90_nvfp4_fp8_many.cu):
+/* Ways to do the NVFP4 GEMM with FP8 products of many tokens of Hopper (sm90_nvfp4_fp8_prefill.cu):
  * its shapes of tiles, and how a call is shared out in tiles of a shape. */
 #ifndef MOQ_CUDA_CHOICE_NVFP4_FP8_H
 #define MOQ_CUDA_CHOICE_NVFP4_FP8_H
@@ -25,7 +25,7 @@ extern "C" {
 typedef struct {
     int tokens, blocks;  /* of a tile; that share its weights */
     double step[2];      /* microseconds of a step, sums promoted, or fast, */
-    double even, output; /* of even shares, and of the outputs of a token of a tile */
+    double tail, output; /* of even shares, and of the outputs of a token of a tile */
 } moq_nvfp4_fp8_shape;
 
 /* How a call is done. Workers are blocks or pairs of them. */
@@ -33,11 +33,11 @@ typedef struct {
     const moq_nvfp4_fp8_shape *shape;
     int index; /* of the shape */
     int64_t row_tiles, columns, workers;
-    int64_t rest; /* tiles that are shared evenly */
-} moq_nvfp4_fp8_way;
+    int64_t tail_tiles; /* tiles that are shared evenly */
+} moq_nvfp4_fp8_config;
 
 /* The call's way, laid out. */
-moq_nvfp4_fp8_way moq_nvfp4_fp8_expand_way(const moq_linear_call *call);
+moq_nvfp4_fp8_config moq_nvfp4_fp8_expand_config(const moq_linear_call *call);
 
 #ifdef __cplusplus
 }

@@ -120,9 +120,9 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
 /* A stage of a ring, and the parity of the phase in which it is used next. */
 typedef struct {
     int index, parity;
-} ring_place;
+} pipeline_state;
 
-static __device__ __forceinline__ void advance(ring_place *place, int stages) {
+static __device__ __forceinline__ void advance(pipeline_state *place, int stages) {
     if (++place->index == stages) {
         place->index = 0;
         place->parity ^= 1;
@@ -146,7 +146,7 @@ static __device__ __forceinline__ void fence_async_proxy(void) {
 }
 
 /* 1 / value but for the last bit or two; 0 of infinity. */
-static __device__ __forceinline__ float reciprocal_near(float value) {
+static __device__ __forceinline__ float reciprocal_approx(float value) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(value));
     return r;

@@ -2,7 +2,7 @@
  * spec; what a kernel cannot do is said by its predicate in ops/linear_kernels.c, by the limits of
  * choice/limits.h. Variants of a kernel are shapes of its tiles, or ways to share the work out
  * (choice/choice.h). Neither a kernel nor its workspace chooses: the call carries the way, which
- * was found for its number of rows (core/way.h).
+ * was found for its number of rows (core/kernel_config.h).
  *
  * x and y are matrices [m, K] and [m, N] of contiguous rows; see moq_linear_call. The workspace of
  * a kernel is a number of bytes that the call needs on the device. */
@@ -18,31 +18,31 @@ extern "C" {
 /* ---- Hopper (sm_90a), x and y of 16 bits ---- */
 
 /* FP8 weights, few tokens, K a multiple of 128. */
-moq_status moq_cuda_fp8_few(const moq_linear_call *call, moq_err *err);
+moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err);
 
 /* FP8 weights, some tokens and many, K a multiple of 16. */
-moq_status moq_cuda_fp8_many(const moq_linear_call *call, moq_err *err);
-int64_t moq_cuda_fp8_many_workspace(const moq_linear_call *call);
+moq_status moq_cuda_fp8_prefill(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_fp8_prefill_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights as they are, few tokens. */
-moq_status moq_cuda_nvfp4_few(const moq_linear_call *call, moq_err *err);
+moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err);
 
 /* Packed NVFP4 weights as they are, some tokens: dozens up to a few hundreds are its best. */
-moq_status moq_cuda_nvfp4_some(const moq_linear_call *call, moq_err *err);
-int64_t moq_cuda_nvfp4_some_workspace(const moq_linear_call *call);
+moq_status moq_cuda_nvfp4_medium(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_medium_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights as they are, many tokens, K a multiple of 16. */
-moq_status moq_cuda_nvfp4_many(const moq_linear_call *call, moq_err *err);
-int64_t moq_cuda_nvfp4_many_workspace(const moq_linear_call *call);
+moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights multiplied as FP8 codes, some tokens: x is quantized by token before the
  * kernel, block scales are folded into the codes on the way. */
-moq_status moq_cuda_nvfp4_fp8_some(const moq_linear_call *call, moq_err *err);
-int64_t moq_cuda_nvfp4_fp8_some_workspace(const moq_linear_call *call);
+moq_status moq_cuda_nvfp4_fp8_medium(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_fp8_medium_workspace(const moq_linear_call *call);
 
 /* Packed NVFP4 weights multiplied as FP8 codes, many tokens. */
-moq_status moq_cuda_nvfp4_fp8_many(const moq_linear_call *call, moq_err *err);
-int64_t moq_cuda_nvfp4_fp8_many_workspace(const moq_linear_call *call);
+moq_status moq_cuda_nvfp4_fp8_prefill(const moq_linear_call *call, moq_err *err);
+int64_t moq_cuda_nvfp4_fp8_prefill_workspace(const moq_linear_call *call);
 
 /* ---- other chips, any number of tokens ---- */
 

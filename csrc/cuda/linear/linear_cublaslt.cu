@@ -54,15 +54,15 @@ static moq_scaling scaling_of(const moq_linear_spec *spec) {
 }
 
 /* Whether there are two ways to scale by vectors: by the library, and by the last kernel. */
-static bool has_two_ways(const moq_linear_spec *spec) {
+static bool has_two_orders(const moq_linear_spec *spec) {
     return scaling_of(spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(spec);
 }
 
 /* Whether sums of a product are scaled by the last kernel. */
 static bool scales_after(const moq_linear_call *call) {
-    bool other = has_two_ways(call->spec) && call->way.variant >= MOQ_MAX_ALGORITHMS;
+    bool other = has_two_orders(call->spec) && call->config.variant >= MOQ_MAX_ALGORITHMS;
     return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
-           (moq_form_row(moq_form_of(call)) != 0) != other;
+           (moq_tiling_row(moq_tiling_of(call)) != 0) != other;
 }
 
 /* ---- the workspace ---- */
@@ -98,7 +98,7 @@ static int64_t take(layout *l, int64_t bytes) {
     return at;
 }
 
-static void lay_out_results(const moq_linear_call *call, const moq_output *y, layout *l) {
+static void results_layout(const moq_linear_call *call, const moq_output *y, layout *l) {
     int64_t size = (int64_t)moq_dtype_size(y->dtype), n = call->spec->out_features;
     bool rows_fit =
         is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
@@ -143,7 +143,7 @@ static int64_t w_scale_bytes(const moq_linear_spec *spec, const layout *l) {
     return 4 * (scaling_of(spec) == MOQ_SCALED_BLOCK ? blocks * l->columns : spec->out_features);
 }
 
-static layout lay_out(const moq_linear_call *call) {
+static layout workspace_layout(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     int64_t k = spec->in_features, blocks = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
     bool block = scaling_of(spec) == MOQ_SCALED_BLOCK, nvfp4 = scaling_of(spec) == MOQ_SCALED_NVFP4;
@@ -159,7 +159,7 @@ static layout lay_out(const moq_linear_call *call) {
                              : !folds && !is_aligned(call->output_scale);
     l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
                       (spec->partition_count > 1 || !is_aligned(call->input_scale));
-    lay_out_results(call, &y, &l);
+    results_layout(call, &y, &l);
     l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
     l.codes = take(&l, spec->quantized_input ? 0 : l.rows * l.code_bytes);
     l.scale_bytes = nvfp4 ? swizzled_bytes(call->m, k) : l.rows * (block ? blocks : 1) * 4;
@@ -183,7 +183,7 @@ static layout lay_out(const moq_linear_call *call) {
 }
 
 extern "C" int64_t moq_cublaslt_workspace(const moq_linear_call *call) {
-    return lay_out(call).end;
+    return workspace_layout(call).end;
 }
 
 /* ---- the parts of a call ---- */
@@ -278,7 +278,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
         p.bias = (const uint8_t *)y.bias + s->begin * (int64_t)moq_dtype_size(y.dtype);
     p.workspace = memory + l->library;
     p.workspace_bytes = (size_t)l->library_bytes;
-    p.variant = call->way.variant % MOQ_MAX_ALGORITHMS;
+    p.variant = call->config.variant % MOQ_MAX_ALGORITHMS;
     p.stream = call->stream;
     return p;
 }
@@ -325,7 +325,7 @@ static moq_status launch_overlapping(const moq_linear_call *call, const void *ke
     launch.grid = grid;
     launch.block = dim3(THREADS);
     launch.stream = (cudaStream_t)call->stream;
-    launch.overlap = true;
+    launch.pdl = true;
     return moq_cuda_launch(&launch, args, err);
 }
 
@@ -465,8 +465,8 @@ static moq_status finish_results(const moq_linear_call *call, const layout *l, m
 /* ---- the call ---- */
 
 static uint32_t variants_from(moq_linear_call call, int32_t first) {
-    call.way.variant = (uint8_t)first;
-    layout l = lay_out(&call);
+    call.config.variant = (uint8_t)first;
+    layout l = workspace_layout(&call);
     segment s = segment_at(call.spec, 0);
     moq_matmul p = product(&call, &l, &s);
     return ((1u << moq_matmul_variants(&p)) - 1) << first;
@@ -474,7 +474,7 @@ static uint32_t variants_from(moq_linear_call call, int32_t first) {
 
 extern "C" uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
     uint32_t first = variants_from(*call, 0);
-    return has_two_ways(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
+    return has_two_orders(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }
 
 /* W of a segment as FP8. */
@@ -490,7 +490,7 @@ static moq_status fold_segment(const moq_linear_call *call, const layout *l, con
     u.rows = s->rows;
     u.codes = memory + l->w_codes;
     u.factor = (float *)(memory + l->w_factor) + s->begin;
-    u.overlap = s->begin == 0; /* with the quantization; later, a product reads the codes before */
+    u.pdl = s->begin == 0; /* with the quantization; later, a product reads the codes before */
     u.stream = call->stream;
     return moq_cuda_nvfp4_unpack(&u, err);
 }
@@ -516,7 +516,7 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
 }
 
 extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
-    layout l = lay_out(call);
+    layout l = workspace_layout(call);
     int segments = segments_of(call->spec);
     MOQ_TRY(place_scales(call, &l, err));
     if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)

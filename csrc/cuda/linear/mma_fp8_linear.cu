@@ -117,7 +117,7 @@ static int64_t take(layout *l, int64_t bytes) {
     return at;
 }
 
-static layout lay_out(const moq_linear_call *call) {
+static layout workspace_layout(const moq_linear_call *call) {
     const moq_linear_spec *spec = call->spec;
     bool groups = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
     layout l = {};
@@ -133,7 +133,7 @@ static layout lay_out(const moq_linear_call *call) {
 }
 
 extern "C" int64_t moq_cuda_mma_fp8_workspace(const moq_linear_call *call) {
-    return lay_out(call).end;
+    return workspace_layout(call).end;
 }
 
 static moq_status quantize(const moq_linear_call *call, const layout *l, moq_err *err) {
@@ -180,13 +180,13 @@ static moq_status multiply(const moq_linear_call *call, const layout *l, bool na
                          .block = dim3((unsigned)s->threads),
                          .shared = (size_t)((s->tm + s->tn) * STEP * s->stages),
                          .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }
 
 static moq_status run(const moq_linear_call *call, bool native, moq_err *err) {
-    layout l = lay_out(call);
+    layout l = workspace_layout(call);
     MOQ_TRY(quantize(call, &l, err));
     return multiply(call, &l, native, err);
 }

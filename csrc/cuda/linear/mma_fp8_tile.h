@@ -120,7 +120,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
     const float *block_scale = p.w.block_scale;
     if (block_scale)
         block_scale += (int64_t)moq_block_row(&a.partitions, t.partition, t.begin) * steps;
-    uint32_t ring = shared_address(memory);
+    uint32_t pipeline = shared_address(memory);
     /* matrices of ldmatrix: of x rows 0 and 8, then the next part; of W two parts, then rows 8 */
     uint32_t x_row = (uint32_t)(wm + lane % 16) * STEP;
     uint32_t w_row = (uint32_t)(TM + wn + lane / 16 * 8 + lane % 8) * STEP;
@@ -129,13 +129,13 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < steps)
-            w.copy(ring + i * STAGE + TM * STEP);
+            w.copy(pipeline + i * STAGE + TM * STEP);
     }
     wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < steps)
-            x.copy(ring + i * STAGE);
+            x.copy(pipeline + i * STAGE);
         copy_async_commit();
     }
     float sum[MT][NT][4] = {};
@@ -144,7 +144,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
         __syncthreads(); /* this step is there, and the one before has been read by all */
         int next = step + STAGES - 1;
         if (next < steps) {
-            uint32_t to = ring + next % STAGES * STAGE;
+            uint32_t to = pipeline + next % STAGES * STAGE;
             x.copy(to);
             w.copy(to + TM * STEP);
         }
@@ -157,7 +157,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
             scale[i / 2][i % 2] =
                 block_scale ? __fmul_rn(p.w.x_scale[step * a.m + first + row], of_w) : 1.0f;
         }
-        uint32_t stage = ring + step % STAGES * STAGE;
+        uint32_t stage = pipeline + step % STAGES * STAGE;
         float part[MT][NT][4] = {};
 #pragma unroll
         for (int slice = 0; slice < STEP / SLICE / WK; slice++) {

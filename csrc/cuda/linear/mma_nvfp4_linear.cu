@@ -42,7 +42,7 @@ typedef struct {
 
 /* ---- the kernel ---- */
 
-template <class SHAPE, nvfp4_form FORM>
+template <class SHAPE, nvfp4_format FORM>
 static __global__ void __launch_bounds__(SHAPE::THREADS)
     mma_nvfp4_linear(const __grid_constant__ linear_args a) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -165,7 +165,7 @@ static moq_status launch(const moq_linear_call *call, const void *kernel, dim3 g
                          .block = dim3((unsigned)threads),
                          .shared = (size_t)shared,
                          .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {args};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -176,7 +176,7 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     int64_t tiles = tiles_of(call, s);
     MOQ_ASSERT(s->shared <= 96 << 10 && splits >= 1 && splits <= MAX_SPLITS);
     linear_args args = args_of(call, s, splits);
-    nvfp4_form form = call->x->dtype == MOQ_DT_F16 ? NVFP4_OF_F16 : NVFP4_OF_BF16;
+    nvfp4_format form = call->x->dtype == MOQ_DT_F16 ? NVFP4_OF_F16 : NVFP4_OF_BF16;
     if (tiles > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)call->m);

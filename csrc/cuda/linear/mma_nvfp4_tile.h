@@ -30,7 +30,7 @@ typedef struct {
 
 /* What is multiplied: x of its own type, or x that is numbers of codes, as float16, with a scale of
  * each row beside them; weights exactly, or folded to e4m3 (cuda/device/nvfp4_fold.h). */
-typedef enum { NVFP4_OF_BF16, NVFP4_OF_F16, NVFP4_OF_CODES, NVFP4_FOLDED } nvfp4_form;
+typedef enum { NVFP4_OF_BF16, NVFP4_OF_F16, NVFP4_OF_CODES, NVFP4_FOLDED } nvfp4_format;
 
 /* What a block computes. */
 typedef struct {
@@ -99,7 +99,7 @@ template <class SHAPE> struct unit_copies {
 
 /* ---- products ---- */
 
-template <nvfp4_form FORM>
+template <nvfp4_format FORM>
 static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
                                                 const uint32_t (&x)[2]) {
     if (FORM == NVFP4_OF_BF16)
@@ -109,7 +109,7 @@ static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t 
 }
 
 /* The operand of a word of codes; the scales are those of the pair of bytes of its group. */
-template <nvfp4_form FORM>
+template <nvfp4_format FORM>
 static __device__ __forceinline__ void decode(uint32_t word, uint32_t bytes, bool upper,
                                               uint32_t folds, uint32_t (&w)[4]) {
     constexpr moq_nvfp4_type TYPE = FORM == NVFP4_OF_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
@@ -142,7 +142,7 @@ static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int l
 
 /* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
  * that a lane names to ldmatrix first, `folds` are those of the lane's rows of each slab. */
-template <nvfp4_form FORM, class SHAPE>
+template <nvfp4_format FORM, class SHAPE>
 static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS][SHAPE::TILES][4],
                                                       const uint8_t *units, uint32_t x, int lane,
                                                       const uint32_t (&folds)[SHAPE::SLABS]) {
@@ -187,13 +187,13 @@ static __device__ __forceinline__ void store_sum(const nvfp4_args *a, const moq_
 }
 
 /* What sums of row n of W are multiplied by. */
-template <nvfp4_form FORM>
+template <nvfp4_format FORM>
 static __device__ __forceinline__ float factor_of(const nvfp4_place *p, int n) {
     return p->output_scale[n] *
            (FORM == NVFP4_FOLDED ? moq_unfold(p->fold_scale[n]) : MOQ_NVFP4_FACTOR);
 }
 
-template <nvfp4_form FORM>
+template <nvfp4_format FORM>
 static __device__ __forceinline__ void store_scaled(const nvfp4_place *p, int64_t m, int n,
                                                     float sum, float scale, float bias) {
     if (FORM == NVFP4_FOLDED)
@@ -203,7 +203,7 @@ static __device__ __forceinline__ void store_scaled(const nvfp4_place *p, int64_
 }
 
 /* By all threads of a block, with SHAPE::STAGES * SHAPE::STAGE bytes of shared memory. */
-template <class SHAPE, nvfp4_form FORM>
+template <class SHAPE, nvfp4_format FORM>
 static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvfp4_place &p,
                                                   uint8_t *memory) {
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -214,7 +214,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
     int all = (a.blocks + SHAPE::BLOCKS - 1) / SHAPE::BLOCKS;
     int begin = (int)((int64_t)all * blockIdx.y / a.splits);
     int steps = (int)((int64_t)all * (blockIdx.y + 1) / a.splits) - begin;
-    uint32_t ring = shared_address(memory);
+    uint32_t pipeline = shared_address(memory);
     unit_copies<SHAPE> w(&a, p.weight, slab, begin * SHAPE::BLOCKS);
     row_copies<SHAPE::TOKENS, SHAPE::BLOCKS, SHAPE::THREADS> x(
         a.x + first * a.x_stride, a.x_stride, a.k * 2, tokens,
@@ -224,7 +224,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
 #pragma unroll
     for (int i = 0; i < SHAPE::STAGES - 1; i++) {
         if (i < steps)
-            w.copy(ring + i * SHAPE::STAGE + SHAPE::X_BYTES);
+            w.copy(pipeline + i * SHAPE::STAGE + SHAPE::X_BYTES);
     }
     uint32_t folds[SHAPE::SLABS] = {};
 #pragma unroll
@@ -236,7 +236,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
 #pragma unroll
     for (int i = 0; i < SHAPE::STAGES - 1; i++) {
         if (i < steps)
-            x.copy(ring + i * SHAPE::STAGE);
+            x.copy(pipeline + i * SHAPE::STAGE);
         copy_async_commit();
     }
     float sum[SHAPE::SLABS][SHAPE::TILES][4] = {};
@@ -245,8 +245,8 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
         copy_async_wait<SHAPE::STAGES - 2>();
         __syncthreads(); /* this step is there, and the one before has been read by all */
         if (step + SHAPE::STAGES - 1 < steps) {
-            w.copy(ring + free + SHAPE::X_BYTES);
-            x.copy(ring + free);
+            w.copy(pipeline + free + SHAPE::X_BYTES);
+            x.copy(pipeline + free);
         }
         copy_async_commit();
 #pragma unroll
@@ -255,7 +255,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
             multiply_block<FORM, SHAPE>(
                 sum,
                 memory + stage + SHAPE::X_BYTES + (wr * SHAPE::BLOCKS + block) * MOQ_PACK_BYTES,
-                ring + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane, folds);
+                pipeline + stage + (block * SHAPE::TOKENS + wt + lane % 8) * MMA_ROW, lane, folds);
         }
         free = stage;
         stage += SHAPE::STAGE;

@@ -96,7 +96,7 @@ static moq_status launch_amax(const moq_linear_call *call, moq_err *err) {
                          .grid = dim3((unsigned)amax_count(call)),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&x, &m, &k, &amax};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -104,7 +104,7 @@ static moq_status launch_amax(const moq_linear_call *call, moq_err *err) {
 template <int MODE, int WEIGHT> struct linear_kernel {
     static const void *of(bool few) {
         return few ? (const void *)simt_linear<MODE, WEIGHT, 1>
-                   : (const void *)simt_linear<MODE, WEIGHT, MANY_ROWS>;
+                   : (const void *)simt_linear<MODE, WEIGHT, PREFILL_ROWS>;
     }
 };
 
@@ -121,7 +121,7 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                         .out = moq_output_of(call),
                         .m = call->m,
                         .token_tiles = (call->m + TOKENS - 1) / TOKENS};
-    int64_t blocks = moq_tile_count(spec, WARPS * MANY_ROWS) * args.token_tiles;
+    int64_t blocks = moq_tile_count(spec, WARPS * PREFILL_ROWS) * args.token_tiles;
     bool few = blocks < FEW_TILES;
     if (few)
         blocks = moq_tile_count(spec, WARPS) * args.token_tiles;
@@ -135,7 +135,7 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }

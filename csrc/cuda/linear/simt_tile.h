@@ -13,12 +13,12 @@
 
 namespace moq::simt {
 
-#define WARPS     8
-#define TOKENS    WARPS /* rows of x of a block: a warp quantizes one */
-#define LANE_K    16    /* columns of a lane */
-#define STEP      (32 * LANE_K)
-#define THREADS   (32 * WARPS)
-#define MANY_ROWS 4 /* rows of W of a warp, where there is work enough */
+#define WARPS        8
+#define TOKENS       WARPS /* rows of x of a block: a warp quantizes one */
+#define LANE_K       16    /* columns of a lane */
+#define STEP         (32 * LANE_K)
+#define THREADS      (32 * WARPS)
+#define PREFILL_ROWS 4 /* rows of W of a warp, where there is work enough */
 
 /* The tensors of a weight. */
 typedef struct {

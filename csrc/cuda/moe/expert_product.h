@@ -23,7 +23,7 @@ typedef struct {
 /* A way to multiply. */
 typedef struct {
     /* What the product is given of rows. */
-    row_form (*form)(const moq_linear_spec *spec);
+    row_format (*form)(const moq_linear_spec *spec);
     /* Rows of a tile, where an expert has so many on average. */
     int (*tile_rows)(double rows);
     moq_status (*multiply)(const expert_product *product, moq_err *err);

@@ -41,15 +41,15 @@ typedef struct {
     float *scales;
 } row_args;
 
-static __host__ __device__ constexpr bool is_values(row_form form) {
+static __host__ __device__ constexpr bool is_values(row_format form) {
     return form == ROWS_VALUES || form == ROWS_AMAX;
 }
 
-static __host__ __device__ constexpr bool is_halves(row_form form) {
+static __host__ __device__ constexpr bool is_halves(row_format form) {
     return form == ROWS_HALVES_TENSOR || form == ROWS_HALVES_TOKEN || form == ROWS_HALVES_NVFP4;
 }
 
-static __host__ __device__ constexpr bool has_row_scales(row_form form) {
+static __host__ __device__ constexpr bool has_row_scales(row_format form) {
     return form == ROWS_AMAX || form == ROWS_TOKEN || form == ROWS_HALVES_TOKEN;
 }
 
@@ -187,7 +187,7 @@ static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype
 }
 
 /* What the codes of a thread's columns mean. */
-template <row_form FORM>
+template <row_format FORM>
 static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
                                                     float scale, float (&value)[16]) {
     if (FORM == ROWS_HALVES_NVFP4)
@@ -201,7 +201,7 @@ static __device__ __forceinline__ void store_halves(const row_args *a, int row, 
 }
 
 /* Codes of a thread's columns; the eight lanes of a group come together. */
-template <row_form FORM>
+template <row_format FORM>
 static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
                                                    int64_t column, float scale,
                                                    float (&value)[16]) {
@@ -221,7 +221,7 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
 }
 
 /* Values of a thread as a product takes them; lanes come together. */
-template <row_form FORM>
+template <row_format FORM>
 static __device__ __forceinline__ void store_row(const row_args *a, const row_place *p,
                                                  int64_t column, float scale, float (&value)[16]) {
     if (!is_values(FORM) && !is_halves(FORM))
@@ -235,7 +235,7 @@ static __device__ __forceinline__ void store_row(const row_args *a, const row_pl
 }
 
 /* KEPT is 0 where rows have no scales of their own. */
-template <bool OF_U, row_form FORM, int KEPT>
+template <bool OF_U, row_format FORM, int KEPT>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -314,7 +314,7 @@ static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float b
 
 /* The row as halves of what its codes mean, without its scale. Columns are a multiple of 16, as
  * those of NVFP4 weights are. */
-template <row_form FORM>
+template <row_format FORM>
 static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t token, int row) {
     const uint8_t *from = a->codes + token * a->next;
     for (int64_t group = threadIdx.x; group < a->stride / 32; group += THREADS) {
@@ -335,7 +335,7 @@ static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t t
     }
 }
 
-template <row_form FORM>
+template <row_format FORM>
 static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_constant__ code_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -358,14 +358,14 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
 
 /* ---- launch ---- */
 
-int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns) {
+int64_t row_bytes(row_format form, moq_dtype dtype, int64_t columns) {
     if (form == ROWS_NVFP4)
         return (columns / 2 + 15) / 16 * 16;
     int64_t size = is_values(form) ? (int64_t)moq_dtype_size(dtype) : is_halves(form) ? 2 : 1;
     return (columns + 15) / 16 * 16 * size;
 }
 
-int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
+int64_t scale_bytes(row_format form, int64_t rows, int64_t columns) {
     if (form == ROWS_GROUP)
         return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
     if (form == ROWS_NVFP4)
@@ -375,7 +375,7 @@ int64_t scale_bytes(row_form form, int64_t rows, int64_t columns) {
 
 /* Rows with scales of their own keep a span of columns; longer ones of x four, where these are all.
  * What makes values of u is too much code to be there five times. */
-template <bool OF_U, row_form FORM> static const void *kernel_keeping(int64_t columns) {
+template <bool OF_U, row_format FORM> static const void *kernel_keeping(int64_t columns) {
     if constexpr (!OF_U) {
         if (columns > SPAN && columns <= 4 * SPAN)
             return (const void *)make_rows<OF_U, FORM, 4>;
@@ -383,7 +383,7 @@ template <bool OF_U, row_form FORM> static const void *kernel_keeping(int64_t co
     return (const void *)make_rows<OF_U, FORM, 1>;
 }
 
-template <bool OF_U> static const void *kernel_for(row_form form, int64_t columns) {
+template <bool OF_U> static const void *kernel_for(row_format form, int64_t columns) {
     switch (form) {
     case ROWS_AMAX:
         return kernel_keeping<OF_U, ROWS_AMAX>(columns);
@@ -411,7 +411,7 @@ static moq_status launch(const char *what, const void *kernel, dim3 grid, int th
                          .grid = grid,
                          .block = dim3((unsigned)threads),
                          .stream = (cudaStream_t)stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {args};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -438,7 +438,7 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
 }
 
 /* A scale of a row is copied as those of groups of columns are. */
-static const void *code_kernel_for(row_form form) {
+static const void *code_kernel_for(row_format form) {
     switch (form) {
     case ROWS_NVFP4:
         return (const void *)copy_codes<ROWS_NVFP4>;

@@ -20,20 +20,20 @@ typedef enum {
     ROWS_HALVES_TENSOR,
     ROWS_HALVES_TOKEN,
     ROWS_HALVES_NVFP4
-} row_form;
+} row_format;
 
 /* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are zeros.
  */
 typedef struct {
-    row_form form;
+    row_format form;
     void *data;   /* values, codes, or what they mean */
     void *scales; /* of float, or of e4m3; or amax */
     int64_t scale_stride;
 } expert_rows;
 
 /* Bytes of a row, and of all scales or amax. */
-int64_t row_bytes(row_form form, moq_dtype dtype, int64_t columns);
-int64_t scale_bytes(row_form form, int64_t rows, int64_t columns);
+int64_t row_bytes(row_format form, moq_dtype dtype, int64_t columns);
+int64_t scale_bytes(row_format form, int64_t rows, int64_t columns);
 
 /* h: rows of x as w13 takes them. Where x is codes they have the form of these. */
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,

@@ -183,7 +183,7 @@ moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, rows
                          .grid = dim3((unsigned)chunk->tokens, wide),
                          .block = dim3(SUM_THREADS),
                          .stream = (cudaStream_t)call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

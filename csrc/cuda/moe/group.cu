@@ -586,8 +586,8 @@ static int32_t *take(int64_t *used, void *memory, int64_t values) {
     return memory ? (int32_t *)((uint8_t *)memory + at) : NULL;
 }
 
-static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **before,
-                           int64_t *bytes) {
+static slot_groups workspace_layout(const slot_chunk *chunk, void *memory, int32_t **before,
+                                    int64_t *bytes) {
     const moq_moe_spec *spec = chunk->call->spec;
     int64_t slots = slots_of(chunk), ranges = slots > most_alone(chunk) ? range_count(chunk) : 0;
     slot_groups g;
@@ -605,14 +605,14 @@ static slot_groups lay_out(const slot_chunk *chunk, void *memory, int32_t **befo
 int64_t groups_bytes(const slot_chunk *chunk) {
     int32_t *before;
     int64_t bytes;
-    lay_out(chunk, NULL, &before, &bytes);
+    workspace_layout(chunk, NULL, &before, &bytes);
     return bytes;
 }
 
 slot_groups groups_at(const slot_chunk *chunk, void *memory) {
     int32_t *before;
     int64_t bytes;
-    return lay_out(chunk, memory, &before, &bytes);
+    return workspace_layout(chunk, memory, &before, &bytes);
 }
 
 static group_args args_of(const slot_chunk *chunk, void *memory) {
@@ -634,7 +634,7 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     a.tiles = (int32_t)most_tiles(chunk);
     a.align = chunk->align;
     a.pairs = chunk->pairs;
-    a.out = lay_out(chunk, memory, &a.before, &bytes);
+    a.out = workspace_layout(chunk, memory, &a.before, &bytes);
     return a;
 }
 
@@ -648,7 +648,7 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int64_t bl
                          .cluster = cluster > 1 ? (unsigned)cluster : 0u,
                          .shared = (size_t)memory_bytes(args->experts, args->range),
                          .stream = (cudaStream_t)chunk->call->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {args};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -41,11 +41,11 @@ static slot_chunk chunk_of(const moq_moe_call *call, const product_kind *kind, i
     return {call, first, tokens, kind->tile_rows(rows), 1};
 }
 
-static layout lay_out(const slot_chunk *chunk, const product_kind *kind) {
+static layout workspace_layout(const slot_chunk *chunk, const product_kind *kind) {
     const moq_moe_spec *spec = chunk->call->spec;
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
     int64_t rows = most_rows(chunk), h = w13->in_features, i = w2->in_features;
-    row_form form13 = kind->form(w13), form2 = kind->form(w2);
+    row_format form13 = kind->form(w13), form2 = kind->form(w2);
     layout l = {};
     l.groups = take(&l.end, groups_bytes(chunk));
     l.g = take(&l.end, rows * row_bytes(form2, w2->dtype, i));
@@ -63,9 +63,9 @@ static layout lay_out(const slot_chunk *chunk, const product_kind *kind) {
 /* Tokens of a chunk: all, or as many as MEMORY has room for. */
 static int64_t chunk_tokens(const moq_moe_call *call, const product_kind *kind) {
     slot_chunk all = chunk_of(call, kind, 0, call->tokens), one = chunk_of(call, kind, 0, 1);
-    if (call->tokens * call->spec->top_k <= INT32_MAX && lay_out(&all, kind).end <= MEMORY)
+    if (call->tokens * call->spec->top_k <= INT32_MAX && workspace_layout(&all, kind).end <= MEMORY)
         return call->tokens;
-    int64_t most = MEMORY / lay_out(&one, kind).end; /* whose parts are rounded up */
+    int64_t most = MEMORY / workspace_layout(&one, kind).end; /* whose parts are rounded up */
     most = most < 1 ? 1 : most;
     int64_t chunks = (call->tokens + most - 1) / most;
     return (call->tokens + chunks - 1) / chunks;
@@ -74,7 +74,7 @@ static int64_t chunk_tokens(const moq_moe_call *call, const product_kind *kind) 
 static moq_status run_chunk(const slot_chunk *chunk, const product_kind *kind, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     const moq_moe_spec *spec = call->spec;
-    layout l = lay_out(chunk, kind);
+    layout l = workspace_layout(chunk, kind);
     uint8_t *memory = (uint8_t *)call->workspace;
     slot_groups groups = groups_at(chunk, memory + l.groups);
     int64_t rows = most_rows(chunk);
@@ -111,11 +111,11 @@ static moq_status run(const moq_moe_call *call, const product_kind *kind, moq_er
 static int64_t workspace(const moq_moe_call *call, const product_kind *kind) {
     int64_t each = chunk_tokens(call, kind), last = call->tokens % each;
     slot_chunk chunk = chunk_of(call, kind, 0, each);
-    int64_t most = lay_out(&chunk, kind).end;
+    int64_t most = workspace_layout(&chunk, kind).end;
     if (last == 0)
         return most;
     chunk = chunk_of(call, kind, 0, last);
-    int64_t other = lay_out(&chunk, kind).end;
+    int64_t other = workspace_layout(&chunk, kind).end;
     return most > other ? most : other;
 }
 
@@ -130,7 +130,7 @@ moq_status launch_product(const expert_product *p, const void *kernel, int64_t w
                          .block = dim3((unsigned)threads),
                          .shared = (size_t)shared,
                          .stream = (cudaStream_t)p->stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {args};
     return moq_cuda_launch(&launch, parameters, err);
 }

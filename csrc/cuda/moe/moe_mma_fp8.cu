@@ -55,7 +55,7 @@ typedef struct {
 static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(32, 64, 1, 2, 4, 5),
                                SHAPE(64, 64, 2, 2, 2, 4), SHAPE(128, 128, 2, 4, 1, 3)};
 
-static row_form form(const moq_linear_spec *spec) {
+static row_format form(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_GROUP   ? ROWS_GROUP
            : spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
                                                  : ROWS_TENSOR;

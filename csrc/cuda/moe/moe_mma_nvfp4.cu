@@ -20,7 +20,7 @@ typedef struct {
     float *out;
 } nvfp4_product_args;
 
-template <class SHAPE, nvfp4_form FORM>
+template <class SHAPE, nvfp4_format FORM>
 static __global__ void __launch_bounds__(SHAPE::THREADS)
     nvfp4_experts(const __grid_constant__ nvfp4_product_args a) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
 
 typedef struct {
     int tokens, rows, threads, shared;
-    const void *kernel[4]; /* by nvfp4_form */
+    const void *kernel[4]; /* by nvfp4_format */
 } shape;
 
 template <class TILING> static constexpr shape shape_of(void) {
@@ -68,13 +68,13 @@ static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shap
                                shape_of<experts_64>(), shape_of<tiling_128>()};
 
 /* A layer that leaves the choice to the library is not quantized where weights are exact. */
-static row_form form_exact(const moq_linear_spec *spec) {
+static row_format form_exact(const moq_linear_spec *spec) {
     if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
         return ROWS_VALUES;
     return spec->input == MOQ_INPUT_NVFP4 ? ROWS_HALVES_NVFP4 : ROWS_HALVES_TENSOR;
 }
 
-static row_form form_folded(const moq_linear_spec *spec) {
+static row_format form_folded(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
 }
 
@@ -85,7 +85,7 @@ static const shape *shape_for(int tokens) {
     return s;
 }
 
-static moq_status multiply(const expert_product *p, nvfp4_form form, moq_err *err) {
+static moq_status multiply(const expert_product *p, nvfp4_format form, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     const shape *s = shape_for(p->tile_rows);
     nvfp4_product_args args = {};

@@ -36,12 +36,12 @@ static __global__ void __launch_bounds__(THREADS)
 template <int MODE, int WEIGHT> struct simt_kernel {
     static const void *of(bool few) {
         return few ? (const void *)simt_experts<MODE, WEIGHT, 1>
-                   : (const void *)simt_experts<MODE, WEIGHT, MANY_ROWS>;
+                   : (const void *)simt_experts<MODE, WEIGHT, PREFILL_ROWS>;
     }
 };
 
 /* It quantizes by itself, and wants to know the largest of a token; or it has the codes of x. */
-static row_form form(const moq_linear_spec *spec) {
+static row_format form(const moq_linear_spec *spec) {
     moq_input_mode input = simt::input_of(spec);
     if (!spec->quantized_input)
         return input == MOQ_INPUT_E4M3_TOKEN ? ROWS_AMAX : ROWS_VALUES;
@@ -59,7 +59,7 @@ static int tile_rows(double rows) {
 static moq_status multiply(const expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     int64_t stride = row_bytes(p->rows->form, spec->dtype, spec->in_features);
-    bool few = moq_tile_count(spec, WARPS * MANY_ROWS) * p->tiles < FEW_TILES;
+    bool few = moq_tile_count(spec, WARPS * PREFILL_ROWS) * p->tiles < FEW_TILES;
     simt_product_args args = {};
     if (spec->quantized_input)
         args.tile.coded = {(const uint8_t *)p->rows->data, stride, p->rows->scales,
@@ -72,7 +72,7 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     args.tile.partitions = moq_partitions_of(spec);
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
-    args.weight_tiles = moq_tile_count(spec, few ? WARPS : WARPS * MANY_ROWS);
+    args.weight_tiles = moq_tile_count(spec, few ? WARPS : WARPS * PREFILL_ROWS);
     args.out = p->out;
     return launch_product(p, simt::kernel_for<simt_kernel>(spec, few), args.weight_tiles, THREADS,
                           0, &args, err);

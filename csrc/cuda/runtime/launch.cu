@@ -6,7 +6,7 @@
 
 #include "core/invariant.h"
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/overlap.h"
+#include "cuda/runtime/pdl.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err) {
 typedef enum { NOT_ASKED, UNSET, OFF, ON } answer;
 
 static struct process_facts {
-    answer sync, overlap;
+    answer sync, pdl;
 } process;
 
 static answer ask_once(answer *known, const char *name) {
@@ -137,7 +137,7 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err) 
 }
 
 bool moq_cuda_overlaps(void) {
-    return ask_once(&process.overlap, "MOQEXT_PDL") != OFF;
+    return ask_once(&process.pdl, "MOQEXT_PDL") != OFF;
 }
 
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) {
@@ -168,9 +168,9 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
         MOQ_TRY(moq_cuda_check(learn(launch->kernel), launch->what, err));
         k = place_of(launch->kernel);
     }
-    answer overlap = ask_once(&process.overlap, "MOQEXT_PDL");
-    bool knows = launch->overlap && overlap != OFF && is_recent(k);
-    if (knows && (overlap == ON || moq_overlap_allows(driver, launch->stream))) {
+    answer pdl = ask_once(&process.pdl, "MOQEXT_PDL");
+    bool knows = launch->pdl && pdl != OFF && is_recent(k);
+    if (knows && (pdl == ON || moq_pdl_allows(driver, launch->stream))) {
         attribute[config.numAttrs].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute[config.numAttrs++].value.programmaticStreamSerializationAllowed = 1;
     }
@@ -178,7 +178,7 @@ moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err) 
         MOQ_TRY(moq_cuda_check(allow_shared(k), launch->what, err));
     MOQ_TRY(moq_cuda_check_driver(driver->launch(&config, (CUfunction)k->handle, args, NULL),
                                   launch->what, err));
-    if (overlap == UNSET)
-        moq_overlap_launched(driver, launch->stream, knows);
+    if (pdl == UNSET)
+        moq_pdl_launched(driver, launch->stream, knows);
     return moq_cuda_settle(launch->stream, launch->what, err);
 }

@@ -17,9 +17,9 @@ typedef struct {
     cudaStream_t stream;
     /* Programmatic dependent launch: the kernel may start while its predecessor in the stream still
      * runs, and must execute griddepcontrol.wait before it touches what others may write. Whether
-     * it is launched so its predecessor decides: overlap.h. Code of before 9.0 cannot wait, and
+     * it is launched so its predecessor decides: pdl.h. Code of before 9.0 cannot wait, and
      * never is. */
-    bool overlap;
+    bool pdl;
 } moq_launch;
 
 /* MOQ_ERR_INTERNAL naming the operation, where `status` is an error. */
@@ -32,7 +32,7 @@ moq_status moq_cuda_settle(cudaStream_t stream, const char *what, moq_err *err);
 /* Whether any kernel is launched programmatically: not with MOQEXT_PDL=0. */
 bool moq_cuda_overlaps(void);
 
-/* Launches with `args`, pointers to the parameters in order, and settles. Of MOQEXT_PDL overlap.h
+/* Launches with `args`, pointers to the parameters in order, and settles. Of MOQEXT_PDL pdl.h
  * tells; it and MOQEXT_SYNC are read once. */
 moq_status moq_cuda_launch(const moq_launch *launch, void **args, moq_err *err);
 

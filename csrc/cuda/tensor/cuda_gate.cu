@@ -199,7 +199,7 @@ extern "C" moq_status moq_cuda_gate(const moq_gate *gate, void *out, void *strea
         .block = dim3(THREADS),
         .cluster = SHARES,
         .stream = (cudaStream_t)stream,
-        .overlap = true};
+        .pdl = true};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -178,7 +178,7 @@ extern "C" moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, 
                          .grid = dim3((unsigned)blocks),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -204,7 +204,7 @@ typedef struct {
     bool exists;
 } tile_part;
 
-static __device__ __forceinline__ tile_part part_of(const tile_args *a) {
+static __device__ __forceinline__ tile_part split_of(const tile_args *a) {
     int64_t block = blockIdx.x, m = threadIdx.x / TILES;
     int64_t across = block % a->groups * TILES + threadIdx.x % TILES;
     int64_t down = block / a->groups; /* of all matrices */
@@ -252,7 +252,7 @@ static __device__ __forceinline__ void store_four(const tile_args *a, const tile
 }
 
 static __global__ void __launch_bounds__(THREADS) swizzle(tile_args a) {
-    tile_part p = part_of(&a);
+    tile_part p = split_of(&a);
     alignas(16) uint32_t word[4];
     if (!p.exists)
         return;
@@ -263,7 +263,7 @@ static __global__ void __launch_bounds__(THREADS) swizzle(tile_args a) {
 }
 
 static __global__ void __launch_bounds__(THREADS) unswizzle(tile_args a) {
-    tile_part p = part_of(&a);
+    tile_part p = split_of(&a);
     alignas(16) uint32_t word[4];
     if (!p.exists)
         return;

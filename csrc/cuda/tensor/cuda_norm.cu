@@ -3,8 +3,8 @@
 
 namespace moq::quantization {
 
-const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight) {
-    return norm_kernel<MOQ_WRITE_VALUES>(dtype, way, wide_weight);
+const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_plan plan, bool wide_weight) {
+    return norm_kernel<MOQ_WRITE_VALUES>(dtype, plan, wide_weight);
 }
 
 } // namespace moq::quantization

@@ -134,8 +134,8 @@ static int ranks_for(const quantize_args *a) {
     return ranks;
 }
 
-static shape spread_shape(const quantize_args *a, moq_row_way way) {
-    int ranks = ranks_for(a), values = chunk_values(way) * 32 * ranks;
+static shape spread_shape(const quantize_args *a, moq_row_plan plan) {
+    int ranks = ranks_for(a), values = chunk_values(plan) * 32 * ranks;
     shape s = {.grid = dim3((unsigned)(a->m * ranks)),
                .block = dim3((unsigned)((a->k + values - 1) / values * 32)),
                .cluster = (unsigned)ranks};
@@ -143,15 +143,15 @@ static shape spread_shape(const quantize_args *a, moq_row_way way) {
 }
 
 static shape shape_for(const moq_cuda_quantize *q, const quantize_args *a, moq_input_mode mode,
-                       moq_row_way way) {
-    if (is_spread(way))
-        return spread_shape(a, way);
+                       moq_row_plan plan) {
+    if (is_spread(plan))
+        return spread_shape(a, plan);
     bool rows = by_rows(q, mode);
-    int kept = kept_chunks(q->x->dtype, way), values = chunk_values(way);
+    int kept = kept_chunks(q->x->dtype, plan), values = chunk_values(plan);
     int64_t chunks = (a->k + values - 1) / values;
     bool norm = q->activation && q->activation->kind == MOQ_RMS_NORM;
-    int limit = norm ? norm_threads(way) : rows ? 1024 : 256;
-    shape s = {.block = block_for(chunks, kept, !rows && way == MOQ_8X1 ? 128 : limit, limit)};
+    int limit = norm ? norm_threads(plan) : rows ? 1024 : 256;
+    shape s = {.block = block_for(chunks, kept, !rows && plan == MOQ_8X1 ? 128 : limit, limit)};
     int64_t blocks = (a->m + s.block.y - 1) / s.block.y, span = (int64_t)kept * s.block.x;
     s.grid =
         dim3(at_most(blocks, MAX_BLOCKS), rows ? 1 : at_most((chunks + span - 1) / span, 65535));
@@ -226,8 +226,8 @@ static bool is_worth_spreading(const moq_cuda_quantize *q, const quantize_args *
 
 /* The way of whole rows, fastest on an H200 at 1 to 64 and at 8192 rows of 4096 and 8192; rows that
  * threads have to keep can be too long for all of them. */
-static moq_row_way way_for(const moq_cuda_quantize *q, const quantize_args *a,
-                           const any_source *source, moq_input_mode mode) {
+static moq_row_plan plan_for(const moq_cuda_quantize *q, const quantize_args *a,
+                             const any_source *source, moq_input_mode mode) {
     moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
     if (q->x->dtype == MOQ_DT_F32 || mode == MOQ_INPUT_NVFP4 || !is_whole(a, kind, source))
         return MOQ_ANY_ROWS;
@@ -253,20 +253,21 @@ static moq_status launch(const moq_cuda_quantize *q, const quantize_args *a, any
                          moq_input_mode mode, moq_err *err) {
     moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
     moq_dtype dtype = q->x->dtype;
-    moq_row_way way = way_for(q, a, source, mode);
-    shape s = shape_for(q, a, mode, way);
+    moq_row_plan plan = plan_for(q, a, source, mode);
+    shape s = shape_for(q, a, mode, plan);
     moq_launch launch = {.what = "quantize",
-                         .kernel = kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, way)
-                                   : kind == MOQ_RMS_NORM
-                                       ? moq_norm_kernel(dtype, mode, way, source->norm.wide_weight)
-                                       : kernel_of<memory_source>(dtype, mode, way),
+                         .kernel =
+                             kind == MOQ_SILU_AND_MUL ? moq_silu_kernel(dtype, mode, plan)
+                             : kind == MOQ_RMS_NORM
+                                 ? moq_norm_kernel(dtype, mode, plan, source->norm.wide_weight)
+                                 : kernel_of<memory_source>(dtype, mode, plan),
                          .grid = s.grid,
                          .block = s.block,
                          .cluster = s.cluster,
                          .stream = (cudaStream_t)q->stream,
-                         .overlap = !q->in_turn};
+                         .pdl = !q->in_turn};
     if (kind == MOQ_RMS_NORM) {
-        int part = 32 * chunk_values(way);
+        int part = 32 * chunk_values(plan);
         source->norm.parts = (int)((a->k + part - 1) / part);
         launch.shared = 2 * s.block.y * source->norm.parts * sizeof(float);
     }
@@ -283,7 +284,7 @@ static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_a
                          .grid = dim3(at_most((warps + 7) / 8, MAX_BLOCKS)),
                          .block = dim3(256),
                          .stream = (cudaStream_t)q->stream,
-                         .overlap = !q->in_turn};
+                         .pdl = !q->in_turn};
     void *parameters[] = {(void *)a, &group};
     return moq_cuda_launch(&launch, parameters, err);
 }
@@ -292,7 +293,7 @@ static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_a
  * from where the second takes it. */
 static moq_status find_amax(const moq_cuda_quantize *q, quantize_args *a, any_source *source,
                             moq_err *err) {
-    shape s = shape_for(q, a, MOQ_FIND_AMAX, way_for(q, a, source, MOQ_FIND_AMAX));
+    shape s = shape_for(q, a, MOQ_FIND_AMAX, plan_for(q, a, source, MOQ_FIND_AMAX));
     a->parts_out = (uint32_t *)q->workspace;
     MOQ_TRY(launch(q, a, source, MOQ_FIND_AMAX, err));
     a->parts = a->parts_out;

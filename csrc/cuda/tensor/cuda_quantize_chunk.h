@@ -224,9 +224,9 @@ template <int DT> static __device__ __forceinline__ divisor divide_by(float scal
     divisor d = {scale, 0.0f, 0.0f};
     if (DT == MOQ_DT_F32)
         return d;
-    float near = scale > 1e30f ? __fmul_rn(scale, 0x1p-64f) : scale;
-    d.high = __fmul_rn(reciprocal_near(near), 1.0f - 0x1p-22f);
-    d.low = d.high == 0.0f ? 0.0f : __fmul_rn(__fmaf_rn(-d.high, near, 1.0f), d.high);
+    float fast = scale > 1e30f ? __fmul_rn(scale, 0x1p-64f) : scale;
+    d.high = __fmul_rn(reciprocal_approx(fast), 1.0f - 0x1p-22f);
+    d.low = d.high == 0.0f ? 0.0f : __fmul_rn(__fmaf_rn(-d.high, fast, 1.0f), d.high);
     return d;
 }
 

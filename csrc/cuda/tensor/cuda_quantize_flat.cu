@@ -261,8 +261,7 @@ static moq_status launch_groups(const moq_cuda_quantize *q, const quantize_args 
 }
 
 moq_status moq_quantize_flat(const moq_cuda_quantize *q, const quantize_args *a, moq_err *err) {
-    moq_launch launch = {
-        .what = "quantize", .stream = (cudaStream_t)q->stream, .overlap = !q->in_turn};
+    moq_launch launch = {.what = "quantize", .stream = (cudaStream_t)q->stream, .pdl = !q->in_turn};
     if (q->paired)
         return launch_paired(q, a, &launch, err);
     return q->mode == MOQ_INPUT_E4M3_GROUP   ? launch_groups(q, a, &launch, err)

@@ -19,10 +19,10 @@
 namespace moq::quantization {
 
 /* The kernels of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
-const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan,
                                   bool wide_weight);
 /* Those of MOQ_WRITE_VALUES (cuda_norm.cu). */
-const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight);
+const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_plan plan, bool wide_weight);
 
 template <int DT, int WAY, int N>
 static __device__ __forceinline__ void store_z(const quantize_args *a, const norm_source *s,
@@ -106,8 +106,8 @@ static __device__ __forceinline__ void sync_row(void) {
 /* ---- rows of whole chunks ---- */
 
 /* Blocks of a multiprocessor: what leaves each thread the registers with which it was fastest. */
-static constexpr int least_blocks(int way) {
-    return way == MOQ_16X2 ? 10 : way == MOQ_16X4 ? 2 : 1;
+static constexpr int least_blocks(int plan) {
+    return plan == MOQ_16X2 ? 10 : plan == MOQ_16X4 ? 2 : 1;
 }
 
 /* Only threads with one chunk have room for that of a residual. */
@@ -294,22 +294,22 @@ static __global__ void __launch_bounds__(1024)
     store_tensor_scale<MODE>(&a);
 }
 
-template <int DT, int MODE, int WEIGHT> static const void *whole_rows_kernel(moq_row_way way) {
-    return way == MOQ_8X1_SPREAD ? (const void *)norm_whole_rows<DT, MOQ_8X1_SPREAD, MODE, WEIGHT>
-           : way == MOQ_16X1     ? (const void *)norm_whole_rows<DT, MOQ_16X1, MODE, WEIGHT>
-           : way == MOQ_16X2     ? (const void *)norm_whole_rows<DT, MOQ_16X2, MODE, WEIGHT>
-                                 : (const void *)norm_whole_rows<DT, MOQ_16X4, MODE, WEIGHT>;
+template <int DT, int MODE, int WEIGHT> static const void *whole_rows_kernel(moq_row_plan plan) {
+    return plan == MOQ_8X1_SPREAD ? (const void *)norm_whole_rows<DT, MOQ_8X1_SPREAD, MODE, WEIGHT>
+           : plan == MOQ_16X1     ? (const void *)norm_whole_rows<DT, MOQ_16X1, MODE, WEIGHT>
+           : plan == MOQ_16X2     ? (const void *)norm_whole_rows<DT, MOQ_16X2, MODE, WEIGHT>
+                                  : (const void *)norm_whole_rows<DT, MOQ_16X4, MODE, WEIGHT>;
 }
 
 template <int MODE>
-static const void *norm_kernel(moq_dtype dtype, moq_row_way way, bool wide_weight) {
-    if (way == MOQ_ANY_ROWS)
+static const void *norm_kernel(moq_dtype dtype, moq_row_plan plan, bool wide_weight) {
+    if (plan == MOQ_ANY_ROWS)
         return MOQ_GENERAL(dtype, norm_any_rows, MODE);
     if (dtype == MOQ_DT_BF16)
-        return wide_weight ? whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_F32>(way)
-                           : whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_BF16>(way);
-    return wide_weight ? whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F32>(way)
-                       : whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F16>(way);
+        return wide_weight ? whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_F32>(plan)
+                           : whole_rows_kernel<MOQ_DT_BF16, MODE, MOQ_DT_BF16>(plan);
+    return wide_weight ? whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F32>(plan)
+                       : whole_rows_kernel<MOQ_DT_F16, MODE, MOQ_DT_F16>(plan);
 }
 
 } // namespace moq::quantization

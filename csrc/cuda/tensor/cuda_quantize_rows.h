@@ -48,28 +48,28 @@ typedef struct {
 /* How a kernel goes over rows: of any strides and lengths, NVFP4 too, or, for whole aligned chunks
  * of 16-bit values, with so many values a chunk times chunks that a thread keeps; SPREAD: on a
  * cluster of blocks. */
-typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_8X1_SPREAD, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_way;
+typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_8X1_SPREAD, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_plan;
 
 /* The values of a chunk. */
-static __host__ __device__ constexpr int chunk_values(int way) {
-    return way == MOQ_8X1 || way == MOQ_8X1_SPREAD ? 8 : 16;
+static __host__ __device__ constexpr int chunk_values(int plan) {
+    return plan == MOQ_8X1 || plan == MOQ_8X1_SPREAD ? 8 : 16;
 }
 
 /* The chunks that a thread keeps. */
-static __host__ __device__ constexpr int kept_chunks(int dtype, int way) {
-    return way == MOQ_16X4                             ? 4
-           : chunk_values(way) == 8 || way == MOQ_16X1 ? 1
-           : way == MOQ_16X2 || dtype != MOQ_DT_F32    ? 2
-                                                       : 1;
+static __host__ __device__ constexpr int kept_chunks(int dtype, int plan) {
+    return plan == MOQ_16X4                              ? 4
+           : chunk_values(plan) == 8 || plan == MOQ_16X1 ? 1
+           : plan == MOQ_16X2 || dtype != MOQ_DT_F32     ? 2
+                                                         : 1;
 }
 
 /* Whether rows are spread over clusters, which code for older chips does not know: it is not asked
  * to. */
-static __host__ __device__ constexpr bool is_spread(int way) {
+static __host__ __device__ constexpr bool is_spread(int plan) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     return false;
 #else
-    return way == MOQ_8X1_SPREAD;
+    return plan == MOQ_8X1_SPREAD;
 #endif
 }
 
@@ -89,19 +89,19 @@ template <> struct chunk_place<MOQ_ANY_ROWS> {
     ((dtype) == MOQ_DT_F32 ? (const void *)kernel<MOQ_DT_F32, MOQ_ANY_ROWS, ##__VA_ARGS__>         \
                            : MOQ_INSTANCE(dtype, MOQ_ANY_ROWS, kernel, ##__VA_ARGS__))
 /* What a file has instances of, and what their threads are. */
-#define MOQ_FEW_OR_MANY(dtype, way, kernel, few, many, ...)                                        \
-    ((way) == (few)    ? MOQ_INSTANCE(dtype, few, kernel, ##__VA_ARGS__)                           \
-     : (way) == (many) ? MOQ_INSTANCE(dtype, many, kernel, ##__VA_ARGS__)                          \
-                       : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
+#define MOQ_SHORT_OR_LONG(dtype, plan, kernel, few, many, ...)                                     \
+    ((plan) == (few)    ? MOQ_INSTANCE(dtype, few, kernel, ##__VA_ARGS__)                          \
+     : (plan) == (many) ? MOQ_INSTANCE(dtype, many, kernel, ##__VA_ARGS__)                         \
+                        : MOQ_GENERAL(dtype, kernel, ##__VA_ARGS__))
 
 /* Threads of a block of the norm's kernels. */
-static __host__ __device__ constexpr int norm_threads(int way) {
-    return way == MOQ_16X2 ? 128 : way == MOQ_16X4 ? 512 : 1024;
+static __host__ __device__ constexpr int norm_threads(int plan) {
+    return plan == MOQ_16X2 ? 128 : plan == MOQ_16X4 ? 512 : 1024;
 }
 
 /* Each kernel takes a quantize_args and a source. `mode` may be MOQ_FIND_AMAX. */
-const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way);
-const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way,
+const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan);
+const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan,
                             bool wide_weight);
 
 /* gate and up, halves of a row */
@@ -563,20 +563,20 @@ static __global__ void __launch_bounds__(1024)
 
 /* The kernel for values of a source. */
 template <class SOURCE>
-static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
+static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan) {
     switch ((int)mode) {
     case MOQ_FIND_AMAX:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
-                               SOURCE);
+        return MOQ_SHORT_OR_LONG(dtype, plan, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_FIND_AMAX,
+                                 SOURCE);
     case MOQ_INPUT_E4M3_TENSOR:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_TENSOR,
-                               SOURCE);
+        return MOQ_SHORT_OR_LONG(dtype, plan, quantize_spans, MOQ_8X1, MOQ_16X2,
+                                 MOQ_INPUT_E4M3_TENSOR, SOURCE);
     case MOQ_INPUT_E4M3_TOKEN:
-        return way == MOQ_16X2 ? MOQ_INSTANCE(dtype, MOQ_16X2, quantize_tokens, SOURCE)
-                               : MOQ_GENERAL(dtype, quantize_tokens, SOURCE);
+        return plan == MOQ_16X2 ? MOQ_INSTANCE(dtype, MOQ_16X2, quantize_tokens, SOURCE)
+                                : MOQ_GENERAL(dtype, quantize_tokens, SOURCE);
     case MOQ_INPUT_E4M3_GROUP:
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_INPUT_E4M3_GROUP,
-                               SOURCE);
+        return MOQ_SHORT_OR_LONG(dtype, plan, quantize_spans, MOQ_8X1, MOQ_16X2,
+                                 MOQ_INPUT_E4M3_GROUP, SOURCE);
     default:
         return MOQ_GENERAL(dtype, quantize_spans, MOQ_INPUT_NVFP4, SOURCE);
     }

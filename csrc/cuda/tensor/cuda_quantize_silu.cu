@@ -10,7 +10,7 @@ namespace moq::quantization {
 
 /* 1 / d, rounded, for d from 1 to 2^120. */
 static __device__ __forceinline__ float reciprocal(float d) {
-    float r = reciprocal_near(d);
+    float r = reciprocal_approx(d);
     return __fmaf_rn(__fmaf_rn(-d, r, 1.0f), r, r);
 }
 
@@ -30,17 +30,17 @@ __device__ __forceinline__ chunk<DT, N> silu_source::finish(const raw<DT, N> &va
     return multiply(narrow<DT>(value), values.up);
 }
 
-const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_way way) {
+const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan) {
     if (mode == MOQ_WRITE_VALUES)
-        return MOQ_FEW_OR_MANY(dtype, way, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_WRITE_VALUES,
-                               silu_source);
-    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1)
+        return MOQ_SHORT_OR_LONG(dtype, plan, quantize_spans, MOQ_8X1, MOQ_16X2, MOQ_WRITE_VALUES,
+                                 silu_source);
+    if (mode == MOQ_INPUT_E4M3_TOKEN && plan == MOQ_8X1)
         return MOQ_INSTANCE(dtype, MOQ_8X1, quantize_tokens, silu_source);
-    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_8X1_SPREAD)
+    if (mode == MOQ_INPUT_E4M3_TOKEN && plan == MOQ_8X1_SPREAD)
         return MOQ_INSTANCE(dtype, MOQ_8X1_SPREAD, quantize_tokens, silu_source);
-    if (mode == MOQ_INPUT_E4M3_TOKEN && way == MOQ_16X1)
+    if (mode == MOQ_INPUT_E4M3_TOKEN && plan == MOQ_16X1)
         return MOQ_INSTANCE(dtype, MOQ_16X1, quantize_tokens, silu_source);
-    return kernel_of<silu_source>(dtype, mode, way);
+    return kernel_of<silu_source>(dtype, mode, plan);
 }
 
 } // namespace moq::quantization

@@ -184,7 +184,7 @@ extern "C" moq_status moq_cuda_rotate(const moq_rotary *rotary, void *out, void 
                                       (unsigned)(blocks < 65535 ? blocks : 65535)),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

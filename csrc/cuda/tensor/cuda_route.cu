@@ -465,7 +465,7 @@ extern "C" moq_status moq_cuda_route(const moq_route *route, float *weights, int
         .block = dim3(LANES, (unsigned)warps),
         .shared = grouped ? (size_t)(warps * (a.experts + a.groups)) * sizeof(int32_t) : 0,
         .stream = (cudaStream_t)stream,
-        .overlap = true};
+        .pdl = true};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

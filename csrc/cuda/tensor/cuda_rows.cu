@@ -86,7 +86,7 @@ static moq_status copy(const moq_tensor *tensor, const moq_tensor *rows, bool ga
                                       (unsigned)(spans < MAX_Y ? spans : MAX_Y)),
                          .block = dim3(THREADS),
                          .stream = (cudaStream_t)stream,
-                         .overlap = true};
+                         .pdl = true};
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -121,7 +121,7 @@ extern "C" moq_status moq_cuda_smooth_rows(const moq_tensor *x, const float *sca
         .grid = dim3((unsigned)spans, (unsigned)(args.count < height ? args.count : height)),
         .block = dim3(THREADS),
         .stream = (cudaStream_t)stream,
-        .overlap = true};
+        .pdl = true};
     void *parameters[] = {&args};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -20,7 +20,7 @@ typedef struct {
     float *factor;       /* [rows]: what outputs of these codes are scaled by */
     /* The kernel before in the stream was launched without programmatic dependence and touches
      * nothing of this: both may run at once. */
-    bool overlap;
+    bool pdl;
     void *stream; /* cudaStream_t */
 } moq_cuda_unpack;
 

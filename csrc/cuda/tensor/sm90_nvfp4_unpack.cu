@@ -100,7 +100,7 @@ extern "C" moq_status moq_cuda_nvfp4_unpack(const moq_cuda_unpack *u, moq_err *e
                          .grid = dim3((unsigned)divide_up(a.count, WARPS)),
                          .block = dim3(WARPS * 32),
                          .stream = (cudaStream_t)u->stream,
-                         .overlap = u->overlap};
+                         .pdl = u->pdl};
     void *parameters[] = {&a};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -25,18 +25,18 @@ typedef struct {
 /* Where operands come from and go to. */
 typedef struct {
     const CUtensorMap *weights, *tokens;
-    uint32_t ring, scales; /* in shared memory; of tokens by groups */
+    uint32_t pipeline, scales; /* in shared memory; of tokens by groups */
     stage_barriers barriers;
     uint64_t weight_policy, token_policy;
     int rank; /* in a pair of blocks */
-} producer_ring;
+} producer_pipeline;
 
 /* The next step to copy. */
 typedef struct {
     work at;
     tile_place where;
     int step, left; /* of the tile */
-    ring_place slot;
+    pipeline_state slot;
     int copied;
 } next_copy;
 
@@ -50,12 +50,12 @@ static __device__ __forceinline__ void begin_tile(const typename S::args *a, nex
     f->left = f->at.end - f->at.first;
     f->step = f->at.first;
     if (S::staggered)
-        f->step = first_step(&f->at, S::parts ? f->at.number : f->at.number / a->columns);
+        f->step = first_step(&f->at, S::split_k ? f->at.number : f->at.number / a->columns);
 }
 
 template <class S>
 static __device__ __forceinline__ next_copy begin_copies(const typename S::args *a,
-                                                         const producer_ring *p) {
+                                                         const producer_pipeline *p) {
     work at = start<S>(a);
     next_copy f = {at, place_of<S>(a, at.number, p->rank)};
     begin_tile<S>(a, &f);
@@ -64,7 +64,7 @@ static __device__ __forceinline__ next_copy begin_copies(const typename S::args 
 
 template <class S>
 static __device__ __forceinline__ void advance_copy(const typename S::args *a,
-                                                    const producer_ring *p, next_copy *f) {
+                                                    const producer_pipeline *p, next_copy *f) {
     advance(&f->slot, a->stages);
     f->copied++;
     if (++f->step == f->at.end && S::staggered)
@@ -78,14 +78,15 @@ static __device__ __forceinline__ void advance_copy(const typename S::args *a,
     begin_tile<S>(a, f);
 }
 
-static __device__ __forceinline__ void wait_for_room(const producer_ring *p, const next_copy *f) {
+static __device__ __forceinline__ void wait_for_room(const producer_pipeline *p,
+                                                     const next_copy *f) {
     mbarrier_wait(p->barriers.empty + 8u * f->slot.index, f->slot.parity ^ 1);
 }
 
 /* Copies the first weights as soon as their own barriers are there. */
 template <class S>
-static __device__ __forceinline__ void copy_first(const typename S::args *a, const producer_ring *p,
-                                                  next_copy *f) {
+static __device__ __forceinline__ void copy_first(const typename S::args *a,
+                                                  const producer_pipeline *p, next_copy *f) {
     for (int i = 0; i < S::first_copies; i++)
         mbarrier_init(p->barriers.weights + 8u * i, 1);
     mbarrier_init_fence();
@@ -98,7 +99,7 @@ static __device__ __forceinline__ void copy_first(const typename S::args *a, con
 /* Makes the barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The
  * blocks of a cluster know of each other's. */
 template <class S>
-static __device__ __forceinline__ void set_up(const typename S::args *a, const producer_ring *p,
+static __device__ __forceinline__ void set_up(const typename S::args *a, const producer_pipeline *p,
                                               const cluster_barriers *meet, next_copy *f) {
     constexpr int WARPS = S::copier / 32;
     int warp = threadIdx.x / 32;
@@ -109,7 +110,7 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
     } else if (threadIdx.x == S::copier + 32) {
         prefetch_map(p->tokens);
     } else if (warp < WARPS && threadIdx.x % 32 == 0) {
-        if (S::parts && warp == 0) {
+        if (S::split_k && warp == 0) {
             mbarrier_init(meet->posted, 1);
             mbarrier_init(meet->ready, S::consumers / 32 * WARP_ARRIVALS * blocks_in_cluster());
         }
@@ -130,7 +131,7 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
         return;
     }
     __syncthreads();
-    if (S::parts && blocks_in_cluster() > 1)
+    if (S::split_k && blocks_in_cluster() > 1)
         cluster_arrive(); /* for whoever waits to send sums here */
 }
 
@@ -139,7 +140,7 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
  * is not queued behind them. */
 template <class S>
 static __device__ __forceinline__ void produce_weights(const typename S::args *a,
-                                                       const producer_ring *p, next_copy f) {
+                                                       const producer_pipeline *p, next_copy f) {
     while (more(&f)) {
         if (f.copied >= a->stages)
             wait_for_room(p, &f);
@@ -152,7 +153,7 @@ static __device__ __forceinline__ void produce_weights(const typename S::args *a
 
 template <class S>
 static __device__ __forceinline__ void produce_tokens(const typename S::args *a,
-                                                      const producer_ring *p) {
+                                                      const producer_pipeline *p) {
     next_copy f = begin_copies<S>(a, p);
     wait_for_predecessor();
     while (more(&f)) {

@@ -146,8 +146,9 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
 /* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
  * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */
 template <class S>
-static __device__ __forceinline__ void park_eight(const typename S::args *a, uint32_t room,
-                                                  const terms *e, const float *column, float4 sum) {
+static __device__ __forceinline__ void stage_eight(const typename S::args *a, uint32_t room,
+                                                   const terms *e, const float *column,
+                                                   float4 sum) {
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     float2 own = {1.0f, 1.0f};
     if (S::token_factors)
@@ -190,8 +191,8 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
 #pragma unroll
         for (int j = 0; j < AT_ONCE / 8; j++) {
             const float *four = sum + (first / 8 + j) * 4;
-            park_eight<S>(a, room + j * EIGHT_BYTES, e, b->factor + first + 8 * j,
-                          make_float4(four[0], four[1], four[2], four[3]));
+            stage_eight<S>(a, room + j * EIGHT_BYTES, e, b->factor + first + 8 * j,
+                           make_float4(four[0], four[1], four[2], four[3]));
         }
         barrier_sync(2 + group, 128);
         carry_out<S>(a, room, at, row, first, AT_ONCE);
@@ -236,8 +237,8 @@ typedef struct {
 } cluster_barriers;
 
 /* The part that adds up the j-th eight columns of the product. */
-template <class S> static __device__ __forceinline__ int owner_of(int j, int parts) {
-    return j * parts / (S::T / 8);
+template <class S> static __device__ __forceinline__ int owner_of(int j, int splits) {
+    return j * splits / (S::T / 8);
 }
 
 /* The columns that a part adds up, in eights. */
@@ -245,24 +246,25 @@ typedef struct {
     int first, count;
 } eights;
 
-template <class S> static __device__ __forceinline__ eights eights_of(int part, int parts) {
+template <class S> static __device__ __forceinline__ eights eights_of(int split, int splits) {
     eights e = {0, 0};
 #pragma unroll
     for (int j = 0; j < S::T / 8; j++) { /* shorter than to divide */
-        e.first += owner_of<S>(j, parts) < part;
-        e.count += owner_of<S>(j, parts) == part;
+        e.first += owner_of<S>(j, splits) < split;
+        e.count += owner_of<S>(j, splits) == split;
     }
     return e;
 }
 
 /* Bytes that a block gets from others. */
 template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
-    int parts = (int)blocks_in_cluster() * S::k_groups, part = (int)rank_in_cluster() * S::k_groups;
+    int splits = (int)blocks_in_cluster() * S::k_groups,
+        split = (int)rank_in_cluster() * S::k_groups;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < S::k_groups; i++)
-        count += eights_of<S>(part + i, parts).count;
-    return count * (parts - S::k_groups) * (S::row_groups * 128) * 16;
+        count += eights_of<S>(split + i, splits).count;
+    return count * (splits - S::k_groups) * (S::row_groups * 128) * 16;
 }
 
 /* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
@@ -272,13 +274,13 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
  * be where the ring was: all are done with it. */
 template <class S>
 static __device__ __forceinline__ void
-bring_together(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
-               const cluster_barriers *meet, const tile_terms<S> *e, const tile_place *at,
-               const float (&sum)[S::T / 2]) {
+reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
+              const cluster_barriers *meet, const tile_terms<S> *e, const tile_place *at,
+              const float (&sum)[S::T / 2]) {
     constexpr int SPLIT = S::k_groups;
     int group = threadIdx.x / 128, thread = threadIdx.x % 128, rows = group / SPLIT;
-    int blocks = (int)blocks_in_cluster(), parts = blocks * SPLIT;
-    int rank = (int)rank_in_cluster(), part = rank * SPLIT + group % SPLIT;
+    int blocks = (int)blocks_in_cluster(), splits = blocks * SPLIT;
+    int rank = (int)rank_in_cluster(), split = rank * SPLIT + group % SPLIT;
     uint32_t room = shared_address(shared + a->room);
     uint32_t turn = shared_address(shared + a->turn + group * a->turn_step);
     if (!S::own_room) {
@@ -288,10 +290,10 @@ bring_together(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
     int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
 #pragma unroll
     for (int j = 0; j < S::T / 8; j++) {
-        int owner = owner_of<S>(j, parts), side = rows * SPLIT + owner % SPLIT;
+        int owner = owner_of<S>(j, splits), side = rows * SPLIT + owner % SPLIT;
         local = owner == before ? local : 0;
         before = owner;
-        uint32_t to = room + 16u * (side * a->side + (local++ * parts + part) * 128 + thread);
+        uint32_t to = room + 16u * (side * a->side + (local++ * splits + split) * 128 + thread);
         float4 four = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
         int block = owner / SPLIT;
         if (block != rank)
@@ -302,15 +304,15 @@ bring_together(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
     }
     if (S::tokens_first || S::token_factors)
         post_columns<S>(e, b);
-    eights own = eights_of<S>(part, parts);
+    eights own = eights_of<S>(split, splits);
     const float4 *mine = (const float4 *)(shared + a->room) + group * a->side + thread;
     barrier_sync(1, S::consumers);
     if (blocks > 1)
         mbarrier_wait(meet->posted, 0);
     for (int j = 0; j < own.count; j++) {
-        float4 total = mine[j * parts * 128];
-        for (int i = 1; i < parts; i++) {
-            float4 other = mine[(j * parts + i) * 128];
+        float4 total = mine[j * splits * 128];
+        for (int i = 1; i < splits; i++) {
+            float4 other = mine[(j * splits + i) * 128];
             total.x += other.x;
             total.y += other.y;
             total.z += other.z;
@@ -321,7 +323,7 @@ bring_together(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
             write_four<S>(a, b, at, rows * 64 + row_of_thread(), column + thread % 4 * 2,
                           &e->row[0], total);
         else
-            park_eight<S>(a, turn + j * EIGHT_BYTES, &e->row[0], b->factor + column, total);
+            stage_eight<S>(a, turn + j * EIGHT_BYTES, &e->row[0], b->factor + column, total);
     }
     if constexpr (!S::tokens_first) {
         barrier_sync(2 + group, 128);

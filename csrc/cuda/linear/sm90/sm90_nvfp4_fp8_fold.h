@@ -1,5 +1,5 @@
 /* Operands of e4m3 from packed NVFP4 weights, for the linear of many tokens with FP8 products on
- * Hopper (sm90_nvfp4_fp8_many.cu): one or two warpgroups fold block scales into codes and write
+ * Hopper (sm90_nvfp4_fp8_prefill.cu): one or two warpgroups fold block scales into codes and write
  * them to shared memory, where two others take them to registers and multiply. What the codes are:
  * nvfp4_fold.h. */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_FP8_FOLD_H
@@ -7,11 +7,11 @@
 
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/sm90/sm90_nvfp4_many_tile.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
 
-namespace moq::nvfp4_fp8_many {
+namespace moq::nvfp4_fp8_prefill {
 
-using namespace nvfp4_many;
+using namespace nvfp4_prefill;
 
 #define UNIT_BYTES 1024 /* of the operand that a unit becomes */
 
@@ -62,11 +62,12 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
 
 /* Folds the weights of all steps of a block. */
 template <class S>
-static __device__ __forceinline__ void fold_weights(const gemm_args *a, const producer_ring *packed,
+static __device__ __forceinline__ void fold_weights(const gemm_args *a,
+                                                    const producer_pipeline *packed,
                                                     const stage_barriers *barriers, folder<S> f) {
     int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
-    ring_place from = {0, 0}, to = {0, 0};
+    pipeline_state from = {0, 0}, to = {0, 0};
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         int slab = place_of<S>(a, w.number, packed->rank).row / MOQ_PACK_ROWS +
                    (S::share_weights ? packed->rank * S::slabs : 0) + warp * f.UNITS / S::units;
@@ -98,25 +99,27 @@ typedef struct {
     uint32_t operands;
     uint64_t x;
     int stages;
-} consumer_ring;
+} consumer_pipeline;
 
 /* An operand of a unit. */
 typedef struct {
     uint32_t part[2][4];
 } operand_unit;
 
-static __device__ __forceinline__ void await(const consumer_ring *t, const ring_place *slot) {
+static __device__ __forceinline__ void await(const consumer_pipeline *t,
+                                             const pipeline_state *slot) {
     mbarrier_wait(t->barriers.operands + 8u * slot->index, slot->parity);
     mbarrier_wait(t->barriers.tokens + 8u * slot->index, slot->parity);
 }
 
 template <class S>
-static __device__ __forceinline__ void release(const consumer_ring *t, const ring_place *slot) {
+static __device__ __forceinline__ void release(const consumer_pipeline *t,
+                                               const pipeline_state *slot) {
     warp_releases<S::pair>(t->barriers.empty + 8u * slot->index);
 }
 
 template <class S>
-static __device__ __forceinline__ void take(const consumer_ring *t, const ring_place *slot,
+static __device__ __forceinline__ void take(const consumer_pipeline *t, const pipeline_state *slot,
                                             int unit, operand_unit *o) {
     uint32_t at = (uint32_t)(slot->index * (SLABS * S::units * UNIT_BYTES) + unit * UNIT_BYTES);
 #pragma unroll
@@ -131,7 +134,7 @@ static __device__ __forceinline__ void take(const consumer_ring *t, const ring_p
 
 /* c = or += products of a unit with a part of the tokens, as many as c has. */
 template <class S, int SUMS>
-static __device__ __forceinline__ void issue(const consumer_ring *t, const ring_place *slot,
+static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
                                              int unit, int part, const operand_unit *o, int add,
                                              float (&c)[SUMS]) {
     uint64_t x =
@@ -158,20 +161,20 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
  * float32 sums while the other warpgroup has the tensor cores. The operand of a step's first unit
  * is in `even` when it begins. */
 template <class S>
-static __device__ __forceinline__ void multiply(const consumer_ring *t, int steps, ring_place *slot,
-                                                float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
+                                                pipeline_state *slot, float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     float c[S::sums];
     await(t, slot);
     take<S>(t, slot, 0, &even);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        ring_place next = *slot;
+        pipeline_state next = *slot;
         advance(&next, t->stages);
         issue<S>(t, slot, 0, 0, &even, 0, c);
         take<S>(t, slot, 1, &odd);
         issue<S>(t, slot, 1, 0, &odd, 1, c);
-        if (S::parts_of_tokens == 2) {
+        if (S::splits_of_tokens == 2) {
             promote<S>(sum, 0, c);
             issue<S>(t, slot, 0, 1, &even, 0, c);
             issue<S>(t, slot, 1, 1, &odd, 1, c);
@@ -181,7 +184,7 @@ static __device__ __forceinline__ void multiply(const consumer_ring *t, int step
             wgmma_wait<1>();
             take<S>(t, &next, 0, &even);
         }
-        promote<S>(sum, S::parts_of_tokens - 1, c);
+        promote<S>(sum, S::splits_of_tokens - 1, c);
         release<S>(t, slot);
         stay_here(sum);
         *slot = next;
@@ -195,10 +198,10 @@ static __device__ __forceinline__ float (&half_of(float (&sum)[S::T / 2], int ha
 
 /* multiply where sums stay in the tensor cores. */
 template <class S>
-static __device__ __forceinline__ void multiply_fast(const consumer_ring *t, int steps,
-                                                     ring_place *slot, float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void multiply_fast(const consumer_pipeline *t, int steps,
+                                                     pipeline_state *slot, float (&sum)[S::T / 2]) {
     operand_unit even, odd;
-    ring_place before = *slot;
+    pipeline_state before = *slot;
     await(t, slot);
     take<S>(t, slot, 0, &even);
 #pragma unroll 1
@@ -225,6 +228,6 @@ static __device__ __forceinline__ void multiply_fast(const consumer_ring *t, int
     release<S>(t, &before);
 }
 
-} // namespace moq::nvfp4_fp8_many
+} // namespace moq::nvfp4_fp8_prefill
 
 #endif

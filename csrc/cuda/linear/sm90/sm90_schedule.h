@@ -60,9 +60,9 @@ template <bool BANDS> struct layer_tiles {
                                                       int rank) {
         int tokens = S::tile_tokens(a);
         tile_index tile = {number, (int)blockIdx.z};
-        if constexpr (!S::parts && BANDS)
+        if constexpr (!S::split_k && BANDS)
             tile = tile_of_bands(number, a->row_tiles, a->columns, a->band);
-        else if constexpr (!S::parts)
+        else if constexpr (!S::split_k)
             tile = tile_of_rows(number, a->columns);
         if (S::share_tokens)
             tile.row = 2 * tile.row + rank;
@@ -83,7 +83,7 @@ struct partition_tiles {
         constexpr int TOKENS = S::tokens * (S::share_weights ? 2 : 1);
         tile_place p = {0, 0, 0, (int)blockIdx.z * TOKENS, a->m};
         int row_tile = number, begin = 0;
-        if (!S::parts) {
+        if (!S::split_k) {
             tile_index tile = tile_of_bands(number, a->row_tiles, a->columns, a->band);
             row_tile = tile.row;
             p.token = tile.column * TOKENS;
@@ -129,13 +129,14 @@ static __device__ __forceinline__ bool has_steps(const work *w) {
 }
 
 /* The first of the shared steps that a worker has. */
-template <class A> static __device__ __forceinline__ int first_share(const A *a, int worker) {
-    const step_shares *s = &a->shares;
+template <class A>
+static __device__ __forceinline__ int first_step_of_worker(const A *a, int worker) {
+    const stream_k_tail *s = &a->tail;
     int group = worker * s->inverse >> 16;
     return worker * s->least + group * s->more + min(worker - group * s->group, s->more);
 }
 
-template <class A> static __device__ __forceinline__ void take_share(const A *a, work *w) {
+template <class A> static __device__ __forceinline__ void take_tail_steps(const A *a, work *w) {
     int tile = (w->high - 1) / a->steps;
     if (w->high <= w->low) {
         w->first = w->end = 0;
@@ -149,28 +150,28 @@ template <class A> static __device__ __forceinline__ void take_share(const A *a,
 
 /* What a block has after its whole tiles. */
 template <class S>
-static __device__ __forceinline__ void take_rest(const typename S::args *a, work *w) {
-    if constexpr (S::even_shares)
-        take_share(a, w);
+static __device__ __forceinline__ void take_tail(const typename S::args *a, work *w) {
+    if constexpr (S::stream_k)
+        take_tail_steps(a, w);
     else
         w->first = w->end = 0;
 }
 
 template <class S>
 static __device__ __forceinline__ void next_tile(const typename S::args *a, work *w) {
-    if constexpr (S::parts) {
+    if constexpr (S::split_k) {
         w->first = w->end = 0;
     } else {
         w->number += w->stride;
         if (w->number >= w->count)
-            take_rest<S>(a, w);
+            take_tail<S>(a, w);
     }
 }
 
 template <class S>
-static __device__ __forceinline__ int first_rest(const typename S::args *a, int worker) {
-    if constexpr (S::even_shares)
-        return first_share(a, worker);
+static __device__ __forceinline__ int first_tail_step(const typename S::args *a, int worker) {
+    if constexpr (S::stream_k)
+        return first_step_of_worker(a, worker);
     return 0;
 }
 
@@ -183,26 +184,26 @@ static __device__ __forceinline__ work work_of(const typename S::args *a, int wo
               whole,
               0,
               a->steps,
-              first_rest<S>(a, worker),
-              first_rest<S>(a, worker + 1)};
+              first_tail_step<S>(a, worker),
+              first_tail_step<S>(a, worker + 1)};
     if (w.number >= w.count)
-        take_rest<S>(a, &w);
+        take_tail<S>(a, &w);
     return w;
 }
 
-/* Part `rank` of K of a tile, as even as can be: the first `more_parts` have a step more. */
-template <class A> static __device__ __forceinline__ work part_of(const A *a, int tile, int rank) {
-    int first = rank * a->part_steps + min(rank, a->more_parts);
-    return {tile, 0, 0, first, first + a->part_steps + (rank < a->more_parts)};
+/* Part `rank` of K of a tile, as even as can be: the first `more_splits` have a step more. */
+template <class A> static __device__ __forceinline__ work split_of(const A *a, int tile, int rank) {
+    int first = rank * a->split_steps + min(rank, a->more_splits);
+    return {tile, 0, 0, first, first + a->split_steps + (rank < a->more_splits)};
 }
 
 /* What a block begins with. */
 template <class S> static __device__ __forceinline__ work start(const typename S::args *a) {
     int tiles = a->row_tiles * a->columns, blocks = S::pair ? 2 : 1;
-    if constexpr (S::parts)
-        return part_of(a, (int)blockIdx.y, (int)rank_in_cluster());
-    if constexpr (S::even_shares)
-        tiles -= a->rest;
+    if constexpr (S::split_k)
+        return split_of(a, (int)blockIdx.y, (int)rank_in_cluster());
+    if constexpr (S::stream_k)
+        tiles -= a->tail_tiles;
     return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles);
 }
 
@@ -211,7 +212,7 @@ template <class A>
 static __device__ __forceinline__ int earlier_ones(const A *a, const work *w, int worker) {
     int begin = (w->number - w->count) * a->steps, others = 0;
     for (int low = w->low; low > begin;)
-        low = first_share(a, worker - ++others);
+        low = first_step_of_worker(a, worker - ++others);
     return others;
 }
 

@@ -1,0 +1,135 @@
+/* How a call of experts with few tokens on Hopper is shared out (sm90_moe_decode.h): blocks, the
+ * slabs of each, clusters, and shared memory. Plain C, which asks nothing but the description. */
+#ifndef MOQ_CUDA_CHOICE_MOE_DECODE_H
+#define MOQ_CUDA_CHOICE_MOE_DECODE_H
+
+#include "core/moe.h"
+#include "core/nvfp4_packed.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_MOE_DECODE_CHUNK   8 /* slots of an expert that are multiplied at once */
+#define MOQ_MOE_DECODE_STAGES  8 /* of a warp, at most */
+#define MOQ_MOE_DECODE_SLOTS   1024
+#define MOQ_MOE_DECODE_EXPERTS 1024
+#define MOQ_MOE_DECODE_COLUMNS (1 << 16)
+
+/* Warps of a block, and what a stage of a warp has: units of packed NVFP4 weights, a slab by 64
+ * columns, or of FP8 as many slabs by 128 columns as there are. */
+#define MOQ_MOE_DECODE_WARPS       8
+#define MOQ_MOE_NVFP4_DECODE_UNITS 4
+#define MOQ_MOE_FP8_DECODE_BLOCKS  1
+
+/* Items whose sums wait in shared memory at once, where warps share K. */
+#define MOQ_MOE_DECODE_STAGED 3
+
+/* Blocks of K that a slice of a warp may have (sm90_moe_decode_split_k.h): kernels are made for
+ * them.
+ */
+#define MOQ_MOE_NVFP4_DECODE_SPLIT_K(X) X(1) X(2) X(3) X(4) X(6) X(8)
+#define MOQ_MOE_FP8_DECODE_SPLIT_K(X)   X(1) X(2) X(3) X(4)
+
+/* The form of strips (sm90_moe_decode_fused.h): warps of a block that multiply, those that share K
+ * of the first product, columns of I, slabs of H that a warp has, and of them in a stage, bytes
+ * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have; with
+ * NVFP4. */
+#define MOQ_MOE_FUSED_WARPS            16
+#define MOQ_MOE_FUSED_SPLITS           8
+#define MOQ_MOE_FUSED_COLUMNS          64
+#define MOQ_MOE_FUSED_DOWN_SLABS       8
+#define MOQ_MOE_FUSED_STAGE_SLABS      4
+#define MOQ_MOE_FUSED_G_PITCH          (2 * MOQ_MOE_FUSED_COLUMNS + 16)
+#define MOQ_MOE_FUSED_STAGES           12
+#define MOQ_MOE_NVFP4_FUSED_STAGE      (32 * MOQ_PACK_BYTES)
+#define MOQ_MOE_NVFP4_FUSED_SPLIT_K(X) X(2) X(4)
+
+/* Those of FP8 (sm90_moe_fp8_fused.cu): slabs of H that a warp has, its stages, and floats from
+ * the sums of a part of K to those of the next. */
+#define MOQ_MOE_FP8_FUSED_DOWN_SLABS 8
+#define MOQ_MOE_FP8_FUSED_STAGES     2
+#define MOQ_MOE_FP8_FUSED_PITCH      (2 * MOQ_MOE_FUSED_COLUMNS + 1)
+
+/* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
+ * the first kernel, the next three the row of a table of ways to do the second, and the last says
+ * whether warps of the first have slices of K. Strips are behind them. */
+#define MOQ_MOE_DECODE_CONFIGS 32
+#define MOQ_MOE_DECODE_SPLIT_K 16
+#define MOQ_MOE_DECODE_FUSED   MOQ_MOE_DECODE_CONFIGS
+
+/* Offsets of the tables in shared memory. */
+typedef struct {
+    int expert, sorted, chunk, count, chunks;
+    int pitch; /* from a warp's to the next one's, where each has its own */
+} moq_moe_decode_tables;
+
+/* One of the two kernels. */
+typedef struct {
+    int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
+    int slabs;         /* of a warp's stage, at most; of an item, where warps have slices */
+    int stages;        /* of a warp */
+    int split;         /* blocks of K of a warp, where warps have slices, or 0; the second kernel
+                        * leaves d then, for a third that adds up slots */
+    int log_splits;    /* warps that share K so */
+    int pieces;        /* stages of an item */
+    int flight;        /* stages that a warp asks for at once, at first */
+    int staged_at;     /* sums of items that are spread over warps */
+    int weights_at;    /* of slots */
+    int sums_at;       /* down: [slots][rows of a block] float32 */
+    int scales_at;     /* of tokens, by place among the sorted slots */
+    int shared;        /* bytes of all that */
+    moq_moe_decode_tables tables;
+} moq_moe_decode_half;
+
+/* The kernel of strips, and the sum behind it. */
+typedef struct {
+    int grid;   /* blocks; 0: the call has no strips */
+    bool alone; /* one token, whose slots are chunks, with a block for each of their strips */
+    int split, stages, shared;
+    int flight;       /* stages of a fresh ring that are on their way at once */
+    int fused_stages; /* of the block in a strip */
+    bool by_slots;    /* the sum: slots have many parts, as a block has few strips of an expert */
+    int staged_at, g_at, weights_at;
+    /* Of FP8: strips of a block, which are of one slot, blocks of a slot and of a cluster, stages
+     * of a strip behind which W2 is asked for, and where its columns are. */
+    int block_tiles, slot_blocks, cluster, ask, down_at;
+    moq_moe_decode_tables tables;
+    int64_t d_at; /* in the workspace, behind where slots are */
+} moq_moe_fused;
+
+typedef struct {
+    moq_moe_decode_half up, down;
+    moq_moe_fused tiles;
+} moq_moe_decode_share;
+
+/* Bytes of g, [slots, I], which is between the kernels; where d is behind it and what belongs to
+ * it, float32 [slots, H]; and bytes of all that. */
+int64_t moq_moe_decode_inner_bytes(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_decode_sums_at(const moq_moe_spec *spec, int64_t tokens);
+int64_t moq_moe_decode_workspace(const moq_moe_spec *spec, int64_t tokens,
+                                 moq_kernel_config config);
+
+/* Whether the kernel of packed NVFP4 weights as they are, or that of FP8, takes the layer and so
+ * many tokens, or 0 for any number that suits it; a reason if not. The device is not looked at. */
+bool moq_moe_nvfp4_decode_takes(const moq_moe_spec *spec, int64_t tokens, char *reason,
+                                size_t size);
+bool moq_moe_fp8_decode_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
+
+/* Seconds of a whole call. */
+double moq_moe_decode_seconds(const moq_moe_spec *spec, int64_t tokens);
+
+/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
+moq_kernel_config moq_moe_decode_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
+
+/* Bit i is set where variant i is worth measuring; bit 0, the choice, always. */
+uint64_t moq_moe_decode_variants(const moq_moe_call *call);
+
+/* The call shared out in its way. */
+void moq_moe_decode_partition(const moq_moe_spec *spec, int64_t tokens, moq_kernel_config config,
+                              moq_moe_decode_share *share);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

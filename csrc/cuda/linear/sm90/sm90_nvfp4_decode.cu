@@ -1,0 +1,470 @@
+/* NVFP4 linear for a few tokens on Hopper: y[m, n] = round(wx[n] * sum_k X[m, k] W[n, k] +
+ * bias[n]).
+ *
+ * W is in the packed layout (core/nvfp4_packed.h), X bfloat16 or float16 of at most 16 tokens;
+ * products are exact, sums float32. W is read once, 0.5625 bytes a weight, and what makes operands
+ * of the codes takes nearly as long: 73 instructions of a warp for the 1024 weights of a unit, 14
+ * to 15 ns of a multiprocessor where the memory brings one in 17. So whatever else a warp does
+ * counts:
+ *
+ * - K is split over the warps of a block, and over the two blocks of a cluster where that is
+ *   better; rows over clusters, slab by slab, as evenly as can be. Where K is short, groups of
+ * warps take different rows.
+ * - A warp takes its slabs in rounds of up to 8, with code of its own for every number of them, so
+ *   that no slab is multiplied that is not there.
+ * - A warp has a ring of stages of its own, which it fills itself: a stage is up to 8 units of W,
+ *   some slabs by some blocks of K, a lane for the bulk copy of each slab. It waits for nothing but
+ *   its stages.
+ * - x is kept beside the rings, one bulk copy a token and warp, where there are several rounds or
+ *   many stages and room for it, or comes with the stages: what a warp does for it at each counts.
+ *   Stages that are filled again get x of more than four tokens in boxes. Two blocks of other rows
+ *   may read x together (multicast).
+ * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
+ *   follows when it has. What can be told of it before is found before, and so are the places of
+ *   sums and outputs: everybody waits for what comes after. Eight warps take half of a
+ *   multiprocessor where that is enough for their rings, so that the blocks of the next call are
+ *   there when this one ends, or two of this one; sixteen, which are better at long calls, take all
+ *   of it, or half with two slabs at a time and without a warp that adds up.
+ * - A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, 4 weights
+ *   of each row for a step of 16 columns, so that a block scale is decoded once for its 16 weights.
+ *   The columns of x are taken in that order: two loads of 16 bytes for 64 columns of a token.
+ * - A warp of its own adds up the sums of a round while the others multiply the next; those of the
+ *   last are added by all. Sums of warps, then of blocks, are added in one order, whatever the
+ *   timing. How K is split depends on the number of tokens, so the bits of a row may, too.
+ *
+ * The FP8 kernel for a few tokens (sm90_fp8_decode.cu) has the same parts, but weights that need no
+ * decoder: its warps share stages, a producer fills them, and x is quantized ahead of the
+ * products.
+ *
+ * Measured (H200, in a graph): see docs/lab/nvfp4-few.md. */
+#include "cuda/choice/nvfp4_decode.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_nvfp4_decode.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+
+#include <string.h>
+
+namespace moq::nvfp4_decode {
+
+static_assert(sizeof(barriers) <= MOQ_NVFP4_DECODE_DECLARED, "more is declared");
+
+/* ---- sums and outputs ---- */
+
+static __device__ __forceinline__ float2 load_sums(uint32_t from) {
+    uint2 v = load_shared_pair(from);
+    return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+static __device__ __forceinline__ void store_sums(uint32_t to, float x, float y) {
+    store_shared_pair(to, make_uint2(__float_as_uint(x), __float_as_uint(y)));
+}
+
+/* Leaves a warp's sums where they are brought together: [pair of tokens][row_pitch], `parked` the
+ * lane's first. */
+template <class S>
+static __device__ __forceinline__ void stage_sums(uint32_t staged, int pairs, int lane,
+                                                  const sums<S> &sum) {
+#pragma unroll
+    for (int tile = 0; tile < S::tiles; tile++) {
+        if (4 * tile + lane % 4 >= pairs)
+            continue;
+#pragma unroll
+        for (int slab = 0; slab < S::slabs; slab++) {
+            uint32_t to = staged + (4 * tile * S::row_pitch + slab * MOQ_PACK_ROWS) * 8;
+            const float (&d)[4] = sum[slab][tile];
+            store_sums(to, d[0], d[1]);
+            store_sums(to + 64, d[2], d[3]);
+        }
+    }
+}
+
+/* Adds up what the warps that share K have of a pair. */
+template <int WARPS>
+static __device__ __forceinline__ float2 gather(const decode_args *a, uint32_t staged) {
+    float2 v[WARPS];
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+        v[i] = i < 1 << a->log_splits ? load_sums(staged + (uint32_t)(i * a->staged_bytes))
+                                      : make_float2(0, 0);
+#pragma unroll
+    for (int half = WARPS / 2; half; half /= 2) {
+#pragma unroll
+        for (int i = 0; i < WARPS / 2; i++) {
+            if (i < half) {
+                v[i].x += v[i + half].x;
+                v[i].y += v[i + half].y;
+            }
+        }
+    }
+    return v[0];
+}
+
+/* A thread's row of a round. */
+typedef struct {
+    int row, n;
+    bool meant;
+    float factor, bias;
+} output_row;
+
+static __device__ __forceinline__ output_row output_of(const decode_args *a, int slab, int slabs,
+                                                       int row) {
+    output_row o;
+    o.row = row;
+    o.n = slab * MOQ_PACK_ROWS + row;
+    o.meant = o.n < a->n && row < slabs * MOQ_PACK_ROWS;
+    o.factor = o.meant ? a->output_scale[o.n] * MOQ_NVFP4_FACTOR : 0;
+    o.bias = 0;
+    return o;
+}
+
+/* The bias, unlike scales, may be the work of the kernel before: not until that has ended. */
+static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_row *o) {
+    if (o->meant)
+        o->bias = moq_load_bias(&a->out, o->n);
+}
+
+/* Where the sums of a thread's row of a round are brought together. Found before they are there:
+ * what is done after that, everybody waits for.
+ *
+ * What the blocks of a cluster send each other is in boxes, [ranks][pairs][rows of a block], used
+ * in turn: whoever has all of a box knows that the one before has been read. */
+typedef struct {
+    uint32_t staged;      /* by the first of the warps that share K */
+    uint32_t box, posted; /* this block's, and its barrier */
+    uint32_t to, bar;     /* the block's that has the row, for this block's sums */
+    int parity;
+    bool owned;     /* the row is this block's */
+    int pair, step; /* of tokens: the thread's first, and from one to the next */
+    int box_size;   /* from rank to rank */
+} sum_places;
+
+template <class S>
+static __device__ __forceinline__ sum_places sum_places_of(const decode_args *a, uint32_t smem,
+                                                           uint32_t posted, int group, int round,
+                                                           int slabs, int row) {
+    sum_places m = {};
+    m.step = 1;
+    m.staged = smem + (uint32_t)(a->staged_at + (round & 1) * a->staged_turn +
+                                 (group << a->log_splits) * a->staged_bytes + row * 8);
+    if (a->log_ranks) {
+        int own = slabs * (MOQ_PACK_ROWS / MAX_RANKS), owner = row >= own, rank = rank_of(a);
+        int pairs = (a->m + 1) / 2;
+        m.box_size = S::rank_rows * pairs * 8;
+        m.box = smem +
+                (uint32_t)(a->inbox_at + ((round & 1) * S::rows * pairs + row - owner * own) * 8);
+        m.posted = posted + 8u * (round & 1);
+        m.parity = round >> 1 & 1;
+        m.owned = owner == rank;
+        m.to = address_in((uint32_t)owner, m.box + (uint32_t)(rank * m.box_size));
+        m.bar = address_in((uint32_t)owner, m.posted);
+    }
+    return m;
+}
+
+/* Adds up what came of a pair. */
+static __device__ __forceinline__ float2 add_ranks(uint32_t box, int size) {
+    float2 sum = {0, 0};
+#pragma unroll
+    for (int i = 0; i < MAX_RANKS; i++) {
+        float2 v = load_sums(box + (uint32_t)(i * size));
+        sum.x += v.x;
+        sum.y += v.y;
+    }
+    return sum;
+}
+
+template <class S>
+static __device__ __forceinline__ void store_pair(const decode_args *a, const output_row *o,
+                                                  int pair, float2 value) {
+    moq_output out = a->out;
+    out.dtype = S::type == MOQ_NVFP4_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
+    if (!o->meant)
+        return;
+    moq_store_output(&out, 2 * pair, o->n, value.x * o->factor, o->bias);
+    if (2 * pair + 1 < a->m)
+        moq_store_output(&out, 2 * pair + 1, o->n, value.y * o->factor, o->bias);
+}
+
+/* Brings the sums of a row together, of every `step`th pair, and writes them or sends them to the
+ * block that does. */
+template <class S>
+static __device__ __forceinline__ void gather_row(const decode_args *a, const sum_places *m,
+                                                  int slabs, const output_row *o) {
+    int pairs = (a->m + 1) / 2;
+    if (o->row >= slabs * MOQ_PACK_ROWS)
+        return;
+#pragma unroll 1
+    for (int pair = m->pair; pair < pairs; pair += m->step) {
+        float2 v = gather<S::warps>(a, m->staged + (uint32_t)(pair * S::row_pitch * 8));
+        if (a->log_ranks)
+            send_pair(m->to + (uint32_t)(pair * S::rank_rows * 8), v, m->bar);
+        else
+            store_pair<S>(a, o, pair, v);
+    }
+}
+
+/* Writes what has come of a row of this block's. */
+template <class S>
+static __device__ __forceinline__ void write_row(const decode_args *a, const sum_places *m,
+                                                 int slabs, const output_row *o) {
+    int pairs = (a->m + 1) / 2;
+    if (!m->owned || o->row >= slabs * MOQ_PACK_ROWS)
+        return;
+    mbarrier_wait(m->posted, m->parity);
+#pragma unroll 1
+    for (int pair = m->pair; pair < pairs; pair += m->step)
+        store_pair<S>(a, o, pair,
+                      add_ranks(m->box + (uint32_t)(pair * S::rank_rows * 8), m->box_size));
+}
+
+/* Bytes that this block is sent of a round. */
+static __device__ __forceinline__ void expect_sums(const decode_args *a, uint32_t posted,
+                                                   int slabs) {
+    mbarrier_expect(posted, slabs * MOQ_PACK_ROWS * ((a->m + 1) / 2) * 8);
+}
+
+/* Sums of all rounds but the last, by a warp of its own. */
+template <class S>
+static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint32_t smem,
+                                                     barriers *bar) {
+    constexpr int ROWS = (S::rows + 31) / 32; /* of a lane */
+    int lane = threadIdx.x % 32, groups = S::warps >> a->log_splits;
+    uint32_t posted = shared_address(bar->posted);
+    int most = share_of<S>(a, 0, 0).rounds;
+#pragma unroll 1
+    for (int i = 0; i < (most - 1) * groups; i++) {
+        int round = i / groups, group = i % groups;
+        share s = share_of<S>(a, 0, group);
+        if (round + 1 >= s.rounds)
+            continue;
+        int slab = first_of(&s, round), slabs = slabs_of(&s, round);
+        output_row o[ROWS];
+        sum_places m[ROWS];
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) {
+            o[j] = output_of(a, slab, slabs, lane + 32 * j);
+            m[j] = sum_places_of<S>(a, smem, posted, group, round, slabs, lane + 32 * j);
+            fetch_bias(a, &o[j]);
+        }
+        if (a->log_ranks && lane == 0)
+            expect_sums(a, m[0].posted, slabs);
+        mbarrier_wait(shared_address(&bar->staged[group][round & 1]), round >> 1 & 1);
+#pragma unroll
+        for (int j = 0; j < ROWS; j++)
+            gather_row<S>(a, &m[j], slabs, &o[j]);
+#pragma unroll
+        for (int j = 0; j < ROWS && a->log_ranks; j++)
+            write_row<S>(a, &m[j], slabs, &o[j]);
+        warp_releases<false>(shared_address(&bar->free[group][round & 1]));
+    }
+}
+
+/* Sums of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
+ * the round before has to be done. */
+template <class S>
+static __device__ __forceinline__ void finish_last(const decode_args *a, const sum_places *m,
+                                                   barriers *bar, const share *s, int group,
+                                                   const output_row *o) {
+    int last = s->rounds - 1, slabs = slabs_of(s, last);
+    if (a->log_ranks && threadIdx.x == 0)
+        expect_sums(a, m->posted, slabs);
+    if (a->log_ranks && last > 0)
+        mbarrier_wait(shared_address(&bar->free[group][~last & 1]), (last - 1) >> 1 & 1);
+    mbarrier_wait(shared_address(&bar->staged[group][last & 1]), last >> 1 & 1);
+    gather_row<S>(a, m, slabs, o);
+    if (a->log_ranks)
+        write_row<S>(a, m, slabs, o);
+}
+
+/* ---- the kernel ---- */
+
+static __device__ __forceinline__ void init_barriers(const decode_args *a, barriers *bar,
+                                                     int lane) {
+    if (lane < 2 * MAX_GROUPS) {
+        mbarrier_init(shared_address(&bar->staged[0][lane]), WARP_ARRIVALS << a->log_splits);
+        mbarrier_init(shared_address(&bar->free[0][lane]), WARP_ARRIVALS);
+    }
+    if (lane < MAX_PARTS)
+        mbarrier_init(shared_address(&bar->kept[lane]), 1);
+    if (lane < 2)
+        mbarrier_init(shared_address(&bar->posted[lane]), 1);
+}
+
+/* The way of a warp through its slabs and columns; sums are left where they are brought together.
+ */
+template <class S>
+static __device__ __forceinline__ void
+multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint32_t smem, barriers *bar,
+                const pipeline *r, const share *s, const piece_of_x *piece, next_stage *next,
+                int warp) {
+    int group = warp >> a->log_splits, pairs = (a->m + 1) / 2;
+    uint32_t staged_bar = shared_address(bar->staged[group]);
+    uint32_t free_bar = shared_address(bar->free[group]);
+    uint32_t staged = smem + (uint32_t)(a->staged_at + warp * a->staged_bytes +
+                                        (r->lane % 4 * S::row_pitch + r->lane / 4) * 8);
+    find_now(staged);
+    lane_places<S> places = places_of<S>(a, r);
+    pipeline_state place = {0, 0};
+#pragma unroll 1
+    for (int round = 0; round < s->rounds; round++) {
+        int slabs = slabs_of(s, round);
+        sums<S> sum = {};
+#pragma unroll 1
+        for (int done = 0; done < s->count; done += a->turn) {
+            mbarrier_wait(r->full + 8u * place.index, place.parity);
+            multiply_slabs<S, S::slabs>(a, places, place.index, done, min(a->turn, s->count - done),
+                                        slabs, sum);
+            warp_meets();
+            if (is_meant(s, next)) {
+                fetch_weights<S>(a, s, r, next, place.index);
+                if (!a->x_stays)
+                    fetch_columns<S>(a, tokens, s, r, piece, next->done, place.index);
+                advance_stage(a, s, next);
+            }
+            advance(&place, a->stages);
+        }
+        if (round > 1)
+            mbarrier_wait(free_bar + 8u * (round & 1), (round >> 1 & 1) ^ 1);
+        stage_sums<S>(staged + (uint32_t)((round & 1) * a->staged_turn), pairs, r->lane, sum);
+        warp_releases<false>(staged_bar + 8u * (round & 1));
+    }
+}
+
+template <class S>
+static __global__ void __launch_bounds__(S::threads, S::at_once)
+    nvfp4_decode(const __grid_constant__ CUtensorMap tokens,
+                 const __grid_constant__ decode_args args) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ barriers bar;
+    const decode_args *a = &args;
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
+    launch_dependents();
+    bool adds = S::adder && warp == S::warps; /* up sums, and has no part of W */
+    int split = warp & ((1 << a->log_splits) - 1), group = warp >> a->log_splits;
+    pipeline r;
+    r.lane = lane;
+    uint32_t smem = shared_address(shared);
+    r.stages = smem + (uint32_t)(warp * a->warp_bytes);
+    r.full = shared_address(bar.stage + warp * S::max_stages);
+    r.x = a->x_stays ? smem + (uint32_t)(a->x_at + split * a->m * a->x_pitch)
+                     : r.stages + (uint32_t)(a->stages * WEIGHTS);
+    r.policy = policy_evict_first();
+    if (adds) {
+        init_barriers(a, &bar, lane);
+    } else {
+        if (!S::adder && warp == 0)
+            init_barriers(a, &bar, lane);
+        if (lane < a->stages) /* weights, and lanes with their part of x */
+            mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
+    }
+    mbarrier_init_fence();
+    barriers_are_ready(2, S::threads);
+    if (in_cluster(a))
+        cluster_arrive();
+    if (a->boxes && threadIdx.x == 0)
+        prefetch_map(&tokens);
+
+    share s = {};
+    if (!adds)
+        s = share_of<S>(a, split, group);
+    next_stage next = start_of(a, &s, lane);
+    int fresh = 0; /* stages */
+    for (; fresh < a->stages && is_meant(&s, &next); fresh++) {
+        fetch_weights<S>(a, &s, &r, &next, fresh);
+        advance_stage(a, &s, &next);
+    }
+    piece_of_x piece = piece_of(a, &s, &r);
+    tokens_of_x all = all_of(a, &s, &r);
+    int threads = 32 << a->log_splits, index = (int)threadIdx.x & (threads - 1);
+    int last = s.rounds - 1;
+    int slabs = s.rounds ? slabs_of(&s, last) : 0;
+    output_row out = output_of(a, first_of(&s, last), slabs, index % S::rows);
+    sum_places meets =
+        sum_places_of<S>(a, smem, shared_address(bar.posted), group, last, slabs, out.row);
+    meets.pair = index / S::rows;
+    meets.step = threads / S::rows;
+    find_now(meets.staged);
+    find_now(meets.to);
+    find_now(meets.bar);
+    find_now(meets.box);
+    find_now(meets.pair);
+    find_now(out.row);
+    find_now(out.n);
+    if (a->x_stays && group == 0)
+        clear_rest(a, &s, &r);
+    barrier_sync(1, S::threads);
+    if (in_cluster(a))
+        cluster_wait();
+    wait_for_predecessor();
+    if (adds) {
+        finish_rounds<S>(a, smem, &bar);
+        return;
+    }
+    uint32_t kept = shared_address(&bar.kept[split]);
+    if (!a->x_stays)
+        fetch_fresh(a, &piece, &s, &r, fresh);
+    else if (group == 0)
+        fetch_all(a, &all, lane, kept);
+    fetch_bias(a, &out);
+    if (a->x_stays)
+        mbarrier_wait(kept, 0);
+    multiply_rounds<S>(a, &tokens, smem, &bar, &r, &s, &piece, &next, warp);
+    if (s.rounds)
+        finish_last<S>(a, &meets, &bar, &s, group, &out);
+}
+
+/* ---- launch ---- */
+
+typedef moq_nvfp4_decode_config config;
+
+template <int WARPS, int SLABS, int TILES> static const void *kernel_of(moq_dtype dtype) {
+    return dtype == MOQ_DT_F16
+               ? (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_F16>>
+               : (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_BF16>>;
+}
+
+static const void *kernel_for(const config *w, const moq_linear_call *call) {
+    moq_dtype dtype = call->spec->dtype;
+    if (w->warps == 16)
+        return w->slabs == 2   ? kernel_of<16, 2, 1>(dtype)
+               : w->slabs == 4 ? kernel_of<16, 4, 1>(dtype)
+                               : kernel_of<16, 8, 1>(dtype);
+    if (call->m > 8)
+        return kernel_of<8, 4, 2>(dtype);
+    return w->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
+           : w->slabs == 4 ? kernel_of<8, 4, 1>(dtype)
+                           : kernel_of<8, 8, 1>(dtype);
+}
+
+extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    moq_cuda_device device;
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    moq_nvfp4_decode_share share;
+    const config *w = moq_nvfp4_decode_expand_config(call, &share);
+    decode_args args = {};
+    memcpy(&args, &share, sizeof share);
+    args.weight = call->weight;
+    args.output_scale = call->output_scale;
+    args.x = moq_rows_of(call->x);
+    args.out = moq_output_of(call);
+    CUtensorMap tokens = {};
+    if (args.boxes)
+        MOQ_TRY(moq_tensor_map_rows(&tokens, args.x.data, args.m, 2 * spec->in_features,
+                                    2 * args.x.stride, (uint32_t)args.x_rows, err));
+    unsigned cluster = in_cluster(&args) ? 2 : 1;
+    moq_launch launch = {
+        .what = "NVFP4 linear",
+        .kernel = kernel_for(w, call),
+        .grid = dim3(((unsigned)device.sm_count << w->two) / cluster * cluster),
+        .block = dim3((unsigned)(32 * (w->warps + MOQ_NVFP4_DECODE_ADDS(w->warps, w->slabs)))),
+        .cluster = cluster > 1 ? cluster : 0,
+        .shared = (size_t)args.shared,
+        .stream = (cudaStream_t)call->stream,
+        .pdl = true};
+    void *parameters[] = {&tokens, &args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::nvfp4_decode

@@ -1,0 +1,320 @@
+/* NVFP4 linear with FP8 products on Hopper (compute "fp8"): y[m, n] = round(sum_k X[m, k] W[n, k] *
+ * scales + bias[n]).
+ *
+ * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
+ * columns of each 16 in the order that operands have them (moq_cuda_quantize). W is packed NVFP4 in
+ * memory and becomes e4m3 here (sm90_nvfp4_fp8_fold.h). A block has a tile at a time, 128 rows of W
+ * by T tokens: one or two warpgroups fold, two multiply 64 rows each, two warps copy.
+ *
+ * Where tiles do not come out even, blocks share K (sm90_nvfp4_prefill_split_k.h).
+ *
+ * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding 128 x 128 weights takes a warpgroup about
+ * as long as their products with 256 tokens take the tensor cores, so pairs of blocks have the same
+ * weights where there are tokens enough, and each folds half of them for both. */
+#include "core/invariant.h"
+#include "cuda/choice/nvfp4_fp8.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_nvfp4_fp8_fold.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_outputs.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_split_k.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+#include "cuda/tensor/cuda_quantize.h"
+
+namespace moq::nvfp4_fp8_prefill {
+
+#define STEP          128
+#define COPIERS       128
+#define PACKED_STAGES 3
+#define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
+#define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
+
+/* ---- the producers: one warp copies weights, a thread x ---- */
+
+template <class S>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a,
+                                                       const producer_pipeline *p) {
+    int lane = threadIdx.x % 32;
+    pipeline_state slot = {0, 0};
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int row = place_of<S>(a, w.number, p->rank).row;
+        int slab = row / MOQ_PACK_ROWS + (S::share_weights ? p->rank * S::slabs : 0);
+        int slabs = max(0, min(S::slabs, a->slabs - slab));
+        const uint8_t *from = a->weight + (int64_t)(slab + lane) * a->blocks * MOQ_PACK_BYTES;
+        int step = first_step(&w, row / ROWS);
+#pragma unroll 1
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
+            int bytes = min(S::units, a->blocks - step * S::units) * MOQ_PACK_BYTES;
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            if (lane == 0)
+                mbarrier_expect(full, (uint32_t)(slabs * bytes));
+            __syncwarp();
+            if (lane < slabs)
+                copy_bytes(p->to + (uint32_t)(slot.index * S::weight_bytes + lane * S::slab_bytes),
+                           from + step * S::slab_bytes, (uint32_t)bytes, full);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_codes(const gemm_args *a, const producer_pipeline *p,
+                                                     const CUtensorMap *map) {
+    pipeline_state slot = {0, 0};
+    uint64_t keep = policy_evict_normal();
+    prefetch_map(map);
+    wait_for_predecessor();
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        tile_place at = place_of<S>(a, w.number, p->rank);
+        int step = first_step(&w, at.row / ROWS);
+#pragma unroll 1
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::token_bytes);
+            copy_box_2d(p->to + (uint32_t)(slot.index * S::token_bytes), map, step * 128, at.token,
+                        full, keep);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+/* ---- the consumers ---- */
+
+/* DIVIDED: blocks share K of some tiles. */
+template <class S, bool DIVIDED>
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
+                                               tile_scales<S> *b, const output_path *config,
+                                               int group, int rank) {
+    pipeline_state slot = {0, 0};
+    wait_for_predecessor();
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        tile_place at = place_of<S>(a, w.number, rank);
+        float sum[S::T / 2] = {};
+        if (!DIVIDED || w.end == a->steps) /* the outputs are this block's */
+            fetch_tile_scales<S>(a, b, &at, group);
+        if constexpr (S::fast)
+            multiply_fast<S>(t, w.end - w.first, &slot, sum);
+        else
+            multiply<S>(t, w.end - w.first, &slot, sum);
+        if (DIVIDED && w.end < a->steps) {
+            leave<S>(a, group, sum);
+            continue;
+        }
+        if (DIVIDED && w.first > 0)
+            add_earlier<S>(a, &w, group, sum);
+        write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void set_up(const stage_barriers *barriers,
+                                              const producer_pipeline *packed, int stages) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; i++) {
+            mbarrier_init(barriers->tokens + 8u * i, 1);
+            mbarrier_init(barriers->operands + 8u * i, S::folders / 32 * WARP_ARRIVALS);
+            mbarrier_init(barriers->empty + 8u * i,
+                          CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < packed->stages; i++) {
+            mbarrier_init(packed->full + 8u * i, 1);
+            mbarrier_init(packed->empty + 8u * i, S::folders / 32 * WARP_ARRIVALS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    if (S::pair)
+        cluster_sync();
+    else
+        __syncthreads();
+}
+
+template <class S, bool DIVIDED>
+static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
+    nvfp4_fp8(const __grid_constant__ CUtensorMap tokens,
+              const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[3 * MAX_STAGES + 2 * PACKED_STAGES];
+    __shared__ __align__(16) tile_scales<S> epilogue[2];
+    uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
+    uint32_t operands = x + args.stages * S::token_bytes;
+    uint32_t room = operands + args.stages * OPERAND_BYTES; /* for outputs on their way */
+    uint32_t weights = room + 2 * S::rooms * TURN_BYTES;
+    uint32_t behind = first + 24 * MAX_STAGES;
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
+    stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    producer_pipeline packed = {behind, behind + 8 * PACKED_STAGES, weights, PACKED_STAGES, rank};
+    launch_dependents();
+    set_up<S>(&barriers, &packed, args.stages);
+    if (threadIdx.x < CONSUMERS) {
+        more_registers<S::registers>();
+        int group =
+            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
+        consumer_pipeline t = {barriers, operands + own, wgmma_operand(x), args.stages};
+        output_path config = {&outputs, room + group * S::rooms * TURN_BYTES};
+        consume<S, DIVIDED>(&args, &t, &epilogue[group], &config, group, rank);
+        if (threadIdx.x % 128 == 0)
+            store_boxes_wait();
+    } else if (threadIdx.x < CONSUMERS + S::folders) {
+        fewer_registers<S::folder_registers>();
+        folder<S> f;
+        int unit = (threadIdx.x - CONSUMERS) / 32 * f.UNITS;
+        f.packed = weights + unit * MOQ_PACK_BYTES;
+        f.operands =
+            operands + (unit + (S::share_weights ? rank * S::slabs * S::units : 0)) * UNIT_BYTES;
+        f.other = S::share_weights ? address_in(rank ^ 1, f.operands) : 0;
+        f.posted = S::share_weights ? address_in(rank ^ 1, barriers.operands) : 0;
+        fold_weights<S>(&args, &packed, &barriers, f);
+    } else {
+        fewer_registers<24>();
+        producer_pipeline of_tokens = {barriers.tokens, barriers.empty, x, args.stages, rank};
+        if (threadIdx.x < CONSUMERS + S::folders + 32)
+            produce_weights<S>(&args, &packed);
+        else if (threadIdx.x == CONSUMERS + S::folders + 32)
+            produce_codes<S>(&args, &of_tokens, &tokens);
+        else if (DIVIDED && threadIdx.x >= CONSUMERS + S::folders + 64)
+            announce<S>(&args, (int)threadIdx.x / 32 % 2);
+    }
+    if (S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still write to this one */
+    }
+}
+
+/* ---- shapes ---- */
+
+/* What a launch needs to know of a shape of tiles (choice/nvfp4_fp8.h). */
+typedef struct {
+    int threads;
+    int stage;                /* bytes of tokens and operands, */
+    int rest;                 /* and of the packed ring and the outputs' way */
+    int epilogue;             /* bytes of static shared memory */
+    const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
+} variant;
+
+template <int T, moq_sharing SHARE> static variant variant_of(void) {
+    typedef tile<AS_E4M3, T, SHARE, false> exact;
+    typedef tile<AS_E4M3, T, SHARE, true> fast;
+    return {CONSUMERS + exact::folders + COPIERS,
+            exact::token_bytes + OPERAND_BYTES,
+            PACKED_STAGES * exact::weight_bytes + 2 * exact::rooms * TURN_BYTES,
+            2 * (int)sizeof(tile_scales<exact>) + 8 * (3 * MAX_STAGES + 2 * PACKED_STAGES),
+            {{(const void *)nvfp4_fp8<exact, false>, (const void *)nvfp4_fp8<exact, true>},
+             {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
+}
+
+#define VARIANT(tokens, share, step, fast_step, even, output) variant_of<tokens, share>(),
+
+static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SHAPES(VARIANT)};
+static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,
+              "as the choice counts them");
+
+typedef moq_nvfp4_fp8_config method;
+
+/* ---- launch ---- */
+
+/* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
+ * never looked at, and not copying it would take longer. */
+typedef struct {
+    int64_t tokens, scales, flags, sums, bytes;
+} areas;
+
+static areas areas_of(const moq_linear_spec *spec, const method *config) {
+    areas w = {.tokens = config->columns * config->shape->tokens * config->shape->blocks};
+    w.scales = divide_up(w.tokens * spec->in_features, 256) * 256;
+    w.flags = w.sums = divide_up(w.scales + w.tokens * 4, 256) * 256;
+    if (config->tail_tiles) {
+        int64_t blocks = config->workers * config->shape->blocks;
+        w.sums += divide_up(blocks * 16, 256) * 256;
+        w.bytes = w.sums + blocks * config->shape->tokens * ROWS * 4;
+    } else {
+        w.bytes = w.flags;
+    }
+    return w;
+}
+
+static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+    uint8_t *workspace = (uint8_t *)call->workspace;
+    moq_cuda_quantize q = {.x = call->x,
+                           .mode = MOQ_INPUT_E4M3_TOKEN,
+                           .codes = workspace,
+                           .code_stride = call->spec->in_features,
+                           .code_columns = call->spec->in_features,
+                           .scales = workspace + w->scales,
+                           .scale_row = 1,
+                           .stream = call->stream,
+                           .next_is_busy = true,
+                           .paired = true};
+    return moq_cuda_quantize_rows(&q, err);
+}
+
+static gemm_args args_of(const moq_linear_call *call, const method *config, const areas *w,
+                         int limit) {
+    const moq_linear_spec *spec = call->spec;
+    const variant *v = &VARIANTS[config->index];
+    int64_t band = BAND_TOKENS / (config->shape->tokens * config->shape->blocks);
+    int stages = (limit - 1024 - v->epilogue - v->rest) / v->stage;
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .slabs = (int)moq_pack_slabs(spec->out_features),
+                   .blocks = (int)moq_pack_blocks(spec->in_features),
+                   .steps = (int)divide_up(spec->in_features, STEP),
+                   .row_tiles = (int)config->row_tiles,
+                   .columns = (int)config->columns,
+                   .band = (int)(band < config->columns ? band : config->columns),
+                   .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .boxed = moq_tensor_map_suits(call->y->data, call->y->stride[0]),
+                   .tail_tiles = (int)config->tail_tiles,
+                   .tail = stream_k_tail_of(config->tail_tiles, divide_up(spec->in_features, STEP),
+                                            config->workers),
+                   .handed = (float4 *)((uint8_t *)call->workspace + w->sums),
+                   .ready = (uint64_t *)((uint8_t *)call->workspace + w->flags),
+                   .weight = call->weight,
+                   .out = moq_output_of(call),
+                   .output_scale = call->output_scale,
+                   .fold_scale = call->fold_scale,
+                   .x_scale = (const float *)((uint8_t *)call->workspace + w->scales)};
+    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(config->row_tiles * config->columns <= INT32_MAX);
+    MOQ_ASSERT(w->scales % 16 == 0 && w->flags % 8 == 0 && w->sums % 16 == 0);
+    return a;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_fp8_prefill_workspace(const moq_linear_call *call) {
+    method config = moq_nvfp4_fp8_expand_config(call);
+    return areas_of(call->spec, &config).bytes;
+}
+
+extern "C" moq_status moq_cuda_nvfp4_fp8_prefill(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    method config = moq_nvfp4_fp8_expand_config(call);
+    const variant *v = &VARIANTS[config.index];
+    int blocks = config.shape->blocks;
+    areas w = areas_of(spec, &config);
+    moq_cuda_device device;
+    CUtensorMap tokens, outputs = {};
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    MOQ_TRY(quantize(call, &w, err));
+    gemm_args a = args_of(call, &config, &w, device.shared_per_block);
+    MOQ_TRY(moq_tensor_map_rows(&tokens, call->workspace, w.tokens, spec->in_features,
+                                spec->in_features, (uint32_t)config.shape->tokens, err));
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
+                                    call->y->stride[0] * 2, CHUNK, err));
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = v->kernel[spec->fast_accum][config.tail_tiles > 0],
+                         .grid = dim3((unsigned)(config.workers * blocks)),
+                         .block = dim3((unsigned)v->threads),
+                         .cluster = blocks > 1 ? (unsigned)blocks : 0,
+                         .shared = (size_t)(a.stages * v->stage + v->rest),
+                         .stream = (cudaStream_t)call->stream,
+                         .pdl = true};
+    void *parameters[] = {&tokens, &outputs, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::nvfp4_fp8_prefill

@@ -1,0 +1,16 @@
+/* Kernels of the NVFP4 linear of some tokens on Hopper for activations of float16; what they do and
+ * what bounds them: sm90_nvfp4_medium.cu. */
+#include "cuda/linear/sm90/sm90_nvfp4_medium_exact.h"
+
+namespace moq::nvfp4_medium {
+
+#define VARIANT(tokens, row_groups, k_groups, split_k, shared, step)                               \
+    variant_of<MOQ_NVFP4_F16, tokens, row_groups, k_groups, split_k, shared>(),
+
+static const variant FLOAT16_VARIANTS[] = {MOQ_NVFP4_MEDIUM_SHAPES(VARIANT)};
+
+const variant *float16_variants(void) {
+    return FLOAT16_VARIANTS;
+}
+
+} // namespace moq::nvfp4_medium

@@ -1,0 +1,261 @@
+/* NVFP4 linear of many tokens on Hopper: y[m, n] = round(sum_k x[m, k] W[n, k] + bias[n]) of 16-bit
+ * activations and the exact weights, which stay packed in memory.
+ *
+ * A block has a tile at a time, 128 rows of W by up to 256 tokens, and two warpgroups that turn
+ * codes into operands in registers and multiply them; two warps copy. What they copy goes round in
+ * a ring of steps of 64 columns. The tiles of a block follow each other without a barrier among its
+ * warpgroups, and the outputs of one leave under the products of the next
+ * (sm90_nvfp4_prefill_outputs.h). Where tiles do not come out even, blocks share K
+ * (sm90_nvfp4_prefill_split_k.h).
+ *
+ * What bounds it (H200, docs/lab/nvfp4-many.md): the tensor cores and the power they take. A step
+ * of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh
+ * of what can be issued meanwhile. */
+#include "core/invariant.h"
+#include "cuda/choice/nvfp4_prefill.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_outputs.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_products.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_split_k.h"
+#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+
+namespace moq::nvfp4_prefill {
+
+#define THREADS      384
+#define UNIT_WORDS   (MOQ_PACK_BYTES / 8)
+#define BAND_TOKENS  2048 /* tokens that are done together, for the sake of L2 */
+#define APART_TOKENS 512  /* up to which tiles begin with different steps */
+
+/* Copies weights, a box of a unit of each slab a step; beyond the layer are zeros. */
+template <class S>
+static __device__ __forceinline__ void produce_units(const gemm_args *a, const producer_pipeline *p,
+                                                     const CUtensorMap *map) {
+    pipeline_state slot = {0, 0};
+    uint64_t policy = a->columns == 1 ? policy_evict_first() : policy_evict_normal();
+    prefetch_map(map);
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int slab = place_of<S>(a, w.number, p->rank).row / MOQ_PACK_ROWS;
+        int step = first_step_of<S>(a, &w);
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
+            uint32_t full = p->full + 8u * slot.index;
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::weight_bytes);
+            copy_box_2d(p->to + (uint32_t)(slot.index * S::weight_bytes), map, step * UNIT_WORDS,
+                        slab, full, policy);
+            advance(&slot, p->stages);
+        }
+    }
+}
+
+/* DIVIDED: blocks share K of some tiles. Where all tiles are whole the code without that is 2 %
+ * faster in layers of short K. */
+template <class S, bool DIVIDED>
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
+                                               tile_scales<S> *b, const output_path *config,
+                                               int group, int rank) {
+    pipeline_state slot = {0, 0};
+    wait_for_predecessor();
+    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        tile_place at = place_of<S>(a, w.number, rank);
+        float sum[S::T / 2] = {};
+        if (!DIVIDED || a->splits > 1 || w.end == a->steps) /* the outputs are this block's */
+            fetch_tile_scales<S>(a, b, &at, group);
+        multiply<S>(t, w.end - w.first, &slot, sum);
+        if constexpr (!DIVIDED) {
+            write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+            continue;
+        }
+        if (a->splits > 1) {
+            write_boxes<S>(a, config, b, &at, group, sum, add_parts<S>(a, group, sum));
+            return;
+        }
+        if (w.end < a->steps) {
+            leave<S>(a, group, sum);
+            continue;
+        }
+        if (w.first > 0)
+            add_earlier<S>(a, &w, group, sum);
+        write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+    }
+}
+
+template <class S, bool DIVIDED>
+static __global__ void __launch_bounds__(THREADS, 1)
+    nvfp4_prefill(const __grid_constant__ CUtensorMap weights,
+                  const __grid_constant__ CUtensorMap tokens,
+                  const __grid_constant__ CUtensorMap outputs,
+                  const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
+    __shared__ __align__(16) tile_scales<S> epilogue[2];
+    uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
+    uint32_t room = x + args.stages * S::token_bytes; /* for outputs on their way */
+    uint32_t units = room + 2 * S::T * 128;
+    int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
+    uint32_t full = first, empty = first + 8 * MAX_STAGES;
+    launch_dependents();
+    if (threadIdx.x % 32 == 0) { /* some by every warp: they take 30 ns each */
+#pragma unroll 1
+        for (int i = (int)threadIdx.x / 32; i < args.stages; i += THREADS / 32) {
+            mbarrier_init(full + 8u * i, 2);
+            mbarrier_init(empty + 8u * i, CONSUMERS / 32 * (S::pair ? 2 : 1) * WARP_ARRIVALS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    if (S::pair) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+    if (threadIdx.x < CONSUMERS) {
+        more_registers<232>();
+        int group =
+            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        uint32_t own = units + threadIdx.x / 32 * MOQ_PACK_BYTES;
+        int lane = threadIdx.x % 32;
+        consumer_pipeline t = {full,
+                               empty,
+                               wgmma_operand(x),
+                               own + moq_pack_word_at(lane / 4, lane % 4, 0),
+                               own + moq_pack_scale_at(lane / 4, 0),
+                               args.stages};
+        output_path config = {&outputs, room + group * S::T * 128};
+        consume<S, DIVIDED>(&args, &t, &epilogue[group], &config, group, rank);
+        if (threadIdx.x % 128 == 0)
+            store_boxes_wait();
+    } else {
+        fewer_registers<40>();
+        producer_pipeline of_weights = {full, empty, units, args.stages, rank};
+        producer_pipeline of_tokens = {full, empty, x, args.stages, rank};
+        if (threadIdx.x == CONSUMERS)
+            produce_units<S>(&args, &of_weights, &weights);
+        else if (threadIdx.x == CONSUMERS + 32)
+            produce_tokens<S>(&args, &of_tokens, &tokens);
+        else if (DIVIDED && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
+            announce<S>(&args, (int)threadIdx.x / 32 % 2);
+    }
+    if (args.splits > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
+        __syncwarp();
+        cluster_sync(); /* the other block may still copy to this one */
+    }
+}
+
+/* ---- shapes ---- */
+
+/* What a launch needs to know of a shape of tiles (choice/nvfp4_prefill.h). */
+typedef struct {
+    int token_bytes, weight_bytes;
+    int epilogue;             /* bytes of static shared memory */
+    const void *kernel[2][2]; /* of bfloat16 and of float16; for whole tiles, for divided ones */
+} variant;
+
+template <int T, moq_sharing SHARE> static variant variant_of(void) {
+    typedef tile<AS_BF16, T, SHARE, false> bf16;
+    typedef tile<AS_F16, T, SHARE, false> f16;
+    return {bf16::token_bytes,
+            bf16::weight_bytes,
+            2 * (int)sizeof(tile_scales<bf16>),
+            {{(const void *)nvfp4_prefill<bf16, false>, (const void *)nvfp4_prefill<bf16, true>},
+             {(const void *)nvfp4_prefill<f16, false>, (const void *)nvfp4_prefill<f16, true>}}};
+}
+
+#define VARIANT(tokens, share, step, even) variant_of<tokens, share>(),
+
+static const variant VARIANTS[] = {MOQ_NVFP4_PREFILL_SHAPES(VARIANT)};
+static_assert(ROWS == MOQ_NVFP4_PREFILL_ROWS && CHUNK == MOQ_NVFP4_PREFILL_CHUNK,
+              "as the choice counts them");
+
+typedef moq_nvfp4_prefill_config method;
+
+/* ---- launch ---- */
+
+/* Blocks of a call, and where its workspace has their sums, behind the flags. */
+static int64_t blocks_of(const method *config) {
+    return config->workers * config->shape->blocks * (config->splits ? config->splits : 1);
+}
+
+static int64_t flag_bytes(const method *config) {
+    return divide_up(blocks_of(config) * 16, 256) * 256;
+}
+
+/* Bytes that outputs of a tile take on their way. */
+static int room_of(const moq_nvfp4_prefill_shape *v) {
+    return v->tokens * ROWS * 2;
+}
+
+static gemm_args args_of(const moq_linear_call *call, const method *config, int limit) {
+    const moq_linear_spec *spec = call->spec;
+    const moq_nvfp4_prefill_shape *s = config->shape;
+    const variant *v = &VARIANTS[config->index];
+    int64_t band = BAND_TOKENS / s->tokens;
+    int stages = (limit - 1024 - 16 * MAX_STAGES - v->epilogue - room_of(s)) /
+                 (v->token_bytes + v->weight_bytes);
+    gemm_args a = {.m = (int)call->m,
+                   .n = (int)spec->out_features,
+                   .slabs = (int)moq_pack_slabs(spec->out_features),
+                   .blocks = (int)moq_pack_blocks(spec->in_features),
+                   .steps = (int)moq_pack_blocks(spec->in_features),
+                   .row_tiles = (int)config->row_tiles,
+                   .columns = (int)config->columns,
+                   .band = (int)(band < config->columns ? band : config->columns),
+                   .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
+                   .boxed = moq_tensor_map_suits(call->y->data, call->y->stride[0]),
+                   .apart = call->m <= APART_TOKENS,
+                   .tail_tiles = (int)config->tail_tiles,
+                   .tail = stream_k_tail_of(config->tail_tiles, moq_pack_blocks(spec->in_features),
+                                            config->workers),
+                   .splits = config->splits,
+                   .out = moq_output_of(call),
+                   .output_scale = call->output_scale};
+    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(config->row_tiles * config->columns <= INT32_MAX);
+    if (config->tail_tiles || config->splits) {
+        a.ready = (uint64_t *)call->workspace;
+        a.handed = (float4 *)((char *)call->workspace + flag_bytes(config));
+    }
+    return a;
+}
+
+extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call) {
+    method config = moq_nvfp4_prefill_expand_config(call);
+    if (!config.tail_tiles && !config.splits)
+        return 0;
+    return flag_bytes(&config) + blocks_of(&config) * config.shape->tokens * ROWS * 4;
+}
+
+extern "C" moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    method config = moq_nvfp4_prefill_expand_config(call);
+    const moq_nvfp4_prefill_shape *s = config.shape;
+    const variant *v = &VARIANTS[config.index];
+    moq_cuda_device device;
+    CUtensorMap weights, tokens, outputs = {};
+    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    gemm_args a = args_of(call, &config, device.shared_per_block);
+    const moq_tensor *x = call->x;
+    MOQ_TRY(moq_tensor_map_words(&weights, call->weight, a.slabs, (int64_t)a.blocks * UNIT_WORDS,
+                                 SLABS, UNIT_WORDS, err));
+    MOQ_TRY(moq_tensor_map_rows(&tokens, x->data, call->m, spec->in_features * 2, x->stride[0] * 2,
+                                (uint32_t)(s->tokens / s->blocks), err));
+    if (a.boxed)
+        MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
+                                    call->y->stride[0] * 2, CHUNK, err));
+    int cluster = s->blocks * (config.splits ? config.splits : 1);
+    moq_launch launch = {
+        .what = "NVFP4 linear",
+        .kernel = v->kernel[x->dtype == MOQ_DT_F16][config.tail_tiles || config.splits],
+        .grid = dim3((unsigned)blocks_of(&config)),
+        .block = dim3(THREADS),
+        .cluster = cluster > 1 ? (unsigned)cluster : 0,
+        .shared = (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(s)),
+        .stream = (cudaStream_t)call->stream,
+        .pdl = true};
+    void *parameters[] = {&weights, &tokens, &outputs, &a};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::nvfp4_prefill

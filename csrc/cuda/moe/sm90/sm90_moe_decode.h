@@ -1,0 +1,332 @@
+/* Parts of the kernels for experts with few tokens on Hopper (sm90_moe_nvfp4_decode.cu, whose head
+ * says how they work together): which expert a slot has, slots in chunks of one expert, and who of
+ * the warps does which part of them.
+ *
+ * A chunk is up to 8 slots of one expert, the columns of a product. An item is a chunk by some rows
+ * of its expert's weight; warps share out the blocks of K of all items of a block as one sequence,
+ * as evenly as can be, so that an item may be spread over warps that follow each other. The warp
+ * that has its first part adds up the rest, which the others leave in shared memory. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
+
+#include "cuda/choice/moe_decode.h"
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+#include "cuda/moe/group.h"
+
+namespace moq::moe_decode {
+
+#define WARPS      MOQ_MOE_DECODE_WARPS
+#define THREADS    (32 * WARPS)
+#define CHUNK      MOQ_MOE_DECODE_CHUNK
+#define MAX_STAGES MOQ_MOE_DECODE_STAGES
+#define ALL_LANES  0xffffffffu
+
+/* ---- slots ---- */
+
+/* What the router says, and where tables of it lie in shared memory. */
+typedef struct {
+    moe::slot_tensor ids, weights; /* of int32 or int64, and of float32 */
+    const int32_t *map;            /* [global_experts], or NULL */
+    int global_experts, experts, top_k, slots;
+    moq_moe_decode_tables at;
+} routing;
+
+/* The tables: of each slot its expert, or -1 where it does not count; slots by expert; chunks; of
+ * each expert how many slots it has, and then where they begin. */
+typedef struct {
+    int32_t *expert;
+    uint16_t *sorted;
+    uint32_t *chunk;
+    uint32_t *count;
+    uint16_t *within; /* [groups of 32 slots][experts]: slots of an expert in a group */
+    int32_t *chunks;  /* how many there are */
+} tables;
+
+/* Those of a warp: where there are no more slots than lanes it may have its own. */
+static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *shared, int warp) {
+    tables t;
+    shared += r->slots <= 32 ? warp * r->at.pitch : 0;
+    t.expert = (int32_t *)(shared + r->at.expert);
+    t.sorted = (uint16_t *)(shared + r->at.sorted);
+    t.chunk = (uint32_t *)(shared + r->at.chunk);
+    t.count = (uint32_t *)(shared + r->at.count);
+    t.within = (uint16_t *)(t.count + r->experts);
+    t.chunks = (int32_t *)(shared + r->at.chunks);
+    return t;
+}
+
+/* A chunk in a word. */
+static __device__ __forceinline__ uint32_t chunk_word(int expert, int first, int slots) {
+    return (uint32_t)expert << 16 | (uint32_t)first << 4 | (uint32_t)slots;
+}
+static __device__ __forceinline__ int expert_of_chunk(uint32_t word) {
+    return (int)(word >> 16);
+}
+static __device__ __forceinline__ int first_of_chunk(uint32_t word) {
+    return (int)(word >> 4 & 0xfff);
+}
+static __device__ __forceinline__ int slots_of_chunk(uint32_t word) {
+    return (int)(word & 15);
+}
+static_assert(MOQ_MOE_DECODE_SLOTS <= 0x1000 && CHUNK <= 15 && MOQ_MOE_DECODE_EXPERTS <= 0x10000,
+              "a chunk fits a word");
+
+/* Where the id of a slot lies, in elements. */
+static __device__ __noinline__ int64_t place_of_id(const routing *r, int slot) {
+    int token = slot / r->top_k;
+    return moe::slot_offset(&r->ids, token, slot - token * r->top_k);
+}
+
+/* Read past the first cache, which may know an older state: a block may be here before what the
+ * router wrote. */
+static __device__ __forceinline__ int64_t id_at(const routing *r, int64_t place) {
+    return r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + place)
+                                      : (int64_t)__ldcg((const int *)r->ids.data + place);
+}
+
+/* The local expert that an id names, or -1 where it does not count. */
+static __device__ __forceinline__ int expert_of_id(const routing *r, int64_t id) {
+    if (id < 0 || id >= r->global_experts)
+        return -1;
+    int local = r->map ? __ldcg(r->map + id) : (int)id;
+    return local >= 0 && local < r->experts ? local : -1;
+}
+
+static __device__ __forceinline__ int expert_at(const routing *r, int64_t place) {
+    return expert_of_id(r, id_at(r, place));
+}
+
+static __device__ __noinline__ int expert_of_slot(const routing *r, int slot) {
+    return expert_at(r, place_of_id(r, slot));
+}
+
+static __device__ __noinline__ float weight_of_slot(const routing *r, int slot) {
+    int token = slot / r->top_k;
+    return __ldcg((const float *)r->weights.data +
+                  moe::slot_offset(&r->weights, token, slot - token * r->top_k));
+}
+
+/* The sum of the lanes up to this one. */
+static __device__ __forceinline__ uint32_t sum_up_to(uint32_t value, int lane) {
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        uint32_t other = __shfl_up_sync(ALL_LANES, value, i);
+        value += lane >= i ? other : 0;
+    }
+    return value;
+}
+
+/* What an expert of so many slots adds to the numbers of chunks, in the upper half, and of slots.
+ */
+static __device__ __forceinline__ uint32_t tally_of(int slots) {
+    return (uint32_t)((slots + CHUNK - 1) / CHUNK) << 16 | (uint32_t)slots;
+}
+
+/* Chunks of at most 32 slots, a lane each, whose ids are at `at`: experts in the order of their
+ * first slots. */
+static __device__ __forceinline__ void group_lanes(const routing *r, const tables *t, int64_t at,
+                                                   int lane) {
+    int expert = lane < r->slots ? expert_at(r, at) : -1;
+    uint32_t same = __match_any_sync(ALL_LANES, expert);
+    int slots = __popc(same), rank = __popc(same & ((1u << lane) - 1));
+    uint32_t own = expert >= 0 && rank == 0 ? tally_of(slots) : 0, all = sum_up_to(own, lane);
+    uint32_t before = __shfl_sync(ALL_LANES, all - own, __ffs(same) - 1);
+    int place = (int)(before & 0xffff) + rank;
+    if (expert >= 0) {
+        t->sorted[place] = (uint16_t)lane;
+        if (rank % CHUNK == 0)
+            t->chunk[(before >> 16) + rank / CHUNK] =
+                chunk_word(expert, place, min(CHUNK, slots - rank));
+    }
+    if (lane < r->slots)
+        t->expert[lane] = expert;
+    if (lane == 31)
+        *t->chunks = (int)(all >> 16);
+}
+
+/* Counts the slots of each expert among 32 that follow each other, a warp's lanes: what is kept of
+ * a slot is its expert and how many this has before it. */
+static __device__ __forceinline__ void count_lanes(const routing *r, const tables *t, int group,
+                                                   int lane) {
+    int slot = 32 * group + lane, expert = slot < r->slots ? expert_of_slot(r, slot) : -1;
+    uint32_t same = __match_any_sync(ALL_LANES, expert);
+    int rank = __popc(same & ((1u << lane) - 1));
+    if (slot < r->slots)
+        t->expert[slot] = expert < 0 ? -1 : expert | rank << 16;
+    if (expert >= 0 && rank == 0)
+        t->within[group * r->experts + expert] = (uint16_t)__popc(same);
+}
+
+/* Of an expert: counts within groups become how many are in groups before; their sum. */
+static __device__ __forceinline__ int sum_groups(const routing *r, const tables *t, int groups,
+                                                 int expert) {
+    int sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < groups; i++) {
+        uint16_t *at = t->within + i * r->experts + expert;
+        int own = *at;
+        *at = (uint16_t)sum;
+        sum += own;
+    }
+    return sum;
+}
+
+/* Chunks of all experts in their order; counts become where the slots of an expert begin. */
+static __device__ __forceinline__ void chunk_experts(const routing *r, const tables *t, int lane) {
+    uint32_t total = 0;
+    for (int first = 0; first < r->experts; first += 32) {
+        int expert = first + lane, slots = expert < r->experts ? (int)t->count[expert] : 0;
+        uint32_t own = tally_of(slots), all = total + sum_up_to(own, lane), before = all - own;
+        for (int i = 0; i < slots; i += CHUNK)
+            t->chunk[(before >> 16) + i / CHUNK] =
+                chunk_word(expert, (int)(before & 0xffff) + i, min(CHUNK, slots - i));
+        if (expert < r->experts)
+            t->count[expert] = before & 0xffff;
+        total = __shfl_sync(ALL_LANES, all, 31);
+    }
+    if (lane == 0)
+        *t->chunks = (int)(total >> 16);
+}
+
+/* What of the tables can be made before the ids are there: counts are clear. Returns where the id
+ * of the lane's slot lies, where there are no more slots than lanes. All threads. */
+template <bool EVERY_WARP>
+static __device__ __forceinline__ int64_t open_tables(const routing *r, const tables *t) {
+    int lane = (int)threadIdx.x % 32, groups = (r->slots + 31) / 32;
+    int64_t place = 0;
+    if (groups > 1) {
+        for (int i = (int)threadIdx.x; i < groups * r->experts; i += (int)blockDim.x)
+            t->within[i] = 0;
+    } else if ((EVERY_WARP || threadIdx.x < 32) && lane < r->slots) {
+        place = place_of_id(r, lane);
+        find_now(place);
+    }
+    __syncthreads();
+    return place;
+}
+
+/* Makes the tables from what open_tables returned; all threads. Where there are no more slots than
+ * lanes each warp has made its own, or has waited for the first. */
+template <bool EVERY_WARP>
+static __device__ __forceinline__ void group_slots(const routing *r, const tables *t,
+                                                   int64_t place) {
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, groups = (r->slots + 31) / 32;
+    int threads = (int)blockDim.x;
+    if (r->slots <= 32) {
+        if (EVERY_WARP || warp == 0)
+            group_lanes(r, t, place, lane);
+        if (EVERY_WARP)
+            __syncwarp();
+        else
+            __syncthreads();
+        return;
+    }
+    for (int group = warp; group < groups; group += threads / 32)
+        count_lanes(r, t, group, lane);
+    __syncthreads();
+    for (int expert = (int)threadIdx.x; expert < r->experts; expert += threads)
+        t->count[expert] = (uint32_t)sum_groups(r, t, groups, expert);
+    __syncthreads();
+    if (warp == 0)
+        chunk_experts(r, t, lane);
+    __syncthreads();
+    for (int slot = (int)threadIdx.x; slot < r->slots; slot += threads) {
+        int both = t->expert[slot], expert = both & 0xffff;
+        if (both < 0)
+            continue;
+        t->sorted[t->count[expert] + t->within[slot / 32 * r->experts + expert] + (both >> 16)] =
+            (uint16_t)slot;
+        t->expert[slot] = expert;
+    }
+    __syncthreads();
+}
+
+/* ---- who does what ---- */
+
+/* How the items of a block lie: `per_chunk` follow each other in a chunk, each of `blocks` blocks
+ * of K. */
+typedef struct {
+    int begin, steps; /* the first item, and blocks of K of all */
+    int per_chunk, blocks;
+} work;
+
+/* A warp on its way through its part, piece by piece: what it has of an item. */
+typedef struct {
+    int left;       /* blocks of K of the pieces behind this one */
+    int piece;      /* of this one, from `block` of the item on; 0 at the end */
+    int block, row; /* `row` of the chunk's items */
+    int chunk;
+} walk;
+
+/* Where the parts of the warps begin. */
+static __device__ __forceinline__ int first_step(const work *w, int warp) {
+    return (int)((uint32_t)w->steps * (uint32_t)warp / WARPS);
+}
+
+static __device__ __forceinline__ walk walk_of(const work *w, int warp) {
+    walk a;
+    int step = first_step(w, warp), item = step / w->blocks, left = first_step(w, warp + 1) - step;
+    a.block = step - item * w->blocks;
+    item += w->begin;
+    a.chunk = item / w->per_chunk;
+    a.row = item - a.chunk * w->per_chunk;
+    a.piece = min(left, w->blocks - a.block);
+    a.left = left - a.piece;
+    return a;
+}
+
+/* Goes on to the next piece. */
+static __device__ __forceinline__ void walk_on(const work *w, walk *a) {
+    a->block = 0;
+    if (++a->row == w->per_chunk) {
+        a->row = 0;
+        a->chunk++;
+    }
+    a->piece = min(a->left, w->blocks);
+    a->left -= a->piece;
+}
+
+/* ---- sums of an item that is spread over warps ---- */
+
+/* Where the sums of a warp's first part lie, COUNT of each lane, if its item began in another. */
+template <int COUNT>
+static __device__ __forceinline__ void leave_sums(float *staged, const float *sum, int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        staged[i * 32 + lane] = sum[i];
+}
+
+/* Adds what the warps behind have of an item of which `missing` blocks are theirs, in their order.
+ */
+template <int COUNT>
+static __device__ __forceinline__ void collect_sums(const work *w, const float *staged,
+                                                    uint32_t barriers, int warp, int missing,
+                                                    float *sum, int lane) {
+#pragma unroll 1
+    while (missing > 0) {
+        warp++;
+        int steps = first_step(w, warp + 1) - first_step(w, warp);
+        if (steps == 0)
+            continue;
+        mbarrier_wait(barriers + 8u * warp, 0);
+        const float *from = staged + warp * COUNT * 32 + lane;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            sum[i] = __fadd_rn(sum[i], from[i * 32]);
+        missing -= steps;
+    }
+}
+
+/* ---- numbers that are asked for early ---- */
+
+/* Not moved to where it is used. */
+static __device__ __forceinline__ float load_early(const float *from) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+}
+
+} // namespace moq::moe_decode
+
+#endif

@@ -1,0 +1,671 @@
+/* The two kernels for experts with few tokens on Hopper, whatever the format of weights, in the
+ * form that takes every K; sm90_moe_decode_split_k.h has the other one. For each slot s of a token
+ * t, e its expert:
+ *
+ *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
+ *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
+ *
+ * x, g and y are bfloat16 or float16. What bounds both is the weights of the experts that have a
+ * slot, each read once for up to 8 slots. At one token it is the start of a kernel, the way from
+ * the router's ids to the first weight, and the way from one kernel to the next. So:
+ *
+ * - Every block finds the experts and their slots by itself from the ids (sm90_moe_decode.h): there
+ * is no kernel that groups, and no number of chunks that the host would have to know.
+ * - Gate and up rows of the same numbers are multiplied by the same warp, so that a lane has both
+ *   sums of an output and activates it at once. In the second kernel a block, or a cluster of them,
+ *   has some slabs of all experts: what becomes of the slots of a token meets in shared memory and
+ *   is added in the order of slots. No sum depends on timing.
+ * - A warp has a ring of stages that it fills itself with bulk copies, and waits for nothing else;
+ *   x, or g, comes from the caches into registers, a stage ahead.
+ * - A block takes half of a multiprocessor. The second kernel starts when the first has waited for
+ *   the ids (programmatic launch), so that it may read them: it fills its rings with weights while
+ *   the first still works, and waits only before it reads g.
+ *
+ * A format F has the weights: slabs of 16 rows by blocks of K, what a stage has of them, what a
+ * lane has of x in a stage, and the products. sm90_moe_nvfp4_decode.cu and sm90_moe_fp8_decode.cu
+ * have one each. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
+
+#include "cuda/moe/expert_activation.h"
+#include "cuda/moe/sm90/sm90_moe_decode.h"
+#include "cuda/runtime/launch.h"
+
+namespace moq::moe_decode {
+
+#define SLAB 16 /* rows */
+
+/* The stack of a weight. */
+typedef struct {
+    const uint8_t *weight;
+    const void *weight_scale;         /* of FP8 by blocks: [experts, block rows, blocks of K] */
+    const float *output_scale, *bias; /* [experts, rows], or NULL */
+    const float *input_scale;         /* [experts, parts], or NULL */
+    int64_t expert_bytes;
+    int rows, columns, blocks; /* of an expert; blocks of K */
+    int slab_bytes;            /* of packed weights */
+    int parts, part_blocks;    /* partitions, and block rows of each */
+} stack;
+
+/* A number that kernels divide by, and floor((2^32 - 1) / by). */
+typedef struct {
+    int by;
+    uint32_t inverse;
+} divisor;
+
+/* What both kernels need. */
+typedef struct {
+    CUtensorMap map; /* of the weight, where a format copies boxes */
+    routing route;
+    stack w;
+    const void *x; /* up: [tokens, H]; down: g, [slots, I] */
+    int64_t x_stride;
+    float *maxima; /* [slots, pairs]: of |g|, where a format needs them */
+    int pairs;     /* slabs of I */
+    int stages, staged_at, scales_at, weights_at;
+    /* Where warps have slices: warps that share K, stages on their way at once at the beginning,
+     * and how work is shared out: blocks of the kernel, items of a chunk, and stages of an item. */
+    int log_splits, flight;
+    divisor by_blocks, by_items, by_stages;
+    bool weighted;         /* the kernel needs the router's weights: */
+    bool weights_on_input; /* the first does here, the second elsewhere */
+} common_args;
+
+typedef struct {
+    common_args common;
+    moe::activation activation;
+    void *g; /* [slots, inner] */
+    int inner;
+} up_args;
+
+typedef struct {
+    common_args common;
+    void *y; /* [tokens, H] */
+    int64_t y_stride;
+    int tokens, slabs, log_cluster;
+    int sums_at;
+    bool accumulate;
+    float *d; /* [slots, H], where a kernel of its own adds up the slots of a token */
+} down_args;
+
+/* Barriers of a block. */
+typedef struct {
+    uint64_t full[WARPS * MAX_STAGES];
+    uint64_t staged[WARPS];
+} barriers;
+
+/* What a warp has of a kernel. Its stages have the slabs `slab` + i * `slab_step` + the walk's row,
+ * i < slabs. */
+typedef struct {
+    const common_args *a;
+    tables t;
+    work own;
+    int warp, lane;
+    int slab, slab_step, slabs;
+    int slab_pitch; /* bytes from one to the next, of packed weights */
+    uint32_t pipeline, full;
+    uint64_t policy;
+    float *scale;  /* of x, by place among the sorted slots, where tokens have one */
+    float *weight; /* of slots, where they are needed */
+} warp_parts;
+
+/* A row of x for the lane: of the slot that is its column of the products. Columns without a slot
+ * have one that there is; what comes of them nobody reads. */
+typedef struct {
+    const uint8_t *row;
+    uint32_t chunk; /* the word */
+    int place;      /* among the sorted slots */
+    float weight;   /* where it is on the input */
+    float scale;    /* that x is quantized by, where an expert has one and it was asked for early */
+} column;
+
+/* The stage that is filled next; the target is the format's. */
+template <class F> struct feed {
+    walk at;
+    typename F::target target;
+};
+
+template <class F> using sums = float[F::slabs][1][4];
+
+/* Factors of the lane's rows g and g + 8 of each slab. */
+template <class F> struct row_scales {
+    float factor[F::slabs][2];
+};
+
+/* ---- a warp ---- */
+
+template <class F> static __device__ __forceinline__ void aim(const warp_parts *p, feed<F> *f) {
+    if (f->at.piece > 0)
+        F::aim(p, f->at, expert_of_chunk(p->t.chunk[f->at.chunk]), &f->target);
+}
+
+/* Fills a stage where there is something left. */
+template <class F>
+static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *f, int stage) {
+    if (f->at.piece == 0)
+        return;
+    int blocks = min(F::stage_blocks, f->at.piece);
+    F::fill(p, f->at, &f->target, blocks, p->pipeline + (uint32_t)(stage * F::stage_bytes),
+            p->full + 8u * stage);
+    f->at.block += blocks;
+    f->at.piece -= blocks;
+    if (f->at.piece == 0) {
+        walk_on(&p->own, &f->at);
+        aim(p, f);
+    }
+}
+
+template <class F>
+static __device__ __forceinline__ void fill_pipeline(const warp_parts *p, feed<F> *f) {
+    f->at = walk_of(&p->own, p->warp);
+    f->target = {};
+    aim(p, f);
+#pragma unroll 1
+    for (int stage = 0; stage < p->a->stages; stage++)
+        fill_stage(p, f, stage);
+}
+
+template <class F, bool UP>
+static __device__ __forceinline__ column column_of(const warp_parts *p, const walk *at) {
+    column c = {};
+    if (at->piece == 0)
+        return c;
+    c.chunk = p->t.chunk[at->chunk];
+    c.place = first_of_chunk(c.chunk) + min(p->lane / 4, slots_of_chunk(c.chunk) - 1);
+    int slot = p->t.sorted[c.place];
+    int64_t row = UP ? slot / p->a->route.top_k : slot;
+    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
+    if (UP && p->a->weights_on_input)
+        c.weight = p->weight[slot];
+    return c;
+}
+
+/* 16 bytes of x or g. */
+static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
+    uint4 v;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+/* rounded(x * w), two at a time. */
+template <int WORDS>
+static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float weight) {
+#pragma unroll
+    for (int i = 0; i < 4 * WORDS; i++) {
+        uint32_t &pair = (&x[i / 4].x)[i % 4];
+        float2 v = moq_widen_pair(pair, dtype);
+        pair = moq_narrow_pair(dtype, __fmul_rn(v.x, weight), __fmul_rn(v.y, weight));
+    }
+}
+
+/* A stage of a warp: what it multiplies, whose x is in registers, and whose comes next. */
+typedef struct {
+    int blocks, next_blocks; /* of K */
+    int next_block, next_row;
+    column own, next;
+    uint32_t stage, bar;
+    int parity;
+} stage_view;
+
+/* The way of a warp through its part, from filled stages on. At the beginning of an item `begin`
+ * asks for what its end needs, and `finish` gets that, the item's row, chunk and sums. */
+template <class F, bool UP, class BEGIN, class FINISH>
+static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<F> *f,
+                                                      float *staged, uint32_t staged_bar,
+                                                      BEGIN begin, FINISH finish) {
+    walk at = walk_of(&p->own, p->warp);
+    if (at.piece == 0)
+        return;
+    typename F::places places = F::places_of(p);
+    pipeline_state place = {0, 0};
+    column own = column_of<F, UP>(p, &at);
+    typename F::columns x = {};
+    F::load(p, &own, at.row, at.block, min(F::stage_blocks, at.piece), &x);
+#pragma unroll 1
+    while (true) {
+        walk ahead = at;
+        walk_on(&p->own, &ahead);
+        column next = own;
+        if (ahead.chunk != at.chunk)
+            next = column_of<F, UP>(p, &ahead);
+        const bool whole = at.block == 0;
+        row_scales<F> found = begin(at.row, own.chunk);
+        sums<F> sum = {};
+        int done = at.block;
+#pragma unroll 1
+        while (at.piece > 0) {
+            stage_view v;
+            v.blocks = min(F::stage_blocks, at.piece);
+            at.piece -= v.blocks;
+            done += v.blocks;
+            const bool ends = at.piece == 0;
+            v.own = own;
+            v.next = ends ? next : own;
+            v.next_block = ends ? 0 : done;
+            v.next_row = ends ? ahead.row : at.row;
+            v.next_blocks = min(F::stage_blocks, ends ? ahead.piece : at.piece);
+            v.stage = (uint32_t)(place.index * F::stage_bytes);
+            v.bar = p->full + 8u * place.index;
+            v.parity = place.parity;
+            F::template multiply<UP>(p, places, v, &x, sum);
+            warp_meets();
+            fill_stage(p, f, place.index);
+            advance(&place, p->a->stages);
+        }
+        if (!whole) {
+            leave_sums<4 * F::slabs>(staged + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
+                                     p->lane);
+            warp_releases<false>(staged_bar + 8u * p->warp);
+        } else {
+            collect_sums<4 * F::slabs>(&p->own, staged, staged_bar, p->warp, p->own.blocks - done,
+                                       &sum[0][0][0], p->lane);
+            finish(at.row, own.chunk, sum, found);
+        }
+        if (ahead.piece == 0)
+            return;
+        at = ahead;
+        own = next;
+    }
+}
+
+/* The barriers of a warp made ready, and its place in the block. */
+template <class F>
+static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *shared,
+                                                 barriers *bar, warp_parts *p) {
+    p->a = a;
+    p->t = tables_of(&a->route, shared, 0);
+    p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
+    p->lane = (int)threadIdx.x % 32;
+    p->pipeline = shared_address(shared) + (uint32_t)(p->warp * a->stages * F::stage_bytes);
+    p->full = shared_address(bar->full + p->warp * MAX_STAGES);
+    p->policy = policy_evict_first();
+    p->scale = (float *)(shared + a->scales_at);
+    p->weight = (float *)(shared + a->weights_at);
+    if (p->lane < a->stages)
+        mbarrier_init(p->full + 8u * p->lane, 1);
+    if (p->lane == 0)
+        mbarrier_init(shared_address(&bar->staged[p->warp]), WARP_ARRIVALS);
+    mbarrier_init_fence();
+}
+
+/* There for everybody after group_slots. */
+static __device__ __forceinline__ void load_weights(const warp_parts *p) {
+    for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += (int)blockDim.x)
+        p->weight[i] = weight_of_slot(&p->a->route, i);
+}
+
+/* Dynamic shared memory from where the format's boxes may lie. */
+template <class F> static __device__ __forceinline__ uint8_t *aligned(uint8_t *shared) {
+    return shared + (-shared_address(shared) & (F::alignment - 1));
+}
+
+/* ---- outputs ---- */
+
+/* Activations that few models have are out of line. */
+static __device__ __noinline__ float activate_rarely(const moe::activation *a, float gate,
+                                                     float up) {
+    return moe::activate(a, gate, up);
+}
+
+static __device__ __forceinline__ float activate_inline(const moe::activation *a, float gate,
+                                                        float up) {
+    if (a->kind != MOQ_MOE_SILU)
+        return activate_rarely(a, gate, up);
+    moe::activation silu = *a;
+    silu.kind = MOQ_MOE_SILU;
+    return moe::activate(&silu, gate, up);
+}
+
+/* The lane's row g + 8 h of slab i, of an item's row. */
+template <class F>
+static __device__ __forceinline__ int row_of(const warp_parts *p, int row, int i, int h) {
+    return (p->slab + i * p->slab_step + row) * SLAB + p->lane / 4 + 8 * h;
+}
+
+template <class F>
+static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts *p, int row,
+                                                               uint32_t chunk) {
+    const stack *w = &p->a->w;
+    row_scales<F> s = {};
+    int expert = expert_of_chunk(chunk);
+    float common = F::factor_of_expert(w, expert);
+#pragma unroll
+    for (int i = 0; i < 2 * F::slabs; i++) {
+        int n = row_of<F>(p, row, i / 2, i % 2);
+        if (i / 2 < p->slabs && n < w->rows)
+            s.factor[i / 2][i % 2] =
+                w->output_scale
+                    ? common * load_early(w->output_scale + (int64_t)expert * w->rows + n)
+                    : common;
+    }
+    return s;
+}
+
+/* The linear's output of a lane's sum: row g + 8 h of slab i, column 2 t + c of the chunk. */
+template <class F>
+static __device__ __forceinline__ float output_of(const warp_parts *p, const row_scales<F> &s,
+                                                  const sums<F> &sum, int row, int i, int h, int c,
+                                                  uint32_t chunk) {
+    const stack *w = &p->a->w;
+    float factor = s.factor[i][h];
+    if (F::scaled_tokens)
+        factor *= p->scale[min(first_of_chunk(chunk) + p->lane % 4 * 2 + c, p->a->route.slots - 1)];
+    float value = __fmul_rn(sum[i][0][2 * h + c], factor);
+    int n = row_of<F>(p, row, i, h);
+    if (w->bias && n < w->rows)
+        value = __fadd_rn(value, w->bias[(int64_t)expert_of_chunk(chunk) * w->rows + n]);
+    return value;
+}
+
+template <class F>
+static __device__ __forceinline__ void store_pair(const up_args *a, const warp_parts *p, int row,
+                                                  uint32_t chunk, const sums<F> &sum,
+                                                  const row_scales<F> &s) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        if (c >= slots_of_chunk(chunk))
+            break; /* nobody has such a column */
+        int i = p->lane % 4 * 2 + c;
+        bool meant = i < slots_of_chunk(chunk);
+        int64_t slot = meant ? p->t.sorted[first_of_chunk(chunk) + i] : 0;
+        uint16_t *to = (uint16_t *)a->g + slot * a->inner + row * SLAB + p->lane / 4;
+        uint32_t most = 0;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float gate = output_of<F>(p, s, sum, row, 0, h, c, chunk);
+            float up = F::slabs == 2 ? output_of<F>(p, s, sum, row, F::slabs - 1, h, c, chunk) : 1;
+            uint32_t value =
+                moq_narrow_pair(F::dtype, activate_inline(&a->activation, gate, up), 0) & 0xffff;
+            if (meant)
+                to[8 * h] = (uint16_t)value;
+            most = max(most, value & 0x7fff);
+        }
+        if (F::scaled_tokens) { /* over g of the lanes that have the column */
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2)
+                most = max(most, __shfl_xor_sync(ALL_LANES, most, lanes));
+            if (meant && p->lane < 4)
+                p->a->maxima[slot * p->a->pairs + row] = moq_widen_pair(most, F::dtype).x;
+        }
+    }
+}
+
+/* Gives what experts make of slots to the blocks that add up their rows: [slots][rows of a block].
+ */
+template <class F>
+static __device__ __forceinline__ void give_sums(const down_args *a, const warp_parts *p,
+                                                 uint32_t to, uint32_t chunk, const sums<F> &sum,
+                                                 const row_scales<F> &s) {
+    const int rows = F::slabs * SLAB >> a->log_cluster;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        int i = p->lane % 4 * 2 + c;
+        if (i >= slots_of_chunk(chunk))
+            continue;
+        int slot = p->t.sorted[first_of_chunk(chunk) + i];
+#pragma unroll
+        for (int j = 0; j < 2 * F::slabs; j++) {
+            int row = j / 2 * SLAB + p->lane / 4 + j % 2 * 8, owner = row / rows;
+            float value = output_of<F>(p, s, sum, 0, j / 2, j % 2, c, chunk);
+            uint32_t at = to + 4u * (uint32_t)(slot * rows + row - owner * rows);
+            if (a->log_cluster)
+                store_remote(address_in((uint32_t)owner, at), value);
+            else
+                store_shared_word(at, __float_as_uint(value));
+        }
+    }
+}
+
+/* y of the block's rows, from `first` on, in the order of slots. */
+template <class F>
+static __device__ __forceinline__ void combine(const down_args *a, const warp_parts *p,
+                                               const float *sums, int first) {
+    const int rows = F::slabs * SLAB >> a->log_cluster, top_k = a->common.route.top_k;
+    for (int i = (int)threadIdx.x; i < a->tokens * rows; i += THREADS) {
+        int token = i / rows, row = i - token * rows;
+        if (first + row >= a->common.w.rows)
+            continue;
+        int64_t at = token * a->y_stride + first + row;
+        float sum = a->accumulate ? moq_load_one(a->y, at, F::dtype) : 0;
+#pragma unroll 4
+        for (int slot = token * top_k; slot < (token + 1) * top_k; slot++) {
+            float d = sums[slot * rows + row], weight = p->weight[slot];
+            float more = __fadd_rn(sum, a->common.weighted ? __fmul_rn(weight, d) : d);
+            sum = p->t.expert[slot] < 0 ? sum : more;
+        }
+        ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(F::dtype, sum, 0);
+    }
+}
+
+/* ---- scales of tokens ---- */
+
+/* The slots of the block's items, by place. */
+typedef struct {
+    int begin, end;
+} places_of_block;
+
+static __device__ __forceinline__ places_of_block block_places(const warp_parts *p) {
+    places_of_block b = {0, 0};
+    int items = p->own.steps / p->own.blocks;
+    if (items == 0)
+        return b;
+    uint32_t first = p->t.chunk[p->own.begin / p->own.per_chunk];
+    uint32_t last = p->t.chunk[(p->own.begin + items - 1) / p->own.per_chunk];
+    b.begin = first_of_chunk(first);
+    b.end = first_of_chunk(last) + slots_of_chunk(last);
+    return b;
+}
+
+/* From all of x, a warp for a slot. */
+template <class F> static __device__ __forceinline__ void find_token_scales(const warp_parts *p) {
+    places_of_block b = block_places(p);
+    for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
+        int slot = p->t.sorted[place], token = slot / p->a->route.top_k;
+        const uint4 *x = (const uint4 *)((const uint16_t *)p->a->x + token * p->a->x_stride);
+        float weight = p->a->weights_on_input ? p->weight[slot] : 0;
+        uint32_t most = 0;
+        for (int i = p->lane; i < p->a->w.columns / 8; i += 32) {
+            uint4 v = x[i];
+            if (p->a->weights_on_input)
+                weigh<1>(&v, F::dtype, weight);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                most = __vmaxu2(most, (&v.x)[j] & 0x7fff7fffu);
+        }
+        most = moq_max_of_lanes(max(most & 0xffff, most >> 16), 32);
+        if (p->lane == 0)
+            p->scale[place] = moq_token_scale(moq_widen_pair(most, F::dtype).x);
+    }
+    __syncthreads();
+}
+
+/* From the maxima of g that the first kernel left. */
+static __device__ __forceinline__ void find_slot_scales(const warp_parts *p) {
+    places_of_block b = block_places(p);
+    for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
+        const float *from = p->a->maxima + p->t.sorted[place] * p->a->pairs;
+        uint32_t most = 0;
+        for (int i = p->lane; i < p->a->pairs; i += 32)
+            most = max(most, __float_as_uint(from[i]));
+        most = moq_max_of_lanes(most, 32);
+        if (p->lane == 0)
+            p->scale[place] = moq_token_scale(__uint_as_float(most));
+    }
+    __syncthreads();
+}
+
+/* ---- the kernels ---- */
+
+template <class F>
+static __global__ void __launch_bounds__(THREADS, 2)
+    moe_decode_up(const __grid_constant__ up_args args) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ barriers bar;
+    uint8_t *shared = aligned<F>(dynamic);
+    const up_args *a = &args;
+    const common_args *common = &args.common;
+    warp_parts p;
+    open_warp<F>(common, shared, &bar, &p);
+    int64_t place = open_tables<false>(&common->route, &p.t);
+    wait_for_predecessor();
+    launch_dependents(); /* not before: who comes next counts on the ids */
+    load_weights(&p);
+    group_slots<false>(&common->route, &p.t, place);
+    uint32_t items = (uint32_t)(*p.t.chunks * common->pairs);
+    uint32_t begin = (uint32_t)((uint64_t)items * blockIdx.x / gridDim.x);
+    uint32_t end = (uint32_t)((uint64_t)items * (blockIdx.x + 1) / gridDim.x);
+    p.own = {(int)begin, (int)(end - begin) * common->w.blocks, common->pairs, common->w.blocks};
+    p.slab = 0;
+    p.slab_step = common->pairs;
+    p.slabs = F::slabs;
+    p.slab_pitch = common->w.slab_bytes * p.slab_step;
+    feed<F> f;
+    fill_pipeline<F>(&p, &f);
+    if (F::scaled_tokens)
+        find_token_scales<F>(&p);
+    multiply_items<F, true>(
+        &p, &f, (float *)(shared + common->staged_at), shared_address(bar.staged),
+        [&](int row, uint32_t chunk) { return scales_of_rows<F>(&p, row, chunk); },
+        [&](int row, uint32_t chunk, const sums<F> &sum, const row_scales<F> &s) {
+            store_pair<F>(a, &p, row, chunk, sum, s);
+        });
+}
+
+template <class F>
+static __global__ void __launch_bounds__(THREADS, 2)
+    moe_decode_down(const __grid_constant__ down_args args) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ barriers bar;
+    uint8_t *shared = aligned<F>(dynamic);
+    const down_args *a = &args;
+    const common_args *common = &args.common;
+    launch_dependents();
+    warp_parts p;
+    open_warp<F>(common, shared, &bar, &p);
+    int64_t place = open_tables<false>(&common->route, &p.t);
+    if (a->log_cluster)
+        cluster_arrive();
+    /* The kernel before has waited for the ids before it let this one start. */
+    load_weights(&p);
+    group_slots<false>(&common->route, &p.t, place);
+    int rank = (int)blockIdx.x & ((1 << a->log_cluster) - 1);
+    int cluster = (int)blockIdx.x >> a->log_cluster, chunks = *p.t.chunks;
+    int begin = chunks * rank >> a->log_cluster, end = chunks * (rank + 1) >> a->log_cluster;
+    p.own = {begin, (end - begin) * common->w.blocks, 1, common->w.blocks};
+    p.slab = cluster * F::slabs;
+    p.slab_step = 1;
+    p.slabs = min(F::slabs, a->slabs - p.slab);
+    p.slab_pitch = common->w.slab_bytes;
+    feed<F> f;
+    fill_pipeline<F>(&p, &f);
+    float *given = (float *)(shared + a->sums_at);
+    if (a->log_cluster)
+        cluster_wait();
+    wait_for_predecessor();
+    if (F::scaled_tokens)
+        find_slot_scales(&p);
+    multiply_items<F, false>(
+        &p, &f, (float *)(shared + common->staged_at), shared_address(bar.staged),
+        [&](int row, uint32_t chunk) { return scales_of_rows<F>(&p, row, chunk); },
+        [&](int, uint32_t chunk, const sums<F> &sum, const row_scales<F> &s) {
+            give_sums<F>(a, &p, shared_address(given), chunk, sum, s);
+        });
+    if (a->log_cluster)
+        cluster_sync();
+    else
+        __syncthreads();
+    combine<F>(a, &p, given, p.slab * SLAB + rank * (F::slabs * SLAB >> a->log_cluster));
+}
+
+/* ---- launch ---- */
+
+static inline routing routing_of(const moq_moe_call *call, const moq_moe_decode_half *half) {
+    routing r = {};
+    r.ids = moe::slot_tensor_of(call->ids);
+    r.weights = moe::slot_tensor_of(call->weights);
+    r.map = call->expert_map;
+    r.global_experts = call->spec->global_experts;
+    r.experts = call->spec->experts;
+    r.top_k = call->spec->top_k;
+    r.slots = (int)(call->tokens * call->spec->top_k);
+    r.at = half->tables;
+    return r;
+}
+
+/* All but what depends on the format: blocks, bytes and the map. */
+static inline common_args common_of(const moq_moe_call *call, const moq_moe_decode_half *half,
+                                    const moq_linear_spec *layer, const moq_moe_weight *w) {
+    common_args c = {};
+    c.route = routing_of(call, half);
+    c.w.weight = w->weight;
+    c.w.weight_scale = w->weight_scale;
+    c.w.output_scale = w->output_scale;
+    c.w.bias = w->bias;
+    c.w.input_scale = w->input_scale;
+    c.w.rows = (int)layer->out_features;
+    c.w.columns = (int)layer->in_features;
+    c.w.parts = layer->partition_count;
+    c.w.part_blocks = (int)((layer->partition[0] + 127) / 128);
+    c.pairs = (int)(call->spec->w2.in_features / SLAB);
+    c.maxima = (float *)((uint8_t *)call->workspace +
+                         moq_moe_decode_inner_bytes(call->spec, call->tokens));
+    c.stages = half->stages;
+    c.log_splits = half->log_splits;
+    c.flight = half->flight;
+    c.staged_at = half->staged_at;
+    c.scales_at = half->scales_at;
+    c.weights_at = half->weights_at;
+    c.weights_on_input = call->weights_on_input;
+    return c;
+}
+
+static inline up_args up_of(const moq_moe_call *call, const moq_moe_decode_share *share) {
+    up_args a = {};
+    a.common = common_of(call, &share->up, &call->spec->w13, &call->w13);
+    a.common.x = call->x->data;
+    a.common.x_stride = call->x->stride[0];
+    a.common.weighted = call->weights_on_input;
+    a.activation = moe::activation_of(call->spec);
+    a.g = call->workspace;
+    a.inner = (int)call->spec->w2.in_features;
+    return a;
+}
+
+static inline down_args down_of(const moq_moe_call *call, const moq_moe_decode_share *share) {
+    down_args a = {};
+    a.common = common_of(call, &share->down, &call->spec->w2, &call->w2);
+    a.common.x = call->workspace;
+    a.common.x_stride = call->spec->w2.in_features;
+    a.y = call->y->data;
+    a.y_stride = call->y->stride[0];
+    a.tokens = (int)call->tokens;
+    a.slabs = (a.common.w.rows + SLAB - 1) / SLAB;
+    while (1 << a.log_cluster < share->down.cluster)
+        a.log_cluster++;
+    a.sums_at = share->down.sums_at;
+    a.common.weighted = !call->weights_on_input;
+    a.accumulate = call->accumulate;
+    a.d = (float *)((uint8_t *)call->workspace + moq_moe_decode_sums_at(call->spec, call->tokens));
+    return a;
+}
+
+static inline moq_status launch_half(const moq_moe_call *call, const moq_moe_decode_half *half,
+                                     const char *what, const void *kernel, void *args,
+                                     moq_err *err) {
+    moq_launch launch = {.what = what,
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)half->grid),
+                         .block = dim3(THREADS),
+                         .cluster = half->cluster > 1 ? (unsigned)half->cluster : 0,
+                         .shared = (size_t)half->shared,
+                         .stream = (cudaStream_t)call->stream,
+                         .pdl = true};
+    void *parameters[] = {args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::moe_decode
+
+#endif

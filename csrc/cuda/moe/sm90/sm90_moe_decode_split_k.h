@@ -1,0 +1,523 @@
+/* The kernels for experts with few tokens on Hopper where warps have slices of K that are known
+ * when the kernel is compiled (sm90_moe_decode_kernels.h says what is computed).
+ *
+ * From two tokens on they read weights at three quarters to nine tenths of the memory's speed;
+ * what else there is is the way from the ids to the first products, and from one kernel to the next
+ * (docs/lab/moe.md). So:
+ *
+ * - A slice has BLOCKS blocks of K, and its products no branch. Where K is no multiple of the
+ *   slices the last ones overlap, with zeros of x. A stage is a slab by a slice or a part of it.
+ * - What a stage is filled with is found by lanes for 32 stages at once, each lane one of them,
+ *   which then asks for it: filling a ring is a few instructions a stage.
+ * - Copies that are on their way together arrive together, the first as late as the last. So a
+ *   fresh ring is not asked for at once, but `flight` stages, and another whenever one has come.
+ * - In the first kernel WARPS, or half of them, or a quarter, share K: a group. What a warp has of
+ *   x, the slots of a chunk by its slice, stays in registers for all items of the chunk. A group's
+ *   sums of an item meet in shared memory, where each of its warps adds up some slots while the
+ *   next item is multiplied, in the order of the slices.
+ * - Up to 32 slots every warp groups them for itself, and none waits for another.
+ *
+ * The second kernel is as the first: items of two slabs leave d, float32 [slots, H], and a third
+ * kernel adds up the slots of a token, so that g is read once a block, not once a slab.
+ *
+ * A format F has what a lane asks for, columns of x, and the products of a stage. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
+
+#include "cuda/moe/sm90/sm90_moe_decode_kernels.h"
+
+namespace moq::moe_decode {
+
+#define LOG_WARPS  3
+#define MAX_GROUPS WARPS
+#define STAGED     MOQ_MOE_DECODE_STAGED
+static_assert(1 << LOG_WARPS == WARPS, "a power of two");
+static_assert(STAGED == 3, "as multiply_slices has it");
+
+typedef struct {
+    uint64_t full[WARPS * MAX_STAGES];
+    uint64_t staged[MAX_GROUPS][STAGED];
+} split_barriers;
+
+/* ---- who does what ---- */
+
+/* What a warp has: a slice, and every `step`th item from one on. */
+typedef struct {
+    int parts, part; /* that share an item's K */
+    int nominal;     /* the first block of K that is the warp's, */
+    int begin;       /* and of its slice, which may overlap the one before */
+    int first, step, items;
+    int row_slabs;        /* from the first slab of an item to that of the next */
+    uint32_t stage_bytes; /* of the ring */
+    uint32_t sums;        /* of the group, parked: [PARKED][parts][slabs][32 lanes] float4 */
+    uint32_t staged;      /* its barriers */
+} split;
+
+/* n / d->by, n being less than 2^31. */
+static __device__ __forceinline__ int divide(int n, const divisor *d) {
+    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one less */
+    return quotient + (n - quotient * d->by >= d->by);
+}
+
+/* A stage that is multiplied: where it is, its barrier, and its number among the warp's. */
+typedef struct {
+    uint32_t at, bar;
+    int parity, number;
+} split_stage;
+
+/* An item: the first of some slabs, and the chunk. */
+typedef struct {
+    int row, chunk;
+} item_place;
+
+static __device__ __forceinline__ item_place place_of_item(const warp_parts *p, int item) {
+    item_place at;
+    at.chunk = divide(item, &p->a->by_items);
+    at.row = item - at.chunk * p->a->by_items.by;
+    return at;
+}
+
+static __device__ __forceinline__ void next_item(const warp_parts *p, const split *s,
+                                                 item_place *at) {
+    at->row += s->step;
+    while (at->row >= p->a->by_items.by) {
+        at->row -= p->a->by_items.by;
+        at->chunk++;
+    }
+}
+
+/* The barriers of a warp made ready, and its place in the block. */
+template <class F>
+static __device__ __forceinline__ void open_split(const common_args *a, uint8_t *shared,
+                                                  split_barriers *bar, warp_parts *p, split *s) {
+    p->a = a;
+    p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
+    p->lane = (int)threadIdx.x % 32;
+    p->t = tables_of(&a->route, shared, p->warp);
+    s->stage_bytes = F::stage_blocks * F::block_bytes;
+    p->pipeline = shared_address(shared) + (uint32_t)(p->warp * a->stages) * s->stage_bytes;
+    p->full = shared_address(bar->full + p->warp * MAX_STAGES);
+    p->policy = policy_evict_first();
+    p->scale = (float *)(shared + a->scales_at);
+    p->weight = (float *)(shared + a->weights_at);
+    p->slabs = F::slabs;
+    s->parts = 1 << a->log_splits;
+    s->part = p->warp & (s->parts - 1);
+    s->nominal = s->part * F::blocks;
+    s->begin = min(s->nominal, a->w.blocks - F::blocks);
+    int group = p->warp >> a->log_splits;
+    s->sums = shared_address(shared + a->staged_at) +
+              (uint32_t)(group * STAGED * s->parts * F::slabs * 512);
+    s->staged = shared_address(bar->staged[group]);
+    if (p->lane < a->stages)
+        mbarrier_init(p->full + 8u * p->lane, 1);
+    if (s->part == 0 && p->lane < STAGED)
+        mbarrier_init(s->staged + 8u * p->lane, (uint32_t)(WARP_ARRIVALS * s->parts));
+    mbarrier_init_fence();
+}
+
+/* The group's of all items, the block's being as even a share as any. */
+static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
+    const divisor *blocks = &p->a->by_blocks;
+    int items = *p->t.chunks * p->a->by_items.by, each = divide(items, blocks);
+    int block = (int)blockIdx.x, more = items - each * blocks->by;
+    int begin = block * each + min(block, more), count = each + (block < more);
+    p->own = {begin, count * p->a->w.blocks, p->a->by_items.by, p->a->w.blocks};
+    int group = p->warp >> p->a->log_splits, log_groups = LOG_WARPS - p->a->log_splits;
+    s->step = 1 << log_groups;
+    s->first = begin + group;
+    s->items = max(count - group + s->step - 1, 0) >> log_groups;
+}
+
+/* ---- the ring ---- */
+
+/* What the lane asks for next: stage `number` of the warp's, if there are so many. */
+template <class F> struct lane_feed {
+    int number, all;
+    typename F::split_target target;
+};
+
+/* Finds the target of the lane's stage. */
+template <class F>
+static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split *s,
+                                                lane_feed<F> *f) {
+    if (f->number >= f->all)
+        return;
+    constexpr int stages = F::blocks / F::stage_blocks; /* of a slice */
+    int index = divide(f->number, &p->a->by_stages);
+    int rest = f->number - index * p->a->by_stages.by, piece = rest / stages;
+    item_place at = place_of_item(p, s->first + index * s->step);
+    int slab = at.row * s->row_slabs + piece * p->slab_step;
+    F::aim_split(p, expert_of_chunk(p->t.chunk[at.chunk]), slab,
+                 s->begin + (rest - piece * stages) * F::stage_blocks, &f->target);
+}
+
+template <class F>
+static __device__ __forceinline__ void fill_place(const warp_parts *p, const split *s,
+                                                  const lane_feed<F> *f, int place) {
+    F::fill_split_stage(p, &f->target, p->pipeline + (uint32_t)place * s->stage_bytes,
+                        p->full + 8u * place);
+}
+
+/* Fills as many stages of a fresh ring as may be on their way. */
+template <class F>
+static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, const split *s) {
+    lane_feed<F> f = {p->lane, s->items * p->a->by_stages.by, {}};
+    aim_lane(p, s, &f);
+    if (p->lane < min(p->a->flight, f.all))
+        fill_place(p, s, &f, p->lane);
+    __syncwarp();
+    return f;
+}
+
+/* Waits for a stage, and fills another of a ring that is still fresh. */
+template <class F>
+static __device__ __forceinline__ void
+await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const split_stage *stage) {
+    mbarrier_wait(stage->bar, stage->parity);
+    int next = stage->number + p->a->flight;
+    if (next < p->a->stages) {
+        if (p->lane == next && next < f->all)
+            fill_place(p, s, f, next);
+        __syncwarp();
+    }
+}
+
+/* Fills the place of stage `number`, which has been multiplied; lanes go on, half of them at a
+ * time: there are never more stages than that. */
+template <class F>
+static __device__ __forceinline__ void refill(const warp_parts *p, const split *s, lane_feed<F> *f,
+                                              int number, int place) {
+    int next = number + p->a->stages;
+    warp_meets();
+    if (p->lane == next % 32 && next < f->all)
+        fill_place(p, s, f, place);
+    if (number % 16 == 15 && p->lane / 16 == (number / 16) % 2) {
+        f->number += 32;
+        aim_lane(p, s, f);
+    }
+    __syncwarp();
+}
+static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the ring");
+
+/* A slab by the warp's slice: its sums, and the ring goes on. */
+template <class F>
+static __device__ __forceinline__ void
+multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
+              const typename F::places &places, const typename F::split_columns &x,
+              pipeline_state *place, int *number, float (&sum)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        sum[j] = 0;
+#pragma unroll
+    for (int i = 0; i < F::blocks; i += F::stage_blocks) {
+        split_stage stage = {(uint32_t)place->index * s->stage_bytes, p->full + 8u * place->index,
+                             place->parity, *number};
+        await_stage(p, s, f, &stage);
+        F::multiply_stage(places, &stage, x, i, f->target, sum);
+        refill(p, s, f, *number, place->index);
+        advance(place, p->a->stages);
+        ++*number;
+    }
+}
+
+/* ---- x ---- */
+
+/* The lane's column of a chunk. */
+template <class F, bool UP>
+static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, uint32_t chunk) {
+    column c = {};
+    c.chunk = chunk;
+    c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
+    int slot = p->t.sorted[c.place];
+    int64_t row = UP ? slot / p->a->route.top_k : slot;
+    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
+    if (UP && p->a->weights_on_input)
+        c.weight = p->weight[slot];
+    c.scale = F::scale_of_column(p, &c);
+    return c;
+}
+
+/* ---- sums of a group ---- */
+
+/* Where the warp leaves a lane's sums of a slab: lanes change places, and in every other slab
+ * neighbouring columns, such that 16 rows of two slabs in one column meet no bank twice. */
+template <class F>
+static __device__ __forceinline__ void stage_sums(const warp_parts *p, const split *s, int index,
+                                                  const float (&sum)[F::slabs][4]) {
+    uint32_t to = s->sums + (uint32_t)((index % STAGED * s->parts + s->part) * F::slabs * 512 +
+                                       (p->lane ^ p->lane / 8) * 16);
+#pragma unroll
+    for (int i = 0; i < F::slabs; i++)
+        store_shared(to + 512 * i,
+                     make_uint4(__float_as_uint(sum[i][i]), __float_as_uint(sum[i][1 - i]),
+                                __float_as_uint(sum[i][2 + i]), __float_as_uint(sum[i][3 - i])));
+    warp_releases<false>(s->staged + 8u * (index % STAGED));
+}
+
+/* The sum of all parts in a column: lane i has row i % 16 of slab i / 16, if there are two. */
+template <class F>
+static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const split *s,
+                                                      int index, int c) {
+    int g = p->lane % 8, slab = p->lane / 16 * (F::slabs - 1);
+    uint32_t from = s->sums + (uint32_t)((index % STAGED * s->parts * F::slabs + slab) * 512 +
+                                         ((4 * g + c / 2) ^ g / 2) * 16 + p->lane / 8 % 2 * 8 +
+                                         (c % 2 ^ slab) * 4);
+    float value[WARPS];
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+        value[i] = i < s->parts
+                       ? __uint_as_float(load_shared_word(from + (uint32_t)(i * F::slabs * 512)))
+                       : 0;
+#pragma unroll
+    for (int half = WARPS / 2; half; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; i++)
+            value[i] = __fadd_rn(value[i], value[i + half]);
+    return value[0];
+}
+
+/* The lane's row of an item. */
+template <class F>
+static __device__ __forceinline__ int row_of_lane(const warp_parts *p, const split *s,
+                                                  const item_place *at) {
+    int slab = at->row * s->row_slabs + p->lane / 16 * (F::slabs - 1) * p->slab_step;
+    return slab * SLAB + p->lane % 16;
+}
+
+/* What the lane's row is multiplied by in the end, asked for early. */
+typedef struct {
+    float row, expert;
+} lane_factor;
+
+template <class F>
+static __device__ __forceinline__ lane_factor factor_of_lane(const warp_parts *p, const split *s,
+                                                             const item_place *at, int expert) {
+    const stack *w = &p->a->w;
+    int n = row_of_lane<F>(p, s, at);
+    lane_factor f = {1, F::factor_of_expert(w, expert)};
+    if (w->output_scale && n < w->rows)
+        f.row = load_early(w->output_scale + (int64_t)expert * w->rows + n);
+    return f;
+}
+
+/* ---- the way through items whose K warps share ---- */
+
+/* Waits for the sums of all warps of the group. */
+static __device__ __forceinline__ void await_sums(const split *s, int index) {
+    mbarrier_wait(s->staged + 8u * (index % STAGED), index / STAGED & 1);
+}
+
+/* Adds up the slots of the group's item `index` that are this warp's; `finish` gets the column of
+ * the chunk, and of each lane its row and the linear's output. */
+template <class F, class FINISH>
+static __device__ __forceinline__ void meet_sums(const warp_parts *p, const split *s, int index,
+                                                 const item_place *at, uint32_t chunk,
+                                                 const lane_factor &found, FINISH finish) {
+    const stack *w = &p->a->w;
+    int slots = slots_of_chunk(chunk), c = (s->part - index) & (s->parts - 1);
+    if (c < slots)
+        await_sums(s, index);
+#pragma unroll 1
+    for (; c < slots; c += s->parts) {
+        int n = row_of_lane<F>(p, s, at), expert = expert_of_chunk(chunk);
+        float factor = found.expert * found.row;
+        if (F::scaled_tokens)
+            factor *= p->scale[first_of_chunk(chunk) + c];
+        float value = __fmul_rn(sum_of_column<F>(p, s, index, c), factor);
+        if (w->bias && n < w->rows)
+            value = __fadd_rn(value, w->bias[(int64_t)expert * w->rows + n]);
+        finish(at, first_of_chunk(chunk) + c, n, value);
+    }
+}
+
+/* From filled stages on. A warp parks its sums of an item when it has read what is its of the item
+ * before. So who has waited for all of an item knows that the one before has been read, and there
+ * is room for it again: of three places, that of the next item. */
+template <class F, bool UP, class FINISH>
+static __device__ __forceinline__ void multiply_splits(const warp_parts *p, const split *s,
+                                                       lane_feed<F> *f, FINISH finish) {
+    if (s->items == 0)
+        return;
+    item_place at = place_of_item(p, s->first), before = at;
+    typename F::places places = F::places_of(p);
+    pipeline_state place = {0, 0};
+    typename F::split_columns x = {};
+    uint32_t chunk = 0, chunk_before = 0;
+    lane_factor found = {}, found_before = {};
+    int loaded = -1, number = 0;
+#pragma unroll 1
+    for (int i = 0; i < s->items; i++) {
+        if (at.chunk != loaded) {
+            loaded = at.chunk;
+            chunk = p->t.chunk[loaded];
+            column c = column_of_chunk<F, UP>(p, chunk);
+            typename F::raw_columns raw;
+            F::load_raw(p, &c, s->begin, s->nominal, &raw);
+            F::template make_columns<UP>(p, &c, &raw, &x);
+        }
+        found = factor_of_lane<F>(p, s, &at, expert_of_chunk(chunk));
+        float sum[F::slabs][4];
+#pragma unroll 1
+        for (int slab = 0; slab < F::slabs; slab++) { /* one piece of code for both */
+#pragma unroll
+            for (int j = 0; j < 4 && F::slabs == 2; j++)
+                sum[0][j] = slab ? sum[F::slabs - 1][j] : 0;
+            multiply_slab<F>(p, s, f, places, x, &place, &number, sum[F::slabs - 1]);
+        }
+        if (i > 1)
+            await_sums(s, i - 2);
+        if (i > 0)
+            meet_sums<F>(p, s, i - 1, &before, chunk_before, found_before, finish);
+        stage_sums<F>(p, s, i, sum);
+        before = at;
+        chunk_before = chunk;
+        found_before = found;
+        next_item(p, s, &at);
+    }
+    meet_sums<F>(p, s, s->items - 1, &before, chunk_before, found_before, finish);
+}
+
+template <class F>
+static __device__ __forceinline__ void store_g(const up_args *a, const warp_parts *p,
+                                               const item_place *at, int place, float value) {
+    float up = F::slabs == 2 ? __shfl_down_sync(ALL_LANES, value, 16) : 1;
+    int64_t slot = p->t.sorted[place];
+    uint32_t g = moq_narrow_pair(F::dtype, activate_inline(&a->activation, value, up), 0) & 0xffff;
+    if (p->lane < SLAB)
+        ((uint16_t *)a->g)[slot * a->inner + at->row * SLAB + p->lane] = (uint16_t)g;
+    if (F::scaled_tokens) {
+        uint32_t most = moq_max_of_lanes(g & 0x7fff, SLAB);
+        if (p->lane == 0)
+            p->a->maxima[slot * p->a->pairs + at->row] = moq_widen_pair(most, F::dtype).x;
+    }
+}
+
+template <class F>
+static __global__ void __launch_bounds__(THREADS, 2)
+    moe_decode_up_split_k(const __grid_constant__ up_args args) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ split_barriers bar;
+    uint8_t *shared = aligned<F>(dynamic);
+    const up_args *a = &args;
+    const common_args *common = &args.common;
+    warp_parts p;
+    split s;
+    open_split<F>(common, shared, &bar, &p, &s);
+    p.slab_step = common->pairs;
+    s.row_slabs = 1;
+    touch_parameter(args);
+    int64_t place = open_tables<true>(&common->route, &p.t);
+    wait_for_predecessor();
+    launch_dependents(); /* not before: who comes next counts on the ids */
+    load_weights(&p);
+    group_slots<true>(&common->route, &p.t, place);
+    share_items(&p, &s);
+    lane_feed<F> f = fill_split<F>(&p, &s);
+    if (common->weights_on_input)
+        __syncthreads();
+    if (F::scaled_tokens)
+        find_token_scales<F>(&p);
+    multiply_splits<F, true>(&p, &s, &f, [&](const item_place *at, int of, int, float value) {
+        store_g<F>(a, &p, at, of, value);
+    });
+}
+
+template <class F>
+static __global__ void __launch_bounds__(THREADS, 2)
+    moe_decode_down_split_k(const __grid_constant__ down_args args) {
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    __shared__ split_barriers bar;
+    uint8_t *shared = aligned<F>(dynamic);
+    const down_args *a = &args;
+    const common_args *common = &args.common;
+    launch_dependents();
+    warp_parts p;
+    split s;
+    open_split<F>(common, shared, &bar, &p, &s);
+    p.slab_step = 1;
+    s.row_slabs = F::slabs;
+    int64_t place = open_tables<true>(&common->route, &p.t);
+    group_slots<true>(&common->route, &p.t, place); /* as in moe_decode_down */
+    share_items(&p, &s);
+    lane_feed<F> f = fill_split<F>(&p, &s);
+    wait_for_predecessor();
+    if (F::scaled_tokens)
+        find_slot_scales(&p);
+    multiply_splits<F, false>(&p, &s, &f, [&](const item_place *, int of, int n, float value) {
+        if (n < common->w.rows)
+            a->d[(int64_t)p.t.sorted[of] * common->w.rows + n] = value;
+    });
+}
+
+/* ---- the sum over slots ---- */
+
+#define SUM_THREADS 256
+
+/* y of a token's columns from d, in the order of slots. */
+template <moq_dtype DT>
+static __global__ void __launch_bounds__(SUM_THREADS)
+    moe_decode_sum(const __grid_constant__ down_args args) {
+    __shared__ float weight[MOQ_MOE_TOP_K];
+    __shared__ bool counts[MOQ_MOE_TOP_K];
+    const down_args *a = &args;
+    const routing *r = &args.common.route;
+    int first = (int)blockIdx.x * r->top_k, lane = (int)threadIdx.x;
+    launch_dependents();
+    /* The ids, and what they are beside, were there before the first of the three kernels began. */
+    if (lane < r->top_k) {
+        counts[lane] = expert_of_slot(r, first + lane) >= 0;
+        weight[lane] = a->common.weighted ? weight_of_slot(r, first + lane) : 1.0f;
+    }
+    __syncthreads();
+    wait_for_predecessor();
+    int rows = a->common.w.rows, n = (int)blockIdx.y * SUM_THREADS + lane;
+    if (n >= rows)
+        return;
+    int64_t at = blockIdx.x * a->y_stride + n;
+    const float *d = a->d + (int64_t)first * rows + n;
+    float sum = a->accumulate ? moq_load_one(a->y, at, DT) : 0;
+#pragma unroll 8
+    for (int j = 0; j < r->top_k; j++)
+        if (counts[j])
+            sum = __fadd_rn(sum, __fmul_rn(weight[j], d[(int64_t)j * rows]));
+    ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(DT, sum, 0);
+}
+
+static inline moq_status launch_sum(const moq_moe_call *call, down_args *down, moq_err *err) {
+    unsigned parts = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
+    moq_launch launch = {.what = "the sum over slots",
+                         .kernel = call->spec->w13.dtype == MOQ_DT_F16
+                                       ? (const void *)moe_decode_sum<MOQ_DT_F16>
+                                       : (const void *)moe_decode_sum<MOQ_DT_BF16>,
+                         .grid = dim3((unsigned)call->tokens, parts),
+                         .block = dim3(SUM_THREADS),
+                         .stream = (cudaStream_t)call->stream,
+                         .pdl = true};
+    void *parameters[] = {down};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+static inline divisor divisor_of(int by) {
+    divisor d = {by, 0xffffffffu / (uint32_t)by};
+    return d;
+}
+
+/* Both kernels, or all three. */
+static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_decode_share *share,
+                                    const char *what, const void *up_kernel, up_args *up,
+                                    const void *down_kernel, down_args *down, moq_err *err) {
+    up->common.by_blocks = divisor_of(share->up.grid);
+    up->common.by_items = divisor_of(up->common.pairs);
+    down->common.by_blocks = divisor_of(share->down.grid);
+    down->common.by_items = divisor_of((down->slabs + share->down.slabs - 1) / share->down.slabs);
+    up->common.by_stages = divisor_of(share->up.pieces);
+    down->common.by_stages = divisor_of(share->down.pieces);
+    MOQ_TRY(launch_half(call, &share->up, what, up_kernel, up, err));
+    MOQ_TRY(launch_half(call, &share->down, what, down_kernel, down, err));
+    return share->down.split ? launch_sum(call, down, err) : MOQ_OK;
+}
+
+} // namespace moq::moe_decode
+
+#endif

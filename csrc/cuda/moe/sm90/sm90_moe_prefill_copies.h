@@ -1,0 +1,255 @@
+/* How weights and rows of FP8 experts come to the tiles of sm90_moe_prefill_tile.h: a ring in
+ * shared memory, which two threads fill by the copy engine.
+ *
+ * The one that copies W claims tiles for its block, each as late as the answer comes in time, and
+ * tells the others: the memory serves blocks unequally, and whoever is served well has more of
+ * them. Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the
+ * other: so it comes from memory once for them, and L2 may give it up before all else, without
+ * which memory is slower by a tenth (docs/lab/moe.md).
+ *
+ * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
+ * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
+
+#include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
+
+namespace moq::moe_prefill {
+
+/* ---- tiles ---- */
+
+/* As place_at, in the order told above. */
+static __device__ __forceinline__ place place_in_turn(const gemm_args *a, int number) {
+    constexpr int TOGETHER = MOQ_MOE_PREFILL_TOGETHER;
+    int all = TOGETHER * a->row_tiles, group = number / all, rest = number - group * all;
+    int first = group * TOGETHER, tiles = min(TOGETHER, a->count[1] - first);
+    int along = rest / tiles;
+    return {a->tiles[first + rest - along * tiles], along};
+}
+
+#define SCHEDULER_STAGES 4 /* that some may not have seen yet */
+
+/* In shared memory; and barriers: a place is there, everybody has seen it. */
+typedef struct {
+    int4 *place; /* expert, first row, rows, tile of W, which is -1 behind the last */
+    uint32_t full, empty;
+} scheduler_queue;
+
+/* By the thread that claims. */
+static __device__ __forceinline__ void publish_tile(const scheduler_queue *b, pipeline_state *at,
+                                                    const place *p) {
+    mbarrier_wait(b->empty + 8u * at->index, at->parity ^ 1);
+    b->place[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
+    mbarrier_arrive(b->full + 8u * at->index);
+    advance(at, SCHEDULER_STAGES);
+}
+
+/* By the others, who then release b->empty. */
+static __device__ __forceinline__ place read_published_tile(const scheduler_queue *b,
+                                                            const pipeline_state *at) {
+    mbarrier_wait(b->full + 8u * at->index, at->parity);
+    int4 p = b->place[at->index];
+    return {{p.x, p.y, p.z}, p.w};
+}
+
+/* ---- rings ---- */
+
+typedef struct {
+    const CUtensorMap *map;
+    uint32_t pipeline, full, empty; /* in shared memory; barriers of the stages */
+} copy_pipeline;
+
+/* Steps of W of a tile, from `begin` to `end`. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_pipeline *r,
+                                                    const place *p, int begin, int end,
+                                                    pipeline_state *slot) {
+    constexpr int BOXES = 2 * S::warpgroups, BOX = WAVE_ROWS * 128;
+    int first = p->rows.expert * a->height, row[BOXES];
+    uint64_t policy = policy_evict_first();
+#pragma unroll
+    for (int i = 0; i < BOXES; i++)
+        row[i] = first + row_of_wave<S, USE>(a, p->along, i / 2, i % 2);
+#pragma unroll 1
+    for (int step = begin; step < end; step++) {
+        uint32_t to = r->pipeline + (uint32_t)(slot->index * S::stage);
+        uint32_t full = r->full + 8u * slot->index;
+        mbarrier_wait(r->empty + 8u * slot->index, slot->parity ^ 1);
+        mbarrier_expect(full, BOXES * BOX);
+#pragma unroll
+        for (int i = 0; i < BOXES; i++)
+            copy_pairs(to + i * BOX, r->map, step * 128, row[i], full, policy);
+        advance(slot, a->stages);
+    }
+}
+
+/* ---- claims ---- */
+
+#define LEAD 4 /* steps of W before the end of a tile the next one is claimed */
+
+static __device__ __forceinline__ int acquire_tile(const gemm_args *a) {
+    return (int)gridDim.x + atomicAdd(a->acquired, 1);
+}
+
+/* Tiles of more steps. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_long(const gemm_args *a, const copy_pipeline *r,
+                                                    const scheduler_queue *scheduler,
+                                                    pipeline_state *at) {
+    pipeline_state slot = {0, 0};
+    int number = blockIdx.x, end = a->count[1] * a->row_tiles;
+    while (number < end) {
+        place p = place_in_turn(a, number);
+        publish_tile(scheduler, at, &p);
+        copy_weights<S, USE>(a, r, &p, 0, a->steps - LEAD, &slot);
+        number = acquire_tile(a);
+        copy_weights<S, USE>(a, r, &p, a->steps - LEAD, a->steps, &slot);
+    }
+}
+
+/* Tiles that end before a claim is answered: each is claimed two ahead, and found one ahead. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_short(const gemm_args *a, const copy_pipeline *r,
+                                                     const scheduler_queue *scheduler,
+                                                     pipeline_state *at) {
+    pipeline_state slot = {0, 0};
+    int number = blockIdx.x, end = a->count[1] * a->row_tiles;
+    if (number >= end)
+        return;
+    int next = acquire_tile(a);
+    place p = place_in_turn(a, number);
+    while (number < end) {
+        publish_tile(scheduler, at, &p);
+        int later = acquire_tile(a);
+        place q = place_in_turn(a, min(next, end - 1));
+        copy_weights<S, USE>(a, r, &p, 0, a->steps, &slot);
+        number = next;
+        next = later;
+        p = q;
+    }
+}
+
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce_weights(const gemm_args *a, const copy_pipeline *r,
+                                                       const scheduler_queue *scheduler) {
+    pipeline_state at = {0, 0};
+    prefetch_map(r->map);
+    if (!a->early)
+        wait_for_predecessor();
+    if (a->steps > LEAD)
+        produce_long<S, USE>(a, r, scheduler, &at);
+    else
+        produce_short<S, USE>(a, r, scheduler, &at);
+    place none = {{0, 0, 0}, -1};
+    publish_tile(scheduler, &at, &none);
+}
+
+/* ---- rows ---- */
+
+/* Waits until the first product has written the g of a tile's rows, by ordinary stores, which the
+ * copy engine then reads for this thread. */
+static __device__ __forceinline__ void await_rows(const gemm_args *a, const place *p) {
+    while (load_acquire(a->written + p->rows.first) < a->writers)
+        ;
+    fence_async_proxy_of_memory();
+}
+
+/* The steps of rows of a tile, in boxes of S::box_rows, as many as there are rows. `scales` is
+ * where those of groups go, in the first stage. */
+template <class S>
+static __device__ __forceinline__ void copy_rows(const gemm_args *a, const copy_pipeline *r,
+                                                 uint32_t scales, const place *p,
+                                                 pipeline_state *slot) {
+    constexpr int SCALES = S::groups ? S::tokens * 4 : 0;
+    uint64_t policy = policy_evict_normal();
+    int boxes = (p->rows.rows + S::box_rows - 1) / S::box_rows;
+    for (int step = 0; step < a->steps; step++) {
+        uint32_t full = r->full + 8u * slot->index;
+        uint32_t to = r->pipeline + (uint32_t)(slot->index * S::stage);
+        mbarrier_wait(r->empty + 8u * slot->index, slot->parity ^ 1);
+        mbarrier_expect(full, boxes * (S::box_rows * 128) + SCALES);
+        for (int i = 0; i < boxes; i++)
+            copy_box_2d(to + i * (S::box_rows * 128), r->map, step * 128,
+                        p->rows.first + i * S::box_rows, full, policy);
+        if (S::groups)
+            copy_bytes(scales + (uint32_t)slot->index * SCALES,
+                       a->x_scale + step * a->x_scale_stride + p->rows.first, SCALES, full);
+        advance(slot, a->stages);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void produce_rows(const gemm_args *a, const copy_pipeline *r,
+                                                    uint32_t scales,
+                                                    const scheduler_queue *scheduler) {
+    pipeline_state slot = {0, 0}, at = {0, 0};
+    prefetch_map(r->map);
+    if (!a->linked)
+        wait_for_predecessor();
+    for (;;) {
+        place p = read_published_tile(scheduler, &at);
+        mbarrier_arrive(scheduler->empty + 8u * at.index);
+        advance(&at, SCHEDULER_STAGES);
+        if (p.along < 0)
+            return;
+        if (a->linked)
+            await_rows(a, &p);
+        copy_rows<S>(a, r, scales, &p, &slot);
+    }
+}
+
+/* ---- barriers ---- */
+
+/* Weights are there, rows are there, both may be replaced. */
+typedef struct {
+    uint32_t weights, rows, empty;
+} pipeline_barriers;
+
+#define PIPELINE_BARRIERS (3 * MANY_STAGES + 2 * SCHEDULER_STAGES)
+
+/* Where those of claims are. */
+static __device__ __forceinline__ scheduler_queue scheduler_queue_at(const pipeline_barriers *b,
+                                                                     int4 *places) {
+    uint32_t full = b->empty + 8 * MANY_STAGES;
+    return {places, full, full + 8 * SCHEDULER_STAGES};
+}
+
+/* By all threads, before anything else. */
+template <class S>
+static __device__ __forceinline__ pipeline_barriers make_barriers(const gemm_args *a,
+                                                                  uint64_t *memory) {
+    constexpr int WARPS = S::warpgroups * 4;
+    uint32_t first = fixed_shared_address(memory);
+    pipeline_barriers b = {first, first + 8 * MANY_STAGES, first + 16 * MANY_STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < a->stages; i++) {
+            mbarrier_init(b.weights + 8u * i, 1);
+            mbarrier_init(b.rows + 8u * i, 1);
+            mbarrier_init(b.empty + 8u * i, WARPS * WARP_ARRIVALS);
+        }
+        scheduler_queue scheduler = scheduler_queue_at(&b, NULL);
+        for (int i = 0; i < SCHEDULER_STAGES; i++) {
+            mbarrier_init(scheduler.full + 8u * i, 1);
+            mbarrier_init(scheduler.empty + 8u * i, 2 + WARPS * WARP_ARRIVALS);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    return b;
+}
+
+/* The threads that copy. `scales` is as for produce_rows. */
+template <class S, product_use USE>
+static __device__ __forceinline__ void produce(const gemm_args *a, const copy_pipeline *weights,
+                                               const copy_pipeline *rows, uint32_t scales,
+                                               const scheduler_queue *scheduler) {
+    int thread = (int)threadIdx.x - S::warpgroups * 128;
+    if (thread == 0)
+        produce_weights<S, USE>(a, weights, scheduler);
+    else if (thread == 32)
+        produce_rows<S>(a, rows, scales, scheduler);
+}
+
+} // namespace moq::moe_prefill
+
+#endif

@@ -1,0 +1,292 @@
+/* FP8 experts of many tokens on Hopper in large tiles: 256 rows of an expert's W by up to 136 rows
+ * of its tokens, where neither have scales of groups. Codes and sums are those of the small tiles
+ * (sm90_moe_prefill_fp8.cu).
+ *
+ * Two blocks of a cluster have two tiles of the same rows of W, of which each copies half to both.
+ * A warpgroup has a ring of its own for its 128 rows of W, and both share one for the tokens: so
+ * one can be LAG steps ahead, and its outputs leave while the other multiplies, and the other's
+ * while it does. Who is ahead stays ahead, as both do the same; the second begins that much later.
+ *
+ * A step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23 bytes a
+ * cycle of which it delivers to all multiprocessors at once: that bounds it. */
+#include "core/invariant.h"
+#include "cuda/device/wgmma.h"
+#include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
+#include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
+#include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
+
+namespace moq::moe_prefill {
+
+#define LAG            3
+#define W_STAGES       3
+#define W_BOX          (WAVE_ROWS * 128)
+#define W_STAGE        (2 * W_BOX) /* of a warpgroup */
+#define LARGE_BARRIERS (4 * W_STAGES + 2 * MANY_STAGES)
+
+/* Tiles of which N columns are multiplied. */
+template <int N> struct large_tile {
+    static constexpr bool groups = false, pair = true;
+    static constexpr int warpgroups = 2, T = N;
+    static constexpr int tokens = 136, box_rows = 24, stage = 6 * box_rows * 128;
+    static constexpr int at_once = N > 128 ? 48 : N > OUT_TOKENS ? N / 2 : N;
+    static constexpr float unit = 1.0f;
+};
+
+typedef large_tile<136> largest;
+
+/* ---- rings ---- */
+
+/* Barriers of full stages: of W of a warpgroup, and of rows. Those of empty ones follow. */
+static __device__ __forceinline__ uint32_t barriers_of_weights(uint32_t first, int group) {
+    return first + (uint32_t)group * (16 * W_STAGES);
+}
+
+static __device__ __forceinline__ uint32_t barriers_of_rows(uint32_t first) {
+    return first + 32 * W_STAGES;
+}
+
+/* By all threads, before anything else. */
+static __device__ __forceinline__ uint32_t make_large_barriers(const gemm_args *a,
+                                                               uint64_t *memory) {
+    uint32_t first = fixed_shared_address(memory), rows = barriers_of_rows(first);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * W_STAGES; i++) {
+            uint32_t own = barriers_of_weights(first, i / W_STAGES) + 8u * (i % W_STAGES);
+            mbarrier_init(own, 1);
+            mbarrier_init(own + 8 * W_STAGES, 2 * 4 * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < a->stages; i++) {
+            mbarrier_init(rows + 8u * i, 1);
+            mbarrier_init(rows + 8u * (MANY_STAGES + i), 8 * WARP_ARRIVALS);
+        }
+        mbarrier_init_fence();
+    }
+    cluster_sync(); /* the other block knows them, too */
+    return first;
+}
+
+/* W of a warpgroup, a wave of this block's for both. */
+template <product_use USE>
+static __device__ __forceinline__ void produce_half(const gemm_args *a, const CUtensorMap *map,
+                                                    uint32_t pipeline, uint32_t full, int group) {
+    int rank = (int)rank_in_cluster();
+    pipeline_state slot = {0, 0};
+    uint64_t policy = policy_evict_normal();
+    prefetch_map(map);
+    if (!a->early)
+        wait_for_predecessor();
+    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at<largest>(a, q.number);
+        int row = p.rows.expert * a->height + row_of_wave<largest, USE>(a, p.along, group, rank);
+        for (int step = 0; step < a->steps; step++) {
+            uint32_t own = full + 8u * slot.index;
+            mbarrier_wait(own + 8 * W_STAGES, slot.parity ^ 1);
+            mbarrier_expect(own, W_STAGE);
+            copy_pairs_to_both(pipeline + (uint32_t)(slot.index * W_STAGE + rank * W_BOX), map,
+                               step * 128, row, own, policy);
+            advance(&slot, W_STAGES);
+        }
+    }
+}
+
+static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const copy_pipeline *r) {
+    pipeline_state slot = {0, 0};
+    prefetch_map(r->map);
+    wait_for_predecessor();
+    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at<largest>(a, q.number);
+        copy_rows<largest>(a, r, 0, &p, &slot);
+    }
+}
+
+/* ---- products ---- */
+
+/* What a warpgroup takes steps from: barriers, and operands in the first stages. */
+typedef struct {
+    uint32_t weights, rows;
+    uint64_t left, right;
+    int stages;
+} large_pipeline;
+
+/* Where it is. Behind step `tell` of a tile the other one may begin, unless it is -1. */
+typedef struct {
+    pipeline_state weights, rows;
+    int tell;
+} large_place;
+
+template <class S>
+static __device__ __forceinline__ void multiply_large(const large_pipeline *t, int steps,
+                                                      large_place *at, float (&sum)[2][S::T / 2]) {
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        uint32_t weights = t->weights + 8u * at->weights.index;
+        uint32_t rows = t->rows + 8u * at->rows.index;
+        uint64_t left = t->left + (uint32_t)(at->weights.index * (W_STAGE / 16));
+        uint64_t right = t->right + (uint32_t)(at->rows.index * (S::stage / 16));
+        mbarrier_wait(weights, at->weights.parity);
+        mbarrier_wait(rows, at->rows.parity);
+#pragma unroll
+        for (int wave = 0; wave < 2; wave++) {
+            float c[S::T / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                wgmma_e4m3(c, left + wave * (W_BOX / 16) + 2 * j, right + 2 * j, j);
+            wgmma_commit();
+            wgmma_wait<0>();
+            stay_here(c);
+            if (wave == 1) {
+                warp_releases<true>(weights + 8 * W_STAGES);
+                warp_releases<false>(rows + 8 * MANY_STAGES);
+            }
+#pragma unroll
+            for (int i = 0; i < S::T / 2; i++)
+                sum[wave][i] += c[i];
+        }
+        advance(&at->weights, W_STAGES);
+        advance(&at->rows, t->stages);
+        if (step == at->tell)
+            barrier_arrive(1, 256);
+    }
+    at->tell = -1;
+}
+
+/* The way out of the next tile, and the board of the one after. */
+typedef struct {
+    output_path out;
+    epilogue_operands *other;
+} large_paths;
+
+/* Where a tile is that may be behind the last one. */
+static __device__ __forceinline__ place place_near(const gemm_args *a, const tile_queue *q) {
+    return place_at<largest>(a, min(q->number, q->end - 1));
+}
+
+/* Asks for what a tile brings, by its warpgroup. */
+template <product_use USE>
+static __device__ __forceinline__ void
+prefetch_epilogue_operands(const gemm_args *a, const place *p, const output_path *w, int group) {
+    fetch_epilogue_operands<largest, USE>(a, p, group, w->state, threadIdx.x % 128, 128);
+    copy_async_commit();
+}
+
+/* Makes the tile at *p, whose board was asked for, finds the next one of the queue meanwhile and
+ * asks for its board, which has the place of the one before. NEAR: is_fast. */
+template <class S, product_use USE, bool FAST>
+static __device__ __forceinline__ void make_tile(const gemm_args *a, const large_pipeline *t,
+                                                 const tile_queue *q, place *p, large_place *at,
+                                                 large_paths *w, int group) {
+    float sum[2][S::T / 2] = {};
+    multiply_large<S>(t, a->steps, at, sum);
+    place next = place_near(a, q);
+    copy_async_wait<0>();
+    barrier_sync(2 + group, 128); /* which all have left the tile before */
+    output_path own = w->out;
+    w->out.state = w->other;
+    w->other = own.state;
+    if (q->number < q->end)
+        prefetch_epilogue_operands<USE>(a, &next, &w->out, group);
+    write_tile<S, USE, FAST>(a, p, group, &own, sum);
+    *p = next;
+}
+
+/* By the least products that have room for its rows. */
+template <product_use USE>
+static __device__ __forceinline__ void
+make_fitting_tile(const gemm_args *a, const large_pipeline *t, const tile_queue *q, place *p,
+                  large_place *at, large_paths *w, int group) {
+    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
+    if (!is_fast<USE>(&a->act))
+        make_tile<largest, USE, false>(a, t, q, p, at, w, group);
+    else if (rows <= 64)
+        make_tile<large_tile<64>, USE, true>(a, t, q, p, at, w, group);
+    else if (rows <= 96)
+        make_tile<large_tile<96>, USE, true>(a, t, q, p, at, w, group);
+    else if (rows <= 128)
+        make_tile<large_tile<128>, USE, true>(a, t, q, p, at, w, group);
+    else
+        make_tile<largest, USE, true>(a, t, q, p, at, w, group);
+}
+
+template <product_use USE>
+static __device__ __forceinline__ void consume(const gemm_args *a, const large_pipeline *t,
+                                               large_paths *w, int group) {
+    large_place at = {{0, 0}, {0, 0}, group == 0 ? min(LAG, a->steps) - 1 : -1};
+    wait_for_predecessor();
+    launch_dependents(); /* which know by then that the grouping is done */
+    tile_queue q = tiles_of_block<largest>(a);
+    if (q.number >= q.end)
+        return;
+    place p = place_near(a, &q);
+    prefetch_epilogue_operands<USE>(a, &p, &w->out, group);
+    if (group == 1)
+        barrier_sync(1, 256);
+    while (q.number < q.end) {
+        q.number += q.stride;
+        make_fitting_tile<USE>(a, t, &q, &p, &at, w, group);
+    }
+}
+
+template <product_use USE>
+static __global__ void __launch_bounds__(384, 1)
+    experts_fp8_large(const __grid_constant__ CUtensorMap weights,
+                      const __grid_constant__ CUtensorMap rows,
+                      const __grid_constant__ gemm_args a) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[LARGE_BARRIERS];
+    __shared__ epilogue_operands state[2][2];
+    uint32_t pipeline = fixed_shared_address(smem), of_rows = pipeline + 2 * W_STAGES * W_STAGE;
+    uint32_t room = of_rows + a.stages * largest::stage;
+    uint32_t first = make_large_barriers(&a, barrier), full = barriers_of_rows(first);
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    if (warp < 8) {
+        more_registers<232>();
+        int group = warp / 4;
+        large_pipeline t = {barriers_of_weights(first, group), full,
+                            wgmma_operand(pipeline + group * (W_STAGES * W_STAGE)),
+                            wgmma_operand(of_rows), a.stages};
+        large_paths w = {{&state[group][0], room + group * OUT_ROOM, NULL}, &state[group][1]};
+        consume<USE>(&a, &t, &w, group);
+    } else {
+        fewer_registers<40>();
+        int group = warp - 8;
+        copy_pipeline r = {&rows, of_rows, full, full + 8 * MANY_STAGES};
+        if (threadIdx.x % 32 == 0 && group < 2)
+            produce_half<USE>(&a, &weights, pipeline + group * (W_STAGES * W_STAGE),
+                              barriers_of_weights(first, group), group);
+        else if (threadIdx.x % 32 == 0 && group == 2)
+            produce_tokens(&a, &r);
+    }
+    __syncwarp();
+    cluster_sync(); /* the other block may still copy to this one */
+}
+
+/* ---- launch ---- */
+
+/* As many stages of rows as fit. Dynamic shared memory is returned. */
+static int large_smem_layout(gemm_args *a, int limit) {
+    int fixed = (LARGE_BARRIERS * 8 + 4 * (int)sizeof(epilogue_operands) + 1023) / 1024 * 1024;
+    int always = 2 * W_STAGES * W_STAGE + 2 * OUT_ROOM;
+    int stages = (limit - fixed - always) / largest::stage;
+    a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
+    MOQ_ASSERT(a->stages >= LAG + 2); /* one ahead of who is ahead */
+    return a->stages * largest::stage + always;
+}
+
+moq_status multiply_fp8_large(const prefill_product *p, moq_err *err) {
+    const moe::expert_product *e = &p->product;
+    int64_t k = e->spec->in_features, n = e->spec->out_features;
+    moq_cuda_device device;
+    CUtensorMap weights, rows;
+    MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
+    gemm_args a = fp8_args_of(p);
+    int shared = large_smem_layout(&a, device.shared_per_block);
+    MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
+    MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, largest::box_rows, err));
+    const void *kernel[] = {(const void *)experts_fp8_large<OF_GATE_AND_UP>,
+                            (const void *)experts_fp8_large<OF_ONE>,
+                            (const void *)experts_fp8_large<OF_D>}; /* by use */
+    return launch(p, kernel[use_of(p)], &a, shared, &weights, &rows, 2, true, err);
+}
+
+} // namespace moq::moe_prefill

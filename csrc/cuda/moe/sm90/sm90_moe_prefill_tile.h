@@ -1,0 +1,180 @@
+/* Tiles of the grouped GEMMs of experts on Hopper, for many tokens: which a block makes, how
+ * weights and rows come to it, and how sums leave.
+ *
+ * A tile is 256 rows of an expert's W by up to 64, 128 or 136 rows of its tokens, which are the
+ * columns of the products: as many as there are, rounded up to one of a few widths, for each of
+ * which there is code. Two warpgroups multiply, or four, which have 512 rows; each has two waves of
+ * 64 rows. In the first product these are rows of gate and the rows of up beside them, so that a
+ * thread has both sums of an output: what is written is g. A second product writes d, in float32 or
+ * rounded.
+ *
+ * Where a shape says so, two blocks of a cluster have two tiles of the same expert and rows of W,
+ * of which each copies half to both. Blocks take tiles in turn, all tiles of W for some rows after
+ * the other, so that the rows come from L2 but once. How many tiles there are is known on the
+ * device alone. */
+#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_TILE_H
+#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_TILE_H
+
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/moe/expert_activation.h"
+#include "cuda/moe/group.h"
+#include "cuda/moe/sm90/sm90_moe_prefill.h"
+
+namespace moq::moe_prefill {
+
+using namespace gemm;
+
+#define MANY_STAGES 12
+#define WAVE_ROWS   64
+
+/* What a product is for. */
+typedef enum {
+    OF_GATE_AND_UP, /* g = act of both */
+    OF_ONE,         /* g = act of each row */
+    OF_D            /* sums as they are */
+} product_use;
+
+typedef struct {
+    const moe::row_tile *tiles;
+    const int32_t *count; /* of rows, and of tiles */
+    int row_tiles, steps, stages;
+    bool early; /* the tiles are known before the predecessor has ended */
+    int n;      /* rows of W of an expert */
+    int height; /* and what the map of W counts of them */
+    int half;   /* rows of gate */
+    moe::activation act;
+    moq_output out; /* g, or d; or, where w2 takes that, e4m3 codes of g: */
+    g_format form;
+    uint8_t *codes; /* rows [code_stride], and scales by groups [I / 128, g_scale_stride], */
+    float *g_scale; /* or the scale of each expert [E, 1] */
+    int64_t code_stride, g_scale_stride;
+    float *d;                         /* [rows, n], or NULL where it is rounded: `out` */
+    const float *output_scale, *bias; /* [E, n], or NULL */
+    const int32_t
+        *slot; /* of rows that are gathered from x, or NULL where they are side by side, */
+    int top_k;
+    const uint8_t *x; /* and x: its tokens, x_stride bytes apart, of which `bytes` */
+    int64_t x_stride, bytes;
+    const float *x_scale; /* of rows or tokens, by groups [steps, x_scale_stride], or NULL */
+    int64_t x_scale_stride;
+    const float *input_scale; /* [E, parts] where x_scale is NULL, or NULL too */
+    int parts;
+    const float *block_scale; /* [E, block rows, steps] */
+    int64_t block_step;
+    moq_partitions partitions;
+    int32_t *acquired; /* tiles beside each block's first */
+    int32_t
+        *written; /* [rows]: warps that have written g of the tile that begins there, or NULL, */
+    int writers;  /* and how many of them there are */
+    bool linked;  /* rows are there when they are `written`, not when the predecessor ends */
+} gemm_args;
+
+/* ---- tiles ---- */
+
+typedef struct {
+    int number, end, stride;
+} tile_queue;
+
+/* With the predecessor ended. The blocks of a pair go through pairs of tiles. */
+template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
+    constexpr int BLOCKS = S::pair ? 2 : 1;
+    return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
+}
+
+typedef struct {
+    moe::row_tile rows;
+    int along; /* tile of W */
+} place;
+
+template <class S>
+static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
+    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
+    if (S::pair)
+        tile = 2 * tile + (int)rank_in_cluster();
+    return {a->tiles[tile], along};
+}
+
+/* Which of x, or of the rows side by side, is row `row`. */
+static __device__ __forceinline__ int source_of(const gemm_args *a, int row) {
+    return a->slot ? a->slot[row] / a->top_k : row;
+}
+
+/* silu without a limit. */
+static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
+    return a->kind == MOQ_MOE_SILU && isinf(a->limit);
+}
+
+/* Whether products of every width have code for what becomes of the sums: silu of gate and up, with
+ * a limit or without, and relu2 of one. For others the largest ones of a kernel have. */
+template <product_use USE>
+static __device__ __forceinline__ bool is_usual(const moe::activation *a) {
+    return USE == OF_D || a->kind == (USE == OF_ONE ? MOQ_MOE_RELU2 : MOQ_MOE_SILU);
+}
+
+/* The first row of W of a wave of a warpgroup, within the expert, and the end of those it may have.
+ */
+template <class S, product_use USE>
+static __device__ __forceinline__ int row_of_wave(const gemm_args *a, int along, int group,
+                                                  int wave) {
+    if (USE == OF_GATE_AND_UP)
+        return wave * a->half + (along * S::warpgroups + group) * WAVE_ROWS;
+    return ((along * S::warpgroups + group) * 2 + wave) * WAVE_ROWS;
+}
+
+template <product_use USE>
+static __device__ __forceinline__ int end_of_wave(const gemm_args *a, int wave) {
+    return USE == OF_GATE_AND_UP ? (wave + 1) * a->half : a->n;
+}
+
+/* ---- outputs ---- */
+
+static __device__ __forceinline__ float finish_sum(float sum, float of_row, float of_token,
+                                                   float bias) {
+    return __fadd_rn(__fmul_rn(sum, __fmul_rn(of_token, of_row)), bias);
+}
+
+/* Activations that have code of their own: it is unrolled, and what is not asked for would keep
+ * what is from the instructions' cache (docs/lab/moe.md). */
+typedef enum { PLAIN_SILU, ANY_SILU, RELU2, ANY_ACTIVATION } kind_of_code;
+
+template <kind_of_code KIND>
+static __device__ __forceinline__ float act(const moe::activation *a, float gate, float up) {
+    if (KIND == PLAIN_SILU)
+        return moe::silu_without_limit(a, gate, up);
+    if (KIND == ANY_SILU)
+        return moe::activate_as<MOQ_MOE_SILU>(a, gate, up);
+    if (KIND == RELU2)
+        return moe::activate_as<MOQ_MOE_RELU2>(a, gate, up);
+    return moe::activate(a, gate, up);
+}
+
+/* What a kind of code is to a template. */
+template <kind_of_code KIND> struct code_for {
+    static constexpr kind_of_code kind = KIND;
+};
+
+/* Calls `write` with the code for an activation. LARGEST: products of the largest width. */
+template <product_use USE, bool LARGEST, class F>
+static __device__ __forceinline__ void with_code(const moe::activation *a, F write) {
+    constexpr bool GATED = USE == OF_GATE_AND_UP;
+    if constexpr (GATED)
+        if (is_plain(a))
+            return write(code_for<PLAIN_SILU>());
+    if (!LARGEST || is_usual<USE>(a))
+        write(code_for<GATED ? ANY_SILU : RELU2>());
+    else if constexpr (LARGEST)
+        write(code_for<ANY_ACTIVATION>());
+}
+
+/* Sums of the next tokens take the place of those before. */
+template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(float (&sum)[ALL]) {
+#pragma unroll
+    for (int i = 0; i + COUNT < ALL; i++)
+        sum[i] = sum[i + COUNT];
+}
+
+} // namespace moq::moe_prefill
+
+#endif
