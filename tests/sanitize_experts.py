@@ -3,7 +3,7 @@
 Nothing is compared, so that a tool's time goes to kernels: tests take ten times as long. Layers come out even
 or do not, experts have no slot, one, or many; the order of calls is drawn. Prints how many calls there were.
 
-    compute-sanitizer --tool racecheck python tests/sanitize_experts.py cuda:sm90_nvfp4_decode NVFP4 --seconds 40
+    compute-sanitizer --tool racecheck python tests/sanitize_experts.py KERNEL ALGORITHM --seconds 40
 """
 
 import argparse

@@ -28,7 +28,7 @@ SHARED = [
 """Kernels, and their variants whose blocks share the steps of tiles evenly."""
 
 
-@pytest.fixture(params=SHARED, ids=lambda config: f"{way[0].removeprefix('cuda:sm90_nvfp4_')}-{way[1]}")
+@pytest.fixture(params=SHARED, ids=lambda config: f"{config[0].removeprefix('cuda:sm90_nvfp4_')}-{config[1]}")
 def config(request, monkeypatch):
     """A kernel and a shape of tiles."""
     force(monkeypatch, request.param[0], "NVFP4", "fp8")
