@@ -233,7 +233,7 @@ def _megahertz(events: tuple[Any, Any]) -> float:
 def host_seconds(
     torch: Any, call: Callable[[Any], object], weights: Sequence[Any], calls: int = 200
 ) -> Times:
-    """What a call costs the host, outside of graphs: the device's queue holds all calls of a batch."""
+    """Seconds of the host for a call outside of graphs: the device's queue holds all calls of a batch."""
     spent = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -260,7 +260,7 @@ def copy_rate(torch: Any) -> float:
 
 
 def measure_ceilings(torch: Any) -> dict[str, Ceilings]:
-    """What floors are made of, by what is multiplied ("bfloat16", "fp8").
+    """The two rates that floors are made of, by what is multiplied ("bfloat16", "fp8").
 
     Bytes at the speed of an elementwise kernel that reads one gigabyte and writes one; operations at that of
     torch's product of square matrices of normal numbers, in a short burst.

@@ -94,7 +94,7 @@ class Ggml:
         raise AttributeError(name)  # what __init__ has set is found before this
 
     def about(self) -> dict[str, Any]:
-        """Its version and the instruction sets it was built for."""
+        """The library's version and the instruction sets it was built for."""
         features = [feature for feature in FEATURES if getattr(self, f"cpu_has_{feature}")()]
         return {"version": self.version().decode(), "features": features}
 

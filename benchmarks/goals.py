@@ -1,6 +1,4 @@
-"""What the CUDA linears have to reach, and whether they did.
-
-The tables of docs/results/cuda-fp8.md and cuda-nvfp4.md show it.
+"""Goals of linears and experts on CUDA, and whether linears reach them.
 
 The least time of a few tokens is a start and the floor at nearly the full rate of memory; beyond, no peer of
 the same run may be faster. Published figures come from benchmarks/published_h200.json.
@@ -14,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
+from benchmarks.layers import NVFP4, NVFP4_ALGOS, NVFP4_FP8
 from moqext.bench import PEER
 
 PUBLISHED = Path(__file__).parent / "published_h200.json"
@@ -50,6 +48,14 @@ LARGE_FLOP = 2 * 4096 * 7168 * 16384
 """FP8_PB_WO reaches that many operations a second on products of so many and more."""
 
 ALONE_FROM = 1024
+
+EXPERTS_FEW, EXPERTS_START = 64, 5e-6
+EXPERTS_PARTS = {NVFP4: 0.87}
+"""Part of the floor's rate that is asked behind a start, up to `EXPERTS_FEW` tokens; of others 0.95."""
+
+EXPERTS_MANY = 4096
+EXPERTS_RATES = {NVFP4: 600e12, NVFP4_FP8: 850e12}
+"""Operations a second that are asked with `EXPERTS_MANY` tokens; of others 900e12."""
 
 Row = Mapping[str, Any]
 Key = tuple[tuple[int, int], int, str]
@@ -165,7 +171,7 @@ def _key(row: Row) -> Key:
 
 
 def goals(cell: Cell) -> list[Goal]:
-    """What holds for a cell; nothing where moqext was not measured."""
+    """Goals of a cell; none where moqext was not measured."""
     (_, tokens, algo), own = cell.key, cell.own
     found: list[Goal] = []
     if own is None:
@@ -197,7 +203,7 @@ def time_limit(
 
 
 def nvfp4_goals(cell: Cell) -> list[Goal]:
-    """What holds for NVFP4 weights but for their time."""
+    """Goals of NVFP4 weights but for their time."""
     tokens, exact = cell.key[1], cell.key[2] != NVFP4_FP8
     engines = [row["seconds"] for row in cell.peers if row["peer"] in ("Marlin", "Humming")]
     engines += [cell.published.seconds] if cell.published else []
@@ -217,7 +223,7 @@ def nvfp4_goals(cell: Cell) -> list[Goal]:
 
 
 def block_goals(cell: Cell, own: Row) -> list[Goal]:
-    """What holds for products by blocks only."""
+    """Goals that products by blocks alone have."""
     tokens = cell.key[1]
     torch = next((row for row in cell.peers if row["peer"].startswith("torch blockwise")), None)
     found = []
@@ -228,6 +234,13 @@ def block_goals(cell: Cell, own: Row) -> list[Goal]:
         rate = own["flop"] / own["seconds"]
         found.append(Goal("rate", rate, BLOCK_RATE, rate >= BLOCK_RATE))
     return found
+
+
+def experts_limit(algo: str, tokens: int, floor: float, flop: float) -> float | None:
+    """Seconds that a layer of experts may take; None where nothing is asked."""
+    if tokens <= EXPERTS_FEW:
+        return EXPERTS_START + floor / EXPERTS_PARTS.get(algo, 0.95)
+    return flop / EXPERTS_RATES.get(algo, 900e12) if tokens == EXPERTS_MANY else None
 
 
 def geomean(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ Pair = tuple[int, int]
 """An edge: the node that comes first, and the one that follows."""
 
 Policy = Callable[[Sequence[Pair]], Sequence[Pair]]
-"""Those of the programmatic edges, given in the order in which they are run, that become ordinary."""
+"""Returns the programmatic edges that become ordinary; all are given in the order in which they run."""
 
 
 class EdgeData(ctypes.Structure):
@@ -67,7 +67,10 @@ def behind_strangers(edges: Sequence[Pair]) -> Sequence[Pair]:
 
 
 def only(place: int, each: int) -> Policy:
-    """One of each `each` edges stays, that at `place`; the last layer of the graph has all of its edges."""
+    """A policy by which one of each `each` edges stays, the one at `place`.
+
+    The last layer of the graph has all of its edges.
+    """
 
     def policy(edges: Sequence[Pair]) -> Sequence[Pair]:
         missing = -len(edges) % each  # of the first layer, whose first kernel follows nobody

@@ -71,7 +71,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def method_arguments(quant_algo: str) -> dict[str, str]:
-    """What `LinearMethod` is to be told for one of `ALGOS` or `NVFP4_ALGOS`."""
+    """Arguments of `LinearMethod` for one of `ALGOS` or `NVFP4_ALGOS`."""
     name, _, compute = quant_algo.partition(", ")
     return {"quant_algo": name, "compute": compute or "exact"}
 
@@ -106,7 +106,7 @@ class Layer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def bytes(self, tokens: int) -> int:
-        """What a call has to move: the weight, x and y in bfloat16, each once."""
+        """Bytes that a call has to move: the weight, x and y in bfloat16, each once."""
         return self.weight_bytes + 2 * tokens * sum(self.shape)
 
     def flop(self, tokens: int) -> int:
@@ -229,7 +229,7 @@ def to_e4m3(torch: Any, values: Any) -> Any:
 
 
 def weight_meaning(torch: Any, layer: Layer) -> Any:
-    """What the codes stand for, float64 [N, K]."""
+    """The weight that the codes stand for, float64 [N, K]."""
     if layer.second_scale is not None:
         find = nvfp4.folded_meaning if layer.quant_algo == NVFP4_FP8 else nvfp4.meaning
         return find(torch, layer.codes[0], layer.weight_scale, layer.second_scale)
@@ -245,7 +245,7 @@ def weight_meaning(torch: Any, layer: Layer) -> Any:
 
 
 def activation_meaning(torch: Any, x: Any, layer: Layer) -> Any:
-    """What the quantized rows of x stand for, float64 [rows, K]."""
+    """The activations that quantized rows of x stand for, float64 [rows, K]."""
     if layer.quant_algo in (PEER, NVFP4, W4A16):
         return x.double()
     codes, scale = quantize_activations(torch, x, layer)
@@ -255,10 +255,12 @@ def activation_meaning(torch: Any, x: Any, layer: Layer) -> Any:
 
 
 def quantize_activations(torch: Any, x: Any, layer: Layer) -> tuple[Any, Any]:
-    """e4m3 codes and scales ([1], [rows, 1] or one for each group) as `moqext.ops.quantize` has them."""
+    """e4m3 codes and scales ([1], [rows, 1] or one for each group) as `moqext.ops.quantize` has them.
+
+    amax is divided by a tensor: torch on CUDA divides by a number by multiplying, one bit off. Where amax is
+    448 times a power of two, a sixteenth of all values are ties, which that bit would decide.
+    """
     values = x.float()
-    # A tensor: by a number torch divides on CUDA by multiplying, one bit off. Where amax is 448 times a power
-    # of two, a sixteenth of all values are ties, and that bit decides them.
     most = values.new_full((), E4M3_MAX)
     if layer.quant_algo == "FP8":
         return to_e4m3(torch, values * (1 / layer.input_scale)), layer.input_scale

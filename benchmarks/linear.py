@@ -8,20 +8,17 @@ benchmarks/layers.py the data, benchmarks/peers the peers. Quantizing the activa
                                 [--tokens M ...] [--peers PART ...] [--kernels NAME ...] [--compiled]
                                 [--json FILE]
     MOQEXT_PDL=0 python -m benchmarks.linear --peers "no PDL" ...
-    python -m benchmarks.linear --merge PART.json ... --json FILE
+    python -m benchmarks.linear --merge PART.jsonl ... --json FILE
 
 The second one measures moqext without dependent launch; merged with the first it is a column beside it.
 
-`python -m benchmarks.cuda_page` makes the tables of docs/results/cuda-fp8.md from results that are kept as
-benchmarks/results/linear_cuda.*.json. `python -m benchmarks.nvfp4_page` makes docs/results/cuda-nvfp4.md from
-nvfp4_cuda.*.json, the results of `--nvfp4`: NVFP4 weights as they are and multiplied as e4m3, beside them
-moqext's FP8 by token.
+Results are kept as benchmarks/results/linear_cuda.*.jsonl, those of `--nvfp4` as nvfp4_cuda.*.jsonl: NVFP4
+weights as they are and multiplied as e4m3, beside them moqext's FP8 by token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -351,8 +348,7 @@ def main() -> None:
     """Measures, prints a line for each cell and algorithm and, if asked, writes JSON."""
     options = parse()
     if options.merge:
-        parts = [json.loads(path.read_text()) for path in options.merge]
-        options.json.write_text(json.dumps(merge(parts), indent=1) + "\n")
+        record.save(merge([record.read(path) for path in options.merge]), options.json)
         return
     os.environ.update(torch_linear.WORKSPACE)
     torch = import_module("torch")

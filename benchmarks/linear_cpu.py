@@ -1,7 +1,6 @@
 """The linears of an 8-billion-weight model on the CPU, beside torch's: what `moqext bench` measures.
 
-Writes the result named after the processor, from which `python -m benchmarks.cpu_page` makes the table and
-the plot of docs/results/cpu-linears.md. Under four minutes on 16 processors.
+The result is named after the processor. Under four minutes on 16 processors.
 
     python -m benchmarks.linear_cpu [--threads T] [--seconds S] [--output FILE]
 """
@@ -37,7 +36,7 @@ def goal(algo: str, tokens: int) -> float | None:
 def default_output(benchmark: str = "linear_cpu") -> Path:
     """Named after the processor, so that results of several machines lie beside each other."""
     name = re.sub(r"\W+", "_", re.sub(r"\((R|TM)\)|CPU|@.*", "", cpu_model())).strip("_").lower()
-    return record.RESULTS / f"{benchmark}.{name}.json"
+    return record.RESULTS / f"{benchmark}.{name}.jsonl"
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ ROLES = {
 """The linears of a layer; those of one role have one input."""
 
 INPUT_AMAX = {"qkv": 8.0, "o": 8.0, "gate_up": 8.0, "down": 64.0}
-"""What the static scales of FP8 cover: inputs of normal size, and products of two."""
+"""Largest inputs that the static scales of FP8 cover: inputs of normal size, and products of two."""
 
 SPREAD = 0.02
 """Standard deviation of weights, usual for a model that begins to be trained."""
@@ -109,16 +109,13 @@ def make_config(tiny: bool) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=False)
 
 
-# --------------------------------------------------------------------------------------------- the models
-
-
 class MeantLinear(nn.Linear):
     """A bfloat16 linear of the values that quantized codes mean, with an input as FP8 quantizes it."""
 
     input_scale: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`."""
+        """The product of x, quantized where there is a scale."""
         if self.input_scale is not None:
             codes = to_e4m3(torch, x.float() / self.input_scale)
             x = (codes.float() * self.input_scale).to(x.dtype)
@@ -251,7 +248,7 @@ def make_model(
 
 
 def make_neighbours(form: str, device: str) -> Any:
-    """What a form has between linears."""
+    """The kernels that a form has between linears."""
     if form in OWN:
         return None
     if device == "cpu":
@@ -266,9 +263,6 @@ def quantized_bytes(model: Any) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     embedding = model.model.embed_tokens.weight
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not embedding)
-
-
-# -------------------------------------------------------------------------------------------- the calls
 
 
 class Call:
@@ -380,9 +374,6 @@ def apart(got: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.norm(got.double() - expected) / torch.linalg.norm(expected))
 
 
-# ------------------------------------------------------------------------------------------ the results
-
-
 def check(config: transformers.LlamaConfig, device: str, form: str) -> Iterator[dict[str, Any]]:
     """Errors of the logits of two layers, by weights: a prompt of 96 tokens, and a step of 3 sequences."""
     small = transformers.LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 2})
@@ -422,7 +413,7 @@ def errors_of_linears(call: Call, meant: Any) -> Iterator[float]:
 
 
 def linears_of(model: Any, meant: Any, name: str) -> list[nn.Module]:
-    """What another model has in the place of a linear: those that are its parts, where it is fused."""
+    """The linears of another model in the place of this one: its parts, where it is fused."""
     above = name.rpartition(".")[0]
     linear = model.get_submodule(name)
     parts = [

@@ -1,14 +1,14 @@
 """Decoder layers for a Llama of Transformers in which neighbours of linears are fused.
 
-    r = r + d        v = norm(r)              one kernel
-    q, k, v                                   one linear
-    q, k turned by position, k and v cached   one kernel
-    attention                                 torch's
-    o                                         one linear
-    r = r + d        v = norm(r)              one kernel
-    gate, up                                  one linear
-    silu(gate) * up                           one kernel
-    d = down                                  one linear
+    r = r + d        v = norm(r)              one kernel;
+    q, k, v                                   one linear;
+    q, k turned by position, k and v cached   one kernel;
+    attention                                 torch's;
+    o                                         one linear;
+    r = r + d        v = norm(r)              one kernel;
+    gate, up                                  one linear;
+    silu(gate) * up                           one kernel;
+    d = down                                  one linear.
 
 A layer hands (r, d) to the next one, which adds them. The kernels are in `benchmarks.llama_triton`;
 `TorchNeighbours` does the same in torch, for machines without a GPU.
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 
 class TorchNeighbours:
-    """What is between linears, in steps rounded as Transformers rounds them."""
+    """The kernels between linears, in steps rounded as Transformers rounds them."""
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The RMS norm of z = x + more, and z."""

@@ -93,7 +93,6 @@ def _rotate(
     if head < HEADS + KV_HEADS:
         angle = token * 2 * HALF
         a, b = x.to(tl.float32), y.to(tl.float32)
-        # Each product is rounded, then the sum, as by a model that writes every step to memory.
         ac = (a * tl.load(cos + angle + low).to(tl.float32)).to(dtype).to(tl.float32)
         bs = (b * tl.load(sin + angle + low).to(tl.float32)).to(dtype).to(tl.float32)
         bc = (b * tl.load(cos + angle + high).to(tl.float32)).to(dtype).to(tl.float32)
@@ -155,7 +154,7 @@ class TritonNeighbours:
     def rotate(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """See `TorchNeighbours`."""
+        """See `TorchNeighbours`; products and sums are rounded as there, each by itself."""
         batch, tokens, heads, head_dim = qkv.shape
         kv_heads, length = keys.shape[1:3]
         _rotate[(batch * tokens, heads)](

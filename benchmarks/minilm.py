@@ -66,7 +66,7 @@ CASES = (
     ("NVFP4, activations as they are", "NVFP4_DEFAULT_CFG", "exact"),
     ("NVFP4, activations in NVFP4", "NVFP4_DEFAULT_CFG", "fp4"),
 )
-"""What is quantized, ModelOpt's configuration, `compute` of moqext."""
+"""A name of what is quantized, ModelOpt's configuration, and `compute` of moqext."""
 
 
 def pack_and_unpack(values: Tensor, quantizer: TensorQuantizer) -> Tensor:
@@ -106,9 +106,12 @@ def calibration() -> list[str]:
 def run_case(
     embed: Embedder, sentences: list[str], dtype: torch.dtype, config: str, compute: str, directory: Path
 ) -> tuple[Tensor, Tensor, float]:
-    """Embeddings by moqext and by ModelOpt, and the largest error of a linear on the input it had there."""
+    """Embeddings by moqext and by ModelOpt, and the largest error of a linear on the input it had there.
+
+    Inputs of LayerNorm stay as they are: ModelOpt would quantize them, of which an exported checkpoint knows
+    nothing.
+    """
     theirs, recipe = embed.load(dtype), copy.deepcopy(getattr(mtq, config))
-    # Every LayerNorm's input would be quantized too, of which an exported checkpoint knows nothing.
     recipe["quant_cfg"].append({"quantizer_name": "*", "parent_class": "nn.LayerNorm", "enable": False})
     mtq.quantize(theirs, recipe, lambda model: embed(model, calibration()))
     requantize_resmooth_fused_llm_layers(theirs)  # as an export begins: q, k and v get one scale

@@ -1,7 +1,6 @@
 """Layers of experts on a CUDA device: by themselves, and in a decoder layer's block.
 
-    python -m benchmarks.moe [--model NAME ...] [--tokens T ...] [--algo A ...] [--routing R ...]
-                             [--policy P ...] [--only alone | blocks] [--seconds S] [--seed N] [--output FILE]
+    python -m benchmarks.moe [--model NAME ...] [--tokens T ...] [--algo A ...] [--seconds S] [--output FILE].
 
 By themselves, calls follow each other in a CUDA graph (`benchmarks.device`), each on the next of several
 batches whose experts are drawn anew, so that weights come from memory. Experts are drawn from normal logits,
@@ -10,10 +9,10 @@ bfloat16, with its rows sorted by expert on the device.
 
 A block is what a decoder layer does around its experts,
 
-    v = norm(x + y)    logits = router v    weights, ids = route(logits)    y = experts(v, weights, ids)
+    v = norm(x + y);   logits = router v;   weights, ids = route(logits);   y = experts(v, weights, ids).
 
-with torch's kernels for norm and routing, or with moqext's, which launch programmatically; the same block
-without experts tells what they add. Every copy of the router sends tokens to other experts.
+Norm and routing are torch's kernels, or moqext's, which launch programmatically. The same block without
+experts tells what they add. Every copy of the router sends tokens to other experts.
 
 With edges as captured moqext's kernels may begin before the kernel ahead of them ends (policy "all"), with
 ordinary ones never ("none", by themselves only for the first of the routings); `benchmarks.graph_edges`
@@ -21,9 +20,9 @@ changes the one into the other. With 1024 tokens and more each graph runs alone 
 
 Each format's output is compared with float64 of what its codes mean, for a few tokens, and every graph's with
 that of the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) the comparison with
-float64 is all that is done. `python -m benchmarks.moe_merge` joins runs of some models and
-numbers of tokens each, and `python -m benchmarks.moe_page` makes docs/results/cuda-experts.md from
-benchmarks/results/moe_cuda.*.json and moe_model.*.json.
+float64 is all that is done.
+
+`python -m benchmarks.moe_merge` joins runs of some models and numbers of tokens each.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Block:
-    """What is around experts, and the buffers between.
+    """The kernels around experts, and the buffers between.
 
     Attributes:
         torch: The module.
@@ -210,8 +209,6 @@ class Run:
         print(f"{model} T={tokens} {what}: no time was left", flush=True)
         return False
 
-    # ------------------------------------------------------------------------------------------ by themselves
-
     def _alone(
         self,
         model: str,
@@ -256,8 +253,6 @@ class Run:
         count = 1 if self.place == "cpu" else BATCHES if tokens < ALONE_FROM else FEW_BATCHES
         return [draw(torch, sizes, x, out, routing, source) for _ in range(count)]
 
-    # ------------------------------------------------------------------------------------------ in a block
-
     def _blocks(self, model: str, made: Mapping[str, Experts], peers: Mapping[str, Any], tokens: int) -> None:
         if tokens > BLOCK_TOKENS or not self._has_time(model, tokens, BLOCKS):
             return
@@ -298,8 +293,6 @@ class Run:
             here = block.heard.ids[block.heard.ids < sizes.experts]
             active, slots = active + int(self.torch.unique(here).numel()), slots + int(here.numel())
         return active / ROUTERS, slots / ROUTERS
-
-    # ------------------------------------------------------------------------------------------ steps
 
     def _check(self, about: Mapping[str, Any], experts: Experts, batch: Batch) -> None:
         errors = experts.errors(batch, batch.out)

@@ -25,10 +25,10 @@ Scoring = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
 UNIFORM, POWER = "uniform", "power law"
 ROUTINGS = (UNIFORM, POWER)
 EXPONENT = 1.2
-"""Of the power law: the expert of rank r is asked for in proportion to r ** -EXPONENT."""
+"""Exponent of the power law: the expert of rank r is asked for in proportion to r ** -EXPONENT."""
 
 INPUT_AMAX = {"w13": 6.0, "w2": 24.0}
-"""What the static scales of FP8 cover: normal inputs, and products of two."""
+"""Largest inputs that the static scales of FP8 cover: normal inputs, and products of two."""
 
 CHECKED_TOKENS = 8
 """Outputs that are compared, from the first to the last."""
@@ -192,7 +192,7 @@ class Experts:
         return sum(sizes) / self.sizes.experts
 
     def bytes(self, tokens: int, active: float) -> int:
-        """What a call has to move: active experts, x and y in bfloat16, each once."""
+        """Bytes that a call has to move: active experts, x and y in bfloat16, each once."""
         return round(active * self.expert_bytes) + 4 * tokens * self.sizes.hidden
 
     def flop(self, slots: float) -> int:
@@ -201,7 +201,7 @@ class Experts:
         return round(2 * matrices * slots * self.sizes.hidden * self.sizes.intermediate)
 
     def method(self) -> MoEMethod:
-        """What runs them."""
+        """The method that runs these experts."""
         return _method(self.sizes, self.quant_algo, str(self.stacks["w2_weight"].device))
 
     def prepare(self) -> tuple[MoEMethod, Mapping[str, Any]]:
@@ -250,7 +250,7 @@ class Experts:
         return y
 
     def _activate(self, *both: Any) -> Any:
-        """Of gate and up, or of up alone."""
+        """The activation of gate and up, or of up alone."""
         arrays = [part.cpu().numpy() for part in both]
         values = reference.expert_activation(*arrays, activation=self.sizes.activation)
         return self.torch.from_numpy(values).to(both[0].device)
@@ -346,7 +346,7 @@ def _quantize(torch: Any, weight: Any, quant_algo: str) -> dict[str, Any]:
 
 
 def moqext_call(experts: Experts) -> tuple[Callable[[Batch], Any], Callable[[int], str]]:
-    """What runs a batch by moqext, and the kernel of so many tokens."""
+    """A call of moqext on a batch, and the name of its kernel by tokens."""
     method, params = experts.prepare()
     local = expert_map_of(experts.torch, experts.sizes, str(experts.stacks["w2_weight"].device))
     on_input = experts.sizes.on_input
@@ -358,7 +358,7 @@ def moqext_call(experts: Experts) -> tuple[Callable[[Batch], Any], Callable[[int
 
 
 def torch_call(experts: Experts) -> Callable[[Batch], Any]:
-    """What runs a batch by torch's grouped products: rows sorted by expert, as Transformers does it.
+    """A call on a batch by torch's grouped products: rows sorted by expert, as Transformers does it.
 
     Raises:
         NotImplementedError: torch has no such product, or some experts are elsewhere.
@@ -399,7 +399,7 @@ def torch_call(experts: Experts) -> Callable[[Batch], Any]:
 
 
 def peers_of(experts: Sequence[Experts]) -> dict[str, tuple[Callable[[Batch], Any], Callable[[int], str]]]:
-    """By format, what runs a batch and the kernel's name; formats that cannot run are left out."""
+    """By format, a call on a batch and the kernel's name; formats that cannot run are left out."""
     found = {}
     for each in experts:
         if each.quant_algo != PEER:

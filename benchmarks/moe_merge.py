@@ -1,6 +1,6 @@
 """Joins results of `benchmarks.moe` that were measured in slices: some models, some numbers of tokens each.
 
-    python -m benchmarks.moe_merge benchmarks/results/moe_cuda.h200.json SLICE.json ...
+    python -m benchmarks.moe_merge benchmarks/results/moe_cuda.h200.jsonl SLICE.jsonl ...
 
 A later file's rows take the place of the same ones of an earlier one. Floors are those of the run that a row
 was measured in, whose number in "runs" it has; the result has the environment and the ceilings of the last
@@ -10,10 +10,11 @@ file. Slices of different chips are refused.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import record
 
 KEYS = {
     "rows": ("model", "tokens", "routing", "quant_algo", "neighbours", "policy"),
@@ -21,7 +22,7 @@ KEYS = {
     "host": ("model", "tokens", "quant_algo"),
     "skipped": ("model", "quant_algo"),
 }
-"""What tells the entries of each list apart."""
+"""Names whose values tell the entries of each list apart."""
 
 Result = Mapping[str, Any]
 
@@ -78,8 +79,8 @@ def main() -> None:
     parser.add_argument("slices", type=Path, nargs="+", help="in the order in which they were measured")
     options = parser.parse_args()
     paths = [options.output, *options.slices] if options.output.exists() else options.slices
-    merged = merge([json.loads(path.read_text()) for path in paths])
-    options.output.write_text(json.dumps(merged, indent=2) + "\n")
+    merged = merge([record.read(path) for path in paths])
+    record.save(merged, options.output)
     print(f"{len(merged['rows'])} rows of {len(merged['runs'])} runs, {', '.join(merged['models'])}")
 
 

@@ -5,9 +5,9 @@
 Weights are normal numbers made and quantized on the device; the experts and linears of decoder layers are
 quantized, embedding, routers and head stay bfloat16 in all models. Forms:
 
-    grouped_mm, batched_mm   Transformers' own model in bfloat16, with either way of it to multiply experts
-    modules       the same with `moqext_torch.QuantExperts` and `QuantLinear` in the place of its own modules
-    transformers  after `moqext_transformers.fuse`, as from_pretrained hands it over
+    grouped_mm, batched_mm   Transformers' own model in bfloat16, with either way of it to multiply experts;
+    modules       the same with `moqext_torch.QuantExperts` and `QuantLinear` in the place of its own modules;
+    transformers  after `moqext_transformers.fuse`, as from_pretrained hands it over.
 
 Decoding is a step of one token for each sequence at the last place of a full static cache, in a CUDA graph,
 as `benchmarks.llama` does it, whose steps these are. Every replay routes the same tokens, and the experts
@@ -186,9 +186,6 @@ def make_model(config: Any, device: str, quant_algo: str, form: str, meant: bool
         counts = fuse(model)
         print(f"fused: {counts}", flush=True)
     return model.eval().requires_grad_(False)
-
-
-# ------------------------------------------------------------------------------------------- the results
 
 
 def step_bytes(model: Any) -> int:

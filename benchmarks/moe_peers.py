@@ -1,6 +1,6 @@
 """Public kernels of experts beside moqext in one process: what their harness measured, as a result.
 
-    python -m benchmarks.moe_peers RUN.json ... --json benchmarks/results/moe_peers.h200.json
+    python -m benchmarks.moe_peers RUN.json ... --json benchmarks/results/moe_peers.h200.jsonl
 
 The harness is no part of this repository: it has the kernels of vLLM, Humming and DeepGEMM out of their
 wheels, takes moqext's layer from `benchmarks.peers.own_experts`, and times graphs of calls that follow each
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import record
 from benchmarks.layers import NVFP4, NVFP4_FP8
 from benchmarks.moe_layers import POWER, UNIFORM
 from moqext.bench import PEER
@@ -51,7 +52,7 @@ NAMES: Mapping[str, Named] = {
     "tri_bf16": Named(PEER, "vLLM Triton"),
 }
 SUFFIX = "-ordinary"
-"""Of a path of moqext whose programmatic edges are ordinary ones."""
+"""End of the name of a path of moqext whose programmatic edges are ordinary ones."""
 
 MODELS = {"qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B", "ds": "DeepSeek-V3, TP8"}
 ROUTINGS = {"uniform": UNIFORM, "power": POWER}
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="what is written")
     options = parser.parse_args()
     joined = join([json.loads(path.read_text()) for path in options.runs])
-    options.json.write_text(json.dumps(joined, indent=2) + "\n")
+    record.save(joined, options.json)
     print(f"{len(joined['rows'])} rows, {len(joined['checks'])} outputs compared, {joined['failed']}")
 
 

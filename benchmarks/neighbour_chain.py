@@ -21,7 +21,7 @@ from moqext.linear import LinearMethod
 
 EPS = 1e-5
 INPUT_AMAX = {"qkv": 6.0, "square": 6.0, "o": 24.0, "gate_up": 6.0, "down": 24.0}
-"""What the static scales of FP8 cover: normal inputs, and products of two."""
+"""Largest inputs that the static scales of FP8 cover: normal inputs, and products of two."""
 
 TORCH, OWN = "torch", "moqext"
 ALGOS = (layers.NVFP4, "FP8", PEER)
@@ -133,11 +133,11 @@ class OwnNeighbours:
         self.torch = torch
 
     def norm(self, x: Any, more: Any, weight: Any) -> Any:
-        """As torch's, a kernel."""
+        """The RMS norm of x + more as one kernel, [M, K]."""
         return ops.rms_norm(x, weight, EPS, residual=more)[0]
 
     def activate(self, gate_up: Any) -> Any:
-        """As torch's, a kernel."""
+        """silu(gate) * up of [M, 2I], as one kernel."""
         return ops.silu_and_mul(gate_up)
 
 

@@ -1,11 +1,11 @@
-"""What a linear takes among ordinary neighbours, with programmatic launch, with some of it, and without.
+"""Times of linears among ordinary neighbours, with programmatic launch, with some of it, and without.
 
-    python -m benchmarks.neighbours [--tokens M ...] [--seed N] [--output FILE]
-    MOQEXT_PDL=1 python -m benchmarks.neighbours --output SECOND
-    MOQEXT_PDL=0 python -m benchmarks.neighbours --output THIRD
-    MOQEXT_PDL=1 python -m benchmarks.neighbours --profile --output FOURTH
-    MOQEXT_PDL=1 MOQEXT_KERNEL=NAME python -m benchmarks.neighbours --algo NVFP4 --tokens 1 --output FIFTH
-    python -m benchmarks.neighbours --merge FILE SECOND THIRD FOURTH FIFTH --output FILE
+    python -m benchmarks.neighbours [--tokens M ...] [--seed N] [--output FILE];
+    MOQEXT_PDL=1 python -m benchmarks.neighbours --output SECOND;
+    MOQEXT_PDL=0 python -m benchmarks.neighbours --output THIRD;
+    MOQEXT_PDL=1 python -m benchmarks.neighbours --profile --output FOURTH;
+    MOQEXT_PDL=1 MOQEXT_KERNEL=NAME python -m benchmarks.neighbours --algo NVFP4 --tokens 1 --output FIFTH;
+    python -m benchmarks.neighbours --merge FILE SECOND THIRD FOURTH FIFTH --output FILE.
 
 A chain is the layers of a decoder one after the other in a CUDA graph (`benchmarks.neighbour_chain`), the
 weights of all of them together larger than the last cache. What the linears add is the time of the chain less
@@ -29,15 +29,11 @@ MOQEXT_KERNEL forces is named in the rows.
 
 Each linear's output is compared with float64 of what its codes mean, and each graph's outputs with those of
 the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) that is all that is done.
-
-`python -m benchmarks.neighbours_page` makes docs/results/neighbours.md from
-benchmarks/results/neighbours.*.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -321,8 +317,7 @@ def main() -> None:
     """Measures, prints a line for each graph and, if asked, writes JSON."""
     options = parse()
     if options.merge:
-        parts = [json.loads(path.read_text()) for path in options.merge]
-        options.output.write_text(json.dumps(merge(parts), indent=1) + "\n")
+        record.save(merge([record.read(path) for path in options.merge]), options.output)
         return
     torch = import_module("torch")
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")

@@ -1,4 +1,4 @@
-"""What each way to multiply costs in accuracy.
+"""The cost in accuracy of each way to multiply.
 
 `python -m benchmarks.numerics` prints the table of docs/numerics.md. Everything is computed by
 `moqext.reference` in float64, so the figures hold for any kernel and chip, but for the rounding of

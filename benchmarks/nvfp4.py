@@ -40,12 +40,12 @@ def values(torch: Any, codes: Any, scale: Any) -> Any:
 
 
 def meaning(torch: Any, codes: Any, scale: Any, second: Any) -> Any:
-    """What a layer stands for, float64 [N, K]."""
+    """The weight that a layer stands for, float64 [N, K]."""
     return values(torch, codes, scale).double() * second.double()
 
 
 def folded_meaning(torch: Any, codes: Any, scale: Any, second: Any) -> Any:
-    """What weights mean in float64 whose scales of groups are folded into e4m3, with a power of two a row."""
+    """The weight in float64 once scales of groups are folded into e4m3, with a power of two a row."""
     exact = values(torch, codes, scale)
     fraction, exponent = torch.frexp(exact.abs().amax(1) / E4M3_MAX)
     factor = torch.where(fraction > 0, torch.exp2((exponent - (fraction == 0.5).int()).float()), 1.0)

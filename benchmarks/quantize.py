@@ -14,7 +14,6 @@ fill its cache first, with a process for each kind and scheme (`--kinds K --sche
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -45,7 +44,7 @@ Call = Callable[[Buffers], object]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured: a kind of `BYTES` and a scheme of `SCHEMES` on [tokens, columns] values."""
+    """A measured call: a kind of `BYTES` and a scheme of `SCHEMES` on [tokens, columns] values."""
 
     kind: str
     scheme: str
@@ -201,9 +200,9 @@ def main() -> None:
     parser.add_argument("--no-triton", dest="triton", action="store_false")
     options = parser.parse_args()
     if options.merge:
-        results = [json.loads(path.read_text()) for path in options.merge]
+        results = [record.read(path) for path in options.merge]
         merged = results[0] | {"rows": [row for result in results for row in result["rows"]]}
-        options.json.write_text(json.dumps(merged, indent=1) + "\n")
+        record.save(merged, options.json)
         return
     options.triton = options.triton and find_spec("triton") is not None
     torch = import_module("torch")

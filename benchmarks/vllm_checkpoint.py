@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 def quantization_config(quant_algo: str) -> dict[str, Any]:
-    """What config.json says of the format: every linear but the head."""
+    """The format as config.json says it: every linear but the head."""
     group = {**GROUPS[quant_algo], "targets": ["Linear"]}
     group["input_activations"] = dict(group["weights"])
     return {
@@ -67,7 +67,7 @@ def write(directory: Path, quant_algo: str, device: str, tiny: bool = False) -> 
 
 
 def layer_tensors(weights: Weights, number: int, layer: nn.Module, quant_algo: str) -> dict[str, Tensor]:
-    """What a decoder layer stores."""
+    """The tensors that a decoder layer stores."""
     found: dict[str, Tensor] = {}
     for role, names in ROLES.items():
         for name in names:

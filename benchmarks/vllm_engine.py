@@ -86,7 +86,7 @@ class Engine:
         return [{"prompt_token_ids": [draw(self.vocabulary) for _ in range(tokens)]} for _ in range(count)]
 
     def seconds(self, prompts: list[dict[str, list[int]]], new: int) -> float:
-        """What `new` tokens of each prompt take."""
+        """Seconds of `new` tokens of each prompt."""
         from vllm import SamplingParams
 
         how = SamplingParams(max_tokens=new, detokenize=False, temperature=0, ignore_eos=True)
@@ -139,7 +139,7 @@ class Engine:
                 print(f"{spent / count:9.1f} {calls[name] / count:7.1f} {spent / calls[name]:7.2f}  {name}")
 
     def kernels(self, prompts: list[dict[str, list[int]]], new: int) -> tuple[Counter[str], Counter[str]]:
-        """What kernels take on the device in all, by name, and how many there are."""
+        """Microseconds of kernels on the device, and their number, both by name."""
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler

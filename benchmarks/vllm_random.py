@@ -126,7 +126,7 @@ def _layer(
 
 
 def _store(weight: Tensor, like: str, quant_algo: str) -> dict[str, Tensor]:
-    """What a checkpoint has of a weight, or of a stack of such: one scale of all, block scales by rows."""
+    """The tensors of a checkpoint for a weight or a stack of such: one scale of all, block scales by rows."""
     if quant_algo == BF16:
         return {"weight": weight}
     levels = E4M3_MAX if quant_algo == FP8 else E4M3_MAX * 6

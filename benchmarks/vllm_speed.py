@@ -48,7 +48,7 @@ MOE_WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "experts in FP8 moqext": ("FP8", {}, []),
     "experts in FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
 }
-"""The same of the mixture of experts. vLLM's own experts want FlashInfer for FP8, or run Triton's kernels."""
+"""Ways to serve a mixture of experts. vLLM's own experts of FP8 want FlashInfer, or run Triton's kernels."""
 ALL_WAYS = {
     **WAYS,
     **{name: (algo, env, [*more, "--random"]) for name, (algo, env, more) in MOE_WAYS.items()},
@@ -90,7 +90,7 @@ def start(directory: Path, way: str, compiled: bool, more: list[str]) -> subproc
 
 
 def finish(process: subprocess.Popen[str], way: str) -> dict[str, Any]:
-    """What a process measured; prints its profiles, or why it failed."""
+    """The row that a process measured; prints its profiles, or why it failed."""
     text = process.communicate()[0]
     lines = text.splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("ROW ")]

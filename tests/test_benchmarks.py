@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,15 @@ WAYS = Path(__file__).parent / "data" / "expert_ways.txt"
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A result: its header, and each row in its list."""
+    header, *rows = map(json.loads, path.read_text().splitlines())
+    lists: dict[str, Any] = {}
+    for row in rows:
+        lists.setdefault(row.pop("list", "rows"), []).append(row)
+    return header | lists
+
+
 def run(tmp_path: Path, name: str, *options: str, keep: str = "--json") -> dict[str, Any]:
     """The JSON record that a benchmark writes."""
     path = tmp_path / "deeper" / "result.json"
@@ -27,7 +35,33 @@ def run(tmp_path: Path, name: str, *options: str, keep: str = "--json") -> dict[
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    return json.loads(path.read_text())
+    return read(path)
+
+
+def test_a_result_is_a_header_and_a_row_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    record = importlib.import_module("benchmarks.record")
+    rows = [{"tokens": 1, "seconds": 1e-6 / 3}, {"tokens": 16, "name": "µ"}]
+    result = {
+        "benchmark": "one",
+        "sizes": {"K": 8},
+        "isa": ["a", "b"],
+        "checks": [{"error": 0.1}],
+        "rows": rows,
+    }
+    path = tmp_path / "one.chip.jsonl"
+    for each in (result, result | {"rows": []}, result | {"checks": []}):
+        record.save(each, path)
+        assert record.read(path) == each
+        assert record.read_all("one", tmp_path) == {"chip": each}
+        assert len(path.read_text().splitlines()) == 1 + len(each["checks"]) + len(each["rows"])
+
+
+def test_results_that_are_kept_have_one_form() -> None:
+    for path in (ROOT / "benchmarks" / "results").iterdir():
+        assert path.suffix == ".jsonl"
+        header = json.loads(path.open().readline())
+        assert {"benchmark", "environment"} <= set(header), path
 
 
 @pytest.mark.unsanitized
@@ -122,7 +156,7 @@ def test_a_cell_of_experts_that_is_wrong_leaves_what_came_before(
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(ArithmeticError, match="wrong"):
         moe.main()
-    assert [check["error"] for check in json.loads(path.read_text())["checks"]] == [0.0, 0.0, 1.0]
+    assert [check["error"] for check in read(path)["checks"]] == [0.0, 0.0, 1.0]
 
 
 def test_a_whole_model_of_experts(tmp_path: Path) -> None:
@@ -157,79 +191,114 @@ def test_policies_of_programmatic_edges(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def cpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that writes docs/results/cpu-linears.md."""
+def tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmarks can be imported."""
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.cpu_page")
 
 
-def test_the_page_of_the_cpu_is_what_its_results_make(cpu_page: Any) -> None:
-    """Else: python -m benchmarks.cpu_page."""
-    files = cpu_page.page_files()
-    for name, text in files.items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs" / "results").glob("cpu-linears.*")} == set(files)
+def test_pages_are_what_results_make(tree: None) -> None:
+    """Else: python -m benchmarks.pages."""
+    pages = importlib.import_module("benchmarks.pages")
+    files = pages.files()
+    for path, text in files.items():
+        assert path.read_text(encoding="utf-8") == text, path.name
+    assert set((ROOT / "docs" / "results").glob("*.svg")) <= set(files)
+    written = {found[2] for text in files.values() for found in pages.MARKED.finditer(text)}
+    assert written == {*pages.SUBJECTS, "speed"}
 
 
-def test_the_page_of_experts_is_what_its_results_make(cpu_page: Any) -> None:
-    """Else: python -m benchmarks.moe_cpu_page."""
-    module = importlib.import_module("benchmarks.moe_cpu_page")
-    assert module.PAGE.read_text() == module.page_text()
+def test_every_result_has_tables(tree: None) -> None:
+    """Each subject prints, and every file of times is one of a subject's."""
+    subjects = importlib.import_module("benchmarks.subjects").SUBJECTS
+    for name, subject in subjects.items():
+        assert len(subject.tables().splitlines()) > 10, name
+    told = {benchmark for subject in subjects.values() for benchmark in subject.benchmarks}
+    kept = {path.name.split(".")[0] for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert kept - told == {"host_cost", "minilm"}  # docs/numerics.md has the second
 
 
-def test_the_page_of_experts_on_cuda_is_what_its_results_make(cpu_page: Any) -> None:
-    """Else: python -m benchmarks.moe_page."""
-    files = importlib.import_module("benchmarks.moe_page").page_files()
-    for name, text in files.items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-experts.*")} == set(files)
-
-
-def test_the_page_of_experts_on_cuda(cpu_page: Any) -> None:
-    """A result with what a run writes: every table has its figures, every goal its verdict."""
-    module = importlib.import_module("benchmarks.moe_page")
-
-    def row(tokens: int, algo: str | None, neighbours: str, policy: str, us: float) -> dict[str, Any]:
-        routing = "uniform" if neighbours == "alone" else "router"
-        about = {"model": "small", "tokens": tokens, "routing": routing, "quant_algo": algo}
-        about |= {"neighbours": neighbours, "policy": policy, "seconds": us * 1e-6, "active_experts": 8.0}
-        return about if algo is None else about | {"floor_seconds": 4e-6, "flop": 4e9}
-
-    rows = [row(1, "bfloat16", "alone", "all", 30)]
-    rows += [row(1, "FP8", "alone", "all", 10), row(1, "FP8", "alone", "none", 12)]
-    rows += [row(1, "NVFP4", "alone", "all", 9.5), row(4096, "NVFP4, fp8", "alone", "all", 5)]
-    rows += [row(1, None, "torch", "all", 20), row(1, "FP8", "torch", "all", 31.5)]
-    assert [module.goal(each) for each in rows[:3]] == [None, 5e-6 + 4e-6 / 0.95, 5e-6 + 4e-6 / 0.95]
-    assert module.goal(rows[4]) == 4e9 / 850e12
-    table = module.times_table(rows, "uniform", "all").splitlines()
-    assert table[2] == "| 1 | 8 | 30.0 (13%) | 10.0 (40%) **3.00×** | 9.5 (42%) **3.16×** |  |"
-    assert "| 12.0 (33%) **2.50×** |" in module.times_table(rows, "uniform", "none")
-    assert "31.5 (+11.5)" in module.blocks_table(rows)
-    assert module.goals_table(rows).splitlines()[2:] == [
-        "| small | `FP8` | 10.0 / 9.2 |  |",
-        "| small | `NVFP4` | **9.5** / 9.6 |  |",
-        "| small | `NVFP4, fp8` |  | 5.0 / 4.7 |",
-    ]
-    sizes = {"experts": 8, "of_all": None, "top_k": 2, "hidden": 256, "intermediate": 128}
-    rate = {"bytes_per_second": 3e12, "flop_per_second": 8e14}
-    result = {
-        "environment": {"gpu": "GPU", "torch": "2", "driver": "1", "date": "2026-01-01T00:00"},
-        "ceilings": {"fp8": rate, "bfloat16": rate},
-        "models": {"small": sizes},
-        "rows": rows,
-        "checks": [{"quant_algo": "FP8", "error": 1e-3}],
-        "host": [{"model": "small", "quant_algo": "FP8", "seconds": 7e-6}],
-    }
-    assert "| small | `FP8` | 7.0 |" in module.section("gpu", result)
-    assert module.plot(result).startswith("<svg")
-    others = module.others_table(
-        rows, {("small", 1, "FP8"): (20.0, "Other"), ("small", 1, "bfloat16"): (1, "")}
+def test_what_stands_between_markers_is_written_anew(tree: None) -> None:
+    pages = importlib.import_module("benchmarks.pages")
+    assert pages.fill("a\n<!-- speed -->\nold\n<!-- /speed -->\nb\n") == (
+        f"a\n<!-- speed -->\n\n{pages.speed()}\n\n<!-- /speed -->\nb\n"
     )
-    assert others.splitlines()[2:] == ["| small | `FP8` | 1 | 10.0 **2.00×** | 12.0 **1.67×** | 20.0 Other |"]
-    assert module.read_published()["Qwen3-30B-A3B", 1, "NVFP4"] == (28.7, "SGLang Marlin")
+    assert pages.fill("no marker") == "no marker"
+    assert len(pages.speed().splitlines()) == 7
+    with pytest.raises(KeyError):
+        pages.fill("<!-- nobody -->\n<!-- /nobody -->")
 
 
-def test_experts_beside_public_kernels(cpu_page: Any) -> None:
+def test_a_summary(tree: None) -> None:
+    """Means by range of tokens with their slowest cells, how many are slower, and goals."""
+    pages = importlib.import_module("benchmarks.pages")
+
+    def pair(case: str, tokens: int, own: float, other: float, **more: Any) -> Any:
+        about = ("h200", "FP8", case, tokens, "others", own * 1e-6, other * 1e-6, "Peer", "file")
+        return pages.Pair(*about, **more)
+
+    some = [
+        pair("a", 1, 20, 40, goals=[("time", True)], plain=40e-6),
+        pair("b", 1, 20, 160, goals=[("time", False)]),
+        pair("a", 4096, 20, 18),
+    ]
+    assert pages.summary(some, by_case=False).splitlines() == [
+        "| machine | format | beside | 1 | 4096 | slower | slowest cell | without PDL | goals met |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| H200 | FP8 | others | 4.00× (2.00) | 0.90× (0.90) | 1/3 | a, 4096: 20.0 µs, Peer 18.0 µs "
+        "| 1.00× (1.00) | 1/2 |",
+    ]
+    assert pages.summary(some[1:], by_case=True).splitlines()[2:] == [
+        "| H200 | FP8 | b | others | 20.0 µs, 8.00× |  | 0/1 |",
+        "| H200 | FP8 | a | others |  | 20.0 µs, 0.90× |  |",
+    ]
+    served = pair("a", 1, 2000, 3000, rate=True)
+    assert served.line()[4:] == ["500 tokens/s", "", "333 tokens/s", "Peer", "1.50", ""]
+    assert pages.summary([served], by_case=True).splitlines()[2] == "| H200 | FP8 | others | 500, 1.50× |"
+
+
+def test_a_grid_of_rows(tree: None) -> None:
+    grid = importlib.import_module("benchmarks.grid")
+    rows = [
+        {"shape": [8, 4], "algo": "FP8", "tokens": 1, "seconds": 2e-6, "of_copy": 0.5},
+        {"shape": [8, 4], "algo": "FP8", "tokens": 16, "seconds": 3e-6},
+        {"shape": [8, 4], "algo": None, "tokens": 1, "seconds": 4e-6},
+    ]
+    result = {"rows": rows, "host": [{"shapes": [[8, 4], [2, 1]], "seconds": 5e-6}]}
+    assert grid.Grid("", ("shape", "algo"), ("tokens",)).table(result).splitlines() == [
+        "| shape | algo | 1 | 16 |",
+        "| --- | --- | ---: | ---: |",
+        "| 8 × 4 | FP8 | 2.00 µs | 3.00 µs |",
+        "| 8 × 4 |  | 4.00 µs |  |",
+    ]
+    several = grid.Grid("", ("algo",), ("tokens",), ("seconds", "of_copy"), {"tokens": "1|2", "algo": "FP8"})
+    assert several.table(result).splitlines()[0] == "| algo | 1 seconds | 1 of_copy |"
+    assert several.table(result).splitlines()[2:] == ["| FP8 | 2.00 µs | 50% |"]
+    plain = grid.Grid("", rows="host").table(result)
+    assert plain.splitlines()[2:] == ["| 8 × 4, 2 × 1 | 5.00 µs |"]
+
+
+def test_tables_of_files(
+    tree: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = importlib.import_module("benchmarks.tables")
+
+    def printed(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["tables", *arguments])
+        tables.main()
+        return capsys.readouterr().out
+
+    assert "llama.h100" in printed()
+    head = printed(
+        "llama.h100", "--where", "what=decode", "--lines", "form", "--columns", "weights", "tokens"
+    )
+    assert head.startswith("| form | bfloat16, 1 | bfloat16, 16 | bfloat16, 64 |")
+    assert printed("llama.h100", "--list", "checks").startswith("| form | weights | what | error |")
+    assert "| h100 | FP8 | Qwen3-30B-A3B | 1 |" in printed("experts")
+    with pytest.raises(SystemExit):
+        printed("nobody")
+
+
+def test_experts_beside_public_kernels(tree: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of the harness have their names, later runs replace earlier ones, the fastest other counts."""
     module = importlib.import_module("benchmarks.moe_peers")
 
@@ -253,23 +322,19 @@ def test_experts_beside_public_kernels(cpu_page: Any) -> None:
     other["environment"]["gpu"] = "another"
     with pytest.raises(ValueError, match="on one chip, got GPU, another"):
         module.join([first, other])
-    page = importlib.import_module("benchmarks.moe_page")
-    others = "Humming 140.0, vLLM Marlin 150.0"
-    start = "| Qwen3-30B-A3B | `NVFP4"
-    published = {
-        ("Qwen3-30B-A3B", 64, "NVFP4"): (143.0, "Other"),
-        ("Qwen3-30B-A3B", 1, "FP8"): (9.0, "Other"),
-    }
-    fastest = page.fastest_others(published, joined)
-    assert fastest["Qwen3-30B-A3B", 64, "NVFP4"] == (140.0, "Humming")
-    assert fastest["Qwen3-30B-A3B", 1, "FP8"] == (9.0, "Other")
-    assert page.beside_section(joined)[-1].splitlines()[2:] == [
-        f"{start}` | uniform | 64 | 10.0 | 100.0 **1.40×** | 112.0 **1.25×** | {others} |",
-        f"{start}, fp8` | uniform | 64 | 10.0 | 50.0 **2.80×** |  | {others} |",
+    pairs = importlib.import_module("benchmarks.pairs")
+    monkeypatch.setattr(
+        pairs, "published_experts", lambda: {("Qwen3-30B-A3B", 64, "NVFP4"): (143e-6, "Other")}
+    )
+    cells = list(pairs._public_experts("h200", joined["rows"]))
+    assert [(cell.algo, cell.peer, round(cell.ratio, 2)) for cell in cells] == [
+        ("NVFP4", "Humming", 1.40),
+        ("NVFP4, fp8", "Humming", 2.80),
     ]
+    assert cells[0].plain == 112e-6
 
 
-def test_experts_in_the_harness_of_others(cpu_page: Any) -> None:
+def test_experts_in_the_harness_of_others(tree: None) -> None:
     """Prepared at the first call, when static scales are known; a new result."""
     torch = pytest.importorskip("torch")
     layers = importlib.import_module("benchmarks.moe_layers")
@@ -298,7 +363,7 @@ def test_experts_in_the_harness_of_others(cpu_page: Any) -> None:
 
 
 @pytest.mark.parametrize("quant_algo", ["FP8", "FP8_PB_WO", "NVFP4", None])
-def test_experts_without_a_gate(cpu_page: Any, quant_algo: str | None) -> None:
+def test_experts_without_a_gate(tree: None, quant_algo: str | None) -> None:
     """In moqext's formats and, if None, by torch's grouped product."""
     torch = pytest.importorskip("torch")
     layers = importlib.import_module("benchmarks.moe_layers")
@@ -314,7 +379,7 @@ def test_experts_without_a_gate(cpu_page: Any, quant_algo: str | None) -> None:
 
 
 @pytest.mark.parametrize(("layer", "ways"), [("FP8", 2), ("FP8_PB_WO", 2), ("NVFP4", 5), ("NVFP4,fp8", 2)])
-def test_ways_of_experts(cpu_page: Any, layer: str, ways: int) -> None:
+def test_ways_of_experts(tree: None, layer: str, ways: int) -> None:
     """Every way is found, and a line of one is what tests of the choice read."""
     module = importlib.import_module("benchmarks.expert_ways")
     algo, _, compute = layer.partition(",")
@@ -325,22 +390,7 @@ def test_ways_of_experts(cpu_page: Any, layer: str, ways: int) -> None:
     assert any(line.startswith(cell.line().rpartition("; ")[0]) for line in WAYS.read_text().splitlines())
 
 
-def test_the_table_of_a_whole_model_of_experts(cpu_page: Any) -> None:
-    module = importlib.import_module("benchmarks.moe_page")
-    rows = [
-        {"form": "grouped_mm", "weights": "bfloat16", "tokens": 1, "tokens_per_second": 50.2, "ratio": 0.5},
-        {"form": "batched_mm", "weights": "bfloat16", "tokens": 1, "tokens_per_second": 100.4, "ratio": 1.0},
-        {"form": "transformers", "weights": "NVFP4", "tokens": 1, "tokens_per_second": 301.0, "ratio": 3.0},
-        {"form": "transformers", "weights": "NVFP4", "tokens": 16, "tokens_per_second": 900.0},
-    ]
-    assert module.models_table({"rows": rows}).splitlines()[2:] == [
-        "| grouped_mm | bfloat16 | 50 |  |",
-        "| batched_mm | bfloat16 | 100 |  |",
-        "| transformers | `NVFP4` | 301 **3.00×** | 900 |",
-    ]
-
-
-def test_slices_of_experts_are_joined(cpu_page: Any) -> None:
+def test_slices_of_experts_are_joined(tree: None) -> None:
     """Later rows take the place of the same ones, and know the run that they are of."""
     module = importlib.import_module("benchmarks.moe_merge")
 
@@ -376,86 +426,108 @@ def test_slices_of_experts_are_joined(cpu_page: Any) -> None:
         module.merge([first, other])
 
 
-def test_the_page_of_neighbours_is_what_its_results_make(cpu_page: Any) -> None:
-    """Else: python -m benchmarks.neighbours_page."""
-    module = importlib.import_module("benchmarks.neighbours_page")
-    assert module.PAGE.read_text() == module.page_text()
+def kept(monkeypatch: pytest.MonkeyPatch, **results: dict[str, Any]) -> Any:
+    """The module that compares, with these results of one H100 and no others."""
+    pairs = importlib.import_module("benchmarks.pairs")
+    found = {name.replace("_", "-", name.startswith("vllm")): result for name, result in results.items()}
+    chips = {name: {"h100": result} for name, result in found.items()}
+    monkeypatch.setattr(pairs.record, "read_all", lambda name: chips.get(name, {}))
+    return pairs
 
 
-def test_the_page_of_vllm_is_what_its_results_make(cpu_page: Any) -> None:
-    """Else: python -m benchmarks.vllm_page."""
-    module = importlib.import_module("benchmarks.vllm_page")
-    assert module.PAGE.read_text() == module.page_text()
-
-
-def test_ways_in_vllm_stand_beside_its_own_of_the_same_mode(cpu_page: Any) -> None:
-    module = importlib.import_module("benchmarks.vllm_page")
-    ways = [("FP8 moqext", False, 30.0), ("FP8 vLLM", False, 20.0), ("FP8 moqext", True, 33.0)]
+def test_ways_in_vllm_stand_beside_its_own_of_the_same_mode(
+    tree: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [("FP8 moqext", False, 30.0), ("FP8 vLLM", False, 20.0), ("FP8 vLLM", True, 22.0)]
+    ways += [("FP8 moqext", True, 33.0), ("NVFP4 moqext", False, 50.0), ("NVFP4 Marlin", False, 25.0)]
+    ways += [
+        ("NVFP4 Humming", False, 40.0),
+        ("FP8 moqext, fast_accum", False, 99.0),
+        ("bfloat16", False, 9.0),
+    ]
     rows = [
         {"name": name, "compile": compiled, "decode": {"1": speed}, "prefill": None}
         for name, compiled, speed in ways
     ]
-    assert "| FP8 moqext | 30.0 (1.50×) |" in module.table(rows, False)
-    assert "| FP8 moqext | 33.0 |" in module.table(rows, True)
-    about = {"environment": {"torch": "2", "date": "2026-11-26"}, "gpu": "H200", "vllm": "0.33", "note": ""}
-    failed = [{"name": "FP8 vLLM", "failed": "no kernel"}]
-    assert module.section({**about, "rows": rows + failed}) == module.section({**about, "rows": rows})
+    found = [
+        (pair.algo, pair.case, pair.peer, pair.tokens, pytest.approx(pair.ratio))
+        for pair in kept(monkeypatch, vllm={"rows": rows}).vllm()
+    ]
+    assert found == [
+        ("FP8", "Llama 8B, graphs", "vLLM, its own", 1, 1.5),
+        ("FP8", "Llama 8B, torch.compile", "vLLM, its own", 1, 1.5),
+        ("NVFP4", "Llama 8B, graphs", "vLLM, Humming", 1, 1.25),
+    ]
 
 
-def test_what_linears_add(cpu_page: Any) -> None:
-    module = importlib.import_module("benchmarks.neighbours_page")
-
+def test_what_linears_add(tree: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def row(algo: str | None, neighbours: str, policy: str, us: float, without: str | None = None) -> Any:
         about = {"chain": "llama", "tokens": 1, "quant_algo": algo, "neighbours": neighbours}
         return about | {"policy": policy, "without": without, "seconds": us * 1e-6, "forced": None}
 
+    rows = [row(None, "torch", "all", 17), row("FP8", "torch", "knowing", 80), row("FP8", "torch", "all", 90)]
+    rows += [row("FP8", "torch", "knowing", 70, "o"), row("bfloat16", "torch", "all", 143)]
+    rows += [row(None, "moqext", "knowing", 9), row("FP8", "moqext", "knowing", 72.5)]
+    rows += [row("FP8", "moqext", "knowing", 1) | {"forced": "cuda:other"}]
+    (pair,) = kept(monkeypatch, neighbours={"rows": rows}).neighbours()
+    assert (pair.case, pair.tokens) == ("llama, torch's kernels between", 1)
+    assert (pair.own, pair.other) == (pytest.approx(63e-6), pytest.approx(126e-6))
+
+
+def test_models_stand_beside_the_faster_bfloat16(tree: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        row(None, "torch", "all", 17),
-        row("FP8", "torch", "none", 80),
-        row("FP8", "torch", "none", 70, "o"),
+        {"form": form, "weights": weights, "tokens": tokens, "tokens_per_second": speed}
+        for form, weights, tokens, speed in (
+            ("grouped_mm", "bfloat16", 1, 50.0),
+            ("batched_mm", "bfloat16", 1, 100.0),
+            ("transformers", "NVFP4", 1, 300.0),
+            ("transformers", "NVFP4", 16, 900.0),
+        )
     ]
-    rows += [row(None, "moqext", "none", 9), row("FP8", "moqext", "none", 72.5)]
-    rows += [row("FP8", "moqext", "none", 1) | {"forced": "cuda:other"}]
-    times = module.Times(rows)
-    assert times.added("llama", 1, "FP8", "torch", "none") == pytest.approx(63)
-    assert times.added("llama", 1, "FP8", "moqext", "none") == pytest.approx(63.5)
-    assert times.added("llama", 1, "FP8", "moqext", "all") is None
-    assert times.added_by("llama", 1, "FP8", "none", "o") == pytest.approx(10)
-    line = "| llama | `FP8` | 1 |  |  |  | 80.00 (+63.00) |  | 72.50 (+63.50) |"
-    assert line in module.layers_table(times, ("all", "none")).splitlines()
+    (pair,) = kept(monkeypatch, moe_model={"rows": rows}).models()
+    assert (pair.case, pair.peer) == ("Qwen3-30B-A3B, as loaded", "Transformers, batched_mm")
+    assert pair.ratio == pytest.approx(3)
 
 
-def test_tables_and_plot_of_a_result(cpu_page: Any) -> None:
-    def row(algo: str, tokens: int, seconds: float, ratio: float, goal: float | None) -> dict[str, Any]:
-        about = {"shape": [64, 32], "tokens": tokens, "quant_algo": algo, "goal": goal, "torch_ratio": ratio}
-        return about | {"seconds": seconds, "floor_seconds": 1e-6, "flop": 4096 * tokens}
+def test_layers_on_the_cpu_stand_beside_torch_and_llama_cpp(
+    tree: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(algo: str, seconds: float, **more: Any) -> dict[str, Any]:
+        return {"shape": [64, 32], "tokens": 1, "quant_algo": algo, "seconds": seconds, **more}
 
-    rows = [
-        row("bfloat16", 1, 6e-6, 1.0, None),
-        row("NVFP4", 1, 2e-6, 3.0, 2.8),
-        row("bfloat16", 16, 6e-6, 1.0, None),
-        row("NVFP4", 16, 5e-6, 1.2, 1.5),
+    rows = [row("bfloat16", 6e-6), row("NVFP4 of llama.cpp", 3e-6)]
+    rows += [row("FP8", 4e-6, goal=1.6, torch_ratio=1.5), row("NVFP4", 2e-6, goal=None)]
+    found = kept(monkeypatch, linear_cpu={"rows": rows}).cpu_linears()
+    assert [(pair.algo, pair.beside, round(pair.ratio, 2), pair.goals) for pair in found] == [
+        ("FP8", "torch bfloat16", 1.5, [("1.6×", False)]),
+        ("NVFP4", "torch bfloat16", 3.0, []),
+        ("NVFP4", "llama.cpp", 1.5, []),
     ]
-    environment = {"cpu": "Chip", "isa": "amx", "python": "3.12", "numpy": "2", "date": "2026-01-02T03:04"}
-    result = {"environment": environment | {"moqext": {"commit": "abc"}}, "rows": rows, "threads": 16}
-    result |= {"bytes_per_second": 2e11, "flop_per_second": 1e12}
-    page = f"Before.\n{cpu_page.BEGIN}\nold\n{cpu_page.END}\nAfter.\n"
-    files = cpu_page.render(page, {"chip": result})
-    lines = files["cpu-linears.md"].splitlines()
-    assert (lines[0], lines[-1]) == ("Before.", "After.")
-    assert "old" not in lines
-    assert "### Chip, amx, 16 threads" in lines
-    assert "| 64 × 32 | 1 | 6.00 µs, 17% | 2.00 µs, 50%, **3.00×** |" in lines
-    assert "| `NVFP4` | 1 | 2.8 | 3.00 to 3.00 | met |" in lines
-    assert "| `NVFP4` | 16 | 1.5 | 1.20 to 1.20 | missed |" in lines
-    assert ElementTree.fromstring(files["cpu-linears.chip.svg"]).tag.endswith("svg")
-    again = cpu_page.render(files["cpu-linears.md"], {"chip": result})
-    assert again == files
-    page = f"Before.\n{cpu_page.PEER_BEGIN}{cpu_page.PEER_END}\n"
-    result |= {"ggml": {"version": "1.2", "features": ["avx2", "avx512"]}}
-    peer = cpu_page.render_peer(page, {"chip": result})
-    assert "Chip, amx, 16 threads; ggml 1.2, built for avx2, avx512. " in peer
-    assert "| 64 × 32 | 1 | 6.00 µs, 17% | 2.00 µs, 50%, **3.00×** |" in peer
+
+
+def test_layers_of_experts_stand_beside_torch(tree: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(algo: str, tokens: int, us: float, **more: Any) -> dict[str, Any]:
+        about = {
+            "model": "small",
+            "tokens": tokens,
+            "routing": "uniform",
+            "quant_algo": algo,
+            "policy": "all",
+        }
+        about |= {"neighbours": "alone", "seconds": us * 1e-6, "floor_seconds": 4e-6, "flop": 4e9}
+        return about | more
+
+    rows = [row("bfloat16", 1, 30), row("FP8", 1, 10), row("FP8", 1, 1, policy="none"), row("NVFP4", 1, 9.5)]
+    rows += [row("bfloat16", 4096, 20), row("NVFP4, fp8", 4096, 5), row("FP8", 1, 1, routing="power law")]
+    pairs = kept(monkeypatch, moe_cuda={"rows": rows})
+    assert [(pair.algo, round(pair.ratio, 2), pair.goals) for pair in pairs.experts()] == [
+        ("FP8", 3.0, [("time", False)]),  # 9.2 us are asked
+        ("NVFP4", 3.16, [("time", True)]),
+        ("NVFP4, fp8", 4.0, [("time", False)]),
+    ]
+    assert pairs.goals.experts_limit("FP8", 1, 4e-6, 4e9) == 5e-6 + 4e-6 / 0.95
+    assert pairs.goals.experts_limit("NVFP4, fp8", 4096, 4e-6, 4e9) == 4e9 / 850e12
+    assert pairs.goals.experts_limit("NVFP4", 1024, 4e-6, 4e9) is None
 
 
 @pytest.mark.slow

@@ -40,11 +40,6 @@ def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load("goals", monkeypatch)
 
 
-@pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return load("cuda_page", monkeypatch)
-
-
 def row(peer: str, seconds: float, **other: Any) -> dict[str, Any]:
     about = {"shape": [4096, 4096], "tokens": 1, "quant_algo": "FP8", "peer": peer, "kernel": "cuda:one"}
     about |= {
@@ -452,153 +447,48 @@ def test_geomean(goals: Any) -> None:
         goals.geomean([])
 
 
-def test_tables_and_plot_of_a_result(page: Any) -> None:
+def test_linears_beside_the_fastest_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = load("pairs", monkeypatch)
     rows = [
         row("moqext", 5e-6),
         row("moqext, no PDL", 6e-6),
         row("torch tensorwise", 8e-6),
         row("torch bfloat16", 12e-6, quant_algo=PEER),
-        row("moqext", 2e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
-        row("torch tensorwise", 1.5e-3, tokens=8192, protocol="alone", floor_seconds=1e-3),
         row("moqext", 3e-3, tokens=8192, protocol="sustained", clock_mhz=1500.0, watts=690.0),
         row("torch tensorwise", 9e-6, tokens=64),
-    ]
-    result = record(rows) | {
-        "host": [
-            {"peer": "moqext", "quant_algo": "FP8", "result": "given", "seconds": 3e-6, "best_seconds": 2e-6}
-        ]
-    }
-    text = f"Before.\n{page.BEGIN}\nold\n{page.END}\nAfter.\n"
-    files = page.render(text, {"chip": result})
-    lines = files["cuda-fp8.md"].splitlines()
-    assert (lines[0], lines[-1]) == ("Before.", "After.")
-    assert "old" not in lines
-    assert "### Chip" in lines
-    few = "| 4096 × 4096 | 1 | **5.00 µs** | 80% | one | 6.00 µs | 8.00 µs torch tensorwise | 1.60 | 8.90 µs "
-    assert any(line.startswith(few) and line.endswith("| 1.78 |  |") for line in lines)
-    assert (
-        "| 4096 × 4096 | 64 |  |  |  |  | 9.00 µs torch tensorwise |  | 9.20 µs torch tensorwise |  |  |"
-        in lines
-    )
-    many = [line for line in lines if line.startswith("| 4096 × 4096 | 8192 | **2.00 ms**")]
-    assert len(many) == 1
-    assert many[0].endswith("| no slower than any (0.10) |")
-    assert "| `FP8` | 1 to 16 | 1 | 1.60× | 1.60× | 1 of 1 | 1 of 1 | 1 of 1 |  |  |" in lines
-    assert any(
-        line.startswith("| 4096 × 4096 | `FP8` | moqext | 8192 | 2.00 ms | 3.00 ms |") for line in lines
-    )
-    assert "| `FP8` | moqext | given | 3.00 |" in lines
-    assert ElementTree.fromstring(files["cuda-fp8.chip.svg"]).tag.endswith("svg")
-    assert page.render(files["cuda-fp8.md"], {"chip": result}) == files
-
-
-def test_the_page_of_cuda_is_what_its_results_make(page: Any) -> None:
-    """Else: python -m benchmarks.cuda_page."""
-    files = page.render(page.PAGE.read_text(), page.read_results())
-    for name, text in files.items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-fp8.*")} == set(files)
-
-
-def test_tables_and_plot_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = load("nvfp4_page", monkeypatch).NVFP4
-    wide = {"quant_algo": PEER}
-    rows = [
-        row("moqext", 5e-6, quant_algo="NVFP4", kernel="cuda:decode"),
-        row("moqext, no PDL", 6e-6, quant_algo="NVFP4"),
-        row("Triton", 10e-6, quant_algo="NVFP4"),
-        row("torch bfloat16", 12e-6, **wide),
-        row("moqext", 7e-6, quant_algo="NVFP4, fp8"),
-        row("moqext", 8e-6, quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
-        row("moqext", 2e-3, tokens=8192, quant_algo="NVFP4", protocol="alone", floor_seconds=1e-3),
-    ]
-    text = f"Before.\n{own.begin}\nold\n{page.END}\nAfter.\n"
-    files = page.render(text, {"chip": record(rows)}, own)
-    lines = files["cuda-nvfp4.md"].splitlines()
-    exact = (
-        "| 4096 × 4096 | 1 | **5.00 µs** | 80% | decode | 6.00 µs | 12.0 µs | 2.40 | 10.0 µs Triton | 2.00"
-    )
-    assert any(line.startswith(exact) for line in lines)
-    fp8 = "| 4096 × 4096 | 1 | **7.00 µs** | 57% | one |  | 12.0 µs | 1.71 | 8.00 µs | 1.14 |"
-    assert any(line.startswith(fp8) for line in lines)
-    assert "#### `FP8_PER_CHANNEL_PER_TOKEN`" not in lines
-    assert ElementTree.fromstring(files["cuda-nvfp4.chip.svg"]).tag.endswith("svg")
-    assert "10 µs" in files["cuda-nvfp4.chip.svg"]
-    assert page.render(files["cuda-nvfp4.md"], {"chip": record(rows)}, own) == files
-
-
-def test_the_page_of_nvfp4_is_what_its_results_make(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else: python -m benchmarks.nvfp4_page."""
-    own = load("nvfp4_page", monkeypatch).NVFP4
-    files = page.render(own.path.read_text(), page.read_results(own.files), own)
-    for name, text in files.items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
-    assert {path.name for path in (ROOT / "docs" / "results").glob("cuda-nvfp4.*")} == set(files)
-
-
-def test_the_readme_has_the_times_of_nvfp4(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = load("nvfp4_page", monkeypatch)
-    rows = [
         row("moqext", 5e-6, quant_algo="NVFP4"),
-        row("moqext", 7e-6, quant_algo="NVFP4", tokens=64),
-        row("moqext", 6e-6, quant_algo="NVFP4, fp8", tokens=64),
-        row("torch bfloat16", 12e-6, quant_algo=PEER),
-        row("moqext", 9e-6, quant_algo="NVFP4", tokens=63),
+        row("moqext", 7e-6, quant_algo="NVFP4, fp8"),
     ]
-    of_shape = [{**one, "shape": list(own.HEADLINE_SHAPE)} for one in rows]
-    other = row("moqext", 1e-6, quant_algo="NVFP4", tokens=16)
-    assert own.headline(record([*of_shape, other])).splitlines()[4:] == [
-        "| 1 | **5.00 µs** |  | 12.0 µs | 18.9 µs Marlin |",
-        "| 64 | **7.00 µs** | 6.00 µs |  | 28.5 µs Humming |",
+    monkeypatch.setattr(pairs.record, "read_all", lambda name: {"chip": record(rows), "h200": record(rows)})
+    found = pairs.linears("linear_cuda", lambda algo: True)
+    alone = [
+        (pair.algo, pair.beside, pair.peer, round(pair.ratio, 2)) for pair in found if pair.chip == "chip"
     ]
-    for result in list(page.read_results(own.NVFP4.files).values())[:1]:
-        assert own.headline(result) in (ROOT / "README.md").read_text()
+    assert alone == [
+        ("FP8", pairs.ANY, "torch tensorwise", 1.6),
+        ("FP8", pairs.TORCH, "bfloat16", 2.4),
+        ("NVFP4", pairs.ANY, "torch bfloat16", 2.4),
+        ("NVFP4", pairs.TORCH, "bfloat16", 2.4),
+        ("NVFP4, fp8", pairs.ANY, "torch bfloat16", 1.71),
+        ("NVFP4, fp8", pairs.TORCH, "bfloat16", 1.71),
+    ]
+    assert (found[0].plain, found[1].plain) == (6e-6, None)
+    assert dict(found[0].goals) == {"time": True, "no slower than any": True, "without PDL": True}
+    others = {(pair.algo, pair.beside): pair.peer for pair in found if pair.chip == "h200"}
+    assert others["NVFP4", pairs.MARLIN].startswith(("Marlin", "Humming"))
+    assert ("FP8", pairs.MARLIN) not in others
 
 
-def test_the_tables_of_quantization_and_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = load("quantize_page", monkeypatch)
-    facts = {
-        "device": "Chip",
-        "copy_bytes_per_second": 4e12,
-        "environment": {"date": "2026-11-22T00:00:00", "moqext": {"commit": "abc"}},
-    }
-
-    def row(peer: str, tokens: int, seconds: float, floor: float) -> dict[str, Any]:
-        case = {"kind": "plain", "scheme": "token", "tokens": tokens, "columns": 4096, "peer": peer}
-        return case | {"seconds": seconds, "floor_seconds": floor}
-
-    rows = [row("moqext", 1, 1.1e-6, 1e-9), row("Triton", 1, 2e-6, 1e-9), row("moqext", 8192, 25e-6, 24e-6)]
-    prepared = {
-        "quant_algo": "NVFP4",
-        "compute": "fp8",
-        "shapes": [[8, 16], [4, 32]],
-        "seconds": 1e-4,
-        "of_copy": 0.5,
-    }
-    prepared |= {"seconds_into_out": 2e-4, "of_copy_into_out": 0.25}
-    quantized = page.quantization(facts | {"rows": rows})
-    assert "| `quantize` | token | 1.10 (2.00) | 25.0, 96% |" in quantized
-    assert '| NVFP4 for `compute="fp8"` | 8 × 16, 4 × 32 | 100 µs | 50% | 200 µs | 25% |' in page.preparation(
-        facts | {"rows": [prepared]}
-    )
-    stacks = prepared | {"compute": "exact", "experts": "Model", "shape": [4, 16, 8]}
-    assert "| NVFP4 | Model: 4 × 16 × 8 | 100 µs | 50% |" in page.preparation(facts | {"rows": [stacks]})
-
-
-def test_the_pages_of_quantization_and_preparation_are_what_their_results_make(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else: python -m benchmarks.quantize_page."""
-    files = load("quantize_page", monkeypatch).page_files()
-    assert files.keys() == {"cuda-quantization.md", "cuda-preparation.md"}
-    for name, text in files.items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
-
-
-def test_the_page_of_the_llama_is_what_its_results_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else: python -m benchmarks.llama_page."""
-    for name, text in load("llama_page", monkeypatch).page_files().items():
-        assert (ROOT / "docs" / "results" / name).read_text() == text, name
+def test_plots_have_the_shapes_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    subjects = load("subjects", monkeypatch)
+    rows = [row("moqext", 5e-6), row("moqext", 2e-3, tokens=8192), row("torch tensorwise", 8e-6)]
+    rows += [row("moqext", 1e-6, shape=[64, 64])]
+    monkeypatch.setattr(subjects.record, "read_all", lambda name: {"chip": record(rows)})
+    ((name, drawing),) = subjects.linear_plots("linear_cuda", "cuda-fp8", subjects.roofline)()
+    assert name == "cuda-fp8.chip.svg"
+    assert ElementTree.fromstring(drawing).tag.endswith("svg")
+    assert "4096 × 4096" in drawing
+    assert "64 × 64" not in drawing
 
 
 # ---- choices ----
@@ -615,7 +505,7 @@ def test_choices_are_measured_beside_the_others(
     choices.main()
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("8 cells: ")
-    rows = json.loads(path.read_text())["rows"]
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     cells = {(*r["shape"], r["quant_algo"], r["tokens"]) for r in rows}
     assert len(cells) == 8
     for cell in cells:

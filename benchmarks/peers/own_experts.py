@@ -14,7 +14,7 @@ from moqext.spelling import Compute
 
 
 class Shape(NamedTuple):
-    """Of a layer of experts.
+    """Sizes of a layer of experts.
 
     Attributes:
         experts: All of them.
@@ -52,7 +52,7 @@ class OwnExperts:
         self._ready: tuple[MoEMethod, Mapping[str, Any]] | None = None
 
     def kernel(self, tokens: int) -> str:
-        """Of so many tokens."""
+        """The name of the kernel for so many tokens."""
         return self._prepared()[0].backend_for(tokens)
 
     def __call__(self, x: Any, weights: Any, ids: Any, tokens: int) -> Any:
