@@ -50,7 +50,7 @@ def test_kernels_are_the_fastest_that_were_measured(chip, layer):
     ],
 )
 def test_fp8_strips_are_expected_as_measured(sizes, times):
-    """Microseconds of one to four tokens on an H200 (docs/lab/moe.md); three kernels took 9 to 80 % more."""
+    """Microseconds on an H200 (docs/lab/experts-decode.md); three kernels took 9 to 80 % more."""
     for algo, each in times.items():
         layer = plan(algo, *sizes, chip="H200 SXM")
         for tokens, us in enumerate(each, 1):

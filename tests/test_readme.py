@@ -4,6 +4,7 @@ That their snippets run: test_snippets.py.
 """
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -42,19 +43,28 @@ def table():
 
 def test_the_readme_names_every_algorithm():
     """First those that run, then those that are read."""
-    runs, read = re.search(r"## Formats\n(.*?) run on\n?(.*?)are read,", README, re.DOTALL).groups()
+    runs, read = re.search(r"\*\*Formats\.\*\*(.*?) run,(.*?) are read,", README, re.DOTALL).groups()
     assert set(re.findall(r"`(\w+)`", runs)) == set(LINEARS)
     assert set(re.findall(r"`(\w+)`", read)) == ALGORITHMS.keys() - set(LINEARS) - {"MIXED_PRECISION"}
 
 
-def test_the_first_screen_leads_to_what_a_reader_needs():
-    """What, why, how to try it and what runs, in a page that is read in minutes."""
-    assert len(README.splitlines()) <= 150
+def test_the_readme_is_read_in_two_minutes():
+    """What it is, how to install and use it, speed and chips: 400 to 500 words beside its code."""
+    text = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+    assert 300 <= len(text.split()) <= 500
     heads = re.findall(r"^## (.*)$", README, re.MULTILINE)
-    assert heads == ["Why", "What is in a checkpoint", "Formats", "Speed", "Try it"]
+    assert heads == ["Install", "Use", "Speed", "What runs where", "More"]
     links = {target for target, _ in LINK.findall(README)}
     assert {"docs/install.md", "docs/start.md", "docs/README.md", "examples/README.md"} <= links
-    assert len(re.findall(r"!\[[^\]]+\]\(docs/results/[\w.-]+\.svg\)", README)) == 1
+
+
+def test_the_picture_of_the_readme_is_its_table():
+    """Else: python -m benchmarks.speed_plot."""
+    plot = runpy.run_path(str(ROOT / "benchmarks" / "speed_plot.py"))
+    rows = plot["ratios"](README)
+    assert len(rows) == 5
+    assert plot["PICTURE"].read_text() == plot["draw"](rows)
+    assert f"]({plot['PICTURE'].relative_to(ROOT)})" in README
 
 
 def test_table_names_known_algorithms():

@@ -294,20 +294,24 @@ def test_synopses_have_the_options_of_the_commands(capsys):
 # ---- what is said of others ----
 
 
-def test_what_the_readme_says_of_transformers_is_true(tmp_path):
+def test_what_the_page_says_of_transformers_is_true(tmp_path):
     """The FP8 checkpoint's codes become weights, with a word in a table; NVFP4 is refused."""
     skip_without(["torch", "transformers"])
-    said = re.search(r"Transformers (\d+\.\d+) does not know", (ROOT / "README.md").read_text())[1]
+    said = re.search(
+        r"Transformers (\d+\.\d+) does not know", (ROOT / "docs" / "transformers.md").read_text()
+    )[1]
     if not importlib.metadata.version("transformers").startswith(f"{said}."):
-        pytest.skip(f"needs Transformers {said}, which the README speaks of")
-    first = next(snippet for snippet in ALL if snippet.page == "README.md" and snippet.kind == "python")
-    wrong, right = re.search(r"# ([\d.]+), and ([\d.]+) is right", first.text).groups()
-    done = run(["-c", first.text])
+        pytest.skip(f"needs Transformers {said}, which the page speaks of")
+    *_, alone = (
+        snippet for snippet in ALL if snippet.page == "docs/transformers.md" and snippet.kind == "python"
+    )
+    wrong, right = re.search(r"# ([\d.]+), and ([\d.]+) is right", alone.text).groups()
+    done = run(["-c", alone.text])
     assert done.stdout == f"{wrong}\n"
     assert "UNEXPECTED" in done.stderr
     with Checkpoint(CHECKPOINTS / "llama_fp8_kvfp8") as ckpt:
         weight = ckpt.dequantize("model.layers.0.self_attn.q_proj")
     assert f"{abs(weight).max():.3f}" == right
-    refused = run(["-c", first.text.replace("llama_fp8_kvfp8", "llama_nvfp4_kvfp8")])
+    refused = run(["-c", alone.text.replace("llama_fp8_kvfp8", "llama_nvfp4_kvfp8")])
     assert refused.returncode == 1
     assert "RuntimeError: You set `ignore_mismatched_sizes` to `False`" in refused.stderr

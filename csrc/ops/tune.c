@@ -100,7 +100,7 @@ typedef struct {
 } run_args;
 
 /* Each as a model has it, among kernels of others, whose times a chain of itself does not tell: its
- * start would be hidden (docs/lab/neighbours.md). */
+ * start would be hidden (docs/lab/pdl.md). */
 static moq_status run_calls(void *data, moq_err *err) {
     run_args *a = data;
     for (int i = 0; i < a->calls; i++) {

@@ -17,7 +17,7 @@ from moqext_torch.op import register_autograd, run_linear
 
 FEW_TOKENS = 4
 """Up to so many are quantized by the linear's own kernel; with more it takes 1 to 2 us longer than with codes
-(H200, docs/lab/neighbours.md)."""
+(H200, docs/lab/pdl.md)."""
 
 STRIDES = "eager_input_vals"
 """Where Inductor finds which strides an operation was traced with."""

@@ -1,6 +1,6 @@
 """vLLM's own RMSNorm and SiluAndMul between moqext's linears, by moqext's kernels.
 
-Kernels of moqext that follow each other on a GPU reach over each other (docs/lab/neighbours.md); one of
+Kernels of moqext that follow each other on a GPU reach over each other (docs/lab/pdl.md); one of
 another library between two of them ends that. The classes here stand in vLLM's registry for out-of-tree
 layers, so that every model makes them in the place of vLLM's. Each decides when it is made whether moqext
 runs it; where not, it becomes one of vLLM's class, whose very type vLLM asks for in places. Call by call it

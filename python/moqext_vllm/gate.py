@@ -3,7 +3,7 @@
 It stands in vLLM's registry as the norms do (`moqext_vllm.activations`), and becomes vLLM's class where
 moqext does not run it.
 
-A kernel of another library there ends the run of those that reach over each other (docs/lab/neighbours.md),
+A kernel of another library there ends the run of those that reach over each other (docs/lab/pdl.md),
 and reads half a megabyte of weight only when its predecessor has ended.
 """
 

@@ -1,6 +1,6 @@
 /* How the kernels of experts for any chip go about a call, and estimated seconds of it
- * (docs/lab/moe.md): weights of the experts that have rows read, or tiles of them multiplied, and
- * what lies between. */
+ * (docs/lab/any-chip.md): weights of the experts that have rows read, or tiles of them multiplied,
+ * and what lies between. */
 #include "cuda/choice/chip.h"
 #include "cuda/choice/choice_moe.h"
 #include "cuda/choice/routing.h"

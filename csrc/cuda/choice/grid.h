@@ -28,7 +28,7 @@ typedef enum {
 /* Tiles whose steps all workers share evenly (sm90_schedule.h): those of the last two rounds,
  * and who has a step of them. Where that idles a sixteenth of them at most, a tile has workers of
  * its own: none has steps of two tiles, whose sums it would hand over and take
- * (docs/lab/nvfp4-some.md). */
+ * (docs/lab/nvfp4-medium.md). */
 typedef struct {
     int64_t tiles, workers;
 } stream_k_split;

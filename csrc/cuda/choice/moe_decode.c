@@ -472,8 +472,8 @@ static double split_rate(const moq_linear_spec *layer, double fitted) {
 #define DOWN_CHUNK 0.022e-6
 
 /* Seconds of the first kernel with two blocks a multiprocessor, fitted to an H200
- * (docs/lab/moe.md): a start and its weights; the end of a slot's items costs time beside NVFP4's
- * products where warps share them. */
+ * (docs/lab/experts-decode.md): a start and its weights; the end of a slot's items costs time
+ * beside NVFP4's products where warps share them. */
 static double up_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_decode_half *h) {
     const moq_target *target = &spec->w13.target;
     bool nvfp4 = format_of(spec) == &NVFP4;
@@ -570,7 +570,7 @@ static double fused_fp8_seconds(const moq_moe_spec *spec, int64_t tokens, const 
 }
 
 /* What FP8's scales make of the seconds of two products: times of three models with 1 to 64 tokens
- * on an H200, in the mean (docs/lab/moe.md). */
+ * on an H200, in the mean (docs/lab/experts-decode.md). */
 static double scaling(const moq_moe_spec *spec) {
     if (format_of(spec) == &NVFP4)
         return 1;

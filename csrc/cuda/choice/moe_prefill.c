@@ -26,7 +26,7 @@
  * Fitted to every way in 36 cells of seven models with 16 to 8192 tokens on an H200 and in 32 of
  * six on an H100, for each format: what is chosen by them takes 0.2 % more than the fastest in the
  * mean on either chip, 7 % at most (Llama-4-Maverick). Before, large tiles were held to go with the
- * memory wholly, and the choice lost 8 % of FP8 on an H100 (docs/lab/moe.md). */
+ * memory wholly, and the choice lost 8 % of FP8 on an H100 (docs/lab/experts-prefill.md). */
 #define EXPONENT       1.5
 #define LARGE_EXPONENT 3
 
@@ -110,7 +110,7 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
  * 31 of six on an H100: 4 % root mean square, and the way that is chosen takes 0.2 and 0.3 % more
  * than the fastest in the mean, 3 % at most; and to whether the kernel of few tokens is faster, in
  * 126 cells of seven models with 2 to 128 tokens: 0.2 % are lost by that in the mean, 5 % at most
- * (docs/lab/moe.md). */
+ * (docs/lab/experts-prefill.md). */
 #define PACKED_STEPS    16.4e-6
 #define PACKED_SUMMED   3.83e12
 #define PACKED_BETWEEN  2.86e12

@@ -28,7 +28,7 @@ static double exchange_of(const moq_nvfp4_prefill_config *config, division how) 
 }
 
 /* Fitted to 561 times of 16 layers with 128 to 2048 tokens on an H200, 6 % root mean square
- * (docs/lab/nvfp4-many.md), the begin again to calls behind the end of the one before. The more
+ * (docs/lab/nvfp4-prefill.md), the begin again to calls behind the end of the one before. The more
  * multiprocessors multiply the lower is the clock. */
 static double estimate(const moq_linear_spec *spec, const moq_nvfp4_prefill_config *config,
                        division how) {

@@ -3,7 +3,7 @@
  *
  * Behind another kernel it is a loss: that one says nothing of when its successor may begin, and
  * going from ordinary edges to programmatic ones and back costs half a microsecond
- * (docs/lab/neighbours.md). Outside of a capture nobody knows what is ahead, and an ordinary launch
+ * (docs/lab/pdl.md). Outside of a capture nobody knows what is ahead, and an ordinary launch
  * costs the host as much more as the device would gain, so that all are launched programmatically.
  * So are all with MOQEXT_PDL=1, and none with MOQEXT_PDL=0. */
 #ifndef MOQ_CUDA_RUNTIME_PDL_H

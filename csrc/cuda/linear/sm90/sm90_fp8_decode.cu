@@ -27,7 +27,7 @@
  * - x must fit beside the ring. Where it does not, K is done in passes, with the sums kept
  *   meanwhile.
  *
- * Measured (H200, in a graph): see docs/lab/fp8-few.md. */
+ * Measured (H200, in a graph): see docs/lab/fp8-decode.md. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_decode.h"
 #include "cuda/device/load.h"

@@ -14,7 +14,7 @@
  *   row. Pairs of blocks have one operand in common, which each copies half of to both.
  * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
  *
- * What bounds it (H200, docs/lab/fp8-many.md): up to 64 tokens the weights, from 0.6 us after a
+ * What bounds it (H200, docs/lab/fp8-prefill.md): up to 64 tokens the weights, from 0.6 us after a
  * block's start, and a microsecond for sums of parts and the end; with more what the second-level
  * cache delivers, 7 to 8 TB/s, and the tensor cores; with many what lies between two products of a
  * warpgroup and between two tiles, and the clock that power allows. */
@@ -300,8 +300,8 @@ static size_t smem_layout(gemm_args *a, const method *config, bool groups, int l
 }
 
 /* Tokens of a tile that are copied. Of codes that the caller has none beyond its last: the copy
- * engine takes 3 us to fill a tile of few with zeros (docs/lab/fp8-many.md), and what is there of
- * them instead is never looked at. */
+ * engine takes 3 us to fill a tile of few with zeros (docs/lab/fp8-prefill.md), and what is there
+ * of them instead is never looked at. */
 static uint32_t token_rows(const moq_linear_call *call, const method *config) {
     const shape *s = config->shape;
     bool part = call->spec->quantized_input && config->columns == 1 && s->share != MOQ_SHARE_TOKENS;

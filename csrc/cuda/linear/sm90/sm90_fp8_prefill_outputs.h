@@ -1,7 +1,7 @@
 /* Outputs of the FP8 linear for many tokens on Hopper, where tokens are the rows of the products.
  * Outputs of a tile wait in shared memory, and the copy engine takes them out under the products of
  * the next one: blocks have theirs at about the same time, so that what the L2 takes bounds how
- * fast they leave (docs/lab/fp8-many.md).
+ * fast they leave (docs/lab/fp8-prefill.md).
  *
  * What a product gives, 64 tokens by 128 rows of W, is two boxes, of 128 bytes a token in the
  * 128-byte swizzle. */

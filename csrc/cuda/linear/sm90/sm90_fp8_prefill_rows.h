@@ -9,7 +9,7 @@
  *
  * A warpgroup's tiles follow each other without a gap. The sums of a tile's first wave are complete
  * before the last product of the tile, and leave under it; those of its last wave leave under the
- * first product of the next tile, which then begins them anew (docs/lab/fp8-many.md). */
+ * first product of the next tile, which then begins them anew (docs/lab/fp8-prefill.md). */
 #ifndef MOQ_CUDA_LINEAR_SM90_SM90_FP8_PREFILL_ROWS_H
 #define MOQ_CUDA_LINEAR_SM90_SM90_FP8_PREFILL_ROWS_H
 

@@ -73,7 +73,7 @@ struct tile {
     /* Outputs leave by the copy engine, under the products of the next tile. */
     static constexpr bool boxes = tokens_first && !splits;
     /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them
-     * (docs/lab/fp8-many.md). Pairs have to wait for each other. */
+     * (docs/lab/fp8-prefill.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
     /* Which factors outputs have. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;

@@ -141,7 +141,7 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
 
 /* ---- tokens are the columns: outputs are turned around as 16 bits, 128 bytes a token for the 64
  * rows of a warpgroup. Half of the stores to shared memory and a quarter of the instructions that
- * sums would take (docs/lab/fp8-many.md) ---- */
+ * sums would take (docs/lab/fp8-prefill.md) ---- */
 
 /* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
  * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */

@@ -36,7 +36,7 @@
  * decoder: its warps share stages, a producer fills them, and x is quantized ahead of the
  * products.
  *
- * Measured (H200, in a graph): see docs/lab/nvfp4-few.md. */
+ * Measured (H200, in a graph): see docs/lab/nvfp4-decode.md. */
 #include "cuda/choice/nvfp4_decode.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/sm90_nvfp4_decode.h"

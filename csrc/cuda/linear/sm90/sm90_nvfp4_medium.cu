@@ -10,7 +10,7 @@
  * sm90_gemm_outputs.h has it. Where rounds of tiles do not come out even, blocks share the steps of
  * the last ones (sm90_schedule.h). Sums are added in the same order always.
  *
- * What bounds it (H200, docs/lab/nvfp4-some.md): 91 instructions of a warp for 16 rows by 64
+ * What bounds it (H200, docs/lab/nvfp4-medium.md): 91 instructions of a warp for 16 rows by 64
  * columns, of which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor
  * cores, which share the register file with the decoding; what the second-level cache delivers, of
  * x too, which every tile of rows reads again. */

@@ -87,7 +87,7 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth; /* of a step */
     /* Copies of weights before the rest of a block is ready, 14 to 18 KB: x waits behind more of
-     * them (docs/lab/nvfp4-some.md). */
+     * them (docs/lab/nvfp4-medium.md). */
     static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 4 / ROW_GROUPS;
     /* Both sets are decoded before the first tokens are there: 1 % where products take long. */
     static constexpr bool early = T == 128;

@@ -8,9 +8,9 @@
  * (sm90_nvfp4_prefill_outputs.h). Where tiles do not come out even, blocks share K
  * (sm90_nvfp4_prefill_split_k.h).
  *
- * What bounds it (H200, docs/lab/nvfp4-many.md): the tensor cores and the power they take. A step
- * of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a seventh
- * of what can be issued meanwhile. */
+ * What bounds it (H200, docs/lab/nvfp4-prefill.md): the tensor cores and the power they take. A
+ * step of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a
+ * seventh of what can be issued meanwhile. */
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_prefill.h"
 #include "cuda/linear/cuda_linear.h"

@@ -1,7 +1,7 @@
 /* Outputs of the NVFP4 kernels of Hopper for many tokens. Outputs of a tile wait in shared
  * memory, and the copy engine takes them out under the products of the next one: all blocks have
  * outputs at about the same time, so that the L2 bounds how fast they leave
- * (docs/lab/nvfp4-many.md).
+ * (docs/lab/nvfp4-prefill.md).
  *
  * A warpgroup has 64 rows of a tile, a chunk of tokens after the other, 128 bytes a token in the
  * 128-byte swizzle. */

@@ -1,6 +1,6 @@
 /* Sums of a tile of the NVFP4 GEMM of Hopper for many tokens whose K several blocks share, brought
  * together by way of the L2. Sent from block to block of a cluster they take as long
- * (docs/lab/nvfp4-many.md).
+ * (docs/lab/nvfp4-prefill.md).
  *
  * Two ways. The blocks of a cluster have a part each: every one hands over what it does not own and
  * adds to some of the tokens what the others have. Or shares of the work are even, so that a block

@@ -3,7 +3,7 @@
  *
  * From two tokens on they read weights at three quarters to nine tenths of the memory's speed;
  * what else there is is the way from the ids to the first products, and from one kernel to the next
- * (docs/lab/moe.md). So:
+ * (docs/lab/experts-decode.md). So:
  *
  * - A slice has BLOCKS blocks of K, and its products no branch. Where K is no multiple of the
  *   slices the last ones overlap, with zeros of x. A stage is a slab by a slice or a part of it.

@@ -14,7 +14,7 @@
  * a block has while its rings fill, and leaves the maximum of g of each slot and 16 rows for the
  * second.
  *
- * Measured: see docs/lab/moe.md. */
+ * Measured: see docs/lab/experts-decode.md. */
 #include "cuda/choice/moe_decode.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "cuda/moe/sm90/sm90_moe_decode_fp8.h"

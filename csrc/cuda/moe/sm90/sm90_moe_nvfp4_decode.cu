@@ -3,12 +3,12 @@
  *
  * Weights are in the packed layout (core/nvfp4_packed.h), 0.5625 bytes each. The decoder takes
  * nearly as long as the memory, 14 to 15 ns of a multiprocessor for a unit where the memory of an
- * H200 brings one in 17 (docs/lab/nvfp4-few.md). In the first form a stage is four units, two
+ * H200 brings one in 17 (docs/lab/nvfp4-decode.md). In the first form a stage is four units, two
  * blocks of K of two slabs or four of one, a bulk copy for each slab; with slices it is a slab by
  * all blocks of a slice, one copy, and two blocks of K are multiplied in turn. Eight warps of 128
  * registers: sixteen of 64 had copies of half the size, and were slower at every number of tokens.
  *
- * Measured: see docs/lab/moe.md. */
+ * Measured: see docs/lab/experts-decode.md. */
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "cuda/moe/sm90/sm90_moe_decode_nvfp4.h"
 #include "cuda/moe/sm90/sm90_moe_fused.h"

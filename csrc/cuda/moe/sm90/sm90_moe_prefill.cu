@@ -76,12 +76,13 @@ static x_format x_format_of(const moq_moe_call *call) {
     if (call->weights_on_input || call->w13.pre_quant_scale)
         return X_ROWS;
     if (values && moq_moe_prefill_tile_rows(call->spec, call->path) > 64)
-        return X_ROWS; /* large tiles would wait for rows that are gathered (docs/lab/moe.md) */
+        return X_ROWS; /* large tiles would wait for rows that are gathered
+                          (docs/lab/experts-prefill.md) */
     return values ? X_AS_IS : X_CODES;
 }
 
 /* Large tiles of FP8 come in pairs that share their weights, but for those with scales of groups
- * (docs/lab/moe.md). */
+ * (docs/lab/experts-prefill.md). */
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     row_format form = form_of(&call->spec->w13);
     int rows = moq_moe_prefill_tile_rows(call->spec, call->path);
@@ -115,7 +116,7 @@ static moq_dtype dtype_of_d(const moq_moe_spec *spec) {
  * one ends unevenly; where no kernel makes codes of g between them; where there can be more tiles
  * of rows than go together, as those that do end together, when there is nothing left to begin
  * beside; and where kernels overlap, as counting costs up to 2.5 % where they do not
- * (docs/lab/moe.md). */
+ * (docs/lab/experts-prefill.md). */
 static bool links_products(const slot_chunk *chunk) {
     const moq_moe_call *call = chunk->call;
     return chunk->tile_rows == 64 && x_format_of(call) == X_CODES &&

@@ -5,7 +5,7 @@
  * tells the others: the memory serves blocks unequally, and whoever is served well has more of
  * them. Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the
  * other: so it comes from memory once for them, and L2 may give it up before all else, without
- * which memory is slower by a tenth (docs/lab/moe.md).
+ * which memory is slower by a tenth (docs/lab/experts-prefill.md).
  *
  * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
  * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */

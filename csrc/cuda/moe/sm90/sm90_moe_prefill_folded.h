@@ -9,7 +9,7 @@
  * and add what 128 columns give to float32 sums, as FP8 wgmma keeps about 14 bits of its own.
  *
  * Two blocks of a cluster have the same rows and neighbouring rows of W. Each copies half of the
- * rows to both: L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/moe.md). */
+ * rows to both: L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/experts-prefill.md). */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FOLDED_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FOLDED_H
 

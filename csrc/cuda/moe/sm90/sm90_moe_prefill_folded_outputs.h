@@ -3,8 +3,8 @@
  *
  * A warpgroup has 32 columns of the first half of its tile and the 32 of the second that belong to
  * them; sums leave 32 tokens at a time through shared memory, by code that goes round, so that it
- * stays in the instructions' cache (docs/lab/moe.md). d in float32 is taken out by the copy engine
- * under what comes next. */
+ * stays in the instructions' cache (docs/lab/experts-prefill.md). d in float32 is taken out by the
+ * copy engine under what comes next. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FOLDED_OUTPUTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FOLDED_OUTPUTS_H
 

@@ -7,7 +7,7 @@
  * multiplied meanwhile, so that it is instructions that count: of g some 14 for an output, besides
  * two of the unit for exponentials and reciprocals, and it is these that bound it. The code goes
  * round, half of a tile's tokens at a time, so that it stays in the instructions' cache
- * (docs/lab/moe.md). */
+ * (docs/lab/experts-prefill.md). */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
 

@@ -3,10 +3,10 @@
  * codes become operands in sm90_moe_prefill_nvfp4_products.h, and outputs leave as in
  * sm90_moe_prefill_nvfp4_outputs.h.
  *
- * What bounds it (docs/lab/moe.md): with few rows the instructions that decode, 80 of a warp for a
- * unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles, and how
- * evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of 128
- * rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each other. */
+ * What bounds it (docs/lab/experts-prefill.md): with few rows the instructions that decode, 80 of a
+ * warp for a unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles,
+ * and how evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of
+ * 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each other. */
 #include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_products.h"

@@ -6,7 +6,7 @@
  * the sums promoted; warps that fold beside them make that 2030, since they take turns with those
  * that promote, and with all copies and barriers it is some 2270. Outputs of a tile take 6000 (g)
  * to 9000 (d in float32). With few rows folding takes 700 cycles a step, and memory as much
- * (docs/lab/moe.md). */
+ * (docs/lab/experts-prefill.md). */
 #include "cuda/choice/moe_folded.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_folded.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_folded_outputs.h"

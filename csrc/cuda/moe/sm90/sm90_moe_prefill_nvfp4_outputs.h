@@ -2,7 +2,8 @@
  * shared memory: g, 32 or 64 columns of 16 bits of each row, is stored from there by its threads;
  * d, 64 columns of bfloat16 or, in layers of float16, float32, by the copy engine, which still
  * stores under the products of the next tile. Small tiles store d from registers. The code for g
- * goes round some rows at a time, so that it stays in the instructions' cache (docs/lab/moe.md). */
+ * goes round some rows at a time, so that it stays in the instructions' cache
+ * (docs/lab/experts-prefill.md). */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
 

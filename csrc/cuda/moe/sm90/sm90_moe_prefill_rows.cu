@@ -6,8 +6,8 @@
  * expert's pre_quant_scale: then a warp has its row. Values are stored as they are.
  *
  * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
- * took more from the product than these rows take to be written (docs/lab/moe.md). Bound by what is
- * written: slots times columns. */
+ * took more from the product than these rows take to be written (docs/lab/experts-prefill.md).
+ * Bound by what is written: slots times columns. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
@@ -496,7 +496,7 @@ static moq_status launch_tokens_of_g(row_args *a, const moe::slot_chunk *chunk, 
 }
 
 /* Long rows of few tokens are a block's each. Shorter ones lose more by blocks that keep those of
- * the first product from starting than they win (docs/lab/moe.md). */
+ * the first product from starting than they win (docs/lab/experts-prefill.md). */
 template <moe::row_format FORM>
 static moq_status launch_tokens(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
     bool wide = a->k > 2 * 32 * 16 * AT_ONCE &&

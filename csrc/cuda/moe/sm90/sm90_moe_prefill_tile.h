@@ -136,7 +136,7 @@ static __device__ __forceinline__ float finish_sum(float sum, float of_row, floa
 }
 
 /* Activations that have code of their own: it is unrolled, and what is not asked for would keep
- * what is from the instructions' cache (docs/lab/moe.md). */
+ * what is from the instructions' cache (docs/lab/experts-prefill.md). */
 typedef enum { PLAIN_SILU, ANY_SILU, RELU2, ANY_ACTIVATION } kind_of_code;
 
 template <kind_of_code KIND>
