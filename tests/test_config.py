@@ -446,7 +446,11 @@ REFUSALS = [
     (flat(quant_algo=8), "$.quant_algo", "expected the name of a quantization algorithm 8"),
     (flat(quant_algo=["FP8"]), "$.quant_algo", "a list of 1"),
     (flat(quant_algo="FP8", moe_quant_algo="x"), "$.moe_quant_algo", "unknown"),
-    (flat(quant_algo="FP8", kv_cache_scheme="FP9"), "$.kv_cache_scheme", "unknown KV-cache algorithm 'FP9'"),
+    (
+        flat(quant_algo="FP8", kv_cache_scheme="FP9"),
+        "$.kv_cache_scheme",
+        r"unknown KV-cache algorithm 'FP9'; recognised are FP8, INT8, NVFP4, NVFP4_AFFINE \(in any case\)",
+    ),
     (flat(quant_algo="FP8", kv_cache_scheme={"num_bits": 8}), "$.kv_cache_scheme", "float with 8 or 4 bits"),
     (flat(quant_algo="FP8", kv_cache_scheme={"type": "float", "num_bits": 16}), "$.kv_cache_scheme", "float"),
     (flat(quant_algo="FP8", kv_cache_scheme=8), "$.kv_cache_scheme", "found 8"),

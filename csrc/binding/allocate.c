@@ -1,6 +1,8 @@
 /* New tensors of the caller's own kind: NumPy arrays, tensors of a framework with the DLPack
  * exchange API, and for libraries that can only import, memory of ours that they adopt when it is
  * filled. See moq_arg_new_like and moq_arg_finish in py_tensor.h. */
+#include "binding/py_tensor.h"
+
 #include "binding/boundary.h"
 
 #include <stdio.h>
@@ -10,8 +12,8 @@ static bool is_raw(moq_dtype dtype) {
     return dtype == MOQ_DT_U8 || dtype == MOQ_DT_I8 || dtype == MOQ_DT_U16 || dtype == MOQ_DT_I16;
 }
 
-/* What to store a `dtype` result in, as far as `like` says: the carrier the caller uses, if they
- * do, uint8 for packed fp4, else the dtype itself. */
+/* The dtype to store a `dtype` result in, as far as `like` says: the carrier the caller uses, if
+ * they do, uint8 for packed fp4, else the dtype itself. */
 static moq_dtype stored_as(const moq_arg *like, moq_dtype dtype) {
     bool carried = like->stored != like->view.dtype && is_raw(like->stored);
     if (carried && !is_raw(dtype) && moq_dtype_size(like->stored) == moq_dtype_size(dtype))
@@ -23,8 +25,8 @@ static moq_dtype stored_as(const moq_arg *like, moq_dtype dtype) {
 
 /* --- the exchange API */
 
-/* What an allocator reports through its callback, without Python, because it may have released the
- * GIL. */
+/* The error that an allocator reports through its callback, without Python, because it may have
+ * released the GIL. */
 typedef struct {
     char kind[32];
     char message[512];

@@ -105,7 +105,7 @@ static int take_param(moq_call *call, PyObject *object, const moq_param_spec *wa
     return 0;
 }
 
-/* Whether a mapping has that many entries, as far as it says. */
+/* True if a mapping has `count` entries, as far as it says. */
 static bool has_entries(PyObject *mapping, Py_ssize_t count) {
     Py_ssize_t size = PyDict_Check(mapping) ? PyDict_Size(mapping) : PyMapping_Size(mapping);
     if (size < 0)
@@ -181,7 +181,7 @@ static int refuse_capture(const moq_call *call, const moq_job *job) {
     return -1;
 }
 
-/* Whether memory that the call is given, a workspace or a new y, is in the order of another stream.
+/* True if memory that the call is given, a workspace or a new y, is in the order of another stream.
  * The one that was taken from x's framework is also the one of its memory. */
 static int order_memory(const moq_call *call, moq_job *job) {
     if (refuse_capture(call, job) < 0)

@@ -42,19 +42,19 @@ void moq_call_release(moq_call *call);
 
 /* Results carry no history, so a tensor that wants one must not be taken without notice. */
 int moq_refuse_gradient(moq_state *state, PyObject *object, const char *name);
-/* x, of the layer's dtype, on its device, that needs no gradient. */
+/* Takes x, of the layer's dtype, on its device, that needs no gradient. */
 int moq_call_take_x(moq_call *call, PyObject *object);
-/* The prepared parameters of a mapping; None is as good as no entry, and an entry that the layer
- * does not know is refused, since results without it would be others. */
+/* Takes the prepared parameters of a mapping; None is as good as no entry, and an entry that the
+ * layer does not know is refused, since results without it would be others. */
 int moq_call_take_params(moq_call *call, PyObject *mapping, moq_params *params);
-/* Another tensor on the layer's device, of the dtype it declares, or *view = NULL where it is
+/* Takes another tensor on the layer's device, of the dtype it declares, or *view = NULL where it is
  * absent. */
 int moq_call_take_other(moq_call *call, PyObject *object, const char *name,
                         const moq_tensor **view);
-/* The stream that was given, or the current one of x's framework. */
+/* Finds the stream that was given, or the current one of x's framework. */
 int moq_call_find_stream(moq_call *call);
-/* y: out=, apart from everything that is read, or a new tensor of x's kind. A new reference for
- * moq_arg_finish. */
+/* Opens y: out=, apart from everything that is read, or a new tensor of x's kind. A new reference
+ * for moq_arg_finish. */
 PyObject *moq_call_open_output(moq_call *call, int32_t ndim, const int64_t *shape);
 /* Runs a job that was opened on the views of the call, in memory of the framework of y. */
 int moq_call_run(moq_call *call, moq_job *job);

@@ -88,7 +88,7 @@ static int refuse_dldtype(DLDataType dtype, const char *name) {
 static int import_dtype(DLDataType dtype, uint64_t flags, const char *name, moq_dtype *out) {
     if (dtype.code == kDLFloat4_e2m1fn && dtype.bits == 4 &&
         (dtype.lanes == 1 || (flags & DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED))) {
-        /* By the specification two values share a byte here; JAX, which cannot say otherwise in a
+        /* Two values share a byte here by the specification; JAX, which cannot say otherwise in a
          * legacy capsule, keeps one in each. */
         PyErr_Format(PyExc_TypeError,
                      "%s: float4_e2m1fn with one value per element may or may not be packed; pass "
@@ -251,15 +251,7 @@ void moq_note_argument(const char *name) {
 
 /* --- the C exchange API */
 
-void moq_managed_release(DLManagedTensorVersioned *managed) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    if (managed->deleter)
-        managed->deleter(managed);
-    PyErr_Restore(type, value, traceback);
-}
-
-/* Whether an object has an attribute that is true; an exception of it is none of ours. */
+/* True if an object has an attribute that is true; an exception of it is none of ours. */
 static bool has_true(PyObject *object, const char *attribute) {
     PyObject *value = PyObject_GetAttrString(object, attribute);
     int truth = value ? PyObject_IsTrue(value) : 0;
@@ -339,7 +331,7 @@ int moq_exchange_take(const DLPackExchangeAPI *api, PyObject *object, const char
 
 /* --- the Python protocol */
 
-/* Where the object says it lives. A producer without `__dlpack_device__` is taken as CPU. */
+/* Asks the object where it lives. A producer without `__dlpack_device__` is taken as CPU. */
 static int ask_device(PyObject *object, const char *name, moq_device *out) {
     *out = (moq_device){MOQ_CPU, 0};
     PyObject *method = PyObject_GetAttrString(object, "__dlpack_device__");

@@ -33,7 +33,8 @@ PyObject *moq_raise(moq_state *state, const moq_err *err) {
     if (err->kind == MOQ_ERR_INTERRUPTED && PyErr_Occurred())
         return NULL;
     PyObject *type = exception_type(state, err->kind);
-    PyObject *message = decode(err->message);
+    char text[MOQ_MESSAGE_SIZE];
+    PyObject *message = decode(moq_err_message(err, text));
     PyObject *error = message ? PyObject_CallFunctionObjArgs(type, message, NULL) : NULL;
     if (error && err->kind == MOQ_ERR_CONFIG) {
         PyObject *path = decode(err->path);

@@ -1,4 +1,4 @@
-/* What was built, what this machine offers, and which kernels there are: the facts of `info`. */
+/* The facts of `info`: what was built, what this machine offers, and which kernels there are. */
 #include "binding/args.h"
 #include "binding/plan_object.h"
 #include "binding/py_cublaslt.h"

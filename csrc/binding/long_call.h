@@ -23,7 +23,7 @@ typedef struct {
 
 /* `call` must stay where it is in memory until the end. */
 void moq_long_call_begin(moq_long_call *call);
-/* The status of the work, or that it was stopped. */
+/* Ends the call: the status of the work, or that it was stopped. */
 moq_status moq_long_call_end(moq_long_call *call, moq_status status, moq_err *err);
 
 #endif

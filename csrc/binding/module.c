@@ -1,7 +1,7 @@
 /* Module `moqext._C`: creation, state and slots. Functions live in one file per family. */
 #include "binding/state.h"
 
-#include "binding/py_tensor.h"
+#include "binding/tensor_setup.h"
 
 /* Slot ids newer than the 3.11 headers this is built for; an interpreter that does not know one
  * refuses the module, so the array is chosen at run time by Py_Version. */

@@ -68,7 +68,7 @@ static int learn_ml_dtypes(moq_boundary *boundary) {
     return module ? learn_from(boundary, module) : 0;
 }
 
-/* The same, importing it; 0 when it is not installed, which is asked once. */
+/* Imports ml_dtypes and learns its types; 0 when it is not installed, which is asked once. */
 static int import_ml_dtypes(moq_boundary *boundary) {
     int known = learn_ml_dtypes(boundary);
     if (known != 0 || boundary->ml_dtypes_absent)
@@ -124,7 +124,8 @@ static int user_dtype(moq_boundary *boundary, PyArray_Descr *descr, const char *
     return refuse_unpacked(descr, name);
 }
 
-/* By NumPy's type number; the numbers are part of its ABI, and long has one of its own. */
+/* The dtype of each of NumPy's type numbers; the numbers are part of its ABI, and long has one of
+ * its own. */
 static const uint8_t BUILTIN_DTYPE[] = {
     [NPY_BOOL] = MOQ_DT_BOOL,
     [NPY_UBYTE] = MOQ_DT_U8,

@@ -15,13 +15,13 @@
 
 #include <stdlib.h>
 
-/* Most partitions of a fused weight. */
+/* The most partitions of a fused weight. */
 #define MAX_PARTITIONS 1024
 
 typedef moq_status (*describe_function)(const moq_tensor *, moq_tensor *, moq_err *);
 typedef moq_status (*run_function)(const moq_tensor *, void *, const moq_tensor *, moq_err *);
 
-/* The result of an operation that was run. */
+/* Finishes the result of an operation that was run. */
 static PyObject *finish_one(moq_state *state, PyObject *result, moq_arg *out, moq_status status,
                             const moq_err *err) {
     if (status != MOQ_OK)
@@ -29,8 +29,8 @@ static PyObject *finish_one(moq_state *state, PyObject *result, moq_arg *out, mo
     return moq_arg_finish(state, result, out, status == MOQ_OK ? 0 : -1);
 }
 
-/* Where a result like the first tensor read is to be written, and the stream to do it on; NULL with
- * an exception. */
+/* Opens a result like the first tensor read, and finds the stream to write it on; NULL with an
+ * exception. */
 static PyObject *open_one(moq_state *state, PyObject *given, const moq_arg *like,
                           const moq_tensor *expected, void **stream, moq_arg *out) {
     if (moq_stream_take(NULL, like, stream) < 0)
@@ -39,7 +39,7 @@ static PyObject *open_one(moq_state *state, PyObject *given, const moq_arg *like
                           out);
 }
 
-/* The operations of one tensor and nothing else. */
+/* Runs an operation of one tensor and nothing else. */
 static PyObject *rearrange(PyObject *module, const moq_signature *signature, const char *name,
                            PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
                            describe_function describe, run_function run) {

@@ -38,7 +38,8 @@ static PyObject *take_result(moq_state *state, PyObject *given, const char *name
     return moq_arg_take_output(state, given, name, out) < 0 ? NULL : Py_NewRef(given);
 }
 
-/* What the caller gives for results, and where the work goes; any may be NULL or None. */
+/* The tensors that the caller gives for results, and the stream of the work; any may be NULL or
+ * None. */
 typedef struct {
     PyObject *out, *scale_out, *residual_out, *stream, *value_out;
 } wishes;
@@ -195,7 +196,7 @@ static PyObject *quantize(PyObject *module, PyObject *const *args, Py_ssize_t na
 
 /* ---- after an activation ---- */
 
-/* Everything an activation may read; those that are not there stay empty. */
+/* The tensors that an activation may read; absent ones stay empty. */
 typedef struct {
     moq_arg x, weight, residual, scale;
 } activation_args;

@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What the DLPack specification asks of `data`; consumers copy what is aligned less than they
- * like. */
+/* The alignment that the DLPack specification asks of `data`; consumers copy what is aligned less
+ * than they like. */
 #define DATA_ALIGNMENT 256
 
 typedef struct {

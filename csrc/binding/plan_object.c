@@ -122,7 +122,8 @@ static PyObject *device(PyObject *self, void *unused) {
 
 /* ---- the choice ---- */
 
-/* What runs so many tokens, of which there are `least` at least; -1 with an exception. */
+/* Picks the kernel that runs so many tokens, of which there are `least` at least; -1 with an
+ * exception. */
 static int pick(PyObject *self, PyObject *tokens, int64_t least, moq_choice *choice) {
     int64_t m;
     moq_err err;
@@ -152,7 +153,8 @@ static PyObject *compute_for(PyObject *self, PyObject *tokens) {
     return PyUnicode_FromString(moq_compute_name(compute));
 }
 
-/* Which of the kernel's ways runs so many tokens: (kernel, row of its table of ways). */
+/* The row of the kernel's table of ways that runs so many tokens: (kernel, row of its table of
+ * ways). */
 static PyObject *row(PyObject *self, PyObject *tokens) {
     moq_choice choice;
     if (pick(self, tokens, 1, &choice) < 0)
@@ -161,7 +163,8 @@ static PyObject *row(PyObject *self, PyObject *tokens) {
     return name ? Py_BuildValue("(Ni)", name, moq_tiling_row(choice.config.tiling)) : NULL;
 }
 
-/* What the plan compares: (kernel, variant, seconds) of each kernel that runs so many tokens. */
+/* The estimates that the plan compares: (kernel, variant, seconds) of each kernel that runs so many
+ * tokens. */
 static PyObject *estimates(PyObject *self, PyObject *tokens) {
     const moq_plan *plan = plan_of(self);
     const moq_operation *operation = plan->operation;
@@ -214,7 +217,7 @@ static PyObject *explain(PyObject *self, PyObject *const *values, Py_ssize_t nar
     return finish(list, status);
 }
 
-/* What there is to know about kernels beside the layer: [(name, note)]. */
+/* Notes about kernels, whatever the layer: [(name, note)]. */
 static PyObject *notes(PyObject *self, PyObject *unused) {
     const moq_operation *operation = plan_of(self)->operation;
     PyObject *list = PyList_New(0);

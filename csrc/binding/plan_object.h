@@ -19,7 +19,8 @@ static inline moq_state *moq_plan_state(PyObject *self) {
  * since the plan points to it, and then planned; NULL with an exception. */
 PyObject *moq_plan_object_new(PyTypeObject *type);
 
-/* What the device of a layer is, or what `capability` says it is, where that is given. */
+/* Finds the chip of a layer's device, or the one that `capability` says it is, where that is given.
+ */
 int moq_plan_find_target(moq_state *state, PyObject *capability, moq_device device,
                          moq_target *target);
 

@@ -35,7 +35,7 @@ static const DLPackExchangeAPI *usable_table(PyObject *capsule) {
     return NULL;
 }
 
-/* Whether a class of its own defines the attribute; -1 on an error. */
+/* 1 if the class itself defines the attribute, 0 if not, -1 on an error. */
 static int defines(PyObject *class, const char *attribute) {
     PyObject *own = PyObject_GetAttrString(class, "__dict__");
     int found = own ? PyMapping_HasKeyString(own, attribute) : -1;

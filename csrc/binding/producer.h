@@ -1,4 +1,4 @@
-/* What kind of tensor a Python type makes, found out once per type and remembered.
+/* The kind of tensor that a Python type makes, found out once per type and remembered.
  *
  * Recognition is by protocol, never by name: NumPy's own array head, the DLPack C exchange API
  * (capsule `__dlpack_c_exchange_api__` on the type, DLPack 1.3), the method `__dlpack__`. */

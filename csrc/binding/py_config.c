@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* What a document may take: a list of a million names fits, a bomb does not. */
+/* The memory that a document may take: a list of a million names fits, a bomb does not. */
 #define ARENA_LIMIT ((size_t)1 << 30)
 
 typedef struct {
@@ -315,9 +315,9 @@ static moq_status excluded_by_vllm(config_object *self, moq_text module, const t
                                    bool *out, moq_err *err) {
     const moq_config *config = &self->config;
     if (module.size == 0 || module.size >= MOQ_NAME_MAX)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "module: expected a name of 1 to %d bytes, got one of %zu",
-                        MOQ_NAME_MAX - 1, module.size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "module",
+                           "expected a name of 1 to %d bytes, got one of %zu", MOQ_NAME_MAX - 1,
+                           module.size);
     if (!self->vllm)
         MOQ_TRY(moq_vllm_exclusion_compile(&self->arena, config->exclude, config->exclude_count,
                                            &self->vllm, err));

@@ -1,11 +1,11 @@
-/* Where Python has cuBLASLt: see cublaslt.h. */
+/* The places where Python has cuBLASLt: see cublaslt.h. */
 #include "binding/py_cublaslt.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Where pip's nvidia-* packages unpack their libraries, below site-packages. */
+/* The folder where pip's nvidia-* packages unpack their libraries, below site-packages. */
 #define PIP_DIRECTORY "/nvidia/cu13/lib"
 
 /* Appends ":entry/nvidia/cu13/lib" to a text that malloc made; the text as it was where there is no

@@ -1,4 +1,4 @@
-/* Where Python has cuBLASLt: the floors below look for it, this one knows sys.path. */
+/* The places where Python has cuBLASLt: the floors below look for it, this one knows sys.path. */
 #ifndef MOQ_BINDING_PY_CUBLASLT_H
 #define MOQ_BINDING_PY_CUBLASLT_H
 

@@ -44,21 +44,20 @@ static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) 
 /* Reads the arguments of linear_plan(). */
 static int resolve(moq_state *state, PyObject **v, linear_object *self) {
     moq_linear_spec *spec = &self->spec;
-    int64_t in_features, group = 0;
-    moq_device device;
+    moq_weight_names names = {.algo = moq_arg_text(v[0], "quant_algo")};
+    const char *dtype = names.algo ? moq_arg_text(v[4], "dtype") : NULL;
     moq_err err;
-    const char *algo = moq_arg_text(v[0], "quant_algo");
-    const char *dtype = algo ? moq_arg_text(v[4], "dtype") : NULL;
-    const char *compute = dtype ? moq_arg_text(v[6], "compute") : NULL;
-    if (!compute || moq_arg_int(v[1], "in_features", 1, INT32_MAX, &in_features) < 0)
+    if (!dtype || !(names.compute = moq_arg_text(v[6], "compute")) ||
+        moq_arg_int(v[1], "in_features", 1, INT32_MAX, &names.in_features) < 0)
         return -1;
-    int count = moq_take_partitions(v[2], &self->partitions);
-    if (count < 0 || moq_arg_device(v[5], "device", &device) < 0)
+    names.partition_count = moq_take_partitions(v[2], &self->partitions);
+    names.partitions = self->partitions;
+    if (names.partition_count < 0 || moq_arg_device(v[5], "device", &names.device) < 0)
         return -1;
-    if (!moq_arg_absent(v[3]) && moq_arg_int(v[3], "group_size", 1, INT32_MAX, &group) < 0)
+    if (!moq_arg_absent(v[3]) &&
+        moq_arg_int(v[3], "group_size", 1, INT32_MAX, &names.group_size) < 0)
         return -1;
-    if (moq_linear_resolve(algo, compute, dtype, device, in_features, self->partitions, count,
-                           group, spec, &err) != MOQ_OK) {
+    if (moq_linear_resolve(&names, dtype, spec, &err) != MOQ_OK) {
         moq_raise(state, &err);
         return -1;
     }

@@ -257,11 +257,8 @@ static PyObject *prepare(PyObject *self, PyObject *const *values, Py_ssize_t nar
     moq_prepared_layer layer = {
         .text = text,
         .count = 2,
-        .weight = {{.weight = &w13,
-                    .place = MOQ_PARAM_OF_W13,
-                    .alternates = object->interleaved,
-                    .bias = true},
-                   {.weight = &w2, .place = MOQ_PARAM_OF_W2, .bias = true}}};
+        .weight = {{.weight = &w13, .alternates = object->interleaved, .bias = true},
+                   {.weight = &w2, .bias = true}}};
     return moq_weight_prepare_call(moq_plan_state(self), &layer, values, nargs, kwnames);
 }
 

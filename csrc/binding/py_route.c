@@ -59,7 +59,7 @@ static int take_factor(PyObject *value, float *out) {
     return 0;
 }
 
-/* All that is no tensor. */
+/* Takes all options that are no tensor. */
 static int take_options(moq_state *state, PyObject *const *v, moq_route *route) {
     moq_err err;
     const char *scoring = moq_arg_text(v[SCORING], "scoring");

@@ -1,54 +1,11 @@
 /* The tensor boundary: see py_tensor.h. Which way in a type offers decides once (producer.c); after
  * that a NumPy array costs a few nanoseconds and a torch tensor one call of its exchange API. */
+#include "binding/py_tensor.h"
+
 #include "binding/boundary.h"
 #include "binding/numpy.h"
 
-int moq_tensor_setup(PyObject *module, moq_state *state) {
-    state->boundary = PyMem_Calloc(1, sizeof *state->boundary);
-    if (!state->boundary) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    state->boundary->empty_tuple = PyTuple_New(0);
-    if (!state->boundary->empty_tuple)
-        return -1;
-    if (moq_numpy_setup() < 0)
-        return -1;
-    return moq_owned_setup(module, state);
-}
-
-int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg) {
-    moq_boundary *boundary = state->boundary;
-    if (!boundary)
-        return 0;
-    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++) {
-        Py_VISIT(boundary->producer[i].type);
-        Py_VISIT(boundary->producer[i].is_neg);
-    }
-    for (int i = 0; i < MOQ_ML_DTYPES; i++)
-        Py_VISIT(boundary->ml_descr[i]);
-    Py_VISIT(boundary->owned_type);
-    return 0;
-}
-
-void moq_tensor_clear(moq_state *state) {
-    moq_boundary *boundary = state->boundary;
-    if (!boundary)
-        return;
-    state->boundary = NULL;
-    for (int i = 0; i < MOQ_PRODUCER_SLOTS; i++) {
-        Py_CLEAR(boundary->producer[i].type);
-        Py_CLEAR(boundary->producer[i].is_neg);
-    }
-    for (int i = 0; i < MOQ_ML_DTYPES; i++)
-        Py_CLEAR(boundary->ml_descr[i]);
-    Py_CLEAR(boundary->owned_type);
-    Py_CLEAR(boundary->empty_tuple);
-    moq_workspace_clear(boundary);
-    PyMem_Free(boundary);
-}
-
-/* Everything but the view, which costs more to clear than to fill. */
+/* Clears everything but the view, which costs more to clear than to fill. */
 static void reset(moq_arg *arg, const char *name) {
     arg->name = name;
     arg->object = arg->keeper = arg->adopt = NULL;
@@ -88,8 +45,8 @@ static int refuse_negated(PyObject *is_neg, PyObject *object, const moq_arg *arg
     return negated ? -1 : 0;
 }
 
-/* Whether it may be the imaginary part of complex numbers, every second element of their memory:
- * what libraries negate lazily. One element says so by its address. */
+/* True if a view may be the imaginary part of complex numbers, every second element of their
+ * memory: what libraries negate lazily. One element says so by its address. */
 static bool steps_over_memory(const moq_tensor *view) {
     return moq_tensor_numel(view) == 1
                ? (uintptr_t)view->data / moq_dtype_size(view->dtype) % 2 == 1
@@ -115,7 +72,8 @@ static int take_memory(moq_state *state, const moq_producer *producer, PyObject 
 
 static int take(moq_state *state, const moq_producer *producer, PyObject *object, const char *name,
                 bool output, bool kept, moq_arg *out, bool *legacy) {
-    /* Ours to the end: what the producer does may give its place in the table to another type. */
+    /* This reference is ours to the end: what the producer does may give its place in the table to
+     * another type. */
     PyObject *is_neg = Py_XNewRef(producer->is_neg);
     int status = take_memory(state, producer, object, name, output, out, legacy);
     if (status == 0) {
@@ -219,69 +177,4 @@ int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, mo
         return 0;
     moq_arg_release(out);
     return -1;
-}
-
-void moq_arg_release(moq_arg *arg) {
-    if (arg->managed) {
-        moq_managed_release(arg->managed);
-        arg->managed = NULL;
-    }
-    if (arg->keeper) { /* its destructor is a stranger's: an exception in flight stays ours */
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        Py_CLEAR(arg->keeper);
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_CLEAR(arg->adopt);
-    Py_CLEAR(arg->object);
-}
-
-/* Whether memory of one dtype may be read as another of its width. */
-static bool carries(moq_dtype stored, moq_dtype dtype) {
-    switch (moq_dtype_size(dtype)) {
-    case 1:
-        return stored == MOQ_DT_U8;
-    case 2:
-        return stored == MOQ_DT_U16 || stored == MOQ_DT_I16;
-    default:
-        return false;
-    }
-}
-
-static int read_as(moq_arg *arg, moq_dtype dtype, bool fits, const char *carrier) {
-    if (!fits) {
-        PyErr_Format(PyExc_TypeError, "%s: expected %s%s, got %s", arg->name, moq_dtype_name(dtype),
-                     carrier, moq_dtype_name(arg->stored));
-        return -1;
-    }
-    arg->view.dtype = dtype;
-    return 0;
-}
-
-int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype) {
-    bool fits = arg->stored == dtype || carries(arg->stored, dtype);
-    return read_as(arg, dtype, fits, moq_dtype_carrier_text(dtype));
-}
-
-int moq_arg_apply_format(moq_arg *arg, moq_dtype format) {
-    moq_dtype stored = arg->stored;
-    bool byte = moq_dtype_size(format) == 1 && stored == MOQ_DT_I8;
-    bool fits = stored == format || carries(stored, format) || byte;
-    return read_as(arg, format, fits, " or a raw carrier of its width");
-}
-
-static int refuse_overlap(const moq_arg *out, const moq_arg *other, const char *which) {
-    if (!moq_tensor_overlap(&out->view, &other->view))
-        return 0;
-    PyErr_Format(PyExc_BufferError, "%s: shares memory with %s, which is %s", out->name,
-                 other->name, which);
-    return -1;
-}
-
-int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in) {
-    return refuse_overlap(out, in, "read while it is written");
-}
-
-int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other) {
-    return refuse_overlap(out, other, "written too");
 }

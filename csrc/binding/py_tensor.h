@@ -22,27 +22,7 @@
 #ifndef MOQ_BINDING_PY_TENSOR_H
 #define MOQ_BINDING_PY_TENSOR_H
 
-#include "binding/state.h"
-#include "core/tensor.h"
-
-struct DLPackExchangeAPI;
-struct DLManagedTensorVersioned;
-
-typedef struct {
-    moq_tensor view;
-    const char *name; /* of the argument, for messages */
-    PyObject *object; /* strong: what the caller passed */
-    PyObject *keeper; /* strong or NULL: a capsule that keeps the memory for the call */
-    PyObject *adopt;  /* strong or NULL: makes the caller's kind of tensor of a filled result */
-    struct DLManagedTensorVersioned *managed; /* owned or NULL: memory of the exchange API */
-    const struct DLPackExchangeAPI *exchange; /* of the producer, NULL where it has none */
-    moq_dtype stored; /* dtype as the producer declares it, before a format was applied */
-} moq_arg;
-
-/* Imports the NumPy C API and prepares the per-type tables; called once at import. */
-int moq_tensor_setup(PyObject *module, moq_state *state);
-int moq_tensor_traverse(moq_state *state, visitproc visit, void *arg);
-void moq_tensor_clear(moq_state *state);
+#include "binding/tensor_arg.h"
 
 /* An input: memory that holds the values as they are. Refuses arrays with a mask and tensors that
  * their library negates when it reads them. On failure *out is empty and needs no release. */
@@ -56,27 +36,11 @@ int moq_arg_take_optional(moq_state *state, PyObject *object, const char *name, 
 /* An output: also refuses read-only memory, copies, arrays of immutable producers and views whose
  * elements share memory. */
 int moq_arg_take_output(moq_state *state, PyObject *object, const char *name, moq_arg *out);
-/* Safe on an empty (all zero) or released argument. Needs the GIL. */
-void moq_arg_release(moq_arg *arg);
-
-/* Reads the argument as `dtype`: it must be declared so, or be a raw carrier of the same width
- * (uint8 for one byte, uint16/int16 for two). TypeError names both dtypes. */
-int moq_arg_reinterpret(moq_arg *arg, moq_dtype dtype);
-/* Reads the argument as a `format` that the caller named, for which int8 is a carrier, too. */
-int moq_arg_apply_format(moq_arg *arg, moq_dtype format);
-
-/* BufferError naming `out` and `in` where they share bytes between their first and last elements.
- * Views that interleave without sharing an element count as overlapping. */
-int moq_arg_refuse_overlap(const moq_arg *out, const moq_arg *in);
-
-/* BufferError naming two outputs whose memory overlaps. */
-int moq_arg_refuse_both_written(const moq_arg *out, const moq_arg *other);
-
 /* A new uninitialised row-major tensor of the producer and device of `like`. Its dtype is `dtype`
- * as that producer spells it; a raw carrier of the same width where the producer has no such dtype,
- * where `like` itself came as such a carrier (then the same one), and for packed fp4, which
- * checkpoints and frameworks alike keep in uint8, unless `like` is declared fp4. Returns the object
- * (new reference) and fills *out with its view as `dtype`. Then moq_arg_finish, filled or not. */
+ * as that producer spells it, or a raw carrier of the same width where the producer has no such
+ * dtype. It is the carrier of `like` where `like` itself came as one, and uint8 for packed fp4,
+ * as checkpoints and frameworks keep it, unless `like` is declared fp4. Returns the object (new
+ * reference) and fills *out with its view as `dtype`. Then moq_arg_finish, filled or not. */
 PyObject *moq_arg_new_like(moq_state *state, const moq_arg *like, moq_dtype dtype, int32_t ndim,
                            const int64_t *shape, moq_arg *out);
 /* Bytes of the framework and device of `like` to work in until moq_arg_release; NULL for 0 bytes.
@@ -88,9 +52,9 @@ int moq_arg_take_memory(moq_state *state, const moq_arg *like, int64_t bytes, mo
  * object (new reference) and fills *out, or NULL and *out needs no release. */
 PyObject *moq_arg_output(moq_state *state, PyObject *given, const moq_arg *like, moq_dtype dtype,
                          int32_t ndim, const int64_t *shape, moq_arg *out);
-/* What to return to the caller for an output, new or given: `result` itself, except for libraries
- * that only import finished memory (JAX), where it is adopted now; NULL when `status` < 0 (an
- * exception is set) or the library refuses. Steals `result`, releases *out. */
+/* The object to return to the caller for an output, new or given: `result` itself, except for
+ * libraries that only import finished memory (JAX), where it is adopted now; NULL when `status` < 0
+ * (an exception is set) or the library refuses. Steals `result`, releases *out. */
 PyObject *moq_arg_finish(moq_state *state, PyObject *result, moq_arg *out, int status);
 
 #endif

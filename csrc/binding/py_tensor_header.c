@@ -62,7 +62,7 @@ static PyObject *make_info(const reading *r, PyObject *const values[FIELDS]) {
     return info;
 }
 
-/* As put_new; 0 also where the entry is not to be believed. */
+/* Adds a tensor that is new, as put_new does; 0 also where the entry is not to be believed. */
 static int add_tensor(const reading *r, const moq_header_entry *entry) {
     PyObject *values[FIELDS] = {[FILE_PATH] = Py_NewRef(r->file)}, *info = NULL;
     int done = 0;
@@ -95,7 +95,7 @@ static int add_metadata(const reading *r, const moq_header_entry *entry) {
     return PyErr_Occurred() ? -1 : done;
 }
 
-/* All entries: 1, or 0 where something is unusual, or -1. */
+/* Reads all entries: 1, or 0 where something is unusual, or -1. */
 static int read_entries(const reading *r, moq_text text) {
     moq_header_reader reader;
     moq_header_entry entry;

@@ -4,6 +4,7 @@
 #include "binding/args.h"
 #include "binding/boundary.h"
 #include "binding/mapping.h"
+#include "binding/py_tensor.h"
 #include "binding/stream.h"
 #include "ops/transfer.h"
 
@@ -92,7 +93,7 @@ static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     int status = read_as(dtype, &x, &out);
     if (status == 0)
         status = moq_arg_refuse_overlap(&out, &x);
-    if (status == 0 && moq_run_copy(&x.view, &out.view, &err) != MOQ_OK) {
+    if (status == 0 && moq_run_copy(&x.view, "x", &out.view, &err) != MOQ_OK) {
         moq_raise(state, &err);
         status = -1;
     }
@@ -124,19 +125,14 @@ static PyObject *as_numbers(moq_state *state, moq_arg *x) {
         Py_XDECREF(result);
         return NULL;
     }
-    /* Where NumPy has no bfloat16, numbers in it arrive as uint16. */
+    /* Numbers in bfloat16 arrive as uint16 where NumPy has no such type. */
     if (x->view.dtype == MOQ_DT_U16)
         x->view.dtype = MOQ_DT_BF16;
-    moq_status status = moq_run_copy(&x->view, &out.view, &err);
+    moq_status status = moq_run_copy(&x->view, x->name, &out.view, &err);
     moq_arg_release(&out);
     if (status == MOQ_OK)
         return result;
     Py_DECREF(result);
-    if (err.message[0] == 'x') { /* what the copy calls x has a name here */
-        PyErr_Format(err.kind == MOQ_ERR_TYPE ? PyExc_TypeError : PyExc_ValueError, "%s%s", x->name,
-                     err.message + 1);
-        return NULL;
-    }
     return moq_raise(state, &err);
 }
 

@@ -10,10 +10,9 @@
  * an exception and NULL. */
 int moq_take_partitions(PyObject *value, int64_t **partitions);
 
-/* What prepare() makes ready: a weight, or several. */
+/* A weight of a layer that prepare() makes ready. */
 typedef struct {
     const moq_weight *weight;
-    int place;       /* of its parameters: 0 for the only weight */
     bool alternates; /* rows of its two partitions take turns in tensors of the checkpoint */
     bool bias;       /* it may have one, which is prepared with it */
 } moq_prepared_weight;

@@ -4,6 +4,7 @@
 #include "binding/boundary.h"
 #include "binding/long_call.h"
 #include "binding/mapping.h"
+#include "binding/py_tensor.h"
 #include "binding/py_weight.h"
 #include "binding/stream.h"
 #include "ops/bias_prepare.h"
@@ -39,7 +40,7 @@ typedef struct {
     int64_t *step;    /* [partitions]: to the next expert */
 } source_args;
 
-/* One of the weights. */
+/* The arguments of one weight. */
 typedef struct {
     const moq_weight *w;
     const moq_prepared_weight *about;
@@ -63,7 +64,7 @@ typedef struct {
 } prepare_args;
 
 static const char *name_of(const weight_args *p, moq_param id) {
-    return moq_param_name(p->about->place, id);
+    return moq_weight_param_name(p->w, id);
 }
 
 static void release_weight(weight_args *p) {
@@ -111,14 +112,8 @@ static moq_dtype source_dtype(const moq_weight *w, int which) {
     return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
 }
 
-static int raise_of(moq_state *state, const weight_args *p, moq_err *err) {
-    moq_param_rename_error(p->about->place, err);
-    moq_raise(state, err);
-    return -1;
-}
-
-/* Numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as bytes.
- * Only scales of blocks are stored as powers of two. */
+/* Reads numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as
+ * bytes. Only scales of blocks are stored as powers of two. */
 static int read_numbers(moq_arg *arg, bool may_be_powers) {
     if (arg->view.dtype == MOQ_DT_U16)
         arg->view.dtype = MOQ_DT_BF16;
@@ -154,8 +149,7 @@ static int take_part(moq_state *state, weight_args *p, PyObject *object, int whi
     return -1;
 }
 
-/* Of a tensor whose rows are by turns of the first and of the second partition, the rows of each.
- */
+/* Separates the rows of a tensor that are by turns of the first and of the second partition. */
 static void separate_rows(source_args *source) {
     moq_tensor *first = &source->view[0], *second = &source->view[1];
     first->shape[0] /= 2;
@@ -231,7 +225,7 @@ static int check_names(const prepare_args *args, PyObject *params) {
 /* The tensor of a parameter, NULL where it is absent, which may be an exception. */
 static PyObject *find_source(moq_state *state, const weight_args *p, PyObject *params,
                              moq_param id) {
-    moq_keyword keyword = MOQ_PARAM_KEYWORD[p->about->place + (int)id];
+    moq_keyword keyword = MOQ_PARAM_KEYWORD[p->w->place + (int)id];
     PyObject *object = moq_mapping_lookup(params, state->keyword[keyword]);
     if (object && moq_arg_absent(object))
         Py_CLEAR(object);
@@ -285,7 +279,7 @@ static int take_origins(moq_state *state, PyObject *origins, weight_args *p) {
 
 /* ---- the prepared tensors ---- */
 
-/* Which of the prepared parameters exist: scales of x only where the checkpoint has them. */
+/* Tells whether a prepared parameter exists: scales of x only where the checkpoint has them. */
 static bool is_wanted(const weight_args *p, const moq_param_spec *param) {
     if (param->id == MOQ_PARAM_BIAS)
         return p->has_bias;
@@ -293,7 +287,8 @@ static bool is_wanted(const weight_args *p, const moq_param_spec *param) {
     return param->required || p->source[s].args > 0;
 }
 
-/* What a result is made like: block scales like those given, if they are where the weight is. */
+/* The tensor that a result is made like: block scales like those given, if they are where the
+ * weight is. */
 static const moq_arg *model_for(const weight_args *p, moq_param id) {
     const moq_arg *weight = &p->source[SOURCE_WEIGHT].arg[0];
     const moq_arg *scale = &p->source[SOURCE_SCALE].arg[0];
@@ -504,7 +499,9 @@ static int prepare_values(moq_state *state, weight_args *p, moq_prepare_mode mod
         status = prepare_bias(p, mode, &err);
     status = moq_long_call_end(&call, status, &err);
     moq_arg_release(&workspace);
-    return status == MOQ_OK ? 0 : raise_of(state, p, &err);
+    if (status != MOQ_OK)
+        moq_raise(state, &err);
+    return status == MOQ_OK ? 0 : -1;
 }
 
 static int prepare_all(moq_state *state, prepare_args *args, bool fresh) {

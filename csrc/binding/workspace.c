@@ -2,6 +2,7 @@
 #include "binding/workspace.h"
 
 #include "binding/boundary.h"
+#include "binding/py_tensor.h"
 #include "cuda/cuda.h"
 
 /* Blocks are this large or a power of two times as large, so that calls of a few more tokens find

@@ -8,12 +8,11 @@
 #ifndef MOQ_BINDING_WORKSPACE_H
 #define MOQ_BINDING_WORKSPACE_H
 
-#include "binding/py_tensor.h"
+#include "binding/tensor_arg.h"
 #include "ops/job.h"
 
-/* Blocks that are kept, each for a stream of its own, and how large they are at most. */
-#define MOQ_KEPT_BLOCKS 8
-#define MOQ_KEPT_BYTES  ((int64_t)1 << 20)
+/* Blocks that are kept are this large at most. */
+#define MOQ_KEPT_BYTES ((int64_t)1 << 20)
 
 typedef struct {
     moq_arg memory; /* or a block of which the call has a part */
@@ -26,7 +25,9 @@ typedef struct {
  * job->stream; of the framework and device of `like`. */
 int moq_workspace_take(moq_state *state, const moq_arg *like, const moq_job *job,
                        moq_workspace *out);
-/* Once the work is queued, or has failed. */
+/* Gives memory back or keeps it, once the work is queued or has failed. */
 void moq_workspace_release(moq_state *state, moq_workspace *workspace);
+/* Gives back what was kept. */
+void moq_workspace_clear(moq_boundary *boundary);
 
 #endif

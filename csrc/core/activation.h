@@ -1,4 +1,4 @@
-/* What a layer does to its input before it quantizes it, where both are done in one pass.
+/* Activations: what a layer does to its input before it quantizes it, where one pass does both.
  *
  * All arithmetic is float32, each operation rounded once, in the order given here, so that every
  * processor has the same bits. "Rounded" without more is to the dtype of x, as a model does that
@@ -29,7 +29,8 @@
 #define MOQ_EXP2_C3 0x1.c6b752p-5f
 #define MOQ_EXP2_C4 0x1.3cea88p-7f
 #define MOQ_EXP2_C5 0x1.5bba14p-10f
-/* Added and taken away again, it rounds to an integer, which is in the low bits meanwhile. */
+/* A constant that, added and taken away again, rounds to an integer, which is in the low bits
+ * meanwhile. */
 #define MOQ_RINT_MAGIC 12582912.0f
 
 /* Values that are summed in their order, and values whose sums are added pairwise. */

@@ -5,6 +5,7 @@
 #include "core/nearest.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* Groups of what shares a fact. A weight of NVFP4 has e4m3 scales under a second level; whether its
  * activations are quantized, and to what, is what tells the variants apart. */
@@ -144,7 +145,7 @@ const char *moq_algo_groups_text(const moq_algo_facts *facts, char *buffer, size
     return buffer;
 }
 
-/* Whether the text is the name or an alias, in any case: the exporter's internal constants, and
+/* True if the text is the name or an alias, in any case: the exporter's internal constants, and
  * names that engines and hand-written files use for the algorithm's tensors. */
 static bool is_spelling(moq_text text, const moq_algo_facts *facts) {
     if (moq_text_equal_folded(text, facts->name))
@@ -232,19 +233,24 @@ int64_t moq_algo_default_group(moq_algo algo) {
     return FACTS[algo].group;
 }
 
+/* Appends a name to a list that ends in its NUL. */
+static void add_name(const char *name, char *list, size_t size) {
+    size_t used = strlen(list);
+    snprintf(list + used, size - used, "%s%s", used ? ", " : "", name);
+}
+
 const char *moq_algo_list(bool (*accepts)(const moq_algo_facts *), char *buffer, size_t size) {
-    size_t used = 0;
     buffer[0] = '\0';
-    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT && used < size; algo++) {
-        if (accepts && !accepts(&FACTS[algo]))
-            continue;
-        int wrote =
-            snprintf(buffer + used, size - used, "%s%s", used ? ", " : "", FACTS[algo].name);
-        used += wrote > 0 ? (size_t)wrote : 0;
+    for (int algo = MOQ_ALGO_NONE + 1; algo < MOQ_ALGO_COUNT; algo++) {
+        if (!accepts || accepts(&FACTS[algo]))
+            add_name(FACTS[algo].name, buffer, size);
     }
     return buffer;
 }
 
-const char *moq_kv_choices(void) {
-    return "FP8, INT8, NVFP4, NVFP4_AFFINE";
+const char *moq_kv_list(char *buffer, size_t size) {
+    buffer[0] = '\0';
+    for (int kv = MOQ_KV_NONE + 1; kv < MOQ_KV_COUNT; kv++)
+        add_name(KV_FACTS[kv].name, buffer, size);
+    return buffer;
 }

@@ -43,7 +43,7 @@ typedef enum {
     MOQ_KV_COUNT
 } moq_kv;
 
-/* Which of the methods an engine has for ModelOpt checkpoints is meant. */
+/* The method that is meant, of those an engine has for ModelOpt checkpoints. */
 typedef enum {
     MOQ_FAMILY_NONE,
     MOQ_FAMILY_FP8,   /* "modelopt" */
@@ -52,7 +52,7 @@ typedef enum {
     MOQ_FAMILY_MIXED  /* "modelopt_mixed" */
 } moq_family;
 
-/* How the codes of a weight [N, K] are stored. */
+/* The form in which the codes of a weight [N, K] are stored. */
 typedef enum {
     MOQ_STORED_NONE, /* there is no weight of such an algorithm */
     MOQ_STORED_E4M3, /* [N, K] */
@@ -61,7 +61,7 @@ typedef enum {
     MOQ_STORED_INT8  /* [N, K] */
 } moq_stored_codes;
 
-/* What shares a value of weight_scale. */
+/* The part of a weight that shares a value of weight_scale. */
 typedef enum {
     MOQ_SCALES_TENSOR, /* the weight */
     MOQ_SCALES_ROWS,   /* a row */
@@ -69,7 +69,7 @@ typedef enum {
     MOQ_SCALES_GROUPS  /* `group` neighbours along K */
 } moq_scale_layout;
 
-/* What weight_scale_2 is. */
+/* The meaning of weight_scale_2. */
 typedef enum {
     MOQ_SECOND_NONE,
     MOQ_SECOND_FACTOR, /* multiplies the weight */
@@ -77,14 +77,14 @@ typedef enum {
     MOQ_SECOND_UNUSED /* no part of the weight: the FP8 scale of W4A8_AWQ's GEMM */
 } moq_second_level;
 
-/* Whether a layer has an input_scale. */
+/* The presence of an input_scale in a layer. */
 typedef enum {
     MOQ_STATIC_NONE,    /* its activations are not quantized, or by what they are */
     MOQ_STATIC_MAYBE,   /* with it or without */
     MOQ_STATIC_EXPECTED /* a calibrated checkpoint has one */
 } moq_static_input;
 
-/* How a linear treats its activations. */
+/* The treatment that a linear gives its activations. */
 typedef enum {
     MOQ_INPUT_AS_IS,       /* activations are not quantized */
     MOQ_INPUT_E4M3_TENSOR, /* one scale: the layer's input_scale, or amax / 448 without one */
@@ -115,9 +115,10 @@ typedef struct {
 
 /* The facts of any algorithm; those of MOQ_ALGO_NONE are all zero. */
 const moq_algo_facts *moq_algo_facts_of(moq_algo algo);
-/* Whether `group` is a size of groups or blocks that the algorithm has; 0 where it has neither. */
+/* True if `group` is a size of groups or blocks that the algorithm has; 0 where it has neither. */
 bool moq_algo_takes_group(const moq_algo_facts *facts, int64_t group);
-/* Those sizes, for a message: "16 or 32", "128", "any", "none". `size` of 32 is enough. */
+/* Names the sizes of groups, for a message: "16 or 32", "128", "any", "none". `size` of 32 is
+ * enough. */
 const char *moq_algo_groups_text(const moq_algo_facts *facts, char *buffer, size_t size);
 
 /* False when the text names no algorithm. MOQ_ALGO_NONE has no name. */
@@ -130,7 +131,7 @@ const char *moq_kv_hint(moq_text text, char *buffer, size_t size);
 /* Canonical name; NULL for NONE. */
 const char *moq_algo_name(moq_algo algo);
 const char *moq_kv_name(moq_kv kv);
-/* Whether there is a method for the cache. */
+/* True if there is a method for the cache. */
 bool moq_kv_has_method(moq_kv kv);
 const char *moq_family_name(moq_family family);
 moq_family moq_algo_family(moq_algo algo);
@@ -141,7 +142,8 @@ int64_t moq_algo_default_group(moq_algo algo);
 /* The canonical names that `accepts` takes, or all of them, comma-separated, for messages;
  * `size` of MOQ_ALGO_LIST_SIZE is enough. */
 const char *moq_algo_list(bool (*accepts)(const moq_algo_facts *), char *buffer, size_t size);
-const char *moq_kv_choices(void);
+/* The names of all KV-cache algorithms, comma-separated; `size` of 64 is enough. */
+const char *moq_kv_list(char *buffer, size_t size);
 
 #ifdef __cplusplus
 }

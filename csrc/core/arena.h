@@ -15,7 +15,7 @@ typedef struct {
 
 /* An arena in zeroed memory has no limit set and serves nothing until this is called. */
 void moq_arena_setup(moq_arena *arena, size_t limit);
-/* Safe on a zeroed arena; the arena may be used again afterwards. */
+/* Frees the blocks, if there are any; the arena may be used again afterwards. */
 void moq_arena_release(moq_arena *arena);
 
 /* `count` zeroed items of `size` bytes, aligned for any type. *out is never NULL on success, not

@@ -37,7 +37,8 @@ static moq_text kv_text(moq_kv kv) {
     return plain(kv == MOQ_KV_NONE ? "null" : moq_kv_name(kv));
 }
 
-/* What a document says of one field, as canonical text; data stays NULL where it says nothing. */
+/* The statement of a document about one field, as canonical text; data stays NULL where it says
+ * nothing. */
 typedef moq_status (*say_field)(merger *m, const moq_draft *draft, moq_text *out, moq_err *err);
 
 static moq_status say_algo(merger *m, const moq_draft *draft, moq_text *out, moq_err *err) {

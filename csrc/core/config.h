@@ -1,4 +1,4 @@
-/* What a ModelOpt checkpoint says about its quantization, read from its configuration files.
+/* The quantization of a ModelOpt checkpoint, as its configuration files state it.
  *
  * A configuration is read from one or more documents in order of precedence (config.json's
  * quantization_config, then hf_quant_config.json, then quant_cfg.json). A field comes from the
@@ -24,7 +24,7 @@ typedef struct {
     int64_t group_size;
 } moq_layer_entry;
 
-/* Two statements that disagree; what was said is spelled as text. */
+/* A conflict: two statements that disagree; what was said is spelled as text. */
 typedef struct {
     moq_text field, chosen, other;
     const char *chosen_file, *other_file;

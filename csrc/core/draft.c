@@ -128,10 +128,11 @@ static moq_status read_kv(const moq_value *value, const moq_path *path, moq_kv *
     bool named = value->kind == MOQ_STRING;
     if (named && moq_kv_parse(value->as.text, out))
         return MOQ_OK;
-    char text[300], hint[64];
+    char text[300], names[64], hint[64];
     return moq_fail_at(err, path, "%s KV-cache algorithm %s; recognised are %s (in any case)%s",
                        named ? "unknown" : "expected the name of a",
-                       moq_value_describe(value, text, sizeof text), moq_kv_choices(),
+                       moq_value_describe(value, text, sizeof text),
+                       moq_kv_list(names, sizeof names),
                        named ? moq_kv_hint(value->as.text, hint, sizeof hint) : "");
 }
 

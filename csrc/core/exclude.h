@@ -13,7 +13,7 @@
 
 typedef struct moq_exclusion moq_exclusion;
 
-/* Everything is taken from the arena; the entries' text is borrowed. */
+/* Compiles a list, all of whose memory is the arena's; the entries' text is borrowed. */
 moq_status moq_exclusion_compile(moq_arena *arena, const moq_text *entries, size_t count,
                                  moq_exclusion **out, moq_err *err);
 

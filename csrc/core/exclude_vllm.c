@@ -70,7 +70,7 @@ static size_t count_occurrences(moq_text name, moq_text part) {
     return count;
 }
 
-/* Whether `name` with every occurrence of `old` replaced by `new` is an entry. */
+/* True if `name` with every occurrence of `old` replaced by `new` is an entry. */
 static moq_status is_replaced_entry(const moq_vllm_exclusion *set, moq_text name, moq_text old,
                                     moq_text new, bool *out, moq_err *err) {
     const size_t room = name.size + count_occurrences(name, old) * new.size;

@@ -35,10 +35,10 @@ static inline uint32_t widen(uint32_t magnitude, int fraction, int bias) {
     return magnitude >> fraction ? normal : subnormal;
 }
 
-/* The inverse, rounding to nearest even; the exponent range is unbounded upwards, so the caller
- * saturates. Normal numbers: add just under half of the last place kept, and one more where that
- * place is odd. Subnormal ones: an addition with 2^23 times the smallest subnormal number leaves
- * the rounded multiple in the last bits of the sum. */
+/* The inverse of widen(), rounding to nearest even; the exponent range is unbounded upwards, so the
+ * caller saturates. Normal numbers: add just under half of the last place kept, and one more where
+ * that place is odd. Subnormal ones: an addition with 2^23 times the smallest subnormal number
+ * leaves the rounded multiple in the last bits of the sum. */
 static inline uint32_t narrow(uint32_t magnitude, int fraction, int bias) {
     int drop = F32_FRACTION - fraction;
     uint32_t round = (1u << (drop - 1)) - 1 + ((magnitude >> drop) & 1);

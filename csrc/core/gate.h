@@ -11,7 +11,7 @@
 
 typedef struct {
     moq_tensor x;      /* [T, K] of bfloat16 or float16; K a multiple of 32, rows without gaps */
-    moq_tensor weight; /* [E, K] of the dtype of x, likewise */
+    moq_tensor weight; /* [E, K] of the dtype of x, rows without gaps */
     moq_dtype dtype;   /* of y [T, E] */
 } moq_gate;
 

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-/* How work is shared out: the row of the kernel's table of shapes, or of ways, in five bits, and
+/* The sharing out of work: the row of the kernel's table of shapes, or of ways, in five bits, and
  * how many blocks of a cluster share a tile, from 1 to 8, in three. */
 #define MOQ_TILING_ROWS         32
 #define MOQ_TILING(row, blocks) ((uint8_t)((row) << 3 | ((blocks) - 1)))

@@ -1,45 +1,35 @@
 /* Resolution of a linear layer's description: see linear.h. */
 #include "core/linear.h"
 
+#include "core/sizes.h"
+
 #include <stdio.h>
 
-moq_status moq_linear_resolve(const char *algo, const char *compute, const char *dtype,
-                              moq_device device, int64_t in_features, const int64_t *partitions,
-                              int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
-                              moq_err *err) {
-    moq_weight_names names = {.algo = algo,
-                              .compute = compute,
-                              .device = device,
-                              .in_features = in_features,
-                              .partitions = partitions,
-                              .partition_count = partition_count,
-                              .group_size = group_size};
+moq_status moq_linear_resolve(const moq_weight_names *names, const char *dtype,
+                              moq_linear_spec *spec, moq_err *err) {
     *spec = (moq_linear_spec){.dtype = moq_dtype_from_name(dtype)};
-    MOQ_TRY(moq_weight_resolve(&names, &spec->matrix, err));
+    MOQ_TRY(moq_weight_resolve(names, &spec->matrix, err));
     if (spec->dtype != MOQ_DT_BF16 && spec->dtype != MOQ_DT_F16 && spec->dtype != MOQ_DT_F32)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "dtype: expected \"bfloat16\", \"float16\" or \"float32\", got \"%s\"",
-                        dtype);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "dtype",
+                           "expected \"bfloat16\", \"float16\" or \"float32\", got \"%s\"", dtype);
     return MOQ_OK;
 }
 
-/* Codes were made with one scale, which the checkpoint has. */
+/* Makes x codes; they were made with one scale, which the checkpoint has. */
 static moq_status take_codes(moq_linear_spec *spec, moq_err *err) {
     if (spec->input != MOQ_INPUT_E4M3_TENSOR || !spec->checkpoint_input_scale)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quantized_input: is for activations in FP8 with an input_scale, %s with "
-                        "compute \"%s\" has none",
-                        spec->algo, moq_compute_name(spec->compute));
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "is for activations in FP8 with an input_scale, %s with "
+                           "compute \"%s\" has none",
+                           spec->algo, moq_compute_name(spec->compute));
     if (spec->pre_quant_scale)
-        return moq_fail(
-            err, MOQ_ERR_UNSUPPORTED,
-            "quantized_input: %s multiplies x by pre_quant_scale before it is quantized",
-            spec->algo);
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "%s multiplies x by pre_quant_scale before it is quantized", spec->algo);
     if (spec->partition_count > 1 && !spec->one_input_scale)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quantized_input: %d partitions may have as many input scales; "
-                        "one_input_scale promises that they have one",
-                        (int)spec->partition_count);
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "%d partitions may have as many input scales; "
+                           "one_input_scale promises that they have one",
+                           (int)spec->partition_count);
     spec->quantized_input = true;
     return MOQ_OK;
 }
@@ -48,9 +38,9 @@ moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linea
                                     moq_err *err) {
     bool may_fold = spec->compute == MOQ_COMPUTE_FP8 || spec->compute == MOQ_COMPUTE_AUTO;
     if (options->fast_accum && spec->checkpoint == MOQ_WEIGHT_E2M1 && !may_fold)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "fast_accum: is for FP8 products, %s with compute \"%s\" has none",
-                        spec->algo, moq_compute_name(spec->compute));
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "fast_accum",
+                           "is for FP8 products, %s with compute \"%s\" has none", spec->algo,
+                           moq_compute_name(spec->compute));
     spec->fast_accum = options->fast_accum;
     if (options->one_input_scale)
         MOQ_TRY(moq_weight_promise_one_input_scale(&spec->matrix, err));
@@ -72,15 +62,11 @@ int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *para
     return require_input_scale(spec, params, moq_weight_prepared_params(&spec->matrix, params));
 }
 
-static int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 int64_t moq_token_bucket(int64_t m) {
     int64_t step = 1;
     while (m / 16 >= step)
         step *= 2;
-    return m > INT64_MAX - step ? m : ceil_div(m, step) * step;
+    return m > INT64_MAX - step ? m : round_up(m, step);
 }
 
 const char *moq_linear_text(const moq_linear_spec *spec, char *buffer, size_t size) {

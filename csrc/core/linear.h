@@ -1,4 +1,4 @@
-/* What a quantized linear layer is, independent of who computes it.
+/* A quantized linear layer, independent of who computes it.
  *
  * y[m, n] = round(sum_k X[m, k] * W[n, k] + bias[n]), where W is what the checkpoint's codes and
  * scales mean, and X the activation after the treatment that the algorithm prescribes: smoothed by
@@ -42,16 +42,12 @@ typedef struct {
     bool quantized_input;
 } moq_linear_spec;
 
-/* Resolves names and sizes. MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that
- * has no linear method, MOQ_ERR_VALUE for an unknown one or sizes no checkpoint can hold. Any
- * spelling of an algorithm will do. group_size 0 means the default. The spec refers to
- * `partitions`, which have to live as long as it does. */
-moq_status moq_linear_resolve(const char *algo, const char *compute, const char *dtype,
-                              moq_device device, int64_t in_features, const int64_t *partitions,
-                              int32_t partition_count, int64_t group_size, moq_linear_spec *spec,
-                              moq_err *err);
+/* Resolves the names of a matrix and the dtype of x and y; fails as moq_weight_resolve does. The
+ * spec refers to names->partitions, which have to live as long as it does. */
+moq_status moq_linear_resolve(const moq_weight_names *names, const char *dtype,
+                              moq_linear_spec *spec, moq_err *err);
 
-/* What a caller allows or promises beyond the algorithm. */
+/* Permissions and promises of a caller beyond the algorithm. */
 typedef struct {
     bool fast_accum;
     bool one_input_scale;
@@ -62,7 +58,7 @@ typedef struct {
 moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linear_spec *spec,
                                     moq_err *err);
 
-/* Of what x is, and how many elements a row of it has. */
+/* The dtype of x, and the number of elements in a row of it. */
 static inline moq_dtype moq_linear_x_dtype(const moq_linear_spec *spec) {
     if (!spec->quantized_input)
         return spec->dtype;
@@ -72,7 +68,7 @@ static inline int64_t moq_linear_x_columns(const moq_linear_spec *spec) {
     return moq_linear_x_dtype(spec) == MOQ_DT_E2M1X2 ? spec->in_features / 2 : spec->in_features;
 }
 
-/* What core/weight.h says of the layer's weight. */
+/* Facts of the layer's weight, defined in core/weight.h. */
 static inline int64_t moq_linear_block_rows(const moq_linear_spec *spec) {
     return moq_weight_block_rows(&spec->matrix);
 }

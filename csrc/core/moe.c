@@ -3,6 +3,7 @@
 
 #include "core/formats.h"
 #include "core/invariant.h"
+#include "core/sizes.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -29,10 +30,10 @@ static moq_status find_activation(const char *name, int *index, moq_err *err) {
     for (*index = 0; *index < ACTIVATION_COUNT; ++*index)
         if (strcmp(ACTIVATIONS[*index].name, name) == 0)
             return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "activation: expected \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\" or "
-                    "\"swigluoai\", got \"%.64s\"",
-                    name);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "activation",
+                       "expected \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\" or "
+                       "\"swigluoai\", got \"%.64s\"",
+                       name);
 }
 
 /* A number that float32 holds, or the activation's own where none was given. */
@@ -40,7 +41,7 @@ static moq_status take_number(const char *name, double given, float own, float *
     *out = isnan(given) ? own : (float)given;
     if (isfinite(*out) || isnan(given))
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected a finite number, got %g", name, given);
+    return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected a finite number, got %g", given);
 }
 
 static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
@@ -50,20 +51,20 @@ static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec
     spec->gated = names->gated;
     spec->activation = ACTIVATIONS[i].activation;
     if (ACTIVATIONS[i].gated_only && !names->gated)
-        return moq_fail(err, MOQ_ERR_VALUE, "activation: \"%s\" needs gated=True",
-                        ACTIVATIONS[i].name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "activation", "\"%s\" needs gated=True",
+                           ACTIVATIONS[i].name);
     if (!plain && (spec->activation != MOQ_MOE_SILU || !names->gated))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: is for \"silu\" and \"swigluoai\" with a gate, not for \"%s\"%s",
-                        !isnan(names->alpha)  ? "alpha"
-                        : !isnan(names->beta) ? "beta"
-                                              : "limit",
-                        ACTIVATIONS[i].name, names->gated ? "" : " without one");
+        return moq_fail_of(err, MOQ_ERR_VALUE,
+                           !isnan(names->alpha)  ? "alpha"
+                           : !isnan(names->beta) ? "beta"
+                                                 : "limit",
+                           "is for \"silu\" and \"swigluoai\" with a gate, not for \"%s\"%s",
+                           ACTIVATIONS[i].name, names->gated ? "" : " without one");
     MOQ_TRY(take_number("alpha", names->alpha, ACTIVATIONS[i].alpha, &spec->alpha, err));
     MOQ_TRY(take_number("beta", names->beta, ACTIVATIONS[i].beta, &spec->beta, err));
     if (!isnan(names->limit) && !(names->limit > 0))
-        return moq_fail(err, MOQ_ERR_VALUE, "limit: expected a positive number, got %g",
-                        names->limit);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "limit", "expected a positive number, got %g",
+                           names->limit);
     spec->limit = isnan(names->limit) ? ACTIVATIONS[i].limit : (float)names->limit;
     return MOQ_OK;
 }
@@ -73,8 +74,8 @@ static moq_status take_activation(const moq_moe_names *names, moq_moe_spec *spec
 static moq_status check_size(const char *name, int64_t value, int64_t most, moq_err *err) {
     if (value >= 1 && value <= most)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected 1 to %lld, got %lld", name, (long long)most,
-                    (long long)value);
+    return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected 1 to %lld, got %lld", (long long)most,
+                       (long long)value);
 }
 
 static moq_status take_sizes(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
@@ -84,9 +85,9 @@ static moq_status take_sizes(const moq_moe_names *names, moq_moe_spec *spec, moq
     MOQ_TRY(check_size("intermediate_size", names->intermediate, INT32_MAX, err));
     MOQ_TRY(check_size("top_k", names->top_k, MOQ_MOE_TOP_K, err));
     if (global < names->experts || global > MOQ_MAX_EXPERTS)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "global_num_experts: expected num_experts = %lld to %d, got %lld",
-                        (long long)names->experts, MOQ_MAX_EXPERTS, (long long)global);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "global_num_experts",
+                           "expected num_experts = %lld to %d, got %lld", (long long)names->experts,
+                           MOQ_MAX_EXPERTS, (long long)global);
     spec->experts = (int32_t)names->experts;
     spec->global_experts = (int32_t)global;
     spec->top_k = (int32_t)names->top_k;
@@ -97,19 +98,6 @@ static moq_status take_sizes(const moq_moe_names *names, moq_moe_spec *spec, moq
 
 /* ---- the weights ---- */
 
-/* Says whose inner dimension is meant where one of the two does not fit the algorithm. */
-static moq_status name_weight(const char *weight, const char *size, moq_status status,
-                              moq_err *err) {
-    const char *found = err ? strstr(err->message, "in_features: ") : NULL;
-    moq_err whole;
-    if (status == MOQ_OK || !found)
-        return status;
-    moq_fail(&whole, status, "%s (columns of %s): %s", size, weight,
-             found + strlen("in_features: "));
-    *err = whole;
-    return status;
-}
-
 /* No kernel of experts takes the block scales of NVFP4 weights as those of single layers do: they
  * are packed for every compute, so that a stack has one form. */
 static void pack_weight(moq_linear_spec *layer) {
@@ -118,17 +106,21 @@ static void pack_weight(moq_linear_spec *layer) {
 }
 
 static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec, moq_err *err) {
-    int32_t parts = names->gated ? 2 : 1;
-    MOQ_TRY(name_weight("w13", "hidden_size",
-                        moq_linear_resolve(names->algo, names->compute, names->dtype, names->device,
-                                           names->hidden, spec->partition13, parts,
-                                           names->group_size, &spec->w13, err),
-                        err));
-    MOQ_TRY(name_weight("w2", "intermediate_size",
-                        moq_linear_resolve(names->algo, names->compute, names->dtype, names->device,
-                                           names->intermediate, spec->partition2, 1,
-                                           names->group_size, &spec->w2, err),
-                        err));
+    moq_weight_names w13 = {.algo = names->algo,
+                            .compute = names->compute,
+                            .device = names->device,
+                            .in_features = names->hidden,
+                            .partitions = spec->partition13,
+                            .partition_count = names->gated ? 2 : 1,
+                            .group_size = names->group_size,
+                            .columns_name = "hidden_size (columns of w13)"};
+    moq_weight_names w2 = w13;
+    w2.in_features = names->intermediate;
+    w2.partitions = spec->partition2;
+    w2.partition_count = 1;
+    w2.columns_name = "intermediate_size (columns of w2)";
+    MOQ_TRY(moq_linear_resolve(&w13, names->dtype, &spec->w13, err));
+    MOQ_TRY(moq_linear_resolve(&w2, names->dtype, &spec->w2, err));
     pack_weight(&spec->w13);
     pack_weight(&spec->w2);
     spec->w13.one_input_scale = spec->w2.one_input_scale = spec->w13.checkpoint_input_scale;
@@ -139,19 +131,19 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
 static moq_status take_codes(moq_moe_spec *spec, moq_err *err) {
     moq_linear_spec *w13 = &spec->w13;
     if (moq_linear_has_choice(w13))
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quantized_input: with compute \"auto\" the call decides what x becomes; "
-                        "choose \"exact\" or \"fp8\"");
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "with compute \"auto\" the call decides what x becomes; "
+                           "choose \"exact\" or \"fp8\"");
     if (w13->input == MOQ_INPUT_AS_IS)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quantized_input: is for activations that are quantized, %s with compute "
-                        "\"%s\" multiplies them as they are",
-                        w13->algo, moq_compute_name(w13->compute));
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "is for activations that are quantized, %s with compute "
+                           "\"%s\" multiplies them as they are",
+                           w13->algo, moq_compute_name(w13->compute));
     if (w13->pre_quant_scale)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "quantized_input: experts of %s multiply x by their own pre_quant_scale "
-                        "before it is quantized",
-                        w13->algo);
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quantized_input",
+                           "experts of %s multiply x by their own pre_quant_scale "
+                           "before it is quantized",
+                           w13->algo);
     w13->quantized_input = true;
     return MOQ_OK;
 }
@@ -163,7 +155,7 @@ int64_t moq_moe_x_scales(const moq_moe_spec *spec) {
     int64_t group = w13->input == MOQ_INPUT_NVFP4        ? MOQ_NVFP4_GROUP
                     : w13->input == MOQ_INPUT_E4M3_GROUP ? MOQ_FP8_BLOCK
                                                          : w13->in_features;
-    return (w13->in_features + group - 1) / group;
+    return divide_up(w13->in_features, group);
 }
 
 moq_dtype moq_moe_x_scale_dtype(const moq_moe_spec *spec) {
@@ -178,32 +170,33 @@ moq_status moq_moe_resolve(const moq_moe_names *names, moq_moe_spec *spec, moq_e
     return names->quantized_input ? take_codes(spec, err) : MOQ_OK;
 }
 
-static moq_weight stack_of(const moq_linear_spec *layer, int32_t experts) {
+static moq_weight stack_of(const moq_linear_spec *layer, int32_t experts, int place) {
     moq_weight stack = layer->matrix;
     stack.experts = experts;
+    stack.place = place;
     return stack;
 }
 
 moq_weight moq_moe_stack13(const moq_moe_spec *spec) {
-    return stack_of(&spec->w13, spec->experts);
+    return stack_of(&spec->w13, spec->experts, MOQ_PARAM_OF_W13);
 }
 
 moq_weight moq_moe_stack2(const moq_moe_spec *spec) {
-    return stack_of(&spec->w2, spec->experts);
+    return stack_of(&spec->w2, spec->experts, MOQ_PARAM_OF_W2);
 }
 
 /* ---- parameters ---- */
 
-/* The bias of a stack behind its other parameters, and the names and places of all. */
-static int finish_params(const moq_weight *stack, int place, int count, moq_param_spec *params) {
+/* Adds the bias of a stack behind its other parameters, and gives all their names and places. */
+static int finish_params(const moq_weight *stack, int count, moq_param_spec *params) {
     params[count++] = (moq_param_spec){.id = MOQ_PARAM_BIAS,
                                        .role = "bias",
                                        .dtype = MOQ_DT_F32,
                                        .ndim = 2,
                                        .shape = {stack->experts, stack->out_features}};
     for (int i = 0; i < count; i++) {
-        params[i].name = moq_param_name(place, params[i].id);
-        params[i].id += (moq_param)place;
+        params[i].name = moq_weight_param_name(stack, params[i].id);
+        params[i].id += (moq_param)stack->place;
     }
     return count;
 }
@@ -215,7 +208,7 @@ static int params_of(const moq_moe_spec *spec, bool prepared, moq_param_spec *pa
         moq_param_spec *own = params + total;
         int count = prepared ? moq_weight_prepared_params(&stack, own)
                              : moq_weight_checkpoint_params(&stack, own);
-        total += finish_params(&stack, second ? MOQ_PARAM_OF_W2 : MOQ_PARAM_OF_W13, count, own);
+        total += finish_params(&stack, count, own);
     }
     MOQ_ASSERT(total <= MOQ_MAX_LAYER_PARAMS);
     return total;

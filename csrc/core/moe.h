@@ -1,12 +1,12 @@
-/* What a layer of experts is, independent of who computes it.
+/* A layer of experts, independent of who computes it.
  *
  * A token t has top_k slots, each with the id of an expert and a weight w. Slot j counts where its
  * id names an expert that is here: 0 <= id < global_experts, and expert_map[id] >= 0 where there is
  * a map from global to local numbers. With its local expert e,
  *
  *   u = W13[e] treated(h) + b13[e]       h = x[t], or rounded(x[t] * w) where weights are on the
- *                                        input; W13 has I rows for gate and I for up, or I rows
- *   g = rounded(act(u))                  rounded to the dtype of x
+ *                                        input; W13 has I rows for gate and I for up, or I rows;
+ *   g = rounded(act(u))                  rounded to the dtype of x;
  *   d = W2[e] treated(g) + b2[e]
  *   y[t] = rounded(out[t] + sum_j w d)   out where results accumulate, w = 1 where it was on the
  *                                        input; from slot 0 on, in float32
@@ -19,10 +19,10 @@
  *
  * act of gate g, up v, all in float32:
  *   silu       g * s(alpha * g) * (v + beta), s(z) = 1 / (1 + exp(-z)), where there is a limit
- *              with min(g, limit) and min(max(v, -limit), limit)
- *   gelu       g / 2 * (1 + erf(g / sqrt(2))) * v
- *   gelu_tanh  g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) * v
- *   relu2      max(g, 0)^2 * v
+ *              with min(g, limit) and min(max(v, -limit), limit);
+ *   gelu       g / 2 * (1 + erf(g / sqrt(2))) * v;
+ *   gelu_tanh  g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) * v;
+ *   relu2      max(g, 0)^2 * v.
  * Where there is no gate, g is the row itself and the last factor is missing. "swigluoai" is silu
  * with alpha 1.702, beta 1 and limit 7. */
 #ifndef MOQ_CORE_MOE_H
@@ -80,8 +80,8 @@ moq_dtype moq_moe_x_scale_dtype(const moq_moe_spec *spec);
 moq_weight moq_moe_stack13(const moq_moe_spec *spec);
 moq_weight moq_moe_stack2(const moq_moe_spec *spec);
 
-/* The tensors of the checkpoint and of the prepared form, "w13_weight" and so on; the count, at
- * most MOQ_MAX_LAYER_PARAMS. */
+/* The tensors of the checkpoint and of the prepared form, whose names begin with "w13_" or "w2_";
+ * returns the count, at most MOQ_MAX_LAYER_PARAMS. */
 int moq_moe_checkpoint_params(const moq_moe_spec *spec, moq_param_spec *params);
 int moq_moe_prepared_params(const moq_moe_spec *spec, moq_param_spec *params);
 

@@ -34,14 +34,14 @@ moq_text moq_name_body(moq_text name);
 /* Components a fused last component stands for (qkv_proj and the like); *count is 0 for others. */
 const moq_text *moq_fused_parts(moq_text component, size_t *count);
 
-/* What the component of an expert container ends in, and what the component of shared experts,
- * which are ordinary linears, begins with. */
+/* The end of an expert container's component, and the beginning of the component of shared experts,
+ * which are ordinary linears. */
 #define MOQ_EXPERTS_TAIL        "experts"
 #define MOQ_SHARED_EXPERTS_HEAD "shared"
 /* The container whose stacked projections are named like linears, without "experts". */
 #define MOQ_MOE_CONTAINER "moe"
 
-/* Whether the module stands for all experts of a layer, by its last component: `experts`, with
+/* True if the module stands for all experts of a layer, by its last component: `experts`, with
  * lower-case letters and underscores before it but not `shared`, or `moe`. */
 bool moq_name_is_experts(moq_text name);
 /* The expert container that `name` lies in, empty for none: the first one, as an expert holds no

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* What is filed under one literal beginning. */
+/* Patterns that are filed under one literal beginning. */
 typedef struct {
     uint32_t whole; /* id of the pattern that is just this text */
     uint32_t open;  /* id of this text + "*" */
@@ -54,7 +54,7 @@ static void add_simple(moq_name_table *table, moq_name_pattern pattern) {
         *id = pattern.id;
 }
 
-/* Whether a pattern ends in a dot and stars, which are as good as one. */
+/* True if a pattern ends in a dot and stars, which are as good as one. */
 static bool ends_below(moq_text pattern) {
     size_t size = pattern.size;
     while (size > 0 && pattern.data[size - 1] == '*')
@@ -110,7 +110,7 @@ moq_status moq_name_table_build(moq_arena *arena, const moq_name_pattern *patter
     return MOQ_OK;
 }
 
-/* Below, `dotted` is the name with a dot behind it: what "p.*" covers of p itself. */
+/* The name with a dot behind it is `dotted`: what "p.*" covers of p itself. */
 
 static uint32_t find_simple(const moq_name_table *table, moq_text name, moq_text dotted) {
     const bool below = table->rules == MOQ_GLOB_STAR;

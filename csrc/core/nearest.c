@@ -24,7 +24,7 @@ static int simplify(moq_text text, char *out) {
     return size;
 }
 
-/* Whether the digits of `part` are among those of `all`, in their order. */
+/* True if the digits of `part` are among those of `all`, in their order. */
 static bool has_digits(const char *all, int all_size, const char *part, int part_size) {
     int at = 0;
     for (int i = 0; i < part_size; i++) {

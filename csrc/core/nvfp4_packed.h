@@ -10,9 +10,9 @@
  *   0..511    codes: a vector of 16 bytes for each lane, of a little-endian word for each s. The
  *             word has the lane's weights of an m16k16 operand of mma, in pairs of columns k, k + 1
  *             of group s:
- *               pair 0   row g       k = 2t         sign at bit 15   magnitude at bits  6..8
- *               pair 1   row g + 8   k = 2t         sign at bit 12   magnitude at bits  3..5
- *               pair 2   row g       k = 2t + 8     sign at bit 14   magnitude at bits  0..2
+ *               pair 0   row g       k = 2t         sign at bit 15   magnitude at bits  6..8;
+ *               pair 1   row g + 8   k = 2t         sign at bit 12   magnitude at bits  3..5;
+ *               pair 2   row g       k = 2t + 8     sign at bit 14   magnitude at bits  0..2;
  *               pair 3   row g + 8   k = 2t + 8     sign at bit 13   magnitude at bits  9..11
  *             for the even column, 16 bits higher for the odd one. A pair is one byte of the
  *             checkpoint. The vector of lane (g, t) is at 16 * (4g + (t ^ g / 2)): lanes that read
@@ -69,7 +69,8 @@ MOQ_PACK_INLINE uint8_t moq_pack_scale(uint8_t scale) {
     return scale == 0x80 ? 0 : scale;
 }
 
-/* Where the magnitude of a pair begins in each half of its word, and where the sign is. */
+/* The bit at which the magnitude of a pair begins in each half of its word, and the bit of the
+ * sign. */
 MOQ_PACK_INLINE int moq_pack_magnitude(int pair) {
     return pair == 0 ? 6 : pair == 1 ? 3 : pair == 2 ? 0 : 9;
 }
@@ -92,7 +93,7 @@ MOQ_PACK_INLINE uint32_t moq_pack_pair(uint32_t codes, int pair) {
     return moq_pack_halves(codes | codes << 12, pair);
 }
 
-/* The inverse: the byte of a pair. */
+/* The byte of a pair from its word: the inverse of moq_pack_pair. */
 MOQ_PACK_INLINE uint32_t moq_unpack_pair(uint32_t word, int pair) {
     uint32_t magnitudes = word >> moq_pack_magnitude(pair), signs = word >> moq_pack_sign(pair);
     return (magnitudes & 0x7u) | (magnitudes >> 12 & 0x70u) | (signs & 0x1u) << 3 |

@@ -126,7 +126,7 @@ static moq_layer_quant from_entry(const moq_layer_entry *entry) {
     return (moq_layer_quant){entry->algo, entry->group_size, MOQ_RULE_LAYERS, entry->name};
 }
 
-/* What holds for a module that no entry covers, or that ModelOpt was told to leave alone. */
+/* The algorithm of a module that no entry covers, or that ModelOpt was told to leave alone. */
 static moq_layer_quant from_native(const moq_config *config) {
     return (moq_layer_quant){config->native_algo,
                              moq_algo_default_group(config->native_algo),
@@ -169,9 +169,9 @@ static moq_layer_quant resolve_name(const moq_resolver *resolver, moq_text name,
 
 static moq_status check_name(moq_text name, moq_err *err) {
     if (name.size == 0 || name.size >= MOQ_NAME_MAX)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "module: expected a name of 1 to %d bytes, got one of %zu",
-                        MOQ_NAME_MAX - 1, name.size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "module",
+                           "expected a name of 1 to %d bytes, got one of %zu", MOQ_NAME_MAX - 1,
+                           name.size);
     return MOQ_OK;
 }
 

@@ -1,4 +1,4 @@
-/* From a configuration to the algorithm of one module.
+/* Resolution: from a configuration to the algorithm of one module.
  *
  * A module's own entry in quantized_layers decides first, then exclusion, then the entry of the
  * nearest container above it, then the algorithm of the whole checkpoint (which MIXED_PRECISION
@@ -34,7 +34,7 @@ moq_status moq_resolver_build(moq_arena *arena, const moq_config *config, moq_re
  * else it replaces the last component. With count 0 the known fused names are looked up. */
 moq_status moq_resolve_layer(const moq_resolver *resolver, moq_text module, const moq_text *parts,
                              size_t count, moq_layer_quant *out, moq_err *err);
-/* Whether exclude_modules covers the module, or what it is made of: fused names and `parts` as in
+/* True if exclude_modules covers the module, or what it is made of: fused names and `parts` as in
  * moq_resolve_layer. */
 moq_status moq_resolve_excluded(const moq_resolver *resolver, moq_text module,
                                 const moq_text *parts, size_t count, bool *out, moq_err *err);

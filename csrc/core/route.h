@@ -31,14 +31,14 @@
  * weights have the same bits on every processor, with any number of threads. D is added up from 0
  * in the order of the chosen experts. S is 32 sums, of the experts whose index leaves the same
  * rest, each from 0 in the order of the experts; then sum j and sum j + 16 are added, j and j + 8,
- * and so on down to one.
+ * j and j + 4, j and j + 2, j and j + 1.
  *
  * exp(y), y <= 0: 0 below -87, where float32 nearly ends, else
  *   n = rint(y * log2(e)), the product not rounded, r = fma(n, -LN2_LOW, fma(n, -LN2, y)),
  *   q = C0 + C1 r + ... + C4 r^4 by Horner's rule with fma,
  *   exp = (1 + fma(q, r * r, r)) * 2^n
- * log1p(e), 0 <= e <= 1: z = e / (2 + e), w = z * z, t = z + z,
- *   p = L0 + L1 w + L2 w^2 + L3 w^3 by Horner's rule with fma, log1p = fma(t, w * p, t)
+ * log1p(e), 0 <= e <= 1: z = e / (2 + e), w = z * z, t = z + z;
+ *   p = L0 + L1 w + L2 w^2 + L3 w^3 by Horner's rule with fma; log1p = fma(t, w * p, t).
  *
  * Both are within 2 units in the last place; the coefficients are those of the least maximum of the
  * relative error on the interval (3.6e-9 and 5.7e-9), found by iterated weighted least squares. */

@@ -27,14 +27,14 @@ moq_status moq_read_scales(const moq_tensor *t, const char *name, int64_t count,
                            moq_err *err) {
     char shape[128];
     if (!moq_is_scale_dtype(t->dtype) && t->dtype != MOQ_DT_E8M0)
-        return moq_fail(err, MOQ_ERR_TYPE,
-                        "%s: expected float32, bfloat16, float16 or float64, got %s", name,
-                        moq_dtype_name(t->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name,
+                           "expected float32, bfloat16, float16 or float64, got %s",
+                           moq_dtype_name(t->dtype));
     if (moq_tensor_numel(t) != count)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %lld values, got shape %s", name,
-                        (long long)count, moq_shape_text(t, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected %lld values, got shape %s",
+                           (long long)count, moq_shape_text(t, shape, sizeof shape));
     if (!moq_tensor_is_contiguous(t))
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected a contiguous tensor", name);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, name, "expected a contiguous tensor");
     moq_decode_scales(t->dtype, t->data, count, out);
     return MOQ_OK;
 }
@@ -51,23 +51,23 @@ static bool keeps_rule(float scale, moq_scale_rule rule) {
     return false;
 }
 
-/* What is wrong with a scale that breaks a rule. */
+/* Refuses a scale that breaks a rule. */
 static moq_status refuse_scale(float scale, int64_t index, const char *name, moq_scale_rule rule,
                                moq_err *err) {
     bool divisor = rule == MOQ_SCALE_DIVISOR;
     bool beyond = isfinite(scale) && scale > 0;
     if (beyond && divisor)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected a value above %g, whose reciprocal is a float32, got %g at "
-                        "index %lld",
-                        name, (double)MOQ_DIVISOR_ABOVE, (double)scale, (long long)index);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected a value above %g, whose reciprocal is a float32, got %g at "
+                           "index %lld",
+                           (double)MOQ_DIVISOR_ABOVE, (double)scale, (long long)index);
     if (beyond)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected at most %g, so that its product with 8 is a float32 (compute "
-                        "\"exact\" takes more), got %g at index %lld",
-                        name, (double)MOQ_FOLDED_MOST, (double)scale, (long long)index);
-    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %s finite value, got %g at index %lld", name,
-                    divisor ? "a positive" : "a non-negative", (double)scale, (long long)index);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected at most %g, so that its product with 8 is a float32 (compute "
+                           "\"exact\" takes more), got %g at index %lld",
+                           (double)MOQ_FOLDED_MOST, (double)scale, (long long)index);
+    return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected %s finite value, got %g at index %lld",
+                       divisor ? "a positive" : "a non-negative", (double)scale, (long long)index);
 }
 
 moq_status moq_check_scales(const float *scales, int64_t count, const char *name,

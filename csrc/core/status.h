@@ -1,13 +1,16 @@
 /* The one error style of the library.
  *
  * A function that can fail returns a moq_status and, when it is not MOQ_OK, has filled the error
- * record: kind, message and, where the fault lies in a document, the JSON path of the field. Only
- * the binding turns a record into a Python exception, so everything below it runs without the GIL.
- * The caller owns the record and need not clear it before a call. */
+ * record. The record keeps apart what a caller may have to tell apart: the kind, what is wrong, the
+ * expert that has it, and the text. Only the binding joins them and makes a Python exception of
+ * them, so everything below it runs without the GIL. The caller owns the record and need not clear
+ * it before a call. */
 #ifndef MOQ_CORE_STATUS_H
 #define MOQ_CORE_STATUS_H
 
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -25,9 +28,17 @@ typedef enum {
     MOQ_ERR_INTERNAL     /* RuntimeError: a broken invariant of this library, or a driver failure */
 } moq_status;
 
+#define MOQ_EVERY_EXPERT (-1)
+#define MOQ_NO_EXPERT    (-2)
+
+#define MOQ_MESSAGE_SIZE 1024
+
 typedef struct {
     moq_status kind;
-    char message[1024];
+    const char *subject; /* an argument, a tensor or a size, owned by the caller; "" for none */
+    int64_t expert;      /* the number of one, MOQ_EVERY_EXPERT or MOQ_NO_EXPERT */
+    bool subject_first;  /* "w13_weight: experts.3: ...", not "experts.3: weight: ..." */
+    char text[MOQ_MESSAGE_SIZE];
     char path[256]; /* MOQ_ERR_CONFIG: JSON path of the field, e.g. "$.quantization.quant_algo" */
 } moq_err;
 
@@ -37,14 +48,23 @@ typedef struct {
 #define MOQ_PRINTF(fmt, first)
 #endif
 
-/* Fills *err (which may be NULL) and returns `kind`, so that a failure is one return statement. */
+/* Fills *err (which may be NULL) and returns `kind`, so that a failure is one return statement. The
+ * text says by itself what is wrong. */
 moq_status moq_fail(moq_err *err, moq_status kind, const char *format, ...) MOQ_PRINTF(3, 4);
+
+/* Fills *err with a text about `subject`, which outlives the record. */
+moq_status moq_fail_of(moq_err *err, moq_status kind, const char *subject, const char *format, ...)
+    MOQ_PRINTF(4, 5);
 
 /* Fills *err for a configuration, with the JSON path of the offending field: MOQ_ERR_CONFIG. */
 moq_status moq_fail_config(moq_err *err, const char *path, const char *format, ...)
     MOQ_PRINTF(3, 4);
 
-/* How many of the first `size` bytes of UTF-8 are whole characters; `text` goes on behind them. */
+/* Joins the record to the message that a user sees: "experts.3: weight_scale: expected ...". */
+const char *moq_err_message(const moq_err *err, char message[MOQ_MESSAGE_SIZE]);
+
+/* The number of the first `size` bytes of UTF-8 that are whole characters; `text` goes on behind
+ * them. */
 size_t moq_utf8_cut(const char *text, size_t size);
 /* Ends a text in `size` bytes with three dots if it was to have `wanted` bytes and did not fit. */
 void moq_end_cut(char *text, size_t size, size_t wanted);

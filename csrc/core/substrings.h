@@ -10,7 +10,7 @@
 /* Longest module name that can be asked about. */
 #define MOQ_NAME_MAX 4096
 
-/* Which lengths a set of texts has. */
+/* The lengths that a set of texts has. */
 typedef struct {
     uint64_t bits[MOQ_NAME_MAX / 64 + 1];
     size_t longest; /* of the lengths up to MOQ_NAME_MAX; longer texts are left out */

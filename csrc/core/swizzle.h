@@ -29,7 +29,7 @@ MOQ_SWIZZLE_INLINE int64_t moq_swizzle_across(int64_t columns) {
     return (columns + MOQ_SWIZZLE_COLUMNS - 1) / MOQ_SWIZZLE_COLUMNS;
 }
 
-/* Where the scale of a row and column is, with `across` tiles in a row of them. */
+/* The place of the scale of a row and column, with `across` tiles in a row of them. */
 MOQ_SWIZZLE_INLINE int64_t moq_swizzle_at(int64_t row, int64_t column, int64_t across) {
     int64_t tile = row / MOQ_SWIZZLE_ROWS * across + column / MOQ_SWIZZLE_COLUMNS;
     return tile * MOQ_SWIZZLE_BYTES + row % 32 * 16 + row % MOQ_SWIZZLE_ROWS / 32 * 4 +

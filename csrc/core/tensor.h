@@ -58,9 +58,10 @@ typedef struct {
 size_t moq_dtype_size(moq_dtype dtype);
 /* Canonical name ("bfloat16", "float8_e4m3fn", ...), "invalid" when out of range. */
 const char *moq_dtype_name(moq_dtype dtype);
-/* For messages, what else may hold the dtype: " or raw uint8", "" where nothing may. */
+/* Names the types that may hold the dtype beside itself, for messages: " or raw uint8", "" where
+ * nothing may. */
 const char *moq_dtype_carrier_text(moq_dtype dtype);
-/* The inverse of the name, also accepting the short spellings "bf16", "e4m3", ...; MOQ_DT_NONE if
+/* The dtype of a name; also accepts the short spellings "bf16", "e4m3", ...; MOQ_DT_NONE if
  * unknown. */
 moq_dtype moq_dtype_from_name(const char *name);
 

@@ -105,7 +105,7 @@ static bool take_tensor(moq_header_reader *r, moq_header_entry *entry) {
     return seen == ALL && take(r, '}');
 }
 
-/* Whether another entry follows: goes past the comma in front of it, or past the closing bracket.
+/* True if another entry follows: goes past the comma in front of it, or past the closing bracket.
  */
 static bool has_more(moq_header_reader *r, bool *is_right) {
     const bool first = r->first;

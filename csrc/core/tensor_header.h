@@ -40,7 +40,7 @@ void moq_header_open(moq_header_reader *reader, moq_text text);
 /* The next entry; text in it points into the header. Nothing comes behind the last two steps. */
 moq_header_step moq_header_next(moq_header_reader *reader, moq_header_entry *entry);
 
-/* Whether a tensor has as many bytes as its shape takes, all of them among the `room` behind the
+/* True if a tensor has as many bytes as its shape takes, all of them among the `room` behind the
  * header, and its extents that are not 0 multiply to less than 2^60.
  *
  * `bits` are those of an element, 0 where nobody knows them. */

@@ -10,8 +10,8 @@ static uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* Not secret, only unpredictable for whoever wrote the file: addresses are randomised by the
- * system, and the clock runs on. */
+/* A seed that is not secret, only unpredictable for whoever wrote the file: addresses are
+ * randomised by the system, and the clock runs on. */
 static uint64_t random_base(const void *where) {
     struct timespec now = {0};
     timespec_get(&now, TIME_UTC);

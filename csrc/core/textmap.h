@@ -24,7 +24,7 @@ typedef struct {
 
 #define MOQ_TEXTMAP_NONE UINT32_MAX
 
-/* Room for `expected` keys, all of them taken from the arena; more are an internal error. */
+/* Makes room for `expected` keys, all of them taken from the arena; more are an internal error. */
 moq_status moq_textmap_setup(moq_textmap *map, moq_arena *arena, size_t expected, moq_err *err);
 /* Inserts unless the key is there; returns the value now stored. Keys are not copied. */
 uint32_t moq_textmap_insert(moq_textmap *map, moq_text key, uint32_t value);

@@ -183,7 +183,7 @@ void moq_path_print(const moq_path *path, char *buffer, size_t size) {
 }
 
 moq_status moq_fail_at(moq_err *err, const moq_path *path, const char *format, ...) {
-    char where[sizeof err->path], message[sizeof err->message];
+    char where[sizeof err->path], message[sizeof err->text];
     const moq_path *root = path;
     while (root->up)
         root = root->up;

@@ -21,7 +21,7 @@ typedef struct {
 /* The beginning of a text, for a message: 200 bytes at most, never a part of a character. */
 int moq_text_shown(moq_text text);
 
-/* For printf's "%.*s%s": the text, or its beginning and three dots. */
+/* Arguments for printf's "%.*s%s": the text, or its beginning and three dots. */
 #define MOQ_TEXT_ARGS(text)                                                                        \
     moq_text_shown(text), (text).data, (size_t)moq_text_shown(text) < (text).size ? "..." : ""
 
@@ -33,9 +33,9 @@ bool moq_text_equal_folded(moq_text text, const char *name);
 bool moq_text_starts_folded(moq_text text, const char *head);
 /* Offset of the first occurrence of `part`, or SIZE_MAX; an empty part occurs at 0. */
 size_t moq_text_find(moq_text text, moq_text part);
-/* The part after the last dot. */
+/* The part of a text after its last dot. */
 moq_text moq_text_last_component(moq_text name);
-/* A copy of printf's output. */
+/* A copy of printf's output in the arena. */
 moq_status moq_text_print(moq_arena *arena, moq_text *out, moq_err *err, const char *format, ...)
     MOQ_PRINTF(4, 5);
 
@@ -82,7 +82,7 @@ const moq_value *moq_value_present(const moq_value *object, const char *key);
 /* Writes what a value is, short enough for a message: 'text', 3, null, "a list of 4". */
 const char *moq_value_describe(const moq_value *value, char *buffer, size_t size);
 
-/* Where in a document: a chain from the field up to its root, on the callers' stacks. */
+/* A place in a document: a chain from the field up to its root, on the callers' stacks. */
 typedef struct moq_path {
     const struct moq_path *up; /* NULL for the root */
     moq_text key;              /* member name; for the root the text it prints as, e.g. "$" */

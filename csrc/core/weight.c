@@ -4,6 +4,7 @@
 #include "core/formats.h"
 #include "core/invariant.h"
 #include "core/nvfp4_packed.h"
+#include "core/sizes.h"
 #include "core/swizzle.h"
 
 #include <stdio.h>
@@ -22,9 +23,9 @@ static moq_status find_algo(const char *name, const moq_algo_facts **facts, moq_
     moq_text text = {name, strlen(name)};
     char list[MOQ_ALGO_LIST_SIZE], hint[64];
     if (!moq_algo_parse(text, &algo))
-        return moq_fail(err, MOQ_ERR_VALUE, "quant_algo: expected one of %s, got \"%.64s\"%s",
-                        moq_algo_list(has_linear, list, sizeof list), name,
-                        moq_algo_hint(text, hint, sizeof hint));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "quant_algo", "expected one of %s, got \"%.64s\"%s",
+                           moq_algo_list(has_linear, list, sizeof list), name,
+                           moq_algo_hint(text, hint, sizeof hint));
     *facts = moq_algo_facts_of(algo);
     if ((*facts)->has_linear)
         return MOQ_OK;
@@ -49,8 +50,8 @@ static moq_status parse_compute(const char *name, moq_compute *compute, moq_err 
             return MOQ_OK;
         }
     }
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "compute: expected \"exact\", \"fp8\", \"fp4\" or \"auto\", got \"%s\"", name);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "compute",
+                       "expected \"exact\", \"fp8\", \"fp4\" or \"auto\", got \"%s\"", name);
 }
 
 /* CUDA kernels read NVFP4 weights packed, but for those that multiply NVFP4 activations: they read
@@ -94,9 +95,9 @@ static moq_status check_group(const moq_algo_facts *facts, int64_t group_size, m
     int64_t group = group_size ? group_size : facts->group;
     char sizes[32];
     if (!moq_algo_takes_group(facts, group))
-        return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected %s for %s, got %lld",
-                        moq_algo_groups_text(facts, sizes, sizeof sizes), weight->algo,
-                        (long long)group);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "expected %s for %s, got %lld",
+                           moq_algo_groups_text(facts, sizes, sizeof sizes), weight->algo,
+                           (long long)group);
     weight->group_size = (int32_t)group;
     return MOQ_OK;
 }
@@ -106,8 +107,8 @@ static moq_status check_partitions(const moq_weight_names *names, moq_weight *we
     int64_t limit = INT32_MAX;
     int32_t count = names->partition_count;
     if (count < 1 || count > MOQ_MAX_PARTITIONS)
-        return moq_fail(err, MOQ_ERR_VALUE, "out_partitions: expected 1 to %d sizes, got %d",
-                        MOQ_MAX_PARTITIONS, (int)count);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "out_partitions", "expected 1 to %d sizes, got %d",
+                           MOQ_MAX_PARTITIONS, (int)count);
     weight->partition = names->partitions;
     weight->partition_count = count;
     for (int32_t i = 0; i < count; i++) {
@@ -123,19 +124,20 @@ static moq_status check_partitions(const moq_weight_names *names, moq_weight *we
 static moq_status check_sizes(const moq_weight_names *names, moq_weight *weight, moq_err *err) {
     int64_t limit = INT32_MAX; /* far above any layer; keeps products of a matrix within int64 */
     int64_t k = names->in_features;
+    const char *columns = names->columns_name ? names->columns_name : "in_features";
     if (names->experts < 0 || names->experts > MOQ_MAX_EXPERTS)
-        return moq_fail(err, MOQ_ERR_VALUE, "experts: expected 1 to %d, got %d", MOQ_MAX_EXPERTS,
-                        (int)names->experts);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "experts", "expected 1 to %d, got %d",
+                           MOQ_MAX_EXPERTS, (int)names->experts);
     if (k < 1 || k > limit)
-        return moq_fail(err, MOQ_ERR_VALUE, "in_features: expected 1 to %lld, got %lld",
-                        (long long)limit, (long long)k);
+        return moq_fail_of(err, MOQ_ERR_VALUE, columns, "expected 1 to %lld, got %lld",
+                           (long long)limit, (long long)k);
     weight->experts = names->experts;
     weight->in_features = k;
     MOQ_TRY(check_partitions(names, weight, err));
     if (weight->checkpoint == MOQ_WEIGHT_E2M1 && k % weight->group_size)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "in_features: expected a multiple of the group size %d for %s, got %lld",
-                        (int)weight->group_size, weight->algo, (long long)k);
+        return moq_fail_of(err, MOQ_ERR_VALUE, columns,
+                           "expected a multiple of the group size %d for %s, got %lld",
+                           (int)weight->group_size, weight->algo, (long long)k);
     return MOQ_OK;
 }
 
@@ -157,18 +159,14 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
 
 moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err) {
     if (!weight->checkpoint_input_scale)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED, "one_input_scale: %s has no input_scale",
-                        weight->algo);
+        return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "one_input_scale", "%s has no input_scale",
+                           weight->algo);
     weight->one_input_scale = true;
     return MOQ_OK;
 }
 
-static int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 int64_t moq_weight_partition_blocks(const moq_weight *weight, int32_t partition) {
-    return ceil_div(weight->partition[partition], MOQ_FP8_BLOCK);
+    return divide_up(weight->partition[partition], MOQ_FP8_BLOCK);
 }
 
 int64_t moq_weight_block_rows(const moq_weight *weight) {
@@ -179,7 +177,7 @@ int64_t moq_weight_block_rows(const moq_weight *weight) {
 }
 
 int64_t moq_weight_scale_columns(const moq_weight *weight) {
-    return weight->group_size ? ceil_div(weight->in_features, weight->group_size) : 1;
+    return weight->group_size ? divide_up(weight->in_features, weight->group_size) : 1;
 }
 
 #define NAMES_OF(place, before)                                                                    \
@@ -200,31 +198,6 @@ static const char *const PARAM_NAMES[MOQ_PARAM_PLACES] = {
 
 const char *moq_param_name(int place, moq_param id) {
     return PARAM_NAMES[place + (int)id];
-}
-
-/* Where a message names a tensor of the only weight, its first word or what follows "experts.3: ",
- * the name that the tensor has at its place: "w13_weight_scale: experts.3: ...". */
-static size_t find_subject(const char *text, int *id) {
-    for (*id = 0; *id < MOQ_PARAM_COUNT; ++*id) {
-        size_t length = strlen(PARAM_NAMES[*id]);
-        if (strncmp(text, PARAM_NAMES[*id], length) == 0 && text[length] == ':')
-            return length + 2;
-    }
-    return 0;
-}
-
-void moq_param_rename_error(int place, moq_err *err) {
-    moq_err whole = *err;
-    const char *colon =
-        strncmp(err->message, "experts", 7) == 0 ? strstr(err->message, ": ") : NULL;
-    size_t head = colon ? (size_t)(colon - err->message) + 2 : 0;
-    int id;
-    size_t subject = find_subject(err->message + head, &id);
-    if (place == 0 || subject == 0)
-        return;
-    moq_fail(&whole, err->kind, "%s: %.*s%s", moq_param_name(place, (moq_param)id), (int)head,
-             err->message, err->message + head + subject);
-    *err = whole;
 }
 
 static moq_param_spec matrix(moq_param id, const char *role, moq_dtype dtype, int64_t rows,
@@ -284,7 +257,7 @@ bool moq_weight_has_choice(const moq_weight *weight) {
            weight->input == MOQ_INPUT_E4M3_TOKEN;
 }
 
-/* Whether a vector has a value for each partition. */
+/* True if a vector has a value for each partition. */
 static bool is_of_partitions(const moq_weight *weight, moq_param id) {
     return id == MOQ_PARAM_WEIGHT_SCALE_2 || id == MOQ_PARAM_INPUT_SCALE ||
            (id == MOQ_PARAM_WEIGHT_SCALE && !weight->per_row_scale);
@@ -337,16 +310,12 @@ const char *moq_compute_name(moq_compute compute) {
     return COMPUTE_NAMES[compute];
 }
 
-moq_status moq_weight_name_expert(const moq_weight *weight, int64_t expert, moq_status status,
-                                  moq_err *err) {
+moq_status moq_weight_fail_in_expert(const moq_weight *weight, int64_t expert, moq_status status,
+                                     moq_err *err) {
     bool of_expert = status == MOQ_ERR_VALUE || status == MOQ_ERR_TYPE || status == MOQ_ERR_BUFFER;
-    char which[24] = "";
-    moq_err whole;
     if (weight->experts && of_expert && err) {
-        if (expert != MOQ_EVERY_EXPERT)
-            snprintf(which, sizeof which, ".%lld", (long long)expert);
-        moq_fail(&whole, status, "experts%s: %s", which, err->message);
-        *err = whole;
+        err->expert = expert;
+        err->subject_first = weight->place != 0;
     }
     return status;
 }

@@ -35,8 +35,8 @@ typedef enum {
                               */
 } moq_weight_layout;
 
-/* The members of a weight; those of a problem that has one weight, too (core/linear.h), so that
- * kernels find all about their problem in one place. */
+/* The members of a weight, and of a problem that has one weight (core/linear.h), so that kernels
+ * find all about their problem in one place. */
 #define MOQ_WEIGHT_FACTS                                                                           \
     const char *algo; /* canonical name, static storage */                                         \
     moq_compute compute;                                                                           \
@@ -50,8 +50,9 @@ typedef enum {
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
     int32_t group_size;           /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */     \
     int32_t experts;              /* of a stack; 0 for a matrix */                                 \
-    int64_t in_features;          /* K */                                                          \
-    int64_t out_features;         /* N: sum of the partitions */                                   \
+    int place; /* of the stack's tensors among those of a layer: MOQ_PARAM_OF_W13, or 0 */         \
+    int64_t in_features;  /* K */                                                                  \
+    int64_t out_features; /* N: sum of the partitions */                                           \
     int32_t partition_count;                                                                       \
     const int64_t *partition; /* rows of each; the memory is that of whoever resolved it */
 
@@ -70,8 +71,8 @@ typedef enum {
     MOQ_PARAM_PRE_QUANT_SCALE,
     MOQ_PARAM_BIAS, /* of experts, whose layer has it among its parameters */
     MOQ_PARAM_COUNT,
-    /* A layer of several weights has the tensors of each at places of their own: experts
-     * (core/moe.h) those of w13 and of w2 behind those of a single weight. */
+    /* A layer of several weights has the tensors of each at places of their own. Experts
+     * (core/moe.h) have w13 and then w2 behind the places of a single weight. */
     MOQ_PARAM_OF_W13 = MOQ_PARAM_COUNT,
     MOQ_PARAM_OF_W2 = 2 * MOQ_PARAM_COUNT,
     MOQ_PARAM_PLACES = 3 * MOQ_PARAM_COUNT
@@ -92,10 +93,8 @@ typedef struct {
 
 /* The name of a tensor of the only weight (place 0), or of one of several. */
 const char *moq_param_name(int place, moq_param id);
-/* Gives a message about a tensor of a weight the name that the tensor has at its place. */
-void moq_param_rename_error(int place, moq_err *err);
 
-/* What a weight is resolved from. Any spelling of an algorithm will do. */
+/* The names and sizes that a weight is resolved from. Any spelling of an algorithm will do. */
 typedef struct {
     const char *algo;
     const char *compute;
@@ -104,7 +103,8 @@ typedef struct {
     int64_t in_features;
     const int64_t *partitions; /* has to live as long as the weight */
     int32_t partition_count;
-    int64_t group_size; /* 0: the algorithm's own */
+    int64_t group_size;       /* 0: the algorithm's own */
+    const char *columns_name; /* what the caller calls in_features, in messages; NULL: so */
 } moq_weight_names;
 
 /* MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that has no linear method,
@@ -115,19 +115,19 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
  * there is none. */
 moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err);
 
-/* How many matrices there are: 1 that is no stack, or the experts. */
+/* The number of matrices: 1 that is no stack, or the experts. */
 static inline int64_t moq_weight_matrices(const moq_weight *weight) {
     return weight->experts ? weight->experts : 1;
 }
 
 /* Rows of 128 x 128 block scales of one partition. */
 int64_t moq_weight_partition_blocks(const moq_weight *weight, int32_t partition);
-/* Those of a matrix: every partition starts a new row of blocks. */
+/* Rows of 128 x 128 block scales of a matrix: every partition starts a new row of blocks. */
 int64_t moq_weight_block_rows(const moq_weight *weight);
 /* Columns of the scale that runs along K: ceil(K / group_size). */
 int64_t moq_weight_scale_columns(const moq_weight *weight);
 
-/* Whether kernels fold block scales into e4m3 codes as they read them: with v[k] = e2m1[k] *
+/* True if kernels fold block scales into e4m3 codes as they read them: with v[k] = e2m1[k] *
  * scale[k / group] of row n, the weight is e4m3(v[k] * fold_scale[n]). fold_scale is the power of
  * two that brings the row's largest |v| above 224 and no further than 448 (moq_cpu_fold_e2m1_row
  * returns 1 / fold_scale), and outputs are scaled by output_scale / fold_scale. The product scale *
@@ -135,7 +135,7 @@ int64_t moq_weight_scale_columns(const moq_weight *weight);
  * an infinity before it meets the codes. */
 bool moq_weight_folds(const moq_weight *weight);
 
-/* Whether each call may be done as compute "exact" or as "fp8" has it, whichever kernel is expected
+/* True if each call may be done as compute "exact" or as "fp8" has it, whichever kernel is expected
  * to be faster: compute "auto" where there are both. They read the same prepared tensors but for
  * fold_scale, which exact ones do not. `input` is then that of "fp8"; exact kernels take x as it
  * is. Elsewhere "auto" is "exact". */
@@ -146,12 +146,23 @@ bool moq_weight_has_choice(const moq_weight *weight);
 int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *params);
 int moq_weight_prepared_params(const moq_weight *weight, moq_param_spec *params);
 
-/* Begins the message of a failure that lies in one matrix of a stack with the expert,
- * "experts.3: weight_scale: ...", or "experts: ..." where the failure is one of all. Returns the
- * status. */
-#define MOQ_EVERY_EXPERT (-1)
-moq_status moq_weight_name_expert(const moq_weight *weight, int64_t expert, moq_status status,
-                                  moq_err *err);
+/* Names a tensor of the weight as the layer of the weight does. */
+static inline const char *moq_weight_param_name(const moq_weight *weight, moq_param id) {
+    return moq_param_name(weight->place, id);
+}
+
+/* Adds to the failure of one matrix of a stack the expert it belongs to, or MOQ_EVERY_EXPERT.
+ * Returns the status. */
+moq_status moq_weight_fail_in_expert(const moq_weight *weight, int64_t expert, moq_status status,
+                                     moq_err *err);
+
+/* Hands a failure up as one of the expert `expert`. */
+#define MOQ_TRY_EXPERT(weight, expert, call, err)                                                  \
+    do {                                                                                           \
+        moq_status moq_try_status_ = (call);                                                       \
+        if (moq_try_status_ != MOQ_OK)                                                             \
+            return moq_weight_fail_in_expert(weight, expert, moq_try_status_, err);                \
+    } while (0)
 
 /* "NVFP4 8 x 4096x14336, compute exact on cuda:0", for messages. */
 const char *moq_weight_text(const moq_weight *weight, char *buffer, size_t size);

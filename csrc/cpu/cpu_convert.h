@@ -10,7 +10,7 @@
 #include "core/tensor.h"
 
 typedef struct {
-    /* What moq_decode_row and moq_encode_row of core/formats.h do. */
+    /* Conversions as moq_decode_row and moq_encode_row of core/formats.h do them. */
     void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
     void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
     /* out = values * a * b, the exact product of numbers with at most 53 bits in all, rounded once;

@@ -51,7 +51,8 @@ INLINE vec_f load(moq_dtype dtype, const void *src, int64_t i) {
 
 /* ------------------------------------------------------------------------------------- rounding */
 
-/* What narrow() leaves in a code: the exponent of the smallest normal number, in its place. */
+/* The excess that narrow() leaves in a code: the exponent of the smallest normal number, in its
+ * place. */
 #define CODE_OFFSET(fraction, bias) ((128 - (bias)) << (fraction))
 
 /* The code of a magnitude below 2^100 in a format with `fraction` bits of significand and the given
@@ -141,7 +142,7 @@ INLINE void store_words_as_floats(vec_i halves, float scale, float *dst) {
     V(storeu_ps)(dst + LANES, V(mul_ps)(V(cvtph_ps)(UPPER(halves)), V(set1_ps)(scale)));
 }
 
-/* With its exponent moved to the place of fp16's, a code is the fp16 number 2^8 times smaller. */
+/* A code whose exponent is moved to the place of fp16's is the fp16 number 2^8 times smaller. */
 static void decode_e4m3(const uint8_t *src, int64_t n, float *dst) {
     for (int64_t i = 0; i < n; i += 2 * LANES) {
         vec_i code = V(cvtepu8_epi16)(HALF_LOAD((const half_i *)(src + i)));

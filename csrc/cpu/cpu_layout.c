@@ -10,10 +10,6 @@
 /* Values of a row between two questions whether to go on; even. */
 #define PIECE 65536
 
-int64_t moq_round_up(int64_t extent, int64_t tile) {
-    return (extent + tile - 1) / tile * tile;
-}
-
 /* Bytes of one padded matrix. */
 static int64_t swizzled_size(int64_t rows, int64_t columns) {
     return moq_swizzle_down(rows) * moq_swizzle_across(columns) * MOQ_SWIZZLE_BYTES;

@@ -6,13 +6,11 @@
 #include "core/swizzle.h"
 #include "core/tensor.h"
 
-/* Extent rounded up to a multiple of `tile`. */
-int64_t moq_round_up(int64_t extent, int64_t tile);
-
 /* scale [M, K] or [B, M, K] of one-byte elements, any strides, to matrices in the order of
  * core/swizzle.h, with M padded to 128 and K to 4 by zeros. */
 void moq_cpu_swizzle(const moq_tensor *scale, uint8_t *out);
-/* The inverse, for the matrices that `logical` describes; out is row-major, without padding. */
+/* The inverse of moq_cpu_swizzle, for the matrices that `logical` describes; out is row-major,
+ * without padding. */
 void moq_cpu_unswizzle(const uint8_t *swizzled, const moq_tensor *logical, uint8_t *out);
 
 /* Codes [..., K], one in the low nibble of each byte, to bytes [..., K / 2] with the even column in

@@ -79,8 +79,8 @@ double moq_cpu_linear_seconds(const moq_linear_tiles *tiles, const moq_linear_sp
                               int64_t m) {
     const moq_linear_speed *speed = &tiles->speed;
     double weights = (double)spec->in_features * (double)spec->out_features;
-    double panels = (double)((m + MOQ_CPU_PANEL_ROWS - 1) / MOQ_CPU_PANEL_ROWS);
-    int64_t padded = moq_round_up(m, tiles->pad_rows);
+    double panels = (double)divide_up(m, MOQ_CPU_PANEL_ROWS);
+    int64_t padded = round_up(m, tiles->pad_rows);
     switch (moq_regime_of(tiles, spec, m)) {
     case MOQ_DECODE:
         return weights * (speed->few + speed->product * (double)m);

@@ -137,7 +137,7 @@ typedef struct {
                         void *out);
     /* Activations that are not quantized, in the same unit and order. */
     void (*convert)(const float *row, int64_t padded, moq_order order, void *out);
-    /* From a multiple of arrange_rows on; NULL: rows are the panel. */
+    /* Arranges rows from a multiple of arrange_rows on; NULL: rows are the panel. */
     moq_arrange *arrange;
     int64_t arrange_rows;
     int64_t arrange_from; /* with fewer rows of x, rows are the panel */
@@ -149,10 +149,11 @@ typedef struct {
     /* NULL: the portable functions of cpu_linear.c. */
     void (*add_scaled)(const moq_scaled *scaled);
     void (*store)(const moq_store *store);
-    /* For up to `few` rows of x, instead of decoding and multiplying; or NULL. */
+    /* Multiplies up to `few` rows of x without decoding first; or NULL. */
     void (*multiply_decode)(const moq_decode_job *job);
     int64_t few;
-    /* Likewise for more than those and up to `some`, on a panel that arrange_medium laid out. */
+    /* Multiplies more than `few` and up to `some` rows of x without decoding first, on a panel that
+     * arrange_medium laid out; or NULL. */
     void (*multiply_medium)(const moq_decode_job *job);
     moq_arrange *arrange_medium;
     int64_t some;

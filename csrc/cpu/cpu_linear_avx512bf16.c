@@ -135,8 +135,8 @@ static void multiply(const moq_tile *t) {
  * own prefetching. */
 #define AHEAD 1024
 
-/* How far ahead of byte `at` of a row they lie: where it ends, in the row that its stream comes to
- * next. */
+/* The distance from byte `at` of a row to the bytes that are asked for: where the row ends, they
+ * are in the row that its stream comes to next. */
 INLINE int64_t ahead_of(int64_t at, int64_t in_row, const int rows) {
     return at + AHEAD < in_row ? AHEAD : AHEAD + (rows - 1) * in_row;
 }

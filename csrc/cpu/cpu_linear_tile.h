@@ -1,10 +1,10 @@
 /* Tiles multiplied by dot products: the source that each instruction set includes once.
  *
  * The including file defines, before:
- *   unit_t, vec_t, acc_t     a decoded value, a vector of them, a vector of float32 sums
- *   STEP                     values in a vec_t
- *   acc_zero() load(p) muladd(acc, a, b) reduce(acc)
- *   WIDE, NARROW             rows of x in a register tile, and for what is left over
+ *   unit_t, vec_t, acc_t     a decoded value, a vector of them, a vector of float32 sums;
+ *   STEP                     values in a vec_t;
+ *   acc_zero() load(p) muladd(acc, a, b) reduce(acc);
+ *   WIDE, NARROW             rows of x in a register tile, and for what is left over;
  *   TALL                     rows of the weight in the tile of a single row of x
  * A register tile of N x M keeps N * M sums in registers: each loaded vector is used N or M times.
  */

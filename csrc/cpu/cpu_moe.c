@@ -1,6 +1,7 @@
 /* The driver of experts: see cpu/cpu_moe.h. */
 #include "cpu/cpu_moe.h"
 
+#include "core/sizes.h"
 #include "cpu/cpu_convert.h"
 #include "cpu/cpu_pass.h"
 #include "cpu/cpu_rows.h"
@@ -16,12 +17,12 @@
 enum { TILE_ROWS = MOQ_LARGE_ROWS, FUSED_ROWS = MOQ_STRIP * MOQ_LARGE_ROWS };
 /* Memory up to this is kept by the thread between calls. */
 #define KEPT_MEMORY ((size_t)8 << 20)
-/* What combining takes for each value of d, roughly. */
+/* The time that combining takes for each value of d, roughly. */
 #define NANOSECONDS_OF_D 0.5
 
 typedef struct job job;
 
-/* Up to MOQ_CPU_PANEL_ROWS slots of one expert: a pass of each of its two linears. */
+/* A group of up to MOQ_CPU_PANEL_ROWS slots of one expert: a pass of each of its two linears. */
 typedef struct {
     const job *job;
     int32_t expert;
@@ -227,7 +228,7 @@ static int64_t most_groups(const job *j) {
            (j->slots < j->spec->experts ? j->slots : j->spec->experts);
 }
 
-/* What is needed before slots are counted. */
+/* Lays out what is needed before slots are counted; returns the bytes. */
 static size_t slots_layout(job *j, char *memory) {
     size_t used = 0, slots = (size_t)j->slots, groups = (size_t)most_groups(j);
     j->count = take(memory, &used, (size_t)j->spec->experts * sizeof *j->count);
@@ -240,7 +241,7 @@ static size_t slots_layout(job *j, char *memory) {
     return used;
 }
 
-/* The panels of the passes; the bytes of all. */
+/* Lays out the panels of the passes; returns the bytes. */
 static size_t panels_layout(job *j, char *memory) {
     size_t used = 0;
     for (int64_t i = 0; i < j->groups; i++) {
@@ -270,10 +271,6 @@ static void close_memory(char *memory, size_t bytes) {
 }
 
 /* ---- regions ---- */
-
-static int64_t divide_up(int64_t value, int64_t by) {
-    return (value + by - 1) / by;
-}
 
 static int64_t load_rows_of(const moq_pass *p) {
     return p->arranges ? p->tiles->arrange_rows : 1;
@@ -350,7 +347,7 @@ static void multiply2(void *context, int64_t begin, int64_t end) {
     for_units(j, begin, end, true, j->spec->w2.out_features, moq_pass_multiply_rows);
 }
 
-/* Whether a thread of a pass had no memory. */
+/* True if a thread of a pass had no memory. */
 static bool has_failed(const job *j) {
     bool failed = j->failed != 0;
     for (int64_t i = 0; i < j->groups; i++)
@@ -358,7 +355,7 @@ static bool has_failed(const job *j) {
     return failed;
 }
 
-/* One of the two linears of all groups. */
+/* Does one of the two linears of all groups. */
 static void run_linear(job *j, bool second) {
     const moq_linear_spec *spec = second ? &j->spec->w2 : &j->spec->w13;
     double values = (double)j->counted * (double)spec->in_features, products = 0;
@@ -429,7 +426,7 @@ static moq_status no_memory(moq_err *err) {
     return moq_fail(err, MOQ_ERR_MEMORY, "no memory for the rows of experts");
 }
 
-/* With the slots laid out: panels, and then everything. */
+/* Lays out the panels of groups, whose slots are laid out, and does everything. */
 static moq_status run_groups(job *j, moq_err *err) {
     for (int64_t i = 0; i < j->groups; i++)
         open_passes(&j->group[i]);

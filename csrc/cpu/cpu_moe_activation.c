@@ -12,7 +12,7 @@ static float cut_up(float up, float limit) {
     return low > limit ? limit : low;
 }
 
-/* Below `least` z s(alpha z) is as good as zero, and has to be where z is enormous. */
+/* The product z s(alpha z) is as good as zero below `least`, and has to be where z is enormous. */
 static void silu_gated(const moq_moe_spec *s, const float *u, int64_t n, float *g) {
     const float alpha = s->alpha, beta = s->beta, limit = s->limit;
     const float least = alpha > 0.0f ? MOQ_SILU_LEAST / alpha : -INFINITY;
@@ -22,7 +22,7 @@ static void silu_gated(const moq_moe_spec *s, const float *u, int64_t n, float *
     }
 }
 
-/* Below this both forms of gelu are as good as zero, and have to be where z is infinite. */
+/* The two forms of gelu are as good as zero below this, and have to be where z is infinite. */
 #define GELU_LEAST -16.0f
 
 /* The complement keeps the digits of a negative z. */

@@ -37,7 +37,7 @@ double moq_take_power(float *values, int64_t n, int exponent) {
     return power;
 }
 
-/* Whether one of the e4m3 codes is a NaN, which the kernels' decoding does not know. */
+/* True if one of the e4m3 codes is a NaN, which the kernels' decoding does not know. */
 static bool has_nan(const uint8_t *codes, int64_t n) {
     uint8_t found = 0;
     for (int64_t i = 0; i < n; i++)
@@ -75,7 +75,7 @@ static void decode_codes(const moq_pass *p, const moq_pass_row *r, void *out) {
     convert_row(p, r, out);
 }
 
-/* The scales of a row's groups, to the panel's. */
+/* Copies the scales of a row's groups to the panel. */
 static double place_group_scales(const moq_pass *p, const moq_pass_row *r, int64_t m) {
     bool finite = true;
     for (int64_t g = 0; g < p->groups; g++)
@@ -140,7 +140,7 @@ static double decode_x(const moq_pass *p, const moq_pass_row *r, int64_t m, void
     return NAN;
 }
 
-/* Some columns after the other. */
+/* Arranges columns, some after the other. */
 void moq_pass_arrange(const moq_pass *p, int64_t begin, int64_t end, int64_t first, int64_t last) {
     moq_arrange *arrange_panel =
         p->regime == MOQ_MEDIUM ? p->tiles->arrange_medium : p->tiles->arrange;
@@ -154,7 +154,7 @@ void moq_pass_arrange(const moq_pass *p, int64_t begin, int64_t end, int64_t fir
 void moq_pass_load_rows(void *context, int64_t begin, int64_t end) {
     moq_pass *p = context;
     size_t padded = (size_t)p->padded, bytes = padded * p->tiles->unit;
-    size_t groups = (size_t)moq_round_up(p->groups, 16);
+    size_t groups = (size_t)round_up(p->groups, 16);
     char *scratch = moq_take_scratch(MOQ_SCRATCH_ROW, 6 * padded + 4 * groups);
     if (!scratch) {
         p->failed = 1;
@@ -193,7 +193,7 @@ void moq_pass_narrow_factors(moq_pass *p) {
 
 void moq_pass_load(moq_pass *p) {
     const moq_linear_tiles *tiles = p->tiles;
-    /* Where every thread gets rows enough, it arranges what it has decoded. */
+    /* A thread arranges what it has decoded where all of them get rows enough. */
     p->together = p->arranges && p->rows >= moq_num_threads() * tiles->arrange_rows;
     moq_shares rows = {.count = p->rows,
                        .grain =

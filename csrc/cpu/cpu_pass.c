@@ -1,4 +1,4 @@
-/* What a pass is made of: see cpu/cpu_pass.h. */
+/* The parts of a pass: see cpu/cpu_pass.h. */
 #include "cpu/cpu_pass.h"
 
 #include "core/formats.h"
@@ -55,15 +55,15 @@ void moq_pass_open(moq_pass *p, const moq_linear_tiles *tiles, const moq_linear_
                     .read = read_x,
                     .read_codes = call->spec->quantized_input ? read_codes_of_x : NULL,
                     .k = k,
-                    .padded = moq_round_up(k, MOQ_TILE_STEP),
+                    .padded = round_up(k, MOQ_TILE_STEP),
                     .tile_rows = rows_of_tiles(tiles, call),
                     .tile_columns = columns_of_tiles(tiles, call),
-                    .groups = (k + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK,
+                    .groups = divide_up(k, MOQ_FP8_BLOCK),
                     .unit = unit_of(tiles, call->spec)};
     p->tile_stride = p->tile_columns + 64 / (int64_t)tiles->unit;
 }
 
-/* How the memory of a panel is shared out. */
+/* The parts of a panel's memory. */
 typedef struct {
     size_t panel;  /* bytes of the rows in the kernel's unit */
     size_t copies; /* of them: as decoded, and where the kernel arranges, as arranged */
@@ -76,11 +76,11 @@ static bool has_blocks(const moq_pass *p) {
 }
 
 static parts parts_of(const moq_pass *p, int64_t rows) {
-    int64_t values = moq_round_up(rows, p->tiles->pad_rows) * p->padded;
+    int64_t values = round_up(rows, p->tiles->pad_rows) * p->padded;
     int64_t floats = rows + (has_blocks(p) ? rows * p->groups : 0);
-    parts of = {.panel = (size_t)moq_round_up(values * (int64_t)p->tiles->unit, 64),
+    parts of = {.panel = (size_t)round_up(values * (int64_t)p->tiles->unit, 64),
                 .copies = p->tiles->arrange ? 2 : 1,
-                .floats = (size_t)moq_round_up(floats, 16)};
+                .floats = (size_t)round_up(floats, 16)};
     of.bytes = of.copies * of.panel + of.floats * sizeof(float) +
                (size_t)rows * (sizeof(char *) + sizeof(double));
     return of;
@@ -112,7 +112,7 @@ void moq_pass_begin(moq_pass *p, int64_t first, int64_t rows) {
     p->panel = p->arranges ? p->arranged : p->decoded;
     p->arranging = (moq_arranging){.rows = p->decoded,
                                    .padded = p->padded,
-                                   .panel_rows = moq_round_up(rows, p->tiles->pad_rows),
+                                   .panel_rows = round_up(rows, p->tiles->pad_rows),
                                    .columns = p->tile_columns,
                                    .panel = p->panel};
 }

@@ -24,6 +24,7 @@
 #ifndef MOQ_CPU_CPU_PASS_H
 #define MOQ_CPU_CPU_PASS_H
 
+#include "core/sizes.h"
 #include "cpu/cpu_linear.h"
 
 /* A panel of more rows than MOQ_STRIP_M does not stay in a cache: its columns are used for a strip
@@ -31,15 +32,15 @@
 enum { MOQ_STRIP_M = 32, MOQ_STRIP = 8 };
 /* Rows of a tile for many rows of x: large, so that the sums of a tile are gathered seldom. */
 enum { MOQ_LARGE_ROWS = 32 };
-/* What is taken out of scales of 128 columns leaves the largest with this exponent, for x and the
- * weight each: codes below 2^9 are between them. */
+/* The power of two taken out of scales of 128 columns leaves the largest with this exponent, for x
+ * and the weight each: codes below 2^9 are between them. */
 enum { MOQ_HIGHEST_SCALE = 20 };
 
-/* What a value of x takes until it is in the panel, roughly. */
+/* The time that a value of x takes until it is in the panel, roughly. */
 #define MOQ_NANOSECONDS_OF_X 1.0
 
-/* How rows of x meet the weight: codes multiplied without being stored decoded, by the kernel's
- * multiply_decode or multiply_medium, or tiles decoded for all. */
+/* The ways in which rows of x meet the weight: codes multiplied without being stored decoded, by
+ * the kernel's multiply_decode or multiply_medium, or tiles decoded for all. */
 typedef enum { MOQ_DECODE, MOQ_MEDIUM, MOQ_PREFILL } moq_regime;
 
 typedef struct moq_pass moq_pass;
@@ -88,10 +89,6 @@ struct moq_pass {
     int failed;         /* a thread had no memory */
     double nanoseconds; /* of the call, on one thread */
 };
-
-static inline int64_t moq_round_up(int64_t value, int64_t step) {
-    return (value + step - 1) / step * step;
-}
 
 moq_regime moq_regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec, int64_t m);
 

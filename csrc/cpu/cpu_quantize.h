@@ -31,13 +31,13 @@ float moq_cpu_amax(const moq_tensor *x);
 void moq_quantize_row_fp8_static(const float *x, int64_t n, float inverse, uint8_t *codes);
 /* scale = max(amax / 448, 1 / (448 * 512)); code = e4m3(x / scale). Returns the scale. */
 float moq_quantize_row_fp8_token(const float *x, int64_t n, uint8_t *codes);
-/* For each `group` values, the last group as long as it is: scale = max(amax, 1e-10) / 448;
- * code = e4m3(x / scale). */
+/* Quantizes groups of `group` values, the last one as long as it is: scale = max(amax, 1e-10) /
+ * 448; code = e4m3(x / scale). */
 void moq_quantize_row_fp8_group(const float *x, int64_t n, int64_t group, uint8_t *codes,
                                 float *scales);
-/* For each 16 values, n a multiple of 16: block scale = e4m3(amax / float32(6 * scale_2)), kept
- * where it is subnormal and saturated at 448; code = e2m1(x / float32(block scale * scale_2)), or
- * 0 where that product is 0. Writes n / 2 bytes, the even value in the low nibble. */
+/* Quantizes groups of 16 values, n a multiple of 16: block scale = e4m3(amax / float32(6 *
+ * scale_2)), kept where it is subnormal and saturated at 448; code = e2m1(x / float32(block scale *
+ * scale_2)), or 0 where that product is 0. Writes n / 2 bytes, the even value in the low nibble. */
 void moq_quantize_row_nvfp4(const float *x, int64_t n, float scale_2, uint8_t *packed,
                             uint8_t *block_scales);
 

@@ -10,7 +10,7 @@
 
 /* Logits that a member of a team gets at least: 10 microseconds. */
 #define THREAD_SHARE 8192
-/* What a logit and a token take, roughly: top 8 of 256 and top 2 of 8 on a Zen 4. */
+/* The time that a logit and a token take, roughly: top 8 of 256 and top 2 of 8 on a Zen 4. */
 #define LOGIT_NANOSECONDS 1.2
 #define TOKEN_NANOSECONDS 70.0
 

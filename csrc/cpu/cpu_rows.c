@@ -28,7 +28,7 @@ int64_t moq_row_offset(const moq_tensor *t, int64_t row) {
     return offset;
 }
 
-/* With a constant size, each copy is one load and one store. */
+/* A copy of constant size is one load and one store. */
 static inline void gather(const char *from, int64_t step, size_t size, int64_t n, char *to) {
     for (int64_t i = 0; i < n; i++)
         memcpy(to + (size_t)i * size, from + i * step, size);

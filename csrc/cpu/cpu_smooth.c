@@ -7,7 +7,7 @@
 #include "cpu/scratch.h"
 #include "cpu/threads.h"
 
-/* What a member of a team gets at least, and what a value takes, roughly. */
+/* Values that a member of a team gets at least, and the time that one takes, roughly. */
 #define VALUES_PER_THREAD 16384
 #define NANOSECONDS       1.0
 

@@ -27,7 +27,7 @@ typedef struct {
     char **row; /* [panel rows] */
 } tile_memory;
 
-/* Where codes of the tile that is decoded next lie: the next one of those that share columns, else
+/* Finds the codes of the tile that is decoded next: the next one of those that share columns, else
  * the columns that follow, or where they end the next tile's. */
 static void find_next(const moq_pass *p, const tile_place *place, int64_t first, int64_t k,
                       moq_tile *tile) {
@@ -103,12 +103,12 @@ static void add_scaled(const moq_pass *p, const tile_memory *memory, int64_t cou
 /* The place of tile i of a strip in the sums. */
 static tile_memory memory_of(const moq_pass *p, const tile_memory *memory, int64_t i) {
     tile_memory own = *memory;
-    own.sums += i * moq_round_up(p->tile_rows, p->tiles->pad_rows) * memory->stride;
+    own.sums += i * round_up(p->tile_rows, p->tiles->pad_rows) * memory->stride;
     own.block += i * p->groups;
     return own;
 }
 
-/* A tile times the panel by a kernel that applies block scales itself. */
+/* Multiplies a tile with the panel by a kernel that applies block scales itself. */
 static void sum_blocks(const moq_pass *p, const tile_memory *memory, const moq_tile *tile) {
     int64_t group = tile->first / MOQ_FP8_BLOCK;
     moq_tile_scales scales = {
@@ -116,7 +116,7 @@ static void sum_blocks(const moq_pass *p, const tile_memory *memory, const moq_t
     p->tiles->multiply_blocks(tile, &scales);
 }
 
-/* Columns [first, first + k) of a tile with the whole panel, added to its sums. */
+/* Adds the products of columns [first, first + k) of a tile with the whole panel to its sums. */
 static void sum_columns(const moq_pass *p, const tile_memory *memory, const tile_place *place,
                         int64_t first, int64_t k) {
     bool blocks = p->call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
@@ -129,7 +129,7 @@ static void sum_columns(const moq_pass *p, const tile_memory *memory, const tile
                      .panel_rows = p->arranging.panel_rows,
                      .first = first,
                      .m = p->rows,
-                     .k = moq_round_up(k, MOQ_TILE_STEP),
+                     .k = round_up(k, MOQ_TILE_STEP),
                      .sums = apart ? memory->part : memory->sums,
                      .sums_stride = memory->stride,
                      .fresh = apart || first == 0,
@@ -162,7 +162,7 @@ static void sum_fused_tile(const moq_pass *p, const tile_memory *memory, const t
     }
 }
 
-/* One tile without decoding first. */
+/* Multiplies one tile without decoding first. */
 static void sum_few(const moq_pass *p, const tile_memory *memory, const tile_place *place) {
     const moq_linear_call *call = p->call;
     int64_t n = place->n;
@@ -221,7 +221,7 @@ static void store_wide(const moq_pass *p, const tile_place *place, const moq_sto
     }
 }
 
-/* Whether float32 holds factors of rows from `least` to `most`, and their products with the factors
+/* True if float32 holds factors of rows from `least` to `most`, and their products with the factors
  * of all tokens, as normal numbers. */
 static bool holds_factors(const moq_pass *p, double least, double most) {
     const double lowest = (double)FLT_MIN, highest = (double)FLT_MAX;
@@ -229,7 +229,7 @@ static bool holds_factors(const moq_pass *p, double least, double most) {
            most * p->most <= highest;
 }
 
-/* Whether all scales are 0 or from 2^-60 to 2^60, in integers, of which the compiler makes vectors:
+/* True if all scales are 0 or from 2^-60 to 2^60, in integers, of which the compiler makes vectors:
  * so are nearly all there ever were, and this is what a call of one token waits for. */
 static bool are_ordinary(const float *scale, int64_t n) {
     const uint32_t lowest = (127 - 60) << 23, range = 120 << 23;
@@ -242,7 +242,7 @@ static bool are_ordinary(const float *scale, int64_t n) {
     return others == 0;
 }
 
-/* Whether float32 holds the output scales of rows [begin, end), zeros left out, and their products
+/* True if float32 holds the output scales of rows [begin, end), zeros left out, and their products
  * with the factors of all tokens, as normal numbers. */
 static bool holds_rows(const moq_pass *p, int64_t begin, int64_t end) {
     const float *scale = p->call->output_scale;
@@ -290,7 +290,7 @@ static void store_tile(const moq_pass *p, const tile_memory *memory, const tile_
         store_portable(&store);
 }
 
-/* Where row n lies: the end of its partition, and its row of blocks. */
+/* Finds the end of the partition of row n, and its row of blocks. */
 static int64_t find_partition(const moq_linear_spec *spec, int64_t n, int64_t *block) {
     int64_t end = 0, blocks = 0;
     for (int32_t i = 0; i < spec->partition_count; i++) {
@@ -301,7 +301,7 @@ static int64_t find_partition(const moq_linear_spec *spec, int64_t n, int64_t *b
             int64_t block_end = begin + ((n - begin) / MOQ_FP8_BLOCK + 1) * MOQ_FP8_BLOCK;
             return block_end < end ? block_end : end;
         }
-        blocks += (spec->partition[i] + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK;
+        blocks += divide_up(spec->partition[i], MOQ_FP8_BLOCK);
     }
     *block = blocks;
     return end;
@@ -317,8 +317,8 @@ static void place_blocks(const moq_pass *p, float *scales, int64_t block, tile_p
     place->block = block;
 }
 
-/* The tile that begins at row n and ends before `last`: no further than its row of blocks. In place
- * of one that had the same memory before. */
+/* Opens the tile that begins at row n and ends before `last`, no further than its row of blocks, in
+ * place of one that had its memory before. */
 static void place_tile(const moq_pass *p, const tile_memory *memory, int64_t n, int64_t last,
                        tile_place *place) {
     if (p->call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK) {
@@ -331,8 +331,8 @@ static void place_tile(const moq_pass *p, const tile_memory *memory, int64_t n, 
 }
 
 static bool take_tile_memory(const moq_pass *p, tile_memory *memory) {
-    int64_t rows = moq_round_up(p->tile_rows, p->tiles->pad_rows);
-    memory->stride = moq_round_up(p->rows, p->tiles->pad_rows);
+    int64_t rows = round_up(p->tile_rows, p->tiles->pad_rows);
+    memory->stride = round_up(p->rows, p->tiles->pad_rows);
     if (memory->stride > MOQ_STRIP_M)
         memory->stride += 16; /* a line, so that rows fall into different sets */
     size_t weight = (size_t)(rows * p->tile_stride) * p->tiles->unit;

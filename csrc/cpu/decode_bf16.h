@@ -96,12 +96,14 @@ static inline __m512i spread_nibbles(__m128i bytes) {
                              shifts);
 }
 
-/* How many of 16 groups, and of the 8 bytes of each of 2 groups, lie before the end. */
+/* A mask of the groups, of 16, or of the bytes, of 8 of each of 2 groups, that lie before the end.
+ */
 static inline __mmask16 first_of(int64_t count) {
     return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
 }
 
-/* Groups of 16: scales of `groups` groups from `scales`, where every `repeat` groups share one. */
+/* Reads the scales of `groups` groups, of 16, from `scales`, where every `repeat` groups share one.
+ */
 static inline __m512 group_scales(const uint8_t *scales, int64_t first, int64_t groups,
                                   int64_t repeat) {
     if (repeat == 1)
@@ -167,7 +169,7 @@ static void decode_e2m1(const uint8_t *codes, const uint8_t *scales, int64_t n, 
     }
 }
 
-/* Words of a and b: those with an even index, then those with an odd one, of all 64. */
+/* Writes the words of a and b, those with an even index, then those with an odd one, of all 64. */
 static inline void split_even_odd(__m512i a, __m512i b, uint16_t *out) {
     const __m512i step =
         _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
@@ -177,7 +179,7 @@ static inline void split_even_odd(__m512i a, __m512i b, uint16_t *out) {
     _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi16(a, odd, b));
 }
 
-/* Words of each 16 of a vector: those with an even index, then those with an odd one. */
+/* Sorts each 16 words of a vector: those with an even index, then those with an odd one. */
 static inline __m512i split_sixteens(__m512i a) {
     const __m512i order =
         _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 30, 28, 26, 24, 22, 20, 18, 16, 15, 13, 11,
@@ -185,7 +187,7 @@ static inline __m512i split_sixteens(__m512i a) {
     return _mm512_permutexvar_epi16(order, a);
 }
 
-/* Of each 8 of a vector: 0 and 4, 1 and 5, 2 and 6, 3 and 7. */
+/* Sorts each 8 words of a vector: 0 and 4, 1 and 5, 2 and 6, 3 and 7. */
 static inline __m512i split_eights(__m512i a) {
     const __m512i order =
         _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16, 15, 11, 14,

@@ -41,7 +41,7 @@ void moq_watch_join(moq_watch *watch) {
     owned = false;
 }
 
-/* A few nanoseconds, and right to a few milliseconds. */
+/* A clock that takes a few nanoseconds to read and is right to a few milliseconds. */
 static int64_t read_clock(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &now);

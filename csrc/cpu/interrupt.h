@@ -29,7 +29,7 @@ typedef struct moq_watch {
 
 /* Watches the calls of this thread until moq_watch_close. */
 void moq_watch_open(moq_watch *watch, moq_question ask, void *context);
-/* Whether the call was stopped. */
+/* True if the call was stopped. */
 bool moq_watch_close(moq_watch *watch);
 
 /* The watch this thread works under, or NULL. */
@@ -37,7 +37,7 @@ moq_watch *moq_watch_here(void);
 /* Works under the watch of another thread, NULL for none, until told otherwise. */
 void moq_watch_join(moq_watch *watch);
 
-/* Whether the call this thread works for is to end; asks when it is time. */
+/* True if the call this thread works for is to end; asks when it is time. */
 bool moq_stop_asked(void);
 
 /* Work since moq_stop_asked was last asked. Starts as {0}. */
@@ -49,7 +49,7 @@ typedef struct {
  * slowest kernel, and so much that looking costs nothing. */
 #define MOQ_PACE ((int64_t)1 << 22)
 
-/* Whether the call is to end, asked after each `work` values or products; true: return. */
+/* True if the call is to end, asked after each `work` values or products; true: return. */
 static inline bool moq_stops(moq_pace *pace, int64_t work) {
     pace->done += work;
     if (__builtin_expect(pace->done < MOQ_PACE, 1))

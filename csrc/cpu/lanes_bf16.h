@@ -27,8 +27,8 @@ enum { LINE = 64, LINES_AHEAD = 8 * LINE };
 
 /* ---- the panel ---- */
 
-/* For each TOGETHER columns all rows of x, so that x is read as one stream. The panel's rows are a
- * multiple of MEDIUM_STEP. */
+/* Arranges for each TOGETHER columns all rows of x, so that x is read as one stream. The panel's
+ * rows are a multiple of MEDIUM_STEP. */
 static void arrange_together(const moq_arranging *a, int64_t begin, int64_t end, int64_t first,
                              int64_t last) {
     for (int64_t m = begin; m < (end + MEDIUM_STEP - 1) / MEDIUM_STEP * MEDIUM_STEP; m++) {
@@ -49,7 +49,8 @@ typedef struct {
     int64_t in_row, scales_in_row; /* bytes */
 } lanes;
 
-/* Bytes [at, at + 64) of 16 rows as they lie, and zeros past their end. Asks for those after. */
+/* Loads bytes [at, at + 64) of 16 rows as they lie, and zeros past their end. Asks for the bytes
+ * after. */
 INLINE void load_lines(const lanes *l, int64_t at, __m512i *line) {
     int64_t ahead = at + LINES_AHEAD;
     if (ahead >= l->in_row)
@@ -61,10 +62,10 @@ INLINE void load_lines(const lanes *l, int64_t at, __m512i *line) {
     }
 }
 
-/* Block scales number [at, at + 16) of 16 rows as float32, those of number at + i in out[i]; zeros
+/* Loads block scales number [at, at + 16) of 16 rows as float32, number at + i into out[i]; zeros
  * from the end of the row on. */
 INLINE void load_lane_scales(const lanes *l, int64_t at, __m512 *out) {
-    /* Of four rows of 16 bytes: byte i of each lies together. */
+    /* The order in which byte i of each of four rows of 16 bytes lies together. */
     const __m512i fours = _mm512_set_epi8(
         63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26,
         10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20,
@@ -154,8 +155,8 @@ INLINE void lanes_e2m1(const lanes *l, __m512 *acc, const int m) {
     }
 }
 
-/* Of four rows a lane holds two codes each, then the next two, so that unpacking puts the low and
- * high bytes of pairs of columns side by side. */
+/* A lane holds two codes of each of four rows, then the next two, so that unpacking puts the low
+ * and high bytes of pairs of columns side by side. */
 INLINE void transpose_for_e4m3(__m512i *r) {
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {
@@ -171,7 +172,7 @@ INLINE void transpose_for_e4m3(__m512i *r) {
     transpose_quarters((__m512 *)r);
 }
 
-/* Columns [k, k + 64), which lie in the order of decode_e4m3. */
+/* Adds columns [k, k + 64), which lie in the order of decode_e4m3. */
 INLINE void add_line_e4m3(const lanes *l, const e4m3_tables *tables, int64_t k, __m512 *acc,
                           const int m) {
     const int64_t step = TOGETHER * l->job->panel_stride;

@@ -70,7 +70,7 @@ INLINE __m256 amax_of_groups(moq_dtype dtype, const void *src, int64_t first) {
         _mm_packus_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1)));
 }
 
-/* Under a plain step no quotient is a NaN or out of the reach of narrow(). */
+/* A plain step is one under which no quotient is a NaN or out of the reach of narrow(). */
 INLINE __m256 plain_steps(__m256 ratio, __m256 step) {
     __m256 in_reach = _mm256_cmp_ps(ratio, _mm256_set1_ps(0x1p64f), _CMP_LE_OQ);
     __m256 positive = _mm256_cmp_ps(step, _mm256_setzero_ps(), _CMP_GT_OQ);
@@ -117,8 +117,8 @@ INLINE void divide_groups(moq_dtype dtype, const void *src, int64_t n, const flo
 /* -------------------------------------------------------------------- codes of values of 16 bits
  */
 
-/* For each group, in both halves of 32 bits: the magnitudes before the least ones of code 1 and
- * code 2, and an exponent less than the least ones of code 3 and code 4. */
+/* Bounds of codes for each group, in both halves of 32 bits: the magnitudes before the least ones
+ * of code 1 and code 2, and an exponent less than the least ones of code 3 and code 4. */
 typedef struct {
     uint32_t one[GROUPS], two[GROUPS], three[GROUPS], four[GROUPS];
 } bounds;
@@ -173,7 +173,7 @@ INLINE __m256i spread(const uint32_t *words) {
     return _mm256_set1_epi32((int)*words);
 }
 
-/* How many octaves, begun ones counted, the magnitudes are above `base`. */
+/* The number of octaves, begun ones counted, that magnitudes are above `base`. */
 INLINE __m256i octaves(moq_dtype dtype, __m256i magnitudes, __m256i base) {
     return _mm256_srli_epi16(_mm256_subs_epu16(magnitudes, base), dtype == MOQ_DT_BF16 ? 7 : 10);
 }
@@ -188,7 +188,7 @@ INLINE __m256i count_codes(moq_dtype dtype, __m256i x, const bounds *b, int64_t 
     return _mm256_sub_epi16(_mm256_add_epi16(odd, even), _mm256_add_epi16(one, two));
 }
 
-/* Two groups of 16 to words of two codes; halves of 4 words take turns. */
+/* Quantizes two groups of 16 to words of two codes; halves of 4 words take turns. */
 INLINE __m256i code_pairs(moq_dtype dtype, const __m256i *src, const bounds *b, int64_t g) {
     __m256i x = _mm256_loadu_si256(src), y = _mm256_loadu_si256(src + 1);
     __m256i codes =
@@ -214,7 +214,7 @@ INLINE void count_groups(moq_dtype dtype, const void *src, int64_t groups, const
 
 /* ---------------------------------------------------------------------------------- whole rows */
 
-/* At most GROUPS groups, a multiple of 8. */
+/* Quantizes at most GROUPS groups, a multiple of 8. */
 INLINE void nvfp4_piece(moq_dtype dtype, const void *src, int64_t n, float scale_2, uint8_t *packed,
                         uint8_t *block_scales) {
     float steps[GROUPS];

@@ -10,9 +10,9 @@
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-/* Names begin so, whatever a wheel's builder has added: libgomp-a34b3233.so.1. */
+/* Names of runtimes begin so, whatever a wheel's builder has added: libgomp-a34b3233.so.1. */
 static const char *const NAMES[] = {"libgomp", "libomp", "libiomp"};
-/* What systems call them, the one that most frameworks ask for first. */
+/* The names of runtimes on systems, the one that most frameworks ask for first. */
 static const char *const SYSTEM[] = {"libgomp.so.1", "libomp.so.5", "libiomp5.so"};
 
 static moq_openmp chosen;

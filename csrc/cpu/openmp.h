@@ -27,7 +27,7 @@ typedef struct {
  * `reason` may be null. */
 const moq_openmp *moq_find_openmp(const char **reason);
 
-/* Whether a runtime is loaded, moqext's choice or not. Chooses none. */
+/* True if a runtime is loaded, moqext's choice or not. Chooses none. */
 bool moq_openmp_is_loaded(void);
 
 #endif

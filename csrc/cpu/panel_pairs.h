@@ -30,7 +30,7 @@ static void arrange_pairs(const moq_arranging *a, int64_t begin, int64_t end, in
     }
 }
 
-/* Where the block of rows [m, m + 16) begins in the columns of a tile. */
+/* The beginning of the block of rows [m, m + 16) in the columns of a tile. */
 static inline const uint16_t *pairs_of_tile(const moq_tile *t, int64_t m) {
     return (const uint16_t *)t->panel + t->first * t->panel_rows + m * t->k;
 }

@@ -14,7 +14,7 @@
 
 /* ---- scores ---- */
 
-/* What is added to a float so that its lowest bits are the integer next to it. */
+/* A constant that, added to a float, makes its lowest bits the integer next to it. */
 #define RINT_MAGIC 12582912.0f
 
 /* exp(y) for y <= 0; 0 for a NaN. */

@@ -12,8 +12,9 @@ static inline double scaled(float value, float a, float b) {
     return (a == 0.0f) | (b == 0.0f) ? 0.0 : product;
 }
 
-/* To float32 with the last bit set where anything was cut off ("round to odd"), so that rounding
- * the result to a type of at most 22 bits of precision is as good as rounding the double itself. */
+/* Converts to float32 with the last bit set where anything was cut off ("round to odd"), so that
+ * rounding the result to a type of at most 22 bits of precision is as good as rounding the double
+ * itself. */
 static inline float round_to_odd(double value) {
     float rounded = (float)value;
     double magnitude = fabs(value), found = fabs((double)rounded);

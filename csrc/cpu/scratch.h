@@ -15,11 +15,12 @@ typedef enum {
     MOQ_SCRATCH_COUNT
 } moq_scratch;
 
-/* At least `bytes` bytes, aligned to 64, of this thread and purpose: valid until the thread asks
- * for the same purpose again. Contents are what was left there. NULL when there is no memory. */
+/* Memory of at least `bytes` bytes, aligned to 64, of this thread and purpose: valid until the
+ * thread asks for the same purpose again. Contents are what was left there. NULL when there is no
+ * memory. */
 void *moq_take_scratch(moq_scratch purpose, size_t bytes);
 
-/* All workspaces of a thread. */
+/* The workspaces of a thread. */
 typedef struct {
     void *memory[MOQ_SCRATCH_COUNT];
     size_t bytes[MOQ_SCRATCH_COUNT];

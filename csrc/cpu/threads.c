@@ -2,6 +2,7 @@
 #define _POSIX_C_SOURCE 199309L /* CLOCK_MONOTONIC */
 #include "cpu/threads.h"
 
+#include "core/sizes.h"
 #include "cpu/float_mode.h"
 #include "cpu/interrupt.h"
 #include "cpu/openmp.h"
@@ -21,8 +22,8 @@ static atomic_bool forked;  /* this is a child of a process that had one */
 
 /* ---- forks ---- */
 
-/* Asked in the parent: in the child the loader's lock may be held by a thread that is no more.
- * Which thread has a team, and whose work it did, cannot be asked. */
+/* The parent is asked, since in the child the loader's lock may be held by a thread that is no
+ * more. Which thread has a team, and whose work it did, cannot be asked. */
 static void before_fork(void) {
     atomic_store(&at_fork, moq_openmp_is_loaded());
 }
@@ -32,7 +33,7 @@ static void after_fork(void) {
         atomic_store(&forked, true);
 }
 
-/* When moqext is loaded, since a framework may have teams before moqext has. */
+/* Watches forks from when moqext is loaded: a framework may have teams before moqext has. */
 __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(before_fork, NULL, after_fork);
 }
@@ -102,8 +103,8 @@ static int64_t time_of_day(void) {
     return read_clock(CLOCK_MONOTONIC);
 }
 
-/* What this thread has had of a processor: the time in which it could not run is no measure
- * of its work. Some 0.2 microseconds. */
+/* The processor time of this thread: the time in which it could not run is no measure of its work.
+ * Some 0.2 microseconds. */
 static int64_t time_of_thread(void) {
     return read_clock(CLOCK_THREAD_CPUTIME_ID);
 }
@@ -178,10 +179,6 @@ static void run_member(void *data) {
         moq_watch_join(NULL);
     moq_leave_float_mode(flushes);
     atomic_fetch_add_explicit(&r->worked, time_of_thread() - begin, memory_order_relaxed);
-}
-
-static int64_t divide_up(int64_t value, int64_t by) {
-    return (value + by - 1) / by;
 }
 
 /* The team is always of the same size and members without work stay idle: libgomp ends the threads

@@ -35,7 +35,7 @@ void moq_set_num_threads(int count);
  * run. */
 #define MOQ_TEAM_WORTH 3e4
 
-/* How work is shared. */
+/* The sharing of work. */
 typedef struct {
     int64_t count;
     int64_t grain;      /* ranges begin at multiples of it: the least that is worth a member */

@@ -31,8 +31,8 @@ moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device de
                             moq_err *err) {
     char shape[128], wanted[32], got[32];
     if (!is_on(t, device))
-        return moq_fail(
-            err, MOQ_ERR_BUFFER, "%s: expected a tensor %s%s, got one %s%s", name,
+        return moq_fail_of(
+            err, MOQ_ERR_BUFFER, name, "expected a tensor %s%s, got one %s%s",
             device.kind == MOQ_CPU ? "in host memory" : "on ",
             device.kind == MOQ_CPU ? "" : moq_device_text(device, wanted, sizeof wanted),
             t->device.kind == MOQ_CPU ? "in host memory" : "on ",
@@ -41,8 +41,8 @@ moq_status moq_check_device(const moq_tensor *t, const char *name, moq_device de
     for (int i = 0; i < t->ndim; i++)
         countable = countable && t->shape[i] <= MAX_EXTENT;
     if (!countable)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: shape %s is too large", name,
-                        moq_shape_text(t, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "shape %s is too large",
+                           moq_shape_text(t, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -54,16 +54,16 @@ moq_status moq_check_usable(const moq_tensor *t, const char *name, moq_err *err)
     MOQ_TRY(moq_check_device(t, name, t->device, err));
     moq_target target = moq_find_target(t->device);
     if (target.missing[0])
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: cuda:%d cannot be used: %s", name,
-                        (int)t->device.index, target.missing);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, name, "cuda:%d cannot be used: %s",
+                           (int)t->device.index, target.missing);
     return MOQ_OK;
 }
 
 moq_status moq_check_holds(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
     if (moq_holds(t, dtype))
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s%s, got %s", name, moq_dtype_name(dtype),
-                    moq_dtype_carrier_text(dtype), moq_dtype_name(t->dtype));
+    return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected %s%s, got %s", moq_dtype_name(dtype),
+                       moq_dtype_carrier_text(dtype), moq_dtype_name(t->dtype));
 }
 
 moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtype, moq_err *err) {
@@ -73,15 +73,15 @@ moq_status moq_check_dtype(const moq_tensor *t, const char *name, moq_dtype dtyp
 
 moq_status moq_check_activation(const moq_tensor *x, const char *name, moq_err *err) {
     if (x->dtype != MOQ_DT_F32 && x->dtype != MOQ_DT_BF16 && x->dtype != MOQ_DT_F16)
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected float32, bfloat16 or float16, got %s",
-                        name, moq_dtype_name(x->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected float32, bfloat16 or float16, got %s",
+                           moq_dtype_name(x->dtype));
     return moq_check_usable(x, name, err);
 }
 
 moq_status moq_check_group_size(int64_t group_size, moq_err *err) {
     if (group_size < 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected a positive number, got %lld",
-                        (long long)group_size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "expected a positive number, got %lld",
+                           (long long)group_size);
     return MOQ_OK;
 }
 
@@ -101,18 +101,18 @@ moq_status moq_check_output(const moq_tensor *out, const char *name, const moq_t
     MOQ_TRY(moq_check_holds(out, name, expected->dtype, err));
     MOQ_TRY(moq_check_device(out, name, expected->device, err));
     if (!moq_same_shape(out, expected))
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s, got %s", name,
-                        moq_shape_text(expected, want, sizeof want),
-                        moq_shape_text(out, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected shape %s, got %s",
+                           moq_shape_text(expected, want, sizeof want),
+                           moq_shape_text(out, got, sizeof got));
     if (out->readonly)
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: read-only memory cannot be written", name);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, name, "read-only memory cannot be written");
     if (!moq_tensor_is_contiguous(out))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected a row-major tensor without gaps, got other strides", name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected a row-major tensor without gaps, got other strides");
     for (int i = 0; i < count; i++) {
         if (inputs[i] != NULL && moq_tensor_overlap(out, inputs[i]))
-            return moq_fail(err, MOQ_ERR_BUFFER, "%s: its memory overlaps that of another argument",
-                            name);
+            return moq_fail_of(err, MOQ_ERR_BUFFER, name,
+                               "its memory overlaps that of another argument");
     }
     return MOQ_OK;
 }
@@ -121,12 +121,12 @@ moq_status moq_read_scale(const moq_tensor *scale, const char *name, float *out,
     char shape[128];
     MOQ_TRY(moq_check_dtype(scale, name, MOQ_DT_F32, err));
     if (moq_tensor_numel(scale) != 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected one element, got shape %s", name,
-                        moq_shape_text(scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected one element, got shape %s",
+                           moq_shape_text(scale, shape, sizeof shape));
     memcpy(out, scale->data, sizeof *out);
     if (!(*out > 0.0f) || isinf(*out))
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected a positive finite number, got %g", name,
-                        (double)*out);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected a positive finite number, got %g",
+                           (double)*out);
     return MOQ_OK;
 }
 

@@ -25,10 +25,10 @@ moq_status moq_describe_convert(const moq_tensor *x, const char *name, moq_dtype
         extent[i] = x->shape[i];
     if (from != to) {
         if (last < 0 || extent[last] > INT64_MAX / from || extent[last] * from % to != 0)
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "%s: pairs of fp4 run along the last axis, which must be there and "
-                            "even, got shape %s",
-                            name, moq_shape_text(x, shape, sizeof shape));
+            return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                               "pairs of fp4 run along the last axis, which must be there and "
+                               "even, got shape %s",
+                               moq_shape_text(x, shape, sizeof shape));
         extent[last] = extent[last] * from / to;
     }
     *result = moq_describe(dtype, x->ndim, extent);
@@ -57,8 +57,8 @@ moq_status moq_run_convert(const moq_tensor *x, const char *name, const moq_tens
                            moq_err *err) {
     moq_tensor expected;
     if (!moq_dtype_is_float(x->dtype) || !moq_dtype_is_float(result->dtype))
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: no conversion from %s to %s", name,
-                        moq_dtype_name(x->dtype), moq_dtype_name(result->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "no conversion from %s to %s",
+                           moq_dtype_name(x->dtype), moq_dtype_name(result->dtype));
     MOQ_TRY(moq_check_host(x, name, err));
     MOQ_TRY(moq_describe_convert(x, name, result->dtype, &expected, err));
     MOQ_TRY(moq_check_output(result, "out", &expected, &x, 1, err));

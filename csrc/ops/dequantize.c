@@ -28,15 +28,15 @@ static moq_status find_format(const char *name, const moq_algo_facts **out, moq_
         *out = moq_algo_facts_of(algo);
         return MOQ_OK;
     }
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "quant_algo: expected one of %s, got '%.64s'%s",
-                    moq_algo_list(has_weight, names, sizeof names), name, hint);
+    return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, "quant_algo", "expected one of %s, got '%.64s'%s",
+                       moq_algo_list(has_weight, names, sizeof names), name, hint);
 }
 
 static moq_status fail_shape(moq_err *err, const char *name, const char *expected,
                              const moq_tensor *got) {
     char shape[128];
-    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected %s, got shape %s", name, expected,
-                    moq_shape_text(got, shape, sizeof shape));
+    return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected %s, got shape %s", expected,
+                       moq_shape_text(got, shape, sizeof shape));
 }
 
 /* True when t has exactly the `ndim` extents. */
@@ -46,7 +46,7 @@ static bool has_shape(const moq_tensor *t, int32_t ndim, const int64_t *shape) {
     return ndim == 0 || memcmp(t->shape, shape, (size_t)ndim * sizeof *shape) == 0;
 }
 
-/* True when t has one value for each expert: [E], [E, 1], [E, 1, 1] and so on. */
+/* True when t has one value for each expert: [E], [E, 1], [E, 1, 1]. */
 static bool is_per_expert(const moq_tensor *t, int64_t experts) {
     if (t->ndim < 1 || t->shape[0] != experts)
         return false;
@@ -63,8 +63,8 @@ static moq_block_scale repeated(const void *data, moq_dtype dtype) {
         .data = data, .dtype = dtype, .stride = {0, 0, 0}, .block = {1, 1, INT64_MAX}};
 }
 
-/* What float scales are decoded as; NONE when the tensor holds something else. Scales of tiles may
- * be powers of two, as bytes. */
+/* The dtype that float scales are decoded as; NONE when the tensor holds something else. Scales of
+ * tiles may be powers of two, as bytes. */
 static moq_dtype float_scale_dtype(const moq_tensor *t, bool tiles) {
     switch (t->dtype) {
     case MOQ_DT_F32:
@@ -92,11 +92,10 @@ static moq_status scale_dtype(const moq_algo_facts *format, const moq_tensor *sc
     bool tiles = format->scales == MOQ_SCALES_BLOCKS;
     *out = float_scale_dtype(scale, tiles);
     if (*out == MOQ_DT_NONE)
-        return moq_fail(
-            err, MOQ_ERR_TYPE,
-            "weight_scale: expected float32, bfloat16, float16 or float64%s for %s, got %s",
-            tiles ? ", or bytes of float8_e8m0fnu," : "", format->name,
-            moq_dtype_name(scale->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "weight_scale",
+                           "expected float32, bfloat16, float16 or float64%s for %s, got %s",
+                           tiles ? ", or bytes of float8_e8m0fnu," : "", format->name,
+                           moq_dtype_name(scale->dtype));
     return moq_check_host(scale, "weight_scale", err);
 }
 
@@ -216,8 +215,8 @@ static moq_status group_layout(const moq_algo_facts *format, const moq_dequantiz
         return fail_shape(err, "weight_scale", expected, scale);
     }
     if (groups > 0 && group_size && size != group_size)
-        return moq_fail(err, MOQ_ERR_VALUE, "group_size: the shapes say %lld, got %lld",
-                        (long long)size, (long long)group_size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "the shapes say %lld, got %lld",
+                           (long long)size, (long long)group_size);
     s->stride[0] = ndim == 3 ? scale->stride[0] : 0;
     s->stride[1] = scale->stride[ndim - 2];
     s->stride[2] = scale->stride[ndim - 1];
@@ -235,9 +234,9 @@ static moq_status second_layout(const moq_algo_facts *format, const moq_dequanti
     bool parted = format->second == MOQ_SECOND_PARTS;
     moq_dtype dtype = float_scale_dtype(scale, false);
     if (dtype == MOQ_DT_NONE)
-        return moq_fail(err, MOQ_ERR_TYPE,
-                        "weight_scale_2: expected float32, bfloat16, float16 or float64, got %s",
-                        moq_dtype_name(scale->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "weight_scale_2",
+                           "expected float32, bfloat16, float16 or float64, got %s",
+                           moq_dtype_name(scale->dtype));
     MOQ_TRY(moq_check_host(scale, "weight_scale_2", err));
     *s = repeated(scale->data, dtype);
     if (moq_tensor_numel(scale) == 1)
@@ -264,13 +263,15 @@ static moq_status second_layout(const moq_algo_facts *format, const moq_dequanti
 static moq_status check_presence(const moq_algo_facts *format, const moq_tensor *scale,
                                  const moq_tensor *scale_2, moq_err *err) {
     if (scale == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: %s needs one, got none", format->name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale", "%s needs one, got none",
+                           format->name);
     if ((format->second == MOQ_SECOND_FACTOR || format->second == MOQ_SECOND_PARTS) &&
         scale_2 == NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s needs one, got none", format->name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale_2", "%s needs one, got none",
+                           format->name);
     if (format->second == MOQ_SECOND_NONE && scale_2 != NULL)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: %s has none, got a tensor",
-                        format->name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale_2", "%s has none, got a tensor",
+                           format->name);
     return MOQ_OK;
 }
 
@@ -305,7 +306,7 @@ static moq_dtype stored_dtype(moq_stored_codes codes) {
     return MOQ_DT_U8;
 }
 
-/* How the kernel takes the codes; `along_rows` as groups_along_rows has it. */
+/* The kind of codes for the kernel; `along_rows` as groups_along_rows has it. */
 static moq_code_kind code_kind(moq_stored_codes codes, bool along_rows) {
     switch (codes) {
     case MOQ_STORED_E4M3:
@@ -340,8 +341,9 @@ static moq_status check_tensors(const moq_algo_facts *format, const moq_tensor *
     if (weight->ndim != 2 && weight->ndim != 3)
         return fail_shape(err, "weight", "2 dimensions, or 3 for stacked experts", weight);
     if (out_dtype != MOQ_DT_F32 && out_dtype != MOQ_DT_BF16 && out_dtype != MOQ_DT_F16)
-        return moq_fail(err, MOQ_ERR_TYPE, "dtype: expected float32, bfloat16 or float16, got %s",
-                        moq_dtype_name(out_dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "dtype",
+                           "expected float32, bfloat16 or float16, got %s",
+                           moq_dtype_name(out_dtype));
     return MOQ_OK;
 }
 

@@ -18,12 +18,13 @@ moq_status moq_describe_swap_gate_up(const moq_tensor *stack, moq_tensor *expect
     char shape[128];
     MOQ_TRY(moq_check_usable(stack, "stack", err));
     if (stack->dtype == MOQ_DT_BOOL)
-        return moq_fail(err, MOQ_ERR_TYPE, "stack: expected codes, scales or biases, got bool");
+        return moq_fail_of(err, MOQ_ERR_TYPE, "stack",
+                           "expected codes, scales or biases, got bool");
     /* bytes become an axis of their own */
     if (stack->ndim < 2 || stack->ndim >= MOQ_MAX_NDIM || stack->shape[1] % 2 != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "stack: expected 2 to %d dimensions, the second one even, got shape %s",
-                        MOQ_MAX_NDIM - 1, moq_shape_text(stack, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "stack",
+                           "expected 2 to %d dimensions, the second one even, got shape %s",
+                           MOQ_MAX_NDIM - 1, moq_shape_text(stack, shape, sizeof shape));
     *expected = moq_describe(stack->dtype, stack->ndim, stack->shape);
     return MOQ_OK;
 }
@@ -117,16 +118,16 @@ static moq_status check_scales(const moq_tensor *scale, const char *name, moq_er
     char shape[128];
     MOQ_TRY(moq_check_dtype(scale, name, MOQ_DT_F32, err));
     if (scale->ndim < 1 || scale->ndim > 2 || moq_tensor_numel(scale) == 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected one value or more of each expert, got shape %s", name,
-                        moq_shape_text(scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected one value or more of each expert, got shape %s",
+                           moq_shape_text(scale, shape, sizeof shape));
     for (int64_t e = 0; e < scale->shape[0]; e++) {
         for (int64_t p = 0; p < parts_of(scale); p++) {
             float value = scale_at(scale, e, p);
             if (!(value >= 0.0f) || isinf(value))
-                return moq_fail(err, MOQ_ERR_VALUE,
-                                "%s: expected finite numbers of at least 0, got %g of expert %lld",
-                                name, (double)value, (long long)e);
+                return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                                   "expected finite numbers of at least 0, got %g of expert %lld",
+                                   (double)value, (long long)e);
         }
     }
     return MOQ_OK;
@@ -185,18 +186,19 @@ moq_status moq_describe_expert_alphas(const moq_tensor *input_scale,
     MOQ_TRY(moq_check_input_scales(input_scale, err));
     MOQ_TRY(check_scales(weight_scale_2, "weight_scale_2", err));
     if (input_scale->ndim != 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "input_scale: expected one value an expert, got %s",
-                        moq_shape_text(input_scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "input_scale",
+                           "expected one value an expert, got %s",
+                           moq_shape_text(input_scale, shape, sizeof shape));
     if (weight_scale_2->shape[0] != input_scale->shape[0])
-        return moq_fail(err, MOQ_ERR_VALUE, "weight_scale_2: expected %lld experts, got shape %s",
-                        (long long)input_scale->shape[0],
-                        moq_shape_text(weight_scale_2, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale_2",
+                           "expected %lld experts, got shape %s", (long long)input_scale->shape[0],
+                           moq_shape_text(weight_scale_2, shape, sizeof shape));
     for (int64_t e = 0; e < input_scale->shape[0]; e++) {
         float value = scale_at(input_scale, e, 0);
         if (!(value > MOQ_DIVISOR_ABOVE))
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "input_scale: its reciprocal must be a float32, got %g of expert %lld",
-                            (double)value, (long long)e);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "input_scale",
+                               "its reciprocal must be a float32, got %g of expert %lld",
+                               (double)value, (long long)e);
     }
     *expected = moq_describe(MOQ_DT_F32, 1, input_scale->shape);
     return MOQ_OK;

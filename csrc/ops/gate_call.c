@@ -10,18 +10,18 @@
 static moq_status check_rows(const moq_tensor *t, const char *name, moq_err *err) {
     char got[128];
     if (t->device.kind != MOQ_CUDA)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: router_logits runs on CUDA devices only", name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "router_logits runs on CUDA devices only");
     MOQ_TRY(moq_check_usable(t, name, err));
     if (t->dtype != MOQ_DT_BF16 && t->dtype != MOQ_DT_F16)
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected bfloat16 or float16, got %s", name,
-                        moq_dtype_name(t->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected bfloat16 or float16, got %s",
+                           moq_dtype_name(t->dtype));
     if (t->ndim != 2 || t->shape[1] % STEP != 0 || t->shape[1] == 0 ||
         (t->shape[0] > 0 && t->stride[1] != 1))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected rows without gaps of a multiple of %d values, got %s", name,
-                        STEP, moq_shape_text(t, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected rows without gaps of a multiple of %d values, got %s", STEP,
+                           moq_shape_text(t, got, sizeof got));
     if ((uintptr_t)t->data % 16 != 0 || (t->shape[0] > 1 && t->stride[0] % 8 != 0))
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected rows at multiples of 16 bytes", name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected rows at multiples of 16 bytes");
     return MOQ_OK;
 }
 
@@ -32,14 +32,14 @@ moq_status moq_plan_gate(const moq_tensor *x, const moq_tensor *weight, moq_dtyp
     MOQ_TRY(check_rows(weight, "weight", err));
     MOQ_TRY(moq_check_device(weight, "weight", x->device, err));
     if (weight->dtype != x->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "weight: expected %s as x, got %s",
-                        moq_dtype_name(x->dtype), moq_dtype_name(weight->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "weight", "expected %s as x, got %s",
+                           moq_dtype_name(x->dtype), moq_dtype_name(weight->dtype));
     if (weight->shape[1] != x->shape[1] || weight->shape[0] < 1 || weight->shape[0] > INT32_MAX / 8)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected shape [experts, %lld], got %s",
-                        (long long)x->shape[1], moq_shape_text(weight, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight", "expected shape [experts, %lld], got %s",
+                           (long long)x->shape[1], moq_shape_text(weight, got, sizeof got));
     if (dtype != MOQ_DT_F32 && dtype != x->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "dtype: expected float32 or %s, got %s",
-                        moq_dtype_name(x->dtype), moq_dtype_name(dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "dtype", "expected float32 or %s, got %s",
+                           moq_dtype_name(x->dtype), moq_dtype_name(dtype));
     *plan = (moq_gate){.x = *x, .weight = *weight, .dtype = dtype};
     return MOQ_OK;
 }

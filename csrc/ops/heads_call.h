@@ -14,7 +14,7 @@ typedef struct {
 
 /* Checks the tensors, all of them on one CUDA device, and the numbers of heads. */
 moq_status moq_plan_heads(const moq_heads_given *given, moq_heads *plan, moq_err *err);
-/* Queued on `stream`. */
+/* Queues the work on `stream`. */
 moq_status moq_run_heads(const moq_heads *plan, void *stream, moq_err *err);
 
 #endif

@@ -1,17 +1,11 @@
 /* The path of a call: see job.h. */
 #include "ops/job.h"
 
+#include "core/sizes.h"
 #include "cpu/cpu_smooth.h"
 #include "cuda/cuda.h"
 #include "cuda/tensor/cuda_rows.h"
 #include "cuda/tensor/cuda_smooth.h"
-
-/* Parts of the workspace begin at multiples of this. */
-#define PART_ALIGNMENT 256
-
-static int64_t round_up(int64_t value, int64_t step) {
-    return (value + step - 1) / step * step;
-}
 
 /* ---- matrices ---- */
 
@@ -102,22 +96,19 @@ void moq_job_open(moq_job *job, moq_device device, moq_status (*run)(moq_job *jo
 }
 
 int64_t moq_job_reserve(moq_job *job, int64_t bytes) {
-    int64_t at = job->bytes;
-    job->bytes += round_up(bytes, PART_ALIGNMENT);
-    return at;
+    return take_part(&job->bytes, bytes);
 }
 
-/* In memory that belongs to the order of another stream than the call's: what used it there before
+/* Runs a job in memory of the order of another stream than the call's: what used the memory there
  * has to end first, and what will use it has to wait. */
 static moq_status run_in_order(moq_job *job, moq_err *err) {
     void *stream = job->stream, *other = job->memory_stream;
     if (!job->orders)
         return job->run(job, err);
     if (moq_cuda_is_capturing(stream) != moq_cuda_is_capturing(other))
-        return moq_fail(
-            err, MOQ_ERR_INTERNAL,
-            "stream: the call needs memory in the order of the current stream, and only "
-            "one of the two is being captured; make that one current");
+        return moq_fail_of(err, MOQ_ERR_INTERNAL, "stream",
+                           "the call needs memory in the order of the current stream, and only "
+                           "one of the two is being captured; make that one current");
     MOQ_TRY(moq_cuda_order(other, stream, err));
     moq_status status = job->run(job, err);
     moq_err second; /* of two failures the first is told */
@@ -125,7 +116,7 @@ static moq_status run_in_order(moq_job *job, moq_err *err) {
     return status == MOQ_OK ? ordered : status;
 }
 
-/* With the job's device current; the caller's is made current again. */
+/* Runs a job with its device current; the caller's is made current again. */
 static moq_status run_on_device(moq_job *job, moq_err *err) {
     bool entered;
     MOQ_TRY(moq_cuda_enter(job->device.index, &entered, err));

@@ -3,7 +3,7 @@
  * order.
  *
  * An operation embeds a job in a record of its own, opens it when the call is checked and a kernel
- * is chosen, and hands it to the binding, which asks for the bytes, brings the memory and the
+ * is chosen, and hands it to the binding. The binding asks for the bytes, brings the memory and the
  * stream and runs it:
  *
  *     moq_job_open(&job, device, run);
@@ -37,15 +37,15 @@ typedef struct moq_job {
     /* The binding sets these before it runs the job. */
     void *workspace;
     void *stream; /* CUDA */
-    /* Set where the workspace, or a new output, is memory in the order of another stream than that
-     * of the call: the two wait for each other. */
+    /* True where the workspace, or a new output, is memory in the order of another stream than the
+     * call's: the two wait for each other. */
     bool orders;
     void *memory_stream;
 } moq_job;
 
 void moq_job_open(moq_job *job, moq_device device, moq_status (*run)(moq_job *job, moq_err *err));
 
-/* Where a part of so many bytes lies in the workspace. */
+/* Reserves so many bytes of the workspace; returns where they begin. */
 int64_t moq_job_reserve(moq_job *job, int64_t bytes);
 
 /* Runs an open job. On CUDA the work is queued on its stream. */
@@ -64,19 +64,19 @@ typedef struct {
 } moq_matrix;
 
 void moq_matrix_open_input(moq_matrix *matrix, const moq_tensor *given, const float *smoothing);
-/* Of a tensor with contiguous rows. */
+/* Opens an output, a tensor with contiguous rows. */
 void moq_matrix_open_output(moq_matrix *matrix, const moq_tensor *given);
-/* What the kernel is given. */
+/* The tensor that the kernel is given. */
 static inline const moq_tensor *moq_matrix_tensor(const moq_matrix *matrix) {
     return matrix->copied || matrix->on_cuda ? &matrix->tensor : matrix->given;
 }
-/* Room for the copy, if there is one. */
+/* Reserves room for the copy, if there is one. */
 void moq_matrix_reserve(moq_job *job, moq_matrix *matrix);
-/* The address of the copy in the workspace, known once the binding brought the memory. */
+/* Finds the address of the copy in the workspace, known once the binding brought the memory. */
 void moq_matrix_place(const moq_job *job, moq_matrix *matrix);
-/* The address of an input's copy and its values. */
+/* Finds the address of an input's copy and fills it. */
 moq_status moq_matrix_fill(const moq_job *job, moq_matrix *matrix, moq_err *err);
-/* The values of an output that was copied, to where the caller wants them. */
+/* Writes the values of an output that was copied to where the caller wants them. */
 moq_status moq_matrix_hand_back(const moq_job *job, const moq_matrix *matrix, moq_err *err);
 
 /* Refuses a prepared tensor, which is never copied, at an address that is no multiple of

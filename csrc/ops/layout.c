@@ -2,6 +2,7 @@
 #include "ops/layout.h"
 
 #include "core/formats.h"
+#include "core/sizes.h"
 #include "cpu/cpu_layout.h"
 #include "cpu/cpu_rows.h"
 #include "cpu/interrupt.h"
@@ -10,7 +11,6 @@
 #include "ops/check.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,8 +23,8 @@ static bool on_device(const moq_tensor *t) {
 /* One-byte elements whatever they mean. */
 static moq_status check_bytes(const moq_tensor *t, const char *name, moq_err *err) {
     if (moq_dtype_size(t->dtype) != 1 || t->dtype == MOQ_DT_BOOL)
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected a dtype of one byte, got %s", name,
-                        moq_dtype_name(t->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected a dtype of one byte, got %s",
+                           moq_dtype_name(t->dtype));
     return moq_check_usable(t, name, err);
 }
 
@@ -53,16 +53,16 @@ static moq_tensor swizzled_shape(const moq_tensor *scale) {
     int32_t n = scale->ndim;
     int64_t shape[3];
     memcpy(shape, scale->shape, (size_t)n * sizeof *shape);
-    shape[n - 2] = moq_round_up(shape[n - 2], MOQ_SWIZZLE_ROWS);
-    shape[n - 1] = moq_round_up(shape[n - 1], MOQ_SWIZZLE_COLUMNS);
+    shape[n - 2] = round_up(shape[n - 2], MOQ_SWIZZLE_ROWS);
+    shape[n - 1] = round_up(shape[n - 1], MOQ_SWIZZLE_COLUMNS);
     return moq_describe(scale->dtype, n, shape);
 }
 
 static moq_status check_matrices(const moq_tensor *t, const char *name, moq_err *err) {
     char shape[128];
     if (t->ndim != 2 && t->ndim != 3)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected 2 or 3 dimensions, got shape %s", name,
-                        moq_shape_text(t, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected 2 or 3 dimensions, got shape %s",
+                           moq_shape_text(t, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -91,12 +91,12 @@ moq_status moq_describe_unswizzle(const moq_tensor *swizzled, int32_t ndim, cons
     MOQ_TRY(check_matrices(expected, "shape", err));
     moq_tensor padded = swizzled_shape(expected);
     if (swizzled->ndim != ndim || memcmp(swizzled->shape, padded.shape, (size_t)ndim * 8) != 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "swizzled: expected shape %s, got %s",
-                        moq_shape_text(&padded, want, sizeof want),
-                        moq_shape_text(swizzled, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "swizzled", "expected shape %s, got %s",
+                           moq_shape_text(&padded, want, sizeof want),
+                           moq_shape_text(swizzled, got, sizeof got));
     if (!moq_tensor_is_contiguous(swizzled))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "swizzled: expected a row-major tensor without gaps, got other strides");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "swizzled",
+                           "expected a row-major tensor without gaps, got other strides");
     return MOQ_OK;
 }
 
@@ -119,7 +119,7 @@ static moq_status check_fp4(const moq_tensor *t, const char *name, moq_dtype dty
     if (t->dtype != MOQ_DT_I8)
         MOQ_TRY(moq_check_holds(t, name, dtype, err));
     if (t->ndim < 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected at least one dimension, got none", name);
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected at least one dimension, got none");
     return MOQ_OK;
 }
 
@@ -128,8 +128,9 @@ moq_status moq_describe_pack_fp4(const moq_tensor *codes, moq_tensor *expected, 
     MOQ_TRY(check_fp4(codes, "codes", MOQ_DT_U8, err));
     *expected = moq_describe(MOQ_DT_U8, codes->ndim, codes->shape);
     if (codes->shape[codes->ndim - 1] % 2 != 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "codes: expected an even last extent, got shape %s",
-                        moq_shape_text(codes, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "codes",
+                           "expected an even last extent, got shape %s",
+                           moq_shape_text(codes, shape, sizeof shape));
     expected->shape[codes->ndim - 1] /= 2;
     moq_tensor_set_contiguous(expected);
     return MOQ_OK;
@@ -180,18 +181,18 @@ static moq_status check_partitions(const int64_t *partitions, int64_t count, int
                                    moq_err *err) {
     int64_t rows = 0;
     if (count < 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected at least one, got none");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "partitions", "expected at least one, got none");
     for (int64_t i = 0; i < count; i++) {
         if (partitions[i] < 0 || partitions[i] > expected - rows)
-            return moq_fail(
-                err, MOQ_ERR_VALUE,
-                "partitions: expected row counts that sum to %lld, got %lld at index %lld",
-                (long long)expected, (long long)partitions[i], (long long)i);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "partitions",
+                               "expected row counts that sum to %lld, got %lld at index %lld",
+                               (long long)expected, (long long)partitions[i], (long long)i);
         rows += partitions[i];
     }
     if (rows != expected)
-        return moq_fail(err, MOQ_ERR_VALUE, "partitions: expected a sum of %lld rows, got %lld",
-                        (long long)expected, (long long)rows);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "partitions",
+                           "expected a sum of %lld rows, got %lld", (long long)expected,
+                           (long long)rows);
     return MOQ_OK;
 }
 
@@ -203,15 +204,15 @@ static moq_status check_scale_shape(const moq_tensor *scale, const moq_tensor *w
     if (weight->ndim == 2) {
         if (moq_tensor_numel(scale) == 1 || (scale->ndim == 1 && scale->shape[0] == count))
             return MOQ_OK;
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "weight_scale: expected one element or shape [%lld], got shape %s",
-                        (long long)count, moq_shape_text(scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale",
+                           "expected one element or shape [%lld], got shape %s", (long long)count,
+                           moq_shape_text(scale, shape, sizeof shape));
     }
     if (scale->ndim >= 1 && scale->ndim <= 2 && scale->shape[0] == experts &&
         (scale->ndim == 2 ? scale->shape[1] : 1) == count)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE, "weight_scale: expected shape [%lld, %lld], got %s",
-                    experts, (long long)count, moq_shape_text(scale, shape, sizeof shape));
+    return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale", "expected shape [%lld, %lld], got %s",
+                       experts, (long long)count, moq_shape_text(scale, shape, sizeof shape));
 }
 
 moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *scale,
@@ -224,15 +225,15 @@ moq_status moq_describe_requantize(const moq_tensor *weight, const moq_tensor *s
     MOQ_TRY(moq_check_usable(weight, "weight", err));
     MOQ_TRY(moq_check_device(scale, "weight_scale", on_device(scale) ? weight->device : host, err));
     if (weight->ndim != 2 && weight->ndim != 3)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected 2 or 3 dimensions, got shape %s",
-                        moq_shape_text(weight, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight", "expected 2 or 3 dimensions, got shape %s",
+                           moq_shape_text(weight, shape, sizeof shape));
     MOQ_TRY(check_partitions(partitions, count, rows_of(weight), err));
     MOQ_TRY(check_scale_shape(scale, weight, count, err));
     *expected = moq_describe(MOQ_DT_E4M3, weight->ndim, weight->shape);
     return MOQ_OK;
 }
 
-/* Where one matrix is requantized from: the scale of each partition on the host, and the largest.
+/* The scales that one matrix is requantized from: of each partition, on the host, and the largest.
  */
 typedef struct {
     const float *of; /* [count] */
@@ -245,9 +246,9 @@ static moq_status read_from_device(const moq_tensor *scale, void *stream, float 
     int64_t columns = scale->ndim > 1 ? moq_row_length(scale) : moq_tensor_numel(scale);
     int64_t rows = scale->ndim > 1 ? moq_row_count(scale) : 1;
     if (moq_cuda_is_capturing(stream))
-        return moq_fail(err, MOQ_ERR_INTERNAL,
-                        "requantize_to_max: its stream is being captured into a CUDA graph, but "
-                        "weight_scale has to be read back");
+        return moq_fail_of(err, MOQ_ERR_INTERNAL, "requantize_to_max",
+                           "its stream is being captured into a CUDA graph, but "
+                           "weight_scale has to be read back");
     if (moq_tensor_is_contiguous(scale))
         return moq_cuda_download(out, scale->data, (size_t)(rows * columns) * sizeof *out, stream,
                                  err);
@@ -277,29 +278,25 @@ static moq_status read_scales(const moq_tensor *scale, int64_t total, void *stre
     return MOQ_OK;
 }
 
-/* The scales of one matrix, or of expert `expert`, from 0. A fused matrix of equal scales stays as
- * it is; an expert moves through float16 all the same, as vLLM has it. */
-static moq_status list_scales(const float *of, int64_t count, int64_t expert, scale_list *scales,
+/* Lists the scales of a matrix, which is alone or of an expert. A fused matrix of equal scales
+ * stays as it is; an expert moves through float16 all the same, as vLLM has it. */
+static moq_status list_scales(const float *of, int64_t count, bool alone, scale_list *scales,
                               moq_err *err) {
-    char where[48] = "";
     bool equal = true;
-    if (expert >= 0)
-        snprintf(where, sizeof where, "experts.%lld: ", (long long)expert);
     *scales = (scale_list){.of = of, .largest = of[0]};
     for (int64_t i = 0; i < count; i++) {
         if (!(of[i] >= 0.0f) || isinf(of[i]))
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "%sweight_scale: expected finite numbers of at least 0, got %g", where,
-                            (double)of[i]);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale",
+                               "expected finite numbers of at least 0, got %g", (double)of[i]);
         equal = equal && of[i] == of[0];
         scales->largest = of[i] > scales->largest ? of[i] : scales->largest;
     }
-    scales->stays = expert < 0 ? equal : count == 1;
+    scales->stays = alone ? equal : count == 1;
     if (!scales->stays && !(scales->largest > MOQ_DIVISOR_ABOVE) && scales->largest > 0.0f)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%sweight_scale: expected the largest above %g, so that its reciprocal is "
-                        "a float32, got %g",
-                        where, (double)MOQ_DIVISOR_ABOVE, (double)scales->largest);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale",
+                           "expected the largest above %g, so that its reciprocal is "
+                           "a float32, got %g",
+                           (double)MOQ_DIVISOR_ABOVE, (double)scales->largest);
     return MOQ_OK;
 }
 
@@ -359,16 +356,20 @@ static moq_status requantize(const moq_tensor *weight, const moq_tensor *scale,
                              moq_err *err) {
     int64_t experts = experts_of(weight), size = rows_of(weight) * weight->shape[weight->ndim - 1];
     float *largest = room + experts * count;
+    bool alone = weight->ndim == 2;
     scale_list scales;
     MOQ_TRY(read_scales(scale, experts * count, stream, room, err));
     for (int64_t e = 0; e < experts; e++) {
-        MOQ_TRY(list_scales(room + e * count, count, weight->ndim == 3 ? e : -1, &scales, err));
+        moq_status status = list_scales(room + e * count, count, alone, &scales, err);
+        if (status != MOQ_OK && !alone && err)
+            err->expert = e;
+        MOQ_TRY(status);
         largest[e] = scales.largest;
     }
     for (int64_t e = 0; e < experts; e++) {
         moq_tensor matrix = matrix_of(weight, e);
         uint8_t *to = (uint8_t *)out->data + e * size;
-        MOQ_TRY(list_scales(room + e * count, count, weight->ndim == 3 ? e : -1, &scales, err));
+        MOQ_TRY(list_scales(room + e * count, count, alone, &scales, err));
         if (on_device(weight))
             MOQ_TRY(requantize_on_device(&matrix, &scales, partitions, count, stream, to, err));
         else

@@ -10,11 +10,11 @@ static moq_status check_x(const moq_linear_spec *spec, const moq_tensor *x, moq_
     char shape[128];
     moq_dtype dtype = moq_linear_x_dtype(spec);
     if (x->dtype != dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(dtype),
-                        moq_dtype_name(x->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "x", "expected %s, got %s", moq_dtype_name(dtype),
+                           moq_dtype_name(x->dtype));
     if (x->ndim < 1 || x->shape[x->ndim - 1] != spec->in_features)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",
-                        (long long)spec->in_features, moq_shape_text(x, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x", "expected shape [..., %lld], got %s",
+                           (long long)spec->in_features, moq_shape_text(x, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -32,16 +32,17 @@ static moq_status check_y(const moq_linear_spec *spec, const moq_tensor *x, cons
     moq_tensor wanted = *x;
     wanted.shape[wanted.ndim - 1] = spec->out_features;
     if (y->dtype != spec->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(spec->dtype),
-                        moq_dtype_name(y->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "out", "expected %s, got %s",
+                           moq_dtype_name(spec->dtype), moq_dtype_name(y->dtype));
     if (y->ndim != x->ndim ||
         memcmp(y->shape, wanted.shape, (size_t)y->ndim * sizeof *y->shape) != 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
-                        moq_shape_text(&wanted, expected, sizeof expected),
-                        moq_shape_text(y, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "out", "expected shape %s, got %s",
+                           moq_shape_text(&wanted, expected, sizeof expected),
+                           moq_shape_text(y, got, sizeof got));
     if (moq_tensor_numel(y) > 0 && spec->out_features > 1 && y->stride[y->ndim - 1] != 1)
-        return moq_fail(err, MOQ_ERR_BUFFER, "out: expected contiguous rows, got a stride of %lld",
-                        (long long)y->stride[y->ndim - 1]);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "out",
+                           "expected contiguous rows, got a stride of %lld",
+                           (long long)y->stride[y->ndim - 1]);
     return MOQ_OK;
 }
 
@@ -50,19 +51,20 @@ static moq_status check_bias(const moq_linear_spec *spec, const moq_tensor *bias
     if (!bias)
         return MOQ_OK;
     if (bias->dtype != spec->dtype && bias->dtype != MOQ_DT_F32)
-        return moq_fail(err, MOQ_ERR_TYPE, "bias: expected %s or float32, got %s",
-                        moq_dtype_name(spec->dtype), moq_dtype_name(bias->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "bias", "expected %s or float32, got %s",
+                           moq_dtype_name(spec->dtype), moq_dtype_name(bias->dtype));
     if (bias->ndim != 1 || bias->shape[0] != spec->out_features)
-        return moq_fail(err, MOQ_ERR_VALUE, "bias: expected shape [%lld], got %s",
-                        (long long)spec->out_features, moq_shape_text(bias, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "bias", "expected shape [%lld], got %s",
+                           (long long)spec->out_features,
+                           moq_shape_text(bias, shape, sizeof shape));
     if (!moq_tensor_is_contiguous(bias))
-        return moq_fail(err, MOQ_ERR_BUFFER, "bias: expected a contiguous tensor");
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "bias", "expected a contiguous tensor");
     return MOQ_OK;
 }
 
 /* ---- the call ---- */
 
-/* With the device current. */
+/* Runs the kernel, with the device current. */
 static moq_status run(moq_job *job, moq_err *err) {
     moq_linear_job *j = (moq_linear_job *)job;
     j->call.stream = job->stream;

@@ -121,7 +121,7 @@ static bool is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
-/* And x is not quantized, or need not be. */
+/* True for packed NVFP4 whose x is not quantized, or need not be. */
 static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
     bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
     if (packed && (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec)))
@@ -266,7 +266,8 @@ static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, s
 
 /* ---- cuBLASLt ---- */
 
-/* It multiplies FP8 since compute capability 8.9, by blocks of scales on 9.0 alone. */
+/* True where cuBLASLt multiplies FP8: since compute capability 8.9, by blocks of scales on 9.0
+ * alone. */
 static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) {
     int capability = (int)spec->target.capability;
     bool block = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
@@ -479,7 +480,7 @@ static moq_kernel_config choose(const void *problem, int kernel, int64_t m, int3
                                   : moq_kernel_config_of(variant, 0, 1);
 }
 
-/* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */
+/* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
 static moq_compute compute(const void *problem, int kernel) {
     const moq_linear_spec *spec = problem;
     if (spec->compute != MOQ_COMPUTE_AUTO)

@@ -16,15 +16,16 @@ typedef struct {
     /* Bytes of device memory the call works in; NULL for none. */
     int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
-    /* Its ways to do the call: bit i is set where `variant` i is one. NULL for one. */
+    /* The variants of the kernel that do the call: bit i is set for variant i. NULL for one. */
     uint64_t (*variants)(const moq_linear_call *call);
     /* The way of a variant with m rows, found by comparing; NULL where a variant is all of it. */
     moq_kernel_config (*choose)(const moq_linear_spec *spec, int64_t m, int32_t variant);
     /* Estimated seconds of a call in its way; NULL where they are those of the kernel. */
     double (*config_seconds)(const moq_linear_call *call);
-    /* It multiplies x by the call's pre_quant_scale itself; before others that is done for them. */
+    /* The kernel multiplies x by the call's pre_quant_scale itself; for others that is done before.
+     */
     bool smooths;
-    /* It runs layers whose x is codes already: moq_linear_spec.quantized_input. */
+    /* The kernel runs layers whose x is codes already: moq_linear_spec.quantized_input. */
     bool takes_codes;
     bool folds; /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
 } moq_linear_kernel;
@@ -37,13 +38,13 @@ extern const moq_operation MOQ_LINEAR;
 double moq_linear_config_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
                                  bool scaled);
 
-/* Whether the CPU kernel of an instruction set can run the layer, or the reason why not. bfloat16
- * products are exact where bfloat16 holds the activations: its own, and all that are quantized to
- * at most six significant bits. */
+/* True if the CPU kernel of an instruction set can run the layer, else false with the reason.
+ * bfloat16 products are exact where bfloat16 holds the activations: its own, and all that are
+ * quantized to at most six significant bits. */
 bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reason, size_t size);
 
-/* Whether the CUDA kernel of a name, "simt", can run the layer with some number of tokens, or the
- * reason why not. */
+/* True if the CUDA kernel of a name, "simt", can run the layer with some number of tokens, else
+ * false with the reason. */
 bool moq_linear_runs_on_cuda(const char *name, const moq_linear_spec *spec, char *reason,
                              size_t size);
 

@@ -1,4 +1,4 @@
-/* What timing a linear takes: random x and copies of the weight. */
+/* Timing of a linear: random x and copies of the weight. */
 #include "ops/linear_call.h"
 #include "ops/tune.h"
 

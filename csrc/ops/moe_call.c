@@ -13,15 +13,15 @@ static moq_status check_x(const moq_moe_spec *spec, const moq_tensor *x, moq_err
     moq_dtype dtype = moq_linear_x_dtype(&spec->w13);
     int64_t columns = moq_linear_x_columns(&spec->w13);
     if (x->dtype != dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(dtype),
-                        moq_dtype_name(x->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "x", "expected %s, got %s", moq_dtype_name(dtype),
+                           moq_dtype_name(x->dtype));
     if (x->ndim < 1 || x->shape[x->ndim - 1] != columns)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape [..., %lld], got %s",
-                        (long long)columns, moq_shape_text(x, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x", "expected shape [..., %lld], got %s",
+                           (long long)columns, moq_shape_text(x, shape, sizeof shape));
     return MOQ_OK;
 }
 
-/* Whether a tensor has x's leading extents, then so many columns. */
+/* True if a tensor has x's leading extents, then so many columns. */
 static bool is_beside_x(const moq_tensor *x, int64_t columns, const moq_tensor *t) {
     size_t leading = (size_t)(x->ndim - 1) * sizeof *t->shape;
     return t->ndim == x->ndim && memcmp(t->shape, x->shape, leading) == 0 &&
@@ -42,21 +42,23 @@ static moq_status check_x_scale(const moq_moe_spec *spec, const moq_tensor *x,
     int64_t count = moq_moe_x_scales(spec);
     moq_dtype dtype = moq_moe_x_scale_dtype(spec);
     if (count == 0 && scale)
-        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: expected None, %s",
-                        spec->w13.quantized_input ? "x was quantized with w13_input_scale"
-                                                  : "the layer was made without quantized_input");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x_scale", "expected None, %s",
+                           spec->w13.quantized_input
+                               ? "x was quantized with w13_input_scale"
+                               : "the layer was made without quantized_input");
     if (count == 0)
         return MOQ_OK;
     if (!scale)
-        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: missing, of %s %s beside the codes of x",
-                        moq_dtype_name(dtype), text_beside_x(x, count, expected, sizeof expected));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x_scale", "missing, of %s %s beside the codes of x",
+                           moq_dtype_name(dtype),
+                           text_beside_x(x, count, expected, sizeof expected));
     if (scale->dtype != dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "x_scale: expected %s, got %s", moq_dtype_name(dtype),
-                        moq_dtype_name(scale->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "x_scale", "expected %s, got %s",
+                           moq_dtype_name(dtype), moq_dtype_name(scale->dtype));
     if (!is_beside_x(x, count, scale))
-        return moq_fail(err, MOQ_ERR_VALUE, "x_scale: expected shape %s, got %s",
-                        text_beside_x(x, count, expected, sizeof expected),
-                        moq_shape_text(scale, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x_scale", "expected shape %s, got %s",
+                           text_beside_x(x, count, expected, sizeof expected),
+                           moq_shape_text(scale, got, sizeof got));
     return MOQ_OK;
 }
 
@@ -66,28 +68,27 @@ static moq_status check_slots(const moq_moe_spec *spec, const moq_tensor *x, con
     char expected[128], got[128];
     if (is_beside_x(x, spec->top_k, t))
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE, "%s: expected shape %s (top_k is %d), got %s", name,
-                    text_beside_x(x, spec->top_k, expected, sizeof expected), (int)spec->top_k,
-                    moq_shape_text(t, got, sizeof got));
+    return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected shape %s (top_k is %d), got %s",
+                       text_beside_x(x, spec->top_k, expected, sizeof expected), (int)spec->top_k,
+                       moq_shape_text(t, got, sizeof got));
 }
 
 static moq_status check_routing(const moq_moe_spec *spec, const moq_moe_inputs *in, moq_err *err) {
     if (in->weights->dtype != MOQ_DT_F32)
-        return moq_fail(err, MOQ_ERR_TYPE, "topk_weights: expected float32, got %s",
-                        moq_dtype_name(in->weights->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "topk_weights", "expected float32, got %s",
+                           moq_dtype_name(in->weights->dtype));
     if (in->ids->dtype != MOQ_DT_I32 && in->ids->dtype != MOQ_DT_I64)
-        return moq_fail(err, MOQ_ERR_TYPE, "topk_ids: expected int32 or int64, got %s",
-                        moq_dtype_name(in->ids->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "topk_ids", "expected int32 or int64, got %s",
+                           moq_dtype_name(in->ids->dtype));
     MOQ_TRY(check_slots(spec, in->x, in->weights, "topk_weights", err));
     MOQ_TRY(check_slots(spec, in->x, in->ids, "topk_ids", err));
     if (in->weights_on_input && spec->top_k != 1)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "apply_router_weight_on_input: expected top_k = 1, the layer has %d",
-                        (int)spec->top_k);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "apply_router_weight_on_input",
+                           "expected top_k = 1, the layer has %d", (int)spec->top_k);
     if (in->weights_on_input && spec->w13.quantized_input)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "apply_router_weight_on_input: codes cannot be multiplied; do it before x "
-                        "is quantized, and pass topk_weights of 1");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "apply_router_weight_on_input",
+                           "codes cannot be multiplied; do it before x "
+                           "is quantized, and pass topk_weights of 1");
     return MOQ_OK;
 }
 
@@ -95,26 +96,26 @@ static moq_status check_routing(const moq_moe_spec *spec, const moq_moe_inputs *
 static moq_status check_map(const moq_moe_spec *spec, const moq_tensor *map, moq_err *err) {
     char shape[128];
     if (!map && spec->global_experts != spec->experts)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "expert_map: missing, %d of %d experts are here (global_num_experts)",
-                        (int)spec->experts, (int)spec->global_experts);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "expert_map",
+                           "missing, %d of %d experts are here (global_num_experts)",
+                           (int)spec->experts, (int)spec->global_experts);
     if (!map)
         return MOQ_OK;
     if (map->dtype != MOQ_DT_I32)
-        return moq_fail(err, MOQ_ERR_TYPE, "expert_map: expected int32, got %s",
-                        moq_dtype_name(map->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "expert_map", "expected int32, got %s",
+                           moq_dtype_name(map->dtype));
     if (map->ndim != 1 || map->shape[0] != spec->global_experts)
-        return moq_fail(err, MOQ_ERR_VALUE, "expert_map: expected shape [%d], got %s",
-                        (int)spec->global_experts, moq_shape_text(map, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "expert_map", "expected shape [%d], got %s",
+                           (int)spec->global_experts, moq_shape_text(map, shape, sizeof shape));
     if (!moq_tensor_is_contiguous(map))
-        return moq_fail(err, MOQ_ERR_BUFFER, "expert_map: expected a contiguous tensor");
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "expert_map", "expected a contiguous tensor");
     for (int64_t i = 0; map->device.kind == MOQ_CPU && i < map->shape[0]; i++) {
         int32_t local = ((const int32_t *)map->data)[i];
         if (local >= spec->experts)
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "expert_map: expected numbers below num_experts = %d, got %d at index "
-                            "%lld",
-                            (int)spec->experts, (int)local, (long long)i);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "expert_map",
+                               "expected numbers below num_experts = %d, got %d at index "
+                               "%lld",
+                               (int)spec->experts, (int)local, (long long)i);
     }
     return MOQ_OK;
 }
@@ -125,21 +126,22 @@ static moq_status check_y(const moq_moe_spec *spec, const moq_tensor *x, const m
     moq_dtype dtype = spec->w13.dtype;
     int64_t hidden = spec->w13.in_features;
     if (y->dtype != dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "out: expected %s, got %s", moq_dtype_name(dtype),
-                        moq_dtype_name(y->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "out", "expected %s, got %s", moq_dtype_name(dtype),
+                           moq_dtype_name(y->dtype));
     if (!is_beside_x(x, hidden, y))
-        return moq_fail(err, MOQ_ERR_VALUE, "out: expected shape %s, got %s",
-                        text_beside_x(x, hidden, expected, sizeof expected),
-                        moq_shape_text(y, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "out", "expected shape %s, got %s",
+                           text_beside_x(x, hidden, expected, sizeof expected),
+                           moq_shape_text(y, got, sizeof got));
     if (moq_tensor_numel(y) > 0 && y->shape[y->ndim - 1] > 1 && y->stride[y->ndim - 1] != 1)
-        return moq_fail(err, MOQ_ERR_BUFFER, "out: expected contiguous rows, got a stride of %lld",
-                        (long long)y->stride[y->ndim - 1]);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "out",
+                           "expected contiguous rows, got a stride of %lld",
+                           (long long)y->stride[y->ndim - 1]);
     return MOQ_OK;
 }
 
 /* ---- the call ---- */
 
-/* With the device current. */
+/* Runs the kernel, with the device current. */
 static moq_status run(moq_job *job, moq_err *err) {
     moq_moe_job *j = (moq_moe_job *)job;
     j->call.stream = job->stream;
@@ -214,10 +216,10 @@ static moq_status check_scales(const moq_moe_spec *spec, const moq_params *param
                  params->of[MOQ_PARAM_OF_W2 + MOQ_PARAM_INPUT_SCALE].data;
     if (given || (mode != MOQ_INPUT_E4M3_TENSOR && mode != MOQ_INPUT_NVFP4))
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "params: expected \"w13_input_scale\" and \"w2_input_scale\", %s with compute "
-                    "\"%s\" quantizes activations with them",
-                    spec->w13.algo, moq_compute_name(spec->w13.compute));
+    return moq_fail_of(err, MOQ_ERR_VALUE, "params",
+                       "expected \"w13_input_scale\" and \"w2_input_scale\", %s with compute "
+                       "\"%s\" quantizes activations with them",
+                       spec->w13.algo, moq_compute_name(spec->w13.compute));
 }
 
 moq_status moq_moe_open(moq_plan *plan, const moq_params *params, const moq_moe_inputs *in,

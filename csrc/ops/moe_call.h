@@ -9,7 +9,7 @@
 #include "ops/params.h"
 #include "ops/plan.h"
 
-/* What a call is given beside parameters. */
+/* The tensors and options of a call beside parameters. */
 typedef struct {
     const moq_tensor *x;          /* [..., H] of the layer's dtype, or codes; any strides */
     const moq_tensor *x_scale;    /* [..., moq_moe_x_scales] where that is not 0, else NULL */

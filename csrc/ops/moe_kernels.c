@@ -50,7 +50,8 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
     return false;
 }
 
-/* Where the kernel of linears can do both of one expert. */
+/* Defines an experts' kernel that runs where the kernel of linears can do both linears of an
+ * expert. */
 #define CUDA_KERNEL(name, kernel)                                                                  \
     static bool can_run_##kernel(const moq_moe_spec *spec, int64_t tokens, char *reason,           \
                                  size_t size) {                                                    \
@@ -212,7 +213,7 @@ static moq_kernel_config choose(const void *problem, int kernel, int64_t tokens,
                                   : moq_kernel_config_of(variant, 0, 1);
 }
 
-/* Of "auto" what the kernel multiplies, elsewhere what the layer asks for. */
+/* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
 static moq_compute compute(const void *problem, int kernel) {
     const moq_linear_spec *w13 = &((const moq_moe_spec *)problem)->w13;
     if (w13->compute != MOQ_COMPUTE_AUTO)
@@ -221,7 +222,7 @@ static moq_compute compute(const void *problem, int kernel) {
                                                                : MOQ_COMPUTE_EXACT;
 }
 
-/* What quantizes x as the layer wants it. */
+/* The scheme that quantizes x as the layer wants it. */
 static const char *scheme_of(const moq_linear_spec *w13) {
     return w13->input == MOQ_INPUT_NVFP4        ? "nvfp4"
            : w13->input == MOQ_INPUT_E4M3_TOKEN ? "fp8_token"

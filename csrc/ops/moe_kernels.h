@@ -7,7 +7,7 @@
 
 typedef struct {
     moq_kernel_name name;
-    /* As for linears (ops/linear_kernels.h). */
+    /* Members with the meaning that they have for linears (ops/linear_kernels.h). */
     bool (*can_run)(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
     double (*cost)(const moq_moe_spec *spec, int64_t tokens);
     int64_t (*workspace)(const moq_moe_call *call);

@@ -1,4 +1,4 @@
-/* What timing experts takes: random x, and slots that meet all experts in turn. */
+/* Timing of experts: random x, and slots that meet all experts in turn. */
 #include "ops/moe_call.h"
 #include "ops/tune.h"
 
@@ -34,7 +34,7 @@ static moq_status make_ids(subject *s, moq_tune_memory *memory, int turns, moq_e
     int32_t *ids = malloc(bytes);
     void *out = NULL;
     if (!ids)
-        return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+        return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     for (int64_t i = 0; i < count; i++)
         ids[i] = (int32_t)(i % s->spec->experts);
     moq_status status = moq_tune_allocate(memory, (int64_t)bytes, &out, err);

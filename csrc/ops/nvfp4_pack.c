@@ -20,14 +20,14 @@ static moq_status check_matrix(const moq_tensor *t, const char *name, moq_dtype 
     MOQ_TRY(moq_check_usable(t, name, err));
     int last = t->ndim - 1;
     if ((t->ndim != 2 && t->ndim != 3) || moq_tensor_numel(t) < 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected rows and columns, got shape %s", name,
-                        moq_shape_text(t, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected rows and columns, got shape %s",
+                           moq_shape_text(t, shape, sizeof shape));
     if (t->ndim == 3 && t->shape[0] > MOQ_MAX_EXPERTS)
-        return moq_fail(err, MOQ_ERR_VALUE, "%s: expected at most %d experts, got shape %s", name,
-                        MOQ_MAX_EXPERTS, moq_shape_text(t, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected at most %d experts, got shape %s",
+                           MOQ_MAX_EXPERTS, moq_shape_text(t, shape, sizeof shape));
     if (t->shape[last] > 1 && t->stride[last] != 1)
-        return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected contiguous rows, got stride %lld", name,
-                        (long long)t->stride[last]);
+        return moq_fail_of(err, MOQ_ERR_BUFFER, name, "expected contiguous rows, got stride %lld",
+                           (long long)t->stride[last]);
     return MOQ_OK;
 }
 
@@ -53,8 +53,9 @@ static moq_tensor units_of(int64_t experts, int64_t rows, int64_t columns) {
 static moq_status check_alignment(const moq_tensor *units, const char *name, moq_err *err) {
     if (units->device.kind == MOQ_CPU || (uintptr_t)units->data % UNIT_ALIGNMENT == 0)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_BUFFER, "%s: expected an address that is a multiple of %d, got %p",
-                    name, UNIT_ALIGNMENT, units->data);
+    return moq_fail_of(err, MOQ_ERR_BUFFER, name,
+                       "expected an address that is a multiple of %d, got %p", UNIT_ALIGNMENT,
+                       units->data);
 }
 
 moq_status moq_describe_pack_nvfp4(const moq_tensor *weight, const moq_tensor *scale,
@@ -66,17 +67,17 @@ moq_status moq_describe_pack_nvfp4(const moq_tensor *weight, const moq_tensor *s
     int last = weight->ndim - 1;
     int64_t rows = weight->shape[last - 1], columns = 2 * weight->shape[last];
     if (columns % MOQ_NVFP4_GROUP != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "weight: expected codes for a multiple of 16 columns, got shape %s",
-                        moq_shape_text(weight, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight",
+                           "expected codes for a multiple of 16 columns, got shape %s",
+                           moq_shape_text(weight, shape, sizeof shape));
     if (scale->ndim != weight->ndim || experts_of(scale) != experts_of(weight) ||
         scale->shape[last - 1] != rows ||
         (scale->shape[last] * MOQ_NVFP4_GROUP != columns &&
          scale->shape[last] * MOQ_MX_GROUP != columns))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "weight_scale: expected one scale per row and 16 or 32 of %lld columns, "
-                        "got shape %s",
-                        (long long)columns, moq_shape_text(scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight_scale",
+                           "expected one scale per row and 16 or 32 of %lld columns, "
+                           "got shape %s",
+                           (long long)columns, moq_shape_text(scale, shape, sizeof shape));
     *expected = units_of(weight->ndim == 3 ? weight->shape[0] : 0, rows, columns);
     return MOQ_OK;
 }
@@ -165,23 +166,23 @@ moq_status moq_describe_unpack_nvfp4(const moq_tensor *packed, int32_t ndim, con
     MOQ_TRY(moq_check_holds(packed, "packed", MOQ_DT_U8, err));
     MOQ_TRY(moq_check_usable(packed, "packed", err));
     if (group_size != MOQ_NVFP4_GROUP && group_size != MOQ_MX_GROUP)
-        return moq_fail(err, MOQ_ERR_VALUE, "group_size: expected 16 or 32, got %lld",
-                        (long long)group_size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "expected 16 or 32, got %lld",
+                           (long long)group_size);
     if (rows < 1 || columns < 1 || columns % group_size != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "shape: expected rows and a multiple of %lld columns, got [%lld, %lld]",
-                        (long long)group_size, (long long)rows, (long long)columns);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "shape",
+                           "expected rows and a multiple of %lld columns, got [%lld, %lld]",
+                           (long long)group_size, (long long)rows, (long long)columns);
     if (ndim == 3 && (experts < 1 || experts > MOQ_MAX_EXPERTS))
-        return moq_fail(err, MOQ_ERR_VALUE, "shape: expected 1 to %d experts, got %lld",
-                        MOQ_MAX_EXPERTS, (long long)experts);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "shape", "expected 1 to %d experts, got %lld",
+                           MOQ_MAX_EXPERTS, (long long)experts);
     moq_tensor expected = units_of(experts, rows, columns);
     if (!moq_same_shape(packed, &expected))
-        return moq_fail(err, MOQ_ERR_VALUE, "packed: expected shape %s, got %s",
-                        moq_shape_text(&expected, want, sizeof want),
-                        moq_shape_text(packed, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "packed", "expected shape %s, got %s",
+                           moq_shape_text(&expected, want, sizeof want),
+                           moq_shape_text(packed, got, sizeof got));
     if (!moq_tensor_is_contiguous(packed))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "packed: expected a row-major tensor without gaps, got other strides");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "packed",
+                           "expected a row-major tensor without gaps, got other strides");
     moq_tensor logical = {.ndim = ndim, .shape = {experts}};
     *weight = describe_like(&logical, MOQ_DT_E2M1X2, rows, columns / 2);
     *scale = describe_like(&logical, MOQ_DT_E4M3, rows, columns / group_size);

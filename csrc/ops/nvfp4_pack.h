@@ -11,7 +11,7 @@ moq_status moq_describe_pack_nvfp4(const moq_tensor *weight, const moq_tensor *s
 moq_status moq_run_pack_nvfp4(const moq_tensor *weight, const moq_tensor *scale, void *stream,
                               const moq_tensor *out, moq_err *err);
 
-/* The inverse, for a layer of shape [N, K], or [E, N, K] where ndim is 3. */
+/* The inverse of packing, for a layer of shape [N, K], or [E, N, K] where ndim is 3. */
 moq_status moq_describe_unpack_nvfp4(const moq_tensor *packed, int32_t ndim, const int64_t *shape,
                                      int64_t group_size, moq_tensor *weight, moq_tensor *scale,
                                      moq_err *err);

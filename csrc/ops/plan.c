@@ -28,8 +28,8 @@ static moq_status refuse_name(const moq_operation *operation, const char *forced
         used += (size_t)snprintf(names + used, sizeof names - used, "%s%s:%s", i ? ", " : "",
                                  kernel.family, kernel.name);
     }
-    return moq_fail(err, MOQ_ERR_VALUE, "MOQEXT_KERNEL: no kernel named \"%.64s\"; there are %s",
-                    forced, names);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "MOQEXT_KERNEL",
+                       "no kernel named \"%.64s\"; there are %s", forced, names);
 }
 
 static void add_kernel(moq_plan *plan, int kernel) {
@@ -51,7 +51,7 @@ static moq_status force(moq_plan *plan, const char *forced, moq_err *err) {
     return MOQ_OK;
 }
 
-/* Whether a kernel's family could run a layer there at all. */
+/* True if a kernel is of a family for the device. */
 static bool is_for(moq_kernel_name kernel, moq_device device) {
     return (strcmp(kernel.family, "cpu") == 0) == (device.kind == MOQ_CPU);
 }
@@ -66,7 +66,7 @@ static void add_reason(const moq_plan *plan, int kernel, int64_t m, char *reason
              reason);
 }
 
-/* Why none of the kernels for the layer's device can run it. */
+/* Says why none of the kernels for the layer's device can run it. */
 static moq_status refuse(const moq_plan *plan, moq_err *err) {
     const moq_operation *operation = plan->operation;
     const char *missing = plan->layer.target->missing;
@@ -101,7 +101,7 @@ moq_status moq_plan_make(const moq_operation *operation, const void *problem, co
 
 /* ---- the cheapest ---- */
 
-/* Why no kernel of the plan can run m tokens. */
+/* Says why no kernel of the plan can run m tokens. */
 static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
     char text[160], reasons[832] = "";
     for (int i = 0; i < plan->count; i++)
@@ -141,7 +141,7 @@ static int find_tuned(const moq_plan *plan, int64_t m) {
     return i;
 }
 
-/* What was kept for m tokens, else the cheapest. */
+/* Chooses what was kept for m tokens, else the cheapest. */
 static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
     int tuned = find_tuned(plan, m);
     int32_t variant = 0;
@@ -227,13 +227,13 @@ moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t 
              moq_plan_can_keep(plan, plan->kernel[chosen], m)))
         chosen++;
     if (chosen == plan->count)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "kernel: expected one of this plan that runs %lld tokens, got \"%.64s\"",
-                        (long long)m, kernel);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "kernel",
+                           "expected one of this plan that runs %lld tokens, got \"%.64s\"",
+                           (long long)m, kernel);
     int i = find_tuned(plan, m);
     if (i == MOQ_MAX_TUNED)
-        return moq_fail(err, MOQ_ERR_VALUE, "tokens: a layer can be tuned for %d numbers",
-                        MOQ_MAX_TUNED);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "tokens", "a layer can be tuned for %d numbers",
+                           MOQ_MAX_TUNED);
     plan->tuned[i].bucket = moq_token_bucket(m);
     plan->tuned[i].kernel = plan->kernel[chosen];
     plan->tuned[i].variant = variant;

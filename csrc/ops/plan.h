@@ -1,5 +1,5 @@
-/* Which kernel runs a problem: the rules of the choice, which are the same for every operation and
- * know none.
+/* The choice of the kernel that runs a problem: the rules, which are the same for every operation
+ * and know none.
  *
  * An operation (a linear; experts) has a table of kernels and a problem of its own type. Here a
  * kernel is the number of its row in that table and the problem a pointer; moq_operation asks the
@@ -35,14 +35,14 @@
 /* Asks a predicate for a number of tokens that suits the kernel, whichever that is. */
 #define MOQ_ANY_TOKENS 0
 
-/* How a kernel is called: "cuda:simt" is the kernel simt of the family cuda. */
+/* The name of a kernel: "cuda:simt" is the kernel simt of the family cuda. */
 typedef struct {
     const char *family;
     const char *name;
     const char *note; /* what explain() says beside the name, or NULL */
 } moq_kernel_name;
 
-/* What the rules and the path of a call need to know of any problem. */
+/* The facts of any problem that the rules and the path of a call need. */
 typedef struct {
     const char *algo;     /* canonical name of the algorithm */
     moq_dtype dtype;      /* of the activations, in and out, */
@@ -64,8 +64,8 @@ typedef struct {
 typedef struct moq_timing moq_timing;
 typedef struct moq_plan moq_plan;
 
-/* What an operation tells the rules. `problem` is of the type that the operation planned for,
- * `kernel` a row of its table, m a number of tokens. */
+/* The questions that an operation answers to the rules. `problem` is of the type that the operation
+ * planned for, `kernel` a row of its table, m a number of tokens. */
 typedef struct {
     int kernel_count;
     moq_kernel_name (*name)(int kernel);
@@ -76,7 +76,7 @@ typedef struct {
     /* The way of m > 0 tokens that it can run, in a variant of the kernel; 0 is its own choice. It
      * may take as long as comparing kernels, so a plan asks once for a number of tokens. */
     moq_kernel_config (*choose)(const void *problem, int kernel, int64_t m, int32_t variant);
-    /* What the kernel multiplies. */
+    /* The compute mode of the kernel. */
     moq_compute (*compute)(const void *problem, int kernel);
     moq_layer (*layer)(const void *problem);
     /* The problem in a few words, for messages. */
@@ -105,9 +105,9 @@ struct moq_plan {
     uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
     int param_count;                 /* of the prepared form, which every call checks */
     moq_param_spec param[MOQ_MAX_LAYER_PARAMS];
-    /* What was chosen for m tokens, at m modulo their number: comparing all kernels, and the ways
-     * of one, takes longer than a call may cost the host. One word each, since several threads may
-     * ask; 0 for none. */
+    /* Choices for m tokens, at m modulo their number: comparing all kernels, and the ways of one,
+     * takes longer than a call may cost the host. One word each, since several threads may ask; 0
+     * for none. */
     _Atomic uint64_t remembered[MOQ_REMEMBERED];
     int tuned_count;
     struct {
@@ -122,19 +122,19 @@ struct moq_plan {
 moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
                          moq_plan *plan, moq_err *err);
 
-/* What runs m tokens, and in which way; for 0, which nothing runs, the kernel for 1, without a way.
- * MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as many, as one that
- * MOQEXT_KERNEL names may not. Threads may ask at once. */
+/* Picks the kernel that runs m tokens, and its way; for 0, which nothing runs, the kernel for 1,
+ * without a way. MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as many,
+ * as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
 moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err);
 
-/* What the kernel that moq_plan_pick finds multiplies. */
+/* The compute mode of the kernel that moq_plan_pick returns. */
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err);
 
-/* Whether a kernel of the table, of the plan or not, can run m tokens, or MOQ_ANY_TOKENS; a reason
- * of up to MOQ_REASON_SIZE bytes where not. */
+/* True if a kernel of the table, of the plan or not, can run m tokens, or MOQ_ANY_TOKENS; else
+ * false with a reason of up to MOQ_REASON_SIZE bytes. */
 bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason);
 
-/* Whether a kernel can run all numbers of tokens of m's bucket, for which a choice is kept. */
+/* True if a kernel can run all numbers of tokens of m's bucket, for which a choice is kept. */
 bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m);
 
 /* Keeps a choice for all numbers of tokens of m's bucket: a kernel of the plan by its name,

@@ -29,10 +29,10 @@ moq_status moq_quantize_scheme_from_name(const char *name, moq_quantize_scheme *
             return MOQ_OK;
         }
     }
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "scheme: expected 'fp8_tensor', 'fp8_token', 'fp8_group', 'nvfp4' or "
-                    "'nvfp4_swizzled', got '%s'",
-                    name);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "scheme",
+                       "expected 'fp8_tensor', 'fp8_token', 'fp8_group', 'nvfp4' or "
+                       "'nvfp4_swizzled', got '%s'",
+                       name);
 }
 
 static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, int64_t *out,
@@ -41,14 +41,14 @@ static moq_status resolve_group(moq_quantize_scheme scheme, int64_t group_size, 
     if (moq_quantizes_to_nvfp4(scheme)) {
         *out = MOQ_NVFP4_GROUP;
         if (group_size && group_size != MOQ_NVFP4_GROUP)
-            return moq_fail(err, MOQ_ERR_VALUE, "group_size: %s has groups of 16, got %lld",
-                            NAMES[scheme], (long long)group_size);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "%s has groups of 16, got %lld",
+                               NAMES[scheme], (long long)group_size);
         return MOQ_OK;
     }
     *out = group_size ? group_size : MOQ_FP8_BLOCK;
     if (group_size && scheme != MOQ_QUANTIZE_FP8_GROUP)
-        return moq_fail(err, MOQ_ERR_VALUE, "group_size: %s has no groups, got %lld", NAMES[scheme],
-                        (long long)group_size);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "group_size", "%s has no groups, got %lld",
+                           NAMES[scheme], (long long)group_size);
     return MOQ_OK;
 }
 
@@ -57,11 +57,11 @@ static moq_status check_device_scale(const moq_tensor *scale, moq_device device,
     char shape[128];
     MOQ_TRY(moq_check_device(scale, "scale", device, err));
     if (scale->dtype != MOQ_DT_F32)
-        return moq_fail(err, MOQ_ERR_TYPE, "scale: expected float32, got %s",
-                        moq_dtype_name(scale->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "scale", "expected float32, got %s",
+                           moq_dtype_name(scale->dtype));
     if (moq_tensor_numel(scale) != 1)
-        return moq_fail(err, MOQ_ERR_VALUE, "scale: expected one element, got shape %s",
-                        moq_shape_text(scale, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "scale", "expected one element, got shape %s",
+                           moq_shape_text(scale, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -97,10 +97,10 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
     }
     if (scale != NULL) {
         if (scheme == MOQ_QUANTIZE_FP8_TOKEN || scheme == MOQ_QUANTIZE_FP8_GROUP)
-            return moq_fail(err, MOQ_ERR_VALUE,
-                            "scale: %s computes its own scales, got one; only fp8_tensor and nvfp4 "
-                            "take one",
-                            NAMES[scheme]);
+            return moq_fail_of(err, MOQ_ERR_VALUE, "scale",
+                               "%s computes its own scales, got one; only fp8_tensor and nvfp4 "
+                               "take one",
+                               NAMES[scheme]);
         plan->given = *scale;
         if (scale->device.kind == MOQ_CUDA)
             MOQ_TRY(check_device_scale(scale, x->device, err));
@@ -111,8 +111,8 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
         return MOQ_OK;
     }
     if (last < 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: expected at least one dimension for %s, got none",
-                        NAMES[scheme]);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x",
+                           "expected at least one dimension for %s, got none", NAMES[scheme]);
     memcpy(extent, x->shape, sizeof extent);
     if (!moq_quantizes_to_nvfp4(scheme)) {
         plan->codes = result_of(x, MOQ_DT_E4M3, x->ndim, extent);
@@ -123,9 +123,9 @@ static moq_status plan_values(moq_quantize_scheme scheme, const moq_tensor *x,
         return MOQ_OK;
     }
     if (x->shape[last] % MOQ_NVFP4_GROUP != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "x: expected a last extent divisible by 16 for %s, got shape %s",
-                        NAMES[scheme], moq_shape_text(x, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x",
+                           "expected a last extent divisible by 16 for %s, got shape %s",
+                           NAMES[scheme], moq_shape_text(x, shape, sizeof shape));
     extent[last] = x->shape[last] / 2;
     plan->codes = result_of(x, MOQ_DT_U8, x->ndim, extent);
     extent[last] = x->shape[last] / MOQ_NVFP4_GROUP;
@@ -149,11 +149,11 @@ static moq_status check_weight(const moq_activation *a, int64_t k, moq_err *err)
     const moq_tensor *weight = &a->weight;
     char shape[128];
     if (weight->dtype != a->x.dtype && weight->dtype != MOQ_DT_F32)
-        return moq_fail(err, MOQ_ERR_TYPE, "weight: expected %s or float32, got %s",
-                        moq_dtype_name(a->x.dtype), moq_dtype_name(weight->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "weight", "expected %s or float32, got %s",
+                           moq_dtype_name(a->x.dtype), moq_dtype_name(weight->dtype));
     if (weight->ndim != 1 || weight->shape[0] != k)
-        return moq_fail(err, MOQ_ERR_VALUE, "weight: expected shape [%lld], got %s", (long long)k,
-                        moq_shape_text(weight, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "weight", "expected shape [%lld], got %s",
+                           (long long)k, moq_shape_text(weight, shape, sizeof shape));
     return moq_check_device(weight, "weight", a->x.device, err);
 }
 
@@ -163,23 +163,23 @@ static moq_status check_residual(const moq_activation *a, moq_err *err) {
     if (residual->ndim < 0)
         return MOQ_OK;
     if (residual->dtype != a->x.dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "residual: expected %s as x, got %s",
-                        moq_dtype_name(a->x.dtype), moq_dtype_name(residual->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "residual", "expected %s as x, got %s",
+                           moq_dtype_name(a->x.dtype), moq_dtype_name(residual->dtype));
     if (!moq_same_shape(residual, &a->x))
-        return moq_fail(err, MOQ_ERR_VALUE, "residual: expected shape %s, got %s",
-                        moq_shape_text(&a->x, expected, sizeof expected),
-                        moq_shape_text(residual, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "residual", "expected shape %s, got %s",
+                           moq_shape_text(&a->x, expected, sizeof expected),
+                           moq_shape_text(residual, got, sizeof got));
     return moq_check_device(residual, "residual", a->x.device, err);
 }
 
 static moq_status check_norm(const moq_activation *a, int64_t k, moq_err *err) {
     if (!(a->eps >= 0.0f) || isinf(a->eps))
-        return moq_fail(err, MOQ_ERR_VALUE, "eps: expected a finite number from 0 on, got %g",
-                        (double)a->eps);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "eps", "expected a finite number from 0 on, got %g",
+                           (double)a->eps);
     if (a->x.device.kind == MOQ_CUDA && k > MOQ_CUDA_NORM_COLUMNS)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "x: rms_norm on a CUDA device takes rows of up to %d values, got %lld",
-                        MOQ_CUDA_NORM_COLUMNS, (long long)k);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x",
+                           "rms_norm on a CUDA device takes rows of up to %d values, got %lld",
+                           MOQ_CUDA_NORM_COLUMNS, (long long)k);
     MOQ_TRY(check_weight(a, k, err));
     return check_residual(a, err);
 }
@@ -191,14 +191,14 @@ moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation 
     char shape[128];
     MOQ_TRY(moq_check_activation(x, "x", err));
     if (last < 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: expected at least one dimension, got none");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x", "expected at least one dimension, got none");
     moq_tensor values = result_of(x, x->dtype, x->ndim, x->shape);
     if (activation->kind == MOQ_RMS_NORM)
         MOQ_TRY(check_norm(activation, x->shape[last], err));
     else if (x->shape[last] % 2 != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "x: expected an even last extent, gate and up, got shape %s",
-                        moq_shape_text(x, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x",
+                           "expected an even last extent, gate and up, got shape %s",
+                           moq_shape_text(x, shape, sizeof shape));
     else
         values.shape[last] /= 2;
     moq_tensor_set_contiguous(&values);
@@ -212,13 +212,12 @@ moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation 
 static moq_status read_given(const moq_quantize_plan *plan, float *out, moq_err *err) {
     MOQ_TRY(moq_read_scale(&plan->given, "scale", out, err));
     if (plan->scheme == MOQ_QUANTIZE_FP8_TENSOR && !(*out > MOQ_DIVISOR_ABOVE))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "scale: expected a number whose reciprocal is a float32, got %g",
-                        (double)*out);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "scale",
+                           "expected a number whose reciprocal is a float32, got %g", (double)*out);
     return MOQ_OK;
 }
 
-/* Every tensor a plan reads, or NULL. */
+/* The tensors that a plan reads, some of which may be NULL. */
 enum { INPUTS = 4 };
 
 static void list_inputs(const moq_quantize_plan *plan, const moq_tensor **inputs) {

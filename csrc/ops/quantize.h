@@ -14,7 +14,7 @@ typedef enum {
     MOQ_QUANTIZE_NOTHING         /* the values of an activation, without codes; it has no name */
 } moq_quantize_scheme;
 
-/* Whether codes are e2m1, and scales of two levels. */
+/* True if codes are e2m1, and scales of two levels. */
 static inline bool moq_quantizes_to_nvfp4(moq_quantize_scheme scheme) {
     return scheme == MOQ_QUANTIZE_NVFP4 || scheme == MOQ_QUANTIZE_NVFP4_SWIZZLED;
 }
@@ -43,7 +43,7 @@ moq_status moq_plan_quantize(moq_quantize_scheme scheme, const moq_tensor *x,
 moq_status moq_plan_activation(moq_quantize_scheme scheme, const moq_activation *activation,
                                const moq_tensor *scale, moq_quantize_plan *plan, moq_err *err);
 
-/* What a plan is run with. */
+/* The tensors, stream and memory that a plan is run with. */
 typedef struct {
     const moq_tensor *codes;
     const moq_tensor *scale;        /* NULL for FP8_TENSOR with a given scale, and for NOTHING */

@@ -13,14 +13,14 @@ static moq_status take_angles(const moq_tensor *angles, const char *name, const 
     char got[128];
     int64_t batch = x->shape[0], tokens = x->shape[1], columns = x->shape[3];
     if (angles->dtype != x->dtype)
-        return moq_fail(err, MOQ_ERR_TYPE, "%s: expected %s as x, got %s", name,
-                        moq_dtype_name(x->dtype), moq_dtype_name(angles->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected %s as x, got %s",
+                           moq_dtype_name(x->dtype), moq_dtype_name(angles->dtype));
     if (angles->ndim != 3 || (angles->shape[0] != batch && angles->shape[0] != 1) ||
         angles->shape[1] != tokens || angles->shape[2] != columns)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "%s: expected shape [1, %lld, %lld] or [%lld, ...], got %s", name,
-                        (long long)tokens, (long long)columns, (long long)batch,
-                        moq_shape_text(angles, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name,
+                           "expected shape [1, %lld, %lld] or [%lld, ...], got %s",
+                           (long long)tokens, (long long)columns, (long long)batch,
+                           moq_shape_text(angles, got, sizeof got));
     MOQ_TRY(moq_check_device(angles, name, x->device, err));
     *out = *angles;
     out->ndim = 4;
@@ -38,9 +38,9 @@ moq_status moq_plan_rotary(const moq_tensor *x, const moq_tensor *cos, const moq
     char got[128];
     MOQ_TRY(moq_check_activation(x, "x", err));
     if (x->ndim != 4 || x->shape[3] % 2 != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "x: expected shape [batch, tokens, heads, an even number], got %s",
-                        moq_shape_text(x, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "x",
+                           "expected shape [batch, tokens, heads, an even number], got %s",
+                           moq_shape_text(x, got, sizeof got));
     plan->x = *x;
     MOQ_TRY(take_angles(cos, "cos", x, &plan->cos, err));
     return take_angles(sin, "sin", x, &plan->sin, err);

@@ -24,10 +24,10 @@ moq_status moq_route_scoring_from_name(const char *name, moq_route_scoring *out,
             return MOQ_OK;
         }
     }
-    return moq_fail(err, MOQ_ERR_VALUE,
-                    "scoring: expected 'softmax', 'topk_softmax', 'sigmoid' or 'sqrtsoftplus', "
-                    "got '%s'",
-                    name);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "scoring",
+                       "expected 'softmax', 'topk_softmax', 'sigmoid' or 'sqrtsoftplus', "
+                       "got '%s'",
+                       name);
 }
 
 static moq_status check_logits(const moq_tensor *logits, moq_err *err) {
@@ -35,20 +35,21 @@ static moq_status check_logits(const moq_tensor *logits, moq_err *err) {
     MOQ_TRY(moq_check_activation(logits, "router_logits", err));
     int64_t experts = logits->ndim > 0 ? logits->shape[logits->ndim - 1] : 0;
     if (experts < 1 || experts > MOQ_ROUTE_EXPERTS)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "router_logits: expected a last extent of 1 to %d experts, got shape %s",
-                        MOQ_ROUTE_EXPERTS, moq_shape_text(logits, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "router_logits",
+                           "expected a last extent of 1 to %d experts, got shape %s",
+                           MOQ_ROUTE_EXPERTS, moq_shape_text(logits, shape, sizeof shape));
     return MOQ_OK;
 }
 
 static moq_status check_groups(const moq_route *route, moq_err *err) {
     if (route->groups < 1 || route->experts % route->groups != 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "num_groups: expected a divisor of the %d experts, got %d", route->experts,
-                        route->groups);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "num_groups",
+                           "expected a divisor of the %d experts, got %d", route->experts,
+                           route->groups);
     if (route->top_groups < 1 || route->top_groups > route->groups)
-        return moq_fail(err, MOQ_ERR_VALUE, "topk_groups: expected 1 to num_groups = %d, got %d",
-                        route->groups, route->top_groups);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "topk_groups",
+                           "expected 1 to num_groups = %d, got %d", route->groups,
+                           route->top_groups);
     return MOQ_OK;
 }
 
@@ -58,9 +59,9 @@ static moq_status check_top_k(const moq_route *route, moq_err *err) {
         most = MOQ_ROUTE_TOP_K;
     if (route->top_k >= 1 && route->top_k <= most)
         return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_VALUE, "top_k: expected 1 to %d for %d of %d groups of %d, got %d",
-                    most, route->top_groups, route->groups, route->experts / route->groups,
-                    route->top_k);
+    return moq_fail_of(
+        err, MOQ_ERR_VALUE, "top_k", "expected 1 to %d for %d of %d groups of %d, got %d", most,
+        route->top_groups, route->groups, route->experts / route->groups, route->top_k);
 }
 
 static moq_status check_bias(const moq_route *route, moq_err *err) {
@@ -69,14 +70,14 @@ static moq_status check_bias(const moq_route *route, moq_err *err) {
     if (bias->ndim < 0)
         return MOQ_OK;
     if (route->scoring == MOQ_ROUTE_TOPK_SOFTMAX)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "correction_bias: expected None with scoring 'topk_softmax', which has no "
-                        "scores before experts are chosen, got a tensor");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "correction_bias",
+                           "expected None with scoring 'topk_softmax', which has no "
+                           "scores before experts are chosen, got a tensor");
     MOQ_TRY(moq_check_device(bias, "correction_bias", route->logits.device, err));
     MOQ_TRY(moq_check_activation(bias, "correction_bias", err));
     if (bias->ndim != 1 || bias->shape[0] != route->experts)
-        return moq_fail(err, MOQ_ERR_VALUE, "correction_bias: expected shape [%d], got %s",
-                        route->experts, moq_shape_text(bias, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "correction_bias", "expected shape [%d], got %s",
+                           route->experts, moq_shape_text(bias, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -87,16 +88,16 @@ static moq_status check_padding(const moq_route *route, moq_err *err) {
         return MOQ_OK;
     MOQ_TRY(moq_check_device(padding, "padding", logits->device, err));
     if (padding->dtype != MOQ_DT_BOOL)
-        return moq_fail(err, MOQ_ERR_TYPE, "padding: expected bool, got %s",
-                        moq_dtype_name(padding->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, "padding", "expected bool, got %s",
+                           moq_dtype_name(padding->dtype));
     bool fits = padding->ndim == logits->ndim - 1 && moq_tensor_is_contiguous(padding);
     for (int i = 0; fits && i < padding->ndim; i++)
         fits = padding->shape[i] == logits->shape[i];
     if (!fits)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "padding: expected the shape of router_logits without its last axis, and "
-                        "no gaps, got %s",
-                        moq_shape_text(padding, shape, sizeof shape));
+        return moq_fail_of(err, MOQ_ERR_VALUE, "padding",
+                           "expected the shape of router_logits without its last axis, and "
+                           "no gaps, got %s",
+                           moq_shape_text(padding, shape, sizeof shape));
     return MOQ_OK;
 }
 
@@ -109,16 +110,15 @@ moq_status moq_plan_route(const moq_route *asked, moq_route_plan *plan, moq_err 
     if (route->top_groups == 0 && route->groups == 1)
         route->top_groups = 1;
     if (route->top_groups == 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "topk_groups: expected 1 to num_groups = %d, got none",
-                        route->groups);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "topk_groups",
+                           "expected 1 to num_groups = %d, got none", route->groups);
     MOQ_TRY(check_groups(route, err));
     MOQ_TRY(check_top_k(route, err));
     MOQ_TRY(check_bias(route, err));
     MOQ_TRY(check_padding(route, err));
     if (!(route->factor > 0.0f) || isinf(route->factor))
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "routed_scaling_factor: expected a positive finite number, got %g",
-                        (double)route->factor);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "routed_scaling_factor",
+                           "expected a positive finite number, got %g", (double)route->factor);
     int64_t shape[MOQ_MAX_NDIM];
     memcpy(shape, logits->shape, sizeof shape);
     shape[logits->ndim - 1] = route->top_k;

@@ -40,10 +40,11 @@ moq_target moq_find_target(moq_device device) {
     moq_target target = {0};
     moq_cuda_device found;
     moq_err err;
+    char message[MOQ_MESSAGE_SIZE];
     if (device.kind != MOQ_CUDA)
         return target;
     if (moq_cuda_query_device(device.index, &found, &err) != MOQ_OK) {
-        snprintf(target.missing, sizeof target.missing, "%.150s", err.message);
+        snprintf(target.missing, sizeof target.missing, "%.150s", moq_err_message(&err, message));
         return target;
     }
     target.capability = 10 * found.major + found.minor;
@@ -63,10 +64,9 @@ static moq_status refuse_capability(const char *capability, moq_err *err) {
     const moq_chip *chip;
     for (int32_t i = 1; (chip = moq_chip_at(i)) && used < sizeof names; i++)
         used += (size_t)snprintf(names + used, sizeof names - used, ", \"%s\"", chip->name);
-    return moq_fail(
-        err, MOQ_ERR_VALUE,
-        "capability: expected a compute capability as in \"9.0\", or a chip of%s, got \"%.32s\"",
-        names + 1, capability);
+    return moq_fail_of(err, MOQ_ERR_VALUE, "capability",
+                       "expected a compute capability as in \"9.0\", or a chip of%s, got \"%.32s\"",
+                       names + 1, capability);
 }
 
 moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
@@ -77,7 +77,8 @@ moq_status moq_assume_target(moq_device device, const char *capability, moq_targ
     const moq_chip *chip = moq_chip_at(index);
     *target = (moq_target){0};
     if (device.kind != MOQ_CUDA)
-        return moq_fail(err, MOQ_ERR_VALUE, "capability: expected None for a layer on the CPU");
+        return moq_fail_of(err, MOQ_ERR_VALUE, "capability",
+                           "expected None for a layer on the CPU");
     if (chip) {
         *target = (moq_target){.capability = chip->capability,
                                .sm_count = chip->sm_count,

@@ -4,9 +4,9 @@
 
 #include "core/linear.h"
 
-/* What `device` is, and whether there is cuBLASLt, which is opened for a CUDA device. Never fails:
- * where there is no such device, or this build has no code for it, `missing` says so, where there
- * is no cuBLASLt, `cublaslt_missing`. */
+/* Finds what `device` is, and whether there is cuBLASLt, which is opened for a CUDA device. Never
+ * fails: where there is no such device, or this build has no code for it, `missing` says so, where
+ * there is no cuBLASLt, `cublaslt_missing`. */
 moq_target moq_find_target(moq_device device);
 
 /* A chip that need not be here, in a build with code for it: what a plan would be there.
@@ -17,7 +17,7 @@ moq_status moq_assume_target(moq_device device, const char *capability, moq_targ
 /* MOQ_ERR_UNSUPPORTED where an assumed target is not what `device` is. */
 moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err);
 
-/* Whether code for `archs`, as in "80;90a;100f;89-virtual", runs on a compute capability. */
+/* True if code for `archs`, as in "80;90a;100f;89-virtual", runs on a compute capability. */
 bool moq_archs_run_on(const char *archs, int32_t capability);
 
 #endif

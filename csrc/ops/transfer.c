@@ -21,11 +21,11 @@ moq_status moq_run_transfer(const moq_tensor *x, void *stream, const moq_tensor 
     char device[32];
     bool entered;
     if (up == (x->device.kind == MOQ_CUDA))
-        return moq_fail(err, MOQ_ERR_BUFFER, "x: expected a tensor %s, got one on %s",
-                        up ? "in host memory" : "on a CUDA device",
-                        moq_device_text(x->device, device, sizeof device));
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "x", "expected a tensor %s, got one on %s",
+                           up ? "in host memory" : "on a CUDA device",
+                           moq_device_text(x->device, device, sizeof device));
     if (!moq_tensor_is_contiguous(x))
-        return moq_fail(err, MOQ_ERR_BUFFER, "x: expected a contiguous tensor");
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "x", "expected a contiguous tensor");
     if (bytes == 0)
         return MOQ_OK;
     MOQ_TRY(moq_cuda_enter(up ? out->device.index : x->device.index, &entered, err));
@@ -62,28 +62,30 @@ static void copy_rows(const moq_tensor *x, const moq_tensor *out) {
             (char *)out->data + moq_row_offset(out, row) * (int64_t)moq_dtype_size(out->dtype));
 }
 
-/* The same bits, or numbers that become float32. */
-moq_status moq_check_copy(const moq_tensor *x, const moq_tensor *out, moq_err *err) {
+/* A copy has the bits of x, or numbers that become float32. */
+moq_status moq_check_copy(const moq_tensor *x, const char *name, const moq_tensor *out,
+                          moq_err *err) {
     char expected[128], got[128];
     bool same = x->dtype == out->dtype;
     bool numbers = out->dtype == MOQ_DT_F32 && moq_is_scale_dtype(x->dtype);
     if (!same && !numbers)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(out->dtype),
-                        moq_dtype_name(x->dtype));
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected %s, got %s",
+                           moq_dtype_name(out->dtype), moq_dtype_name(x->dtype));
     if (!moq_same_shape(x, out))
-        return moq_fail(err, MOQ_ERR_VALUE, "x: expected shape %s, got %s",
-                        moq_shape_text(out, expected, sizeof expected),
-                        moq_shape_text(x, got, sizeof got));
+        return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected shape %s, got %s",
+                           moq_shape_text(out, expected, sizeof expected),
+                           moq_shape_text(x, got, sizeof got));
     if (out->device.kind == MOQ_CUDA && !moq_tensor_is_contiguous(out))
-        return moq_fail(err, MOQ_ERR_BUFFER, "out: expected a contiguous tensor");
+        return moq_fail_of(err, MOQ_ERR_BUFFER, "out", "expected a contiguous tensor");
     if (out->device.kind == MOQ_CUDA && !same)
-        return moq_fail(err, MOQ_ERR_TYPE, "x: expected %s, got %s", moq_dtype_name(out->dtype),
-                        moq_dtype_name(x->dtype));
-    return moq_check_host(x, "x", err);
+        return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected %s, got %s",
+                           moq_dtype_name(out->dtype), moq_dtype_name(x->dtype));
+    return moq_check_host(x, name, err);
 }
 
-moq_status moq_run_copy(const moq_tensor *x, const moq_tensor *out, moq_err *err) {
-    MOQ_TRY(moq_check_copy(x, out, err));
+moq_status moq_run_copy(const moq_tensor *x, const char *name, const moq_tensor *out,
+                        moq_err *err) {
+    MOQ_TRY(moq_check_copy(x, name, out, err));
     if (moq_tensor_numel(x) == 0)
         return MOQ_OK;
     if (out->device.kind == MOQ_CUDA)

@@ -9,7 +9,7 @@
 #include <time.h>
 
 #define ROUNDS 5 /* each candidate once a round; the median counts */
-/* One that takes this many times the fastest's time in the first round is in no other. */
+/* A candidate that takes this many times the fastest's time in the first round is in no other. */
 #define HOPELESS 3.0
 /* Calls in a row that are measured together: kernels that overlap with their predecessor find
  * their pace only after a dozen. Fewer where they would take longer than LONG. */
@@ -58,7 +58,7 @@ static moq_status add_candidate(bench *b, const moq_plan *plan, int64_t m, int k
     c->variant = variant;
     c->job = malloc(b->subject->job_size);
     if (!c->job)
-        return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+        return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     b->count++;
     MOQ_TRY(b->subject->open(b->subject->data, (moq_choice){kernel, config}, c->job, err));
     c->job->stream = b->memory.stream;
@@ -99,8 +99,8 @@ typedef struct {
     int calls;
 } run_args;
 
-/* Each as a model has it, among kernels of others, whose times a chain of itself does not tell: its
- * start would be hidden (docs/lab/pdl.md). */
+/* Runs each call as a model has it, among kernels of others: in a chain of itself its start would
+ * be hidden (docs/lab/neighbours.md). */
 static moq_status run_calls(void *data, moq_err *err) {
     run_args *a = data;
     for (int i = 0; i < a->calls; i++) {
@@ -251,7 +251,7 @@ moq_status moq_tune_measure(const moq_tune_subject *subject, const moq_plan *pla
                             moq_timing *timings, int *count, moq_err *err) {
     bench *b = calloc(1, sizeof *b);
     if (!b)
-        return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+        return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     b->subject = subject;
     moq_status status = measure_on_device(b, plan, m, err);
     if (status == MOQ_OK)

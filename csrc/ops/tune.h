@@ -21,7 +21,7 @@ struct moq_timing {
     double seconds;  /* of a call, the median */
 };
 
-/* What an operation measures. `data` is its own. */
+/* The part of measuring that an operation does. `data` is its own. */
 typedef struct {
     void *data;
     size_t job_size; /* of its jobs, of which a moq_job is the first member */
@@ -29,7 +29,7 @@ typedef struct {
     moq_status (*make)(void *data, moq_tune_memory *memory, int *copies, moq_err *err);
     /* Opens a job on them for a choice that can run it. */
     moq_status (*open)(void *data, moq_choice choice, moq_job *job, moq_err *err);
-    /* The ways in which the job's kernel does it: bit i is set where variant i is one. */
+    /* The variants of the job's kernel: bit i is set for variant i. */
     uint64_t (*variants)(void *data, const moq_job *job);
     /* The next call of the job reads this set of weights. */
     void (*turn)(void *data, moq_job *job, int copy);

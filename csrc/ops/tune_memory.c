@@ -48,13 +48,13 @@ static moq_status allocate(const moq_tune_memory *memory, int64_t bytes, void **
     if (on_cuda(memory))
         return moq_cuda_allocate((size_t)bytes, memory->stream, out, err);
     *out = malloc((size_t)bytes);
-    return *out ? MOQ_OK : moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+    return *out ? MOQ_OK : moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
 }
 
 moq_status moq_tune_allocate(moq_tune_memory *memory, int64_t bytes, void **out, moq_err *err) {
     moq_piece *piece = calloc(1, sizeof *piece);
     if (!piece)
-        return moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+        return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     piece->next = memory->first;
     memory->first = piece;
     MOQ_TRY(allocate(memory, bytes, &piece->memory, err));
@@ -68,7 +68,7 @@ moq_status moq_tune_make_matrix(moq_tune_memory *memory, moq_dtype dtype, int64_
     moq_tensor_set_contiguous(out);
     int64_t values = moq_tensor_numel(out);
     if (values < 0)
-        return moq_fail(err, MOQ_ERR_VALUE, "tokens: expected fewer, got %lld", (long long)m);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "tokens", "expected fewer, got %lld", (long long)m);
     return moq_tune_allocate(memory, values * (int64_t)moq_dtype_size(dtype), &out->data, err);
 }
 
@@ -99,7 +99,7 @@ moq_status moq_tune_fill(const moq_tune_memory *memory, const moq_tensor *matrix
     char *tile = malloc(step), *to = matrix->data;
     moq_status status = MOQ_OK;
     if (!values || !tile) {
-        status = moq_fail(err, MOQ_ERR_MEMORY, "tune: out of memory");
+        status = moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     } else {
         fill_tile(values);
         moq_encode_row(matrix->dtype, values, TILE, tile);

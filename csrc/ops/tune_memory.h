@@ -1,5 +1,5 @@
-/* What tuning measures on: tensors of random values and copies of weights, on the device of a
- * layer, all freed together. */
+/* The memory that tuning measures on: tensors of random values and copies of weights, on the device
+ * of a layer, all freed together. */
 #ifndef MOQ_OPS_TUNE_MEMORY_H
 #define MOQ_OPS_TUNE_MEMORY_H
 
@@ -13,7 +13,7 @@ typedef struct {
     moq_piece *first; /* what was allocated */
 } moq_tune_memory;
 
-/* On the current device. Whatever it answers, moq_tune_memory_end may be called. */
+/* Begins on the current device. Whatever it answers, moq_tune_memory_end may be called. */
 moq_status moq_tune_memory_begin(moq_device device, moq_tune_memory *memory, moq_err *err);
 void moq_tune_memory_end(moq_tune_memory *memory);
 
@@ -29,8 +29,8 @@ moq_status moq_tune_write(const moq_tune_memory *memory, void *to, const void *f
  */
 moq_status moq_tune_fill(const moq_tune_memory *memory, const moq_tensor *matrix, moq_err *err);
 
-/* How many copies of weights of so many bytes keep calls that take turns from finding theirs in a
- * cache; 1 on the CPU, where no kernel is chosen for how it reads memory. At most
+/* The number of copies of weights of so many bytes that keep calls that take turns from finding
+ * theirs in a cache; 1 on the CPU, where no kernel is chosen for how it reads memory. At most
  * MOQ_MAX_WEIGHT_COPIES. */
 #define MOQ_MAX_WEIGHT_COPIES 32
 moq_status moq_tune_count_copies(const moq_tune_memory *memory, int64_t bytes, int *count,

@@ -54,7 +54,7 @@ static const struct {
 enum { COUNT = sizeof VARIABLES / sizeof *VARIABLES };
 _Static_assert(MOQ_MAX_THREADS == 1024, "the message has the number");
 
-/* What builds, tests and plug-ins of engines read. */
+/* Variables that builds, tests and plug-ins of engines read. */
 static const char *const OTHERS[] = {
     "MOQEXT_CUDA",           "MOQEXT_CUDA_ARCHS", "MOQEXT_CUDA_HOME",       "MOQEXT_SANITIZE",
     "MOQEXT_RACECHECK",      "MOQEXT_WERROR",     "MOQEXT_VERBOSE",         "MOQEXT_SEED",

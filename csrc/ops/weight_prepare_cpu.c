@@ -1,151 +1,10 @@
-/* Weight processing on the CPU: codes copied row by row into one tensor for all partitions. Two
- * passes: the first checks everything, the second writes. */
-#include "core/formats.h"
-#include "cpu/cpu_prepare.h"
-#include "cpu/interrupt.h"
-#include "ops/weight_steps.h"
+/* Weight processing on the CPU, in two passes: the first checks everything, the second writes. */
+#include "ops/weight_way.h"
 
+#include "ops/weight_codes.h"
+
+#include <stdlib.h>
 #include <string.h>
-
-/* A row that means zero. */
-static bool row_is_zero(const moq_prepare_scales *scales, int64_t n) {
-    return scales->factor && scales->factor[n] == 0;
-}
-
-/* The scales of the partition's 128x128 blocks, which begin with its first row; NULL without any.
- */
-static const float *blocks_of_part(const moq_weight *w, const moq_prepare_scales *scales,
-                                   int32_t p) {
-    int64_t row = 0;
-    for (int32_t i = 0; i < p; i++)
-        row += moq_weight_partition_blocks(w, i);
-    return scales->block ? scales->block + row * moq_weight_scale_columns(w) : NULL;
-}
-
-/* The scales of the blocks that a row of the partition lies in. */
-static const float *blocks_of_row(const moq_weight *w, const float *blocks, int64_t row) {
-    return blocks + row / MOQ_FP8_BLOCK * moq_weight_scale_columns(w);
-}
-
-static int64_t block_width(const moq_weight *w, int64_t column) {
-    int64_t rest = w->in_features - column;
-    return rest < MOQ_FP8_BLOCK ? rest : MOQ_FP8_BLOCK;
-}
-
-static moq_status fail_lost(const moq_weight *w, int64_t row, int64_t column, moq_err *err) {
-    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
-    return moq_fail(
-        err, MOQ_ERR_VALUE,
-        "%s: zero over a code that is neither zero nor NaN, at row %lld, column %lld of "
-        "the weight: the scale is lost",
-        e2m1 ? "weight_scale_2" : "weight_scale", (long long)row, (long long)column);
-}
-
-/* One row of 128x128 blocks: a block of scale zero may hold zeros and NaN, another one no NaN. */
-static moq_status check_blocks(const moq_weight *w, const float *scales, int64_t n,
-                               const uint8_t *codes, moq_err *err) {
-    for (int64_t k = 0; k < w->in_features; k += MOQ_FP8_BLOCK) {
-        bool zero = scales[k / MOQ_FP8_BLOCK] == 0;
-        int64_t width = block_width(w, k);
-        int64_t at = zero ? moq_cpu_find_e4m3_value(codes + k, width)
-                          : moq_cpu_find_e4m3_nan(codes + k, width);
-        if (at >= 0)
-            return zero ? fail_lost(w, n, k + at, err) : moq_prepare_bad_code(w, n, k + at, err);
-    }
-    return MOQ_OK;
-}
-
-/* One row of e4m3 codes, or of e2m1 codes with the scales of their groups. */
-static moq_status check_row(const moq_weight *w, bool zero, int64_t n, const uint8_t *codes,
-                            const uint8_t *groups, moq_err *err) {
-    int64_t k = w->in_features, at;
-    if (zero) {
-        at = groups ? moq_cpu_find_e2m1_value(codes, groups, k, w->group_size)
-                    : moq_cpu_find_e4m3_value(codes, k);
-        return at < 0 ? MOQ_OK : fail_lost(w, n, at, err);
-    }
-    at = groups ? moq_cpu_find_bad_block_scale(groups, moq_weight_scale_columns(w))
-                : moq_cpu_find_e4m3_nan(codes, k);
-    return at < 0 ? MOQ_OK : moq_prepare_bad_code(w, n, at, err);
-}
-
-moq_status moq_prepare_check_part(const moq_weight *w, const moq_prepare_part *part,
-                                  const moq_prepare_scales *scales, moq_err *err) {
-    const float *blocks = blocks_of_part(w, scales, part->index);
-    moq_pace pace = {0};
-    for (int64_t row = 0; row < w->partition[part->index]; row++) {
-        if (moq_stops(&pace, w->in_features))
-            return moq_fail(err, MOQ_ERR_INTERRUPTED, "interrupted");
-        const uint8_t *codes = part->codes.data + row * part->codes.stride;
-        const uint8_t *groups =
-            part->groups.data ? part->groups.data + row * part->groups.stride : NULL;
-        int64_t n = part->first + row;
-        if (blocks)
-            MOQ_TRY(check_blocks(w, blocks_of_row(w, blocks, row), n, codes, err));
-        else
-            MOQ_TRY(check_row(w, part->zero || row_is_zero(scales, n), n, codes, groups, err));
-    }
-    return MOQ_OK;
-}
-
-/* Of codes that may be there already. */
-static void copy_row(uint8_t *out, const uint8_t *codes, int64_t columns) {
-    if (out != codes)
-        memcpy(out, codes, (size_t)columns);
-}
-
-static void clear_zero_blocks(const moq_weight *w, const float *scales, uint8_t *out) {
-    for (int64_t k = 0; k < w->in_features; k += MOQ_FP8_BLOCK) {
-        if (scales[k / MOQ_FP8_BLOCK] == 0)
-            memset(out + k, 0, (size_t)block_width(w, k));
-    }
-}
-
-/* Row n of the layer from its codes and, for e2m1, their block scales. */
-static void write_row(const moq_weight *w, int64_t n, const uint8_t *codes, const uint8_t *scales,
-                      float *factor, const moq_prepare_out *out) {
-    int64_t k = w->in_features;
-    uint8_t *weight = out->weight;
-    if (w->checkpoint != MOQ_WEIGHT_E2M1) {
-        copy_row(weight + n * k, codes, k);
-        return;
-    }
-    int64_t columns = moq_weight_scale_columns(w);
-    if (w->weight == MOQ_WEIGHT_E4M3_ROW) {
-        factor[n] *= moq_cpu_fold_e2m1_row(codes, scales, k, w->group_size, weight + n * k);
-        return;
-    }
-    copy_row(weight + n * (k / 2), codes, k / 2);
-    copy_row(out->groups + n * columns, scales, columns);
-}
-
-static void write_zero_row(const moq_weight *w, int64_t n, const moq_prepare_out *out) {
-    int64_t k = w->in_features, columns = moq_weight_scale_columns(w);
-    int64_t bytes = w->weight == MOQ_WEIGHT_E2M1 ? k / 2 : k;
-    memset(out->weight + n * bytes, 0, (size_t)bytes);
-    if (w->weight == MOQ_WEIGHT_E2M1)
-        memset(out->groups + n * columns, 0, (size_t)columns);
-}
-
-void moq_prepare_write_part(const moq_weight *w, const moq_prepare_part *part,
-                            const moq_prepare_scales *scales, const moq_prepare_out *out) {
-    const float *blocks = blocks_of_part(w, scales, part->index);
-    moq_pace pace = {0};
-    for (int64_t row = 0; row < w->partition[part->index]; row++) {
-        int64_t n = part->first + row;
-        if (moq_stops(&pace, w->in_features))
-            return;
-        if (row_is_zero(scales, n)) {
-            write_zero_row(w, n, out);
-            continue;
-        }
-        write_row(w, n, part->codes.data + row * part->codes.stride,
-                  part->groups.data ? part->groups.data + row * part->groups.stride : NULL,
-                  scales->factor, out);
-        if (blocks)
-            clear_zero_blocks(w, blocks_of_row(w, blocks, row), out->weight + n * w->in_features);
-    }
-}
 
 static moq_prepare_part split_of(const moq_weight *w, const moq_weight_sources *sources, int32_t p,
                                  int64_t first) {
@@ -175,8 +34,8 @@ static void write_matrix(const moq_weight *w, const moq_weight_sources *sources,
     }
 }
 
-/* Where the prepared codes of an expert are; block scales that are no bytes are written with all
- * other scales. */
+/* Finds the prepared codes of an expert; block scales that are no bytes are written with all other
+ * scales. */
 static moq_prepare_out out_of(const moq_weight *w, const moq_params *params, int64_t expert) {
     int64_t bytes = w->weight == MOQ_WEIGHT_E2M1 ? w->in_features / 2 : w->in_features;
     int64_t groups = w->out_features * moq_weight_scale_columns(w);
@@ -187,36 +46,55 @@ static moq_prepare_out out_of(const moq_weight *w, const moq_params *params, int
     return out;
 }
 
-/* The scales of all experts. */
+/* Writes the scales of all experts. */
 static void write_scales(const moq_params *params, moq_param id, const float *scales,
                          int64_t count) {
     if (scales)
         memcpy(params->of[id].data, scales, (size_t)count * sizeof(float));
 }
 
-moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sources,
-                              moq_prepare_mode mode, const moq_prepare_scales *scales,
-                              moq_params *params, moq_err *err) {
+static void write_all_scales(const moq_weight *w, bool uses_input_scale,
+                             const moq_prepare_scales *scales, const moq_params *params) {
+    int64_t experts = moq_weight_matrices(w);
+    write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
+    write_scales(params, MOQ_PARAM_WEIGHT_SCALE, scales->block,
+                 experts * moq_prepare_block_count(w));
+    if (uses_input_scale)
+        write_scales(params, MOQ_PARAM_INPUT_SCALE, scales->input, experts * w->partition_count);
+    write_scales(params, MOQ_PARAM_PRE_QUANT_SCALE, scales->smooth, experts * w->in_features);
+}
+
+/* Checks and writes codes, under scales that were read. */
+static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources,
+                          moq_prepare_mode mode, const moq_prepare_scales *scales,
+                          moq_params *params, moq_err *err) {
     int64_t experts = moq_weight_matrices(w);
     for (int64_t e = 0; e < experts && !mode.checked; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
-        moq_status status = check_matrix(w, &from, &mine, err);
-        if (status != MOQ_OK)
-            return moq_weight_name_expert(w, e, status, err);
+        MOQ_TRY_EXPERT(w, e, check_matrix(w, &from, &mine, err), err);
     }
-    for (int64_t e = 0; e < experts && !mode.only_checks; e++) {
+    if (mode.only_checks)
+        return MOQ_OK;
+    for (int64_t e = 0; e < experts; e++) {
         moq_weight_sources from = moq_sources_of(sources, e);
         moq_prepare_scales mine = moq_prepare_scales_of(w, scales, e);
         moq_prepare_out out = out_of(w, params, e);
         write_matrix(w, &from, &mine, &out);
     }
-    if (mode.only_checks)
-        return MOQ_OK;
-    write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
-    write_scales(params, MOQ_PARAM_WEIGHT_SCALE, scales->block,
-                 experts * moq_prepare_block_count(w));
-    write_scales(params, MOQ_PARAM_INPUT_SCALE, scales->input, experts * w->partition_count);
-    write_scales(params, MOQ_PARAM_PRE_QUANT_SCALE, scales->smooth, experts * w->in_features);
+    write_all_scales(w, moq_uses_input_scale(w, sources), scales, params);
     return MOQ_OK;
+}
+
+moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sources,
+                              moq_prepare_mode mode, moq_params *params, moq_err *err) {
+    int all = MOQ_SCALES_OF_WEIGHT | MOQ_SCALES_OF_INPUT | MOQ_SCALES_OF_SMOOTHING;
+    moq_prepare_scales scales;
+    moq_status status = moq_prepare_open_scales(w, sources, &scales, err);
+    if (status == MOQ_OK)
+        status = moq_prepare_read_scales(w, sources, all, NULL, &scales, err);
+    if (status == MOQ_OK)
+        status = prepare(w, sources, mode, &scales, params, err);
+    free(scales.memory);
+    return status;
 }

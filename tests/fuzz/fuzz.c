@@ -27,9 +27,9 @@ _Noreturn void fuzz_fail(const char *file, int line, const char *condition, cons
 
 void fuzz_check_error(moq_status status, const moq_err *err) {
     FUZZ_CHECK(status == err->kind, "status %d, error record of kind %d", status, err->kind);
-    FUZZ_CHECK(status != MOQ_ERR_INTERNAL, "%s", err->message);
-    const size_t size = strnlen(err->message, sizeof err->message);
-    FUZZ_CHECK(size > 0 && size < sizeof err->message, "message of %zu bytes", size);
+    FUZZ_CHECK(status != MOQ_ERR_INTERNAL, "%s", err->text);
+    const size_t size = strnlen(err->text, sizeof err->text);
+    FUZZ_CHECK(size > 0 && size < sizeof err->text, "message of %zu bytes", size);
     FUZZ_CHECK(status != MOQ_ERR_CONFIG || err->path[0] == '$', "path \"%s\"", err->path);
 }
 

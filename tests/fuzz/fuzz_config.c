@@ -39,7 +39,7 @@ static void check_entries(const moq_config *config, const moq_resolver *resolver
             FUZZ_CHECK(status == MOQ_ERR_VALUE, "status %d", status);
             continue;
         }
-        FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
+        FUZZ_CHECK(status == MOQ_OK, "%s", err.text);
         FUZZ_CHECK(quant.rule == MOQ_RULE_LAYERS && quant.algo == entry->algo &&
                        quant.group_size == entry->group_size &&
                        moq_text_equal(quant.entry, entry->name),
@@ -71,7 +71,7 @@ static void ask(const moq_config *config, const moq_resolver *resolver, moq_text
     if (!excluded || moq_exclusion_find(config->excluded, name) == MOQ_NAME_NONE)
         return;
     status = moq_resolve_layer(resolver, name, shards, count, &quant, &err);
-    FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
+    FUZZ_CHECK(status == MOQ_OK, "%s", err.text);
     FUZZ_CHECK(quant.rule == MOQ_RULE_LAYERS || quant.rule == MOQ_RULE_EXCLUDED ||
                    quant.rule == MOQ_RULE_NATIVE,
                "%.*s%s is excluded, but rule %d holds", MOQ_TEXT_ARGS(name), quant.rule);
@@ -125,7 +125,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     moq_status status = moq_config_read(&arena, documents, count, &config, &err);
     if (status == MOQ_OK)
         status = moq_resolver_build(&arena, &config, &resolver, &err);
-    FUZZ_CHECK(limited || status != MOQ_ERR_MEMORY, "%s", err.message);
+    FUZZ_CHECK(limited || status != MOQ_ERR_MEMORY, "%s", err.text);
     if (status == MOQ_OK)
         check_config(&config, resolver, names);
     else

@@ -190,7 +190,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (status == MOQ_OK) {
         fuzz_tensor out = fuzz_result(&plan.out, 0xa5);
         status = moq_run_dequantize(&plan, &out.view, &err);
-        FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
+        FUZZ_CHECK(status == MOQ_OK, "%s", err.text);
         check_values(&plan, &out.view);
         fuzz_free(&out);
     } else {

@@ -170,7 +170,7 @@ static void check_convert(fuzz_input *in) {
         fuzz_tensor out = fuzz_result(&wanted, 0xa5);
         status = moq_run_convert(&x.view, "x", &out.view, &err);
         FUZZ_CHECK((status == MOQ_OK) == (moq_dtype_is_float(from) && moq_dtype_is_float(to)), "%s",
-                   err.message);
+                   err.text);
         const int64_t values = moq_tensor_numel(&x.view) * (from == MOQ_DT_E2M1X2 ? 2 : 1);
         for (int64_t i = 0; i < values && status == MOQ_OK; i++) {
             const float value = fuzz_element(&x.view, i), got = fuzz_element(&out.view, i);

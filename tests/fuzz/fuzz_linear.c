@@ -68,8 +68,13 @@ static moq_status resolve(fuzz_input *in, layer *l, moq_err *err) {
     const int32_t count = shape < 4 ? (int32_t)(65 * (shape & 1)) : shape % PART_MAX + 1;
     for (int32_t i = 0; i < count; i++)
         l->partition[i] = count > PART_MAX ? 1 : draw_size(in, 140);
-    return moq_linear_resolve(algo, compute, dtype, (moq_device){MOQ_CPU, 0}, k, l->partition,
-                              count, group, &l->spec, err);
+    const moq_weight_names names = {.algo = algo,
+                                    .compute = compute,
+                                    .in_features = k,
+                                    .partitions = l->partition,
+                                    .partition_count = count,
+                                    .group_size = group};
+    return moq_linear_resolve(&names, dtype, &l->spec, err);
 }
 
 /* Element i, in row-major memory, to one a checkpoint may hold: a scale of at most 2, which for a
@@ -324,7 +329,7 @@ static void run(fuzz_input *in, const layer *l, const moq_params *params) {
         moq_tensor_is_contiguous(&bias.view) && fuzz_flag(in) ? &bias.view : NULL;
     moq_tensor wanted = {.dtype = spec->dtype, .ndim = ndim};
     FUZZ_CHECK(moq_linear_output_shape(spec, &x.view, wanted.shape, &err) == MOQ_OK, "%s",
-               err.message);
+               err.text);
     const bool judged = !l->spoiled && l->input_scale.source.count == 0;
     const int64_t m = moq_tensor_numel(&x.view) / spec->in_features;
     expectation *expected = judged ? expect(l, &x.view, m, used) : NULL;
@@ -338,8 +343,7 @@ static void run(fuzz_input *in, const layer *l, const moq_params *params) {
         snprintf(name, sizeof name, "%s:%s", kernel.family, kernel.name);
         if (only && strcmp(only, name) != 0)
             continue;
-        FUZZ_CHECK(moq_plan_make(&MOQ_LINEAR, spec, name, &plan, &err) == MOQ_OK, "%s",
-                   err.message);
+        FUZZ_CHECK(moq_plan_make(&MOQ_LINEAR, spec, name, &plan, &err) == MOQ_OK, "%s", err.text);
         fuzz_tensor y = fuzz_result(&wanted, 0xff);
         count_call(i, kernel.name);
         moq_linear_job job;
@@ -350,7 +354,7 @@ static void run(fuzz_input *in, const layer *l, const moq_params *params) {
         if (status == MOQ_OK)
             status = moq_job_run(&job.job, &err);
         free(workspace);
-        FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.message);
+        FUZZ_CHECK(status == MOQ_OK, "%s: %s", name, err.text);
         if (judged)
             check_output(spec, name, expected, &y.view);
         fuzz_free(&y);
@@ -384,11 +388,11 @@ static void prepare_and_run(fuzz_input *in, layer *l) {
         run(in, l, &params);
     } else {
         fuzz_check_error(status, &err);
-        FUZZ_CHECK(l->spoiled, "%s", err.message);
+        FUZZ_CHECK(l->spoiled, "%s", err.text);
         for (int i = 0; i < count; i++) {
             const uint8_t *memory = prepared[i].memory;
             FUZZ_CHECK(!memory || moq_tensor_numel(&prepared[i].view) == 0 || memory[0] == 0xff,
-                       "%s was written before %s", want[i].name, err.message);
+                       "%s was written before %s", want[i].name, err.text);
         }
     }
     for (int i = 0; i < count; i++)

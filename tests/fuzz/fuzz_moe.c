@@ -277,15 +277,14 @@ static void run_kernel(const layer *l, call *c, const char *name, const moq_tens
     moq_plan plan;
     moq_moe_job job;
     moq_err err;
-    FUZZ_CHECK(moq_plan_make(&MOQ_MOE, s, name, &plan, &err) == MOQ_OK, "%s", err.message);
+    FUZZ_CHECK(moq_plan_make(&MOQ_MOE, s, name, &plan, &err) == MOQ_OK, "%s", err.text);
     moq_status status = moq_moe_open(&plan, &l->params, &c->inputs, &job, &err);
     if (status == MOQ_OK)
         status = moq_job_run(&job.job, &err);
     if (status != MOQ_OK) {
         fuzz_check_error(status, &err);
         const size_t bytes = (size_t)moq_tensor_numel(before) * moq_dtype_size(before->dtype);
-        FUZZ_CHECK(memcmp(c->y.view.data, before->data, bytes) == 0, "written before %s",
-                   err.message);
+        FUZZ_CHECK(memcmp(c->y.view.data, before->data, bytes) == 0, "written before %s", err.text);
     } else if (s->w13.input == MOQ_INPUT_AS_IS && s->w13.dtype == MOQ_DT_F32 &&
                s->w13.weight == MOQ_WEIGHT_E2M1) {
         check_sums(l, c, before, name);

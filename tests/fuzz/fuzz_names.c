@@ -59,7 +59,7 @@ static bool glob_matches(moq_arena *arena, moq_text pattern, moq_text name, moq_
     moq_glob glob;
     moq_err err;
     const moq_status status = moq_glob_compile(arena, pattern, rules, &glob, &err);
-    FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
+    FUZZ_CHECK(status == MOQ_OK, "%s", err.text);
     const bool matches = moq_glob_match(&glob, name);
     const moq_text literal = moq_glob_longest_literal(&glob);
     FUZZ_CHECK(!matches || moq_text_find(name, literal) != SIZE_MAX, "%.*s%s in %.*s%s",
@@ -101,7 +101,7 @@ static void check_producer(moq_arena *arena, const name_case *c) {
     moq_err err;
     bool expected = false;
     FUZZ_CHECK(moq_exclusion_compile(arena, c->entry, c->entries, &set, &err) == MOQ_OK, "%s",
-               err.message);
+               err.text);
     for (size_t i = 0; i < c->entries && c->name.size < MOQ_NAME_MAX; i++)
         expected = expected || excludes(c->entry[i], c->name);
     const uint32_t id = moq_exclusion_find(set, c->name);
@@ -185,7 +185,7 @@ static void check_vllm(moq_arena *arena, const name_case *c) {
     if (c->name.size == 0 || c->name.size >= MOQ_NAME_MAX)
         return; /* the binding refuses such names */
     FUZZ_CHECK(moq_vllm_exclusion_compile(arena, c->entry, c->entries, &set, &err) == MOQ_OK, "%s",
-               err.message);
+               err.text);
     const moq_status status =
         moq_vllm_exclusion_find(set, c->name, c->shard, c->shards, "$.ignore", &answer, &err);
     if (status != MOQ_OK)

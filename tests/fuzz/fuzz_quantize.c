@@ -112,9 +112,9 @@ static void check_back(outcome *o) {
     const moq_status status =
         moq_plan_dequantize(nvfp4 ? "NVFP4" : "fp8_per_channel_per_token", &codes, &o->scale.view,
                             nvfp4 ? scale_2 : NULL, 0, MOQ_DT_F32, &back, &err);
-    FUZZ_CHECK(status == MOQ_OK, "%s", err.message);
+    FUZZ_CHECK(status == MOQ_OK, "%s", err.text);
     fuzz_tensor out = fuzz_result(&back.out, 0xa5);
-    FUZZ_CHECK(moq_run_dequantize(&back, &out.view, &err) == MOQ_OK, "%s", err.message);
+    FUZZ_CHECK(moq_run_dequantize(&back, &out.view, &err) == MOQ_OK, "%s", err.text);
     for (int64_t i = 0; i < moq_tensor_numel(&out.view); i++) {
         const double scale = scale_of(o, i), second = nvfp4 ? fuzz_element(scale_2, 0) : 1;
         const double product = fuzz_element(&codes, i) * scale * second;
@@ -139,7 +139,7 @@ static void run(outcome *o) {
                                     .scale_2 = nvfp4 && !fixed ? &o->scale_2.view : NULL};
     const moq_status status = moq_run_quantize(plan, &call, &err);
     if (status != MOQ_OK) {
-        FUZZ_CHECK(fixed, "%s", err.message);
+        FUZZ_CHECK(fixed, "%s", err.text);
         fuzz_check_error(status, &err);
     } else {
         if (nvfp4)

@@ -3,16 +3,13 @@
 #define MOQ_CUDA_CHOICE_GRID_H
 
 #include "core/invariant.h"
+#include "core/sizes.h"
 
 #include <stdbool.h>
 #include <stdint.h>
 
 #define BLOCK_SHARED                                                                               \
     232448 /* bytes of shared memory that a block of compute capability 9.0 may have */
-
-static inline int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
 
 /* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
  * MOQ_SPLIT_K each has some of K, and in MOQ_SPLIT_K_WARPGROUPS each warpgroup every other step of

@@ -2,6 +2,7 @@
 #include "cuda/choice/moe_decode.h"
 
 #include "core/invariant.h"
+#include "core/sizes.h"
 #include "cuda/choice/chip.h"
 #include "cuda/choice/routing.h"
 
@@ -15,10 +16,6 @@
 #define WHOLE_BYTES ((227 << 10) - 2048)
 /* Slots up to here are grouped by the lanes of a warp, which need no counts. */
 #define LANES 32
-
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
 
 static int align(int bytes) {
     return (bytes + 127) / 128 * 128;

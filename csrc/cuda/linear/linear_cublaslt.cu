@@ -22,6 +22,7 @@
  * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
 #include "core/formats.h"
 #include "core/invariant.h"
+#include "core/sizes.h"
 #include "core/swizzle.h"
 #include "cuda/choice/choice_cublaslt.h"
 #include "cuda/device/load.h"
@@ -39,10 +40,6 @@ namespace moq::cublaslt {
 /* What the library is given, as NVIDIA recommends for the generation. */
 #define MEMORY_HOPPER  (32 << 20)
 #define MEMORY_EARLIER (4 << 20)
-
-static int64_t round_up(int64_t value, int64_t step) {
-    return (value + step - 1) / step * step;
-}
 
 static moq_scaling scaling_of(const moq_linear_spec *spec) {
     if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)

@@ -12,6 +12,7 @@
  * between the steps is written and read once each: with many tokens this takes as long as some
  * tenths of the products do, with few it is six launches that bound the time. */
 #include "core/invariant.h"
+#include "core/sizes.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/expert_product.h"
 #include "cuda/runtime/launch.h"
@@ -28,12 +29,6 @@ typedef struct {
     int64_t end;
 } layout;
 
-static int64_t take(int64_t *end, int64_t bytes) {
-    int64_t at = *end;
-    *end += (bytes + 255) / 256 * 256;
-    return at;
-}
-
 static slot_chunk chunk_of(const moq_moe_call *call, const product_kind *kind, int64_t first,
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
@@ -47,15 +42,15 @@ static layout workspace_layout(const slot_chunk *chunk, const product_kind *kind
     int64_t rows = most_rows(chunk), h = w13->in_features, i = w2->in_features;
     row_format form13 = kind->form(w13), form2 = kind->form(w2);
     layout l = {};
-    l.groups = take(&l.end, groups_bytes(chunk));
-    l.g = take(&l.end, rows * row_bytes(form2, w2->dtype, i));
-    l.g_scales = take(&l.end, scale_bytes(form2, rows, i));
+    l.groups = take_part(&l.end, groups_bytes(chunk));
+    l.g = take_part(&l.end, rows * row_bytes(form2, w2->dtype, i));
+    l.g_scales = take_part(&l.end, scale_bytes(form2, rows, i));
     l.x = l.d = l.end;
-    l.x = take(&l.end, rows * row_bytes(form13, w13->dtype, h));
-    l.x_scales = take(&l.end, scale_bytes(form13, rows, h));
-    l.u = take(&l.end, rows * w13->out_features * (int64_t)sizeof(float));
+    l.x = take_part(&l.end, rows * row_bytes(form13, w13->dtype, h));
+    l.x_scales = take_part(&l.end, scale_bytes(form13, rows, h));
+    l.u = take_part(&l.end, rows * w13->out_features * (int64_t)sizeof(float));
     int64_t after_d = l.d;
-    take(&after_d, rows * w2->out_features * (int64_t)sizeof(float));
+    take_part(&after_d, rows * w2->out_features * (int64_t)sizeof(float));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }

@@ -8,6 +8,7 @@
  *
  * What bounds it: memory, which it reads and writes at 3.9 TB/s (H200, docs/lab/nvfp4-fp8.md). */
 #include "core/nvfp4_packed.h"
+#include "core/sizes.h"
 #include "cuda/device/load.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
@@ -77,10 +78,6 @@ static __global__ void __launch_bounds__(WARPS * 32) fold_weights(const fold_arg
         store_row(&a, row + 8, column, make_uint4(f[0][1], f[0][3], f[1][1], f[1][3]));
     }
     wait_for_predecessor(); /* who waits for this kernel waits for that too */
-}
-
-static int64_t divide_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_unpack(const moq_cuda_unpack *u, moq_err *err) {

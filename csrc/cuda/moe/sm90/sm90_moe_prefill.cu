@@ -17,6 +17,7 @@
 #include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
 
 #include "core/invariant.h"
+#include "core/sizes.h"
 #include "cuda/choice/moe_prefill.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
@@ -38,12 +39,6 @@ typedef struct {
     int64_t d;
     int64_t end;
 } layout;
-
-static int64_t take(int64_t *end, int64_t bytes) {
-    int64_t at = *end;
-    *end += (bytes + 255) / 256 * 256;
-    return at;
-}
 
 static row_format form_of(const moq_linear_spec *spec) {
     if (spec->weight == MOQ_WEIGHT_E2M1_PACKED)
@@ -132,26 +127,26 @@ static layout smem_layout(const slot_chunk *chunk) {
     x_format x = x_format_of(call);
     bool codes = form_of(w2) != ROWS_VALUES;
     layout l = {};
-    l.groups = take(&l.end, groups_bytes(chunk));
-    l.written = take(&l.end, links_products(chunk) ? rows * (int64_t)sizeof(int32_t) : 0);
+    l.groups = take_part(&l.end, groups_bytes(chunk));
+    l.written = take_part(&l.end, links_products(chunk) ? rows * (int64_t)sizeof(int32_t) : 0);
     l.g = l.codes = l.code_scales = l.end;
     if (g_format_of(spec) == G_VALUES)
-        l.g = take(&l.end, rows * row_bytes(ROWS_VALUES, w2->dtype, i));
+        l.g = take_part(&l.end, rows * row_bytes(ROWS_VALUES, w2->dtype, i));
     if (codes || !takes_g(call)) {
-        l.codes = take(&l.end, rows * row_bytes(form_of(w2), w2->dtype, i));
-        l.code_scales = take(&l.end, all_scales(chunk, form_of(w2), i));
+        l.codes = take_part(&l.end, rows * row_bytes(form_of(w2), w2->dtype, i));
+        l.code_scales = take_part(&l.end, all_scales(chunk, form_of(w2), i));
     } else {
         l.codes = l.g;
     }
     l.x = l.d = l.end;
     if (x != X_AS_IS) {
-        l.x = take(&l.end, rows * row_bytes(form_of(w13), w13->dtype, h));
-        l.x_scales = take(&l.end, all_scales(chunk, form_of(w13), h));
+        l.x = take_part(&l.end, rows * row_bytes(form_of(w13), w13->dtype, h));
+        l.x_scales = take_part(&l.end, all_scales(chunk, form_of(w13), h));
     }
     if (links_products(chunk))
         l.d = l.end;
     int64_t after_d = l.d;
-    take(&after_d, rows * w2->out_features * (int64_t)moq_dtype_size(dtype_of_d(spec)));
+    take_part(&after_d, rows * w2->out_features * (int64_t)moq_dtype_size(dtype_of_d(spec)));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }

@@ -10,6 +10,7 @@
  * A scale of g is that of a whole row, of which no block has all columns, so that g is written.
  * Long inputs go in chunks of tokens whose rows fit MEMORY bytes. */
 #include "core/invariant.h"
+#include "core/sizes.h"
 #include "cuda/choice/moe_folded.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/cuda_moe_sm90.h"
@@ -30,12 +31,6 @@ typedef struct {
     int64_t end;
 } folded_layout;
 
-static int64_t take(int64_t *end, int64_t bytes) {
-    int64_t at = *end;
-    *end += (bytes + 255) / 256 * 256;
-    return at;
-}
-
 static slot_chunk chunk_of(const moq_moe_call *call, int64_t first, int64_t tokens) {
     return {call, first, tokens, moq_moe_folded_tile_rows(call->path), 1, false};
 }
@@ -49,15 +44,15 @@ static folded_layout smem_layout(const slot_chunk *chunk) {
     const moq_moe_spec *spec = chunk->call->spec;
     int64_t rows = most_rows(chunk), h = spec->w2.out_features, i = spec->w2.in_features;
     folded_layout l = {};
-    l.groups = take(&l.end, groups_bytes(chunk));
-    l.g = take(&l.end, rows * row_bytes(ROWS_VALUES, spec->w2.dtype, i));
-    l.codes = take(&l.end, rows * i);
-    l.code_scales = take(&l.end, rows * (int64_t)sizeof(float));
+    l.groups = take_part(&l.end, groups_bytes(chunk));
+    l.g = take_part(&l.end, rows * row_bytes(ROWS_VALUES, spec->w2.dtype, i));
+    l.codes = take_part(&l.end, rows * i);
+    l.code_scales = take_part(&l.end, rows * (int64_t)sizeof(float));
     l.x = l.d = l.end;
-    l.x = take(&l.end, rows * h);
-    l.x_scales = take(&l.end, rows * (int64_t)sizeof(float));
+    l.x = take_part(&l.end, rows * h);
+    l.x_scales = take_part(&l.end, rows * (int64_t)sizeof(float));
     int64_t after_d = l.d;
-    take(&after_d, rows * h * (int64_t)moq_dtype_size(dtype_of_d(spec)));
+    take_part(&after_d, rows * h * (int64_t)moq_dtype_size(dtype_of_d(spec)));
     l.end = l.end > after_d ? l.end : after_d;
     return l;
 }
