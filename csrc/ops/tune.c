@@ -100,7 +100,7 @@ typedef struct {
 } run_args;
 
 /* Runs each call as a model has it, among kernels of others: in a chain of itself its start would
- * be hidden (docs/lab/neighbours.md). */
+ * be hidden (docs/lab/pdl.md). */
 static moq_status run_calls(void *data, moq_err *err) {
     run_args *a = data;
     for (int i = 0; i < a->calls; i++) {

@@ -70,6 +70,6 @@ bool moq_prepare_has_zero_scale(const moq_prepare_job *job);
 moq_status moq_prepare_check_zero_parts(const moq_prepare_job *job, moq_err *err);
 /* Checks FP8 codes and their scales on the host, and writes them from there unless only checks are
  * wanted. */
-moq_status moq_prepare_at_home(moq_prepare_job *job, moq_err *err);
+moq_status moq_prepare_on_host(moq_prepare_job *job, moq_err *err);
 
 #endif

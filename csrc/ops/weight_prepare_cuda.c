@@ -299,7 +299,7 @@ static moq_status queue(const moq_prepare_job *j, moq_err *err) {
 
 /* Writes a layer with a scale of zero from the host, and its scales of x. */
 static moq_status prepare_on_host(moq_prepare_job *j, moq_err *err) {
-    MOQ_TRY(moq_prepare_at_home(j, err));
+    MOQ_TRY(moq_prepare_on_host(j, err));
     if (j->only_checks)
         return MOQ_OK;
     MOQ_TRY(forget_findings(j, err));

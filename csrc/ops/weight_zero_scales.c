@@ -140,7 +140,7 @@ static moq_status fill_on_host(const moq_prepare_job *j, uint8_t *codes, moq_err
                            (size_t)moq_prepare_all_scales(j) * sizeof(float), j->stream, err);
 }
 
-moq_status moq_prepare_at_home(moq_prepare_job *j, moq_err *err) {
+moq_status moq_prepare_on_host(moq_prepare_job *j, moq_err *err) {
     const moq_weight *w = j->w;
     MOQ_TRY(moq_prepare_bad_scale(j, err));
     if (j->weight_stays)
