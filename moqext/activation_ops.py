@@ -128,7 +128,7 @@ def router_logits(x: Any, weight: Any, *, dtype: Any = None, out: Any = None, st
     return _C.router_logits(x, weight, dtype=dtype, out=out, stream=stream)
 
 
-def turn_heads(
+def qk_norm_rope(
     x: Any,
     positions: Any,
     table: Any,
@@ -143,7 +143,7 @@ def turn_heads(
     slots: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Heads of q and k normed and turned by the angles of their tokens' positions, in their place.
+    """Norms and rotates (RoPE) the heads of q and k in their place, by the positions of their tokens.
 
     In one kernel, with the bits of `rms_norm` of each head, where its kind has a weight, and of
     `rotary_embedding` behind it; with a cache, k and v are also stored there.
@@ -175,7 +175,7 @@ def turn_heads(
         ValueError: other shapes, gaps, or x on the CPU.
         BufferError: as for `silu_and_mul`; or x shares memory with another tensor.
     """
-    return _C.turn_heads(
+    return _C.qk_norm_rope(
         x,
         positions,
         table,

@@ -334,7 +334,7 @@ def _turn(contestant: Contestant, x: Any, first: int, most: float) -> list[float
 def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rotate: int) -> Contestant:
     rows, columns = shape
     method = LinearMethod(algo, columns, [rows])
-    params = {name: _random_tensor(spec, rng) for name, spec in method.checkpoint_params.items()}
+    params = {name: random_tensor(spec, rng) for name, spec in method.checkpoint_params.items()}
     prepared = method.prepare(params)
     weight_bytes = sum(tensor.nbytes for tensor in prepared.values())
     weights = [prepared]
@@ -372,7 +372,7 @@ def copies(weight_bytes: int, rotate: int) -> int:
     return max(2, -(-rotate // weight_bytes))
 
 
-def _random_tensor(spec: ParamSpec, rng: np.random.Generator) -> NDArray[Any]:
+def random_tensor(spec: ParamSpec, rng: np.random.Generator) -> NDArray[Any]:
     """Codes of any value, scales of a few powers of two around a small one."""
     if spec.dtype == "float32":
         return np.exp2(rng.uniform(-8, -4, spec.shape)).astype(np.float32)

@@ -8,7 +8,7 @@ Three steps, on plain tensors that the framework owns: the method says which ten
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from moqext import _C
+from moqext import _C, tuning
 from moqext.method import PlannedMethod
 from moqext.scalars import as_tensors
 from moqext.spelling import Compute, Device, Dtype, device_name, dtype_name
@@ -100,6 +100,7 @@ class LinearMethod(PlannedMethod):
         self.fast_accum = bool(fast_accum)
         self.one_input_scale = bool(one_input_scale)
         self.quantized_input = bool(quantized_input)
+        tuning.take(plan, self, self.device)
 
     @property
     def out_features(self) -> int:

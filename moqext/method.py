@@ -1,9 +1,10 @@
-"""What every method has, whatever it computes: its tensors, and the kernels that run it."""
+"""The part that every method has, whatever it computes: its tensors, and the kernels that run it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moqext import _C
+from moqext import _C, tuning
+from moqext.errors import CheckpointError
 from moqext.spelling import Compute
 
 
@@ -26,7 +27,7 @@ class ParamSpec(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a kernel took in `LinearMethod.tune`.
+    """The time of a kernel in `LinearMethod.tune`.
 
     Attributes:
         tokens: Rows of x.
@@ -88,30 +89,39 @@ class PlannedMethod:
         swizzled = self.compute == "fp4" and self.device != "cpu" and name.endswith("weight_scale")
         return stored[:2] == prepared[:2] and not swizzled
 
-    def tune(self, tokens: Sequence[int], params: Mapping[str, Any]) -> list[Timing]:
+    def tune(self, tokens: Sequence[int], params: Mapping[str, Any], *, save: bool = False) -> list[Timing]:
         """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.
 
-        Without it a kernel is chosen by an estimate, and cuBLASLt by its own. A choice holds for this method
-        (copies know nothing of it) and the numbers of tokens near the one measured: those that round up to
-        the same one of eight between powers of two. Results may change in their last bits, with
-        `compute="auto"` as `compute_for` does. It takes a second or so for a number, memory for as many
-        copies of the weight as keep it out of the caches, and waits for the device.
+        Without it a kernel is chosen by the cache of `moqext tune`, else by an estimate, and cuBLASLt by its
+        own. A choice holds for this method (copies know nothing of it) and the numbers of tokens near the one
+        measured: those that round up to the same one of eight between powers of two. Results may change in
+        their last bits, with `compute="auto"` as `compute_for` does. It takes a second or so for a number,
+        memory for as many copies of the weight as keep it out of the caches, and waits for the device.
 
         Args:
             tokens: Numbers of rows of x, each measured alone on random values.
             params: What `prepare` returned.
+            save: Writes the choices to the cache too, for methods of this description made from then on, in
+                this process and others.
 
         Returns:
             All measurements, by number of tokens and then by time.
 
         Raises:
             ValueError: A number of tokens below 1, more than 64 different ones, parameters that do not fit.
+            CheckpointError: There is no cache to write to (`MOQEXT_TUNE=0`), or its file is none.
         """
+        path = tuning.cache_path() if save else None
+        if save and path is None:
+            raise CheckpointError("save: there is no cache to write to, since MOQEXT_TUNE is 0")
         timings = []
         for count in tokens:
             measured = self._plan.measure(count, params)
             self._plan.keep(count, *measured[0][:2])
             timings += [Timing(count, *row, chosen=row is measured[0]) for row in measured]
+        if path is not None:
+            chosen = [row[:4] for row in timings if row.chosen]
+            tuning.save(path, self.device, {tuning.layer_key(self): tuning.cells_of(self._plan, chosen)})
         return timings
 
     @property
@@ -132,7 +142,7 @@ class PlannedMethod:
         return self._plan.backend(tokens)
 
     def compute_for(self, tokens: int) -> str:
-        """What a call with so many rows of x multiplies: `compute`, or for "auto" the one it takes.
+        """The `compute` of a call with so many rows of x; for "auto" the one that it takes.
 
         Takes the arguments of `backend_for`, and raises its errors.
         """
@@ -140,6 +150,8 @@ class PlannedMethod:
 
     def explain(self, tokens: int | None = None) -> str:
         """One line per kernel: chosen, can run, or the reason why it cannot, and what else is to be known.
+
+        "chosen, tuned" is one that was measured, by `tune` or in the cache of `moqext tune`.
 
         Args:
             tokens: Rows of x of a call. None asks which kernels can run some number of them, and the one for
@@ -149,11 +161,12 @@ class PlannedMethod:
             ValueError: A negative number.
         """
         reasons, notes = dict(self._plan.explain(tokens)), dict(self._plan.notes())
-        chosen = self._chosen(1 if tokens is None else tokens)
+        count = 1 if tokens is None else tokens
+        chosen, how = self._chosen(count), "chosen, tuned" if self._plan.is_tuned(count) else "chosen"
         width = max(map(len, reasons))
         lines = []
         for name, reason in reasons.items():
-            verdict = "chosen" if name == chosen else (f"no: {reason}" if reason else "can run")
+            verdict = how if name == chosen else (f"no: {reason}" if reason else "can run")
             note = f" ({notes[name]})" if name in notes else ""
             lines.append(f"{name:{width}} {verdict}{note}")
         return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moqext import _C
+from moqext import _C, tuning
 from moqext.expert_scales import unify_input_scales
 from moqext.expert_stacks import (
     ExpertStacks,
@@ -173,6 +173,7 @@ class MoEMethod(PlannedMethod):
         self.alpha, self.beta, self.limit = alpha, beta, limit
         self.global_num_experts = int(num_experts if global_num_experts is None else global_num_experts)
         self.quantized_input = bool(quantized_input)
+        tuning.take(plan, self, self.device)
 
     # ------------------------------------------------------------------------------------------- stacks
 

@@ -4,6 +4,7 @@ A result is made by the framework of the first tensor, or written to `out` where
 uint16 arrays stand for formats that the framework has no dtype for.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moqext import _C
-from moqext.activation_ops import rms_norm, rotary_embedding, router_logits, silu_and_mul, turn_heads
+from moqext.activation_ops import qk_norm_rope, rms_norm, rotary_embedding, router_logits, silu_and_mul
 from moqext.engine_experts import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.linear import Tensor, make_method
 from moqext.scalars import as_tensor, as_tensors, is_number
@@ -27,6 +28,7 @@ __all__ = [
     "pack_fp4",
     "pack_nvfp4",
     "prepare_experts",
+    "qk_norm_rope",
     "quantize",
     "requantize_to_max",
     "rms_norm",
@@ -41,11 +43,20 @@ __all__ = [
     "swizzle_block_scales",
     "to_device",
     "to_host",
-    "turn_heads",
     "unpack_fp4",
     "unpack_nvfp4",
     "unswizzle_block_scales",
 ]
+
+
+def turn_heads(*args: Any, **kwargs: Any) -> Any:
+    """The name of `qk_norm_rope` until 0.1, which the next version has no more."""
+    warnings.warn(
+        "moqext.ops.turn_heads is called qk_norm_rope, and the next version has no other name of it",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return qk_norm_rope(*args, **kwargs)
 
 
 def encode(x: Any, format: str, out: Any = None) -> Any:

@@ -137,3 +137,19 @@ def _devices():
         return _C.cuda_devices()
     except RuntimeError:
         return []
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO", "NVFP4"])
+@pytest.mark.parametrize("tokens", [1, 24, 100, 4096])
+def test_a_plan_knows_the_variants_of_its_kernels(algo, tokens):
+    """Of a GPU that need not be there. A variant that is not there stands for the kernel's choice."""
+    plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", "9.0")
+    for kernel, chosen, _ in plan.estimates(tokens):
+        known = {variant for variant in range(64) if plan.has_variant(tokens, kernel, variant)}
+        assert {0, chosen} <= known
+        assert len(known) < 64 or kernel == "cuda:cublaslt"
+        assert not plan.has_variant(tokens, f"{kernel}_gone", 0)
+        for variant in range(64):
+            plan.keep(tokens, kernel, variant)
+            assert plan.is_tuned(tokens)
+            assert {plan.row(tokens)[0], plan.row(plan.bucket(tokens))[0]} == {kernel}

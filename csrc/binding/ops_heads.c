@@ -1,4 +1,4 @@
-/* `_C.turn_heads`. */
+/* `_C.qk_norm_rope`. */
 #include "binding/args.h"
 #include "binding/long_call.h"
 #include "binding/py_tensor.h"
@@ -22,7 +22,7 @@ enum {
     COUNT
 };
 
-static const moq_signature SIGNATURE = {"turn_heads",
+static const moq_signature SIGNATURE = {"qk_norm_rope",
                                         5,
                                         5,
                                         COUNT,
@@ -109,8 +109,8 @@ static PyObject *run(moq_state *state, const heads_inputs *in, PyObject *where) 
     return Py_NewRef(in->x.object);
 }
 
-static PyObject *turn_heads(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
-                            PyObject *kwnames) {
+static PyObject *qk_norm_rope(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
     PyObject *values[COUNT], *result = NULL;
     heads_inputs in = {0};
@@ -127,8 +127,8 @@ static PyObject *turn_heads(PyObject *module, PyObject *const *args, Py_ssize_t 
 }
 
 static PyMethodDef METHODS[] = {
-    {"turn_heads", (PyCFunction)(void (*)(void))turn_heads, METH_FASTCALL | METH_KEYWORDS,
-     "See moqext.ops.turn_heads."},
+    {"qk_norm_rope", (PyCFunction)(void (*)(void))qk_norm_rope, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.qk_norm_rope."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -285,24 +285,65 @@ static PyObject *measure(PyObject *self, PyObject *const *values, Py_ssize_t nar
     return result;
 }
 
+/* A number of tokens, a kernel and a variant of it. */
+typedef struct {
+    int64_t tokens, variant;
+    const char *kernel;
+} kept;
+
+static int take_kept(PyObject *self, const moq_signature *signature, PyObject *const *values,
+                     Py_ssize_t nargs, PyObject *kwnames, kept *choice) {
+    PyObject *v[3];
+    if (moq_args_parse(moq_plan_state(self), signature, values, nargs, kwnames, v) < 0 ||
+        moq_arg_int(v[0], "tokens", 1, INT32_MAX, &choice->tokens) < 0)
+        return -1;
+    choice->kernel = moq_arg_text(v[1], "kernel");
+    return choice->kernel &&
+                   moq_arg_int(v[2], "variant", 0, MOQ_MAX_VARIANTS - 1, &choice->variant) == 0
+               ? 0
+               : -1;
+}
+
 static const moq_signature KEEP = {"keep", 3, 3, 3, {KW_tokens, KW_kernel, KW_variant}};
 
 /* The choices are written with the GIL held, as they are read. */
 static PyObject *keep(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
                       PyObject *kwnames) {
-    moq_state *state = moq_plan_state(self);
-    PyObject *v[3];
-    int64_t m, variant;
+    kept c;
     moq_err err;
-    if (moq_args_parse(state, &KEEP, values, nargs, kwnames, v) < 0 ||
-        moq_arg_int(v[0], "tokens", 1, INT32_MAX, &m) < 0)
+    if (take_kept(self, &KEEP, values, nargs, kwnames, &c) < 0)
         return NULL;
-    const char *kernel = moq_arg_text(v[1], "kernel");
-    if (!kernel || moq_arg_int(v[2], "variant", 0, MOQ_MAX_VARIANTS - 1, &variant) < 0)
-        return NULL;
-    if (moq_plan_keep(plan_of(self), m, kernel, (int32_t)variant, &err) != MOQ_OK)
-        return moq_raise(state, &err);
+    if (moq_plan_keep(plan_of(self), c.tokens, c.kernel, (int32_t)c.variant, &err) != MOQ_OK)
+        return moq_raise(moq_plan_state(self), &err);
     Py_RETURN_NONE;
+}
+
+static const moq_signature HAS_VARIANT = {
+    "has_variant", 3, 3, 3, {KW_tokens, KW_kernel, KW_variant}};
+
+static PyObject *has_variant(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                             PyObject *kwnames) {
+    kept c;
+    if (take_kept(self, &HAS_VARIANT, values, nargs, kwnames, &c) < 0)
+        return NULL;
+    return PyBool_FromLong(
+        moq_plan_has_variant(plan_of(self), c.tokens, c.kernel, (int32_t)c.variant));
+}
+
+/* The largest number of tokens that shares the choice for so many. */
+static PyObject *bucket(PyObject *self, PyObject *tokens) {
+    int64_t m;
+    (void)self;
+    if (moq_arg_int(tokens, "tokens", 1, INT32_MAX, &m) < 0)
+        return NULL;
+    return PyLong_FromLongLong(moq_token_bucket(m));
+}
+
+static PyObject *is_tuned(PyObject *self, PyObject *tokens) {
+    int64_t m;
+    if (moq_arg_int(tokens, "tokens", 0, INT64_MAX, &m) < 0)
+        return NULL;
+    return PyBool_FromLong(moq_plan_is_tuned(plan_of(self), m));
 }
 
 /* ---- the type ---- */
@@ -332,6 +373,12 @@ static PyMethodDef PLAN_METHODS[] = {
      "measure(tokens, params) -> list of (kernel, variant, seconds), the fastest first"},
     {"keep", (PyCFunction)(void (*)(void))keep, METH_FASTCALL | METH_KEYWORDS,
      "keep(tokens, kernel, variant): what runs about so many tokens from now on"},
+    {"has_variant", (PyCFunction)(void (*)(void))has_variant, METH_FASTCALL | METH_KEYWORDS,
+     "has_variant(tokens, kernel, variant) -> bool: whether it could be kept as it is"},
+    {"bucket", bucket, METH_O,
+     "bucket(tokens) -> int: the largest number of tokens that shares the choice for so many"},
+    {"is_tuned", is_tuned, METH_O,
+     "is_tuned(tokens) -> bool: whether a choice is kept for so many tokens"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -372,7 +372,7 @@ moq_status moq_cuda_gate(const moq_gate *gate, void *out, void *stream, moq_err 
     return absent(err);
 }
 
-moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, moq_err *err) {
+moq_status moq_cuda_qk_norm_rope(const moq_heads *heads, void *stream, moq_err *err) {
     (void)heads;
     (void)stream;
     return absent(err);

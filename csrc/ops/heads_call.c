@@ -1,4 +1,4 @@
-/* Operation turn_heads: see heads_call.h. */
+/* Operation qk_norm_rope: see heads_call.h. */
 #include "ops/heads_call.h"
 
 #include "cuda/cuda.h"
@@ -130,7 +130,7 @@ moq_status moq_run_heads(const moq_heads *plan, void *stream, moq_err *err) {
     if (plan->x.shape[0] == 0)
         return MOQ_OK;
     MOQ_TRY(moq_cuda_enter(plan->x.device.index, &entered, err));
-    const moq_status status = moq_cuda_turn_heads(plan, stream, err);
+    const moq_status status = moq_cuda_qk_norm_rope(plan, stream, err);
     moq_cuda_leave(entered);
     return status;
 }

@@ -1,4 +1,4 @@
-/* Operation turn_heads: heads of q and k normed and turned in their place, and k and v stored. */
+/* Operation qk_norm_rope: heads of q and k normed and turned in their place, and k and v stored. */
 #ifndef MOQ_OPS_HEADS_CALL_H
 #define MOQ_OPS_HEADS_CALL_H
 

@@ -477,7 +477,7 @@ static double cost(const void *problem, int kernel, int64_t m) {
 
 static moq_kernel_config choose(const void *problem, int kernel, int64_t m, int32_t variant) {
     return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m, variant)
-                                  : moq_kernel_config_of(variant, 0, 1);
+                                  : moq_kernel_config_of(0, 0, 1);
 }
 
 /* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */

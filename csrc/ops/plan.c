@@ -219,25 +219,40 @@ bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m) {
            moq_plan_can_run(plan, kernel, moq_token_bucket(m), reason);
 }
 
+/* The row of a kernel of the plan by its name, that can run all of m's bucket; -1 for none. */
+static int find_kept(const moq_plan *plan, int64_t m, const char *kernel) {
+    for (int i = 0; i < plan->count; i++)
+        if (is_named(plan->operation->name(plan->kernel[i]), kernel) &&
+            moq_plan_can_keep(plan, plan->kernel[i], m))
+            return plan->kernel[i];
+    return -1;
+}
+
 moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t variant,
                          moq_err *err) {
-    int chosen = 0;
-    while (chosen < plan->count &&
-           !(is_named(plan->operation->name(plan->kernel[chosen]), kernel) &&
-             moq_plan_can_keep(plan, plan->kernel[chosen], m)))
-        chosen++;
-    if (chosen == plan->count)
-        return moq_fail_of(err, MOQ_ERR_VALUE, "kernel",
-                           "expected one of this plan that runs %lld tokens, got \"%.64s\"",
-                           (long long)m, kernel);
+    int row = find_kept(plan, m, kernel);
+    if (row < 0)
+        return moq_fail(err, MOQ_ERR_VALUE,
+                        "kernel: expected one of this plan that runs %lld tokens, got \"%.64s\"",
+                        (long long)m, kernel);
     int i = find_tuned(plan, m);
     if (i == MOQ_MAX_TUNED)
         return moq_fail_of(err, MOQ_ERR_VALUE, "tokens", "a layer can be tuned for %d numbers",
                            MOQ_MAX_TUNED);
     plan->tuned[i].bucket = moq_token_bucket(m);
-    plan->tuned[i].kernel = plan->kernel[chosen];
+    plan->tuned[i].kernel = row;
     plan->tuned[i].variant = variant;
     plan->tuned_count += i == plan->tuned_count;
     forget(plan, plan->tuned[i].bucket);
     return MOQ_OK;
+}
+
+bool moq_plan_is_tuned(const moq_plan *plan, int64_t m) {
+    return find_tuned(plan, m) < plan->tuned_count;
+}
+
+bool moq_plan_has_variant(const moq_plan *plan, int64_t m, const char *kernel, int32_t variant) {
+    int row = find_kept(plan, m, kernel);
+    return row >= 0 &&
+           (!variant || plan->operation->choose(plan->problem, row, m, variant).variant == variant);
 }

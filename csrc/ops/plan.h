@@ -139,8 +139,15 @@ bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m);
 
 /* Keeps a choice for all numbers of tokens of m's bucket: a kernel of the plan by its name,
  * "family:name", that can run them. MOQ_ERR_VALUE for others, and where the plan is full. What was
- * remembered of them is forgotten; no other thread may ask meanwhile. */
+ * remembered of them is forgotten; no other thread may ask meanwhile. A variant that the kernel
+ * does not have stands for its own choice. */
 moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t variant,
                          moq_err *err);
+
+/* Whether a kernel could be kept for m tokens and has that variant of them. */
+bool moq_plan_has_variant(const moq_plan *plan, int64_t m, const char *kernel, int32_t variant);
+
+/* Whether a choice is kept for m tokens. */
+bool moq_plan_is_tuned(const moq_plan *plan, int64_t m);
 
 #endif

@@ -9,8 +9,13 @@
 #include <time.h>
 
 #define ROUNDS 5 /* each candidate once a round; the median counts */
-/* A candidate that takes this many times the fastest's time in the first round is in no other. */
-#define HOPELESS 3.0
+/* One that takes this many times the fastest's time in the first rounds is in no other: two, since
+ * one may be another process's fault. */
+#define HOPELESS     3.0
+#define FIRST_ROUNDS 2
+/* On the CPU, one whose first call takes longer than LONG and this many times the fastest's is in
+ * no round; on a device the first call may load the kernel. */
+#define FAR_BEHIND 20.0
 /* Calls in a row that are measured together: kernels that overlap with their predecessor find
  * their pace only after a dozen. Fewer where they would take longer than LONG. */
 #define CUDA_CALLS 24
@@ -123,16 +128,28 @@ static int calls_for(const bench *b, double seconds) {
     return (int)fmax(1, fmin(most, LONG / seconds));
 }
 
-/* The first call outside of a graph: what is done once a process cannot be recorded. The second
- * tells about how long one takes. */
-static moq_status warm_up(bench *b, candidate *c, moq_err *err) {
-    run_args once = {b, c->job, 1}, all = {b, c->job, 0};
-    MOQ_TRY(run_calls(&once, err));
-    MOQ_TRY(wait_for(b, err));
+static moq_status call_once(const bench *b, candidate *c, double *seconds, moq_err *err) {
+    run_args once = {b, c->job, 1};
     double begin = now();
     MOQ_TRY(run_calls(&once, err));
     MOQ_TRY(wait_for(b, err));
-    all.calls = c->calls = calls_for(b, now() - begin);
+    *seconds = now() - begin;
+    return MOQ_OK;
+}
+
+/* The first call outside of a graph: what is done once a process cannot be recorded. The second
+ * tells about how long one takes; `least` is that of the fastest until now. */
+static moq_status warm_up(bench *b, candidate *c, double *least, moq_err *err) {
+    run_args all = {b, c->job, 0};
+    double seconds;
+    MOQ_TRY(call_once(b, c, &seconds, err));
+    if (!on_cuda(b) && seconds > fmax(LONG, FAR_BEHIND * *least)) {
+        c->seconds[c->rounds++] = seconds;
+        return MOQ_OK;
+    }
+    MOQ_TRY(call_once(b, c, &seconds, err));
+    *least = fmin(*least, seconds);
+    all.calls = c->calls = calls_for(b, seconds);
     return on_cuda(b) ? moq_cuda_record(b->memory.stream, run_calls, &all, &c->graph, err) : MOQ_OK;
 }
 
@@ -162,10 +179,17 @@ static int compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static double fastest_first(const bench *b) {
+static double least_of(const candidate *c) {
+    double least = INFINITY;
+    for (int i = 0; i < c->rounds; i++)
+        least = fmin(least, c->seconds[i]);
+    return least;
+}
+
+static double fastest(const bench *b) {
     double least = INFINITY;
     for (int i = 0; i < b->count; i++)
-        least = fmin(least, b->candidate[i].seconds[0]);
+        least = fmin(least, least_of(&b->candidate[i]));
     return least;
 }
 
@@ -183,23 +207,23 @@ static int next_step(const bench *b, int step) {
 }
 
 static moq_status time_all(bench *b, moq_err *err) {
-    double limit = INFINITY;
+    double limit = INFINITY, least = INFINITY;
     int step = 0;
     if (b->count == 0)
         return MOQ_OK;
-    for (int i = 0; i < b->count; i++)
-        MOQ_TRY(warm_up(b, &b->candidate[i], err));
+    for (int i = b->count - 1; i >= 0; i--) /* kernels of newer instruction sets come last */
+        MOQ_TRY(warm_up(b, &b->candidate[i], &least, err));
     if (on_cuda(b))
         MOQ_TRY(raise_clocks(b, err));
     for (int round = 0; round < ROUNDS; round++) {
         step = next_step(b, step);
         for (int i = 0; i < b->count; i++) {
             candidate *c = &b->candidate[(int64_t)i * step % b->count];
-            if (c->seconds[0] < limit)
+            if (c->calls && (round < FIRST_ROUNDS || least_of(c) < limit))
                 MOQ_TRY(time_once(b, c, err));
         }
-        if (round == 0)
-            limit = HOPELESS * fastest_first(b);
+        if (round == FIRST_ROUNDS - 1)
+            limit = HOPELESS * fastest(b);
     }
     for (int i = 0; i < b->count; i++)
         qsort(b->candidate[i].seconds, (size_t)b->candidate[i].rounds, sizeof(double), compare);

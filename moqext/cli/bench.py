@@ -12,8 +12,8 @@ from typing import Any
 from moqext import bench
 from moqext.bench_plot import roofline
 from moqext.cli import text
-from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.environment import environment
+from moqext.whole import output_path, refuse_unwritable, write_whole
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -43,7 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--shapes", type=_shapes, default=SHAPES, metavar="NxK,...", help="out x in features of the layers"
     )
     parser.add_argument(
-        "--tokens", type=_tokens, default=(1, 16, 256), metavar="M,...", help="rows of x (1,16,256)"
+        "--tokens", type=tokens, default=(1, 16, 256), metavar="M,...", help="rows of x (1,16,256)"
     )
     parser.add_argument("--algos", type=_names, default=bench.ALGOS, metavar="NAME,...", help="default: all")
     parser.add_argument("--threads", type=_threads, metavar="T", help="default: all")
@@ -185,7 +185,8 @@ def _shapes(text: str) -> list[tuple[int, int]]:
     return shapes
 
 
-def _tokens(text: str) -> list[int]:
+def tokens(text: str) -> list[int]:
+    """The argument of `--tokens`: numbers with commas between them."""
     return [_whole(item, 1, MAX_SIZE, "tokens") for item in text.split(",")]
 
 

@@ -19,7 +19,6 @@ from moqext.cli import problems as problem_list
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
-from moqext.cli.whole import output_path, refuse_unwritable, write_whole
 from moqext.decision import ask
 from moqext.expert_form import has_method
 from moqext.linear import LinearMethod
@@ -27,6 +26,7 @@ from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.problems import SEVERITIES, Problem, worst_severity
 from moqext.records import Findings, LayerRecord, Projection
 from moqext.stored import tensor_bytes
+from moqext.whole import output_path, refuse_unwritable, write_whole
 
 SCHEMA = 1
 

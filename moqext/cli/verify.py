@@ -3,13 +3,12 @@
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from moqext import _C
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, text
+from moqext.cli.device import choose_device, device
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
@@ -28,8 +27,6 @@ MAX_TOKENS = 1_000_000
 SCHEMA = 3
 """Version of the JSON output; raised when a key changes its meaning."""
 
-_NO_DEVICE = "--device {}: no such CUDA device: {}"
-
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declares the subcommand."""
@@ -46,7 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_checkpoint(parser)
     parser.add_argument(
         "--device",
-        type=_device,
+        type=device,
         default="cpu",
         help='"cpu" (default), "cuda[:N]", or "auto": the first CUDA device, the CPU where there is none',
     )
@@ -69,29 +66,29 @@ def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
     try:
-        device, about = _choose_device(args.device)
+        chosen, about = choose_device(args.device)
     except RuntimeError as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    options = {"tokens": args.tokens, "device": device, "dtype": args.dtype, "compute": args.compute}
+    options = {"tokens": args.tokens, "device": chosen, "dtype": args.dtype, "compute": args.compute}
     with open_checkpoint(args, **layout_options(args)) as checkpoint:
         findings = find(checkpoint, block_scales=True)
         problems = (*checkpoint.file_problems, *findings.all_problems())
-        kinds = {"device": device, "dtype": args.dtype, "compute": args.compute}
+        kinds = {"device": chosen, "dtype": args.dtype, "compute": args.compute}
         weights = select_weights(checkpoint, args.layers, **kinds)
         missing = absent_layers(checkpoint, args.layers)
         rest = plain_tensors(checkpoint, findings, args.layers)
         misnamed = args.layers is not None and not missing
         if not weights and (misnamed or worst_severity(problems) != "error"):
             raise CheckpointError(_why_nothing(checkpoint, args.layers, rest), file=checkpoint.directory)
-        table = None if args.json else Table(weights, device, args.dtype, text.width())
+        table = None if args.json else Table(weights, chosen, args.dtype, text.width())
         rows = _told(verify_checkpoint(checkpoint, weights, seed, **options), weights, table)
         report = Report(rows, problems, rest, missing, len(weights))
     if args.json:
         about_run = {"schema": SCHEMA, "directory": args.directory, "seed": seed, **options}
         print(json.dumps(about_run | report.as_data(), allow_nan=False))
     elif rows or report.complete:
-        text.show(report.as_text(device + about, seed, args.dtype, text.width()))
+        text.show(report.as_text(chosen + about, seed, args.dtype, text.width()))
     if not report.complete:
         raise KeyboardInterrupt(report.progress)
     return 0 if report.good else 1
@@ -145,32 +142,3 @@ def _tokens(text: str) -> int:
 
 def _seed(text: str) -> int:
     return _number(text, "a number from 0 to 2**64 - 1", 0, 2**64 - 1)
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
-        raise argparse.ArgumentTypeError(f'expected "cpu", "cuda:N" or "auto", got {text!r}')
-    return text
-
-
-def _choose_device(wanted: str) -> tuple[str, str]:
-    """The device, and in parentheses which one it is or why "auto" came to the CPU.
-
-    Raises:
-        RuntimeError: there is no such device.
-    """
-    if wanted == "cpu":
-        return wanted, ""
-    index = int(wanted.partition(":")[2] or 0)
-    try:
-        devices = _C.cuda_devices()
-    except RuntimeError as error:
-        if wanted == "auto":
-            return "cpu", f" ({error})"
-        raise RuntimeError(_NO_DEVICE.format(wanted, error)) from None
-    if index >= len(devices):
-        if wanted == "auto":
-            return "cpu", " (no CUDA device)"
-        there = ", ".join(f"cuda:{device['index']}" for device in devices) or "none"
-        raise RuntimeError(_NO_DEVICE.format(wanted, f"there {'are' if len(devices) > 1 else 'is'} {there}"))
-    return f"cuda:{index}", f" ({devices[index]['name']})"

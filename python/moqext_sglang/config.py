@@ -75,14 +75,14 @@ def runs_any(read: ReadConfig) -> bool:
 
 
 def sglang_name(config: QuantConfig) -> str:
-    """What SGLang calls the method of a checkpoint."""
+    """SGLang's name of the method of a checkpoint."""
     if config.quant_algo == "MIXED_PRECISION":
         return "modelopt_mixed"
     return "modelopt_fp4" if "FP4" in str(config.quant_algo) else "modelopt_fp8"
 
 
 class _MoqextConfig:
-    """What the three have in common, in front of SGLang's class.
+    """The part that the three configurations have in common, in front of SGLang's class.
 
     Attributes:
         checkpoint: what the checkpoint says, its names changed to SGLang's; None where SGLang quantizes a
@@ -141,7 +141,7 @@ class _MoqextConfig:
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """What activations may be."""
+        """The dtypes that activations may have."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -314,4 +314,4 @@ CONFIGS: dict[str, Any] = {
     "modelopt_fp4": MoqextFp4Config,
     "modelopt_mixed": MoqextMixedPrecisionConfig,
 }
-"""What takes the place of SGLang's classes, by SGLang's names."""
+"""The classes in the place of SGLang's, by SGLang's names."""

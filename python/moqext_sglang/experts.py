@@ -252,7 +252,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         return stacks
 
     def _stacks_of_all_ranks(self, tensors: dict[str, Any]) -> Any:
-        """The same, with the largest activation scale of the layer, as one rank with all experts has it."""
+        """Stacks with the largest activation scale of the layer, as one rank with all experts has it."""
         largest = {role: float(np.max(list(found.values()))) for role, found in self._input_scales.items()}
         scales = {
             role: torch.full_like(tensors[role], value) for role, value in largest.items() if role in tensors
@@ -265,7 +265,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
     # ------------------------------------------------------------------------------------------ running
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
-        """What the chosen experts give, weighted and summed.
+        """Runs the chosen experts of each token, and sums their outputs by weight.
 
         Args:
             layer: of SGLang.

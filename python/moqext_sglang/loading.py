@@ -43,11 +43,11 @@ class BlockScales(ModelWeightParameter):
         self._blocks = {sum(rows[:part]): sum(blocks[:part]) for part in range(len(rows))}
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
-        """One part of a fused layer."""
+        """Loads one part of a fused layer."""
         super().load_merged_column_weight(loaded_weight, **self._in_blocks(where))
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
-        """One of q, k and v."""
+        """Loads q, k or v."""
         super().load_qkv_weight(loaded_weight, **self._in_blocks(where))
 
     def _in_blocks(self, where: dict[str, Any]) -> dict[str, Any]:

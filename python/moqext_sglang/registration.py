@@ -36,7 +36,7 @@ def register_methods() -> None:
 
 
 def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -> dict[str, Any] | None:
-    """What SGLang makes of a configuration, with the algorithms that moqext runs and SGLang does not know.
+    """Answers SGLang about a configuration, with the algorithms that moqext alone runs.
 
     Args:
         result: SGLang's own answer, None where it would load the model as if it were not quantized.

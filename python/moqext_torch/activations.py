@@ -1,4 +1,4 @@
-"""What is between linears: `torch.ops.moqext.rms_norm`, `add_rms_norm`, `silu_and_mul` and so on.
+"""Operations between linears: `torch.ops.moqext.rms_norm`, `add_rms_norm`, `silu_and_mul` and their kin.
 
 The functions here are those of `moqext.ops` in torch's way: operations for torch.compile and
 torch.export, and in eager mode calls around the dispatcher, as `QuantLinear` does.

@@ -40,7 +40,7 @@ class QuantExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What the chosen experts give, weighted and summed.
+        """Runs the chosen experts of each token, and sums their outputs by weight.
 
         Args:
             hidden_states: [tokens, hidden_size].

@@ -136,7 +136,7 @@ def _join(graph: torch.fx.Graph, linear: torch.fx.Node, order: Mapping[torch.fx.
 
 
 def _options(linear: torch.fx.Node) -> tuple[Any, ...] | None:
-    """What the operation has of the arguments of a linear, None where it cannot stand for it."""
+    """The arguments of a linear that the operation takes over, None where it cannot stand for the linear."""
     given = dict(zip(NAMES, linear.args, strict=False)) | linear.kwargs
     partitions, one_scale = given["out_partitions"], given["one_input_scale"]
     if given["quant_algo"] != "FP8" or given["input_scale"] is None or given.get("out_dtype") is not None:
@@ -147,7 +147,7 @@ def _options(linear: torch.fx.Node) -> tuple[Any, ...] | None:
 
 
 def _selected(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Of the arguments of a linear those that the operation has."""
+    """Picks the arguments of a linear that the operation has."""
     given = dict(zip(NAMES, args, strict=False)) | kwargs
     tensors = (given["weight"], given["weight_scale"], given["output_scale"], given["input_scale"])
     partitions, one_scale = given["out_partitions"], given["one_input_scale"]

@@ -109,7 +109,7 @@ def run_linear(
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """What the operation does, on tensors of the CPU or of CUDA."""
+    """Runs the operation on tensors of the CPU or of CUDA."""
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got shape []")
     tensors = (weight, weight_scale, output_scale, input_scale, pre_quant_scale, fold_scale)

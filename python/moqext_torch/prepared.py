@@ -125,7 +125,7 @@ class PreparedModule(torch.nn.Module):
         self._settle(given, prepared)
 
     def _arguments(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the method's `prepare` is given; it reads float scales from the host."""
+        """The arguments of the method's `prepare`, which reads float scales from the host."""
         return {
             role: tensor.cpu() if tensor.dtype == torch.float32 else tensor.contiguous()
             for role, tensor in given.items()
@@ -249,7 +249,7 @@ class PreparedModule(torch.nn.Module):
         return [*self._specs, *self.EXTRAS]
 
     def _stored_as_they_are(self) -> dict[str, torch.Tensor]:
-        """What stands under the names of the checkpoint, prepared or not."""
+        """The tensors under the names of the checkpoint, prepared or not."""
         found = {role: self._held(role) for role in self._stored_roles}
         return {role: tensor.detach() for role, tensor in found.items() if tensor is not None}
 

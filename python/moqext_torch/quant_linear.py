@@ -240,11 +240,11 @@ class QuantLinear(PreparedModule):
         shares = ALGORITHMS[self.quant_algo].linear == "e4m3_tensor" and len(self.out_partitions) > 1
         return bool(shares and scale is not None and (scale == scale.reshape(-1)[0]).all())
 
-    def tune(self, tokens: Sequence[int]) -> list[Any]:
+    def tune(self, tokens: Sequence[int], *, save: bool = False) -> list[Any]:
         """Times the kernels for these numbers of rows; see `LinearMethod.tune`."""
         if not self.is_prepared:
             self.prepare()
-        return self.method.tune(tokens, self._prepared)
+        return self.method.tune(tokens, self._prepared, save=save)
 
     # ------------------------------------------------------------------------ what differs from other modules
 
@@ -291,7 +291,7 @@ class QuantLinear(PreparedModule):
         return tensor.float()
 
     def extra_repr(self) -> str:
-        """What print(model) shows of the layer."""
+        """The line of the layer in print(model)."""
         parts = "+".join(map(str, self.out_partitions))
         group = "" if self.group_size is None else f" g{self.group_size}"
         backend = f", {self.method.backend}" if self.is_prepared else ""

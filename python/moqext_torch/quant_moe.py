@@ -32,9 +32,9 @@ class QuantMoE(PreparedModule):
         activation: "silu", "gelu", "gelu_tanh", "relu2" or "swigluoai".
         gated: whether there are a gate and an up, P = 2, or one projection, P = 1.
         interleaved: whether gate and up alternate row by row in the checkpoint's tensors.
-        alpha: of the activation, like the next two.
-        beta: as above.
-        limit: as above.
+        alpha: of the activation, as for `MoEMethod`.
+        beta: of the activation, as for `MoEMethod`.
+        limit: of the activation, as for `MoEMethod`.
         group_size: weights that share a block scale.
         compute: as for `MoEMethod`.
         global_num_experts: experts of the whole layer, where an `expert_map` tells which are here.
@@ -204,7 +204,7 @@ class QuantMoE(PreparedModule):
         expert_map: torch.Tensor | None = None,
         apply_router_weight_on_input: bool = False,
     ) -> torch.Tensor:
-        """What the chosen experts give, weighted and summed; prepares first where that has not been done.
+        """Runs the chosen experts of each token, and sums their outputs by weight; prepares first if need be.
 
         Args:
             x: [..., hidden_size] of `dtype`.
@@ -247,11 +247,11 @@ class QuantMoE(PreparedModule):
         tensors = [self._prepared_tensor(role) for role in ROLES]
         return torch.ops.moqext.moe(*call, *tensors, *self.description)
 
-    def tune(self, tokens: Sequence[int]) -> list[Any]:
+    def tune(self, tokens: Sequence[int], *, save: bool = False) -> list[Any]:
         """Times the kernels for these numbers of tokens; see `MoEMethod.tune`."""
         if not self.is_prepared:
             self.prepare()
-        return self.method.tune(tokens, self._prepared)
+        return self.method.tune(tokens, self._prepared, save=save)
 
     # ------------------------------------------------------------------------ what differs from other modules
 
@@ -313,7 +313,7 @@ class QuantMoE(PreparedModule):
         return tensor if role.endswith("_bias") else tensor.float()
 
     def extra_repr(self) -> str:
-        """What print(model) shows of the layer."""
+        """The line of the layer in print(model)."""
         about = self.description
         group = "" if about.group_size is None else f" g{about.group_size}"
         backend = f", {self.method.backend}" if self.is_prepared else ""

@@ -138,7 +138,7 @@ def _put(linears: Mapping[int, QuantLinear], model: torch.nn.Module) -> None:
 
 
 def _dtype_of(weight: torch.Tensor) -> torch.dtype:
-    """What a layer in the place of a weight calculates in."""
+    """The dtype in which a layer in the place of a weight calculates."""
     return weight.dtype if weight.dtype in DTYPES else torch.bfloat16
 
 

@@ -113,6 +113,21 @@ def tell_once(logger: logging.Logger, engine: str, quant_algo: str, why: str, la
         logger.info("layers in %s are left to %s%s: %s", quant_algo, engine, first, why)
 
 
+def tell_fusion(logger: logging.Logger, what: str, why: str, where: str = "") -> None:
+    """Logs a line for something that is not fused and a reason, naming the first place.
+
+    Args:
+        logger: where to.
+        what: the fusion, in the plural.
+        why: the reason.
+        where: the module, empty where none has a name.
+    """
+    if (what, why) not in _said:
+        _said.add((what, why))
+        first = f" (the first is {where})" if where else ""
+        logger.info("%s are not fused%s: %s", what, first, why)
+
+
 def _is_known(algorithm: str) -> bool:
     """Whether the reader knows an algorithm of a layer, under any of its names."""
     try:

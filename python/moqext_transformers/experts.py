@@ -67,7 +67,7 @@ class LoadedExperts:
             places[name].install(model, moe)
 
     def patterns(self) -> set[str]:
-        """Of the names of tensors that Transformers is not to load, as it calls them and as the file does."""
+        """Patterns of names that Transformers is not to load, its own and those of the file."""
         return {rf"(^|\.){re.escape(group.name)}\." for group in self._groups}
 
     def read(self, model: Any, checkpoint: Checkpoint) -> None:

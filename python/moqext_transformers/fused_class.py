@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from moqext_transformers.texts import digest
+from moqext_torch.texts import digest
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 """In float32, norms, activation and routing stay torch's: the silu of moqext is exact to 2^-19 alone."""

@@ -200,7 +200,7 @@ class Part(torch.nn.Module):
         return self._fused[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the linear that stood here."""
+        """Multiplies as the linear that stood here did."""
         y: torch.Tensor = self.fused(x)
         return y[..., self.fused.rows(self.index)]
 
@@ -243,13 +243,13 @@ class Part(torch.nn.Module):
             error_msgs.append(f"{prefix}{error}")
 
     def extra_repr(self) -> str:
-        """What print(model) shows of the part."""
+        """The line of the part in print(model)."""
         rows = self.fused.rows(self.index)
         return f"{self.in_features} -> {self.out_features}, rows {rows.start} to {rows.stop - 1} of one"
 
 
 def _kind(linear: Any, stored: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-    """What linears of one call have in common."""
+    """The facts that linears of one call have in common."""
     return (
         linear.quant_algo,
         linear.group_size,

@@ -6,6 +6,7 @@ steps, each rounded where it was, in fewer calls: q, k and v are one linear, gat
 activation and rotary embedding are one kernel each. Routers of experts are one behind their logits.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,16 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moqext_torch import QuantLinear, rms_norm, rotary_embedding, silu_and_mul
+from moqext_torch.stepping_aside import tell_fusion
+from moqext_torch.texts import digest, global_of
 from moqext_transformers.fused_class import FUSED_DTYPES, Fused, FusedCall, text_of, turn_into
 from moqext_transformers.fused_linear import FusedLinear, Part
 from moqext_transformers.routers import fuse_router
-from moqext_transformers.texts import digest, global_of
+
+logger = logging.getLogger(__name__)
+
+Fusing = bool | str
+"""Whether a module was fused, or why one that might be was not."""
 
 
 def fuse(model: torch.nn.Module) -> dict[str, int]:
@@ -24,7 +31,8 @@ def fuse(model: torch.nn.Module) -> dict[str, int]:
 
     State dicts and files stay those of the checkpoint: names, tensors, shapes. `self_attn.q_proj` and its
     like stay modules that can be called, and hold no tensors. A module that is put in their place, a hook on
-    one and a patched `forward` work as without fusing, at the cost of calls. What is not known is left alone.
+    one and a patched `forward` work as without fusing, at the cost of calls. What is not known is left alone,
+    and the log has a line for each kind and reason (level INFO).
 
     Args:
         model: with moqext's linears; it is changed in place. One that was fused stays as it is.
@@ -36,7 +44,7 @@ def fuse(model: torch.nn.Module) -> dict[str, int]:
         RuntimeError: a linear to be fused, prepared before, has the checkpoint's tensors no more.
     """
     counts = dict.fromkeys(("norms", "attentions", "mlps", "layers", "routers"), 0)
-    modules = [module for module in model.modules() if "forward" not in module.__dict__]
+    modules = {name: module for name, module in model.named_modules() if "forward" not in module.__dict__}
     for kind, turn in (
         ("norms", _fuse_norm),
         ("mlps", _fuse_mlp),
@@ -44,8 +52,26 @@ def fuse(model: torch.nn.Module) -> dict[str, int]:
         ("layers", _fuse_layer),  # after their norms
         ("routers", fuse_router),  # by their blocks
     ):
-        counts[kind] = sum(turn(module) for module in modules)
+        for name, module in modules.items():
+            found = turn(module)
+            if isinstance(found, str):
+                tell_fusion(logger, kind, found, name)
+            else:
+                counts[kind] += found
     return counts
+
+
+def _is_new(module: torch.nn.Module) -> bool:
+    return not isinstance(module, Fused)
+
+
+def _unknown(module: torch.nn.Module) -> str:
+    return f"the forward of {type(module).__name__} is none that moqext knows"
+
+
+def _has_linears(module: Any, *names: str) -> bool:
+    """Whether there are moqext's linears of these names."""
+    return all(isinstance(getattr(module, name, None), QuantLinear) for name in names)
 
 
 # ------------------------------------------------------------------------------------------------- norms
@@ -69,8 +95,10 @@ class _Norm(Fused):
         return super().forward(total), total
 
 
-def _fuse_norm(module: Any) -> bool:
-    return text_of(module) == NORM and turn_into(module, _Norm)
+def _fuse_norm(module: Any) -> Fusing:
+    if text_of(module) == NORM:
+        return turn_into(module, _Norm)
+    return _is_new(module) and type(module).__name__.endswith("RMSNorm") and _unknown(module)
 
 
 # -------------------------------------------------------------------------------------------------- mlps
@@ -78,7 +106,7 @@ def _fuse_norm(module: Any) -> bool:
 MLP = "4a9e0f851f1a"
 """down_proj(act_fn(gate_proj(x)) * up_proj(x)): LlamaMLP."""
 PACKED_MLP = "4fcc0ee7ccb0"
-"""The same with gate and up in one linear: Phi3MLP."""
+"""An MLP with gate and up in one linear: Phi3MLP."""
 
 
 def _gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -103,14 +131,24 @@ def _is_silu(activation: Any) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _fuse_mlp(module: Any) -> bool:
-    text = text_of(module)
-    if text == PACKED_MLP and _is_silu(module.activation_fn) and isinstance(module.gate_up_proj, QuantLinear):
-        return turn_into(module, _PackedMLP, "activation_fn")
-    if text != MLP or not _is_silu(module.act_fn):
+def _fuse_mlp(module: Any) -> Fusing:
+    text, parts = text_of(module), ("gate_proj", "up_proj")
+    is_packed = text == PACKED_MLP and _has_linears(module, "gate_up_proj")
+    if not is_packed and not _has_linears(module, *parts):
         return False
-    parts = ("gate_proj", "up_proj")
-    return _join(module, "fused_gate_up", parts) and turn_into(module, _MLP, *parts, "act_fn")
+    if text not in (MLP, PACKED_MLP):
+        return _unknown(module)
+    activation = module.activation_fn if is_packed else module.act_fn
+    if not _is_silu(activation):
+        return f"the activation is {type(activation).__name__}, and moqext's is SiLU"
+    if is_packed:
+        return turn_into(module, _PackedMLP, "activation_fn")
+    if not _join(module, "fused_gate_up", parts):
+        return UNLIKE
+    return turn_into(module, _MLP, *parts, "act_fn")
+
+
+UNLIKE = "their linears differ in format, dtype, input scale or bias"
 
 
 def _join(module: Any, name: str, parts: tuple[str, ...]) -> bool:
@@ -154,7 +192,7 @@ class _Attention(FusedCall):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As that of the model; the cache has two names, by the version of Transformers."""
+        """Takes the model's arguments; the cache has two names, by the version of Transformers."""
         shape = hidden_states.shape[:-1]
         projected = self.fused_qkv(hidden_states).unflatten(-1, (-1, self.head_dim))
         queries, keys, values = (each.transpose(1, 2) for each in self._heads(projected, position_embeddings))
@@ -194,7 +232,7 @@ class _Attention(FusedCall):
         return rows[0] // self.head_dim, rows[1] // self.head_dim
 
     def _window(self) -> dict[str, Any]:
-        """What the model tells its attention beside what all do."""
+        """The arguments that this model alone gives its attention."""
         return {}
 
     def _is_one_token(self, queries: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
@@ -259,15 +297,18 @@ _MIXINS = {
 }
 
 
-def _fuse_attention(module: Any) -> bool:
-    text = text_of(module)
+def _fuse_attention(module: Any) -> Fusing:
+    text, parts = text_of(module), ("q_proj", "k_proj", "v_proj")
     forward: Callable[..., Any] = type(module).forward
-    if text not in ATTENTION or not _turns_halves(forward):
+    if not _has_linears(module, *parts):
         return False
     eager = global_of(forward, "eager_attention_forward")
-    parts = ("q_proj", "k_proj", "v_proj")
-    if eager is None or not _join(module, "fused_qkv", parts):
-        return False
+    if text not in ATTENTION or eager is None:
+        return _unknown(module)
+    if not _turns_halves(forward):
+        return f"the rotary embedding of {type(module).__name__} is none that moqext knows"
+    if not _join(module, "fused_qkv", parts):
+        return UNLIKE
     turn_into(module, _MIXINS[ATTENTION[text]], *parts)
     module.gives_kwargs, module.eager_attention = text in NEW_CACHE, eager
     return True
@@ -292,7 +333,7 @@ class _Layer(FusedCall):
     """A layer whose second norm adds what comes before it."""
 
     def fused_forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As that of the model, whose arguments after the first go to attention."""
+        """Takes the model's arguments, of which all but the first go to attention."""
         for name, value in zip(self.argument_names, args, strict=False):
             kwargs[name] = value
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -300,10 +341,12 @@ class _Layer(FusedCall):
         return residual + self.mlp(normed)
 
 
-def _fuse_layer(module: Any) -> bool:
-    text = text_of(module)
-    if text not in LAYERS or not isinstance(module.post_attention_layernorm, _Norm):
+def _fuse_layer(module: Any) -> Fusing:
+    text, norm = text_of(module), getattr(module, "post_attention_layernorm", None)
+    if not isinstance(norm, _Norm) or not _is_new(module):
         return False
+    if text not in LAYERS:
+        return _unknown(module)
     cache = "past_key_values" if text == LAYERS[0] else "cache"
     turn_into(module, _Layer, "post_attention_layernorm")
     module.argument_names = ("attention_mask", "position_ids", cache, "use_cache", "position_embeddings")

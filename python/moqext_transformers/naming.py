@@ -1,4 +1,4 @@
-"""What the modules of a model are called in its checkpoint."""
+"""The names of a model's modules in its checkpoint."""
 
 import re
 from typing import Any

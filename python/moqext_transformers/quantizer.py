@@ -67,7 +67,7 @@ OPTIONS = ("compute", "fuse", "dequantize_unsupported")
 
 @register_quantization_config(METHOD)
 class ModelOptConfig(QuantizationConfigMixin):
-    """What config.json says of a ModelOpt checkpoint, kept for saving; moqext reads the files itself.
+    """The configuration of a ModelOpt checkpoint, kept for saving; moqext reads the files itself.
 
     Args:
         compute: as for `moqext_torch.QuantLinear`; like the other options it is no part of what is saved.

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from moqext_torch import QuantExperts, route
+from moqext_torch.texts import digest
 from moqext_transformers.fused_class import FUSED_DTYPES, Fused, text_of, turn_into
-from moqext_transformers.texts import digest
 
 ROUTERS = {"849827e64e0a": True, "3b47be678984": False}
 """softmax, topk, renormalized where the model says so, rounded to the dtype of x (those of Qwen2-MoE,
@@ -32,15 +32,20 @@ class _Router(Fused):
         return logits, weights.to(logits.dtype) if self.rounds else weights, ids
 
 
-def fuse_router(block: Any) -> bool:
-    """Gives the router of a block with moqext's experts another forward; whether it did."""
+def fuse_router(block: Any) -> bool | str:
+    """Gives the router of a block with moqext's experts another forward; whether it did, or why not."""
+    if not isinstance(getattr(block, "experts", None), QuantExperts):
+        return False
     router = getattr(block, "gate", None)
-    if not isinstance(getattr(block, "experts", None), QuantExperts) or router is None:
+    if router is None:
+        return f"{type(block).__name__} has no router that moqext knows"
+    if isinstance(router, Fused) or "forward" in router.__dict__:
         return False
-    known = ROUTERS.get("" if "forward" in router.__dict__ else text_of(router))
-    fits = digest(type(block).forward) in BLOCKS and known is not None
-    if not fits or len(router.weight) > MOST_EXPERTS or router.top_k > MOST_CHOSEN:
-        return False
+    known = ROUTERS.get(text_of(router))
+    if digest(type(block).forward) not in BLOCKS or known is None:
+        return f"{type(router).__name__} in {type(block).__name__} is none that moqext knows"
+    if len(router.weight) > MOST_EXPERTS or router.top_k > MOST_CHOSEN:
+        return f"{len(router.weight)} experts, {router.top_k} for a token"
     turn_into(router, _Router)
     router.rounds = known
     return True

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from moqext_torch import silu_and_mul
+from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm import quantized_input
 from moqext_vllm.config import MoqextConfig
 from moqext_vllm.settings import runs_ops
@@ -32,8 +33,10 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = find_config(self)
-        usual = self.has_weight and self.variance_size_override is None
-        if config is None or _norms_are_fused(config) or not usual:
+        why = "" if config is None else self._find_unusual(config)
+        if why:
+            tell_fusion(logger, "norms and their sums", why)
+        if config is None or why:
             self.__class__ = RMSNorm
             return
         self.model_width = config.model_config.get_hidden_size()
@@ -41,6 +44,13 @@ class MoqextRMSNorm(RMSNorm):  # type: ignore[misc]
         self.codes_are_right = False  # has been seen
         self.vllm_forward = self._forward_method
         self._forward_method = self.moqext_forward
+
+    def _find_unusual(self, config: Any) -> str:
+        """The reason why moqext does not run this norm, empty for none."""
+        if getattr(config.compilation_config.pass_config, "fuse_allreduce_rms", False):
+            return "vLLM joins them with the sums of ranks (fuse_allreduce_rms), by a pass over its own norms"
+        usual = self.has_weight and self.variance_size_override is None
+        return "" if usual else "a norm has no weight, or the variance of a part of its row"
 
     def moqext_forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """The norm of x [..., hidden_size], or that of x + residual and the sum itself, as new tensors."""
@@ -95,11 +105,6 @@ def find_config(layer: CustomOp) -> Any:
     if not runs_ops() or f"-{layer.name}" in config.compilation_config.custom_ops:
         return None
     return config
-
-
-def _norms_are_fused(config: Any) -> bool:
-    """Whether vLLM joins norms with the sums of ranks: that pass of its looks for norms of vLLM's."""
-    return bool(getattr(config.compilation_config.pass_config, "fuse_allreduce_rms", False))
 
 
 def register_layers() -> None:

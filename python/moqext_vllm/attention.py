@@ -2,8 +2,8 @@
 
 vLLM's models call a kernel for each, which know no programmatic launch; that is a tenth of a token's time for
 small models. Nothing in vLLM stands for the three together, so the forward of a model's attention is replaced
-where its source is one of those that are known here, and its own stays where it is not, and call by call
-where the tensors are others. In a graph that torch.compile makes the kernel is an operation.
+where its source is one that is known here. Another forward stays, and the model's own runs call by call where
+tensors are others. In a graph that torch.compile makes the kernel is an operation.
 
 The cache is written where vLLM's own function for that is a known one, too, which says how the cache is laid
 out, and where it has the dtype of the model; vLLM's function then passes over the call. torch.compile's
@@ -11,10 +11,9 @@ graphs end at that function, so the operation in them looks the cache up when it
 """
 
 import functools
-import hashlib
-import inspect
+import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -24,6 +23,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from moqext import ops
 from moqext_torch.op import is_plain_call
+from moqext_torch.stepping_aside import tell_fusion
+from moqext_torch.texts import digest
 from moqext_vllm.kv_cache import MoqextKVCacheMethod
 from moqext_vllm.settings import runs_ops
 
@@ -42,6 +43,8 @@ try:
 except ImportError:
     LayerNameType = None
 
+logger = logging.getLogger("vllm.moqext")
+
 MODELS = "vllm.model_executor.models"
 CLASSES = (
     ("llama", "LlamaAttention"),
@@ -50,28 +53,14 @@ CLASSES = (
     ("qwen3", "Qwen3Attention"),
     ("qwen3_moe", "Qwen3MoeAttention"),
 )
-WITHOUT_NORMS = {"78be7f1d53541146"}
-WITH_NORMS = {"d1f8b9a2bd3c61db"}
-"""Fingerprints of forwards, by whether they norm the heads of q and k."""
-KNOWN_WRITES = {"8f8c2c9b38f0ea5d"}
-"""Fingerprints of functions that write a cache [blocks, heads, slots of a block, k beside v]."""
+WITHOUT_NORMS, WITH_NORMS = "68adeb64b91d", "4c23b5016f14"
+"""Digests of the forwards of vLLM 0.32 and 0.33, by whether they norm the heads of q and k."""
+KNOWN_WRITE = "4d62bbe30c24"
+"""Digest of their function that writes a cache [blocks, heads, slots of a block, k beside v]."""
 WIDTHS = (32, 64, 128, 256)
-"""Of heads, that moqext has a kernel for."""
-
-
-def fingerprint(source: str) -> str:
-    """What is the same of two functions that differ in comments, blank lines and indentation only."""
-    lines = (line.strip() for line in source.splitlines())
-    code = "\n".join(line for line in lines if line and not line.startswith("#"))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
-
-
-def is_known(function: Any, known: Collection[str]) -> bool:
-    """Whether the source of a function is there and has one of the fingerprints."""
-    try:
-        return fingerprint(inspect.getsource(function)) in known
-    except (OSError, TypeError):
-        return False
+"""Widths of heads that moqext has a kernel for."""
+HEADS, WRITES = "norms and rotary embedding of heads", "heads and the write to the cache"
+"""Names of the two fusions in the log."""
 
 
 def take_over() -> None:
@@ -80,13 +69,14 @@ def take_over() -> None:
         found = getattr(sys.modules.get(f"{MODELS}.{module}"), name, None)
         if found is None or "moqext_own_forward" in vars(found):
             continue
-        for ours, fingerprints in ((forward, WITHOUT_NORMS), (forward_with_norms, WITH_NORMS)):
-            if is_known(found.forward, fingerprints):
-                found.moqext_own_forward = found.forward
-                found.forward = ours
-                found.moqext_turns = False  # of one that is being made now
-                found.__init__ = _deciding(found.__init__)
-                break
+        ours = {WITHOUT_NORMS: forward, WITH_NORMS: forward_with_norms}.get(digest(found.forward))
+        if ours is None:
+            tell_fusion(logger, HEADS, f"the forward of {name} is none that moqext knows")
+            continue
+        found.moqext_own_forward = found.forward
+        found.forward = ours
+        found.moqext_turns = False  # of one that is being made now
+        found.__init__ = _deciding(found.__init__)
 
 
 def _deciding(make: Callable[..., None]) -> Callable[..., None]:
@@ -128,10 +118,10 @@ def _run(
         eps = 0.0 if q_norm is None else q_norm.variance_epsilon
         if compiles:
             name = _encode_layer_name(self.attn.layer_name)
-            torch.ops.vllm.moqext_turn_heads(qkv, positions, table, *heads, q_weight, k_weight, eps, name)
+            torch.ops.vllm.moqext_qk_norm_rope(qkv, positions, table, *heads, q_weight, k_weight, eps, name)
         else:
             cache = _find_cache(self.attn, qkv)
-            ops.turn_heads(
+            ops.qk_norm_rope(
                 qkv, positions, table, *heads, q_weight=q_weight, k_weight=k_weight, eps=eps, **cache
             )
         q, k, v = qkv.split(sizes, dim=-1)
@@ -158,7 +148,7 @@ def _turn_in_graph(
     eps: float,
     layer_name: LayerNameType,
 ) -> None:
-    """What runs where a compiled graph turns heads.
+    """Runs the kernel as an operation of a compiled graph.
 
     A piece of a model that is captured by itself has no part of the cache: vLLM's function, which stands
     between two pieces, runs at each replay.
@@ -169,7 +159,7 @@ def _turn_in_graph(
     context = get_forward_context()
     attn = context.no_compile_layers[_resolve_layer_name(layer_name)]
     cache = {} if context.cudagraph_runtime_mode.name == "PIECEWISE" else _find_cache(attn, qkv)
-    ops.turn_heads(
+    ops.qk_norm_rope(
         qkv, positions, table, q_heads, k_heads, q_weight=q_weight, k_weight=k_weight, eps=eps, **cache
     )
     if cache:
@@ -194,12 +184,12 @@ def _turn_in_steps(
 
 
 def _returns_nothing(*args: Any) -> None:
-    """What a graph knows of it."""
+    """The operation as a graph knows it."""
 
 
 if LayerNameType is not None:
     direct_register_custom_op(
-        "moqext_turn_heads", _turn_in_graph, mutates_args=["qkv"], fake_impl=_returns_nothing
+        "moqext_qk_norm_rope", _turn_in_graph, mutates_args=["qkv"], fake_impl=_returns_nothing
     )
 
 
@@ -213,12 +203,15 @@ def _attend_stored(attn: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 def _find_cache(attn: Any, qkv: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Arguments of `turn_heads` for what is to be stored of qkv, none where vLLM stores it."""
+    """Arguments of `qk_norm_rope` for what is to be stored of qkv, none where vLLM stores it."""
     if not _stores(attn):
         return {}
     _, _, pages, slots = get_attention_context(attn.layer_name)
-    if slots is None or pages.dim() != 4 or pages.dtype != qkv.dtype:
-        return {}  # nothing is stored when memory is measured, and other dtypes have scales
+    if slots is None or pages.dim() != 4:
+        return {}  # nothing is stored when memory is measured
+    if pages.dtype != qkv.dtype:
+        tell_fusion(logger, WRITES, "the cache has another dtype than the model, with scales")
+        return {}
     keys, values = pages.transpose(1, 2).split(attn.impl.head_size, dim=-1)
     return {"k_cache": keys, "v_cache": values, "slots": slots}
 
@@ -228,17 +221,25 @@ def _stores(attn: Any) -> bool:
     impl = attn.impl
     known: bool | None = vars(impl).get("moqext_stores")
     if known is None:
-        known = (
-            get_attention_context is not None
-            and is_known(getattr(type(impl), "do_kv_cache_update", None), KNOWN_WRITES)
-            and attn.attn_type == "decoder"
-            and attn.kv_sharing_target_layer_name is None
-            and attn.query_quant is None
-        )
+        why = _find_other_write(attn)
+        if why:
+            tell_fusion(logger, WRITES, why, attn.layer_name)
+        known = not why
         impl.moqext_stores, impl.moqext_stored = known, False
         if known:
             impl.do_kv_cache_update = MethodType(_store_once, impl)
     return known
+
+
+def _find_other_write(attn: Any) -> str:
+    """The reason why moqext does not write a layer's cache, empty for none."""
+    if get_attention_context is None:
+        return "this vLLM has no get_attention_context"
+    if digest(getattr(type(attn.impl), "do_kv_cache_update", None)) != KNOWN_WRITE:
+        return f"the write of {type(attn.impl).__name__} is none that moqext knows"
+    if attn.attn_type != "decoder" or attn.kv_sharing_target_layer_name is not None:
+        return "the layer has no keys and values of its own"
+    return "" if attn.query_quant is None else "queries are quantized"
 
 
 def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
@@ -251,19 +252,27 @@ def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:
     """Whether the layer is of a model of moqext and has a rotary embedding and norms of the usual kind."""
-    rotary, method = attention.rotary_emb, getattr(attention.attn, "quant_method", None)
-    return (
-        runs_ops()
-        and isinstance(method, MoqextKVCacheMethod)
-        and method.quant_config.runs_neighbours
-        and isinstance(rotary, RotaryEmbedding)
-        and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
-        and rotary.is_neox_style
-        and rotary.rotary_dim == rotary.head_size
-        and rotary.head_size in WIDTHS
-        and not (rotary.use_flashinfer or getattr(rotary, "use_aiter", False))
-        and _are_usual(q_norm, k_norm, rotary.head_size)
-    )
+    method = getattr(attention.attn, "quant_method", None)
+    if not (runs_ops() and isinstance(method, MoqextKVCacheMethod) and method.quant_config.runs_neighbours):
+        return False
+    why = _find_unusual(attention.rotary_emb, q_norm, k_norm)
+    if why:
+        tell_fusion(logger, HEADS, why, attention.attn.layer_name)
+    return not why
+
+
+def _find_unusual(rotary: Any, q_norm: Any, k_norm: Any) -> str:
+    """The reason why moqext's kernel does not do a rotary embedding and norms of heads, empty for none."""
+    usual = isinstance(rotary, RotaryEmbedding) and type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+    if not usual:
+        return f"the rotary embedding is a {type(rotary).__name__}"
+    if not rotary.is_neox_style or rotary.rotary_dim != rotary.head_size:
+        return "the rotary embedding is interleaved, or turns a part of a head"
+    if rotary.head_size not in WIDTHS:
+        return f"heads of {rotary.head_size} values"
+    if rotary.use_flashinfer or getattr(rotary, "use_aiter", False):
+        return "another library has the rotary embedding"
+    return "" if _are_usual(q_norm, k_norm, rotary.head_size) else "norms of heads are no usual ones"
 
 
 def _are_usual(q_norm: Any, k_norm: Any, width: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint as a whole, told by the headers of its files before vLLM loads anything.
+"""Checks a checkpoint as a whole, by the headers of its files, before vLLM loads anything.
 
 The methods of layers see what reaches them, one layer after the other; a file that is missing, or a scale
 that was lost, is seen here first, with its name and all the others.

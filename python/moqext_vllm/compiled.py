@@ -13,6 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from moqext_torch import norm_linear
+from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm.settings import runs_ops
 
 logger = logging.getLogger("vllm.moqext")
@@ -22,6 +23,9 @@ try:
 except ImportError:
     InductorPass = None
 
+
+WHAT = "norms and FP8 linears of compiled graphs"
+"""Name of the fusion in the log."""
 
 if InductorPass is not None:
 
@@ -35,7 +39,7 @@ if InductorPass is not None:
                 logger.debug("norms that write codes for the linear behind them: %d", joined)
 
         def uuid(self) -> str:
-            """What graphs on disk are found by, of the pass."""
+            """The part of the key of graphs on disk that the pass makes."""
             found: str = InductorPass.hash_source(inspect.getsource(norm_linear))
             return found
 
@@ -47,6 +51,11 @@ def install_pass() -> None:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
     config: Any = get_current_vllm_config_or_none()
-    if InductorPass is None or config is None or not runs_ops():
+    if config is None or not runs_ops():
         return
-    config.compilation_config.inductor_compile_config.setdefault(current_platform.pass_key, NormsAndLinears())
+    if InductorPass is None:
+        tell_fusion(logger, WHAT, "this vLLM has no passes over graphs of Inductor")
+        return
+    passes = config.compilation_config.inductor_compile_config
+    if not isinstance(passes.setdefault(current_platform.pass_key, NormsAndLinears()), NormsAndLinears):
+        tell_fusion(logger, WHAT, f"the engine has a {current_platform.pass_key} of its own")

@@ -42,7 +42,7 @@ ONLINE = "_online_quantization_args"
 
 
 def read_semantics() -> Semantics:
-    """What MOQEXT_VLLM_EXCLUSION says excluded names mean: "vllm" without it.
+    """The meaning of excluded names that MOQEXT_VLLM_EXCLUSION asks for: "vllm" without it.
 
     Raises:
         ValueError: it says something else.
@@ -139,7 +139,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
 
     @property
     def config(self) -> QuantConfig:
-        """What moqext read."""
+        """The configuration as moqext read it."""
         assert self.read is not None
         return self.read.config
 
@@ -164,7 +164,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         return None in reasons and not any(reason is not None and reason.runs for reason in reasons)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations may be: with moqext float32, too."""
+        """The dtypes that activations may have: with moqext float32, too."""
         own: list[torch.dtype] = super().get_supported_act_dtypes()
         return [*own, torch.float32] if self.runs_any else own
 
@@ -182,7 +182,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
             self.stored = check_checkpoint(model_name, bool(self.read.unknown))
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """What vLLM renames tensors by, besides what its model says."""
+        """The renames of tensors besides those of vLLM's model."""
         from vllm.model_executor.models.utils import WeightsMapper
 
         own = super().get_checkpoint_weight_mapper()

@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 logger = logging.getLogger("vllm.moqext")
 
 SCALES = {"weight_scale": 1e-2, "weight_scale_2": 1e-3, "input_scale": 1e-2, "pre_quant_scale": 1.0}
-"""What each is: codes times it make weights of some hundredths. Block scales, in E4M3, are 1."""
+"""Values of scales: codes times them make weights of some hundredths. Block scales, in E4M3, are 1."""
 SEED = 1234
 
 _said: set[str] = set()

@@ -18,13 +18,14 @@ from vllm.platforms import current_platform
 
 from moqext import ops
 from moqext_torch.op import is_plain_call
+from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm.activations import find_config
 
 logger = logging.getLogger("vllm.moqext")
 
 MOST_TOKENS = 64
 STEP = 32
-"""Of which columns are a multiple."""
+"""Columns are a multiple of it."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -34,16 +35,23 @@ class MoqextGateLinear(GateLinear):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = find_config(self)
-        if (
-            config is None
-            or config.lora_config is not None
-            or not current_platform.has_device_capability(90)
-            or not isinstance(self.quant_method, UnquantizedLinearMethod)
-            or self.weight.dtype not in DTYPES
-            or self.weight.shape[1] % STEP
-            or self.bias is not None
-        ):
+        why = "" if config is None else self._find_unusual(config)
+        if why:
+            tell_fusion(logger, "linears of routers and the routing behind them", why)
+        if config is None or why:
             self.__class__ = GateLinear
+
+    def _find_unusual(self, config: Any) -> str:
+        """The reason why moqext does not run this linear, empty for none."""
+        if config.lora_config is not None:
+            return "the engine serves adapters (LoRA)"
+        if not current_platform.has_device_capability(90):
+            return "moqext's kernel needs capability 9.0"
+        if not isinstance(self.quant_method, UnquantizedLinearMethod) or self.weight.dtype not in DTYPES:
+            return "the weight is quantized, or neither bfloat16 nor float16"
+        if self.weight.shape[1] % STEP or self.bias is not None:
+            return f"there is a bias, or the columns are no multiple of {STEP}"
+        return ""
 
     def forward(self, x: torch.Tensor) -> Any:
         """The logits of x [tokens, columns]; where vLLM returns a bias as well, none."""

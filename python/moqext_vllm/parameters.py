@@ -164,7 +164,7 @@ class PartitionedBlockScale(BlockQuantScaleParameter):  # type: ignore[misc]
         super().load_merged_column_weight(loaded_weight, **self._place(where))
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **where: Any) -> None:
-        """Likewise, of attention."""
+        """Loads q, k or v; rows of blocks are this layer's own."""
         super().load_qkv_weight(loaded_weight, **self._place(where))
 
     def _place(self, where: dict[str, Any]) -> dict[str, Any]:

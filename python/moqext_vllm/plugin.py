@@ -90,7 +90,10 @@ def register() -> None:
     from moqext_vllm.activations import register_layers
 
     register_layers()
-    if not find_missing(NEEDED_BY_GATE):
+    missing = find_missing(NEEDED_BY_GATE)
+    if missing:
+        logger.info("moqext leaves linears of routers to this vLLM: it has no %s", ", ".join(missing))
+    else:
         from moqext_vllm.gate import register_gate
 
         register_gate()

@@ -5,13 +5,18 @@ and `maybe_fused_act_quant` of vLLM's models then makes them in the kernel of th
 moqext's, which quantizes what the linear would: where one kernel runs both, outputs keep their bits. Where
 this vLLM has no such contract, activations come as they are.
 
-Of a norm nobody says which linear is behind it. So its values carry its name, and a linear that finds it
+Nobody says which linear is behind a norm. So a norm's values carry its name, and a linear that finds it
 there becomes its taker: from then on the norm writes codes as well, beside values for whoever else reads
 them, and the taker finds them there. The first codes are compared with those of the values, which a model may
 have changed in their place; then there are none any more. torch.compile sees nothing of it: in its graphs a
 norm and the linear behind it become one operation (`moqext_vllm.compiled`).
+
+Both ways pay. Without torch.compile Llama 8B in FP8 went from 1.07 to 1.25 times vLLM's speed with 16
+sequences, and from 1.04 to 1.10 with 64; the pass gained 5 and 7 % in compiled graphs (H200,
+docs/lab/neighbours.md).
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +27,10 @@ import torch
 from moqext import ops
 from moqext_torch.activations import rms_norm, rms_norm_with_codes, silu_and_mul, silu_and_mul_quantize
 from moqext_torch.norm_linear import FEW_TOKENS
+from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm.settings import read_ops
+
+logger = logging.getLogger("vllm.moqext")
 
 Producer = Callable[[torch.Tensor, torch.nn.Module], Any]
 
@@ -45,7 +53,7 @@ STAND_INS: set[Any] = set()
 
 
 class _Kernel:
-    """What `expose_input_quant_key` asks."""
+    """A kernel as `expose_input_quant_key` asks one."""
 
     def input_quant_key(self) -> Any:
         return kFp8StaticTensorSym
@@ -57,7 +65,10 @@ def offer(layer: torch.nn.Module) -> None:
     Args:
         layer: a linear of one part, in FP8 with an input_scale.
     """
-    if PRODUCERS is None or read_ops() == "0":
+    if read_ops() == "0":
+        return
+    if PRODUCERS is None:
+        tell_fusion(logger, "activations and FP8 linears", "this vLLM has no contract for them")
         return
     known = PRODUCERS.get((SiluAndMul, kFp8StaticTensorSym))
     own = known if isinstance(known, SiluAndMulQuantize) else SiluAndMulQuantize(known)
@@ -105,7 +116,7 @@ def nobody_ever() -> None:
 
 @dataclass
 class Made:
-    """What the values of a norm carry.
+    """The mark that the values of a norm carry.
 
     Attributes:
         norm: which has made them.
@@ -127,6 +138,7 @@ def _are_right(codes: torch.Tensor, x: torch.Tensor, norm: Any, scale: torch.Ten
         norm.codes_are_right = torch.equal(own.view(torch.uint8), codes.view(torch.uint8))
         if not norm.codes_are_right:
             norm.taker = nobody_ever
+            tell_fusion(logger, "norms and FP8 linears", "the model changes a norm's values in their place")
     return bool(norm.codes_are_right)
 
 

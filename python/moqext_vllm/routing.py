@@ -5,6 +5,7 @@ A method of experts that also routes is "monolithic" in vLLM. Here it is where a
 adapters, no record of who was chosen, no tokens of other ranks.
 """
 
+import logging
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,10 +15,13 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from moqext.ops import Scoring
 from moqext_torch import route
+from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm.settings import runs_ops
 
+logger = logging.getLogger("vllm.moqext")
+
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
-"""What `moqext.route` has."""
+"""Experts of a layer and of a token that `moqext.route` has."""
 ORDINARY = {
     "Default",
     "Renormalize",
@@ -60,17 +64,13 @@ def find_routing(layer: Any, moe: Any) -> Routing | None:
     Raises:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
-    method = getattr(moe, "routing_method", None)
-    if not runs_ops() or getattr(method, "name", None) not in ORDINARY or not _is_alone(moe):
+    if not runs_ops():
         return None
-    if layer.custom_routing_function is not None or getattr(layer, "hash_indices_table", None) is not None:
+    why = _find_unusual(layer, moe)
+    if why:
+        tell_fusion(logger, "routing and experts", why, getattr(layer, "layer_name", ""))
         return None
-    experts, bias = layer.global_num_experts, layer.e_score_correction_bias
-    groups = layer.num_expert_group if layer.use_grouped_topk else 1
-    if experts > MOST_EXPERTS or layer.top_k > MOST_CHOSEN:
-        return None
-    if groups > 1 and (experts <= groups or experts % groups or layer.topk_group is None):
-        return None  # vLLM then routes without groups
+    bias, groups = layer.e_score_correction_bias, _count_groups(layer)
     scales = layer.use_grouped_topk or bias is not None  # vLLM's plain router has no use for the factor
     return Routing(
         top_k=layer.top_k,
@@ -81,6 +81,26 @@ def find_routing(layer: Any, moe: Any) -> Routing | None:
         correction_bias=bias,
         routed_scaling_factor=float(layer.routed_scaling_factor) if scales else 1.0,
     )
+
+
+def _count_groups(layer: Any) -> int:
+    groups: int = layer.num_expert_group if layer.use_grouped_topk else 1
+    return groups
+
+
+def _find_unusual(layer: Any, moe: Any) -> str:
+    """The reason why moqext does not route for a layer, empty for none."""
+    name = getattr(getattr(moe, "routing_method", None), "name", None)
+    if name not in ORDINARY:
+        return f"the method of routing is {name}"
+    if layer.custom_routing_function is not None or getattr(layer, "hash_indices_table", None) is not None:
+        return "the model has a function or a table of its own"
+    experts, groups = layer.global_num_experts, _count_groups(layer)
+    if experts > MOST_EXPERTS or layer.top_k > MOST_CHOSEN:
+        return f"{experts} experts, {layer.top_k} for a token"
+    if groups > 1 and (experts <= groups or experts % groups or layer.topk_group is None):
+        return f"{experts} experts in {groups} groups, of which vLLM makes one"
+    return "" if _is_alone(moe) else "balancing, adapters or other ranks come between them"
 
 
 def _is_alone(moe: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What variables tell the plug-in about kernels, and what vLLM finds compiled graphs by.
+"""Variables that tell the plug-in about kernels, and their part of the key of vLLM's compiled graphs.
 
 vLLM keeps on disk what torch.compile made. Its key has its own options and the sources it traced, but nothing
 of what variables tell the plug-in: a graph that was made with other ones would be used again.
@@ -19,7 +19,7 @@ NAME = "moqext"
 
 
 def read_ops() -> Literal["auto", "0", "1"]:
-    """What MOQEXT_VLLM_OPS says of norms, activations and routing.
+    """The choice for norms, activations and routing that MOQEXT_VLLM_OPS makes.
 
     Returns:
         "0" for vLLM's own, "1" for moqext's on the CPU, too, and without it "auto": moqext's on CUDA.

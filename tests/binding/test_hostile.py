@@ -393,7 +393,7 @@ def test_missing_and_surplus_arguments(name: str) -> None:
 
 def test_the_table_of_functions_is_complete() -> None:
     others = {"linear", "prepare_experts", "to_device", "to_host"}
-    on_devices_alone = {"router_logits", "turn_heads"}
+    on_devices_alone = {"router_logits", "qk_norm_rope"}
     assert set(ops.__all__) - others - on_devices_alone == set(RIGHT)
 
 

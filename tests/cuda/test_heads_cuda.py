@@ -1,4 +1,4 @@
-"""`turn_heads` on a device: the bits of `rms_norm` and `rotary_embedding` on the CPU, one after the other."""
+"""`qk_norm_rope` on a device has the bits of `rms_norm` and then `rotary_embedding` on the CPU."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_bits(rng, dtype, width, tokens, heads, normed):
     weights = [normal(rng, width, dtype=dtype) for _ in range(2)]
     weights = [weight if normed in ("both", "qk"[i]) else None for i, weight in enumerate(weights)]
     there = rows.cuda()
-    found = ops.turn_heads(
+    found = ops.qk_norm_rope(
         there[:, : columns + width],
         positions.cuda(),
         table.cuda(),
@@ -83,7 +83,7 @@ def test_k_and_v_are_stored(rng, dtype, width, heads, layout):
         pages = normal(rng, 2, blocks, block_size, keys, width, dtype=dtype)
         cache = pages.cuda()
         there, (k_cache, v_cache) = cache.unbind(), pages.unbind()
-    found = ops.turn_heads(
+    found = ops.qk_norm_rope(
         x.cuda(),
         positions.cuda(),
         table.cuda(),
@@ -124,19 +124,19 @@ def test_refusals_of_caches(rng, change, error, text):
     positions = torch.zeros(4, dtype=torch.int64, device="cuda")
     table = make_table(rng, 7, 128, torch.bfloat16).cuda()
     with pytest.raises(error, match=text):
-        ops.turn_heads(made.pop("x"), positions, table, 1, 1, **made)
+        ops.qk_norm_rope(made.pop("x"), positions, table, 1, 1, **made)
 
 
 def test_positions_beyond_the_table_have_its_last_row(rng):
     x, table = normal(rng, 3, 256).cuda(), make_table(rng, 7, 128, torch.bfloat16).cuda()
-    far = ops.turn_heads(x.clone(), torch.tensor([6, 7, 1 << 40], device="cuda"), table, 1, 1)
-    last = ops.turn_heads(x.clone(), torch.tensor([6, 6, 6], device="cuda"), table, 1, 1)
+    far = ops.qk_norm_rope(x.clone(), torch.tensor([6, 7, 1 << 40], device="cuda"), table, 1, 1)
+    last = ops.qk_norm_rope(x.clone(), torch.tensor([6, 6, 6], device="cuda"), table, 1, 1)
     assert far.equal(last)
 
 
 def test_no_tokens(rng):
     x, table = normal(rng, 0, 256).cuda(), make_table(rng, 7, 128, torch.bfloat16).cuda()
-    assert ops.turn_heads(x, torch.zeros(0, dtype=torch.int64, device="cuda"), table, 1, 1) is x
+    assert ops.qk_norm_rope(x, torch.zeros(0, dtype=torch.int64, device="cuda"), table, 1, 1) is x
 
 
 def test_in_a_graph(rng):
@@ -144,11 +144,11 @@ def test_in_a_graph(rng):
     positions, given = torch.arange(4, device="cuda"), x.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.turn_heads(x, positions, table, 1, 1)
+        ops.qk_norm_rope(x, positions, table, 1, 1)
     assert x.equal(given)
     graph.replay()
     torch.cuda.synchronize()
-    assert x.equal(ops.turn_heads(given, positions, table, 1, 1))
+    assert x.equal(ops.qk_norm_rope(given, positions, table, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -166,23 +166,23 @@ def test_refusals(rng, change, error, text):
     made = {name: normal(rng, *shape).cuda() for name, shape in shapes.items() if name != "positions"}
     positions = torch.zeros(shapes.get("positions", (4,)), dtype=torch.int64, device="cuda")
     with pytest.raises(error, match=text):
-        ops.turn_heads(made["x"], positions, made["table"], 1, 1, q_weight=made["q_weight"])
+        ops.qk_norm_rope(made["x"], positions, made["table"], 1, 1, q_weight=made["q_weight"])
 
 
 def test_refusals_of_dtypes_and_devices(rng):
     x, table = normal(rng, 4, 384).cuda(), make_table(rng, 7, 128, torch.bfloat16).cuda()
     positions = torch.zeros(4, dtype=torch.int64, device="cuda")
     with pytest.raises(TypeError, match="x: expected bfloat16"):
-        ops.turn_heads(x.float(), positions, table, 1, 1)
+        ops.qk_norm_rope(x.float(), positions, table, 1, 1)
     with pytest.raises(TypeError, match="positions: expected int64"):
-        ops.turn_heads(x, positions.int(), table, 1, 1)
+        ops.qk_norm_rope(x, positions.int(), table, 1, 1)
     with pytest.raises(TypeError, match="table: expected bfloat16"):
-        ops.turn_heads(x, positions, table.half(), 1, 1)
+        ops.qk_norm_rope(x, positions, table.half(), 1, 1)
     with pytest.raises(ValueError, match="at least one head"):
-        ops.turn_heads(x, positions, table, 0, 0)
+        ops.qk_norm_rope(x, positions, table, 0, 0)
     with pytest.raises(ValueError, match="eps"):
-        ops.turn_heads(x, positions, table, 1, 1, eps=-1.0)
+        ops.qk_norm_rope(x, positions, table, 1, 1, eps=-1.0)
     with pytest.raises(ValueError, match="multiples of 16"):
-        ops.turn_heads(x.view(-1)[1 : 1 + 3 * 384].view(3, 384), positions[:3], table, 1, 1)
+        ops.qk_norm_rope(x.view(-1)[1 : 1 + 3 * 384].view(3, 384), positions[:3], table, 1, 1)
     with pytest.raises((ValueError, BufferError), match="positions"):
-        ops.turn_heads(x, positions.cpu(), table, 1, 1)
+        ops.qk_norm_rope(x, positions.cpu(), table, 1, 1)

@@ -1,6 +1,7 @@
 """Routers that `fuse` knows: the experts and weights of the model's own, in one kernel behind the logits."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -11,10 +12,10 @@ pytest.importorskip("safetensors.torch")
 
 import moqext_torch  # noqa: E402
 import moqext_transformers  # noqa: E402
-from moqext_torch import QuantExperts  # noqa: E402
+from moqext_torch import QuantExperts, stepping_aside  # noqa: E402
+from moqext_torch.texts import digest  # noqa: E402
 from moqext_transformers.fused_class import Fused  # noqa: E402
 from moqext_transformers.routers import BLOCKS, ROUTERS  # noqa: E402
-from moqext_transformers.texts import digest  # noqa: E402
 
 from .test_transformers import error, random_ids  # noqa: E402
 
@@ -120,10 +121,13 @@ def test_gradients_go_the_models_own_way(data):
 
 
 @pytest.mark.parametrize("directory", OTHERS)
-def test_others_are_left_alone(data, directory):
-    model = moqext_transformers.from_pretrained(data / directory, dtype=torch.bfloat16)
-    assert not routers(model)
-    assert moqext_transformers.fuse(model)["routers"] == 0
+def test_others_are_left_alone_with_a_line(data, directory, monkeypatch, caplog):
+    monkeypatch.setattr(stepping_aside, "_said", set())
+    with caplog.at_level(logging.INFO, "moqext_transformers.fusing"):
+        model = moqext_transformers.from_pretrained(data / directory, dtype=torch.bfloat16)
+        assert not routers(model)
+        assert moqext_transformers.fuse(model)["routers"] == 0
+    assert len([line for line in caplog.records if line.getMessage().startswith("routers are not")]) == 1
 
 
 def test_experts_that_are_not_moqexts_keep_their_router(data):

@@ -1,6 +1,7 @@
 """fuse: the same model in fewer kernels, under the same names."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -13,9 +14,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import moqext_torch  # noqa: E402
 import moqext_transformers  # noqa: E402
-from moqext_torch import QuantLinear  # noqa: E402
+from moqext_torch import QuantLinear, stepping_aside  # noqa: E402
+from moqext_torch.texts import digest  # noqa: E402
 from moqext_transformers.fused_linear import FusedLinear, Part  # noqa: E402
-from moqext_transformers.texts import digest  # noqa: E402
 
 from .greedy import GREEDY  # noqa: E402
 from .test_transformers import error, export, random_ids, small  # noqa: E402
@@ -97,6 +98,32 @@ def test_what_is_known_is_fused(rng, tmp_path, kind):
     # A linear rounds by 2.5e-3 at most where its last sum falls otherwise, four of them a layer and the head.
     assert error(fused(ids).logits, plain(ids).logits) <= 2.5e-3 * (4 * layers + 1)
     assert fused.generate(ids, **GREEDY).shape == (2, 19)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    {
+        "llama": [],
+        "granite": ["layers: the forward of GraniteDecoderLayer is none that moqext knows"],
+        "gemma": [
+            "mlps: the activation is GELUTanh, and moqext's is SiLU",
+            "norms: the forward of GemmaRMSNorm is none that moqext knows",
+        ],
+        "gemma2": [
+            "attentions: the forward of Gemma2Attention is none that moqext knows",
+            "mlps: the activation is GELUTanh, and moqext's is SiLU",
+            "norms: the forward of Gemma2RMSNorm is none that moqext knows",
+        ],
+    }.items(),
+)
+def test_the_log_says_once_what_is_not_fused(rng, tmp_path, monkeypatch, caplog, kind, said):
+    monkeypatch.setattr(stepping_aside, "_said", set())
+    with caplog.at_level(logging.INFO, "moqext_transformers.fusing"):
+        pair(rng, tmp_path, kind)
+    lines = [line.getMessage() for line in caplog.records if line.name == "moqext_transformers.fusing"]
+    assert all(" are not fused (the first is model." in line for line in lines)
+    found = sorted(line.partition(" are")[0] + ":" + line.partition("):")[2] for line in lines)
+    assert found == said
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

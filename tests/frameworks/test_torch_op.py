@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
+from moqext_torch.op import find_method  # noqa: E402
+
 from .torch_cases import ALGOS, case_of, filled, random_x  # noqa: E402
 
 fw = torch.autograd.forward_ad
@@ -174,6 +176,17 @@ def test_copies_share_what_was_tuned(rng):
     layer = filled(case)
     assert layer.tune([1])
     assert copy.deepcopy(layer).method is layer.method
+
+
+def test_layers_find_the_cache_of_moqext_tune(rng, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOQEXT_TUNE", str(tmp_path / "tune.json"))
+    case = case_of(rng, "NVFP4", (24, 8))
+    filled(case).tune([3], save=True)
+    find_method.cache_clear()  # as another process would
+    layer = filled(case).prepare()
+    assert "chosen, tuned" in layer.method.explain(3)
+    assert "tuned" not in layer.method.explain(8)
+    find_method.cache_clear()
 
 
 @pytest.mark.gpu

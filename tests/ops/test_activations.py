@@ -177,4 +177,9 @@ def test_heads_are_turned_on_devices_only(rng):
     x = rng.standard_normal((3, 96)).astype(np.float32).view(np.uint16)[:, :96]
     table = np.zeros((4, 32), np.uint16)
     with pytest.raises(ValueError, match="CUDA devices only"):
+        ops.qk_norm_rope(x, np.zeros(3, np.int64), table, 2, 1)
+    with (
+        pytest.raises(ValueError, match="CUDA devices only"),
+        pytest.warns(DeprecationWarning, match="called qk_norm_rope"),
+    ):
         ops.turn_heads(x, np.zeros(3, np.int64), table, 2, 1)

@@ -1,6 +1,7 @@
 """Runs the real engine in fresh processes; a checkout that is not installed lends them its entry point."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def environment(tmp_path_factory):
         (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmoqext = {value}\n")
         paths.append(str(info.parent))
     return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """`said()`: what the test logged of things that are not fused, whatever earlier ones did."""
+    from moqext_torch import stepping_aside
+
+    monkeypatch.setattr(stepping_aside, "_said", set())
+    caplog.set_level(logging.INFO, "vllm.moqext")
+    return lambda: [record.getMessage() for record in caplog.records if "not fused" in record.getMessage()]
 
 
 @pytest.fixture(scope="session")

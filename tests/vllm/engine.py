@@ -111,7 +111,7 @@ def codes_of_norms(directory):
 
 
 def heads(directory, how):
-    """The tokens, how many attentions were taken over, and how often `turn_heads` ran and stored.
+    """The tokens, how many attentions were taken over, and how often `qk_norm_rope` ran and stored.
 
     In graphs of the device, or "compiled". On the CPU it never does: what stands in its place then is vLLM's
     own, by the forward of the plug-in, or in a compiled graph steps, of which the embedding counts.
@@ -119,7 +119,7 @@ def heads(directory, how):
     from moqext import ops as functions
 
     calls = []
-    for name in ("turn_heads", "rotary_embedding"):
+    for name in ("qk_norm_rope", "rotary_embedding"):
         function = getattr(functions, name)
         setattr(functions, name, partial(noted, calls, function))
     options = {"enforce_eager": False} if how == "compiled" else GRAPHS if ON_CUDA else {}

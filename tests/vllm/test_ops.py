@@ -1,6 +1,7 @@
 """vLLM's own norms and activations run by moqext: which, when, and with which numbers."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,9 +158,85 @@ def test_models_without_linears_of_moqext_are_left_alone(config):
     assert run_by_moqext(*make_layers()) == [False, False]
 
 
-def test_sums_of_ranks_that_vllm_joins_with_norms(config):
+def test_sums_of_ranks_that_vllm_joins_with_norms(config, said):
     config.compilation_config.pass_config.fuse_allreduce_rms = True
     assert run_by_moqext(*make_layers()) == [False, True]
+    assert run_by_moqext(*make_layers()) == [False, True]
+    (line,) = said()
+    assert "fuse_allreduce_rms" in line
+
+
+def test_a_pass_of_the_users_own_stays(config, said):
+    from vllm.platforms import current_platform
+
+    from moqext_vllm.compiled import NormsAndLinears, install_pass
+
+    passes = config.compilation_config.inductor_compile_config
+    for _ in range(2):
+        install_pass()
+    assert isinstance(passes[current_platform.pass_key], NormsAndLinears)
+    assert not said()
+    passes[current_platform.pass_key] = print
+    for _ in range(2):
+        install_pass()
+    assert passes[current_platform.pass_key] is print
+    (line,) = said()
+    assert line.endswith(f"the engine has a {current_platform.pass_key} of its own")
+
+
+def test_an_attention_that_is_not_known_keeps_its_forward(monkeypatch, said):
+    from moqext_vllm import attention
+
+    class Attention:
+        def forward(self, positions, hidden_states):
+            return hidden_states
+
+    monkeypatch.setitem(sys.modules, f"{attention.MODELS}.novel", SimpleNamespace(Attention=Attention))
+    monkeypatch.setattr(attention, "CLASSES", (("novel", "Attention"), ("absent", "Attention")))
+    before = dict(vars(Attention))
+    for _ in range(2):
+        attention.take_over()
+    assert dict(vars(Attention)) == before
+    assert said() == [f"{attention.HEADS} are not fused: the forward of Attention is none that moqext knows"]
+
+
+def test_the_attentions_of_this_vllm_are_known():
+    """Their sources are those of 0.32 and 0.33; of another version the log says that heads are not fused."""
+    from importlib import import_module
+
+    from moqext_torch.texts import digest
+    from moqext_vllm import attention
+
+    for module, name in attention.CLASSES:
+        forward = getattr(import_module(f"{attention.MODELS}.{module}"), name).forward
+        own = {attention.forward, attention.forward_with_norms}
+        assert forward in own or digest(forward) in (attention.WITHOUT_NORMS, attention.WITH_NORMS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, ""),
+        ({"is_neox_style": False}, "interleaved"),
+        ({"rotary_dim": 32}, "a part of a head"),
+        ({"head_size": 96, "rotary_dim": 96}, "heads of 96 values"),
+        ({"use_flashinfer": True}, "another library"),
+    ],
+)
+def test_rotary_embeddings_that_moqext_does_not_have(config, changed, why):
+    import torch
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from moqext_vllm.attention import _find_unusual
+
+    rotary = RotaryEmbedding(64, 64, 128, 10000.0, True, torch.bfloat16)
+    vars(rotary).update({"use_flashinfer": False} | changed)
+    assert why in _find_unusual(rotary, None, None)
+    assert bool(_find_unusual(rotary, None, None)) == bool(why)
+    assert _find_unusual(rotary, None, torch.nn.LayerNorm(64)) == (
+        _find_unusual(rotary, None, None) or "norms of heads are no usual ones"
+    )
+    assert "is a Identity" in _find_unusual(torch.nn.Identity(), None, None)
 
 
 def test_codes_come_from_moqexts_activation_too(config, rng, monkeypatch):
@@ -251,12 +328,14 @@ def test_a_linear_that_is_gone_gets_no_codes(norm_and_linear, rng):
     assert read(v := norm(rows(rng, 3))) is v
 
 
-def test_values_that_a_model_changes_in_place_are_read_as_they_are(norm_and_linear, rng):
+def test_values_that_a_model_changes_in_place_are_read_as_they_are(norm_and_linear, rng, said):
     norm, _, read = norm_and_linear
     read(norm(rows(rng, 3)))
     for _ in range(2):
         assert read(v := norm(rows(rng, 3)).mul_(2)) is v
     assert read(v := norm(rows(rng, 3))) is v  # no codes any more
+    (line,) = said()
+    assert line.startswith("norms and FP8 linears are not fused")
 
 
 @pytest.mark.parametrize(
@@ -274,11 +353,12 @@ def test_an_unknown_value_of_the_switch_is_refused(config, monkeypatch):
         make_layers()
 
 
-def test_norms_of_another_kind_are_vllms(config):
+def test_norms_of_another_kind_are_vllms(config, said):
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     made = [RMSNorm(64, var_hidden_size=32), RMSNorm(64, has_weight=False)]
     assert run_by_moqext(*made) == [False, False]
+    assert len(said()) == 1
     assert type(GemmaRMSNorm(64)) is GemmaRMSNorm
 
 

@@ -118,11 +118,15 @@ def test_experts_are_those_of_vllms_router(make, rng, name):
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_moqext_does_not_have_is_vllms(make, name):
+def test_what_moqext_does_not_have_is_vllms_and_said_once(make, said, name):
     from moqext_vllm.routing import find_routing
 
     layer, moe, _ = make(**LEFT[name])
-    assert find_routing(layer, moe) is None
+    assert [find_routing(layer, moe) for _ in range(2)] == [None, None]
+    asked_for = any(option.isupper() for option in LEFT[name])
+    assert [line.partition(":")[0] for line in said()] == ["routing and experts are not fused"] * (
+        not asked_for
+    )
 
 
 def test_a_record_of_the_chosen_keeps_vllms_router(make):

@@ -97,7 +97,8 @@ static __device__ __forceinline__ void store_page(const heads_args &a, const chu
 }
 
 template <int DT, int LANES>
-static __global__ void __launch_bounds__(THREADS) turn_heads(const __grid_constant__ heads_args a) {
+static __global__ void __launch_bounds__(THREADS)
+    qk_norm_rope(const __grid_constant__ heads_args a) {
     constexpr int64_t HALF = LANES / 2 * PIECE;
     const int64_t place = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     const bool inside = place / LANES < a.count; /* all lanes take part in what warps do together */
@@ -131,10 +132,10 @@ static __global__ void __launch_bounds__(THREADS) turn_heads(const __grid_consta
 }
 
 template <int DT> static const void *kernel_of(int64_t columns) {
-    return columns == 32    ? (const void *)turn_heads<DT, 4>
-           : columns == 64  ? (const void *)turn_heads<DT, 8>
-           : columns == 128 ? (const void *)turn_heads<DT, 16>
-                            : (const void *)turn_heads<DT, 32>;
+    return columns == 32    ? (const void *)qk_norm_rope<DT, 4>
+           : columns == 64  ? (const void *)qk_norm_rope<DT, 8>
+           : columns == 128 ? (const void *)qk_norm_rope<DT, 16>
+                            : (const void *)qk_norm_rope<DT, 32>;
 }
 
 static void add_cache(const moq_heads *heads, heads_args *a) {
@@ -150,7 +151,7 @@ static void add_cache(const moq_heads *heads, heads_args *a) {
     }
 }
 
-extern "C" moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, moq_err *err) {
+extern "C" moq_status moq_cuda_qk_norm_rope(const moq_heads *heads, void *stream, moq_err *err) {
     const int64_t columns = heads->table.shape[1];
     heads_args a = {.x = heads->x.data,
                     .positions = (const int64_t *)heads->positions.data,
@@ -172,7 +173,7 @@ extern "C" moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, 
     if (blocks > 0x7fffffff)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld heads are more than a launch has",
                         (long long)a.count);
-    moq_launch launch = {.what = "turn_heads",
+    moq_launch launch = {.what = "qk_norm_rope",
                          .kernel = heads->x.dtype == MOQ_DT_BF16 ? kernel_of<MOQ_DT_BF16>(columns)
                                                                  : kernel_of<MOQ_DT_F16>(columns),
                          .grid = dim3((unsigned)blocks),

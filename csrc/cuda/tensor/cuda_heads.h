@@ -11,7 +11,7 @@ extern "C" {
 /* D is 32, 64, 128 or 256, there is at least one token and one head, and rows and tensors begin at
  * multiples of 16 bytes. Queued on `stream` of the current device. It may overlap with its
  * predecessor and successor there (programmatic launch). */
-moq_status moq_cuda_turn_heads(const moq_heads *heads, void *stream, moq_err *err);
+moq_status moq_cuda_qk_norm_rope(const moq_heads *heads, void *stream, moq_err *err);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-"""Whether a function of a model is, word for word, one that is known.
+"""Tells whether a function of another project is, word for word, one that is known.
 
 What may take the place of a module's `forward` depends on what that does, which its name does not say: the
 same few texts are the forward of a hundred models, and a class that sounds alike may add one to its weights.
@@ -51,5 +51,5 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
 
 def global_of(function: Callable[..., Any], name: str) -> Any:
-    """What a function finds under a name beyond its own, or None."""
+    """Finds what a function sees under a name beyond its own, or None."""
     return getattr(inspect.unwrap(function), "__globals__", {}).get(name)

@@ -1,0 +1,174 @@
+"""The methods that engines make of a checkpoint's layers, each description once, for `moqext tune`.
+
+Headers tell all of it. A linear runs alone, as in plain PyTorch, and fused with its siblings, as engines do;
+fused layers of FP8 run as one product or part by part, by their activation scales, and take codes from the
+activation before them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moqext._C import UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS
+from moqext.bench import random_tensor
+from moqext.checkpoint import Checkpoint
+from moqext.errors import CheckpointError
+from moqext.linear import LinearMethod
+from moqext.load_experts import computed_options, plan_parts
+from moqext.moe import MoEMethod
+from moqext.naming import FUSED_GROUPS
+from moqext.ops import to_device
+from moqext.records import LayerRecord
+from moqext.spelling import Compute, Dtype
+from moqext.tuning import Cell, cells_of, layer_key
+
+
+class TimedLayer(NamedTuple):
+    """A description of layers.
+
+    Attributes:
+        method: of all of them.
+        names: of the layers in the checkpoint, parts of fused ones with " + " between them.
+    """
+
+    method: LinearMethod | MoEMethod
+    names: list[str]
+
+
+class Row(NamedTuple):
+    """The kernel of a layer and a number of tokens.
+
+    Attributes:
+        tokens: rows of x.
+        kernel, variant: the fastest, "family:name" and which of its ways.
+        seconds: of a call.
+        estimated: the kernel that is chosen without the cache.
+        estimated_seconds: of a call of that one, None where it was not measured.
+    """
+
+    tokens: int
+    kernel: str
+    variant: int
+    seconds: float
+    estimated: str
+    estimated_seconds: float | None
+
+
+def find_layers(
+    checkpoint: Checkpoint, *, device: str, dtype: Dtype, compute: Compute
+) -> tuple[list[TimedLayer], dict[str, str]]:
+    """The layers of a checkpoint by their description.
+
+    Args:
+        checkpoint: headers are enough.
+        device: "cpu" or "cuda:N".
+        dtype: of the activations.
+        compute: what is multiplied.
+
+    Returns:
+        The descriptions, in the order of their first layers, and why a layer has none, by its name.
+    """
+    found: dict[str, TimedLayer] = {}
+    refused: dict[str, str] = {}
+    options = {"device": device, "dtype": dtype, "compute": compute}
+    for names, make in _candidates(checkpoint, options):
+        try:
+            methods = list(make)
+        except (UnsupportedQuantization, CheckpointError, ValueError) as error:
+            refused[names] = str(error)
+            continue
+        for method in methods:
+            found.setdefault(layer_key(method), TimedLayer(method, [])).names.append(names)
+    return list(found.values()), refused
+
+
+def time_layer(
+    method: LinearMethod | MoEMethod, counts: Sequence[int], rng: np.random.Generator
+) -> tuple[list[Row], dict[int, Cell]]:
+    """Times a layer on random codes and activations, since times do not depend on what is in a checkpoint.
+
+    Args:
+        method: of the layer.
+        counts: numbers of tokens.
+        rng: source of the codes.
+
+    Returns:
+        A row for each number, and what the cache keeps of them.
+    """
+    plan = method._plan
+    timings = method.tune(counts, _prepare_random(method, rng))
+    rows = []
+    for count in counts:
+        estimated = min(plan.estimates(count), key=lambda row: row[2])[0]
+        measured = [row for row in timings if row.tokens == count]
+        best = next(row for row in measured if row.chosen)
+        times = [row.seconds for row in measured if (row.kernel, row.variant) == (estimated, 0)]
+        rows.append(Row(count, *best[1:4], estimated, times[0] if times else None))
+    return rows, cells_of(plan, [row[:4] for row in rows])
+
+
+def _candidates(
+    checkpoint: Checkpoint, options: dict[str, Any]
+) -> Iterator[tuple[str, Iterator[LinearMethod | MoEMethod]]]:
+    """Layers and fused groups by name, each with what makes its methods."""
+    linears = [record for record in checkpoint.layers() if record.kind == "linear"]
+    for record in linears:
+        yield record.name, _linear_methods([record], options)
+    for group in _fused(linears):
+        yield " + ".join(record.name for record in group), _linear_methods(group, options)
+    for record in checkpoint.layers():
+        if record.kind == "moe":
+            yield record.name, _expert_methods(checkpoint, record, options)
+
+
+def _fused(linears: Iterable[LayerRecord]) -> Iterator[list[LayerRecord]]:
+    """Siblings that engines run as one linear: of one format and one input."""
+    siblings: dict[str, dict[str, LayerRecord]] = defaultdict(dict)
+    for record in linears:
+        parent, _, last = record.name.rpartition(".")
+        siblings[parent][last] = record
+    for children in siblings.values():
+        for names in FUSED_GROUPS:
+            group = [children[name] for name in names if name in children]
+            kinds = {(record.quant_algo, record.group_size, record.shape[1]) for record in group}
+            if len(group) == len(names) and len(kinds) == 1:
+                yield group
+
+
+def _linear_methods(records: Sequence[LayerRecord], options: dict[str, Any]) -> Iterator[LinearMethod]:
+    """Every method that an engine may make of a linear or a fused group."""
+    first = records[0]
+    if 0 in first.shape:
+        raise UnsupportedQuantization("its weight is empty")
+    partitions = [rows for record in records for rows in record.out_partitions]
+    facts = ALGORITHMS.get(first.quant_algo)
+    scaled = facts is not None and facts.linear == "e4m3_tensor"
+    for one_scale in (False, True) if scaled and len(partitions) > 1 else (False,):
+        about = {"group_size": first.group_size, "one_input_scale": one_scale, **options}
+        yield LinearMethod(first.quant_algo, first.shape[1], partitions, **about)
+        if scaled and (one_scale or len(partitions) == 1):
+            yield LinearMethod(first.quant_algo, first.shape[1], partitions, quantized_input=True, **about)
+
+
+def _expert_methods(
+    checkpoint: Checkpoint, record: LayerRecord, options: dict[str, Any]
+) -> Iterator[MoEMethod]:
+    """The method of each format among the experts of a container."""
+    about = computed_options(checkpoint, record, None, None)
+    for part in plan_parts(checkpoint, record, range(record.shape[0]), **about, **options):
+        yield part.method
+
+
+def _prepare_random(method: LinearMethod | MoEMethod, rng: np.random.Generator) -> Any:
+    """Prepared tensors of random codes and scales."""
+    params: dict[str, Any] = {}
+    for name, spec in method.checkpoint_params.items():
+        tensor = random_tensor(spec, rng)
+        if name.endswith("input_scale"):
+            tensor = np.full_like(tensor, 2.0**-5)  # fused layers may have to have one
+        is_codes = spec.dtype != "float32" and method.device != "cpu"
+        params[name] = to_device(tensor, method.device) if is_codes else tensor
+    return method.prepare(params)
